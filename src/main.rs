@@ -20,8 +20,8 @@ struct Cli {
     command: Command,
 }
 
-/// Help below the list of commands. clap cannot list subcommands under two headings. The components
-/// are therefore hidden in the list and described here.
+/// Help below the list of commands. clap cannot list subcommands under two headings. Therefore the
+/// list hides the components, and this text describes them.
 const AFTER_HELP: &str = "\
 Components, started by the chart:
   operator  Plan how GPUs are shared

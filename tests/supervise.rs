@@ -11,14 +11,14 @@ const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Records its PID and waits until its input closes. Exits with 7 on SIGTERM.
 const WAITING_SCRIPT: &str = r#"trap "exit 7" TERM; exec 3<&0; cat <&3 & echo $$ >>"$PIDS"; wait"#;
 
-struct Supervised {
+struct RunningSupervisor {
     directory: tempfile::TempDir,
     child: Child,
     /// Kept open, because the program exits when its input closes.
     _stdin: Option<ChildStdin>,
 }
 
-impl Supervised {
+impl RunningSupervisor {
     fn start(command: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let mut child = Command::new(env!("CARGO_BIN_EXE_cleave-supervise"))
@@ -46,7 +46,7 @@ impl Supervised {
     }
 }
 
-impl Drop for Supervised {
+impl Drop for RunningSupervisor {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -74,7 +74,7 @@ fn has_exited(pid: Pid) -> bool {
 
 #[test]
 fn a_killed_program_is_restarted_and_the_supervisor_exits_when_the_program_exits() {
-    let mut supervised = Supervised::start(&["sh", "-c", WAITING_SCRIPT]);
+    let mut supervised = RunningSupervisor::start(&["sh", "-c", WAITING_SCRIPT]);
     let first = supervised.wait_for_programs(1)[0];
     kill_process(first, Signal::KILL).unwrap();
     let second = supervised.wait_for_programs(2)[1];
@@ -89,14 +89,14 @@ fn a_killed_program_is_restarted_and_the_supervisor_exits_when_the_program_exits
 
 #[test]
 fn a_program_that_is_killed_repeatedly_is_no_longer_restarted() {
-    let mut supervised = Supervised::start(&["sh", "-c", r#"echo $$ >>"$PIDS"; kill -9 $$"#]);
+    let mut supervised = RunningSupervisor::start(&["sh", "-c", r#"echo $$ >>"$PIDS"; kill -9 $$"#]);
     assert_eq!(supervised.wait_for_exit().code(), Some(137));
     assert_eq!(supervised.wait_for_programs(21).len(), 21, "twenty restarts");
 }
 
 #[test]
 fn a_program_is_killed_with_its_supervisor() {
-    let mut supervised = Supervised::start(&["sh", "-c", WAITING_SCRIPT]);
+    let mut supervised = RunningSupervisor::start(&["sh", "-c", WAITING_SCRIPT]);
     let program = supervised.wait_for_programs(1)[0];
     supervised.child.kill().unwrap();
     supervised.child.wait().unwrap();
@@ -105,8 +105,8 @@ fn a_program_is_killed_with_its_supervisor() {
 
 #[test]
 fn the_exit_status_is_passed_on_and_a_failed_start_is_an_error() {
-    assert_eq!(Supervised::start(&["sh", "-c", "exit 3"]).wait_for_exit().code(), Some(3));
-    assert_eq!(Supervised::start(&["sh", "-c", "exit 0"]).wait_for_exit().code(), Some(0));
-    assert_eq!(Supervised::start(&["/no/such/program"]).wait_for_exit().code(), Some(1));
-    assert_eq!(Supervised::start(&[]).wait_for_exit().code(), Some(1));
+    assert_eq!(RunningSupervisor::start(&["sh", "-c", "exit 3"]).wait_for_exit().code(), Some(3));
+    assert_eq!(RunningSupervisor::start(&["sh", "-c", "exit 0"]).wait_for_exit().code(), Some(0));
+    assert_eq!(RunningSupervisor::start(&["/no/such/program"]).wait_for_exit().code(), Some(1));
+    assert_eq!(RunningSupervisor::start(&[]).wait_for_exit().code(), Some(1));
 }

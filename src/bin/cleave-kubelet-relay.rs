@@ -11,7 +11,7 @@ use clap::Parser;
 use cleave_kubelet::{DEVICE_PLUGIN_DIRECTORY, PluginServerConfig, RelayConfig, RelayTimings, run_relay};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Serve the agent's resources to the kubelet, also while the agent is absent.
+/// Serve the agent's resources to the kubelet, even while the agent is absent.
 #[derive(Debug, Parser)]
 #[command(name = "cleave-kubelet-relay", version)]
 struct Cli {

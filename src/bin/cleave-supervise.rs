@@ -2,11 +2,11 @@
 //! kills it.
 //!
 //! The agent runs under this program. Without a supervisor, the container of a killed agent exits,
-//! and the kubelet restarts it with a back-off (1 s, 10 s, 20 s and so on). During the back-off,
-//! the node's shares are unhealthy and new pods fail.
+//! and the kubelet restarts it with a backoff (1 s, 10 s, 20 s and so on). During the backoff, the
+//! node's shares are unhealthy and new pods fail.
 //!
-//! The supervisor is small because it runs on every node: no threads, no runtime, no state. The
-//! supervisor forwards signals and exits with the program's exit status. If the supervisor is
+//! The supervisor runs on every node. To stay small, it has no threads, no runtime and no state.
+//! The supervisor forwards signals and exits with the program's exit status. If the supervisor is
 //! killed, the kernel also kills the program.
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -18,28 +18,28 @@ use anyhow::{Context as _, bail};
 use nix::sys::signal::{SigSet, Signal};
 use rustix::process::{Pid, WaitOptions, WaitStatus};
 
-/// First argument of the process between the supervisor and the program. That process sets a parent
-/// death signal, which remains in effect after exec.
-const CHILD_FLAG: &str = "--under=";
-/// The signals that are forwarded.
+/// Prefix of the first argument of the process between the supervisor and the program. That process
+/// sets a parent death signal, which remains in effect after exec.
+const PARENT_PID_FLAG: &str = "--under=";
+/// Signals that the supervisor forwards to the program.
 const FORWARDED_SIGNALS: [Signal; 6] =
     [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2];
 /// Maximum number of restarts within a period, and the period. After the maximum, the supervisor
-/// exits, and the kubelet restarts the container with its back-off.
-const MAX_RESTARTS: (usize, Duration) = (20, Duration::from_secs(60));
+/// exits, and the kubelet restarts the container with its backoff.
+const RESTART_LIMIT: (usize, Duration) = (20, Duration::from_secs(60));
 /// Delay before a restart. A kubelet (up to 1.36) that still handles the end of the old
 /// `ListAndWatch` stream would also close the new stream.
 const RESTART_DELAY: Duration = Duration::from_millis(50);
 /// Offset from a signal's number to the exit status, as in a shell.
-const SIGNAL_EXIT_CODE: i32 = 128;
+const SIGNAL_EXIT_CODE_OFFSET: i32 = 128;
 
 fn main() -> ExitCode {
     let mut args: VecDeque<OsString> = std::env::args_os().skip(1).collect();
-    let under = args.front().and_then(|first| first.to_str()?.strip_prefix(CHILD_FLAG)).map(str::to_owned);
+    let under = args.front().and_then(|first| first.to_str()?.strip_prefix(PARENT_PID_FLAG)).map(str::to_owned);
     let ended = match under {
         Some(parent) => {
             args.pop_front();
-            become_program(&parent, args.make_contiguous())
+            exec_program(&parent, args.make_contiguous())
         }
         None => supervise(args.make_contiguous()),
     };
@@ -73,18 +73,18 @@ enum Reaction {
 struct RecentRestarts(VecDeque<Instant>);
 
 impl RecentRestarts {
-    /// Decides the action after the program has exited. `stopping` is true once a signal requested
-    /// that the supervisor stop.
+    /// Decides the action after the program has exited. `stopping` states whether a signal has
+    /// requested that the supervisor stop.
     fn reaction_to(&mut self, end: ProgramEnd, stopping: bool, now: Instant) -> Reaction {
         let code = |code: i32| Reaction::Exit(u8::try_from(code).unwrap_or(u8::MAX));
         let signal = match end {
             ProgramEnd::Exit(status) => return code(status),
             ProgramEnd::Signal(signal) => signal,
         };
-        let (most, within) = MAX_RESTARTS;
+        let (most, within) = RESTART_LIMIT;
         self.0.retain(|at| now.saturating_duration_since(*at) < within);
         if stopping || self.0.len() >= most {
-            return code(SIGNAL_EXIT_CODE + signal);
+            return code(SIGNAL_EXIT_CODE_OFFSET + signal);
         }
         self.0.push_back(now);
         Reaction::Restart
@@ -110,8 +110,8 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
             let _ = rustix::process::kill_process(worker, signal);
             continue;
         }
-        // One SIGCHLD can stand for several exited processes. PID 1 of a container also
-        // receives SIGCHLD for orphans.
+        // One SIGCHLD can report several exited processes. PID 1 of a container also receives
+        // SIGCHLD for orphans.
         while let Some((pid, status)) = reap_child()? {
             let Some(end) = program_end(status).filter(|_| pid == worker) else { continue };
             match restarts.reaction_to(end, stopping, Instant::now()) {
@@ -135,7 +135,7 @@ fn awaited_signals() -> SigSet {
 fn start_program(program: &OsString, args: &[OsString]) -> anyhow::Result<Pid> {
     let own = rustix::process::getpid().as_raw_pid();
     // Do not start this program by its path: an upgrade may have replaced the file.
-    let child = Command::new("/proc/self/exe").arg(format!("{CHILD_FLAG}{own}")).arg(program).args(args).spawn();
+    let child = Command::new("/proc/self/exe").arg(format!("{PARENT_PID_FLAG}{own}")).arg(program).args(args).spawn();
     Ok(Pid::from_child(&child.with_context(|| format!("failed to start {}", program.display()))?))
 }
 
@@ -154,7 +154,7 @@ fn program_end(status: WaitStatus) -> Option<ProgramEnd> {
 }
 
 /// Replaces this process with the program. Returns only on an error.
-fn become_program(parent: &str, command: &[OsString]) -> anyhow::Result<u8> {
+fn exec_program(parent: &str, command: &[OsString]) -> anyhow::Result<u8> {
     let Some((program, args)) = command.split_first() else { bail!("no program given") };
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
         .context("failed to set the parent death signal")?;
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_killed_program_is_restarted_twenty_times_a_minute_at_most() {
+    fn a_killed_program_is_restarted_at_most_twenty_times_a_minute() {
         let start = Instant::now();
         let mut restarts = RecentRestarts::default();
         for second in 0..20 {
@@ -200,11 +200,11 @@ mod tests {
             Reaction::Exit(137)
         );
         assert_eq!(
-            restarts.reaction_to(KILLED_BY_SIGKILL, false, start + MAX_RESTARTS.1),
+            restarts.reaction_to(KILLED_BY_SIGKILL, false, start + RESTART_LIMIT.1),
             Reaction::Restart,
             "the first restart is a minute ago"
         );
-        assert_eq!(restarts.reaction_to(KILLED_BY_SIGKILL, false, start + MAX_RESTARTS.1), Reaction::Exit(137));
+        assert_eq!(restarts.reaction_to(KILLED_BY_SIGKILL, false, start + RESTART_LIMIT.1), Reaction::Exit(137));
     }
 
     #[test]

@@ -41,9 +41,9 @@ pub struct Allocator {
     settings: ContainerSettings,
     link: HostLink,
     metrics: Metrics,
-    /// Notified after an allocation, because files and status must be updated soon.
+    /// Notified after an allocation, so that the main loop updates the files and the status soon.
     pub allocated: Notify,
-    /// Notified when a container starts, because its files must be written now.
+    /// Notified when a container starts, so that the main loop writes the container's files now.
     pub starting: Notify,
     /// Notified when the pending allocations change.
     pending_changes: watch::Sender<()>,
@@ -200,7 +200,7 @@ pub(crate) mod tests {
         let list_devices = async {
             tokio::time::sleep(START_TIMEOUT.saturating_sub(Duration::from_secs(5))).await;
             let nodes = BTreeMap::from([("GPU-a".to_owned(), Vec::new())]);
-            let driver = cdi::DriverEdits::directory("/opt/nvidia".as_ref(), "/usr/local/nvidia".as_ref());
+            let driver = cdi::DriverEdits::from_directory("/opt/nvidia".as_ref(), "/usr/local/nvidia".as_ref());
             cdi::write_cdi_specification(&args, &nodes, &driver).unwrap();
         };
         let (ready, ()) = tokio::join!(allocator.wait_until_ready(&allocation), list_devices);

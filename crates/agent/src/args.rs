@@ -57,8 +57,8 @@ pub struct AgentArgs {
     pub host_root: PathBuf,
 
     /// Host directory of the driver's files, for `--device-list-strategy cdi` and `device-nodes`.
-    /// Without it, `cdi` uses NVIDIA's container toolkit on the host.
-    /// Containers that get a GPU have the directory read-only at `--container-driver-root`.
+    /// Without this directory, `cdi` uses NVIDIA's container toolkit on the host. The agent mounts
+    /// the directory read-only at `--container-driver-root` in containers that get a GPU.
     #[arg(long, env = "CLEAVE_DRIVER_ROOT", value_name = "HOST_DIR")]
     pub driver_root: Option<PathBuf>,
 
@@ -93,7 +93,7 @@ pub struct AgentArgs {
     pub mig_mode: MigMode,
 
     /// XIDs that do not affect the GPU's health: errors of programs, and errors that another XID
-    /// reports too.
+    /// also reports.
     #[arg(long, env = "CLEAVE_IGNORE_XIDS", value_name = "XID,...", value_delimiter = ',', default_values_t = [13, 31, 43, 45, 68, 109])]
     pub ignore_xids: Vec<u64>,
 
@@ -101,14 +101,15 @@ pub struct AgentArgs {
     #[arg(long, env = "CLEAVE_SUSPECT_QUIET", value_name = "SECONDS", default_value_t = DEFAULT_QUIET_PERIOD.as_secs(), value_parser = clap::value_parser!(u64).range(1..=86400))]
     pub suspect_quiet: u64,
 
-    /// Seconds for which an allocation is kept before the kubelet lists the allocation's pod.
+    /// Seconds for which the agent keeps an allocation before the kubelet lists the allocation's
+    /// pod.
     // The kubelet does not list a pod that it is admitting. A restarted kubelet lists its pods one
     // by one.
     #[arg(long, env = "CLEAVE_ALLOCATION_GRACE", value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub allocation_grace: u64,
 
     /// The kubelet's `shutdownGracePeriodByPodPriority`, or the equivalent of its
-    /// `shutdownGracePeriod`. Without this setting, the agent does not follow shutdowns.
+    /// `shutdownGracePeriod`. Without this setting, the agent does not react to node shutdowns.
     // At shutdown the kubelet terminates pods by priority, lowest first, without deleting them.
     #[arg(long, env = "CLEAVE_SHUTDOWN_GRACE", value_name = "PRIORITY=SECONDS,...", value_delimiter = ',')]
     pub shutdown_grace: Vec<ShutdownPeriod>,
@@ -122,7 +123,8 @@ pub struct AgentArgs {
     #[arg(long, env = "CLEAVE_POD_UID", value_name = "UID")]
     pub pod_uid: Option<String>,
 
-    /// Seconds in which an agent must be ready after another one has handed over to it. For tests.
+    /// Seconds within which an agent must be ready after another agent has handed over to it. For
+    /// tests.
     #[arg(long, env = "CLEAVE_PROBATION", value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600), hide = true)]
     pub probation: u64,
 
@@ -242,7 +244,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn the_default_port_is_on_every_address_of_both_families() {
+    fn the_default_address_accepts_both_ip_families() {
         assert_eq!(parse_args(&[]).unwrap().metrics_addr, "[::]:8080".parse().unwrap());
     }
 

@@ -13,7 +13,7 @@ use crate::files::write_atomically;
 
 /// CDI kind (vendor and class) of the devices.
 const CDI_KIND: &str = "cleave.dev/gpu";
-/// Version of CDI that the devices need.
+/// Lowest version of CDI that the devices need.
 const CDI_VERSION: &str = "0.5.0";
 /// Name of the file in the CDI directory.
 const CDI_SPECIFICATION_FILE: &str = "cleave.dev-gpu.json";
@@ -95,7 +95,7 @@ pub fn create_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()
                 continue;
             }
             let devices = fs::read_to_string(host_root.join("proc/devices"))?;
-            let Some(major) = parse_major(&devices) else {
+            let Some(major) = parse_capability_major(&devices) else {
                 return Err(io::Error::new(io::ErrorKind::NotFound, "the kernel lists no nvidia-caps devices"));
             };
             if let Some(directory) = path.parent() {
@@ -115,7 +115,7 @@ pub fn create_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()
 }
 
 /// Returns the major number of `nvidia-caps` in `/proc/devices`.
-fn parse_major(devices: &str) -> Option<u32> {
+fn parse_capability_major(devices: &str) -> Option<u32> {
     let numbers = devices.lines().filter_map(|line| line.trim().split_once(' '));
     numbers.filter(|(_, name)| *name == "nvidia-caps").find_map(|(number, _)| number.parse().ok())
 }
@@ -139,15 +139,15 @@ pub struct DriverEdits {
 }
 
 impl DriverEdits {
-    /// Mounts the driver's directory of the host read-only.
-    pub fn directory(host: &Path, container: &Path) -> Self {
+    /// Returns edits that mount the host's driver directory read-only.
+    pub fn from_directory(host: &Path, container: &Path) -> Self {
         let mount =
             json!({ "hostPath": host, "containerPath": container, "options": ["ro", "nosuid", "nodev", "rbind"] });
         Self { cdi_version: CDI_VERSION.to_owned(), edits: json!({ "mounts": [mount] }) }
     }
 }
 
-/// Parses a version such as `0.5.0`, so that versions can be compared.
+/// Parses a version such as `0.5.0` for comparison.
 fn parse_version(version: &str) -> Option<Vec<u32>> {
     version.split('.').map(|part| part.parse().ok()).collect()
 }
@@ -201,11 +201,11 @@ mod tests {
     use crate::gpu::layout::tests::gpu;
 
     fn directory_edits() -> DriverEdits {
-        DriverEdits::directory(Path::new("/opt/nvidia"), Path::new("/usr/local/nvidia"))
+        DriverEdits::from_directory(Path::new("/opt/nvidia"), Path::new("/usr/local/nvidia"))
     }
 
     #[test]
-    fn the_specification_has_the_higher_version() {
+    fn the_specification_has_the_higher_of_both_cdi_versions() {
         let nodes = BTreeMap::from([("GPU-0".to_owned(), Vec::new())]);
         for (version, expected) in [("0.3.0", "0.5.0"), ("0.10.0", "0.10.0"), ("", "0.5.0")] {
             let edits = DriverEdits { cdi_version: version.into(), edits: json!({}) };
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_list_the_existing_nodes() {
+    fn devices_list_only_existing_device_nodes() {
         let host = tempfile::tempdir().unwrap();
         let touch = |path: &str, text: &str| {
             let path = host.path().join(path);
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn a_specification_describes_the_devices_that_it_lists() {
+    fn a_specification_lists_exactly_its_devices() {
         let directory = tempfile::tempdir().unwrap();
         let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
         assert!(!specification_lists_devices(directory.path(), &names(&["MIG-a"])), "there is no specification");

@@ -1,9 +1,9 @@
 //! Finds the pods and the container of a process from its cgroup (cgroups(7)). Pure.
 //!
 //! A container may create cgroups with any name below its own cgroup, and move its processes there.
-//! Therefore this module trusts only the component nearest the root that names a pod: above it,
-//! only the kubelet and the container runtime create cgroups. Unless the node itself runs in a pod,
-//! no component below it names a real pod.
+//! Therefore this module trusts only the component nearest the root that names a pod. Above this
+//! component, only the kubelet and the container runtime create cgroups. Below this component, no
+//! component names a real pod, unless the node itself runs in a pod.
 
 /// The pod and container of a process.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -33,14 +33,15 @@ pub fn parse_owner(text: &str) -> Option<ProcessOwner> {
 /// Parses `/proc/PID/cgroup` and returns the UIDs of all pods above the process, outermost first.
 /// Trust only the first pod: its containers may have created the other cgroups.
 pub fn parse_pod_uids(text: &str) -> Vec<String> {
-    // All hierarchies that name pods name the same pods.
+    // Use the first hierarchy that names pods, because all such hierarchies name the same pods.
     let found = cgroup_paths(text).map(owners_in_path).find(|owners| !owners.is_empty());
     found.unwrap_or_default().into_iter().map(|owner| owner.pod).collect()
 }
 
 /// Returns the cgroup path of each hierarchy in `/proc/PID/cgroup`.
 fn cgroup_paths(text: &str) -> impl Iterator<Item = &str> {
-    // `hierarchy:controllers:path`, in version 2 `0::path`. A path may contain colons.
+    // Each line is `hierarchy:controllers:path`, or `0::path` in version 2. A path may contain
+    // colons.
     text.lines().filter_map(|line| line.splitn(3, ':').nth(2))
 }
 
@@ -69,7 +70,7 @@ fn owners_in_path(path: &str) -> Vec<ProcessOwner> {
     found
 }
 
-/// Returns the pod's UID from systemd's name of the pod's cgroup:
+/// Extracts the pod's UID from the name that systemd gives the pod's cgroup:
 /// `kubepods-burstable-pod<uid>.slice`. Nested kubelets prepend the name of another slice. Returns
 /// `None` for other names.
 fn pod_in_slice_name(component: &str) -> Option<&str> {
@@ -207,7 +208,7 @@ mod tests {
         ] {
             assert_eq!(parse_owner(&format!("0::{path}")), owner_with_container(Some(CONTAINER_ID)), "{path}");
         }
-        // If two hierarchies disagree, neither is trusted.
+        // The parser trusts neither of two hierarchies that disagree.
         assert_eq!(
             parse_owner(&format!(
                 "2:cpu:/kubepods/pod{POD_UID}/{CONTAINER_ID}\n0::/kubepods/pod{OTHER_POD_UID}/{CONTAINER_ID}"
@@ -217,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn nested_pods_are_listed_from_the_outside() {
+    fn nested_pods_are_listed_outermost_first() {
         for path in [
             format!("0::/kubepods/burstable/pod{POD_UID}/3f0c"),
             format!("0::/kubepods/pod{POD_UID}"),
@@ -229,7 +230,7 @@ mod tests {
                 "0::/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{POD_UID_IN_SYSTEMD_FORM}.slice/crio-3f.scope/container"
             ),
             format!("12:hugetlb:/\n5:cpu,cpuacct:/kubepods/burstable/pod{POD_UID}/3f0c\n0::/"),
-            // A cgroup that a tenant creates below its own is not a pod.
+            // A cgroup that a tenant creates below its own cgroup is not a pod.
             format!("0::/kubepods/pod{POD_UID}/3f0c/pod00000000-0000-0000-0000-000000000000"),
         ] {
             assert_eq!(parse_pod_uids(&path).first().map(String::as_str), Some(POD_UID), "{path}");
@@ -245,7 +246,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_text_causes_a_panic(text in ".*") {
+        fn no_cgroup_text_causes_a_panic(text in ".*") {
             let _ = (parse_owner(&text), parse_pod_uids(&text));
         }
 

@@ -37,7 +37,7 @@ pub struct Checkpoint {
     /// Layouts by UUID of the GPU. A layout may differ from the spec while a change waits for pods.
     pub layouts: BTreeMap<String, Layout>,
     /// Allocations that have not ended.
-    #[serde(with = "shared")]
+    #[serde(with = "arc_list")]
     pub allocations: Vec<Arc<Allocation>>,
     /// GPUs that a spec has partitioned by MIG. The agent removes a GPU's partition when the spec
     /// no longer lists the GPU.
@@ -52,7 +52,7 @@ pub struct Checkpoint {
 }
 
 /// Serializes a list of `Arc` values as a plain list of the values.
-mod shared {
+mod arc_list {
     use std::sync::Arc;
 
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -106,7 +106,7 @@ pub enum DecodeError {
     /// Another version of the agent wrote the file.
     #[error("the file has version {0}; this agent reads version {FORMAT_VERSION}")]
     Version(u32),
-    /// A value is impossible, for this reason.
+    /// A value is impossible. The text states why.
     #[error("the file is damaged: {0}")]
     Invalid(String),
 }
@@ -118,11 +118,11 @@ impl Checkpoint {
     /// Returns [`DecodeError`] if `bytes` is not a checkpoint in this agent's format version.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
         #[derive(Deserialize)]
-        struct Versioned {
+        struct VersionField {
             version: u32,
         }
         // Check the version first: the format of other versions is unknown.
-        let Versioned { version } = serde_json::from_slice(bytes).map_err(DecodeError::Damaged)?;
+        let VersionField { version } = serde_json::from_slice(bytes).map_err(DecodeError::Damaged)?;
         if version != FORMAT_VERSION {
             return Err(DecodeError::Version(version));
         }

@@ -38,7 +38,7 @@ pub struct ContainerEdits {
     pub cdi_devices: Vec<String>,
 }
 
-/// Settings from the command line for the access of containers to devices.
+/// Settings from the command line that control how containers access devices.
 #[derive(Debug, Clone)]
 pub struct ContainerSettings {
     strategy: DeviceListStrategy,

@@ -110,7 +110,7 @@ impl ServedResource {
         choose_linked_gpus(&view, &request, &table.topology).unwrap_or_else(|| choose_preferred(&view, &request))
     }
 
-    /// Grants an allocation, or refuses it. Counts and logs both.
+    /// Grants or refuses an allocation, and counts and logs the result.
     fn grant(&self, ids: &[String]) -> Result<ContainerResponse, Refusal> {
         let allocated = self.allocator.allocate(&self.resource, ids);
         match &allocated {
@@ -141,8 +141,8 @@ impl Resource for ServedResource {
     }
 
     fn options(&self) -> PluginOptions {
-        // All resources use the same options. With other options for MPS, a resource would have to
-        // register again when it serves its first shares.
+        // All resources use the same options. If the options for MPS differed, a resource would
+        // have to register again when it serves its first shares.
         PluginOptions { pre_start: true, preferred: true }
     }
 
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_preference_waits_until_the_pod_is_known_or_two_seconds() {
+    async fn a_preference_waits_for_its_pod_for_at_most_two_seconds() {
         let served = served_resource(PendingAllocations::with_watch(), pools(&["A", "B"], &mps_kind()));
         let all = all_share_ids();
         let request = preferred_request(&all, &[], 3);

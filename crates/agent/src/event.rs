@@ -10,11 +10,11 @@ pub struct NodeEvent {
     pub reason: &'static str,
     /// Note of the Event, in full sentences.
     pub note: String,
-    /// The pod that the Event is about. The Event is also published on this pod.
+    /// The pod that the Event is about. The agent also publishes the Event on this pod.
     pub regarding: Option<PodRef>,
-    /// The pod or device that the Event concerns, if the Event is published on the node alone.
-    /// Events with the same reason and the same subject are merged, and only the first note is
-    /// kept.
+    /// The pod or device that the Event concerns, if the agent publishes the Event on the node
+    /// alone. The recorder merges Events with the same reason and the same subject, and keeps only
+    /// the first note.
     pub related: Option<EventSubject>,
 }
 

@@ -103,15 +103,20 @@ mod tests {
 
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
     /// This interval is longer than a test, so only inotify reports changes.
-    const NEVER: Duration = Duration::from_secs(3600);
+    const LONGER_THAN_ANY_TEST: Duration = Duration::from_secs(3600);
 
     #[tokio::test]
-    async fn a_file_that_is_moved_away_is_a_change() {
+    async fn moving_a_file_away_is_reported_as_a_change() {
         let (watched, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let file = watched.path().join("spec.json");
         fs::write(&file, "{}").unwrap();
         let (changes, mut changed) = watch::channel(());
-        let watching = watch_directory(watched.path(), NEVER, || changes.send_replace(()), |error| panic!("{error}"));
+        let watching = watch_directory(
+            watched.path(),
+            LONGER_THAN_ANY_TEST,
+            || changes.send_replace(()),
+            |error| panic!("{error}"),
+        );
         let moving = async {
             // The first call follows the start of the watch.
             timeout(TEST_TIMEOUT, changed.changed()).await.unwrap().unwrap();

@@ -14,7 +14,7 @@
 //!
 //! Modules. Each module uses only modules listed before it:
 //!
-//! - [`event`], [`object`], [`clock`], [`cgroup`]: plain types that all others share.
+//! - [`event`], [`object`], [`clock`], [`cgroup`]: plain types that all other modules use.
 //! - [`gpu`]: state of GPUs, and how they are partitioned. Pure.
 //! - [`allocation`]: which slices containers use, or will use. Pure.
 //! - [`mps`], [`checkpoint`], [`mig_order`]: access to the MPS host, to the checkpoint and to NVML.
@@ -27,12 +27,13 @@
 //!   and NVIDIA's container toolkit on the host, which knows the driver's files.
 //! - [`container_edits`], [`allocator`]: settings of a container, and the service that allocates.
 //! - [`device_plugin`]: the front end for extended resources. The front end translates the
-//!   kubelet's calls for the allocator. No module before it depends on it, but [`allocation`] and
-//!   [`node`] assume that the kubelet allocates extended resources and lists them in PodResources.
+//!   kubelet's calls for the allocator. No module that is listed earlier depends on the front end.
+//!   However, [`allocation`] and [`node`] assume that the kubelet allocates extended resources and
+//!   lists them in PodResources.
 //! - `run`: the tasks.
 //!
-//! Front ends answer from [`allocation::table::AllocationTable`], under a lock that is never held
-//! across an await or I/O. The main loop is notified afterwards. A separate task terminates the
+//! Front ends answer from [`allocation::table::AllocationTable`] under a lock, and then notify the
+//! main loop. No front end holds the lock across an await or I/O. A separate task terminates the
 //! programs of terminating pods, and waits for no other task. The first device lists come from the
 //! checkpoint, before NVML, PodResources and the API server have answered.
 // The unit tests share fixtures with the model tests. The fixtures refer to this crate by its name.

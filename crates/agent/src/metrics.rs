@@ -2,7 +2,7 @@
 //!
 //! All metrics use the same labels: `node`, `gpu` (NVML's index), `uuid` (of the GPU or MIG
 //! device), `namespace`, `pod` and `container` of the pod that uses the device, and `resource`. The
-//! series of GPUs, pods and containers that no longer exist are removed.
+//! agent removes the series of GPUs, pods and containers that no longer exist.
 mod gpus;
 
 use std::borrow::Cow;
@@ -141,7 +141,7 @@ struct TenantLabels {
     uuid: String,
 }
 
-/// Labels of the shares of one device that a container holds.
+/// Labels of a container's shares of one device.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, EncodeLabelSet)]
 struct ShareLabels {
     namespace: String,
@@ -197,30 +197,31 @@ pub struct Metrics {
     durations: DurationMetrics,
     gpus: GpuMetrics,
     tenants: TenantMetrics,
-    known: Arc<Mutex<Known>>,
-    /// Locked while metrics are encoded and while those of the node change, so that no scrape
-    /// misses a series that is being replaced.
+    known: Arc<Mutex<KnownSeries>>,
+    /// Locked while the agent encodes the metrics and while it changes the metrics of the node, so
+    /// that no scrape misses a series that is being replaced.
     registry: Arc<Mutex<Registry>>,
 }
 
-/// What has series.
+/// The devices, shares and namespaces that have series.
 #[derive(Debug, Default)]
-struct Known {
+struct KnownSeries {
     /// Labels of the node's GPUs and MIG devices, by UUID.
     devices: BTreeMap<String, DeviceLabels>,
     /// The node's GPUs.
     gpus: BTreeSet<DeviceLabels>,
-    /// Shares that containers hold.
+    /// Shares that containers have.
     shares: ShareClock<ShareLabels>,
-    /// When a namespace last held shares of a device.
+    /// Time at which a namespace last had shares of a device.
     namespaces: BTreeMap<NamespaceLabels, Instant>,
 }
 
-/// How long the share-seconds of a namespace that holds no share of a device remain. Prometheus has
-/// read the last value by then. Namespaces may come and go for as long as the agent runs.
+/// Time for which the agent keeps the share-seconds of a namespace that no longer has shares of a
+/// device. Prometheus reads the last value within this time. Without this limit, the series of
+/// deleted namespaces would accumulate.
 const NAMESPACE_RETENTION: Duration = Duration::from_secs(3600);
 
-/// Durations of operations.
+/// Histograms of the durations of kubelet calls and MIG changes.
 #[derive(Debug, Clone)]
 struct DurationMetrics {
     calls: Family<CallLabels, Histogram>,
@@ -300,7 +301,7 @@ struct TenantMetrics {
     memory: Family<TenantLabels, Gauge>,
     limit: Family<TenantLabels, Gauge>,
     findings: Family<FindingLabels, Counter>,
-    /// Labels that have a series. The series of a removed tenant is also removed.
+    /// Labels that have a series, so that the agent can remove the series of a removed tenant.
     known: Arc<Mutex<BTreeSet<TenantLabels>>>,
 }
 
@@ -361,7 +362,8 @@ impl Metrics {
         registry.register("slices_in_use", "Slices in use by containers", metrics.in_use.clone());
         registry.register("slices_unhealthy", "Slices reported to the kubelet as Unhealthy", metrics.unhealthy.clone());
         registry.register("gpu_healthy", "Whether a GPU can serve slices", metrics.gpu_healthy.clone());
-        let quiesced = "Whether a GPU is quiesced. While one is, the node's other GPUs are not monitored";
+        let quiesced = "Whether a GPU is quiesced. While a GPU is quiesced, the agent does not \
+        monitor the node's other GPUs";
         registry.register("gpu_quiesced", quiesced, metrics.gpu_quiesced.clone());
         registry.register("mps_restarts", "Restarts of an MPS daemon", metrics.restarts.clone());
         let doors = "1 for each MPS daemon, by whether its doors enforce limits: Hard, Advisory or Unknown";
@@ -407,13 +409,13 @@ impl Metrics {
 
     /// Counts an XID.
     pub fn count_xid(&self, gpu: &str, xid: u64, class: FaultClass) {
-        let DeviceLabels { gpu, uuid } = self.known().labels(gpu);
+        let DeviceLabels { gpu, uuid } = self.lock_known().labels(gpu);
         self.xids.get_or_create(&XidLabels { gpu, uuid, xid, class: class.as_str() }).inc();
     }
 
     /// Counts fatal GPU errors under MPS.
     pub fn count_faults(&self, device: &str, count: u64) {
-        let label = self.known().labels(device);
+        let label = self.lock_known().labels(device);
         self.faults.get_or_create(&label).inc_by(count);
     }
 
@@ -435,13 +437,13 @@ impl Metrics {
         self.changes.get_or_create(&ChangeLabels { change, result }).inc();
     }
 
-    /// Records how long a MIG change took.
+    /// Records the duration of a MIG change.
     pub fn observe_mig_change(&self, change: &MigChange, took: Duration) {
         let label = MigChangeLabels { change: mig_change_name(change) };
         self.durations.mig_changes.get_or_create(&label).observe(took.as_secs_f64());
     }
 
-    /// Records how long the answer to a call of the kubelet took.
+    /// Records the time that the agent took to answer a call of the kubelet.
     pub fn observe_call(&self, call: KubeletCall, took: Duration) {
         self.durations.calls.get_or_create(&CallLabels { call: call.as_str() }).observe(took.as_secs_f64());
     }
@@ -452,7 +454,7 @@ impl Metrics {
         let TenantMetrics { memory, limit, known, .. } = &self.tenants;
         let mut current = BTreeSet::new();
         for TenantUsage { tenant, device, bytes: used, limit_mib } in usage {
-            let DeviceLabels { gpu, uuid } = self.known().labels(device);
+            let DeviceLabels { gpu, uuid } = self.lock_known().labels(device);
             let label = TenantLabels {
                 namespace: tenant.namespace.clone(),
                 pod: tenant.pod.clone(),
@@ -494,7 +496,7 @@ impl Metrics {
     pub fn set_node(&self, status: &GpuNodeStatus) {
         let _update = self.registry.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
-        let mut known = self.known();
+        let mut known = self.lock_known();
         self.count_share_seconds(&mut known, now);
         self.clear_node();
         known.devices = status.gpus.iter().flat_map(device_labels).collect();
@@ -545,7 +547,7 @@ impl Metrics {
     }
 
     /// Sets the metrics of a GPU and its MIG devices.
-    fn set_gpu(&self, known: &Known, gpu: &GpuStatus) {
+    fn set_gpu(&self, known: &KnownSeries, gpu: &GpuStatus) {
         let label = gpu_labels(gpu);
         let of_gpu = GpuLabels { gpu: label.gpu.clone(), uuid: label.uuid.clone(), model: gpu.model.clone() };
         self.gpu_healthy.get_or_create(&of_gpu).set(i64::from(gpu.health.healthy));
@@ -579,7 +581,12 @@ impl Metrics {
     }
 
     /// Sets the metrics of an allocation, and adds its shares to `held`.
-    fn set_allocation(&self, known: &Known, allocation: &AllocationStatus, held: &mut BTreeMap<ShareLabels, u32>) {
+    fn set_allocation(
+        &self,
+        known: &KnownSeries,
+        allocation: &AllocationStatus,
+        held: &mut BTreeMap<ShareLabels, u32>,
+    ) {
         let device = known.labels(&allocation.device);
         self.clients.get_or_create(&device).inc_by(i64::from(allocation.clients));
         let DeviceLabels { gpu, uuid } = device;
@@ -602,7 +609,7 @@ impl Metrics {
     }
 
     /// Counts share-seconds until `now`.
-    fn count_share_seconds(&self, known: &mut Known, now: Instant) {
+    fn count_share_seconds(&self, known: &mut KnownSeries, now: Instant) {
         for (label, seconds) in known.shares.advance(now) {
             self.tenants.share_seconds.get_or_create(label).inc_by(seconds);
             self.namespace_share_seconds.get_or_create(&label.into()).inc_by(seconds);
@@ -611,26 +618,26 @@ impl Metrics {
 
     /// Returns the UUIDs of the node's GPUs.
     pub fn gpus(&self) -> Vec<String> {
-        self.known().gpus.iter().map(|label| label.uuid.clone()).collect()
+        self.lock_known().gpus.iter().map(|label| label.uuid.clone()).collect()
     }
 
-    /// Sets what NVML reports about a GPU. `None` means that NVML did not answer. Ignores GPUs that
-    /// the last status does not list.
+    /// Sets the readings that NVML reports about a GPU. `None` means that NVML did not answer.
+    /// Ignores GPUs that the last status does not list.
     pub fn set_readings(&self, uuid: &str, readings: Option<&GpuReadings>) {
-        let known = self.known();
+        let known = self.lock_known();
         let Some(label) = known.gpus.iter().find(|label| label.uuid == uuid) else { return };
         self.gpus.set_readings(label, readings);
     }
 
-    /// Removes what NVML reported about a GPU, because the GPU must not be queried now.
+    /// Removes the readings of a GPU that the agent must not query now.
     pub fn forget_readings(&self, uuid: &str) {
-        let known = self.known();
+        let known = self.lock_known();
         if let Some(label) = known.gpus.iter().find(|label| label.uuid == uuid) {
             self.gpus.forget_readings(label);
         }
     }
 
-    fn known(&self) -> MutexGuard<'_, Known> {
+    fn lock_known(&self) -> MutexGuard<'_, KnownSeries> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -641,14 +648,14 @@ impl Metrics {
     pub fn encode(&self) -> Result<String, std::fmt::Error> {
         self.descriptors.refresh();
         let registry = self.registry.lock().unwrap_or_else(PoisonError::into_inner);
-        self.count_share_seconds(&mut self.known(), Instant::now());
+        self.count_share_seconds(&mut self.lock_known(), Instant::now());
         let mut text = String::new();
         encode(&mut text, &registry)?;
         Ok(text)
     }
 }
 
-impl Known {
+impl KnownSeries {
     /// Returns the labels of a GPU or MIG device. `gpu` is empty if the status does not list it.
     fn labels(&self, uuid: &str) -> DeviceLabels {
         let unknown = || DeviceLabels { gpu: String::new(), uuid: uuid.to_owned() };
@@ -763,7 +770,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_that_nvml_does_not_report_has_no_series_and_energy_begins_again_with_the_driver() {
+    fn unreported_values_have_no_series_and_energy_restarts_with_the_driver() {
         let metrics = Metrics::new();
         let gpu = GpuStatus { uuid: "GPU-a".into(), ..GpuStatus::default() };
         metrics.set_node(&GpuNodeStatus { gpus: vec![gpu], ..GpuNodeStatus::default() });

@@ -19,7 +19,7 @@ use crate::tenants::names::PodName;
 use crate::termination::pods::{Deletion, PodObservation, TerminatingPods};
 use crate::termination::shutdown::{self, Shutdown};
 
-/// Grace period in seconds of a pod that sets none. The API server uses the same default.
+/// Grace period in seconds of a pod that specifies none. The API server uses the same default.
 const DEFAULT_GRACE_SECONDS: i64 = 30;
 
 /// Annotation of a mirror pod: the API server's object for a static pod.
@@ -60,8 +60,8 @@ struct Lifecycle {
     pre_stop: PreStop,
 }
 
-/// A hook that the kubelet runs before it sends SIGTERM. The hook's duration is known only for a
-/// sleep.
+/// A hook that the kubelet runs before it sends SIGTERM. The agent knows the hook's duration only
+/// if the hook is a sleep.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 struct PreStop {
@@ -109,7 +109,7 @@ impl PodObject {
             return None;
         }
         let annotation = metadata.annotations.as_ref().and_then(|all| all.get(PLACEMENT_ANNOTATION));
-        // An annotation that the operator did not write is ignored.
+        // Ignore a malformed annotation, because the operator did not write it.
         let mut placement = annotation.and_then(|text| Placement::parse(text).ok()).unwrap_or_default();
         let reservations = placement.nodes.remove(node).unwrap_or_default();
         let requests = container_requests(spec, &reservations);
@@ -354,7 +354,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_deletion_is_read_with_its_grace_and_the_hooks_sleep() {
+    fn a_deletion_is_read_with_its_grace_period_and_the_hooks_sleep() {
         let now = Timestamp::from_second(1_800_000_000).unwrap();
         let spec = |sleeps: [Value; 2]| {
             let [main, other] = ["main", "other"].map(|name| container(name, &json!({MPS_RESOURCE: "1"})));

@@ -1,9 +1,9 @@
-//! Counts share-seconds: how many shares are held, and for how long. Pure: callers pass in the
-//! time.
+//! Counts share-seconds: a number of shares, multiplied by the seconds for which a holder has them.
+//! Pure: callers pass in the time.
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-/// The shares that holders have now, and until when their share-seconds are counted.
+/// The current shares of each holder, and the time up to which share-seconds are counted.
 #[derive(Debug, Clone)]
 pub struct ShareClock<K> {
     held: BTreeMap<K, u32>,
@@ -17,16 +17,16 @@ impl<K> Default for ShareClock<K> {
 }
 
 impl<K: Ord> ShareClock<K> {
-    /// Returns the share-seconds of each holder since the last call. Passes nothing if time has not
-    /// advanced.
+    /// Returns the share-seconds of each holder since the last call. Returns nothing if time has
+    /// not advanced.
     pub fn advance(&mut self, now: Instant) -> impl Iterator<Item = (&K, f64)> {
         let before = self.counted_until.replace(now).unwrap_or(now);
         let seconds = now.saturating_duration_since(before).as_secs_f64();
         self.held.iter().map(move |(holder, shares)| (holder, f64::from(*shares) * seconds))
     }
 
-    /// Replaces the holders. Call [`Self::advance`] with the same time before, or the time since
-    /// its last call counts for the new holders.
+    /// Replaces the holders. Call [`Self::advance`] with the current time first. Otherwise, the
+    /// time since its last call counts for the new holders.
     pub fn replace(&mut self, held: BTreeMap<K, u32>) -> BTreeMap<K, u32> {
         std::mem::replace(&mut self.held, held)
     }
@@ -39,31 +39,35 @@ mod tests {
     use super::*;
 
     /// Advances the clock and adds the share-seconds of each holder to `total`.
-    fn count(clock: &mut ShareClock<&'static str>, now: Instant, total: &mut BTreeMap<&'static str, f64>) {
+    fn count_share_seconds(
+        clock: &mut ShareClock<&'static str>,
+        now: Instant,
+        total: &mut BTreeMap<&'static str, f64>,
+    ) {
         for (holder, seconds) in clock.advance(now) {
             *total.entry(holder).or_default() += seconds;
         }
     }
 
     #[test]
-    fn share_seconds_count_from_the_allocation_to_its_end_whenever_they_are_read() {
+    fn share_seconds_count_from_the_allocation_to_its_end() {
         let start = Instant::now();
         let at = |seconds: u64| start + Duration::from_secs(seconds);
         let (mut clock, mut total) = (ShareClock::default(), BTreeMap::new());
-        count(&mut clock, at(0), &mut total);
+        count_share_seconds(&mut clock, at(0), &mut total);
         clock.replace(BTreeMap::from([("a", 3)]));
         // A scrape between two changes of allocations.
-        count(&mut clock, at(4), &mut total);
-        count(&mut clock, at(10), &mut total);
+        count_share_seconds(&mut clock, at(4), &mut total);
+        count_share_seconds(&mut clock, at(10), &mut total);
         let ended = clock.replace(BTreeMap::from([("a", 1), ("b", 2)]));
         assert_eq!(ended, BTreeMap::from([("a", 3)]));
-        count(&mut clock, at(15), &mut total);
+        count_share_seconds(&mut clock, at(15), &mut total);
         clock.replace(BTreeMap::new());
-        count(&mut clock, at(100), &mut total);
+        count_share_seconds(&mut clock, at(100), &mut total);
         assert_eq!(total, BTreeMap::from([("a", 35.0), ("b", 10.0)]));
-        // The clock of the machine never goes back. Nothing is subtracted even if it did.
+        // A monotonic clock never goes back. If it did, the total would not decrease.
         clock.replace(BTreeMap::from([("a", 1)]));
-        count(&mut clock, at(50), &mut total);
+        count_share_seconds(&mut clock, at(50), &mut total);
         assert_eq!(total, BTreeMap::from([("a", 35.0), ("b", 10.0)]));
     }
 }

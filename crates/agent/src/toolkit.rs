@@ -1,10 +1,9 @@
 //! NVIDIA's Container Toolkit on the host.
 //!
-//! With CDI and without a driver directory, the agent reuses the toolkit's knowledge of which of
-//! the driver's files a container needs. `nvidia-ctk cdi generate` prints a specification of all
-//! GPUs. The agent takes the edits that are common to all devices: libraries, programs, sockets and
-//! hooks. The agent lists the device nodes itself, because a container may get only the nodes of
-//! its GPU.
+//! With CDI and without a driver directory, the toolkit determines which of the driver's files a
+//! container needs. `nvidia-ctk cdi generate` prints a specification of all GPUs. The agent uses
+//! the edits that are common to all devices: libraries, programs, sockets and hooks. The agent
+//! lists the device nodes itself, because a container may get only the nodes of its GPU.
 use std::io;
 use std::os::unix::fs::chroot;
 use std::os::unix::process::CommandExt;
@@ -28,11 +27,12 @@ const HOOK_PROGRAM: &str = "nvidia-cdi-hook";
 /// `PATH` of the generator.
 const HOST_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// `TMPDIR` of the generator, which writes its output to a temporary file first. The agent's view
-/// of the host's root is read-only, but this directory is a mount of its own.
+/// of the host's root is read-only, but this directory is a separate mount.
 const HOST_TEMPORARY_DIRECTORY: &str = "/dev/shm";
 /// Maximum time that the generator may take. The generator calls NVML, which hangs if a GPU hangs.
 const GENERATOR_TIMEOUT: Duration = Duration::from_secs(60);
-/// Directory of an MPS daemon that is not Cleave's. Its socket would let programs bypass doors.
+/// Directory of an MPS daemon that is not Cleave's. The daemon's socket would let programs bypass
+/// doors.
 const FOREIGN_MPS_DIRECTORY: &str = "/tmp/nvidia-mps";
 
 /// Why the toolkit's edits are not available.
@@ -175,7 +175,7 @@ mod tests {
     use crate::args::tests::parse_args;
     use crate::cdi::cdi_specification;
 
-    const LIBRARY: &str = "/usr/lib/x86_64-linux-gnu/libcuda.so.580.95.05";
+    const DRIVER_LIBRARY: &str = "/usr/lib/x86_64-linux-gnu/libcuda.so.580.95.05";
 
     fn specification() -> Value {
         let hook =
@@ -189,7 +189,7 @@ mod tests {
                 "deviceNodes": [{"path": "/dev/nvidiactl"}, {"path": "/dev/nvidia-uvm"}],
                 "hooks": [hook],
                 "mounts": [
-                    {"hostPath": LIBRARY, "containerPath": LIBRARY, "options": ["ro"]},
+                    {"hostPath": DRIVER_LIBRARY, "containerPath": DRIVER_LIBRARY, "options": ["ro"]},
                     {"hostPath": "/tmp/nvidia-mps", "containerPath": "/tmp/nvidia-mps"},
                 ],
             },
@@ -202,7 +202,7 @@ mod tests {
         assert_eq!(edits.edits["env"], json!(["NVIDIA_CTK_LIBCUDA_DIR=/usr/lib"]));
         assert_eq!(edits.edits["hooks"][0]["args"], json!(["update-ldcache"]));
         assert_eq!(edits.edits["mounts"].as_array().unwrap().len(), 1, "not the sockets of another MPS daemon");
-        assert_eq!(edits.edits["mounts"][0]["hostPath"], LIBRARY);
+        assert_eq!(edits.edits["mounts"][0]["hostPath"], DRIVER_LIBRARY);
         assert!(edits.edits.get("deviceNodes").is_none());
         let nodes = BTreeMap::from([("GPU-1".to_owned(), vec!["/dev/nvidia1".to_owned()])]);
         let spec = cdi_specification(&nodes, &edits);

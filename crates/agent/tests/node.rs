@@ -97,8 +97,8 @@ async fn whole_gpus_are_chosen_by_the_links_that_nvml_reports() {
     machine.start_agent(&[]);
     machine.wait_for_healthy(WHOLE_GPU_RESOURCE, 8).await;
     let id = |gpu: usize| format!("{}::0", machine.uuids[gpu]);
-    // Each of these pairs has two NVLinks. In the order of UUIDs, some GPUs come first in another
-    // pair.
+    // Two NVLinks connect each expected pair. A choice in the order of UUIDs would select some
+    // other pairs.
     for (available, expected) in [([0, 1, 4], [0, 4]), ([0, 1, 3], [0, 3]), ([5, 6, 7], [6, 7]), ([1, 5, 7], [1, 5])] {
         let available = available.map(id);
         let available = available.each_ref().map(String::as_str);
@@ -442,7 +442,7 @@ async fn without_a_driver_the_agent_waits_for_one() {
 }
 
 #[tokio::test]
-async fn on_sigterm_the_agent_ends_without_an_error() {
+async fn on_sigterm_the_agent_exits_without_an_error() {
     let mut machine = Machine::start(&["1xH200"], |gpus| vec![mps_spec(&gpus[0], 10)]);
     machine.wait_for_healthy(MPS_RESOURCE, 10).await;
     let status = machine.stop_agent();

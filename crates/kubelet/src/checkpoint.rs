@@ -5,8 +5,7 @@
 //! memory. The kubelet writes the file only after an allocation, and for each device list that a
 //! plugin sends. A restarted kubelet reads the file, and admits pods before it drops any device.
 //! Therefore the restarted kubelet does not allocate devices that only the file lists as allocated.
-//! The layout is that of `pkg/kubelet/cm/devicemanager/checkpoint`, which is not a public
-//! interface.
+//! The layout follows `pkg/kubelet/cm/devicemanager/checkpoint`, which is not a public interface.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -22,7 +21,7 @@ const CHECKPOINT_FILE: &str = "kubelet_internal_checkpoint";
 /// Maximum size of the file in bytes. The file has an entry for each container and resource.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
-/// Devices by extended resource and id.
+/// Pairs of an extended resource's name and a device id.
 pub type AllocatedDevices = BTreeSet<(String, String)>;
 
 #[derive(Deserialize)]
@@ -47,7 +46,7 @@ struct DeviceEntry {
     ids: BTreeMap<String, Vec<String>>,
 }
 
-/// Reads the devices of a checkpoint.
+/// Parses the allocated devices from the text of a checkpoint.
 ///
 /// # Errors
 /// Returns an error if the text is not a checkpoint. The error contains the position but not the
@@ -55,8 +54,10 @@ struct DeviceEntry {
 pub fn parse_allocated(text: &[u8]) -> io::Result<AllocatedDevices> {
     let wrong = |error: serde_json::Error| {
         let (line, column) = (error.line(), error.column());
-        let what =
-            format!("not a checkpoint of a kubelet: {:?} error at line {line}, column {column}", error.classify());
+        let what = format!(
+            "the file is not a kubelet checkpoint: {:?} error at line {line}, column {column}",
+            error.classify()
+        );
         io::Error::new(io::ErrorKind::InvalidData, what)
     };
     let file: CheckpointFile = serde_json::from_slice(text).map_err(wrong)?;

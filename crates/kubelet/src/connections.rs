@@ -16,8 +16,8 @@ use tokio_util::task::task_tracker::TaskTrackerToken;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tonic::transport::server::Connected;
 
-/// Maximum number of connections of one resource. The kubelet has one connection. The others are
-/// for administrators with a gRPC client. The limit bounds the number of open files.
+/// Maximum number of connections to the socket of one resource. The kubelet uses one connection.
+/// Administrators can use the others with a gRPC client. The limit bounds the number of open files.
 const MAX_CONNECTIONS: usize = 64;
 
 /// Delay after a failure to accept a connection, such as "too many open files".
@@ -49,8 +49,8 @@ impl Connections {
         (connections, ReceiverStream::new(incoming))
     }
 
-    /// Accepts connections of this listener until the caller drops the handle. Other listeners
-    /// continue.
+    /// Accepts connections from this listener until the caller drops the returned handle. Other
+    /// listeners continue.
     pub(crate) fn accept_from(&self, listener: UnixListener) -> AbortOnDropHandle<()> {
         let (accepted, slots) = (self.accepted.clone(), Arc::clone(&self.slots));
         let (tracker, cut) = (self.tracker.clone(), self.cut.clone());
@@ -65,7 +65,7 @@ impl Connections {
                     }
                 };
                 let Ok(slot) = Arc::clone(&slots).try_acquire_owned() else {
-                    tracing::warn!(limit = MAX_CONNECTIONS, "closed a connection: too many are open");
+                    tracing::warn!(limit = MAX_CONNECTIONS, "closed a connection because too many are open");
                     continue;
                 };
                 let cut = Box::pin(cut.clone().cancelled_owned());

@@ -21,7 +21,7 @@ pub const DEVICE_PLUGIN_DIRECTORY: &str = "/var/lib/kubelet/device-plugins";
 /// Name of the kubelet's socket in the directory.
 pub(crate) const KUBELET_SOCKET: &str = "kubelet.sock";
 
-/// Prefix of Cleave's sockets. Files without it belong to other programs.
+/// Prefix of Cleave's sockets. Files without this prefix belong to other programs.
 const SOCKET_PREFIX: &str = "cleave-";
 const SOCKET_SUFFIX: &str = ".sock";
 
@@ -69,7 +69,7 @@ pub enum DirectoryError {
     },
 }
 
-/// A directory with a path that is short enough for sockets.
+/// A directory whose path is absolute, valid UTF-8 and short enough for socket addresses.
 #[derive(Clone, Debug)]
 pub(crate) struct Directory {
     path: PathBuf,
@@ -156,7 +156,7 @@ pub(crate) struct DirectoryLock {
 
 impl DirectoryLock {
     /// Returns whether the path still names the locked directory.
-    pub(crate) fn holds(&self, directory: &Directory) -> bool {
+    pub(crate) fn is_still_at(&self, directory: &Directory) -> bool {
         std::fs::metadata(&directory.path).is_ok_and(|now| (now.dev(), now.ino()) == self.id)
     }
 }
@@ -164,7 +164,7 @@ impl DirectoryLock {
 /// The identity of a socket file, which distinguishes the file from later sockets at the same path.
 ///
 /// The inode does not suffice, because ext4 reuses inodes. The modification time of a socket is the
-/// time of its bind. Renaming or linking the file does not change that time.
+/// time at which a process bound it. Renaming or linking the file does not change that time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SocketId {
     device: u64,
@@ -217,8 +217,8 @@ pub(crate) enum DirectoryChange {
 /// Create the watch before reading the directory, so that no change is missed.
 pub(crate) struct DirectoryWatch {
     events: Option<EventStream<[u8; 1024]>>,
-    /// Polls in addition to events: inotify can be unavailable (`max_user_instances`), and events
-    /// can be lost.
+    /// Timer for polls in addition to events. inotify can be unavailable (`max_user_instances`),
+    /// and events can be lost.
     poll: tokio::time::Interval,
 }
 
@@ -262,8 +262,8 @@ impl DirectoryWatch {
                     if event.mask.contains(EventMask::Q_OVERFLOW) {
                         return DirectoryChange::Sockets;
                     }
-                    // The kubelet writes its checkpoint into this directory for each pod. Such
-                    // changes are not relevant here.
+                    // Ignore other files: the kubelet writes its checkpoint into this directory for
+                    // each pod.
                     let is_watched = |name: &std::ffi::OsStr| {
                         name == KUBELET_SOCKET || name.to_str().is_some_and(is_cleave_socket_name)
                     };
@@ -281,7 +281,7 @@ impl DirectoryWatch {
     }
 }
 
-/// Intervals at which the directory is polled, with and without inotify.
+/// Intervals between polls of the directory, with and without inotify.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PollIntervals {
     pub(crate) watched: Duration,
@@ -308,7 +308,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_directory_with_too_long_a_path_is_refused_with_its_length() {
+    fn a_directory_path_that_is_too_long_is_refused_with_its_length() {
         let name = socket_name(&ResourceName::parse("nvidia.com/gpu-mps").expect("a name"));
         let fits = format!("/{}", "d".repeat(MAX_SOCKET_PATH_BYTES - name.len() - 2));
         assert!(Directory::new(Path::new(&fits)).is_ok());
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn socket_names_have_cleaves_prefix_are_unique_and_have_one_length() {
+    fn socket_names_are_unique_and_have_cleaves_prefix_and_the_same_length() {
         let long = format!("{}.example.com/{}", "a".repeat(63), "b".repeat(63));
         let resource = ResourceName::parse(&long).expect("a name");
         let (first, second) = (socket_name(&resource), socket_name(&resource));

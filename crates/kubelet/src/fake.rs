@@ -31,8 +31,8 @@ use crate::proto::v1beta1::registration_server::{Registration, RegistrationServe
 /// Deadline for connecting to a plugin after its registration.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A device plugin directory with a kubelet. The test can restart the kubelet, and the kubelet can
-/// refuse registrations and call its plugins.
+/// A device plugin directory with a fake kubelet. A test can restart the kubelet, make it refuse
+/// registrations, and call plugins through it.
 pub struct FakeKubelet {
     directory: PathBuf,
     shared: Arc<SharedState>,
@@ -68,7 +68,7 @@ pub struct Endpoint {
     pub lists: usize,
     /// Time at which the first list after the last registration arrived.
     pub listed: Option<Instant>,
-    /// Number of clients that were disconnected.
+    /// Number of clients that the kubelet disconnected.
     pub disconnected: usize,
 }
 
@@ -89,7 +89,7 @@ pub struct FakeKubeletState {
     pub endpoints: BTreeMap<String, Endpoint>,
 }
 
-/// The parts of a running kubelet. Dropping the parts ends the kubelet.
+/// The tasks and connections of a running fake kubelet. Dropping this value stops the kubelet.
 struct RunningServer {
     _connections: Connections,
     _listener: AbortOnDropHandle<()>,
@@ -260,7 +260,7 @@ impl FakeKubelet {
         lock(&self.shared.faults).refuse = times;
     }
 
-    /// Sets whether the kubelet leaves registrations unanswered.
+    /// Sets whether the kubelet answers no registrations.
     pub fn set_hanging(&self, hang: bool) {
         lock(&self.shared.faults).hang = hang;
     }
@@ -531,7 +531,7 @@ impl FakePodResources {
         lock(&self.shared.allocatable).devices = devices.collect();
     }
 
-    /// Sets whether the kubelet leaves calls unanswered.
+    /// Sets whether the kubelet answers no calls.
     pub fn set_hanging(&self, hang: bool) {
         self.shared.hang.store(hang, std::sync::atomic::Ordering::SeqCst);
     }
@@ -540,7 +540,7 @@ impl FakePodResources {
 struct PodResourcesService(Arc<SharedLists>);
 
 impl PodResourcesService {
-    async fn maybe_hang(&self) {
+    async fn wait_while_hanging(&self) {
         if self.0.hang.load(std::sync::atomic::Ordering::SeqCst) {
             std::future::pending::<()>().await;
         }
@@ -553,7 +553,7 @@ impl PodResourcesLister for PodResourcesService {
         &self,
         _: Request<pods::ListPodResourcesRequest>,
     ) -> Result<Response<pods::ListPodResourcesResponse>, Status> {
-        self.maybe_hang().await;
+        self.wait_while_hanging().await;
         Ok(Response::new(lock(&self.0.list).clone()))
     }
 
@@ -561,7 +561,7 @@ impl PodResourcesLister for PodResourcesService {
         &self,
         _: Request<pods::AllocatableResourcesRequest>,
     ) -> Result<Response<pods::AllocatableResourcesResponse>, Status> {
-        self.maybe_hang().await;
+        self.wait_while_hanging().await;
         Ok(Response::new(lock(&self.0.allocatable).clone()))
     }
 

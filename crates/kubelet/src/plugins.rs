@@ -15,7 +15,7 @@ use crate::directory::{
     Directory, DirectoryChange, DirectoryError, DirectoryLock, DirectoryWatch, PollIntervals, SocketId, socket_name,
 };
 use crate::registration::{
-    PluginObservation, RegisterError, RegistrationCause, RegistrationStep, call_own_socket, next_registration_step,
+    PluginObservation, RegisterError, RegistrationCause, RegistrationStep, next_registration_step, probe_own_socket,
     register,
 };
 use crate::resource::{Resource, ResourceName};
@@ -24,7 +24,7 @@ use crate::server::{CurrentResource, Session, StreamMode};
 /// The resources to serve, by name.
 type DesiredResources = BTreeMap<ResourceName, Arc<dyn Resource>>;
 
-/// Directory and timings.
+/// Configuration of a [`PluginServer`]: the kubelet's directory, delays and deadlines.
 #[derive(Clone, Debug)]
 pub struct PluginServerConfig {
     /// The kubelet's device plugin directory, an absolute path; see
@@ -71,7 +71,7 @@ pub struct PluginTimings {
     /// connecting to the plugin.
     pub register_deadline: Duration,
     /// Delay before a registered plugin without a stream registers again. The delay doubles while
-    /// no stream is opened.
+    /// the kubelet opens no stream.
     pub stream: Backoff,
     /// Maximum time for the kubelet to disconnect after its stream ended.
     pub hang_up: Duration,
@@ -149,8 +149,8 @@ pub struct ResourceState {
     pub registrations: u64,
     /// Number of failed registrations.
     pub failures: u64,
-    /// Number of registrations that were repeated because the kubelet opened no stream, or ended
-    /// its stream without restarting.
+    /// Number of registrations that the plugin repeated because the kubelet opened no stream, or
+    /// ended its stream without restarting.
     pub streamless: u64,
     /// The last error and its causes. Cleared by the next success.
     pub error: Option<String>,
@@ -172,7 +172,7 @@ pub enum ResourcePhase {
     Ending,
 }
 
-/// Serves resources to the kubelet until it is dropped.
+/// Serves resources to the kubelet until this value is dropped.
 pub struct PluginServer {
     wanted: watch::Sender<DesiredResources>,
     run: watch::Sender<TaskCommand>,
@@ -180,7 +180,7 @@ pub struct PluginServer {
     manager: AbortOnDropHandle<()>,
 }
 
-/// Instruction to a task.
+/// A command to a task: serve, or end for one of two reasons.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TaskCommand {
     Serve,
@@ -191,11 +191,11 @@ enum TaskCommand {
 }
 
 impl PluginServer {
-    /// Starts the plugins without resources. Must be called within a tokio runtime with I/O and
+    /// Starts the server without resources. Must be called within a tokio runtime with I/O and
     /// time.
     ///
-    /// The state reports temporary problems, for example another process that serves or a missing
-    /// directory. The plugins then retry.
+    /// The server retries after temporary problems, such as another serving process or a missing
+    /// directory. The state reports these problems.
     ///
     /// # Errors
     /// Returns [`DirectoryError`] if the path of the directory is invalid.
@@ -208,9 +208,9 @@ impl PluginServer {
         Ok(Self { wanted, run, state: states, manager: AbortOnDropHandle::new(tokio::spawn(manager.run())) })
     }
 
-    /// Replaces the set of resources. A new resource is registered, and the stream of a removed
-    /// resource ends. If the name is already served, the new resource replaces the old one in the
-    /// open stream.
+    /// Replaces the set of resources. Registers each new resource, and ends the stream of each
+    /// removed resource. A new resource with a served name replaces the old resource in the open
+    /// stream.
     pub fn set(&self, resources: BTreeMap<ResourceName, Arc<dyn Resource>>) {
         self.wanted.send_replace(resources);
     }
@@ -228,10 +228,10 @@ impl PluginServer {
         }
     }
 
-    /// Ends all streams and releases the directory, like [`shutdown`](Self::shutdown).
+    /// Does the same as [`shutdown`](Self::shutdown), for callers that only have a reference.
     pub async fn stop(&self) {
         self.run.send_replace(TaskCommand::Shutdown);
-        // The manager's end drops the sender of the state.
+        // The manager drops the sender of the state when it ends.
         let mut states = self.state.clone();
         while states.changed().await.is_ok() {}
     }
@@ -281,7 +281,7 @@ impl PluginManager {
                         tracing::error!(%error, "failed to use the device plugin directory");
                     }
                     DirectoryState::Held | DirectoryState::Opening => {
-                        tracing::debug!(state = ?now, "device plugin directory");
+                        tracing::debug!(state = ?now, "device plugin directory changed state");
                     }
                 }
                 state.directory = now;
@@ -314,7 +314,7 @@ impl PluginManager {
         let mut directory =
             DirectoryWatch::start(&self.directory, PollIntervals { watched: poll_watched, unwatched: poll_unwatched });
         self.directory.remove_stale_sockets().await;
-        let mut tasks = Tasks {
+        let mut tasks = ResourceTasks {
             directory: self.directory.clone(),
             timings: self.timings,
             state: self.state.clone(),
@@ -344,7 +344,7 @@ impl PluginManager {
                     true
                 }
                 event = directory.changed() => {
-                    if event == DirectoryChange::Gone || !lock.holds(&self.directory) {
+                    if event == DirectoryChange::Gone || !lock.is_still_at(&self.directory) {
                         break;
                     }
                     tasks.directory_changes.send_replace(());
@@ -371,7 +371,7 @@ impl PluginManager {
 }
 
 /// The tasks of all resources.
-struct Tasks {
+struct ResourceTasks {
     directory: Directory,
     timings: PluginTimings,
     state: watch::Sender<PluginServerState>,
@@ -387,7 +387,7 @@ struct TaskHandle {
     run: watch::Sender<TaskCommand>,
 }
 
-impl Tasks {
+impl ResourceTasks {
     /// Starts the tasks of new resources, and ends the tasks of removed resources.
     fn reconcile(&mut self, wanted: &DesiredResources) {
         for (name, task) in &self.running {
@@ -426,7 +426,7 @@ impl Tasks {
         }
     }
 
-    /// Removes a task that ended. Returns whether it ended without an error.
+    /// Removes an ended task. Returns whether the task ended without an error.
     fn remove_ended(&mut self, end: Result<(Id, ()), JoinError>) -> bool {
         let (id, failure) = match end {
             Ok((id, ())) => (id, None),
@@ -570,14 +570,14 @@ impl Plugin {
     }
 
     /// Waits until the kubelet that disconnected has cleaned up the old stream. Returns at once if
-    /// another kubelet has started. Such a kubelet can admit pods 12 ms after it listens, and
+    /// another kubelet has started. A new kubelet can admit pods 12 ms after it listens, and
     /// rejects pods that request unregistered resources.
     async fn wait_for_cleanup(&mut self, kubelet: SocketId) {
         let settled = tokio::time::Instant::now() + self.timings.settle;
         self.directory_changes.mark_unchanged();
         while self.directory.kubelet_socket_id() == Some(kubelet) && !self.is_stopping() {
-            // The socket of a killed kubelet remains until the next kubelet removes it. That
-            // kubelet removes Cleave's socket first.
+            // The socket of a killed kubelet remains until the next kubelet removes it. The next
+            // kubelet removes Cleave's socket before its predecessor's socket.
             tokio::select! {
                 () = wait_until_stopped(&mut self.run) => return,
                 () = tokio::time::sleep_until(settled) => return,
@@ -588,7 +588,7 @@ impl Plugin {
 
     /// Registers a session and supervises it until it ends.
     async fn run_session(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> SessionEnd {
-        if let Err(error) = call_own_socket(session.path()).await {
+        if let Err(error) = probe_own_socket(session.path()).await {
             self.record_failure("Cleave's device plugin socket does not answer", &error);
             self.wait_or_stop(self.timings.register.cap).await;
             return SessionEnd::Restart;
@@ -776,7 +776,7 @@ mod tests {
     }
 
     #[test]
-    fn ready_means_that_the_kubelet_streams_every_resource() {
+    fn the_server_is_ready_when_the_kubelet_streams_every_resource() {
         let name = |name: &str| ResourceName::parse(name).expect("a name");
         let streaming = ResourceState { phase: ResourcePhase::Streaming, ..ResourceState::default() };
         let mut state = PluginServerState { directory: DirectoryState::Held, ..PluginServerState::default() };

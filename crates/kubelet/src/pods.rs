@@ -32,7 +32,7 @@ pub struct ContainerDevices {
     pub ids: Vec<String>,
 }
 
-/// Devices that the kubelet can allocate, including allocated ones.
+/// Devices that the kubelet can allocate, including devices that are already allocated.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct AllocatableDevices {
     /// Name of the extended resource.
@@ -50,10 +50,10 @@ pub enum PodResourcesError {
     #[error("the path {0:?} of the kubelet's PodResources socket is not absolute, or not UTF-8")]
     Path(std::path::PathBuf),
     /// The kubelet did not answer within the deadline.
-    #[error("the kubelet's PodResources did not answer within {} s", .0.as_secs_f64())]
+    #[error("the kubelet's PodResources API did not answer within {} s", .0.as_secs_f64())]
     Deadline(Duration),
     /// The kubelet returned an error, or the connection failed.
-    #[error("the kubelet's PodResources failed: {}", .0.message())]
+    #[error("the kubelet's PodResources API failed: {}", .0.message())]
     Call(#[source] Box<tonic::Status>),
 }
 
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn a_containers_devices_of_several_numa_nodes_are_one_row() {
+    fn a_containers_devices_of_several_numa_nodes_are_one_entry() {
         let devices = |resource: &str, id: &str| wire::ContainerDevices {
             resource_name: resource.to_owned(),
             device_ids: vec![id.to_owned()],

@@ -26,7 +26,7 @@ pub(crate) fn unix_endpoint(path: &str) -> Option<Endpoint> {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RegisterError {
     /// No process listens at `kubelet.sock`. The kubelet binds the socket before it listens, and a
-    /// killed kubelet leaves the socket behind.
+    /// killed kubelet does not remove the socket.
     #[error("no process listens on kubelet.sock")]
     Unanswered(#[source] tonic::transport::Error),
     /// The kubelet refused the registration, or stopped during the call.
@@ -81,9 +81,9 @@ pub(crate) enum OwnSocketError {
     Path,
 }
 
-/// Makes the same first call as the kubelet, so that a registration is attempted only if it can
-/// succeed.
-pub(crate) async fn call_own_socket(socket: &Path) -> Result<(), OwnSocketError> {
+/// Makes the kubelet's first call to Cleave's own socket. A registration cannot succeed if this
+/// call fails.
+pub(crate) async fn probe_own_socket(socket: &Path) -> Result<(), OwnSocketError> {
     let endpoint = socket.to_str().and_then(unix_endpoint).ok_or(OwnSocketError::Path)?;
     let call = async {
         let channel = endpoint.connect().await.map_err(OwnSocketError::Connect)?;
@@ -99,7 +99,7 @@ pub(crate) async fn call_own_socket(socket: &Path) -> Result<(), OwnSocketError>
 /// The observed state of a registered plugin.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PluginObservation {
-    /// The `kubelet.sock` that the plugin was registered with.
+    /// The `kubelet.sock` with which the plugin is registered.
     pub(crate) registered_with: SocketId,
     /// The current `kubelet.sock`.
     pub(crate) kubelet: Option<SocketId>,
@@ -118,7 +118,7 @@ pub(crate) enum RegistrationStep {
     Keep,
     /// Check again after this time, or when something changes.
     CheckAgain(Duration),
-    /// Bind Cleave's socket at its path again. The stream is not interrupted.
+    /// Bind Cleave's socket at its path again. The stream continues.
     Rebind,
     /// End this session and register a new one.
     Register(RegistrationCause),
@@ -127,7 +127,7 @@ pub(crate) enum RegistrationStep {
 /// Reason for a repeated registration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RegistrationCause {
-    /// `kubelet.sock` is not the socket that the plugin was registered with.
+    /// `kubelet.sock` is not the socket with which the plugin is registered.
     KubeletRestarted,
     /// Cleave's socket was deleted and no stream is open.
     SocketLost,
@@ -138,9 +138,9 @@ pub(crate) enum RegistrationCause {
     OptionsChanged,
 }
 
-/// Returns the next step for a registered plugin, from the observed state instead of events. Events
-/// can be lost, late or repeated: the creation of `kubelet.sock` can be reported after the
-/// registration with that socket.
+/// Returns the next step for a registered plugin. Decides from the observed state, because events
+/// can be lost, late or repeated. For example, inotify can report the creation of `kubelet.sock`
+/// after the registration with that socket.
 pub(crate) fn next_registration_step(seen: &PluginObservation, grace: Duration) -> RegistrationStep {
     let streaming = seen.streamless_for.is_none();
     match seen.kubelet {
@@ -155,8 +155,8 @@ pub(crate) fn next_registration_step(seen: &PluginObservation, grace: Duration) 
         return RegistrationStep::Register(RegistrationCause::OptionsChanged);
     }
     match seen.streamless_for {
-        // Do not register again: the devices would be briefly unavailable. The kubelet's connection
-        // works without the file.
+        // Do not register again, because a registration makes the devices unavailable for a moment.
+        // The kubelet's connection works without the file.
         None if !seen.reachable => RegistrationStep::Rebind,
         None => RegistrationStep::Keep,
         Some(_) if !seen.reachable => RegistrationStep::Register(RegistrationCause::SocketLost),
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_streaming_plugin_is_kept() {
+    fn a_streaming_plugin_does_not_register_again() {
         let (seen, _) = healthy_observation();
         assert_eq!(next_registration_step(&seen, STREAM_GRACE), RegistrationStep::Keep);
         assert_eq!(
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deleted_socket_is_rebound_or_without_a_stream_registered_again() {
+    fn a_deleted_socket_is_rebound_or_registered_again_without_a_stream() {
         let (seen, _) = healthy_observation();
         let lost = PluginObservation { reachable: false, ..seen };
         assert_eq!(next_registration_step(&lost, STREAM_GRACE), RegistrationStep::Rebind);

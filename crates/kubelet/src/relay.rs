@@ -1,11 +1,11 @@
 //! The relay: serves another process's device plugins to the kubelet, and continues while that
 //! process is absent.
 //!
-//! A kubelet regards all devices of a resource as unhealthy as soon as their stream ends, and
-//! refuses a pod that it admits at that moment. So a process that outlives restarts and upgrades of
-//! the agent must hold the streams. The relay is this process. To the agent, the relay is a
-//! kubelet: it has a directory with a `kubelet.sock`, accepts registrations and opens streams. To
-//! the kubelet, the relay is the device plugin.
+//! As soon as a resource's stream ends, a kubelet regards all its devices as unhealthy and rejects
+//! new pods that request them. Therefore a process that outlives restarts and upgrades of the agent
+//! must serve the streams. The relay is this process. To the agent, the relay is a kubelet: it has
+//! a directory with a `kubelet.sock`, accepts registrations and opens streams. To the kubelet, the
+//! relay is the device plugin.
 //!
 //! While the agent is absent, the kubelet keeps the last device lists, and the relay holds the
 //! kubelet's calls until the agent has registered again.
@@ -39,13 +39,13 @@ use crate::resource::{
     ContainerResponse, DeviceList, PluginOptions, PreferredRequest, Refusal, Resource, ResourceName, parse_list,
 };
 
-/// Maximum size of a message from the agent, in bytes. A list of 20,000 devices fits in it.
+/// Maximum size of a message from the agent, in bytes. A list of 20,000 devices fits in this size.
 const MAX_MESSAGE_BYTES: usize = 4 << 20;
 
 /// Name of a new `kubelet.sock` before it replaces the old one.
-const NEW_SOCKET: &str = "kubelet.new";
+const NEW_SOCKET_NAME: &str = "kubelet.new";
 
-/// Directories and timings.
+/// Configuration of the relay.
 #[derive(Clone, Debug)]
 pub struct RelayConfig {
     /// The kubelet's directory.
@@ -62,18 +62,19 @@ pub struct RelayTimings {
     /// Deadline for the first answers of a plugin that registers.
     pub connect: Duration,
     /// Deadline for the kubelet's stream of a resource that registers. After the deadline, the
-    /// agent registers again. This deadline is shorter than the agent's own.
+    /// agent registers again. This deadline is shorter than the agent's own deadline.
     pub stream: Duration,
     /// Maximum time for which the relay holds calls of the kubelet while the agent is absent. Also
     /// the maximum time to wait for the agent's answer. The kubelet admits pods one by one. While
     /// the relay holds a call, the kubelet admits no other pod, not even the agent's.
     pub answer: Duration,
-    /// The same maximum for `PreStartContainer`, which delays only its own container. It is longer
-    /// than the agent's deadline of 25 s, and shorter than the kubelet's deadline of 30 s.
+    /// The maximum for `PreStartContainer`, which delays only its own container. This maximum is
+    /// longer than the agent's deadline of 25 s, and shorter than the kubelet's deadline of 30 s.
     pub start: Duration,
-    /// Time without the agent after which the relay reports its devices as unhealthy.
+    /// Time without the agent after which the relay reports the agent's devices as unhealthy.
     pub unhealthy: Duration,
-    /// Time without the agent after which the relay removes its resources, as a kubelet does.
+    /// Time without the agent after which the relay removes the agent's resources, as a kubelet
+    /// does.
     pub removed: Duration,
 }
 
@@ -107,7 +108,7 @@ pub enum RelayError {
     },
 }
 
-/// Relays the agent's resources to the kubelet until `stop` is ready.
+/// Relays the agent's resources to the kubelet until `stop` completes.
 ///
 /// # Errors
 /// Returns [`RelayError`] if a directory cannot be used.
@@ -123,8 +124,8 @@ pub async fn run_relay(config: RelayConfig, stop: impl Future<Output = ()>) -> R
     let relay = Arc::new(Relay { directory, timings, plugins, endpoints: Mutex::default() });
     let intervals = PollIntervals { watched: kubelet.timings.poll_watched, unwatched: kubelet.timings.poll_unwatched };
     tokio::pin!(stop);
-    // A second relay must not replace the socket of the first relay, with which the agent is
-    // registered.
+    // Wait for the lock: a second relay must not replace the first relay's socket, because the
+    // agent is registered there.
     let mut states = relay.plugins.state();
     let first = async {
         let held = states.wait_for(|state| state.directory == DirectoryState::Held);
@@ -175,7 +176,7 @@ pub async fn run_relay(config: RelayConfig, stop: impl Future<Output = ()>) -> R
 /// A resource that the agent has registered.
 struct Endpoint {
     resource: Arc<RelayedResource>,
-    /// Distinguishes this registration from later ones.
+    /// Distinguishes this registration from later registrations.
     number: u64,
     /// Name of the agent's socket.
     socket: String,
@@ -212,7 +213,7 @@ impl Relay {
     fn serve(self: &Arc<Self>) -> io::Result<RunningServer> {
         // Rename the new socket, so that the old socket works until the new socket does.
         let path = self.directory.path().join(KUBELET_SOCKET);
-        let new = self.directory.path().join(NEW_SOCKET);
+        let new = self.directory.path().join(NEW_SOCKET_NAME);
         match std::fs::remove_file(&new) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
@@ -276,14 +277,16 @@ impl Relay {
                 name: name.clone(),
                 options,
                 devices: watch::Sender::new(Arc::clone(&devices)),
-                // Calls that wait at the replaced resource continue with the same agent.
+                // Share the connection state, so that calls that wait at the replaced resource use
+                // the new connection.
                 agent: earlier.map_or_else(Arc::default, |resource| Arc::clone(&resource.agent)),
                 timings: self.timings,
             }),
         };
         resource.devices.send_replace(devices);
         resource.agent.send_replace(AgentState::Present(AgentClient { number, client }));
-        let follower = tokio::spawn(Arc::clone(self).follow(name.clone(), number, Arc::clone(&resource), stream));
+        let follower =
+            tokio::spawn(Arc::clone(self).forward_device_lists(name.clone(), number, Arc::clone(&resource), stream));
         let endpoint = Endpoint { resource, number, socket, _follower: Some(AbortOnDropHandle::new(follower)) };
         endpoints.by_name.insert(name.clone(), endpoint);
         self.publish(&endpoints);
@@ -308,7 +311,7 @@ impl Relay {
     }
 
     /// Forwards the agent's lists, and withdraws the resource after the end of the stream.
-    async fn follow(
+    async fn forward_device_lists(
         self: Arc<Self>,
         name: ResourceName,
         number: u64,
@@ -339,7 +342,7 @@ impl Relay {
             tracing::warn!(resource = %name, "the agent is absent; its devices remain available");
             tokio::time::sleep_until(ended + self.timings.unhealthy).await;
             tracing::warn!(resource = %name, "the agent is still absent; its devices are unhealthy");
-            resource.devices.send_modify(|list| *list = Arc::new(without_healthy_devices(list)));
+            resource.devices.send_modify(|list| *list = Arc::new(mark_all_unhealthy(list)));
             tokio::time::sleep_until(ended + self.timings.removed).await;
         }
         self.remove(&name, number);
@@ -350,7 +353,8 @@ impl Relay {
         let mut endpoints = lock(&self.endpoints);
         if endpoints.by_name.get(name).is_some_and(|endpoint| endpoint.number == number) {
             tracing::info!(resource = %name, "removed a resource");
-            // Dropping the handle must not abort the calling task before it has published.
+            // Dropping the handle must not abort the calling task before the task has published the
+            // change.
             let removed = endpoints.by_name.remove(name);
             self.publish(&endpoints);
             drop(removed);
@@ -358,8 +362,8 @@ impl Relay {
     }
 }
 
-/// Returns the list with all devices unhealthy.
-fn without_healthy_devices(list: &DeviceList) -> DeviceList {
+/// Returns the list with every device marked unhealthy.
+fn mark_all_unhealthy(list: &DeviceList) -> DeviceList {
     list.iter().cloned().map(|device| crate::resource::Device { healthy: false, ..device }).collect()
 }
 
@@ -391,8 +395,7 @@ struct RegistrationService(Arc<Relay>);
 #[tonic::async_trait]
 impl Registration for RegistrationService {
     async fn register(&self, request: Request<wire::RegisterRequest>) -> Result<Response<wire::Empty>, Status> {
-        // Use a separate task, so that an agent that disconnects does not leave a half-registered
-        // resource.
+        // Use a separate task, so that a registration completes even if the agent disconnects.
         let (relay, request) = (Arc::clone(&self.0), request.into_inner());
         let accepted = tokio::spawn(async move { relay.accept(request).await }).await;
         accepted.map_err(|error| Status::internal(error.to_string()))??;
@@ -400,7 +403,7 @@ impl Registration for RegistrationService {
     }
 }
 
-/// A client of the agent, for one registration.
+/// A client of the agent's plugin, for one registration.
 #[derive(Clone)]
 struct AgentClient {
     number: u64,
@@ -450,8 +453,8 @@ impl RelayedResource {
         });
     }
 
-    /// Makes a call to the agent. Waits while the agent is absent, and repeats the call if the
-    /// agent ends before it answers.
+    /// Calls the agent. Waits while the agent is absent, and repeats the call if the agent ends
+    /// before it answers.
     async fn call<A, F>(&self, limit: Duration, call: impl Fn(DevicePluginClient<Channel>) -> F) -> Result<A, Refusal>
     where
         F: Future<Output = Result<Response<A>, Status>>,
@@ -465,14 +468,15 @@ impl RelayedResource {
                 let Some(AgentClient { number, client }) = agent else { continue };
                 match call(client).await {
                     Ok(answer) => return Ok(answer.into_inner()),
-                    // Only a status that this process created has a source. It means that the
-                    // connection failed.
+                    // A status has a source only if this process created it. Such a status means
+                    // that the connection failed.
                     Err(status) if std::error::Error::source(&status).is_some() => self.disconnect(number),
                     Err(status) => return Err(status.into()),
                 }
             }
         };
-        // Many calls in one absence must not block the kubelet for longer than one call would.
+        // Calls during one absence share a deadline, so that together they do not block the kubelet
+        // for longer than one call.
         let begin = match *self.agent.borrow() {
             AgentState::Present(_) => Instant::now(),
             AgentState::Absent { since } => since,
@@ -541,7 +545,7 @@ impl Resource for RelayedResource {
     }
 }
 
-/// Returns the only response of an answer for one container.
+/// Returns the only response in the agent's answer to a call for one container.
 fn single_response<T>(mut responses: Vec<T>) -> Result<T, Refusal> {
     match (responses.pop(), responses.is_empty()) {
         (Some(response), true) => Ok(response),

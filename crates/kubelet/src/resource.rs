@@ -34,13 +34,13 @@ pub trait Resource: Send + Sync + 'static {
     /// Returns the settings for a container to which the kubelet allocates exactly these devices.
     /// The kubelet can repeat the call for the same devices.
     ///
-    /// `ids` is as the kubelet sent it. This method must refuse unknown ids, repeated ids and empty
-    /// lists.
+    /// `ids` contains the ids as the kubelet sent them. This method must refuse unknown ids,
+    /// repeated ids and empty lists.
     fn allocate<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<ContainerResponse, Refusal>>;
 
     /// Prepares a container with these devices. The server calls this method before each start of
     /// the container if [`PluginOptions::pre_start`] is set. The kubelet waits at most 30 s and
-    /// retries with the back-off of the container's restarts.
+    /// retries with the backoff of the container's restarts.
     fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
         let _ = ids;
         Box::pin(std::future::ready(Ok(())))
@@ -89,10 +89,10 @@ impl ResourceName {
         if name.starts_with("requests.") {
             return refuse("`requests.` is reserved for quotas");
         }
-        if domain.len() > Self::MAX_DOMAIN_BYTES || !domain.split('.').all(is_label) {
+        if domain.len() > Self::MAX_DOMAIN_BYTES || !domain.split('.').all(is_dns_label) {
             return refuse("the part before `/` is not a DNS subdomain of at most 244 characters");
         }
-        if short.len() > Self::MAX_NAME_BYTES || !is_short_name(short) {
+        if short.len() > Self::MAX_NAME_BYTES || !is_unqualified_name(short) {
             return refuse(
                 "the part after `/` is not 1 to 63 letters, digits, `-`, `_` and `.`, with a letter or digit at both ends",
             );
@@ -106,12 +106,12 @@ impl ResourceName {
     }
 }
 
-fn is_label(label: &str) -> bool {
+fn is_dns_label(label: &str) -> bool {
     let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
     label.bytes().all(inner) && !label.is_empty() && !label.starts_with('-') && !label.ends_with('-')
 }
 
-fn is_short_name(name: &str) -> bool {
+fn is_unqualified_name(name: &str) -> bool {
     let ends = |b: Option<u8>| b.is_some_and(|b| b.is_ascii_alphanumeric());
     ends(name.bytes().next())
         && ends(name.bytes().next_back())
@@ -197,7 +197,7 @@ pub struct Device {
 /// All devices of a resource at one time.
 pub type DeviceList = Vec<Device>;
 
-/// The API's word for a device that the kubelet may allocate.
+/// The API's health value of a device that the kubelet may allocate.
 const HEALTHY: &str = "Healthy";
 
 pub(crate) fn list_response(devices: &DeviceList) -> wire::ListAndWatchResponse {
@@ -212,7 +212,7 @@ pub(crate) fn list_response(devices: &DeviceList) -> wire::ListAndWatchResponse 
     wire::ListAndWatchResponse { devices }
 }
 
-/// Parses a device list of another plugin.
+/// Parses a device list from another plugin.
 ///
 /// # Errors
 /// Returns [`InvalidDeviceId`] with the first id that the API does not allow.
@@ -285,7 +285,7 @@ pub struct Mount {
     pub container_path: String,
     /// Path on the host.
     pub host_path: String,
-    /// Whether the container can only read it.
+    /// Whether the mount is read-only.
     pub read_only: bool,
 }
 
@@ -354,10 +354,10 @@ impl From<wire::ContainerAllocateResponse> for ContainerResponse {
     }
 }
 
-/// Why a request is refused. The text appears in the pod's events.
+/// Why a plugin refuses a request. The text appears in the pod's events.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// The request can never be granted: unknown or repeated ids, or shares of two GPUs.
+    /// The plugin can never grant the request: unknown or repeated ids, or shares of two GPUs.
     #[error("{0}")]
     Invalid(String),
     /// The request is valid, but the resource is not ready for it yet. The kubelet retries the
@@ -367,7 +367,7 @@ pub enum Refusal {
 }
 
 impl From<tonic::Status> for Refusal {
-    /// Converts the refusal of another plugin.
+    /// Converts another plugin's refusal.
     fn from(status: tonic::Status) -> Self {
         let sentence = status.message().to_owned();
         match status.code() {

@@ -96,7 +96,7 @@ impl Session {
     }
 
     /// Binds the socket at its path again after the socket was deleted. Open connections and
-    /// streams are not affected.
+    /// streams continue.
     pub(crate) fn rebind(&mut self) -> io::Result<()> {
         (self.listener, self.socket) = listen_at(&self.path, &self.connections)?;
         Ok(())
@@ -236,8 +236,8 @@ impl DeviceListFeed {
             }
             if let Some(devices) = &mut self.devices {
                 let now = Arc::clone(&devices.borrow_and_update());
-                // Compare the pointers instead of the contents: an equal list is published so that
-                // the kubelet writes its checkpoint.
+                // Compare the pointers instead of the contents: a resource publishes an equal list
+                // to make the kubelet write its checkpoint.
                 if !self.sent.as_ref().is_some_and(|sent| Arc::ptr_eq(sent, &now)) {
                     self.sent = Some(Arc::clone(&now));
                     return Some(now);

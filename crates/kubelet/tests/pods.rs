@@ -1,4 +1,4 @@
-//! Tests PodResources with a fake kubelet on a Unix socket.
+//! Tests the PodResources client with a fake kubelet on a Unix socket.
 
 use std::path::Path;
 use std::time::Duration;
@@ -48,7 +48,7 @@ async fn a_kubelet_that_hangs_times_out() {
     let pods = PodResources::new(&socket, Duration::from_millis(20)).expect("a client");
     let answer = tokio::time::timeout(TEST_TIMEOUT, pods.list()).await.expect("an end");
     let error = answer.expect_err("the kubelet hangs");
-    assert_eq!(error.to_string(), "the kubelet's PodResources did not answer within 0.02 s");
+    assert_eq!(error.to_string(), "the kubelet's PodResources API did not answer within 0.02 s");
     kubelet.set_hanging(false);
     PodResources::new(&socket, TEST_TIMEOUT).expect("a client").list().await.expect("a list");
 }

@@ -3,10 +3,11 @@ use std::io;
 
 use rustix::process::{Resource, Rlimit};
 
-/// Limit of open files that a program requests. Container runtimes often set a soft limit of 1024.
-const WANTED_LIMIT: u64 = 65_536;
+/// Soft limit of open files that Cleave's programs set. Container runtimes often set a soft limit
+/// of 1024.
+const WANTED_OPEN_FILES: u64 = 65_536;
 
-/// Open files of this process.
+/// The number of open files of this process, and their limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Usage {
     /// Number of open files.
@@ -15,12 +16,12 @@ pub struct Usage {
     pub limit: Option<u64>,
 }
 
-/// Raises the limit of open files as far as allowed. Logs a failure, because the program works with
-/// the current limit.
+/// Raises the soft limit of open files to `WANTED_OPEN_FILES`, or to the hard limit if that is lower.
+/// Logs a failure and returns, because the program also works with the current limit.
 pub fn raise_limit() {
     let limit = rustix::process::getrlimit(Resource::Nofile);
     let Some(current) = limit.current else { return };
-    let wanted = limit.maximum.unwrap_or(u64::MAX).min(WANTED_LIMIT);
+    let wanted = limit.maximum.unwrap_or(u64::MAX).min(WANTED_OPEN_FILES);
     if current >= wanted {
         return;
     }

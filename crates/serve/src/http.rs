@@ -2,11 +2,11 @@
 //!
 //! A peer may connect and send nothing, or send a request slowly. Each connection therefore has a
 //! deadline for the headers of each request, and the number of connections is limited. If all
-//! connections are in use, a new connection replaces the oldest. The kubelet's probes are therefore
-//! answered even if thousands of silent peers connect. Each request is answered within
-//! milliseconds, so the oldest connection is idle or slow. Peers may also connect faster than their
-//! connections are served. So the server runs all connections after it accepts each new one. A
-//! connection that has sent its request is answered before another connection replaces it.
+//! connections are in use, a new connection replaces the oldest, which is idle or slow because the
+//! server answers requests within milliseconds. The server therefore answers the kubelet's probes
+//! even if thousands of silent peers connect. Peers may also connect faster than the server serves
+//! them. The server therefore yields to all open connections after each accept, and answers
+//! received requests before it replaces a connection.
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-/// Time for requests in progress to complete after the server was stopped.
+/// Maximum time for requests in progress to complete after the server is stopped.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
 /// Delay after a failure to accept a connection.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
@@ -38,7 +38,7 @@ pub struct Limits {
 }
 
 impl Default for Limits {
-    /// Returns limits for a port with metrics and probes, which has a few peers.
+    /// Returns limits for a port with metrics and probes, which has few peers.
     fn default() -> Self {
         Self { connections: 64, headers: Duration::from_secs(10) }
     }
@@ -64,7 +64,8 @@ pub async fn serve(listener: TcpListener, router: Router, limits: Limits, stop: 
                 }
                 let served = serve_connection(stream, router.clone(), limits.headers, ending.watcher());
                 connections.push_back(AbortOnDropHandle::new(tokio::spawn(served)));
-                // The runtime runs the connections and reads the state of their sockets first.
+                // Let the runtime answer received requests before a new connection replaces an old
+                // one.
                 yield_now().await;
             }
             Err(error) => {

@@ -6,8 +6,9 @@ use rustix::io::Errno;
 use rustix::net::sockopt::set_ipv6_v6only;
 use tokio::net::{TcpListener, TcpSocket};
 
-/// Maximum number of connections that wait to be accepted. The kernel may apply a lower limit.
-const BACKLOG: u32 = 1024;
+/// Maximum number of connections that the kernel queues until the program accepts them. The kernel
+/// may apply a lower limit.
+const LISTEN_BACKLOG: u32 = 1024;
 
 /// Listens on an address. A listener on `[::]` also accepts IPv4, regardless of the node's
 /// `net.ipv6.bindv6only`. If the node's kernel has no IPv6, listens on `0.0.0.0` instead.
@@ -18,7 +19,7 @@ const BACKLOG: u32 = 1024;
 /// # Panics
 /// Panics if called outside a Tokio runtime.
 pub fn listen(address: SocketAddr) -> io::Result<TcpListener> {
-    listen_with(address, open)
+    listen_with(address, open_listener)
 }
 
 /// Listens on an address, or on its IPv4 substitute. `open` creates the listener.
@@ -41,7 +42,7 @@ fn ipv4_substitute(address: SocketAddr, error: &io::Error) -> Option<SocketAddr>
     (disabled && every_address).then(|| SocketAddr::from((Ipv4Addr::UNSPECIFIED, address.port())))
 }
 
-fn open(address: SocketAddr) -> io::Result<TcpListener> {
+fn open_listener(address: SocketAddr) -> io::Result<TcpListener> {
     let socket = if address.is_ipv6() {
         let socket = TcpSocket::new_v6()?;
         set_ipv6_v6only(&socket, false)?;
@@ -52,31 +53,31 @@ fn open(address: SocketAddr) -> io::Result<TcpListener> {
     // A restarted program can use its port while old connections remain in TIME_WAIT.
     socket.set_reuseaddr(true)?;
     socket.bind(address)?;
-    socket.listen(BACKLOG)
+    socket.listen(LISTEN_BACKLOG)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn on(address: &str) -> SocketAddr {
+    fn socket_address(address: &str) -> SocketAddr {
         address.parse().unwrap()
     }
 
     /// Listens on a simulated node where creating or binding an IPv6 socket fails with `errno`.
     /// Returns the listener's address.
     fn listen_without_ipv6(address: &str, errno: Errno) -> io::Result<SocketAddr> {
-        listen_with(on(address), |address| if address.is_ipv6() { Err(errno.into()) } else { Ok(address) })
+        listen_with(socket_address(address), |address| if address.is_ipv6() { Err(errno.into()) } else { Ok(address) })
     }
 
     #[test]
     fn without_ipv6_every_address_means_every_ipv4_address() {
         for errno in [Errno::AFNOSUPPORT, Errno::ADDRNOTAVAIL] {
-            assert_eq!(listen_without_ipv6("[::]:8080", errno).unwrap(), on("0.0.0.0:8080"));
+            assert_eq!(listen_without_ipv6("[::]:8080", errno).unwrap(), socket_address("0.0.0.0:8080"));
             assert!(listen_without_ipv6("[::1]:8080", errno).is_err(), "a chosen address is not replaced");
         }
         let busy = listen_without_ipv6("[::]:8080", Errno::ADDRINUSE).unwrap_err();
         assert_eq!(busy.kind(), io::ErrorKind::AddrInUse, "a busy port is reported");
-        assert_eq!(listen_without_ipv6("10.0.0.1:80", Errno::AFNOSUPPORT).unwrap(), on("10.0.0.1:80"));
+        assert_eq!(listen_without_ipv6("10.0.0.1:80", Errno::AFNOSUPPORT).unwrap(), socket_address("10.0.0.1:80"));
     }
 }

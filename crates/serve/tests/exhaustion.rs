@@ -1,8 +1,7 @@
-//! Tests that peers that send nothing cannot block a port or exhaust the descriptors of its
-//! process.
+//! Tests that silent peers cannot block a port or exhaust the descriptors of its process.
 //!
-//! The server runs in a child process: this test program starts itself with [`SERVER`] as the only
-//! test.
+//! The server runs in a child process. This test program starts itself with [`SERVER_TEST_NAME`] as
+//! the only test.
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
@@ -17,53 +16,54 @@ use rustix::process::{Pid, Resource, Rlimit, Signal, WaitOptions, kill_process, 
 use tokio_util::sync::CancellationToken;
 
 /// Name of the test that runs the server.
-const SERVER: &str = "the_server_of_the_other_tests";
-/// Variable that makes [`SERVER`] serve. Its value is the header timeout in milliseconds.
-const SERVE: &str = "TEST_SERVE_HEADER_TIMEOUT_MS";
+const SERVER_TEST_NAME: &str = "run_the_server_for_the_other_tests";
+/// Environment variable that makes [`SERVER_TEST_NAME`] serve. Its value is the header timeout in
+/// milliseconds.
+const HEADER_TIMEOUT_VARIABLE: &str = "TEST_SERVE_HEADER_TIMEOUT_MS";
 /// Time limit of each read and write. Longer than any step takes on a busy machine.
 const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 /// Number of connections that the kernel queues for the server.
-const BACKLOG: u32 = 1024;
-/// Limit of open files of the server: as low as in some container runtimes.
-const DESCRIPTORS: u64 = 256;
+const LISTEN_BACKLOG: u32 = 1024;
+/// The server's limit of open files, as low as in some container runtimes.
+const MAX_SERVER_DESCRIPTORS: u64 = 256;
 
 /// Requests the number of the server's open files.
-const REQUEST: &[u8] = b"GET /open HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n";
+const OPEN_FILES_REQUEST: &[u8] = b"GET /open HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n";
 
-struct Server {
+struct ServerProcess {
     process: Child,
     address: SocketAddr,
 }
 
-impl Drop for Server {
+impl Drop for ServerProcess {
     fn drop(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-fn start_server(headers: Duration) -> Server {
+fn start_server(headers: Duration) -> ServerProcess {
     let mut process = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", SERVER, "--nocapture", "--quiet"])
-        .env(SERVE, headers.as_millis().to_string())
+        .args(["--exact", SERVER_TEST_NAME, "--nocapture", "--quiet"])
+        .env(HEADER_TIMEOUT_VARIABLE, headers.as_millis().to_string())
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
     let lines = BufReader::new(process.stdout.take().unwrap()).lines();
     let address = lines.map_while(Result::ok).find_map(|line| line.split_once("serving ")?.1.trim().parse().ok());
-    Server { process, address: address.unwrap() }
+    ServerProcess { process, address: address.unwrap() }
 }
 
 #[test]
-fn the_server_of_the_other_tests() {
-    let Ok(headers) = std::env::var(SERVE) else { return };
-    let limit = Rlimit { current: Some(DESCRIPTORS), maximum: Some(DESCRIPTORS) };
+fn run_the_server_for_the_other_tests() {
+    let Ok(headers) = std::env::var(HEADER_TIMEOUT_VARIABLE) else { return };
+    let limit = Rlimit { current: Some(MAX_SERVER_DESCRIPTORS), maximum: Some(MAX_SERVER_DESCRIPTORS) };
     rustix::process::setrlimit(Resource::Nofile, limit).unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let socket = tokio::net::TcpSocket::new_v4().unwrap();
         socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
-        let listener = socket.listen(BACKLOG).unwrap();
+        let listener = socket.listen(LISTEN_BACKLOG).unwrap();
         println!("serving {}", listener.local_addr().unwrap());
         let open = || async { descriptors::usage().unwrap().open.to_string() };
         let limits = http::Limits { headers: Duration::from_millis(headers.parse().unwrap()), ..Default::default() };
@@ -72,7 +72,7 @@ fn the_server_of_the_other_tests() {
     });
 }
 
-fn connect(server: &Server) -> TcpStream {
+fn connect(server: &ServerProcess) -> TcpStream {
     let stream = TcpStream::connect(server.address).unwrap();
     stream.set_read_timeout(Some(TEST_TIMEOUT)).unwrap();
     stream.set_write_timeout(Some(TEST_TIMEOUT)).unwrap();
@@ -80,13 +80,13 @@ fn connect(server: &Server) -> TcpStream {
 }
 
 /// Requests the number of the server's open files.
-fn request_open_files(server: &Server) -> u64 {
+fn request_open_files(server: &ServerProcess) -> u64 {
     let mut stream = connect(server);
-    stream.write_all(REQUEST).unwrap();
+    stream.write_all(OPEN_FILES_REQUEST).unwrap();
     read_open_files(stream)
 }
 
-/// Reads the answer to [`REQUEST`].
+/// Reads the answer to [`OPEN_FILES_REQUEST`].
 fn read_open_files(mut stream: TcpStream) -> u64 {
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
@@ -111,13 +111,13 @@ fn thousands_of_silent_connections_delay_no_request_with_256_descriptors() {
     for round in 0..5 {
         silent.extend((0..500).map(|_| connect(&server)));
         let open = request_open_files(&server);
-        assert!(open < DESCRIPTORS / 2, "round {round}: {open} open files");
+        assert!(open < MAX_SERVER_DESCRIPTORS / 2, "round {round}: {open} open files");
     }
     assert!(is_closed(&silent[0]), "the oldest connection");
 }
 
 #[test]
-fn of_200_connections_at_once_the_one_with_a_request_is_answered() {
+fn the_only_request_among_200_simultaneous_connections_is_answered() {
     let server = start_server(Duration::from_secs(3600));
     let pid = Pid::from_child(&server.process);
     for position in [0, 70, 135, 199] {
@@ -125,7 +125,7 @@ fn of_200_connections_at_once_the_one_with_a_request_is_answered() {
         kill_process(pid, Signal::STOP).unwrap();
         waitpid(Some(pid), WaitOptions::UNTRACED).unwrap();
         let mut burst: Vec<TcpStream> = (0..200).map(|_| connect(&server)).collect();
-        burst[position].write_all(REQUEST).unwrap();
+        burst[position].write_all(OPEN_FILES_REQUEST).unwrap();
         kill_process(pid, Signal::CONT).unwrap();
         read_open_files(burst.swap_remove(position));
     }

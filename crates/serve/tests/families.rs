@@ -31,8 +31,8 @@ async fn a_port_on_every_address_is_reached_over_both_families() {
     let router = Router::new().route("/healthz", get(|| async { "ok" }));
     let server = tokio::spawn(http::serve(listener, router, http::Limits::default(), stop.clone()));
     let mut peers = vec![IpAddr::from(Ipv4Addr::LOCALHOST)];
-    // Machines without IPv6 have only the IPv4 substitute. If IPv6 is disabled by a setting, the
-    // port is bound but no interface has an IPv6 address.
+    // Machines without IPv6 have only the IPv4 substitute. If a setting disables IPv6, the port is
+    // bound but no interface has an IPv6 address.
     let has_ipv6 = std::net::TcpListener::bind((Ipv6Addr::LOCALHOST, 0)).is_ok();
     if has_ipv6 {
         assert!(address.is_ipv6(), "{address}");

@@ -1,8 +1,8 @@
 //! Decides which slices and limits an allocation request receives. Pure.
 //!
-//! All MPS shares of one request are on one GPU, and so are its replicas if possible. `Allocate`
-//! does not depend on the state of MPS daemons: a container starts only once its daemon is
-//! available.
+//! All MPS shares of one request are on one GPU. The replicas of one request are on one GPU if
+//! possible. `Allocate` does not depend on the state of MPS daemons: a container starts only once
+//! its daemon is available.
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::pending::OpenReservation;
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn required_ids_decide_the_gpu() {
+    fn required_ids_determine_the_gpu() {
         let pools = pools(&[10, 10]);
         let available = [share_ids("GPU-0", 0..2), share_ids("GPU-1", 0..9)].concat();
         let must = share_ids("GPU-1", [5]);
@@ -334,7 +334,7 @@ mod tests {
         /// `choose_preferred` never splits a request that fits on one GPU, and returns exactly
         /// `size` ids. `grant_allocation` accepts these ids.
         #[test]
-        fn a_request_that_fits_is_never_split(
+        fn a_request_that_fits_on_one_gpu_is_never_split(
             free in prop::collection::vec(prop::collection::btree_set(0_u32..10, 0..10), 1..8),
             size in 1_usize..=10,
             seed in any::<u64>(),

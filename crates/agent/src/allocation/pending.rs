@@ -29,9 +29,9 @@ pub struct BoundPod {
     pub namespace: String,
     /// Name of the pod.
     pub name: String,
-    /// Whether the pod is being deleted. The kubelet may then never call `Allocate` for the pod.
+    /// Whether the pod is being deleted. If so, the kubelet may never call `Allocate` for the pod.
     pub terminating: bool,
-    /// Whether the kubelet has admitted the pod. The kubelet has then called `Allocate` for every
+    /// Whether the kubelet has admitted the pod. If so, the kubelet has called `Allocate` for every
     /// container.
     pub admitted: bool,
     /// The requests of the pod's containers, in the kubelet's order.
@@ -70,9 +70,10 @@ pub struct OpenReservation<'a> {
 /// Progress of a container's request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RequestState {
-    /// `Allocate` has not been called.
+    /// The kubelet has not called `Allocate` for the request.
     Pending,
-    /// `Allocate` was called at this time. The agent assumes that the call was for this request.
+    /// The kubelet called `Allocate` at this time. The agent assumes that the call was for this
+    /// request.
     Answered(Instant),
     /// The kubelet lists the container, or has admitted its pod.
     Listed,
@@ -81,8 +82,8 @@ enum RequestState {
 #[derive(Debug, Clone)]
 struct PendingRequest {
     wanted: ContainerRequest,
-    /// Device of the reservation that this request will use. After a swap, this reservation was
-    /// created for another request.
+    /// Device of the reservation that this request will use. After a swap, this is a reservation
+    /// that the operator created for another request.
     reservation: Option<String>,
     state: RequestState,
     /// Device of the allocated slices, if known.
@@ -98,8 +99,8 @@ struct PendingPod {
     /// Position in the order in which pods became known. The kubelet learns of pods in the same
     /// order, and admits them one by one.
     order: u64,
-    /// When the pod became known. A list requested before this time may contain an earlier pod with
-    /// the same name.
+    /// Time at which the pod became known. A list requested before this time may contain an earlier
+    /// pod with the same name.
     known_since: Instant,
     requests: Vec<PendingRequest>,
 }
@@ -232,7 +233,7 @@ impl PendingAllocations {
         self.pods.retain(|uid, _| uids.contains(uid));
     }
 
-    /// Records that `Allocate` returned this many slices of a device.
+    /// Records that `Allocate` returned `units` slices of a device.
     pub fn record_allocate_answer(&mut self, resource: &str, units: u32, device: &str, now: Instant) {
         if self.watch == PodWatchState::Disabled {
             return;
@@ -260,7 +261,7 @@ impl PendingAllocations {
         });
     }
 
-    /// Records the kubelet's list, which was requested at `requested_at`.
+    /// Records the kubelet's list that the agent requested at `requested_at`.
     pub fn record_pod_resources_list(&mut self, rows: &[ContainerDevices], requested_at: Instant) {
         for row in rows {
             let Some((device, _)) = row.ids.first().and_then(|id| parse_slice_id(id)) else { continue };
@@ -310,8 +311,8 @@ impl PendingAllocations {
             if here.is_some() && allocated_on == here {
                 continue;
             }
-            // The call for this request was attributed to another request. Exchange the devices of
-            // the two requests.
+            // The agent attributed the call for this request to another request. Exchange the
+            // devices of the two requests.
             let taken = |other: &RequestKey, request: &PendingRequest| {
                 let open = matches!(request.state, RequestState::Answered(_))
                     && request.matches(&wanted.resource, wanted.units);
@@ -335,8 +336,8 @@ impl PendingAllocations {
         }
     }
 
-    /// Marks a request of an admitted pod as listed. If the request was still pending, its call was
-    /// attributed to another request, which becomes pending again.
+    /// Marks a request of an admitted pod as listed. If the request was still pending, the agent
+    /// had attributed its call to another request, which becomes pending again.
     fn mark_admitted(&mut self, key: &RequestKey) {
         let Some(request) = self.request_mut(key) else { return };
         let was = std::mem::replace(&mut request.state, RequestState::Listed);

@@ -1,5 +1,5 @@
 //! The slices in use and the pods that use them, from the kubelet's PodResources list and from the
-//! allocations that it does not list yet. Pure.
+//! allocations that the kubelet does not list yet. Pure.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -38,7 +38,7 @@ impl SliceCounts {
         }
     }
 
-    /// Removes the slices of an ended allocation, which was added before.
+    /// Removes the slices of an ended allocation. The caller must have added the allocation.
     fn remove(&mut self, allocation: &Allocation) {
         let Some(of_resource) = self.0.get_mut(&allocation.resource) else { return };
         for id in &allocation.ids {
@@ -57,7 +57,7 @@ impl SliceCounts {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct TrackedAllocation {
     allocation: Arc<Allocation>,
-    /// When the slices were last allocated.
+    /// Time of the last allocation of the slices.
     at: Instant,
     /// Whether the kubelet has listed the allocation. If it has, the allocation ends when the
     /// kubelet no longer lists it.
@@ -102,8 +102,8 @@ impl Allocations {
     }
 
     /// Removes the allocations that have ended according to a PodResources list requested at
-    /// `requested_at`. An allocation has ended if it was listed before but not now, or was not
-    /// listed within `grace`.
+    /// `requested_at`. An allocation has ended if the kubelet listed it before but not now, or did
+    /// not list it within `grace`.
     ///
     /// Keeps an allocation while `busy` reports clients for it. Also keeps an allocation while the
     /// kubelet's checkpoint contains one of its slices: a kubelet that restarted now would count
@@ -156,7 +156,7 @@ impl Allocations {
 pub struct RemovalResult {
     /// Allocations that have ended and were removed.
     pub ended: Vec<Allocation>,
-    /// Resources of allocations that are kept only because they are in the kubelet's checkpoint.
+    /// Resources of allocations that remain only because the kubelet's checkpoint contains them.
     pub in_kubelet_checkpoint: BTreeSet<String>,
 }
 

@@ -6,8 +6,8 @@ use cleave_plan::topology::Topology;
 use super::allocate::{ChoiceRequest, ResourceView};
 use crate::gpu::layout::{PoolKind, parse_slice_id};
 
-/// Chooses the whole GPUs for a request, so that the container has the best links, and good groups
-/// of GPUs stay free ([`Topology::choose`]). The choice always contains `must_include`.
+/// Chooses the whole GPUs for a request, so that the container has the best links, and well-linked
+/// groups of GPUs remain free ([`Topology::choose`]). The choice always contains `must_include`.
 ///
 /// Returns `None` if links cannot determine the choice: the resource has slices other than whole
 /// GPUs, or the topology contains fewer than two of the available devices. A topology contains no
@@ -19,7 +19,7 @@ pub fn choose_linked_gpus(
 ) -> Option<Vec<String>> {
     let mut ids: BTreeMap<&str, &String> = BTreeMap::new();
     for id in request.available {
-        // Ids of other programs' devices are ignored.
+        // Ignore ids of other programs' devices.
         let Some(pool) = view.pool(id) else { continue };
         if pool.kind != PoolKind::Whole {
             return None;
@@ -47,10 +47,10 @@ mod tests {
     use crate::allocation::allocate::choose_preferred;
     use crate::gpu::layout::Pool;
 
-    const RESOURCE: &str = "nvidia.com/gpu";
+    const WHOLE_GPU_RESOURCE: &str = "nvidia.com/gpu";
 
     fn pool(device: &str, kind: PoolKind) -> Pool {
-        Pool { device: device.into(), resource: RESOURCE.into(), first: 0, count: 1, kind }
+        Pool { device: device.into(), resource: WHOLE_GPU_RESOURCE.into(), first: 0, count: 1, kind }
     }
 
     /// Returns the topology of four GPUs. NVLinks connect A with D, and B with C.
@@ -69,7 +69,7 @@ mod tests {
     /// Returns the chosen device names, or `None` if the links do not determine a choice.
     fn choose(pools: &[Pool], available: &str, must: &str, size: usize) -> Option<String> {
         let (available, must) = (ids(available), ids(must));
-        let view = ResourceView { resource: RESOURCE, pools, reserved: &[] };
+        let view = ResourceView { resource: WHOLE_GPU_RESOURCE, pools, reserved: &[] };
         let request = ChoiceRequest { available: &available, must_include: &must, size };
         let chosen = choose_linked_gpus(&view, &request, &topology())?;
         Some(chosen.iter().map(|id| id.trim_end_matches("::0")).collect::<Vec<_>>().join(" "))
@@ -79,7 +79,7 @@ mod tests {
     fn the_gpus_with_the_best_links_are_chosen() {
         let pools = ["A", "B", "C", "D"].map(|device| pool(device, PoolKind::Whole));
         let by_uuid = choose_preferred(
-            &ResourceView { resource: RESOURCE, pools: &pools, reserved: &[] },
+            &ResourceView { resource: WHOLE_GPU_RESOURCE, pools: &pools, reserved: &[] },
             &ChoiceRequest { available: &ids("A B C"), must_include: &[], size: 2 },
         );
         assert_eq!(by_uuid, ids("A B"), "without links");
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn links_do_not_decide_about_other_devices() {
+    fn links_do_not_determine_the_choice_of_other_devices() {
         let whole = || PoolKind::Whole;
         let pools = [pool("A", whole()), pool("B", PoolKind::TimeSliced), pool("C", whole())];
         assert_eq!(choose(&pools, "A B C", "", 2), None, "replicas");

@@ -5,7 +5,8 @@
 //! GPU is unreachable when its own call fails or misses its deadline. If a call to the driver
 //! fails, all GPUs are unavailable. Once the driver answers, the last answer of each GPU is valid
 //! again. The tracker maps NVML's indices to GPUs, based only on answers since NVML's list last
-//! changed. No GPU counts as missing before every index has answered or failed.
+//! changed. The tracker marks no GPU as missing before the GPU at every index has answered or
+//! failed.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -135,7 +136,7 @@ struct LossCause {
     message: String,
     since: Time,
     /// Whether only a reset restores the GPU, because it fell off the bus or its driver was
-    /// unloaded. A hanging driver is no proof of either.
+    /// unloaded. A hanging driver proves neither.
     permanent: bool,
 }
 
@@ -201,7 +202,7 @@ impl HardwareTracker {
         self.clock = Clock::new(now, wall);
     }
 
-    /// Records the driver's answer, which was requested at `requested_at`.
+    /// Records the driver's answer to a query at `requested_at`.
     pub fn record_driver_info(&mut self, answer: Result<DriverInfo, NvmlError>, requested_at: Instant) {
         let since = self.wall_time(requested_at);
         match answer {
@@ -228,7 +229,7 @@ impl HardwareTracker {
         }
     }
 
-    /// Records the answer of the GPU at an index, which was requested at `requested_at`.
+    /// Records the answer of the GPU at an index to a query at `requested_at`.
     pub fn record_answer(&mut self, index: u32, answer: Result<GpuObservation, NvmlError>, requested_at: Instant) {
         let since = self.wall_time(requested_at);
         let at = usize::try_from(index).unwrap_or(usize::MAX);
@@ -291,7 +292,8 @@ impl HardwareTracker {
         }
     }
 
-    /// Marks the GPUs without an index as missing, once every index has answered or failed.
+    /// Marks the GPUs without an index as missing, once the GPU at every index has answered or
+    /// failed.
     fn mark_missing(&mut self, since: &Time) {
         if !matches!(self.driver, DriverState::Present(_)) || !self.is_complete() {
             return;
@@ -334,7 +336,7 @@ impl HardwareTracker {
         }
     }
 
-    /// Records a GPU's error counters and recovery action, which were requested at `requested_at`.
+    /// Records a GPU's error counters and recovery action from a query at `requested_at`.
     pub fn record_vitals(&mut self, uuid: &str, vitals: GpuVitals, requested_at: Instant) {
         let at = self.fault_time(uuid, requested_at);
         if let Some(entry) = self.gpus.get_mut(uuid) {
@@ -350,8 +352,8 @@ impl HardwareTracker {
         EventTime { now, wall: after.map_or(wall, |after| after.max(wall)) }
     }
 
-    /// Ends the faults up to `until`, which an administrator cleared. After a restart, call this
-    /// before any new fault is recorded.
+    /// Ends the faults up to `until`, because an administrator cleared them. After a restart, call
+    /// this method before you record a new fault.
     pub fn clear_faults(&mut self, uuid: &str, until: &Time) {
         if self.cleared.get(uuid).is_none_or(|before| before < until) {
             self.cleared.insert(uuid.to_owned(), until.clone());
@@ -399,7 +401,7 @@ impl HardwareTracker {
             let health =
                 self.driver_error.as_ref().or(lost.as_ref()).map_or_else(|| history.health(), LossCause::health);
             let (gpu, processes) = (gpu.clone(), processes.clone());
-            KnownGpu { gpu, health, instances: history.instances(), observed: *observed, processes }
+            KnownGpu { gpu, health, instances: history.instance_health(), observed: *observed, processes }
         };
         let unnamed = |(index, slot): (u32, &GpuSlot)| match slot {
             GpuSlot::Unnamed(why) if self.driver_error.is_none() => Some((index, why.clone())),
@@ -459,7 +461,7 @@ pub(crate) mod tests {
         Ok(GpuObservation { gpu: gpu(uuid, index), processes: Vec::new() })
     }
 
-    fn hung_gpu() -> Result<GpuObservation, NvmlError> {
+    fn hung_gpu_answer() -> Result<GpuObservation, NvmlError> {
         Err(NvmlError::Hung(Duration::from_secs(20)))
     }
 
@@ -491,11 +493,11 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn one_hanging_gpu_is_unreachable_others_keep_answering_and_it_recovers() {
+    fn a_hanging_gpu_is_unreachable_until_it_answers_and_others_are_unaffected() {
         let now = Instant::now();
         let mut tracker = two_gpu_tracker();
         tracker.observe(two_gpus(), now);
-        tracker.record_answer(1, hung_gpu(), now);
+        tracker.record_answer(1, hung_gpu_answer(), now);
         assert_eq!(
             (unhealthy_uuids(&tracker), reason_of(&tracker, "GPU-b")),
             (vec!["GPU-b".to_owned()], "GpuUnreachable".into())
@@ -520,7 +522,7 @@ pub(crate) mod tests {
         record_driver_answer(&mut tracker, 2, now);
         tracker.record_answer(0, observation("GPU-a", 0), now);
         assert_eq!((tracker.hardware().gpus.len(), tracker.is_complete()), (1, false));
-        tracker.record_answer(1, hung_gpu(), now);
+        tracker.record_answer(1, hung_gpu_answer(), now);
         assert!(tracker.is_complete());
         let hardware = tracker.hardware();
         assert!(hardware.gpus["GPU-a"].health.healthy);
@@ -535,7 +537,7 @@ pub(crate) mod tests {
         for same_boot in [true, false] {
             let mut tracker = tracker(vec![gpu("GPU-a", 0), gpu("GPU-b", 1)], same_boot);
             record_driver_answer(&mut tracker, 2, now);
-            tracker.record_answer(1, hung_gpu(), now);
+            tracker.record_answer(1, hung_gpu_answer(), now);
             tracker.record_answer(0, observation("GPU-a", 0), now);
             assert_eq!(
                 (unhealthy_uuids(&tracker), reason_of(&tracker, "GPU-b")),
@@ -550,7 +552,7 @@ pub(crate) mod tests {
         let now = Instant::now();
         let mut tracker = two_gpu_tracker();
         tracker.observe(two_gpus(), now);
-        tracker.record_answer(1, hung_gpu(), now);
+        tracker.record_answer(1, hung_gpu_answer(), now);
         tracker.record_driver_info(Err(NvmlError::Hung(Duration::from_secs(20))), now);
         // A GPU that answers is unusable while its driver does not answer.
         tracker.record_answer(0, observation("GPU-a", 0), now);
@@ -577,7 +579,7 @@ pub(crate) mod tests {
         // remaining indices have answered or failed.
         record_driver_answer(&mut tracker, 1, now);
         assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired");
-        tracker.record_answer(1, hung_gpu(), now);
+        tracker.record_answer(1, hung_gpu_answer(), now);
         tracker.record_answer(0, observation("GPU-a", 0), now);
         assert_eq!((unhealthy_uuids(&tracker).len(), reason_of(&tracker, "GPU-b")), (2, "GpuLost".into()));
     }
@@ -605,7 +607,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_hanging_driver_is_no_proof_of_a_reset_and_an_unloaded_one_is() {
+    fn an_unloaded_driver_proves_a_reset_but_a_hanging_driver_does_not() {
         let now = Instant::now();
         let failing = |error| inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Err(error))]);
         for (answer, heals) in [
@@ -710,7 +712,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn after_a_reboot_a_missing_gpu_was_removed() {
+    fn a_gpu_that_is_missing_after_a_reboot_is_forgotten() {
         let listed = || inventory(vec![(0, Ok(gpu("GPU-a", 0)))]);
         let checkpoint = || vec![gpu("GPU-a", 0), gpu("GPU-b", 1)];
         let mut rebooted = tracker(checkpoint(), false);
@@ -730,8 +732,8 @@ pub(crate) mod tests {
         ahead.record_xid("GPU-a", 48, None, &[], now);
         ahead.clear_faults("GPU-a", &cleared);
         assert!(ahead.hardware().gpus["GPU-a"].health.healthy);
-        // The clock is corrected while the same agent runs, or before the next agent starts. The
-        // next agent reads the cleared time from the checkpoint.
+        // An administrator corrects the clock while the same agent runs, or before the next agent
+        // starts. The next agent reads the cleared time from the checkpoint.
         let mut next = two_gpu_tracker().with_health_records(ahead.health_records(), now);
         next.clear_faults("GPU-a", &cleared);
         for mut tracker in [ahead, next] {
@@ -765,7 +767,7 @@ pub(crate) mod tests {
                     0 => { tracker.record_xid("GPU-b", xid, Some(1), &[], now); }
                     1 => tracker.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Err(NvmlError::Lost { call: "x" }))]), now),
                     2 => tracker.observe(two_gpus(), now),
-                    3 => tracker.record_answer(1, hung_gpu(), now),
+                    3 => tracker.record_answer(1, hung_gpu_answer(), now),
                     _ => tracker.record_vitals("GPU-b", GpuVitals { uncorrected: Some(errors), remap_failed: Some(errors == 4), ..GpuVitals::default() }, now),
                 }
                 prop_assert_eq!(&tracker.hardware().gpus["GPU-a"].health, &Health { healthy: true, ..Health::default() });

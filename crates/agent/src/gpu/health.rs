@@ -38,7 +38,7 @@ use crate::gpu::xid::{FaultClass, classify, describe};
 /// GPU out of service for longer after a single error.
 pub const DEFAULT_QUIET_PERIOD: Duration = Duration::from_secs(60);
 
-/// Reasons of a GPU's health, for [`cleave_api::gpunode::Health::reason`].
+/// Reasons for a GPU's health, for [`cleave_api::gpunode::Health::reason`].
 pub mod reason {
     /// The GPU is suspect because of an XID.
     pub const XID_ERROR: &str = "XidError";
@@ -76,7 +76,7 @@ pub mod reason {
 pub enum FaultCause {
     /// An error with this XID.
     Xid(u64),
-    /// This number of new uncorrected memory errors.
+    /// New uncorrected memory errors, with their number.
     EccErrors(u64),
 }
 
@@ -104,10 +104,10 @@ pub struct HealthRecord {
     /// Faults that have not ended.
     #[serde(default, rename = "findings", skip_serializing_if = "Vec::is_empty")]
     pub faults: Vec<RecordedFault>,
-    /// Number of uncorrected memory errors since the last reset.
+    /// The driver's count of uncorrected memory errors since the last reset.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uncorrected: Option<u64>,
-    /// When the driver first requested a reset. `None` if it requests none now.
+    /// Time at which the driver first requested a reset. `None` if it requests none now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reset_wanted: Option<Time>,
     /// Whether the GPU was lost and only a reset restores it.
@@ -189,7 +189,7 @@ impl HealthHistory {
         class
     }
 
-    /// Records a full answer of NVML, requested at `requested_at`, with the UUIDs of the GPU's MIG
+    /// Records NVML's full answer to a query at `requested_at`, with the UUIDs of the GPU's MIG
     /// devices.
     pub fn record_answer(&mut self, requested_at: Instant, devices: &[&str]) {
         if std::mem::take(&mut self.was_lost) {
@@ -236,7 +236,7 @@ impl HealthHistory {
         self.reset_wanted = None;
     }
 
-    /// Ends the faults up to `until`, which an administrator cleared.
+    /// Ends the faults up to `until`, because an administrator cleared them.
     pub fn clear_faults(&mut self, until: &Time) {
         self.faults.retain(|fault| fault.recorded.last > *until);
     }
@@ -277,7 +277,7 @@ impl HealthHistory {
         let worst = worst.max_by_key(|recorded| recorded.class);
         if let Some(since) = &self.remap_failed {
             let message = "a row of the GPU's memory could not be remapped: replace the GPU".to_owned();
-            return reset_needed(reason::ROW_REMAP_FAILED, message, since);
+            return reset_needed_health(reason::ROW_REMAP_FAILED, message, since);
         }
         if let Some(recorded) = worst.filter(|recorded| recorded.class == FaultClass::NeedsReset) {
             return self.fault_health(recorded);
@@ -287,7 +287,7 @@ impl HealthHistory {
                 Some(RecoveryAction::Reboot) => "a reboot of the node",
                 _ => "a reset of the GPU",
             };
-            return reset_needed(
+            return reset_needed_health(
                 reason::RESET_REQUIRED,
                 format!("the driver requests {action}: drain the GPU first"),
                 since,
@@ -309,7 +309,7 @@ impl HealthHistory {
     }
 
     /// Returns the health of single MIG devices with faults, by UUID.
-    pub fn instances(&self) -> BTreeMap<String, Health> {
+    pub fn instance_health(&self) -> BTreeMap<String, Health> {
         let faults = self.faults.iter().map(|fault| &fault.recorded);
         faults.filter_map(|recorded| Some((recorded.instance.clone()?, self.fault_health(recorded)))).collect()
     }
@@ -348,7 +348,7 @@ impl HealthHistory {
 }
 
 /// Returns the health of a GPU that needs a reset, valid while NVML reports the reason.
-fn reset_needed(reason: &str, message: String, since: &Time) -> Health {
+fn reset_needed_health(reason: &str, message: String, since: &Time) -> Health {
     Health {
         healthy: false,
         class: FaultClass::NeedsReset.as_str().into(),
@@ -393,7 +393,7 @@ pub(crate) mod tests {
         history.record_xid(999, None, &[], event_time(start + DEFAULT_QUIET_PERIOD / 2));
         history.record_answer(start + DEFAULT_QUIET_PERIOD, &[]);
         assert_eq!(health_class(&history), "Suspect", "the second XID restarts the quiet period");
-        // Time alone ends no fault: NVML has to answer.
+        // Time alone ends no fault: NVML must answer.
         history.record_answer(start + DEFAULT_QUIET_PERIOD / 2 + DEFAULT_QUIET_PERIOD, &[]);
         assert!(history.health().healthy);
     }
@@ -449,7 +449,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn only_new_memory_errors_count_also_across_a_restart() {
+    fn only_new_memory_errors_count_even_across_a_restart() {
         let start = Instant::now();
         let mut history = HealthHistory::default();
         history.record_vitals(vitals_with_errors(7), event_time(start));
@@ -491,14 +491,14 @@ pub(crate) mod tests {
         let mut history = HealthHistory::default();
         history.record_xid(94, Some("MIG-a"), &[], event_time(start));
         assert!(history.health().healthy);
-        assert_eq!(history.instances().into_keys().collect::<Vec<_>>(), ["MIG-a"]);
+        assert_eq!(history.instance_health().into_keys().collect::<Vec<_>>(), ["MIG-a"]);
         history.record_answer(start, &["MIG-a", "MIG-b"]);
-        assert_eq!(history.instances().len(), 1);
+        assert_eq!(history.instance_health().len(), 1);
         history.record_answer(start, &["MIG-b"]);
-        assert!(history.instances().is_empty());
+        assert!(history.instance_health().is_empty());
         history.record_xid(95, Some("MIG-b"), &[], event_time(start));
         assert_eq!(health_class(&history), "NeedsReset", "a reset affects the whole GPU");
-        assert!(history.instances().is_empty());
+        assert!(history.instance_health().is_empty());
     }
 
     #[test]
@@ -559,7 +559,7 @@ pub(crate) mod tests {
             }
             prop_assert_eq!(health_class(&history), "NeedsReset");
             history.record_reset();
-            prop_assert!(history.health().healthy && history.instances().is_empty());
+            prop_assert!(history.health().healthy && history.instance_health().is_empty());
         }
     }
 }

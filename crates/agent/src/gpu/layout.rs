@@ -101,8 +101,8 @@ impl Pool {
 }
 
 impl Layout {
-    /// Checks the counts, numbers and names of a layout that was read from a file. Other code
-    /// creates an id for every slice, so a wrong count could exhaust memory.
+    /// Checks the counts, numbers and names of a layout from a file. Other code creates an id for
+    /// every slice, so a wrong count could exhaust memory.
     ///
     /// # Errors
     /// Returns a sentence that states which value is invalid.
@@ -157,8 +157,8 @@ pub struct TargetLayout {
     pub layout: Layout,
     /// The GPU changes that the rest of the spec needs, in order.
     pub changes: Vec<MigChange>,
-    /// Explains which part of the spec is ignored as impossible. The note is empty if the whole
-    /// spec is possible.
+    /// Explains which part of the spec the agent ignores because it is impossible. Empty if the
+    /// whole spec is possible.
     pub note: String,
 }
 
@@ -231,8 +231,8 @@ fn mig_layout(gpu: &Gpu, instances: &[MigInstanceSpec]) -> Result<TargetLayout, 
         match there.iter().find(is) {
             Some(found) => add_instance(&mut layout, found, &spec.partition)?,
             None => {
-                // Check the partition now, so that the agent creates no instance that cannot be
-                // served.
+                // Check the partition now, so that the agent creates no instance that it cannot
+                // serve.
                 let (profile, start) = (spec.profile.clone(), spec.start);
                 let later =
                     MigInstance { uuid: String::new(), profile, start, gpu_instance: 0, compute_instance: None };
@@ -259,7 +259,8 @@ fn whole_pool(device: &str, resource: String) -> Pool {
 
 /// Returns a layout that serves each existing MIG instance whole.
 fn existing_instance_layout(mig: &MigState) -> TargetLayout {
-    // No pod could request an instance with a profile name that is invalid in a resource name.
+    // Skip instances whose profile name is invalid in a resource name, because no pod can request
+    // them.
     let has_name = |instance: &&MigInstance| check_resource_name(&mig_resource(&instance.profile)).is_ok();
     let made = mig.instances.iter().filter(|instance| !instance.uuid.is_empty()).filter(has_name);
     let pools = made.map(|instance| whole_pool(&instance.uuid, mig_resource(&instance.profile)));
@@ -527,7 +528,7 @@ pub(crate) mod tests {
             assert_eq!(
                 (layout, changes.len()),
                 (empty_layout(SharingMode::Mig), 4),
-                "only after the instances and MIG mode are gone"
+                "only after the instances are destroyed and MIG mode is off"
             );
             assert_eq!(changes[3], MigChange::Mode(false));
             let off = mig_gpu("GPU-a", false, vec![]);

@@ -1,7 +1,7 @@
 //! Replaces a GPU's current MIG instances with the desired ones, one change at a time. Pure.
 //!
-//! The remaining changes are computed each time from NVML's report. An agent that was killed
-//! between two changes therefore continues with the next one. When an agent exits, only
+//! The agent computes the remaining changes each time from NVML's report. An agent that restarts
+//! between two changes therefore continues with the next change. When an agent exits, only
 //! [`MigProgress`] is lost: the record of which changes failed, and how often.
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -10,10 +10,10 @@ use cleave_api::gpunode::{MigInstanceSpec, Partition, StepStatus};
 use cleave_api::names::{STEP_DONE, STEP_FAILED, STEP_IN_USE, STEP_WAITING};
 use cleave_gpu::nvml::{Gpu, MigInstance, MigProfile, MigState, Process};
 
-/// Maximum number of attempts of a failing change. After that, the agent retries it only when the
-/// spec or the GPU changes.
+/// Maximum number of attempts at a failing change. After the last attempt, the agent retries only
+/// when the spec or the GPU changes.
 pub const MAX_CHANGE_ATTEMPTS: u32 = 5;
-/// Delay after the first failed attempt. Each further failure doubles it.
+/// Delay after the first failed attempt. Each further failure doubles the delay.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(500);
 /// Maximum delay between attempts while the instance or the GPU is in use.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
@@ -98,7 +98,7 @@ pub fn needed_changes(gpu: &Gpu, target: MigTarget<'_>) -> Result<Vec<MigChange>
     }
 }
 
-/// Checks that NVML offers these profiles at these placements, and that no two placements overlap.
+/// Checks that NVML lists these profiles with these placements, and that no two placements overlap.
 fn check_placements(mig: &MigState, wanted: &[MigInstanceSpec]) -> Result<(), String> {
     // Some drivers list profiles only while MIG mode is on.
     if mig.profiles.is_empty() && !mig.enabled {
@@ -142,15 +142,15 @@ pub enum NextStep {
 
 /// Returns the first change that can start now.
 ///
-/// `known` states whether the users of all slices are known, so that instances may be removed.
-/// `served` returns whether the kubelet can allocate slices of a device. `gone` returns `Ok` if the
-/// device's MPS daemon has exited, otherwise the reason as an error.
+/// `known` states whether the users of all slices are known, so that the agent may remove
+/// instances. `served` returns whether the kubelet can allocate slices of a device. `daemon_exited`
+/// returns `Ok` if the device's MPS daemon has exited. Otherwise the error states the reason.
 pub fn next_step<'a>(
     changes: impl IntoIterator<Item = &'a MigChange>,
     gpu: &Gpu,
     known: bool,
     served: impl Fn(&str) -> bool,
-    gone: impl Fn(&str) -> Result<(), String>,
+    daemon_exited: impl Fn(&str) -> Result<(), String>,
 ) -> NextStep {
     let enabled = gpu.mig.as_ref().is_some_and(|mig| mig.enabled);
     let there: &[MigInstance] = gpu.mig.as_ref().map_or(&[], |mig| &mig.instances);
@@ -159,9 +159,9 @@ pub fn next_step<'a>(
         let blocked = match change {
             MigChange::Destroy(_) | MigChange::Mode(_) if !known => continue,
             MigChange::Destroy(instance) if served(&instance.uuid) => continue,
-            MigChange::Destroy(instance) => gone(&instance.uuid),
+            MigChange::Destroy(instance) => daemon_exited(&instance.uuid),
             MigChange::Mode(true) if served(&gpu.uuid) => continue,
-            MigChange::Mode(true) => gone(&gpu.uuid),
+            MigChange::Mode(true) => daemon_exited(&gpu.uuid),
             MigChange::Mode(false) if enabled && !there.is_empty() => continue,
             MigChange::Mode(false) => Ok(()),
             MigChange::Create { profile, start } => {
@@ -185,7 +185,7 @@ pub fn next_step<'a>(
 }
 
 /// Returns the number of memory slices of an instance with this profile. A profile that NVML does
-/// not list counts as the whole GPU, so no instance is created beside it.
+/// not list counts as the whole GPU, so the agent creates no instance beside it.
 fn profile_slices(gpu: &Gpu, profile: &str) -> u32 {
     let profiles: &[MigProfile] = gpu.mig.as_ref().map_or(&[], |mig| &mig.profiles);
     profiles.iter().find(|known| known.name == profile).map_or(u32::MAX, |known| known.size)
@@ -207,11 +207,11 @@ pub fn in_use_message(processes: &[&Process]) -> String {
 pub enum ChangeOutcome {
     /// The change succeeded.
     Done,
-    /// The instance or the GPU is in use. Nothing was changed.
+    /// The instance or the GPU is in use. The agent changed nothing.
     Busy(String),
     /// MIG mode changes with the next reset of the GPU. An administrator must reset the GPU.
     AfterReset,
-    /// The driver has not answered for this long. The driver may still answer.
+    /// The driver has not answered for this duration, but may still answer.
     Slow(Duration),
     /// NVML returned this error. Partial changes were undone.
     Failed(String),
@@ -297,7 +297,7 @@ impl MigProgress {
         self.attempts.iter().filter_map(|attempt| Some(attempt.not_before?.saturating_duration_since(now))).min()
     }
 
-    /// Records the remaining changes, and the reason why the next one waits.
+    /// Records the remaining changes, and the reason why the next change waits.
     pub fn record_plan(&mut self, gpu: &str, left: &[MigChange], next: &NextStep) {
         self.attempts.retain(|attempt| self.in_progress.is_some() || left.contains(&attempt.change));
         self.waits = match next {
@@ -309,8 +309,8 @@ impl MigProgress {
         }
     }
 
-    /// Returns whether the change in progress removes or replaces a device. Such a device must not
-    /// be allocated, even if the spec includes it again.
+    /// Returns whether the change in progress removes or replaces a device. The agent must not
+    /// allocate such a device, even if the spec includes the device again.
     pub fn removes(&self, gpu: &str, device: &str) -> bool {
         match &self.in_progress {
             Some(MigChange::Destroy(instance)) => instance.uuid == device,
@@ -362,7 +362,7 @@ impl MigProgress {
                 return None;
             }
             ChangeOutcome::Busy(why) => {
-                // Before each attempt to change the mode, the GPU's slices are withdrawn.
+                // The agent withdraws the GPU's slices before each attempt to change the mode.
                 let is_last = busy_checks + 1 >= MAX_CHANGE_ATTEMPTS && *change == MigChange::Mode(true);
                 let pause = Duration::from_secs(1).saturating_mul(1 << busy_checks.min(8)).min(MAX_RETRY_DELAY);
                 let pause = if is_last { MODE_RETRY_DELAY } else { pause };
@@ -403,8 +403,8 @@ impl MigProgress {
         warning
     }
 
-    /// Returns the changes that no Event has reported, as text. Returns `None` while changes are
-    /// left, or if every change was reported.
+    /// Returns the changes that no Event has reported, as text. Returns `None` while changes
+    /// remain, or if Events have reported every change.
     pub fn take_completed(&mut self, left: &[MigChange]) -> Option<String> {
         if !left.is_empty() || self.unreported == 0 {
             return None;
@@ -435,7 +435,7 @@ pub struct MigOrder {
     pub change: MigChange,
 }
 
-/// Result of a MIG order, or a report that it is still in progress.
+/// Result of a MIG order, or a report that the order is still in progress.
 #[derive(Debug)]
 pub struct MigOrderResult {
     /// The order that this result belongs to.

@@ -33,7 +33,7 @@ pub enum FaultClass {
     /// The GPU needs nothing: the XID is an error of a program, or a message from the driver. The
     /// agent reports the XID, and no slice becomes unhealthy.
     Application,
-    /// The GPU needs a quiet period, and then a full answer of NVML.
+    /// The GPU needs a quiet period, and then a full answer from NVML.
     Suspect,
     /// The GPU needs a reset, proven by NVML or by a reboot of the node. An administrator can also
     /// clear the fault.
@@ -54,7 +54,7 @@ impl FaultClass {
     }
 }
 
-/// One line of the table.
+/// An entry of the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct XidEntry {
     /// NVIDIA's number of the XID.
@@ -106,7 +106,8 @@ pub const XID_TABLE: &[XidEntry] = {
         xid_entry(137, Application, "NVLink privilege error: an illegal access to a peer", XID_CATALOG_SOURCE),
         xid_entry(140, NeedsReset, "unrecovered ECC error", ALIBABA_SOURCE),
         xid_entry(143, NeedsReset, "GPU initialization failure", XID_CATALOG_SOURCE),
-        // The agent reads the recovery action from NVML and derives the GPU's health from that.
+        // The agent reads the recovery action from NVML and derives the GPU's health from this
+        // action.
         xid_entry(154, Application, "GPU recovery action changed", XID_CATALOG_SOURCE),
     ]
 };

@@ -1,8 +1,8 @@
 //! Hand-over: decides which of two agents of a node serves. Pure: callers pass in the record, the
-//! time and who waits.
+//! time and the waiting agents.
 //!
-//! During a roll-out, the pods of the old and the new agent run on a node at the same time. One of
-//! them serves: it holds the lock of the state directory. The other one is a standby.
+//! During a rollout, the pods of the old and the new agent run on a node at the same time. The
+//! agent that holds the lock of the state directory serves. The other agent is a standby.
 //!
 //! ```text
 //!  new agent                                 old agent
@@ -26,28 +26,28 @@ use serde::{Deserialize, Serialize};
 /// can take it.
 pub const CLAIM_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for which an agent reports that it is ready while it starts to serve in place of a failed
-/// newer agent. Otherwise Kubernetes would delete its pod, as the module's description explains.
+/// newer agent. Otherwise Kubernetes would delete the agent's pod; see the module's description.
 pub const RETURN_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time after which repeated failures to lock the state directory end the agent.
+/// Time after which the agent exits because it repeatedly failed to lock the state directory.
 pub const LOCK_ERROR_TIMEOUT: Duration = Duration::from_secs(30);
 /// Delay before the next hand-over to an agent that failed once. Each further failure doubles the
 /// delay.
-const FIRST_RETRY: Duration = Duration::from_secs(60);
+const FIRST_RETRY_DELAY: Duration = Duration::from_secs(60);
 /// Maximum delay before the next hand-over to an agent that failed.
-const MAX_RETRY: Duration = Duration::from_secs(3600);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(3600);
 /// Maximum number of agents in the record.
 const MAX_AGENTS: usize = 16;
 
 /// The node's agents and which of them serves. Only the serving agent writes the record.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
-pub struct Record {
+pub struct HandOverRecord {
     /// Agents, in the order in which they first served.
     agents: Vec<KnownAgent>,
-    /// The agent that serves, or served last.
+    /// The agent that serves now or served last.
     serving: Option<String>,
-    /// The agent that takes over next: the serving agent has handed over, and this agent does not
-    /// serve yet.
+    /// The agent that takes over next. The serving agent has handed over to this agent, which does
+    /// not serve yet.
     successor: Option<String>,
     /// Whether the serving agent has yet to prove that it works.
     probation: bool,
@@ -67,24 +67,24 @@ struct KnownAgent {
 
 /// How an agent starts to serve.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Start {
-    /// Whether the agent serves again because a newer one failed, and was ready before.
+pub struct ServiceStart {
+    /// Whether the agent was ready before, and serves again because a newer agent failed.
     pub returns_ready: bool,
-    /// Whether the agent is on probation: it exits if it is not ready in time and another agent
-    /// waits.
+    /// Whether the agent is on probation. An agent on probation exits if it is not ready in time
+    /// and another agent waits.
     pub probation: bool,
 }
 
-/// What an agent does while another one serves.
+/// What an agent does while another agent serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Standby {
+pub struct StandbyDecision {
     /// Whether the agent requests a hand-over from the serving agent.
     pub requests_hand_over: bool,
     /// Whether the agent reports that it is ready.
     pub ready: bool,
 }
 
-impl Record {
+impl HandOverRecord {
     /// Returns whether the record is empty. A serving agent writes its record at once.
     pub fn is_empty(&self) -> bool {
         self.serving.is_none()
@@ -97,25 +97,25 @@ impl Record {
 
     /// Returns whether the agent was ready when it last served.
     pub fn was_ready(&self, id: &str) -> bool {
-        self.member(id).is_some_and(|member| member.ready)
+        self.known_agent(id).is_some_and(|known_agent| known_agent.ready)
     }
 
-    /// Returns how many times this agent failed and an older agent served in its place.
+    /// Returns the number of times that this agent failed and an older agent served in its place.
     pub fn failures(&self, id: &str) -> u32 {
-        self.member(id).map_or(0, |member| member.failures)
+        self.known_agent(id).map_or(0, |known_agent| known_agent.failures)
     }
 
     /// Returns the position of an agent in the order of age. Unknown agents are newer than all
     /// others.
     fn age_position(&self, id: &str) -> usize {
-        self.agents.iter().position(|member| member.id == id).unwrap_or(self.agents.len())
+        self.agents.iter().position(|known_agent| known_agent.id == id).unwrap_or(self.agents.len())
     }
 
-    fn member(&self, id: &str) -> Option<&KnownAgent> {
-        self.agents.iter().find(|member| member.id == id)
+    fn known_agent(&self, id: &str) -> Option<&KnownAgent> {
+        self.agents.iter().find(|known_agent| known_agent.id == id)
     }
 
-    fn member_mut(&mut self, id: &str) -> &mut KnownAgent {
+    fn known_agent_mut(&mut self, id: &str) -> &mut KnownAgent {
         let position = self.age_position(id);
         if position == self.agents.len() {
             self.agents.push(KnownAgent { id: id.to_owned(), ..KnownAgent::default() });
@@ -124,14 +124,14 @@ impl Record {
     }
 
     /// Returns the agent that should serve.
-    fn current(&self) -> Option<&str> {
+    fn designated_agent(&self) -> Option<&str> {
         self.successor.as_deref().or(self.serving.as_deref())
     }
 
     /// Records that this agent has the lock and serves from now on.
-    pub fn start_serving(&mut self, id: &str) -> Start {
+    pub fn start_serving(&mut self, id: &str) -> ServiceStart {
         let position = self.age_position(id);
-        let failed = self.current().filter(|other| self.age_position(other) > position).map(str::to_owned);
+        let failed = self.designated_agent().filter(|other| self.age_position(other) > position).map(str::to_owned);
         let before = self.serving.as_deref();
         let probation = match before {
             _ if failed.is_some() => false,
@@ -141,11 +141,11 @@ impl Record {
         };
         let returns_ready = failed.is_some() && self.was_ready(id);
         if let Some(failed) = failed {
-            let failed = self.member_mut(&failed);
+            let failed = self.known_agent_mut(&failed);
             failed.failures = failed.failures.saturating_add(1);
             failed.ready = false;
         }
-        self.member_mut(id);
+        self.known_agent_mut(id);
         while self.agents.len() > MAX_AGENTS {
             let oldest = usize::from(self.agents[0].id == id);
             self.agents.remove(oldest);
@@ -153,46 +153,46 @@ impl Record {
         self.serving = Some(id.to_owned());
         self.successor = None;
         self.probation = probation;
-        Start { returns_ready, probation }
+        ServiceStart { returns_ready, probation }
     }
 
     /// Records whether this serving agent is ready. Becoming ready ends its probation.
     pub fn set_ready(&mut self, id: &str, ready: bool) {
-        self.member_mut(id).ready = ready;
+        self.known_agent_mut(id).ready = ready;
         self.probation &= !ready;
     }
 
     /// Records that the serving agent hands over.
     pub fn hand_over_to(&mut self, successor: &str) {
-        // The successor's position in the order of age is fixed from now on.
-        self.member_mut(successor);
+        // Add the successor to the record, which fixes its position in the order of age.
+        self.known_agent_mut(successor);
         self.successor = Some(successor.to_owned());
     }
 
     /// Decides what this agent does while another agent has the lock. An agent of a version without
     /// hand-over writes no record, and exits only after the new agent is ready.
-    pub fn standby(&self, id: &str, waited: Duration) -> Standby {
-        let Some(current) = self.current() else {
-            return Standby { requests_hand_over: true, ready: waited >= CLAIM_TIMEOUT };
+    pub fn decide_standby(&self, id: &str, waited: Duration) -> StandbyDecision {
+        let Some(current) = self.designated_agent() else {
+            return StandbyDecision { requests_hand_over: true, ready: waited >= CLAIM_TIMEOUT };
         };
         let older = self.age_position(id) < self.age_position(current);
-        Standby { requests_hand_over: !older, ready: older && self.was_ready(id) }
+        StandbyDecision { requests_hand_over: !older, ready: older && self.was_ready(id) }
     }
 
-    /// Decides whether this serving agent hands over to the agent with a request. `served` is how
-    /// long this agent has served without interruption. `changing` states whether a GPU is being
-    /// changed.
+    /// Decides whether this serving agent hands over to the agent with a request. `served` is the
+    /// time for which this agent has served without interruption. `changing` states whether a
+    /// change of a GPU is in progress.
     pub fn hands_over(&self, own: &str, requesting: &str, served: Duration, changing: bool) -> bool {
         let delay = retry_delay(self.failures(requesting));
         self.age_position(requesting) > self.age_position(own) && !self.probation && !changing && served >= delay
     }
 }
 
-/// Returns the delay before a hand-over to an agent that failed this many times.
+/// Returns the delay before a hand-over to an agent that failed `failures` times.
 fn retry_delay(failures: u32) -> Duration {
     match failures.checked_sub(1) {
         None => Duration::ZERO,
-        Some(more) => FIRST_RETRY.saturating_mul(2_u32.saturating_pow(more)).min(MAX_RETRY),
+        Some(more) => FIRST_RETRY_DELAY.saturating_mul(2_u32.saturating_pow(more)).min(MAX_RETRY_DELAY),
     }
 }
 
@@ -209,7 +209,7 @@ pub enum Probation {
     Passed,
     /// Keep running: the agent may still become ready, or no other agent could serve in its place.
     Open,
-    /// The agent must exit, so that another one serves.
+    /// The agent must exit, so that another agent serves.
     Failed,
 }
 

@@ -1,4 +1,4 @@
-//! Metrics of GPUs: what NVML's sensors report, and what the allocations add up to.
+//! Metrics of GPUs: the readings of NVML's sensors, and sums over the allocations.
 use std::sync::atomic::AtomicU64;
 
 use cleave_api::gpunode::GpuStatus;
@@ -72,7 +72,7 @@ impl GpuMetrics {
         }
     }
 
-    /// Sets what the status says about a GPU.
+    /// Sets the metrics of a GPU from its status.
     pub(super) fn set_status(&self, label: &DeviceLabels, gpu: &GpuStatus) {
         let bytes = |mib: u64| to_gauge(mib.saturating_mul(BYTES_PER_MIB));
         self.sms.get_or_create(label).set(gpu.sms.into());
@@ -83,13 +83,14 @@ impl GpuMetrics {
         self.memory_allocated.get_or_create(label).set(bytes(limited_memory));
     }
 
-    /// Removes all series of a GPU that the status no longer lists, except those of the status.
+    /// Removes all series of a GPU that the status no longer lists, except those that
+    /// [`Self::set_status`] sets.
     pub(super) fn remove(&self, label: &DeviceLabels) {
         self.forget_readings(label);
         self.energy.remove(label);
     }
 
-    /// Removes what NVML reported about a GPU.
+    /// Removes the readings that NVML reported about a GPU.
     pub(super) fn forget_readings(&self, label: &DeviceLabels) {
         self.up.remove(label);
         self.remove_values(label);
@@ -114,8 +115,9 @@ impl GpuMetrics {
         self.up.get_or_create(label).set(readings.is_some().into());
         self.remove_values(label);
         let Some(readings) = readings else { return };
-        if let Some(joules) = readings.energy_millijoules.map(millis) {
-            // A counter cannot be set: add the difference. It begins again with the driver.
+        if let Some(joules) = readings.energy_millijoules.map(from_thousandths) {
+            // Add the difference, because a counter cannot be set. The driver's energy counter
+            // restarts at 0 when the driver is loaded.
             if self.energy.get_or_create(label).get() > joules {
                 self.energy.remove(label);
             }
@@ -136,8 +138,8 @@ impl GpuMetrics {
         }
         let fractions = [
             (&self.utilization, readings.busy_percent.map(|percent| f64::from(percent) / 100.0)),
-            (&self.power, readings.power_milliwatts.map(|power| millis(power.into()))),
-            (&self.power_limit, readings.power_limit_milliwatts.map(|power| millis(power.into()))),
+            (&self.power, readings.power_milliwatts.map(|power| from_thousandths(power.into()))),
+            (&self.power_limit, readings.power_limit_milliwatts.map(|power| from_thousandths(power.into()))),
         ];
         for (family, value) in fractions {
             if let Some(value) = value {
@@ -166,7 +168,7 @@ pub(super) fn to_gauge(number: u64) -> i64 {
 
 /// Converts thousandths of a unit to units.
 #[allow(clippy::cast_precision_loss, reason = "a metric is a float; 2^53 mJ are more than a GPU uses in 400 years")]
-fn millis(thousandths: u64) -> f64 {
+fn from_thousandths(thousandths: u64) -> f64 {
     thousandths as f64 / 1000.0
 }
 

@@ -105,8 +105,7 @@ impl HostLink {
         format!("{}: {error}", self.paths.status().display())
     }
 
-    /// Returns the state in the status file. Fails only if the file exists and cannot be read, so
-    /// that its content is unknown.
+    /// Returns the state in the status file. Fails only if the file exists but cannot be read.
     fn read_status(&self, alive: bool) -> io::Result<HostView> {
         let path = self.paths.status();
         let bytes = match fs::metadata(&path)
@@ -143,7 +142,7 @@ impl HostLink {
         watch_directory(&self.paths.mps_host_dir(), STATUS_POLL_INTERVAL, refresh, unwatched).await;
     }
 
-    /// Repeats failed reads of the status file: the file may not change again.
+    /// Repeats failed reads of the status file, because no further change may trigger a read.
     async fn retry_reads(&self, view: &watch::Sender<HostView>, unread: &Notify) {
         loop {
             unread.notified().await;
@@ -178,8 +177,8 @@ impl HostLink {
             match UnixStream::connect(self.paths.socket()).await {
                 Ok(mut stream) => {
                     set(true);
-                    // The MPS host sends nothing without a request. The read returns when its
-                    // process ends or when it closes an idle connection.
+                    // The MPS host sends nothing without a request. The read returns when the MPS
+                    // host exits or closes an idle connection.
                     let _ = stream.read(&mut [0; 1]).await;
                     drop(stream);
                     if UnixStream::connect(self.paths.socket())
@@ -305,7 +304,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_status_that_cannot_be_read_keeps_the_last_one_until_it_can() {
+    async fn the_last_status_applies_until_the_file_can_be_read_again() {
         let (_directory, link) = test_link();
         let (sender, mut view) = watch::channel(HostView::default());
         let follower = link.clone();
@@ -368,7 +367,7 @@ mod tests {
         let asking = link.request(&request, TEST_TIMEOUT);
         let answering = async {
             let listener = UnixListener::bind(link.paths.socket()).unwrap();
-            // A closed connection, an invalid reply, and a valid one.
+            // A closed connection, an invalid reply, and a valid reply.
             for reply in [&b""[..], b"{\"result\":\"what\"}\n", b"{\"result\":\"done\"}\n"] {
                 let (mut stream, _) = listener.accept().await.unwrap();
                 BufReader::new(&mut stream).read_until(b'\n', &mut Vec::new()).await.unwrap();

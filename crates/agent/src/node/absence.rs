@@ -2,9 +2,9 @@
 //!
 //! The kubelet permanently rejects a pod that arrives while its shares are Unhealthy. An admitted
 //! pod only waits: `PreStartContainer` waits until the daemon is Active, and the pod's programs
-//! wait at their door. So shares that were served remain Healthy while their daemon or the MPS host
-//! restarts. Other failures make shares Unhealthy at once: a server in state FAULT, a daemon that
-//! fails repeatedly, and a daemon that has not yet served with its current layout.
+//! wait at their door. Therefore shares that a daemon has served remain Healthy while the daemon or
+//! the MPS host restarts. Other failures make shares Unhealthy at once: a server in state FAULT, a
+//! daemon that fails repeatedly, and a daemon that has not yet served with its current layout.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -63,8 +63,8 @@ impl DaemonAbsences {
                     }
                     Some(since)
                 }
-                // A failure ends the tolerance: only a daemon that serves again makes the shares
-                // healthy.
+                // A failure ends the tolerance. The shares become Healthy only when the daemon
+                // serves again.
                 (DaemonPresence::Away, None) | (DaemonPresence::Fails, _) => continue,
             };
             self.since.insert(device.clone(), away);

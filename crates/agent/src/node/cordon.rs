@@ -1,6 +1,6 @@
-//! Selects the free slices of a cordoned or quiesced GPU that are withheld. Pure.
+//! Selects the free slices of a cordoned or quiesced GPU that the agent withholds. Pure.
 //!
-//! Slices in use remain listed as Healthy, so that a node never offers fewer slices than are in
+//! Slices in use remain listed as Healthy, so that a node never advertises fewer slices than are in
 //! use. Slices that are reserved for a pod on this node remain Healthy until the kubelet calls
 //! `Allocate` for the pod. Otherwise the kubelet would reject the pod permanently.
 use std::collections::{BTreeMap, BTreeSet};

@@ -8,9 +8,9 @@ use super::status::check_daemon;
 use crate::event::{NodeEvent, device_recovery, device_warning};
 use crate::mps::HostView;
 
-/// Maximum number of hashes of desired files that are kept. The MPS host is never this many files
-/// behind the agent.
-const MAX_REMEMBERED_HASHES: usize = 64;
+/// Maximum number of stored hashes of desired files. The MPS host never lags behind the agent by
+/// this number of files.
+const MAX_STORED_HASHES: usize = 64;
 
 /// Tracks which desired files the MPS host has applied.
 #[derive(Debug, Default)]
@@ -20,8 +20,8 @@ pub(super) struct DesiredFileTracker {
     /// Number of the last change of the daemons. 0 before the first desired file.
     sequence: u64,
     /// Hashes of desired files, each with the number of the last change of daemons that the file
-    /// contains. Contains only files that were written while a change of daemons was not yet
-    /// applied.
+    /// contains. Contains only files that the agent wrote while the MPS host had not yet applied a
+    /// change of daemons.
     hashes: VecDeque<(u64, String)>,
     changed: BTreeMap<String, u64>,
     removed: BTreeMap<String, u64>,
@@ -44,14 +44,14 @@ impl DesiredFileTracker {
             self.removed.retain(|device, sequence| *sequence > self.applied && !desired.daemons.contains_key(device));
             self.daemons.clone_from(&desired.daemons);
         }
-        // Hashing covers every door, so compute the hash only while a change of daemons is not
-        // applied.
+        // The hash covers every door, so compute it only while the MPS host has not applied a
+        // change of daemons.
         if self.awaits_changes() {
             let file = (self.sequence, desired.hash());
             if self.hashes.back() != Some(&file) {
                 self.hashes.push_back(file);
             }
-            if self.hashes.len() > MAX_REMEMBERED_HASHES {
+            if self.hashes.len() > MAX_STORED_HASHES {
                 self.hashes.pop_front();
             }
         }
@@ -87,10 +87,10 @@ pub(super) struct ReportedDaemons(BTreeMap<String, ReportedState>);
 /// The last reported state of a daemon.
 #[derive(Debug, Clone, Copy, Default)]
 enum ReportedState {
-    /// Nothing was reported, because the daemon or the agent has just started.
+    /// The agent has reported nothing, because the daemon or the agent has just started.
     #[default]
     Nothing,
-    /// The daemon serves. The number is its restart count at the time of the report.
+    /// The daemon serves. The number is the daemon's restart count at the time of the report.
     Serving(u32),
     /// The daemon does not serve.
     Unavailable,
@@ -145,7 +145,9 @@ impl ReportedDaemons {
 fn recovery_note(daemon: Option<&DaemonStatus>) -> &'static str {
     match daemon {
         Some(DaemonStatus { replies_unproven: true, .. }) => {
-            "the shares are available again, because no program has waited at a door for a minute. It is unknown whether the MPS daemon's replies are expected again: the next program that starts will show it"
+            "the shares are available again, because no program has waited at a door for a minute. \
+            It is unknown whether the MPS daemon's replies are expected again until the next \
+            program starts"
         }
         Some(DaemonStatus { enforcement: Enforcement::Advisory, .. }) => {
             "the MPS daemon serves again. Limits are advisory, as the policy accepts"

@@ -1,4 +1,4 @@
-//! Decides the next layout of each GPU. A change happens now, waits for pods, or is refused. Pure.
+//! Decides the next layout of each GPU. A change starts now, waits for pods, or is refused. Pure.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, StepStatus};
@@ -32,7 +32,7 @@ pub struct LayoutDecision {
 /// Restrictions on changes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ChangeRules {
-    /// Whether MIG mode must not be changed.
+    /// Whether the agent must not change MIG mode.
     pub keep_mig_mode: bool,
     /// GPUs that a spec has partitioned by MIG.
     pub mig_partitioned: BTreeSet<String>,
@@ -59,7 +59,7 @@ pub fn decide_layouts(
         let before = current.get(&gpu.uuid);
         let was_mig = !rules.keep_mig_mode && rules.mig_partitioned.contains(&gpu.uuid);
         let target = match specs.remove(gpu.uuid.as_str()).as_deref() {
-            // Without a spec, the current layouts are kept.
+            // Without a spec, keep the current layouts.
             None | Some([]) if spec.is_none() => match before {
                 Some(layout) => Ok(layout.clone().into()),
                 None => continue,
@@ -129,7 +129,7 @@ impl LayoutDecision {
             self.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
             return;
         }
-        // Only the blocked MIG instances remain unchanged. The others change.
+        // Only the blocked MIG instances remain unchanged. The other instances change.
         for device in blocked.keys() {
             layout.restore_device(device, before);
             changes.retain(|change| !matches!(change, MigChange::Destroy(instance) if instance.uuid == *device));
@@ -157,7 +157,7 @@ impl LayoutDecision {
     }
 }
 
-/// Returns the instruction for an administrator to change MIG mode, which the agent must not do.
+/// Returns instructions for an administrator, because the agent must not change MIG mode.
 fn mig_mode_instruction(gpu: &Gpu, on: bool) -> String {
     let (is, flag) = if on { ("off", 1) } else { ("on", 0) };
     format!(
@@ -220,8 +220,8 @@ fn devices_blocked_by_pods(
     found
 }
 
-/// Returns the served devices that would be destroyed while processes outside of Kubernetes use
-/// them.
+/// Returns the served devices that the change would destroy while processes outside of Kubernetes
+/// use them.
 fn devices_blocked_by_processes(
     gpu: &Gpu,
     before: Option<&Layout>,

@@ -43,8 +43,8 @@ impl PodSources<'_> {
     fn pod_of(&self, id: &str) -> Option<PodRef> {
         let allocation = self.allocations.get(id);
         let is = |row: &&ContainerDevices| {
-            // An init container's slices pass to another container. The kubelet lists them for that
-            // container.
+            // An init container's slices pass to another container, and the kubelet lists them for
+            // that container.
             let shares = |slice: &String| {
                 allocation
                     .is_some_and(|allocation| allocation.resource == row.resource && allocation.ids.contains(slice))
@@ -68,7 +68,7 @@ pub struct FaultReport {
     pub wake_after: Option<Duration>,
 }
 
-/// The faults of each device, with the part that was reported.
+/// The faults of each device, and the parts that Events have reported.
 #[derive(Debug, Default)]
 pub struct ReportedFaults {
     /// PID of the MPS host that assigned the numbers of the faults.
@@ -76,7 +76,7 @@ pub struct ReportedFaults {
     seen: BTreeMap<String, ReportedFault>,
 }
 
-/// A fault, and the part of it that was reported.
+/// A fault, and the part that Events have reported.
 #[derive(Debug)]
 struct ReportedFault {
     fault: Fault,
@@ -84,8 +84,8 @@ struct ReportedFault {
     reported: bool,
     /// Number of terminated clients that Events have reported.
     reported_terminations: usize,
-    /// Pods by allocation id. The fault keeps them, because a pod may be deleted before the fault
-    /// is reported.
+    /// Pods by allocation id, stored because a pod may be deleted before the agent reports the
+    /// fault.
     pods: BTreeMap<String, PodRef>,
 }
 
@@ -93,7 +93,7 @@ impl ReportedFaults {
     /// Compares the MPS host's status with earlier reports, and returns new Events.
     pub fn update(&mut self, view: &HostView, pods: &PodSources<'_>, now: Instant) -> FaultReport {
         let mut report = FaultReport::default();
-        // A stopped MPS host leaves a status without a PID, which contains nothing new.
+        // The status of a stopped MPS host has no PID, and contains nothing new.
         if !view.alive || view.status.pid == 0 {
             return report;
         }
@@ -217,7 +217,7 @@ impl ReportedFault {
         notes
     }
 
-    /// Returns events for pods with programs that were terminated since the last update.
+    /// Returns Events for pods whose programs the MPS host terminated since the last update.
     fn termination_events(&mut self, device: &str) -> Vec<NodeEvent> {
         let fresh = self.fault.ended.get(self.reported_terminations..).unwrap_or_default();
         let mut pods: Vec<&PodRef> = fresh.iter().filter_map(|client| self.pod(client)).collect();

@@ -52,7 +52,8 @@ pub const REMOVAL_DELAY: Duration = Duration::from_millis(300);
 pub struct Actions {
     /// Device lists for the kubelet, by resource.
     pub lists: BTreeMap<ResourceName, DeviceList>,
-    /// Resources whose unchanged lists are sent again, so that the kubelet writes its checkpoint.
+    /// Resources whose unchanged lists the device plugin sends again, so that the kubelet writes
+    /// its checkpoint.
     pub resend: BTreeSet<String>,
     /// Daemons and doors that the MPS host should run.
     pub desired: Desired,
@@ -99,7 +100,8 @@ pub struct Node {
     /// Slices in the kubelet's checkpoint, if known. A kubelet that restarted now would count these
     /// slices as allocated.
     kubelet_checkpoint: Option<Arc<AllocatedDevices>>,
-    /// Resources of allocations that are kept only because the kubelet's checkpoint has them.
+    /// Resources of allocations that the agent keeps only because the kubelet's checkpoint contains
+    /// them.
     resend_lists: BTreeSet<String>,
     kubelet_since: Instant,
     view: mps::HostView,
@@ -114,13 +116,14 @@ pub struct Node {
     /// Slices that the agent will remove, by resource and id, with the time at which the agent
     /// first listed each as Unhealthy.
     withdrawing: BTreeMap<(String, String), Instant>,
-    /// Whether MIG mode must not be changed.
+    /// Whether the agent must not change MIG mode.
     keep_mig_mode: bool,
     /// GPUs that a spec has partitioned by MIG.
     mig_partitioned: BTreeSet<String>,
     /// Progress of MIG changes, by GPU.
     mig_progress: BTreeMap<String, MigProgress>,
-    /// When each GPU was last observed after a change. Answers to earlier requests are outdated.
+    /// Time of the last observation of each GPU after a change. Answers to earlier requests are
+    /// outdated.
     changed: BTreeMap<String, Instant>,
     /// Whether a checkpoint was found. If so, all earlier allocations are known.
     has_checkpoint: bool,
@@ -207,7 +210,7 @@ impl Node {
         (node, Allocations::restore(allocations, now))
     }
 
-    /// Sets whether the agent leaves the MIG mode of all GPUs unchanged.
+    /// Sets whether the agent must not change the MIG mode of any GPU.
     #[must_use]
     pub fn with_fixed_mig_mode(self, keep_mig_mode: bool) -> Self {
         Self { keep_mig_mode, ..self }
@@ -258,7 +261,8 @@ impl Node {
         self.inventoried |= self.tracker.is_complete();
     }
 
-    /// Returns whether a change of a GPU is in progress. Do not hand over to another agent now.
+    /// Returns whether a change of a GPU is in progress. Do not hand over to another agent during a
+    /// change.
     pub fn is_changing_hardware(&self) -> bool {
         self.mig_progress.values().any(MigProgress::is_in_progress)
     }
@@ -380,7 +384,7 @@ impl Node {
         };
         // A kubelet that has just started lists its pods one by one. An agent that has just started
         // assumes that its kubelet has also just started. However, the kubelet removes nothing from
-        // its checkpoint before all of its pods are known.
+        // its checkpoint before it knows all of its pods.
         let settling = requested_at.saturating_duration_since(self.kubelet_since) < self.grace;
         let clients = self.view.status.daemons.values().flat_map(|daemon| &daemon.clients);
         let busy: BTreeSet<&str> = clients.filter_map(|client| client.allocation.as_deref()).collect();

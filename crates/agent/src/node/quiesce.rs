@@ -15,14 +15,14 @@ use cleave_api::gpunode::QuiesceStatus;
 
 use crate::event::{EventSubject, NodeEvent};
 
-/// Time for which the slices are listed as Unhealthy before the MPS daemons exit. The kubelet may
-/// be allocating a slice at this moment.
+/// Time for which the agent lists the slices as Unhealthy before it stops the MPS daemons. The
+/// kubelet may be allocating a slice at this moment.
 const WITHDRAWAL_DELAY: Duration = Duration::from_millis(300);
 
 /// Progress of all requested quiesces, by UUID of the GPU.
 #[derive(Debug, Default)]
 pub struct Quiesces {
-    gpus: BTreeMap<String, Progress>,
+    gpus: BTreeMap<String, QuiesceProgress>,
     /// GPUs that an Event has reported as quiesced.
     reported: BTreeSet<String>,
     nvml_closed: bool,
@@ -30,8 +30,8 @@ pub struct Quiesces {
 
 /// Progress of one quiesce.
 #[derive(Debug, Default)]
-struct Progress {
-    /// When the last pod stopped using the GPU.
+struct QuiesceProgress {
+    /// Time at which the last pod stopped using the GPU.
     free_since: Option<Instant>,
     /// Whether the GPU's MPS daemons must not run.
     ends_daemons: bool,
@@ -53,7 +53,7 @@ impl Quiesces {
     pub fn restore(gpus: impl Iterator<Item = String>, now: Instant) -> Self {
         let progress = |uuid| {
             let free_since = now.checked_sub(WITHDRAWAL_DELAY);
-            (uuid, Progress { free_since, ends_daemons: free_since.is_some(), waits: None })
+            (uuid, QuiesceProgress { free_since, ends_daemons: free_since.is_some(), waits: None })
         };
         Self { gpus: gpus.map(progress).collect(), ..Self::default() }
     }
@@ -71,7 +71,7 @@ impl Quiesces {
             let progress = self.gpus.entry(uuid.clone()).or_default();
             let GpuUse { in_use, daemons } = state(uuid);
             if let Some(why) = in_use {
-                *progress = Progress { waits: Some(why), ..Progress::default() };
+                *progress = QuiesceProgress { waits: Some(why), ..QuiesceProgress::default() };
                 continue;
             }
             let since = *progress.free_since.get_or_insert(now);
@@ -106,7 +106,7 @@ impl Quiesces {
 
     /// Returns the status of a GPU. `None` if no quiesce is requested.
     pub fn status(&self, uuid: &str) -> Option<QuiesceStatus> {
-        let Progress { waits, .. } = self.gpus.get(uuid)?;
+        let QuiesceProgress { waits, .. } = self.gpus.get(uuid)?;
         let message = match waits {
             Some(why) => format!("waiting: {why}"),
             None if self.nvml_closed => {
@@ -147,62 +147,62 @@ impl Quiesces {
 mod tests {
     use super::*;
 
-    fn wanted() -> BTreeSet<String> {
+    fn requested_gpus() -> BTreeSet<String> {
         BTreeSet::from(["GPU-a".to_owned()])
     }
 
-    fn free(_: &str) -> GpuUse {
+    fn unused(_: &str) -> GpuUse {
         GpuUse::default()
     }
 
-    fn reasons(quiesces: &mut Quiesces) -> Vec<&'static str> {
+    fn event_reasons(quiesces: &mut Quiesces) -> Vec<&'static str> {
         quiesces.take_events().into_iter().map(|event| event.reason).collect()
     }
 
     #[test]
-    fn each_stage_waits_for_the_one_before_and_one_event_reports_the_end() {
+    fn each_stage_waits_for_the_previous_one_and_one_event_reports_the_end() {
         let (mut quiesces, start) = (Quiesces::default(), Instant::now());
         let in_use = |_: &str| GpuUse { in_use: Some("in use by ns/p".into()), daemons: None };
-        quiesces.update(&wanted(), in_use, start);
+        quiesces.update(&requested_gpus(), in_use, start);
         assert!(!quiesces.ends_daemons("GPU-a") && !quiesces.closes_nvml());
         assert!(quiesces.status("GPU-a").unwrap().message.contains("ns/p"));
 
-        quiesces.update(&wanted(), free, start);
+        quiesces.update(&requested_gpus(), unused, start);
         assert!(!quiesces.ends_daemons("GPU-a"), "the kubelet may be allocating a slice");
         let later = start + WITHDRAWAL_DELAY;
         let running = |_: &str| GpuUse { in_use: None, daemons: Some("the MPS daemon has not exited yet".into()) };
-        quiesces.update(&wanted(), running, later);
+        quiesces.update(&requested_gpus(), running, later);
         assert!(quiesces.ends_daemons("GPU-a") && !quiesces.closes_nvml());
 
-        quiesces.update(&wanted(), free, later);
+        quiesces.update(&requested_gpus(), unused, later);
         assert!(quiesces.closes_nvml() && quiesces.is_in_progress());
-        assert!(!quiesces.status("GPU-a").unwrap().quiesced && reasons(&mut quiesces).is_empty());
+        assert!(!quiesces.status("GPU-a").unwrap().quiesced && event_reasons(&mut quiesces).is_empty());
         quiesces.record_nvml_closed(true);
         assert!(quiesces.status("GPU-a").unwrap().quiesced && !quiesces.is_in_progress());
-        assert_eq!(reasons(&mut quiesces), ["GpuQuiesced"]);
-        assert!(reasons(&mut quiesces).is_empty());
+        assert_eq!(event_reasons(&mut quiesces), ["GpuQuiesced"]);
+        assert!(event_reasons(&mut quiesces).is_empty());
 
-        quiesces.update(&BTreeSet::new(), free, later);
+        quiesces.update(&BTreeSet::new(), unused, later);
         assert!(!quiesces.closes_nvml() && quiesces.status("GPU-a").is_none());
-        assert_eq!(reasons(&mut quiesces), ["GpuResumed"]);
+        assert_eq!(event_reasons(&mut quiesces), ["GpuResumed"]);
     }
 
     #[test]
-    fn a_pod_that_got_a_slice_at_the_last_moment_stops_the_quiesce() {
+    fn an_allocation_at_the_last_moment_stops_the_quiesce() {
         let (mut quiesces, start) = (Quiesces::default(), Instant::now());
-        quiesces.update(&wanted(), free, start);
+        quiesces.update(&requested_gpus(), unused, start);
         let in_use = |_: &str| GpuUse { in_use: Some("in use".into()), daemons: None };
-        quiesces.update(&wanted(), in_use, start + WITHDRAWAL_DELAY / 2);
-        quiesces.update(&wanted(), free, start + WITHDRAWAL_DELAY);
+        quiesces.update(&requested_gpus(), in_use, start + WITHDRAWAL_DELAY / 2);
+        quiesces.update(&requested_gpus(), unused, start + WITHDRAWAL_DELAY);
         assert!(!quiesces.ends_daemons("GPU-a"), "the delay starts again");
     }
 
     #[test]
     fn a_restarted_agent_keeps_nvml_closed_from_the_start() {
         let now = Instant::now() + Duration::from_secs(60);
-        let mut quiesces = Quiesces::restore(wanted().into_iter(), now);
+        let mut quiesces = Quiesces::restore(requested_gpus().into_iter(), now);
         assert!(quiesces.closes_nvml());
-        quiesces.update(&wanted(), free, now);
+        quiesces.update(&requested_gpus(), unused, now);
         assert!(quiesces.closes_nvml());
     }
 }

@@ -67,7 +67,7 @@ impl Node {
         let orders = self.order_changes(&hardware, &partitions, changes, now);
         steps.extend(self.mig_progress.values().flat_map(MigProgress::steps).cloned());
         self.record_steps(steps, layouts_changed);
-        let lists = self.lists_slice(&hardware, &table.pending, in_use.as_ref());
+        let lists = self.device_lists(&hardware, &table.pending, in_use.as_ref());
         let mut events = self.take_events(&hardware);
         let pods = faults::PodSources {
             listed: self.pod_resources.as_deref().unwrap_or_default(),
@@ -192,7 +192,7 @@ impl Node {
             Some(pods) if used => {
                 Some(format!("the GPU is in use by {}", pods.into_iter().collect::<Vec<_>>().join(", ")))
             }
-            Some(_) if is_reserved() => Some("a pod that starts has a reservation on the GPU".to_owned()),
+            Some(_) if is_reserved() => Some("a pod that is starting has a reservation on the GPU".to_owned()),
             Some(_) if self.mig_progress.get(uuid).is_some_and(MigProgress::is_in_progress) => {
                 Some("a change of MIG mode or of a MIG instance is in progress".to_owned())
             }
@@ -381,8 +381,8 @@ impl Node {
         decided
     }
 
-    /// Delays the removal of slices by [`REMOVAL_DELAY`] after they are listed as Unhealthy. If
-    /// the kubelet allocates one of the slices during the delay, the change waits.
+    /// Delays the removal of slices by [`REMOVAL_DELAY`] after the agent lists them as Unhealthy.
+    /// If the kubelet allocates one of the slices during the delay, the change waits.
     fn delay_removals(&mut self, mut decided: LayoutDecision, now: Instant) -> LayoutDecision {
         let mut withdrawing = BTreeMap::new();
         for (uuid, after) in &mut decided.layouts {
@@ -400,8 +400,7 @@ impl Node {
         decided
     }
 
-    /// Updates the steps. Completed steps remain until the next change, and other steps are
-    /// replaced.
+    /// Updates the steps. Keeps completed steps until the next change, and replaces other steps.
     fn record_steps(&mut self, steps: Vec<StepStatus>, changed: bool) {
         if changed && steps.iter().any(|step| step.result == STEP_DONE) {
             self.steps = steps;
@@ -448,7 +447,7 @@ impl Node {
         known.then(|| SliceUsage::new(self.pod_resources.as_deref().unwrap_or_default(), allocations))
     }
 
-    fn lists_slice(
+    fn device_lists(
         &self,
         hardware: &Hardware,
         pending: &PendingAllocations,
@@ -498,7 +497,7 @@ impl Node {
                 }
             }
             PoolKind::Whole | PoolKind::TimeSliced => match self.view.status.daemons.get(&pool.device) {
-                // The compute mode is restored only when the daemon exits.
+                // The MPS host restores the compute mode only when the daemon exits.
                 Some(_) if self.view.alive => Err("the MPS daemon has not exited yet".into()),
                 _ => Ok(()),
             },

@@ -206,7 +206,7 @@ fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
 }
 
 /// Returns the problem of a device's MPS daemon or of its doors. A daemon that is starting or
-/// briefly unavailable is not a problem. A failed door always is.
+/// briefly unavailable is not a problem. A failed door is always a problem.
 fn mps_problem(input: &StatusInput<'_>, device: &str, settings: &DaemonSettings) -> Option<String> {
     let view = input.view;
     let daemon = view.status.daemons.get(device);
@@ -593,7 +593,7 @@ mod tests {
     }
 
     #[test]
-    fn only_changes_that_are_not_urgent_are_minor() {
+    fn only_new_allocations_and_client_counts_are_minor_changes() {
         let before = node_status_with(&["a", "b"], |_| {});
         for (minor, what, after) in [
             (true, "one more allocation", node_status_with(&["a", "b", "c"], |_| {})),

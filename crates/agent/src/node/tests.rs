@@ -95,8 +95,7 @@ fn a_short_absence_of_a_daemon_makes_no_share_unhealthy() {
             )
         };
         for gone in [start + MAX_TOLERATED_ABSENCE, start + 5 * MAX_TOLERATED_ABSENCE] {
-            // The daemon serves for some time before its absence. Only the duration of the absence
-            // counts.
+            // The daemon serves before its absence. Only the duration of the absence counts.
             node.record_mps_view(mps_host_view(DaemonState::Active, 0, &desired));
             assert_eq!(served(&node.reconcile(&mut table, gone)), (10, 0, true, true, None), "{what}");
             let gone = gone + MAX_TOLERATED_ABSENCE;

@@ -73,7 +73,7 @@ async fn connect_to_api_server(metrics: &Metrics) -> Client {
     }
 }
 
-/// Watches the node's object, forever.
+/// Watches the node's `GpuNode`, forever.
 async fn follow_gpu_node(
     client: Client,
     name: String,
@@ -363,15 +363,15 @@ mod tests {
 
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
-    type Server = mock::Handle<http::Request<Body>, http::Response<Body>>;
+    type MockServer = mock::Handle<http::Request<Body>, http::Response<Body>>;
 
-    fn mock_client() -> (Client, Server) {
+    fn mock_client() -> (Client, MockServer) {
         let (service, server) = mock::pair::<http::Request<Body>, http::Response<Body>>();
         (Client::new(service, "default"), server)
     }
 
     /// Receives the next request and answers it.
-    async fn answer_request(server: &mut Server, status: u16, body: &Value) -> (String, Value) {
+    async fn answer_request(server: &mut MockServer, status: u16, body: &Value) -> (String, Value) {
         let (request, reply) = timeout(TEST_TIMEOUT, server.next_request()).await.unwrap().unwrap();
         let line = format!("{} {}", request.method(), request.uri());
         let sent = request.into_body().collect_bytes().await.unwrap();
@@ -463,7 +463,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn new_allocations_are_delayed_and_freed_ones_are_reported_at_once() {
+    async fn new_allocations_are_delayed_and_freed_allocations_are_reported_at_once() {
         let (client, mut api) = mock_client();
         let (wanted, wants) = watch::channel(Some(status_with_allocations(&[])));
         let present = super::ServerState {
@@ -528,7 +528,7 @@ mod tests {
                 ]
             );
         }
-        // Events on the node alone are not merged either if their related pods differ.
+        // The recorder also does not merge Events on the node alone if their related pods differ.
         for name in ["a", "b"] {
             let pod = PodRef { namespace: "ns".into(), name: name.into(), uid: format!("uid-{name}") };
             let note = format!("from {name}");
@@ -541,7 +541,7 @@ mod tests {
                 assert_eq!((&sent["note"], &sent["regarding"]["kind"]), (&json!(format!("from {name}")), &json!(kind)));
             }
         }
-        // Events of different devices are not merged either.
+        // The recorder does not merge Events of different devices.
         for device in ["GPU-1", "GPU-2"] {
             events.send(device_warning("D", device, format!("of {device}"))).await.unwrap();
             for _ in ["GpuNode", "Node"] {

@@ -26,8 +26,8 @@ use tower::{BoxError, ServiceBuilder};
 
 /// Directory in which Kubernetes mounts the token and the CA.
 const SERVICE_ACCOUNT_DIRECTORY: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
-/// Maximum time that a token is used after it was read. The kubelet renews a token when a fifth of
-/// its lifetime remains.
+/// Maximum time for which the agent uses a token after reading it. The kubelet renews a token when
+/// a fifth of its lifetime remains.
 const MAX_TOKEN_AGE: Duration = Duration::from_secs(60);
 /// Timeout for connecting, the same as in `kube`.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);

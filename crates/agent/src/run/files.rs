@@ -26,8 +26,8 @@ pub(super) struct FileContents {
     pub(super) sweep: bool,
 }
 
-/// The contents that each file was last written with. `None` if the last write failed, so that the
-/// file's content is unknown.
+/// The last written contents of each file. `None` if the last write failed, because the file's
+/// content is then unknown.
 struct WrittenContents {
     checkpoint: Option<Arc<FileContents>>,
     desired: Option<Arc<FileContents>>,
@@ -40,8 +40,8 @@ impl Default for WrittenContents {
     }
 }
 
-/// Writes the files on a separate thread, because a disk may be slow. Retries failed
-/// writes. Publishes the contents that both files have.
+/// Writes the files on a separate thread, because a disk may be slow. Retries failed writes.
+/// Publishes the contents once both files have them.
 pub(super) async fn write_files(
     store: CheckpointStore,
     link: HostLink,

@@ -1,6 +1,6 @@
-//! Queries the sensors of GPUs when metrics are scraped, and only then. Each GPU has its own worker
-//! thread from the first scrape on: a GPU that hangs delays one scrape, by [`GPU_CALL_TIMEOUT`],
-//! and no other call.
+//! Queries the sensors of GPUs only when Prometheus scrapes the metrics. From the first scrape,
+//! each GPU has its own worker thread. A GPU that hangs therefore delays one scrape by
+//! [`GPU_CALL_TIMEOUT`], and delays no other call.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,8 +12,8 @@ use crate::metrics::Metrics;
 
 /// Deadline for NVML's answer about a GPU, well below Prometheus's default timeout of 10 s.
 const GPU_CALL_TIMEOUT: Duration = Duration::from_secs(2);
-/// Minimum time between two queries. Scrapes in between, for example of a second Prometheus, report
-/// the same values.
+/// Minimum time between two queries. Scrapes within this time, for example by a second Prometheus,
+/// report the same values.
 const MIN_QUERY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Updates the readings in the metrics.
@@ -37,8 +37,8 @@ impl GpuSensors {
     }
 
     /// Queries all GPUs, unless the last query is recent. The query continues if the caller stops
-    /// waiting: a GPU that hangs must miss its deadline even if Prometheus gives up earlier, or it
-    /// would delay each scrape.
+    /// waiting. A GPU that hangs must miss its deadline even if Prometheus gives up earlier.
+    /// Otherwise the GPU would delay each scrape.
     pub(super) async fn refresh(self: &Arc<Self>) {
         let sensors = Arc::clone(self);
         if let Err(error) = tokio::spawn(async move { sensors.query().await }).await {
@@ -186,7 +186,7 @@ mod tests {
         let both = [("GPU-a", "40"), ("GPU-b", "40")];
         assert_eq!(values(&metrics, "cleave_gpu_temperature_celsius"), by_uuid(&both));
 
-        // While NVML is closed nothing is known. A GPU that is removed has no series.
+        // While NVML is closed, all readings are unknown. A removed GPU has no series.
         let closed = library.close();
         refresh().await;
         assert!(values(&metrics, "cleave_gpu_up").is_empty());

@@ -3,10 +3,10 @@
 //!
 //! Files in the state directory. The kernel releases a lock when its process ends.
 //!
-//! - The directory itself is locked by the agent that serves.
-//! - `successor` is locked by the agent that requests a hand-over, and contains its UID.
-//! - `waiting` has a shared lock of every agent that waits.
-//! - `hand-over.json` is the [`Record`]. Only the agent that serves writes it.
+//! - The agent that serves locks the directory itself.
+//! - The agent that requests a hand-over locks `successor`, which contains the agent's UID.
+//! - Every agent that waits has a shared lock on `waiting`.
+//! - `hand-over.json` is the [`HandOverRecord`]. Only the agent that serves writes it.
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, Write as _};
 use std::os::unix::process::CommandExt as _;
@@ -22,7 +22,9 @@ use super::http::{Heartbeat, StandbyEndpoints, not_ready_reason};
 use crate::args::AgentArgs;
 use crate::checkpoint::{CheckpointStore, StateLock};
 use crate::files::write_json_atomically;
-use crate::hand_over::{LOCK_ERROR_TIMEOUT, Probation, Record, Standby, Start, judge_probation, may_take_lock};
+use crate::hand_over::{
+    HandOverRecord, LOCK_ERROR_TIMEOUT, Probation, ServiceStart, StandbyDecision, judge_probation, may_take_lock,
+};
 
 /// Interval between attempts to lock the state directory.
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(50);
@@ -41,19 +43,19 @@ impl HandOverFiles {
     }
 
     /// Reads the record. A record that cannot be read counts as absent.
-    fn load(&self) -> Record {
+    fn load(&self) -> HandOverRecord {
         let record = match std::fs::read(self.path("hand-over.json")) {
             Ok(bytes) => serde_json::from_slice(&bytes).map_err(io::Error::from),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Record::default(),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return HandOverRecord::default(),
             Err(error) => Err(error),
         };
         record.unwrap_or_else(|error| {
             tracing::warn!(%error, "failed to read the record of hand-overs");
-            Record::default()
+            HandOverRecord::default()
         })
     }
 
-    fn save(&self, record: &Record) -> io::Result<()> {
+    fn save(&self, record: &HandOverRecord) -> io::Result<()> {
         write_json_atomically(&self.path("hand-over.json"), record)
     }
 
@@ -124,32 +126,33 @@ fn agent_id(args: &AgentArgs) -> String {
 }
 
 /// The agent that serves.
-pub(super) struct Serving {
+pub(super) struct ServingAgent {
     pub(super) lock: StateLock,
-    pub(super) start: Start,
+    pub(super) start: ServiceStart,
     pub(super) watch: SuccessorWatch,
 }
 
 /// State of an agent that waits for the lock.
-struct Waiting {
+struct WaitingAgent {
     files: HandOverFiles,
     id: String,
     since: Instant,
     endpoints: StandbyEndpoints,
     last_poll: Option<Instant>,
-    standby: Standby,
+    standby: StandbyDecision,
     /// Locked while this agent requests a hand-over.
     request: Option<File>,
     /// Locked while this agent waits.
     presence: Option<File>,
 }
 
-impl Waiting {
-    /// Reads the record at intervals, and requests a hand-over if [`Record`] decides so.
+impl WaitingAgent {
+    /// Reads the record at intervals, and requests a hand-over if [`HandOverRecord::decide_standby`]
+    /// decides so.
     fn poll(&mut self) {
         if self.last_poll.is_none_or(|last_poll| last_poll.elapsed() >= POLL_INTERVAL) {
             self.last_poll = Some(Instant::now());
-            self.standby = self.files.load().standby(&self.id, self.since.elapsed());
+            self.standby = self.files.load().decide_standby(&self.id, self.since.elapsed());
             self.endpoints.record_heartbeat(self.standby.ready);
         }
         let report = |error: io::Error| tracing::warn!(%error, "failed to request a hand-over; retrying");
@@ -165,16 +168,16 @@ impl Waiting {
 }
 
 /// Waits until this is the only agent of the node that serves. During an upgrade, or by mistake,
-/// two agents may run. Each would write the MPS host's desired file without the allocations of the
-/// other, and so close the doors of running pods.
+/// two agents may run. Each agent would write the MPS host's desired file without the other's
+/// allocations, and so close the doors of running pods.
 ///
 /// # Errors
 /// Returns an error if the directory cannot be locked for [`LOCK_ERROR_TIMEOUT`]. Without the lock,
 /// a second agent could serve.
-pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> anyhow::Result<Serving> {
+pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> anyhow::Result<ServingAgent> {
     let files = HandOverFiles { directory: args.state_dir.clone() };
     let id = agent_id(args);
-    let mut waiting: Option<Waiting> = None;
+    let mut waiting: Option<WaitingAgent> = None;
     let mut failing: Option<Instant> = None;
     let begun = Instant::now();
     let lock = loop {
@@ -187,13 +190,13 @@ pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> 
                 failing = None;
                 let wait = || {
                     tracing::warn!("waiting for another agent of this node to exit");
-                    Waiting {
+                    WaitingAgent {
                         files: files.clone(),
                         id: id.clone(),
                         since: begun,
                         endpoints: StandbyEndpoints::start(args.metrics_addr),
                         last_poll: None,
-                        standby: Standby { requests_hand_over: false, ready: false },
+                        standby: StandbyDecision { requests_hand_over: false, ready: false },
                         request: None,
                         presence: None,
                     }
@@ -218,28 +221,28 @@ pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> 
     };
     let mut record = files.load();
     let start = record.start_serving(&id);
-    let Start { probation, returns_ready } = start;
+    let ServiceStart { probation, returns_ready } = start;
     tracing::info!(agent = id, probation, returns_ready, "this agent serves the node");
     // Save the record before the request ends, so that a standby sees at once which agent is newer.
     if let Err(error) = files.save(&record) {
         tracing::error!(%error, "failed to write the record of hand-overs; retrying");
     }
-    if let Some(Waiting { endpoints, .. }) = waiting {
+    if let Some(WaitingAgent { endpoints, .. }) = waiting {
         endpoints.stop().await;
     }
     let limit = Duration::from_secs(args.probation);
     let watch = SuccessorWatch { files, id, saved: None, record, began: Instant::now(), limit, refused: None };
-    Ok(Serving { lock, start, watch })
+    Ok(ServingAgent { lock, start, watch })
 }
 
 /// Watches for hand-over requests, and records whether this agent is ready.
 pub(super) struct SuccessorWatch {
     files: HandOverFiles,
     id: String,
-    record: Record,
+    record: HandOverRecord,
     /// The record in the file, if known.
-    saved: Option<Record>,
-    /// When this agent began to serve.
+    saved: Option<HandOverRecord>,
+    /// Time at which this agent began to serve.
     began: Instant,
     /// Maximum duration of a probation.
     limit: Duration,
@@ -300,7 +303,7 @@ impl SuccessorWatch {
         Ok(())
     }
 
-    /// Returns the agent to hand over to now.
+    /// Returns the agent that this agent must hand over to now, if any.
     fn next_agent(&mut self, changing: bool) -> Option<String> {
         let requesting = self.files.requesting_agent().unwrap_or_else(|error| {
             tracing::warn!(%error, "failed to read the hand-over request");
@@ -320,7 +323,7 @@ impl SuccessorWatch {
     }
 }
 
-/// Releases the lock, and replaces this process by the same program with the same arguments. The
+/// Releases the lock, and replaces this process with the same program and the same arguments. The
 /// new program waits as a standby, because the record names its successor. Returns only on an
 /// error.
 ///
@@ -343,7 +346,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_agent_at_a_time_asks_and_the_kernel_ends_the_request() {
+    fn only_one_agent_at_a_time_requests_a_hand_over() {
         let directory = tempfile::tempdir().unwrap();
         let files = HandOverFiles { directory: directory.path().to_owned() };
         assert_eq!(files.requesting_agent().unwrap(), None);
@@ -357,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_sees_whether_others_wait() {
+    fn an_agent_detects_whether_other_agents_wait() {
         let directory = tempfile::tempdir().unwrap();
         let files = HandOverFiles { directory: directory.path().to_owned() };
         assert!(!files.is_awaited().unwrap());
@@ -374,7 +377,7 @@ mod tests {
         assert!(files.load().is_empty());
         std::fs::write(directory.path().join("hand-over.json"), "{").unwrap();
         assert!(files.load().is_empty());
-        let mut record = Record::default();
+        let mut record = HandOverRecord::default();
         record.start_serving("a");
         files.save(&record).unwrap();
         assert_eq!(files.load(), record);

@@ -1,10 +1,10 @@
 //! Polls NVML for the GPUs and their state.
 //!
-//! Each GPU has its own worker thread: its answers are published as they arrive, and a GPU that
-//! hangs delays no other GPU. The driver query, which calls no GPU, also has its own worker. If
-//! that query fails, all GPUs are unavailable. At most one thread is blocked for each GPU and
-//! purpose. One more worker reads the links between the GPUs. If a GPU hangs, this worker is
-//! blocked and the agent keeps the known links.
+//! Each GPU has its own worker thread, which publishes the GPU's answers as they arrive. A GPU that
+//! hangs therefore delays no other GPU. The driver query, which calls no GPU, also has its own
+//! worker. If that query fails, all GPUs are unavailable. At most one thread is blocked for each
+//! GPU and purpose. One more worker reads the links between the GPUs. If a GPU hangs, this worker
+//! is blocked and the agent keeps the known links.
 //!
 //! ```text
 //!  driver ─┐
@@ -26,8 +26,8 @@ use super::input::Input;
 
 /// Interval between polls. An event triggers a poll at once.
 const GPU_POLL_INTERVAL: Duration = Duration::from_secs(10);
-/// Number of latest link reads that the agent combines. If a read lacks a link, the link keeps its
-/// value from an earlier read among these.
+/// Number of recent link reads that the agent combines. If a read lacks a link, the link keeps its
+/// value from an earlier one of these reads.
 const MAX_LINK_READS: usize = 10;
 /// Minimum interval between polls, even if more events trigger polls.
 const MIN_GPU_POLL_INTERVAL: Duration = Duration::from_millis(100);
@@ -203,7 +203,7 @@ async fn watch_gpu(
 /// number of GPUs, including after an outage. An incomplete read replaces only the links that it
 /// contains. The other links keep their values for [`MAX_LINK_READS`] reads.
 async fn watch_links(worker: Worker, inputs: mpsc::Sender<Input>, mut count: watch::Receiver<u32>) {
-    // The latest reads, oldest first. A complete read makes the earlier ones obsolete.
+    // The latest reads, oldest first. A complete read makes earlier reads obsolete.
     let mut reads: VecDeque<Topology> = VecDeque::new();
     loop {
         let expected = *count.borrow_and_update();
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_read_that_is_not_complete_replaces_only_the_links_that_it_knows() {
+    async fn an_incomplete_read_replaces_only_the_links_that_it_contains() {
         let (_nvml, counted, mut received, watching) = start_watching_links(|number| {
             Ok(match number {
                 0 => topology(3, |_, _| true),

@@ -27,7 +27,7 @@ const MAX_HEARTBEAT_AGE: Duration = Duration::from_secs(60);
 /// Heartbeat of the main loop.
 #[derive(Debug, Clone)]
 pub(super) struct Heartbeat {
-    /// When the main loop last reconciled.
+    /// Time of the main loop's last reconciliation.
     pub(super) reconciled: Instant,
     /// Why the agent is not ready. `None` if it is ready.
     pub(super) not_ready: Option<String>,
@@ -43,12 +43,12 @@ struct ProbeState {
     sensors: Option<Arc<GpuSensors>>,
     heartbeat: watch::Receiver<Heartbeat>,
     plugins: watch::Receiver<PluginServerState>,
-    /// The time until which the agent is ready in any case.
+    /// Time until which the agent reports that it is ready, regardless of its state.
     ready_until: Option<Instant>,
 }
 
-/// Serves HTTP requests, forever. Reports the sensors of GPUs if there is a library. Until
-/// `ready_until`, the agent is ready in any case.
+/// Serves HTTP requests, forever. Reports the sensors of GPUs if the caller passes a library. Until
+/// `ready_until`, reports that the agent is ready, regardless of its state.
 pub(super) async fn serve_endpoints(
     addr: SocketAddr,
     (metrics, library): (Metrics, Option<Library>),

@@ -15,11 +15,11 @@ use crate::object::GpuNodeState;
 pub(super) enum Input {
     /// Several inputs that arrived together. The main loop reconciles once for all of them.
     Many(Vec<Self>),
-    /// The driver's answer, and when it was requested.
+    /// The driver's answer, and the time of the query.
     DriverInfo(Result<DriverInfo, NvmlError>, Instant),
-    /// The answer of the GPU at an index, and when it was requested.
+    /// The answer of the GPU at an index, and the time of the query.
     Gpu(u32, Result<GpuObservation, NvmlError>, Instant),
-    /// A GPU's error counters and recovery action, and when they were requested.
+    /// A GPU's error counters and recovery action, and the time of the query.
     Vitals(String, GpuVitals, Instant),
     /// The links between the GPUs.
     Topology(Topology),
@@ -27,8 +27,8 @@ pub(super) enum Input {
     Event(GpuEvent),
     Object(GpuNodeState),
     Mps(mps::HostView),
-    /// The kubelet's PodResources list, when it was requested, and the kubelet's checkpoint as read
-    /// afterwards.
+    /// The kubelet's PodResources list, the time of the request, and the kubelet's checkpoint,
+    /// which the agent reads after the list.
     PodResources(Result<Vec<ContainerDevices>, String>, Instant, Option<Arc<AllocatedDevices>>),
     KubeletStarted,
     Findings(Vec<FindingStatus>),

@@ -13,10 +13,10 @@ use crate::args::AgentArgs;
 use crate::gpu::hardware::error_chain;
 use crate::metrics::Metrics;
 
-/// Usual delay between an allocation and the kubelet listing its pod.
+/// Usual delay until the kubelet lists the pod of a new allocation.
 pub(super) const USUAL_LIST_DELAY: Duration = Duration::from_millis(300);
-/// Usual delay between a resent device list and the kubelet writing its checkpoint. The delay
-/// doubles with each attempt.
+/// Usual delay until the kubelet writes its checkpoint after the agent has resent a device list.
+/// The delay doubles with each attempt.
 const USUAL_CHECKPOINT_DELAY: Duration = Duration::from_millis(20);
 /// Deadline for the PodResources list.
 const LIST_TIMEOUT: Duration = Duration::from_secs(5);
@@ -34,7 +34,8 @@ fn socket_id(socket: &Path) -> Option<SocketId> {
 #[derive(Debug, Default)]
 struct SocketTracker {
     seen: Option<SocketId>,
-    /// Whether the kubelet has restarted and the main loop has not received a report of it.
+    /// Whether the kubelet has restarted and the main loop has not received a report of the
+    /// restart.
     unreported: bool,
 }
 
@@ -53,10 +54,10 @@ impl SocketTracker {
 pub(super) struct ListSchedule {
     /// Time between two requests.
     pub(super) interval: Duration,
-    /// Counts allocations. Each triggers an early request.
+    /// Counts allocations. Each allocation triggers an early request.
     pub(super) allocated: u64,
-    /// Counts device lists that were resent so that the kubelet writes its checkpoint. Each
-    /// triggers a request at once.
+    /// Counts device lists that the agent resent so that the kubelet writes its checkpoint. Each
+    /// resent list triggers a request at once.
     pub(super) resent: u64,
 }
 
@@ -84,8 +85,8 @@ pub(super) async fn list_allocations(
             tracing::warn!(%error, "failed to read the kubelet's checkpoint");
             None
         });
-        // A restarted kubelet lists no pods at first, and registers Cleave's plugins only later.
-        // The main loop must know of the restart before it handles the list.
+        // A restarted kubelet lists no pods at first, and accepts registrations of plugins only
+        // later. The main loop must know of the restart before it handles the list.
         if kubelet.has_restarted(socket_id(socket)) {
             kubelet.unreported = false;
             if inputs.send(Input::KubeletStarted).await.is_err() {
@@ -135,7 +136,7 @@ pub(super) async fn watch_restarts(
         }
     }
     if stopping.is_cancelled() {
-        // The main loop has stopped the plugins, and itself ends the agent.
+        // The main loop has stopped the plugins, and will end the agent.
         std::future::pending::<()>().await;
     }
     anyhow::bail!("the device plugin manager has stopped")

@@ -35,8 +35,8 @@ use crate::tenants::snapshot::TenantSnapshot;
 const MAX_ALLOCATION_DELAY: Duration = Duration::from_millis(30);
 /// Maximum interval between two reconciliations. Decisions depend on time even without inputs.
 const MAX_RECONCILE_INTERVAL: Duration = Duration::from_secs(5);
-/// Maximum time for the last write of the files before a hand-over. During this time, the kubelet's
-/// calls wait.
+/// Maximum time for the last write of the files before a hand-over. The kubelet's calls wait during
+/// this time.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// State of the main loop.
@@ -66,7 +66,7 @@ pub(super) struct MainLoop {
     /// from a failure.
     pub(super) stopping: CancellationToken,
     pub(super) terminate: Signal,
-    /// The contents that the files have.
+    /// The contents that both files have.
     pub(super) complete: watch::Receiver<Arc<FileContents>>,
     /// The agent to hand over to.
     pub(super) successor: watch::Receiver<Option<String>>,
@@ -87,8 +87,9 @@ impl MainLoop {
                 },
                 // Cancel-safe: an unreceived notification remains pending.
                 () = allocator.allocated.notified() => {
-                    // Wait briefly, so that the kubelet gets its response first and a burst of
-                    // allocations is handled together. The start of a container ends the wait.
+                    // Wait briefly, so that the kubelet gets its response first, and the agent
+                    // handles a burst of allocations together. The start of a container ends the
+                    // wait.
                     let _ = tokio::time::timeout(MAX_ALLOCATION_DELAY, allocator.starting.notified()).await;
                     self.listing.send_modify(|listing| listing.allocated += 1);
                 }

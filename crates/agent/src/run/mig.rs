@@ -11,12 +11,14 @@ use crate::mig_order::apply_order;
 /// Changing a GPU that the driver resets takes some seconds.
 const SLOW_CHANGE_THRESHOLD: Duration = Duration::from_secs(15);
 
-/// Maximum time until NVML is closed before a change of MIG mode. Calls in progress have to return.
+/// Maximum time to wait until calls in progress return, so that NVML can be closed before a change
+/// of MIG mode.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(25);
 /// Interval between checks whether NVML is closed.
 const CLOSE_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Performs a change and reports its result. Before the result, reports a change that is slow.
+/// Performs a change and reports its result. If the change is slow, reports the delay before the
+/// result.
 pub(super) async fn run_order(library: Library, order: MigOrder, report: impl AsyncFn(MigOrderResult)) {
     let result = |outcome, after| MigOrderResult { order: order.clone(), outcome, after, at: Instant::now() };
     let worker = match Worker::start(&library, "nvml-change") {

@@ -58,7 +58,7 @@ pub(super) async fn write_specification(
 /// Returns the edits for a driver in a directory of the host.
 fn directory_edits(args: &AgentArgs) -> Option<DriverEdits> {
     let host = args.driver_root.as_deref()?;
-    Some(DriverEdits::directory(host, &args.container_driver_root))
+    Some(DriverEdits::from_directory(host, &args.container_driver_root))
 }
 
 /// Writes the specification. Without a driver directory, the toolkit provides the list of driver

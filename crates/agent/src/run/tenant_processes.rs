@@ -40,8 +40,8 @@ struct GpuAnswer {
 pub(crate) struct ProcessObserver {
     library: Library,
     proc: PathBuf,
-    /// Workers are kept even while their GPU is unused. Otherwise a second thread could block on
-    /// the same GPU.
+    /// Retained even while their GPU is unused. Otherwise a second thread could block on the same
+    /// GPU.
     workers: BTreeMap<String, Worker>,
     /// Devices that are being queried, by GPU.
     in_progress: BTreeMap<String, Vec<String>>,

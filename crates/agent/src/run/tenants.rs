@@ -25,8 +25,8 @@ use crate::tenants::violations::{ProcessId, find_violations};
 const ROUND_INTERVAL: Duration = Duration::from_secs(1);
 /// Time between the round that suspects a process and the round that confirms the violation.
 /// Together with [`ROUND_INTERVAL`], the delay is well below two seconds, the maximum time to find
-/// a violation. The driver needs less time to report a program as an MPS client after the program's
-/// first context.
+/// a violation. The driver needs less time than this delay to report a program as an MPS client
+/// after the program creates its first context.
 const CONFIRMATION_DELAY: Duration = Duration::from_millis(400);
 /// Maximum time that the MPS host may take to terminate a client.
 const TERMINATION_TIMEOUT: Duration = Duration::from_secs(15);

@@ -20,8 +20,8 @@ const FINDING_RETENTION_WITHOUT_SAMPLES: Duration = Duration::from_secs(60);
 /// Maximum number of findings in a `GpuNode`.
 pub const MAX_FINDINGS: usize = 32;
 /// Time for which a process that was an MPS client is exempt from `OutsideMps`. When an MPS server
-/// exits, the driver may list its broken clients as plain processes. The exemption has to end,
-/// since a process can execute another program.
+/// exits, the driver may list its broken clients as plain processes. The exemption must end,
+/// because a process can execute another program.
 const RECENT_CLIENT_EXEMPTION: Duration = Duration::from_secs(10);
 /// Minimum interval between requests to terminate the same client.
 const MIN_TERMINATION_INTERVAL: Duration = Duration::from_secs(10);
@@ -32,9 +32,9 @@ pub struct Findings {
     /// Violations of the previous sample, with the processes that caused them.
     previous: BTreeMap<ViolationKey, BTreeSet<ProcessId>>,
     confirmed: BTreeMap<ViolationKey, Finding>,
-    /// When the termination of each client was last requested.
+    /// Time of the last request to terminate each client.
     terminated: BTreeMap<ProcessId, Instant>,
-    /// When each process was last seen as an MPS client.
+    /// Time at which a sample last listed each process as an MPS client.
     clients: BTreeMap<ProcessId, Instant>,
 }
 
@@ -48,7 +48,7 @@ struct Finding {
     reported: bool,
 }
 
-/// Whether a sample has data of a device.
+/// Whether a sample has data about a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SampleState {
     /// The sample contains the device's processes.
@@ -68,15 +68,15 @@ pub struct FindingChanges {
     pub report: Vec<FindingStatus>,
     /// MPS clients to terminate, each with the UUID of its device.
     pub terminate: Vec<(String, ProcessId)>,
-    /// Whether a violation was seen for the first time, so that the next sample is needed early.
+    /// Whether the sample shows a new violation, which an early next sample must confirm.
     pub confirm: bool,
 }
 
 impl Findings {
     /// Updates the findings with an assessed sample.
     ///
-    /// `state` returns whether the sample has data of a device. `evicts` returns whether the policy
-    /// of a device evicts pods that exceed their limits.
+    /// `state` returns whether the sample has data about a device. `evicts` returns whether the
+    /// policy of a device evicts pods that exceed their limits.
     pub fn update(
         &mut self,
         Assessment { violations, clients, .. }: Assessment,
@@ -89,7 +89,7 @@ impl Findings {
         self.record_clients(clients, now);
         let previous = std::mem::take(&mut self.previous);
         let violations: Vec<Violation> =
-            violations.into_iter().filter_map(|violation| self.without_recent_clients(violation)).collect();
+            violations.into_iter().filter_map(|violation| self.exclude_recent_clients(violation)).collect();
         for violation in violations {
             let evict = evicts(&violation.key.device);
             self.previous.insert(violation.key.clone(), violation.processes.clone());
@@ -118,7 +118,7 @@ impl Findings {
 
     /// Removes recent MPS clients from a violation of kind `OutsideMps`. Returns `None` if they are
     /// its only processes.
-    fn without_recent_clients(&self, mut violation: Violation) -> Option<Violation> {
+    fn exclude_recent_clients(&self, mut violation: Violation) -> Option<Violation> {
         if violation.key.kind == OUTSIDE_MPS {
             violation.processes.retain(|process| !self.clients.contains_key(process));
         }
@@ -184,7 +184,7 @@ impl Findings {
             // still evict the pod.
             let awaits_eviction = finding.evict && evicts(&key.device) && !finding.status.uid.is_empty();
             now.saturating_duration_since(finding.last_seen) < retention
-                || awaits_eviction && !names.is_pod_gone(&finding.status.uid)
+                || awaits_eviction && !names.is_pod_removed(&finding.status.uid)
         });
     }
 
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn a_former_client_is_not_outside_mps_for_ten_seconds() {
+    fn a_former_client_is_exempt_from_outside_mps_for_ten_seconds() {
         let mut watch = FindingsTest::new();
         watch.clients = [ProcessId { pid: 1, start: 1 }].into();
         watch.sample(0, vec![]);
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn under_evict_clients_are_terminated_and_the_finding_stays_until_the_pod_is_gone() {
+    fn under_evict_clients_are_terminated_and_the_finding_remains_until_the_pod_is_removed() {
         let mut watch = FindingsTest::new();
         watch.evict = true;
         assert!(watch.sample(0, vec![violation(MEMORY_EXCEEDED, 1, 5)]).terminate.is_empty());

@@ -29,7 +29,7 @@ impl PodNames {
         self.listing = Some(BTreeSet::new());
     }
 
-    /// Ends the list and removes the pods that it does not contain.
+    /// Ends the list, and removes the pods that the list does not contain.
     pub fn end_list(&mut self) {
         if let Some(listed) = self.listing.take() {
             self.pods.retain(|uid, _| listed.contains(uid));
@@ -57,7 +57,7 @@ impl PodNames {
 
     /// Returns whether a pod is known to have been removed. Returns false until the first list is
     /// complete.
-    pub fn is_pod_gone(&self, uid: &str) -> bool {
+    pub fn is_pod_removed(&self, uid: &str) -> bool {
         self.complete && self.listing.is_none() && !self.pods.contains_key(uid)
     }
 }
@@ -78,20 +78,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pod_is_gone_once_a_complete_list_does_not_contain_it() {
+    fn a_pod_is_removed_once_a_complete_list_does_not_contain_it() {
         let mut names = PodNames::default();
-        assert!(!names.is_pod_gone("a"), "no list yet");
+        assert!(!names.is_pod_removed("a"), "no list yet");
         names.begin_list();
         names.insert("a".into(), PodName::default());
-        assert!(!names.is_pod_gone("b"), "the list is not complete");
+        assert!(!names.is_pod_removed("b"), "the list is not complete");
         names.end_list();
-        assert!(!names.is_pod_gone("a") && names.is_pod_gone("b"));
+        assert!(!names.is_pod_removed("a") && names.is_pod_removed("b"));
         names.insert("b".into(), PodName::default());
         names.begin_list();
         names.insert("a".into(), PodName::default());
         names.end_list();
-        assert!(names.is_pod_gone("b"));
+        assert!(names.is_pod_removed("b"));
         names.remove("a");
-        assert!(names.is_pod_gone("a"));
+        assert!(names.is_pod_removed("a"));
     }
 }

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use crate::cgroup::{self, ProcessOwner};
 
-/// Maximum bytes read of a file. `/proc/PID/cgroup` has one line per hierarchy, each with a path of
-/// at most 4 KiB.
+/// Maximum number of bytes to read from a file. `/proc/PID/cgroup` has one line per hierarchy, each
+/// with a path of at most 4 KiB.
 const MAX_PROC_FILE_BYTES: u64 = 64 << 10;
 
 /// State of a process, from `/proc`.

@@ -60,7 +60,7 @@ pub struct Share {
 pub struct SnapshotInputs<'a> {
     /// GPUs of the node, as NVML last reported them.
     pub hardware: &'a Hardware,
-    /// How each GPU is served, by UUID.
+    /// Layout of each GPU, by UUID.
     pub layouts: &'a BTreeMap<String, Layout>,
     /// The spec of the `GpuNode`.
     pub spec: Option<&'a GpuNodeSpec>,

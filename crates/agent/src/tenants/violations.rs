@@ -7,14 +7,14 @@ use super::names::PodNames;
 use super::snapshot::{Share, SharedDevice, TenantSnapshot};
 use crate::cgroup::ProcessOwner;
 
-/// Tolerance in MiB: NVML may report this much more memory for a container than the container's
-/// shares allow.
+/// Maximum excess in MiB of the memory that NVML reports for a container over the limit of the
+/// container's shares.
 ///
-/// MPS and NVML count a context differently. On an H200 under driver 580, NVML shows 274 MiB for a
+/// MPS and NVML count a context differently. On an H200 with driver 580, NVML shows 274 MiB for a
 /// client that has allocated nothing. For the same client, MPS counts from 57 MiB (8 SMs) to 514
 /// MiB (132 SMs) against its limit. A client at its MPS limit therefore shows up to 217 MiB more
 /// than the limit. The tolerance applies once per container, not once per process: the contexts of
-/// all its processes have to fit into its shares, like all other memory.
+/// all its processes must fit into its shares, like all other memory.
 pub const MEMORY_TOLERANCE_MIB: u64 = 256;
 
 const BYTES_PER_MIB: u64 = 1 << 20;
@@ -134,7 +134,7 @@ pub fn find_violations(snapshot: &TenantSnapshot, sample: &ProcessSample, names:
 }
 
 /// Returns whether a process is part of an MPS daemon. The snapshot may not contain a new MPS
-/// server yet. Therefore this also checks the parent and the pod of the process.
+/// server yet. Therefore this function also checks the parent and the pod of the process.
 fn belongs_to_daemon(process: &SampledProcess, device: &SharedDevice, sample: &ProcessSample) -> bool {
     let in_daemon_pod = process.owner.as_ref().is_some_and(|owner| sample.daemon_pods.contains(&owner.pod));
     in_daemon_pod || device.daemon.contains(&process.id.pid) || device.daemon.contains(&process.parent)

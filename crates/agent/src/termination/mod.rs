@@ -7,7 +7,7 @@
 //! - [`Terminations`] decides which clients to terminate now.
 //!
 //! All but `process` are pure. The task in `run` sends the requests to the MPS host. Changes of the
-//! node's pods and of the MPS host's status wake it.
+//! node's pods and of the MPS host's status wake this task.
 pub mod pods;
 pub(crate) mod process;
 pub mod shutdown;
@@ -65,7 +65,7 @@ pub enum AttemptOutcome {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct TerminationDecision {
     /// Clients to terminate now, at most one per device. Pass each outcome to
-    /// [`Terminations::record`].
+    /// [`Terminations::record_outcome`].
     pub terminate: Vec<Client>,
     /// Clients that were not terminated in time, each with the reason. Each client appears only
     /// once.
@@ -86,7 +86,7 @@ pub struct Terminations {
 #[derive(Debug)]
 struct ClientAttempts {
     terminated: bool,
-    /// When the client became due.
+    /// Time at which the client became due.
     due: Instant,
     failures: u32,
     not_before: Instant,
@@ -108,7 +108,7 @@ impl Terminations {
         };
         let mut ready = Vec::new();
         for client in clients {
-            let due = client.deadlines.terminate_at(client.survives_sigterm);
+            let due = client.deadlines.termination_time(client.survives_sigterm);
             if now < due {
                 check_at(due);
                 continue;
@@ -129,7 +129,7 @@ impl Terminations {
             if client.stopped {
                 attempts.last_error = Some("the process is stopped, and MPS would wait for it".into());
             }
-            // A stopped client cannot be terminated in time: report it at once.
+            // MPS cannot terminate a stopped client in time, so report the client at once.
             let report_at = if client.stopped { now } else { attempts.due + LATE_CLIENT_REPORT_DELAY };
             if !attempts.reported && now >= report_at {
                 attempts.reported = true;
@@ -150,7 +150,8 @@ impl Terminations {
         }
         ready.sort_by(|(a, of_a), (b, of_b)| (a, &of_a.key).cmp(&(b, &of_b.key)));
         for (_, client) in ready {
-            // Other clients of the device wait until `record` receives the outcome of this one.
+            // Other clients of the device wait until `record_outcome` receives the outcome of this
+            // request.
             if self.busy.insert(client.key.device.clone()) {
                 decision.terminate.push(client);
             }
@@ -319,7 +320,7 @@ mod tests {
         Continue {
             client: usize,
         },
-        /// From now on, the device's daemon answers with this behavior.
+        /// From now on, the device's daemon answers in this way.
         Daemon {
             device: usize,
             behaviour: DaemonBehaviour,
@@ -355,7 +356,7 @@ mod tests {
 
         /// Runs random events with six pods of two clients each, on two devices.
         #[test]
-        fn clients_of_terminating_pods_are_terminated_or_reported_in_time_and_others_left_alone(steps in steps()) {
+        fn clients_of_terminating_pods_are_terminated_or_reported_in_time_and_others_are_not(steps in steps()) {
             let start = Instant::now();
             let name = |pod: usize| format!("p{pod}");
             let mut pods = TerminatingPods::default();
@@ -406,7 +407,7 @@ mod tests {
                     for client in decision.terminate {
                         let index = client.key.pid as usize;
                         prop_assert!(deleted[index / 2], "the pod does not terminate");
-                        prop_assert!(now >= client.deadlines.terminate_at(client.survives_sigterm), "the client is not due");
+                        prop_assert!(now >= client.deadlines.termination_time(client.survives_sigterm), "the client is not due");
                         prop_assert!(!terminated[index] && !stopped[index]);
                         prop_assert_eq!(hanging[index % 2], None, "the daemon is busy");
                         match daemons[index % 2] {
@@ -426,7 +427,7 @@ mod tests {
                 }
                 for index in 0..12 {
                     let found = pods.find_terminating(&[name(index / 2)], None);
-                    let due = found.map(|(_, deadlines)| deadlines.terminate_at(index.is_multiple_of(3)));
+                    let due = found.map(|(_, deadlines)| deadlines.termination_time(index.is_multiple_of(3)));
                     // A client is overdue from the first step at which it is due.
                     let since = overdue_since[index].or(due.filter(|due| *due <= now).map(|_| now));
                     overdue_since[index] = since;

@@ -10,12 +10,12 @@ use crate::allocation::allocation_id;
 /// a pod that was deleted by force may still run: the kubelet grants them the grace period of the
 /// spec.
 const REMOVED_POD_RETENTION: Duration = Duration::from_secs(300);
-/// A `preStop` sleep up to this long only gives the agent time to act. A longer sleep gives the
-/// program time to finish its work.
+/// A `preStop` sleep of at most this duration only gives the agent time to act. A longer sleep
+/// gives the program time to finish its work.
 const MAX_SLEEP_FOR_AGENT: Duration = Duration::from_secs(2);
-/// Time before the end of the grace period at which clients that survive SIGTERM are terminated.
-/// On an H200 with driver 580, `terminate_client` takes 3 to 10 ms per client. A GPU has at most 48
-/// clients. Failed attempts are repeated.
+/// Time before the end of the grace period at which the agent terminates clients that survive
+/// SIGTERM. On an H200 with driver 580, `terminate_client` takes 3 to 10 ms per client. A GPU has
+/// at most 48 clients. The agent repeats failed attempts.
 const MAX_TERMINATION_MARGIN: Duration = Duration::from_secs(2);
 /// Minimum ratio of the grace period to the margin. The margin is at most a quarter of the grace
 /// period.
@@ -25,7 +25,7 @@ const MIN_GRACE_TO_MARGIN_RATIO: u32 = 4;
 /// 64-bit number of seconds, which would overflow an [`Instant`].
 const MAX_GRACE_OR_SLEEP: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// What the API server reports about the termination of a pod with shares.
+/// The API server's report about the termination of a pod with shares.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PodObservation {
     /// UID of the pod.
@@ -52,9 +52,9 @@ pub struct Deletion {
 /// The deadlines of a terminating pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TerminationDeadlines {
-    /// When the termination was first observed.
+    /// Time at which the agent first observed the termination.
     pub since: Instant,
-    /// When the kubelet kills the remaining programs, as an estimate.
+    /// Estimated time at which the kubelet kills the remaining programs.
     pub end: Instant,
     /// Deadlines for terminating the clients that SIGTERM ends, and the clients that survive
     /// SIGTERM.
@@ -78,10 +78,10 @@ impl TerminationDeadlines {
         Self { since, end, due: (ends.min(last), survives.min(last)), grace }
     }
 
-    /// Returns when the agent has to terminate a client. If SIGTERM ends the client, this time is
-    /// before the kubelet sends SIGTERM. Otherwise, this time is a margin before the grace period
-    /// ends.
-    pub fn terminate_at(&self, survives_sigterm: bool) -> Instant {
+    /// Returns the time at which the agent must terminate a client. If SIGTERM ends the client,
+    /// this time is before the kubelet sends SIGTERM. Otherwise, this time is a margin before the
+    /// grace period ends.
+    pub fn termination_time(&self, survives_sigterm: bool) -> Instant {
         if survives_sigterm { self.due.1 } else { self.due.0 }
     }
 }
@@ -92,7 +92,7 @@ struct TerminatingPod {
     name: String,
     /// The deadlines, if the pod terminates.
     deadlines: Option<TerminationDeadlines>,
-    /// When the agent observed that the API server had removed the pod.
+    /// Time at which the agent observed that the API server had removed the pod.
     removed: Option<Instant>,
 }
 
@@ -147,8 +147,8 @@ impl TerminatingPods {
         true
     }
 
-    /// Records that all pods that are not in `uids` have been removed. Returns whether the tracked
-    /// state changed.
+    /// Records the removal of all pods that are not in `uids`. Returns whether the tracked state
+    /// changed.
     pub fn retain_listed(&mut self, uids: &BTreeSet<String>, now: Instant) -> bool {
         let missing: Vec<String> = self.by_uid.keys().filter(|uid| !uids.contains(*uid)).cloned().collect();
         missing.iter().filter(|uid| self.record_removal(uid, now)).count() > 0
@@ -215,8 +215,8 @@ pub(super) mod tests {
         Duration::from_millis(millis)
     }
 
-    /// Returns a pod without a deletion, or with a deletion: its grace period and the remaining
-    /// time in seconds.
+    /// Returns a pod. `grace` contains the grace period and the remaining time of its deletion in
+    /// seconds, if any.
     pub(in crate::termination) fn observation(uid: &str, grace: Option<(u64, u64)>) -> PodObservation {
         let deletion = grace.map(|(grace, left)| Deletion { grace: secs(grace), left: secs(left) });
         PodObservation { uid: uid.into(), name: format!("ns/{uid}"), sleep: secs(1), deletion }
@@ -308,22 +308,22 @@ pub(super) mod tests {
     #[test]
     fn clients_are_due_before_sigterm_or_before_the_grace_period_ends() {
         let now = Instant::now();
-        let terminate_at = |grace: u64, sleep: u64, survives_sigterm: bool| {
+        let termination_time = |grace: u64, sleep: u64, survives_sigterm: bool| {
             let deadlines = TerminationDeadlines::new(now, now + secs(grace), secs(grace), secs(sleep));
-            (deadlines.terminate_at(survives_sigterm) - now).as_millis()
+            (deadlines.termination_time(survives_sigterm) - now).as_millis()
         };
         for (grace, millis) in [(0, 0), (1, 750), (4, 3000), (8, 6000), (30, 28_000), (3600, 3_598_000)] {
-            assert_eq!((terminate_at(grace, 1, false), terminate_at(grace, 1, true)), (0, millis), "{grace}");
+            assert_eq!((termination_time(grace, 1, false), termination_time(grace, 1, true)), (0, millis), "{grace}");
         }
         // The program needs a longer sleep to finish its work.
-        assert_eq!((terminate_at(30, 15, false), terminate_at(30, 15, true)), (13_000, 28_000));
-        assert_eq!(terminate_at(30, 30, false), 28_000);
-        assert_eq!(terminate_at(0, 15, false), 0);
+        assert_eq!((termination_time(30, 15, false), termination_time(30, 15, true)), (13_000, 28_000));
+        assert_eq!(termination_time(30, 30, false), 28_000);
+        assert_eq!(termination_time(0, 15, false), 0);
         // Shortening the grace period does not delay a deadline, although the margin shrinks.
         let long = TerminationDeadlines::new(now, now + secs(8), secs(8), secs(0));
-        assert_eq!(long.terminate_at(true), now + secs(6));
-        assert_eq!(long.with_earlier_end(now + secs(8), secs(1)).terminate_at(true), now + secs(6));
-        assert_eq!(long.with_earlier_end(now + secs(3), secs(1)).terminate_at(true), now + millis(2750));
+        assert_eq!(long.termination_time(true), now + secs(6));
+        assert_eq!(long.with_earlier_end(now + secs(8), secs(1)).termination_time(true), now + secs(6));
+        assert_eq!(long.with_earlier_end(now + secs(3), secs(1)).termination_time(true), now + millis(2750));
     }
 
     #[test]

@@ -35,11 +35,11 @@ impl LiveProcess {
 /// Excludes pods that also contain the agent's own process: on a node that runs in a pod, all
 /// processes belong to that pod.
 pub(crate) fn pods_of(pid: u32) -> Vec<String> {
-    static OWN: LazyLock<Vec<String>> = LazyLock::new(|| {
+    static OWN_PODS: LazyLock<Vec<String>> = LazyLock::new(|| {
         cgroup::parse_pod_uids(&read_lossily(&proc_directory(std::process::id()).join("cgroup")).unwrap_or_default())
     });
     let mut pods = cgroup::parse_pod_uids(&read_lossily(&proc_directory(pid).join("cgroup")).unwrap_or_default());
-    pods.retain(|uid| !OWN.contains(uid));
+    pods.retain(|uid| !OWN_PODS.contains(uid));
     pods
 }
 
@@ -48,7 +48,8 @@ fn proc_directory(pid: u32) -> PathBuf {
     Path::new("/proc").join(pid.to_string())
 }
 
-/// Reads a file as text, lossily: a program may set its name to any bytes.
+/// Reads a file as text, and replaces invalid UTF-8, because a program may set its name to any
+/// bytes.
 fn read_lossily(path: &Path) -> Option<String> {
     fs::read(path).ok().map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
 }

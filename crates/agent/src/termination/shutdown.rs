@@ -1,9 +1,10 @@
 //! Predicts when the kubelet terminates pods during a graceful shutdown of the node
 //! (`shutdownGracePeriod` and related settings). Pure.
 //!
-//! The kubelet does not delete these pods, and updates the status of each only after it has ended.
-//! Before the kubelet terminates the first pod, it records the start of the shutdown in a file. The
-//! kubelet's settings determine the order and the times. The agent receives them as arguments.
+//! The kubelet does not delete these pods, and updates the status of each pod only after the pod
+//! has ended. Before the kubelet terminates the first pod, it records the start of the shutdown in
+//! a file. The kubelet's settings determine the order and the times. The agent receives these
+//! settings as arguments.
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
 use std::time::{Duration, Instant};
@@ -75,13 +76,13 @@ impl ShutdownPeriods {
         self.0.get(group).map_or(Duration::ZERO, |period| Duration::from_secs(period.seconds.into()))
     }
 
-    /// Returns the time that all groups have together.
+    /// Returns the sum of the periods of all groups.
     fn total_duration(&self) -> Duration {
         (0..self.0.len()).map(|group| self.duration(group)).sum()
     }
 }
 
-/// A pod of the node that has not finished, with shares or without.
+/// An unfinished pod of the node, with or without shares.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShutdownPod {
     /// Priority of the pod.
@@ -230,7 +231,7 @@ pub fn elapsed_in_shutdown(record: &[u8], now: Timestamp, up: Duration, periods:
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ShutdownStart {
     record: Vec<u8>,
-    /// When the shutdown started.
+    /// Time at which the shutdown started.
     pub(crate) at: Instant,
 }
 
@@ -238,8 +239,8 @@ impl ShutdownStart {
     /// Interprets the kubelet's record at the time of this read. `previous` is the result of the
     /// previous read.
     ///
-    /// An unchanged record keeps its start until it is too old, since the wall clock may have been
-    /// set between the two reads.
+    /// An unchanged record keeps its start until it is too old, because the wall clock may have
+    /// been set between the two reads.
     pub(crate) fn read(
         record: Vec<u8>,
         previous: Option<Self>,

@@ -1,4 +1,5 @@
-//! Tests nodes of eight GPUs of which one is bad: the other seven serve without a gap.
+//! Tests nodes with eight GPUs, one of which is bad. The other seven GPUs serve without
+//! interruption.
 use std::collections::BTreeSet;
 use std::process::{Child, Stdio};
 use std::sync::{Arc, Mutex};
@@ -10,49 +11,49 @@ use tokio::task::JoinHandle;
 
 use crate::machine::{MPS_RESOURCE, Machine, container_devices, kill_child, mps_spec, share_ids};
 
-const GPUS: usize = 8;
+const GPU_COUNT: usize = 8;
 const SHARES_PER_GPU: u32 = 10;
-/// The bad GPU, in the middle.
-const BAD: usize = 3;
-/// The bad GPU, as an argument of `simgpu`.
-const BAD_INDEX: &str = "3";
-/// Rounds of new pods on each of the other GPUs while one is bad.
-const ROUNDS: u32 = 3;
+/// Index of the bad GPU, between good GPUs.
+const BAD_GPU: usize = 3;
+/// Index of the bad GPU, as an argument of `simgpu`.
+const BAD_GPU_ARGUMENT: &str = "3";
+/// Number of new pods on each good GPU while one GPU is bad.
+const NEW_PODS_PER_GPU: u32 = 3;
 
 /// A node, a program that computes on each of seven GPUs, and a watch of their shares.
 struct SevenGpus {
     machine: Machine,
     good: Vec<String>,
     programs: Vec<Child>,
-    /// What the kubelet lists for the programs.
+    /// The kubelet's list of the devices of the programs.
     rows: Vec<ContainerDevices>,
     watching: JoinHandle<()>,
     gaps: Arc<Mutex<BTreeSet<String>>>,
 }
 
-/// A node of eight GPUs on which nothing runs yet.
-fn node_of_eight() -> Machine {
+/// Returns a node with eight GPUs, on which no program runs.
+fn eight_gpu_node() -> Machine {
     let machine = Machine::new(&["8xH200"]);
     machine.set_spec("first", machine.uuids.iter().map(|gpu| mps_spec(gpu, SHARES_PER_GPU)).collect());
     machine
 }
 
 fn good_gpus(machine: &Machine) -> Vec<String> {
-    machine.uuids.iter().enumerate().filter(|(index, _)| *index != BAD).map(|(_, uuid)| uuid.clone()).collect()
+    machine.uuids.iter().enumerate().filter(|(index, _)| *index != BAD_GPU).map(|(_, uuid)| uuid.clone()).collect()
 }
 
-/// Returns the GPUs of which not all shares are Healthy.
-fn incomplete<'a>(seen: &FakeKubeletState, gpus: &'a [String]) -> Vec<&'a String> {
+/// Returns the GPUs that do not have all their shares Healthy.
+fn gpus_with_unhealthy_shares<'a>(seen: &FakeKubeletState, gpus: &'a [String]) -> Vec<&'a String> {
     let healthy = seen.endpoints.get(MPS_RESOURCE).map(|endpoint| endpoint.healthy_ids()).unwrap_or_default();
     let count = |gpu: &String| healthy.iter().filter(|id| id.starts_with(gpu.as_str())).count();
     gpus.iter().filter(|gpu| count(gpu) != SHARES_PER_GPU as usize).collect()
 }
 
 impl SevenGpus {
-    /// Waits until the good GPUs serve, starts the programs on them, and begins to watch.
+    /// Waits until the good GPUs serve, starts the programs on them, and watches their shares.
     async fn start(machine: Machine) -> Self {
         let good = good_gpus(&machine);
-        machine.wait_for_view("seven GPUs serve", |seen| incomplete(seen, &good).is_empty()).await;
+        machine.wait_for_view("seven GPUs serve", |seen| gpus_with_unhealthy_shares(seen, &good).is_empty()).await;
         let (mut programs, mut rows) = (Vec::new(), Vec::new());
         for gpu in &good {
             let ids = share_ids(gpu, [0, 1]);
@@ -69,7 +70,8 @@ impl SevenGpus {
         let (mut state, found, gpus) = (machine.kubelet.state(), Arc::clone(&gaps), good.clone());
         let watching = tokio::spawn(async move {
             loop {
-                let missing: Vec<String> = incomplete(&state.borrow_and_update(), &gpus).into_iter().cloned().collect();
+                let missing: Vec<String> =
+                    gpus_with_unhealthy_shares(&state.borrow_and_update(), &gpus).into_iter().cloned().collect();
                 found.lock().unwrap().extend(missing);
                 if state.changed().await.is_err() {
                     return;
@@ -79,14 +81,14 @@ impl SevenGpus {
         Self { machine, good, programs, rows, watching, gaps }
     }
 
-    /// Starts a pod on each of the good GPUs, several times. Checks that each gets its GPU.
+    /// Starts several pods on each good GPU. Checks that each pod gets its GPU.
     async fn check_new_pods(&self, what: &str) {
-        for round in 0..ROUNDS {
+        for round in 0..NEW_PODS_PER_GPU {
             for gpu in &self.good {
                 let ids = share_ids(gpu, [2 + round]);
                 let given = self.machine.kubelet.allocate(MPS_RESOURCE, &[&ids[0]]).await.unwrap();
-                // The kubelet lists a pod while it runs. The agent ends allocations that are not
-                // listed.
+                // The kubelet lists a pod while the pod runs. The agent ends allocations that the
+                // kubelet does not list.
                 let mut rows = self.rows.clone();
                 rows.push(container_devices(&format!("new-{gpu}"), MPS_RESOURCE, &ids));
                 self.machine.pods.set_devices(&rows);
@@ -97,8 +99,8 @@ impl SevenGpus {
         }
     }
 
-    async fn wait_until_bad_is(&self, reason: &str) {
-        let bad = self.machine.uuids[BAD].clone();
+    async fn wait_for_bad_gpu_reason(&self, reason: &str) {
+        let bad = self.machine.uuids[BAD_GPU].clone();
         let is = |status: &GpuNodeStatus| {
             status.gpus.iter().any(|gpu| gpu.uuid == bad && gpu.health.reason == reason && !gpu.health.healthy)
         };
@@ -109,8 +111,8 @@ impl SevenGpus {
         self.machine.wait_for_view("the bad GPU's shares are Unhealthy", none).await;
     }
 
-    /// Checks that no good GPU had a gap and that its programs still compute.
-    async fn check_no_gap(mut self) -> Machine {
+    /// Checks that no good GPU had Unhealthy shares, and that its programs still run.
+    async fn check_uninterrupted(mut self) -> Machine {
         for program in &mut self.programs {
             assert_eq!(program.try_wait().unwrap(), None, "a program on a good GPU has ended");
             kill_child(program);
@@ -123,43 +125,43 @@ impl SevenGpus {
 }
 
 #[tokio::test]
-async fn seven_gpus_serve_without_a_gap_while_one_hangs_is_lost_and_repeats_xids() {
-    let mut machine = node_of_eight();
+async fn seven_gpus_serve_uninterrupted_while_one_hangs_is_lost_and_repeats_xids() {
+    let mut machine = eight_gpu_node();
     machine.start_mps_host();
     machine.start_agent(&[]);
     let seven = SevenGpus::start(machine).await;
     let simgpu = |arguments: &[&str]| drop(seven.machine.simgpu(arguments));
 
-    simgpu(&["hang", "nvmlDevice*", "--gpu", BAD_INDEX]);
+    simgpu(&["hang", "nvmlDevice*", "--gpu", BAD_GPU_ARGUMENT]);
     seven.check_new_pods("one GPU hangs").await;
-    seven.wait_until_bad_is("GpuUnreachable").await;
+    seven.wait_for_bad_gpu_reason("GpuUnreachable").await;
     seven.check_new_pods("one GPU has hung").await;
     simgpu(&["clear"]);
-    let all = |seen: &FakeKubeletState| incomplete(seen, &seven.machine.uuids).is_empty();
+    let all = |seen: &FakeKubeletState| gpus_with_unhealthy_shares(seen, &seven.machine.uuids).is_empty();
     seven.machine.wait_for_view("the GPU has recovered", all).await;
 
-    simgpu(&["lose", BAD_INDEX]);
-    simgpu(&["xid", BAD_INDEX, "79"]);
-    seven.wait_until_bad_is("GpuLost").await;
+    simgpu(&["lose", BAD_GPU_ARGUMENT]);
+    simgpu(&["xid", BAD_GPU_ARGUMENT, "79"]);
+    seven.wait_for_bad_gpu_reason("GpuLost").await;
     seven.check_new_pods("one GPU is lost").await;
-    simgpu(&["restore", BAD_INDEX]);
+    simgpu(&["restore", BAD_GPU_ARGUMENT]);
     seven.machine.wait_for_view("the GPU has recovered", all).await;
 
     let looping = async {
         for _ in 0..200 {
-            simgpu(&["xid", BAD_INDEX, "48"]);
+            simgpu(&["xid", BAD_GPU_ARGUMENT, "48"]);
             tokio::task::yield_now().await;
         }
     };
     tokio::join!(looping, seven.check_new_pods("one GPU repeats XIDs"));
-    seven.wait_until_bad_is("ResetRequired").await;
-    seven.check_no_gap().await;
+    seven.wait_for_bad_gpu_reason("ResetRequired").await;
+    seven.check_uninterrupted().await;
 }
 
 #[tokio::test]
 async fn seven_gpus_serve_while_one_cannot_be_described_from_the_start() {
-    let mut machine = node_of_eight();
-    machine.simgpu(&["fail", "nvmlDeviceGetName", "--gpu", BAD_INDEX]);
+    let mut machine = eight_gpu_node();
+    machine.simgpu(&["fail", "nvmlDeviceGetName", "--gpu", BAD_GPU_ARGUMENT]);
     machine.start_mps_host();
     machine.start_agent(&[]);
     let seven = SevenGpus::start(machine).await;
@@ -171,25 +173,25 @@ async fn seven_gpus_serve_while_one_cannot_be_described_from_the_start() {
         })
     };
     seven.machine.wait_for_status("the GPU is reported by its index", reported).await;
-    let machine = seven.check_no_gap().await;
+    let machine = seven.check_uninterrupted().await;
     machine.simgpu(&["clear"]);
-    machine.wait_for_healthy(MPS_RESOURCE, GPUS * SHARES_PER_GPU as usize).await;
+    machine.wait_for_healthy(MPS_RESOURCE, GPU_COUNT * SHARES_PER_GPU as usize).await;
 }
 
 #[tokio::test]
 async fn seven_gpus_serve_after_a_reboot_without_the_eighth() {
-    let mut machine = node_of_eight();
+    let mut machine = eight_gpu_node();
     machine.start_mps_host();
     machine.start_agent(&[]);
-    machine.wait_for_healthy(MPS_RESOURCE, GPUS * SHARES_PER_GPU as usize).await;
+    machine.wait_for_healthy(MPS_RESOURCE, GPU_COUNT * SHARES_PER_GPU as usize).await;
     machine.reboot();
     machine.kubelet.restart().unwrap();
-    machine.simgpu(&["lose", BAD_INDEX]);
+    machine.simgpu(&["lose", BAD_GPU_ARGUMENT]);
     machine.start_mps_host();
     machine.start_agent(&[]);
     let seven = SevenGpus::start(machine).await;
     seven.check_new_pods("one GPU is gone after a reboot").await;
-    let machine = seven.check_no_gap().await;
+    let machine = seven.check_uninterrupted().await;
     let reported = |status: &GpuNodeStatus| {
         status.conditions.iter().any(|condition| condition.type_ == "GpusHealthy" && condition.status == "False")
     };

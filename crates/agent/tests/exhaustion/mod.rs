@@ -1,5 +1,5 @@
-//! Tests the agent without file descriptors, inotify instances or space on the disk: nothing
-//! becomes Unhealthy, and no allocation is lost.
+//! Tests the agent without free file descriptors, inotify instances or disk space. No share becomes
+//! Unhealthy, and no allocation is lost.
 use std::fs;
 use std::net::TcpStream;
 
@@ -9,17 +9,17 @@ use tokio::task::JoinHandle;
 
 use crate::machine::{MPS_RESOURCE, Machine, container_devices, kill_child, mps_spec, share_ids};
 
-/// Shares of all GPUs of a test together.
-const SHARES: usize = 20;
+/// Total number of shares of a test's GPUs.
+const TOTAL_SHARES: usize = 20;
 /// Number of write attempts that fail, one each second. The agent reports the shares of a daemon
 /// whose state it cannot read as Unhealthy after 10 s.
-const FAILED_WRITES: usize = 13;
-const FAILED_WRITE: &[&str] = &["failed to write files"];
+const FAILED_WRITE_ATTEMPTS: usize = 13;
+const WRITE_FAILURE_LOG_WORDS: &[&str] = &["failed to write files"];
 
 /// Starts a program with this limit of open files, soft and hard.
-const WITH_256_DESCRIPTORS: [&str; 3] = ["/bin/sh", "-c", "ulimit -n 256; exec \"$0\" \"$@\""];
+const RUN_WITH_256_DESCRIPTORS: [&str; 3] = ["/bin/sh", "-c", "ulimit -n 256; exec \"$0\" \"$@\""];
 /// Starts a program in a user namespace that allows no inotify instance.
-const WITHOUT_INOTIFY: [&str; 6] = [
+const RUN_WITHOUT_INOTIFY: [&str; 6] = [
     "/usr/bin/unshare",
     "--user",
     "--map-root-user",
@@ -28,7 +28,7 @@ const WITHOUT_INOTIFY: [&str; 6] = [
     "echo 0 >/proc/sys/user/max_inotify_instances && exec \"$0\" \"$@\"",
 ];
 
-/// A node with two GPUs of ten shares each, on which nothing runs yet.
+/// Returns a node with two GPUs of ten shares each, on which no program runs.
 fn node_with_shares() -> Machine {
     let machine = Machine::new(&["2xH200"]);
     machine.set_spec("first", machine.uuids.iter().map(|gpu| mps_spec(gpu, 10)).collect());
@@ -41,7 +41,7 @@ fn expect_healthy_from_now_on(machine: &Machine) -> JoinHandle<()> {
     tokio::spawn(async move {
         loop {
             let healthy = state.borrow_and_update().endpoints[MPS_RESOURCE].healthy_ids().len();
-            assert_eq!(healthy, SHARES, "healthy shares");
+            assert_eq!(healthy, TOTAL_SHARES, "healthy shares");
             if state.changed().await.is_err() {
                 return;
             }
@@ -73,11 +73,12 @@ fn set_pods(machine: &Machine, shares: &[&String]) {
 /// Sets the soft limit of open files of a process, and returns the previous one.
 fn set_descriptor_limit(pid: u32, soft: Option<u64>) -> Option<u64> {
     let pid = Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
-    let before = prlimit(Some(pid), Resource::Nofile, Rlimit { current: soft, maximum: hard_limit(pid) }).unwrap();
+    let before =
+        prlimit(Some(pid), Resource::Nofile, Rlimit { current: soft, maximum: hard_descriptor_limit(pid) }).unwrap();
     before.current
 }
 
-fn hard_limit(pid: Pid) -> Option<u64> {
+fn hard_descriptor_limit(pid: Pid) -> Option<u64> {
     let limits = fs::read_to_string(format!("/proc/{}/limits", pid.as_raw_nonzero())).unwrap();
     let line = limits.lines().find(|line| line.starts_with("Max open files")).unwrap();
     line.split_whitespace().nth(4).unwrap().parse().ok()
@@ -92,8 +93,8 @@ async fn five_thousand_silent_connections_with_256_descriptors_make_no_share_unh
     const CONNECTIONS: usize = 5000;
     let mut machine = node_with_shares();
     machine.start_mps_host();
-    machine.start_agent_under(&WITH_256_DESCRIPTORS);
-    machine.wait_for_healthy(MPS_RESOURCE, SHARES).await;
+    machine.start_agent_under(&RUN_WITH_256_DESCRIPTORS);
+    machine.wait_for_healthy(MPS_RESOURCE, TOTAL_SHARES).await;
     let watching = expect_healthy_from_now_on(&machine);
 
     let own = getrlimit(Resource::Nofile);
@@ -109,7 +110,7 @@ async fn five_thousand_silent_connections_with_256_descriptors_make_no_share_unh
     }
     check_stayed_healthy(watching).await;
     machine.kubelet.restart().unwrap();
-    machine.wait_for_healthy(MPS_RESOURCE, SHARES).await;
+    machine.wait_for_healthy(MPS_RESOURCE, TOTAL_SHARES).await;
     check_new_pod_works(&machine, &share_ids(&machine.uuids[1], [0])[0]).await;
     assert!(machine.agent_is_running());
     drop(silent);
@@ -120,14 +121,14 @@ async fn a_client_that_connects_while_the_mps_host_has_no_descriptor_waits_and_i
     let mut machine = node_with_shares();
     machine.start_mps_host();
     machine.start_agent(&[]);
-    machine.wait_for_healthy(MPS_RESOURCE, SHARES).await;
+    machine.wait_for_healthy(MPS_RESOURCE, TOTAL_SHARES).await;
     let [share] = <[String; 1]>::try_from(share_ids(&machine.uuids[0], [0])).unwrap();
     let given = machine.kubelet.allocate(MPS_RESOURCE, &[&share]).await.unwrap();
     machine.kubelet.pre_start(MPS_RESOURCE, &[&share]).await.unwrap();
     machine.pods.set_devices(&[container_devices("p", MPS_RESOURCE, std::slice::from_ref(&share))]);
     let host = machine.mps_host_pid();
     let idle = open_descriptors(host);
-    // The connection of the client takes the last descriptor.
+    // The connection of the client uses the last descriptor.
     let before = set_descriptor_limit(host, Some(idle + 1));
     let mut client = machine.start_client(&given, &[], &["--hold", "forever"]);
     machine.wait_until("the client is connected to its door", || (open_descriptors(host) > idle).then_some(())).await;
@@ -139,7 +140,7 @@ async fn a_client_that_connects_while_the_mps_host_has_no_descriptor_waits_and_i
     assert_eq!(clients(), Some(0));
     set_descriptor_limit(host, before);
     machine.wait_until("the client is attributed to its allocation", || (clients()? == 1).then_some(())).await;
-    // The next list of clients must not lose it.
+    // The next list of clients must still contain the client.
     check_new_pod_works(&machine, &share_ids(&machine.uuids[0], [1])[0]).await;
     machine.wait_until("only the first client is left, and attributed", || (clients()? == 1).then_some(())).await;
     assert_eq!(client.try_wait().unwrap(), None);
@@ -149,15 +150,15 @@ async fn a_client_that_connects_while_the_mps_host_has_no_descriptor_waits_and_i
 #[tokio::test]
 async fn without_inotify_instances_agent_and_mps_host_notice_changes_by_polling() {
     let mut machine = node_with_shares();
-    machine.start_mps_host_under(&WITHOUT_INOTIFY);
-    machine.start_agent_under(&WITHOUT_INOTIFY);
-    machine.wait_for_healthy(MPS_RESOURCE, SHARES).await;
+    machine.start_mps_host_under(&RUN_WITHOUT_INOTIFY);
+    machine.start_agent_under(&RUN_WITHOUT_INOTIFY);
+    machine.wait_for_healthy(MPS_RESOURCE, TOTAL_SHARES).await;
     let watching = expect_healthy_from_now_on(&machine);
     check_new_pod_works(&machine, &share_ids(&machine.uuids[0], [1])[0]).await;
     check_stayed_healthy(watching).await;
     machine.kubelet.restart().unwrap();
     let registered_again = |seen: &FakeKubeletState| {
-        seen.endpoints[MPS_RESOURCE].healthy_ids().len() == SHARES && seen.registrations.len() > 1
+        seen.endpoints[MPS_RESOURCE].healthy_ids().len() == TOTAL_SHARES && seen.registrations.len() > 1
     };
     machine.wait_for_view("the agent registers with the new kubelet", registered_again).await;
     check_new_pod_works(&machine, &share_ids(&machine.uuids[1], [1])[0]).await;
@@ -172,8 +173,8 @@ async fn a_full_disk_makes_no_share_unhealthy_and_keeps_no_container_from_starti
     let mount = format!("mount -t tmpfs -o size=128k none {} && exec \"$0\" \"$@\"", state.to_str().unwrap());
     machine.start_mps_host();
     machine.start_agent_under(&["/usr/bin/unshare", "--mount", "/bin/sh", "-c", &mount]);
-    machine.wait_for_healthy(MPS_RESOURCE, SHARES).await;
-    // The agent's view of its state directory, which only it has.
+    machine.wait_for_healthy(MPS_RESOURCE, TOTAL_SHARES).await;
+    // The agent's view of its state directory. No other process has the directory's file system.
     let state = std::path::PathBuf::from(format!("/proc/{}/root{}", machine.agent_pid(), state.display()));
     let saved = |share: &str| {
         fs::read_to_string(state.join("agent.json")).is_ok_and(|text| text.contains(&format!("\"{share}\"")))
@@ -189,7 +190,7 @@ async fn a_full_disk_makes_no_share_unhealthy_and_keeps_no_container_from_starti
     let [meanwhile] = <[String; 1]>::try_from(share_ids(&machine.uuids[1], [3])).unwrap();
     check_new_pod_works(&machine, &meanwhile).await;
     set_pods(&machine, &[&kept, &meanwhile]);
-    let failed = || (machine.count_logged(FAILED_WRITE) >= FAILED_WRITES).then_some(());
+    let failed = || (machine.count_logged(WRITE_FAILURE_LOG_WORDS) >= FAILED_WRITE_ATTEMPTS).then_some(());
     machine.wait_until("writes fail for longer than a daemon may be absent", failed).await;
     assert!(saved(&kept) && !saved(&meanwhile), "the last complete checkpoint remains");
     check_stayed_healthy(watching).await;

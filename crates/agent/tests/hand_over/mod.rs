@@ -3,15 +3,15 @@ use std::fs;
 
 use crate::machine::{MPS_RESOURCE, Machine, container_devices, kill_pid, mps_spec, share_ids};
 
-const OLD: [&str; 2] = ["--pod-uid", "old"];
-const NEW: [&str; 2] = ["--pod-uid", "new"];
+const OLD_AGENT_ARGUMENTS: [&str; 2] = ["--pod-uid", "old"];
+const NEW_AGENT_ARGUMENTS: [&str; 2] = ["--pod-uid", "new"];
 
 /// Returns a node on which the agent `old` serves ten shares and is ready.
-async fn old_agent_serves() -> Machine {
+async fn node_with_old_agent() -> Machine {
     let mut machine = Machine::new(&["H200"]);
     machine.set_spec("first", vec![mps_spec(&machine.uuids[0], 10)]);
     machine.start_mps_host();
-    machine.start_agent(&OLD);
+    machine.start_agent(&OLD_AGENT_ARGUMENTS);
     machine.wait_for_healthy(MPS_RESOURCE, 10).await;
     machine.wait_until("the old agent has recorded that it is ready", || is_recorded_ready(&machine)).await;
     machine
@@ -46,12 +46,12 @@ async fn check_serves(machine: &Machine, share: u32) {
 
 #[tokio::test]
 async fn a_new_agent_takes_over_with_all_allocations_and_the_old_one_waits() {
-    let mut machine = old_agent_serves().await;
+    let mut machine = node_with_old_agent().await;
     check_serves(&machine, 2).await;
     let desired = machine.read_desired_file().unwrap();
     assert_eq!(desired.allocations.len(), 1);
     let registrations = machine.kubelet.state().borrow().registrations.len();
-    machine.start_second_agent(&NEW);
+    machine.start_second_agent(&NEW_AGENT_ARGUMENTS);
     let [old, _] = machine.agent_pids();
     wait_until_serving(&machine, "new", 1).await;
     machine.wait_until("the new agent is ready", || is_ok(machine.readiness()[1].as_ref()).then_some(())).await;
@@ -72,17 +72,17 @@ async fn a_new_agent_takes_over_with_all_allocations_and_the_old_one_waits() {
 }
 
 /// Starts the new agent so that it fails after it has taken over. Checks that the old agent serves
-/// again, remains ready, and does not hand over to the new one again at once.
+/// again, remains ready, and delays a second hand-over to the new agent.
 async fn check_failing_agent(machine: &mut Machine, faulty: &[&str]) {
-    machine.start_second_agent(&[&NEW[..], faulty].concat());
+    machine.start_second_agent(&[&NEW_AGENT_ARGUMENTS[..], faulty].concat());
     wait_until_serving(machine, "new", 1).await;
     wait_until_serving(machine, "old", 2).await;
     let exit = loop {
         tokio::time::sleep(std::time::Duration::from_millis(10)).await;
-        // The old agent's program starts again, so there may be no answer yet.
+        // The old agent's program restarts, so there may be no answer yet.
         let answers = machine.readiness();
         assert!(answers[0].is_none() || is_ok(answers[0].as_ref()), "{answers:?}");
-        if let Some(exit) = machine.agent_exit() {
+        if let Some(exit) = machine.agent_exit_status() {
             break exit;
         }
     };
@@ -90,7 +90,7 @@ async fn check_failing_agent(machine: &mut Machine, faulty: &[&str]) {
     check_serves(machine, 1).await;
     // The kubelet restarts the container. The restarted agent could serve, but the old agent still
     // refuses the hand-over.
-    machine.start_agent(&NEW);
+    machine.start_agent(&NEW_AGENT_ARGUMENTS);
     let refused = || (machine.count_logged(&["does not hand over yet", "failures=1"]) == 1).then_some(());
     machine.wait_until("the old agent refuses to hand over", refused).await;
     machine.wait_until("the old agent answers", || machine.readiness()[0].clone().map(drop)).await;
@@ -104,7 +104,7 @@ async fn check_failing_agent(machine: &mut Machine, faulty: &[&str]) {
 
 #[tokio::test]
 async fn an_agent_that_is_never_ready_is_replaced_by_the_old_one() {
-    let mut machine = old_agent_serves().await;
+    let mut machine = node_with_old_agent().await;
     let missing = machine.path("no-relay");
     check_failing_agent(&mut machine, &["--probation", "1", "--relay-dir", missing.to_str().unwrap()]).await;
     assert_eq!(machine.count_logged(&["this agent serves the node", "probation=true"]), 1);
@@ -112,22 +112,22 @@ async fn an_agent_that_is_never_ready_is_replaced_by_the_old_one() {
 
 #[tokio::test]
 async fn an_agent_that_exits_after_it_has_taken_over_is_replaced_by_the_old_one() {
-    let mut machine = old_agent_serves().await;
+    let mut machine = node_with_old_agent().await;
     // No interface has this address, so the agent cannot serve its endpoints.
     check_failing_agent(&mut machine, &["--metrics-addr", "192.0.2.1:1"]).await;
 }
 
 #[tokio::test]
-async fn an_agent_that_is_killed_at_any_step_leaves_one_that_serves() {
+async fn if_one_agent_is_killed_at_any_step_the_other_agent_serves() {
     let steps: [&[&str]; 3] = [
         &["waiting for another agent of this node"],
         &["handing over to another agent of this node"],
         &["this agent serves the node", "agent=\"new\""],
     ];
     for (step, victim) in steps.iter().flat_map(|step| [(step, 0), (step, 1)]) {
-        let mut machine = old_agent_serves().await;
+        let mut machine = node_with_old_agent().await;
         let before = machine.kubelet.state().borrow().registrations.len();
-        machine.start_second_agent(&NEW);
+        machine.start_second_agent(&NEW_AGENT_ARGUMENTS);
         machine.wait_until(&format!("{step:?}"), || (machine.count_logged(step) > 0).then_some(())).await;
         kill_pid(machine.agent_pids()[victim]);
         let survivor = ["new", "old"][victim];
@@ -146,15 +146,19 @@ async fn an_agent_that_is_killed_at_any_step_leaves_one_that_serves() {
 }
 
 #[tokio::test]
-async fn a_killed_old_agent_does_not_ask_for_the_node_again() {
-    let mut machine = old_agent_serves().await;
-    machine.start_second_agent(&NEW);
+async fn a_killed_old_agent_does_not_request_a_hand_over_again() {
+    let mut machine = node_with_old_agent().await;
+    machine.start_second_agent(&NEW_AGENT_ARGUMENTS);
     machine.wait_until("the new agent is ready", || is_ok(machine.readiness()[1].as_ref()).then_some(())).await;
     machine.kill_first_agent();
-    // The supervisor restarts it.
-    machine.start_second_agent(&OLD);
+    // The supervisor restarts the old agent.
+    machine.start_second_agent(&OLD_AGENT_ARGUMENTS);
     machine.wait_until("the old agent is ready", || is_ok(machine.readiness()[1].as_ref()).then_some(())).await;
-    assert_eq!(fs::read_to_string(machine.path("state/successor")).unwrap(), "new", "the old agent has not asked");
+    assert_eq!(
+        fs::read_to_string(machine.path("state/successor")).unwrap(),
+        "new",
+        "the old agent has requested no hand-over"
+    );
     assert_eq!(machine.count_logged(&["handing over to another agent"]), 1);
     check_serves(&machine, 1).await;
 }
@@ -164,9 +168,9 @@ async fn an_agent_that_cannot_lock_the_state_directory_does_not_serve() {
     let mut machine = Machine::new(&["H200"]);
     machine.set_spec("first", vec![mps_spec(&machine.uuids[0], 10)]);
     machine.start_mps_host();
-    // A file instead of the directory.
+    // Create a file at the path of the directory.
     fs::write(machine.path("state"), "").unwrap();
-    machine.start_agent(&OLD);
+    machine.start_agent(&OLD_AGENT_ARGUMENTS);
     let failed = || (machine.count_logged(&["failed to lock the checkpoint's directory"]) == 1).then_some(());
     machine.wait_until("the agent cannot lock the directory", failed).await;
     assert!(machine.agent_is_running());

@@ -70,7 +70,7 @@ async fn a_fault_that_needs_a_reset_survives_a_restart_of_the_agent_and_ends_wit
 }
 
 #[tokio::test]
-async fn clearing_faults_clears_earlier_ones_and_not_later_ones() {
+async fn clearing_faults_ends_earlier_faults_but_not_later_ones() {
     let machine = Machine::start(&["H200"], |gpus| vec![timeslice_spec(&gpus[0], 4)]);
     machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
     machine.simgpu(&["xid", "0", "48"]);
@@ -167,7 +167,7 @@ async fn an_xid_of_a_mig_instance_affects_only_that_instance() {
 }
 
 #[tokio::test]
-async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_before() {
+async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_earlier() {
     let mut machine = Machine::new(&["2xH200"]);
     let [first, second] = [0, 1].map(|gpu| machine.uuids[gpu].clone());
     let set_cordoned = |machine: &Machine, plan: &str, cordoned| {
@@ -212,7 +212,7 @@ async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_before() {
     machine.wait_for_healthy(MPS_RESOURCE, 8).await;
 }
 
-/// Returns ten shares on each GPU.
+/// Returns the specs of GPUs with ten shares each.
 fn ten_share_specs(gpus: &[String]) -> Vec<GpuSpec> {
     gpus.iter().map(|gpu| mps_spec(gpu, 10)).collect()
 }
@@ -244,7 +244,7 @@ async fn a_hanging_gpu_is_unreachable_and_delays_no_reports_of_other_gpus() {
     machine.kubelet.allocate(MPS_RESOURCE, &[&share[0]]).await.unwrap();
     machine.kubelet.pre_start(MPS_RESOURCE, &[&share[0]]).await.unwrap();
 
-    // XIDs and memory errors of other GPUs are reported as before.
+    // The agent still reports XIDs and memory errors of other GPUs.
     machine.simgpu(&["xid", "1", "48"]);
     machine.simgpu(&["set", "2", "remap-failed=on"]);
     let both = |status: &GpuNodeStatus| {

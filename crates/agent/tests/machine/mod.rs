@@ -128,7 +128,8 @@ impl Machine {
         self.start_agent_as(self.command("cleave"), more);
     }
 
-    /// Starts the agent as the argument of another program, which must replace itself by the agent.
+    /// Starts the agent as the argument of another program, which must replace itself with the
+    /// agent.
     pub(crate) fn start_agent_under(&mut self, wrapper: &[&str]) {
         let command = self.command_under(wrapper);
         self.start_agent_as(command, &[]);
@@ -180,8 +181,8 @@ impl Machine {
         [self.first_agent_port, self.agent_port].map(|port| request_readyz(port).ok())
     }
 
-    /// Returns the value of the agent's metric whose labels contain all of these, such as
-    /// `uuid="GPU-a"`. `None` if there is no such series.
+    /// Returns the value of the series of an agent's metric that has all of `labels`, such as
+    /// `uuid="GPU-a"`. Returns `None` if no such series exists.
     pub(crate) fn metric(&self, name: &str, labels: &[&str]) -> Option<f64> {
         let text = request(self.agent_port, "/metrics").ok()?;
         let mut series = text.lines().filter_map(|line| line.strip_prefix(name)?.strip_prefix('{')?.rsplit_once("} "));
@@ -195,11 +196,11 @@ impl Machine {
     }
 
     /// Returns the exit status of the last started agent once it has ended.
-    pub(crate) fn agent_exit(&mut self) -> Option<std::process::ExitStatus> {
+    pub(crate) fn agent_exit_status(&mut self) -> Option<std::process::ExitStatus> {
         self.agent.as_mut()?.try_wait().unwrap()
     }
 
-    /// Returns how many lines of the agents' log contain all words.
+    /// Returns the number of lines of the agents' log that contain all of `words`.
     pub(crate) fn count_logged(&self, words: &[&str]) -> usize {
         let log = fs::read_to_string(self.path("agent.log")).unwrap_or_default();
         log.lines().filter(|line| words.iter().all(|word| line.contains(word))).count()
@@ -405,7 +406,7 @@ impl Machine {
         );
     }
 
-    /// Returns a program with the environment that its container would have.
+    /// Returns the command of a program with the environment of its container.
     pub(crate) fn container_command(
         &self,
         response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse,

@@ -17,29 +17,29 @@ const MIG_3G_RESOURCE: &str = "nvidia.com/mig-3g.40gb";
 const MIG_2G_RESOURCE: &str = "nvidia.com/mig-2g.20gb";
 const MIG_1G_RESOURCE: &str = "nvidia.com/mig-1g.10gb";
 
-/// How the spec shares an instance.
+/// How the agent serves an instance.
 #[derive(Clone, Copy)]
-enum ServedAs {
+enum InstanceMode {
     Whole,
     Shares(u32),
     Replicas(u32),
 }
 
-/// Returns a GPU with these instances, each with its profile, its first slice and how it is served.
-fn mig_spec(gpu: &str, instances: &[(&str, u32, ServedAs)]) -> GpuSpec {
+/// Returns the spec of a GPU with these instances, each with its profile, first slice and mode.
+fn mig_spec(gpu: &str, instances: &[(&str, u32, InstanceMode)]) -> GpuSpec {
     let none = MigPartition::default();
-    let instance = |&(profile, start, served_as): &(&str, u32, ServedAs)| MigInstanceSpec {
+    let instance = |&(profile, start, served_as): &(&str, u32, InstanceMode)| MigInstanceSpec {
         profile: profile.into(),
         start,
         partition: match served_as {
-            ServedAs::Whole => {
+            InstanceMode::Whole => {
                 MigPartition { whole: Some(Whole { resource: format!("nvidia.com/mig-{profile}") }), ..none.clone() }
             }
-            ServedAs::Shares(units) => {
+            InstanceMode::Shares(units) => {
                 let shares: MpsPartition = mps_spec(gpu, units).partition.mps.unwrap();
                 MigPartition { mps: Some(shares), ..none.clone() }
             }
-            ServedAs::Replicas(replicas) => {
+            InstanceMode::Replicas(replicas) => {
                 let replicas: TimeSlicedPartition = timeslice_spec(gpu, replicas).partition.time_slicing.unwrap();
                 MigPartition { time_slicing: Some(replicas), ..none.clone() }
             }
@@ -72,7 +72,7 @@ impl Machine {
     }
 }
 
-/// Returns the ids of a resource's healthy devices, as the kubelet has them.
+/// Returns the ids of a resource's healthy devices, according to the kubelet.
 fn healthy_ids(seen: &FakeKubeletState, resource: &str) -> Vec<String> {
     seen.endpoints[resource].healthy_ids().iter().map(ToString::to_string).collect()
 }
@@ -91,8 +91,11 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
     let machine = Machine::start(&["H100-80", "H100-80"], |_| vec![]);
     machine.wait_for_healthy(WHOLE_GPU_RESOURCE, 2).await;
     let gpu = machine.uuids[0].clone();
-    let first =
-        [("3g.40gb", 4, ServedAs::Whole), ("2g.20gb", 2, ServedAs::Shares(4)), ("1g.10gb", 0, ServedAs::Replicas(3))];
+    let first = [
+        ("3g.40gb", 4, InstanceMode::Whole),
+        ("2g.20gb", 2, InstanceMode::Shares(4)),
+        ("1g.10gb", 0, InstanceMode::Replicas(3)),
+    ];
     machine.set_spec("partitioned", vec![mig_spec(&gpu, &first)]);
     let status = machine.wait_until_applied("partitioned").await;
     assert_eq!(status.gpus[0].mode, "Mig");
@@ -133,7 +136,11 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
         "again",
         vec![mig_spec(
             &gpu,
-            &[("3g.40gb", 4, ServedAs::Whole), ("1g.10gb", 0, ServedAs::Whole), ("1g.10gb", 1, ServedAs::Whole)],
+            &[
+                ("3g.40gb", 4, InstanceMode::Whole),
+                ("1g.10gb", 0, InstanceMode::Whole),
+                ("1g.10gb", 1, InstanceMode::Whole),
+            ],
         )],
     );
     let after = machine.wait_for_healthy(MIG_1G_RESOURCE, 2).await;
@@ -173,7 +180,7 @@ async fn a_creation_that_nvml_refuses_is_rolled_back_and_reported_and_blocks_no_
     let call = "nvmlGpuInstanceCreateComputeInstance";
     machine.simgpu(&["fail", call, "--gpu", "0", "--code", "INSUFFICIENT_RESOURCES"]);
     let wanted = |start| {
-        machine.uuids.iter().map(|gpu| mig_spec(gpu, &[("2g.20gb", start, ServedAs::Whole)])).collect::<Vec<_>>()
+        machine.uuids.iter().map(|gpu| mig_spec(gpu, &[("2g.20gb", start, InstanceMode::Whole)])).collect::<Vec<_>>()
     };
     machine.set_spec("first", wanted(0));
     machine.wait_for_healthy(MIG_2G_RESOURCE, 1).await;
@@ -202,7 +209,7 @@ async fn a_hanging_creation_blocks_only_its_own_gpu() {
     let machine = Machine::start(&["3xH100-80"], |gpus| vec![timeslice_spec(&gpus[2], 4)]);
     machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
     machine.simgpu(&["hang", "nvmlDeviceCreateGpuInstanceWithPlacement", "--gpu", "0"]);
-    let with_instance = |gpu: usize| mig_spec(&machine.uuids[gpu], &[("1g.10gb", 3, ServedAs::Whole)]);
+    let with_instance = |gpu: usize| mig_spec(&machine.uuids[gpu], &[("1g.10gb", 3, InstanceMode::Whole)]);
     machine.set_spec("partitioned", vec![with_instance(0), with_instance(1), timeslice_spec(&machine.uuids[2], 4)]);
     let created = healthy_ids(&machine.wait_for_healthy(MIG_1G_RESOURCE, 1).await, MIG_1G_RESOURCE);
     machine.kubelet.allocate(MIG_1G_RESOURCE, &[&created[0]]).await.unwrap();
@@ -212,7 +219,7 @@ async fn a_hanging_creation_blocks_only_its_own_gpu() {
         "other",
         vec![
             with_instance(0),
-            mig_spec(&machine.uuids[1], &[("1g.10gb", 3, ServedAs::Whole), ("1g.10gb", 4, ServedAs::Whole)]),
+            mig_spec(&machine.uuids[1], &[("1g.10gb", 3, InstanceMode::Whole), ("1g.10gb", 4, InstanceMode::Whole)]),
             timeslice_spec(&machine.uuids[2], 4),
         ],
     );
@@ -224,7 +231,7 @@ async fn a_hanging_creation_blocks_only_its_own_gpu() {
 
 #[tokio::test]
 async fn a_program_outside_kubernetes_keeps_its_instance() {
-    let machine = Machine::start(&["H100-80"], |gpus| vec![mig_spec(&gpus[0], &[("1g.10gb", 0, ServedAs::Whole)])]);
+    let machine = Machine::start(&["H100-80"], |gpus| vec![mig_spec(&gpus[0], &[("1g.10gb", 0, InstanceMode::Whole)])]);
     machine.wait_until_applied("first").await;
     let uuid = machine.instances(0)[0].1.clone().unwrap();
     let program = ProgramOutsideKubernetes(machine.start_program_outside_pods(&uuid));
@@ -233,7 +240,7 @@ async fn a_program_outside_kubernetes_keeps_its_instance() {
             machine.simgpu(&["processes"]).contains(&program.0.id().to_string()).then_some(())
         })
         .await;
-    machine.set_spec("second", vec![mig_spec(&machine.uuids[0], &[("2g.20gb", 0, ServedAs::Whole)])]);
+    machine.set_spec("second", vec![mig_spec(&machine.uuids[0], &[("2g.20gb", 0, InstanceMode::Whole)])]);
     machine.wait_for_message(&format!("in use by processes outside of Kubernetes (PID {})", program.0.id())).await;
     assert_eq!(machine.instances(0), [(0, Some(uuid))]);
     drop(program);
@@ -242,7 +249,7 @@ async fn a_program_outside_kubernetes_keeps_its_instance() {
 
 #[tokio::test]
 async fn mig_mode_of_an_ampere_gpu_changes_although_the_agent_watches_it() {
-    let machine = Machine::start(&["A100-80"], |gpus| vec![mig_spec(&gpus[0], &[("1g.10gb", 0, ServedAs::Whole)])]);
+    let machine = Machine::start(&["A100-80"], |gpus| vec![mig_spec(&gpus[0], &[("1g.10gb", 0, InstanceMode::Whole)])]);
     machine.wait_until_applied("first").await;
     machine.wait_for_healthy(MIG_1G_RESOURCE, 1).await;
 }
@@ -252,12 +259,12 @@ async fn a_gpu_whose_mig_mode_cannot_be_enabled_serves_its_old_slices_again() {
     let machine = Machine::start(&["H100-80"], |gpus| vec![mps_spec(&gpus[0], 4)]);
     machine.wait_for_healthy(MPS_RESOURCE, 4).await;
     machine.simgpu(&["fail", "nvmlDeviceSetMigMode", "--code", "UNKNOWN"]);
-    machine.set_spec("mig", vec![mig_spec(&machine.uuids[0], &[("1g.10gb", 0, ServedAs::Whole)])]);
+    machine.set_spec("mig", vec![mig_spec(&machine.uuids[0], &[("1g.10gb", 0, InstanceMode::Whole)])]);
     machine.wait_for_healthy(MPS_RESOURCE, 0).await;
     machine.wait_for_message("does not retry until the spec or the GPU changes").await;
     machine.wait_for_healthy(MPS_RESOURCE, 4).await;
     machine.simgpu(&["clear"]);
-    machine.set_spec("other", vec![mig_spec(&machine.uuids[0], &[("2g.20gb", 0, ServedAs::Whole)])]);
+    machine.set_spec("other", vec![mig_spec(&machine.uuids[0], &[("2g.20gb", 0, InstanceMode::Whole)])]);
     machine.wait_for_healthy(MIG_2G_RESOURCE, 1).await;
     machine.wait_until_applied("other").await;
 }
@@ -266,13 +273,13 @@ async fn a_gpu_whose_mig_mode_cannot_be_enabled_serves_its_old_slices_again() {
 async fn a_mig_mode_that_needs_a_reset_waits_for_an_administrator() {
     let mut machine = Machine::new(&["A100-80"]);
     machine.simgpu(&["set", "0", "mig-needs-reset=on"]);
-    machine.set_spec("first", vec![mig_spec(&machine.uuids[0], &[("1g.10gb", 0, ServedAs::Whole)])]);
+    machine.set_spec("first", vec![mig_spec(&machine.uuids[0], &[("1g.10gb", 0, InstanceMode::Whole)])]);
     machine.start_mps_host();
     machine.start_agent(&[]);
     let status = machine.wait_for_message("reset the GPU (nvidia-smi --gpu-reset), or reboot the node").await;
     assert_eq!(status.steps.iter().find(|step| step.action == "turn MIG mode on").unwrap().result, "Waiting");
     assert_eq!(status.gpus[0].mig.as_ref().unwrap().pending, Some(true));
-    let wanted = mig_spec(&machine.uuids[0], &[("1g.10gb", 0, ServedAs::Whole)]);
+    let wanted = mig_spec(&machine.uuids[0], &[("1g.10gb", 0, InstanceMode::Whole)]);
     machine.set_spec("quiesce", vec![GpuSpec { quiesced: true, ..wanted.clone() }]);
     let done = |status: &GpuNodeStatus| status.gpus[0].quiesce.as_ref().is_some_and(|quiesce| quiesce.quiesced);
     machine.wait_for_status("quiesced", done).await;
@@ -284,7 +291,8 @@ async fn a_mig_mode_that_needs_a_reset_waits_for_an_administrator() {
 
 #[tokio::test]
 async fn a_restarted_agent_completes_the_change_of_the_killed_agent() {
-    let mut machine = Machine::start(&["H100-80"], |gpus| vec![mig_spec(&gpus[0], &[("1g.10gb", 6, ServedAs::Whole)])]);
+    let mut machine =
+        Machine::start(&["H100-80"], |gpus| vec![mig_spec(&gpus[0], &[("1g.10gb", 6, InstanceMode::Whole)])]);
     let used = healthy_ids(&machine.wait_for_healthy(MIG_1G_RESOURCE, 1).await, MIG_1G_RESOURCE);
     machine.wait_until_applied("first").await;
     let given = machine.kubelet.allocate(MIG_1G_RESOURCE, &[&used[0]]).await.unwrap();
@@ -292,9 +300,17 @@ async fn a_restarted_agent_completes_the_change_of_the_killed_agent() {
     machine.wait_for_status("the pod", |status| status.gpus.iter().any(|gpu| !gpu.allocations.is_empty())).await;
     let kept = machine.instances(0)[0].clone();
     let gpu = machine.uuids[0].clone();
-    let partitions: [&[(&str, u32, ServedAs)]; 2] = [
-        &[("1g.10gb", 6, ServedAs::Whole), ("2g.20gb", 0, ServedAs::Shares(2)), ("2g.20gb", 4, ServedAs::Whole)],
-        &[("1g.10gb", 6, ServedAs::Whole), ("1g.20gb", 4, ServedAs::Whole), ("3g.40gb", 0, ServedAs::Shares(2))],
+    let partitions: [&[(&str, u32, InstanceMode)]; 2] = [
+        &[
+            ("1g.10gb", 6, InstanceMode::Whole),
+            ("2g.20gb", 0, InstanceMode::Shares(2)),
+            ("2g.20gb", 4, InstanceMode::Whole),
+        ],
+        &[
+            ("1g.10gb", 6, InstanceMode::Whole),
+            ("1g.20gb", 4, InstanceMode::Whole),
+            ("3g.40gb", 0, InstanceMode::Shares(2)),
+        ],
     ];
     let calls = [
         "nvmlDeviceCreateGpuInstanceWithPlacement",
@@ -306,7 +322,7 @@ async fn a_restarted_agent_completes_the_change_of_the_killed_agent() {
     machine.wait_until_applied("0").await;
     for (round, call) in calls.into_iter().enumerate() {
         let plan = format!("{}", round + 1);
-        // The agent is killed while the first call of this kind hangs.
+        // Kill the agent while the first call of this kind hangs.
         machine.simgpu(&["hang", call, "--count", "1"]);
         machine.set_spec(&plan, vec![mig_spec(&gpu, partitions[round % 2])]);
         machine
@@ -344,7 +360,7 @@ async fn a_container_gets_the_capability_devices_of_its_instance_by_device_nodes
     // In NVML the 3g instance at slice 4 has the id 2.
     touch("proc/driver/nvidia/capabilities/gpu0/mig/gi2/access", "DeviceFileMinor: 21\nDeviceFileMode: 292\n");
     touch("proc/driver/nvidia/capabilities/gpu0/mig/gi2/ci0/access", "DeviceFileMinor: 22\nDeviceFileMode: 292\n");
-    machine.set_spec("first", vec![mig_spec(&machine.uuids[0], &[("3g.40gb", 4, ServedAs::Whole)])]);
+    machine.set_spec("first", vec![mig_spec(&machine.uuids[0], &[("3g.40gb", 4, InstanceMode::Whole)])]);
     machine.start_mps_host();
     let expected = [
         "/dev/nvidia-caps/nvidia-cap21",

@@ -97,7 +97,8 @@ impl AdmissionTest {
         reservation.units - u32::try_from(allocated.len()).unwrap()
     }
 
-    /// Reserves shares for a new pod and binds it to the node. Ignores the pod if they do not fit.
+    /// Reserves shares for a new pod and binds it to the node. Ignores the pod if the shares do not
+    /// fit.
     fn add_pod(&mut self, shape: &[(bool, u32)]) {
         let kind = |init: bool| if init { When::Init } else { When::Main };
         let mut containers: Vec<Container> = shape
@@ -142,7 +143,7 @@ impl AdmissionTest {
         self.waiting.push(TestPod { bound, containers, allocated: Vec::new() });
     }
 
-    /// Allocates for the next container of a pod like the kubelet's device manager.
+    /// Allocates shares to the next container of a pod, as the kubelet's device manager does.
     fn admit_next_container(&mut self, index: usize, seed: usize) -> Result<(), TestCaseError> {
         let pod = self.waiting[index].clone();
         let number = pod.allocated.len();
@@ -196,8 +197,8 @@ impl AdmissionTest {
         Ok(())
     }
 
-    /// Swaps two reservations as the ledger does, if a pod received shares that were reserved for
-    /// another pod of the same size.
+    /// Swaps two reservations as the ledger does, if a pod received shares that the ledger reserved
+    /// for another pod of the same size.
     fn swap_reservations(&mut self, pod: &TestPod, number: usize, device: &str) {
         let request = request_parts(&pod.containers)[number].request;
         let is_own = |reservation: &Reservation| reservation.pod == pod.bound.uid && reservation.request == request;
@@ -216,8 +217,8 @@ impl AdmissionTest {
     }
 
     fn list_allocations(&mut self) {
-        // The kubelet does not list shares of init containers. By now it has reported the status of
-        // these pods to the API server.
+        // The kubelet does not list shares of init containers. By now, the kubelet has reported the
+        // status of these pods to the API server.
         let unlisted = |pod: &&TestPod| pod.containers.iter().all(|container| container.kind == When::Init);
         for pod in self.running.iter().filter(unlisted) {
             self.pending.update_pod(BoundPod { admitted: true, ..pod.bound.clone() }, self.now);

@@ -29,7 +29,7 @@ impl TestNode {
 }
 
 /// Returns a node that serves GPU-a as ten shares and GPU-b whole.
-fn node(enforcement: Enforcement) -> TestNode {
+fn serving_node(enforcement: Enforcement) -> TestNode {
     let start = Instant::now();
     let (mut agent, allocations) = Node::start("boot".into(), std::time::Duration::ZERO, None, None, start);
     let gpus = [gpu("GPU-a", 0), gpu("GPU-b", 1)].map(|gpu| (gpu.index, Ok(gpu)));
@@ -53,7 +53,7 @@ fn share() -> Allocation {
 
 #[test]
 fn no_device_is_watched_while_none_can_be_in_use() {
-    let mut node = node(Enforcement::Report);
+    let mut node = serving_node(Enforcement::Report);
     let snapshot = node.snapshot();
     assert_eq!(snapshot.devices.keys().collect::<Vec<_>>(), ["GPU-a"], "whole GPUs are not shared");
     assert_eq!((snapshot.devices_in_use(), snapshot.shares), (vec![], None), "the kubelet has not listed allocations");
@@ -63,7 +63,7 @@ fn no_device_is_watched_while_none_can_be_in_use() {
 
 #[test]
 fn a_device_with_a_process_is_watched_even_without_allocations() {
-    let mut node = node(Enforcement::Report);
+    let mut node = serving_node(Enforcement::Report);
     let process = Process { pid: 7, memory: None, mps: false, gpu_instance: None };
     let gpus = [(0, Ok(gpu("GPU-a", 0)))].into();
     let processes = [("GPU-a".to_owned(), vec![process])].into();
@@ -73,7 +73,7 @@ fn a_device_with_a_process_is_watched_even_without_allocations() {
 
 #[test]
 fn allocations_come_from_the_kubelet_and_clients_from_the_mps_host() {
-    let mut node = node(Enforcement::Evict);
+    let mut node = serving_node(Enforcement::Evict);
     let id = share().id();
     node.table.allocations.insert(share(), node.start);
     node.agent.record_pod_resources(

@@ -57,7 +57,7 @@ async fn a_gpu_whose_sensors_hang_hides_no_other_gpu_and_keeps_serving() {
     assert_eq!(up(0), Some(1.0));
     assert_eq!(machine.metric("cleave_gpu_power_watts", &["gpu=\"1\""]), None);
     assert!(machine.metric("cleave_gpu_power_watts", &["gpu=\"0\""]).is_some());
-    // The sensors have a thread of their own: the GPU's shares stay Healthy.
+    // The sensors have a separate thread, so the GPU's shares stay Healthy.
     machine.simgpu(&["xid", "0", "13"]);
     machine.wait_for_healthy(MPS_RESOURCE, 20).await;
     machine.simgpu(&["clear"]);
@@ -65,7 +65,7 @@ async fn a_gpu_whose_sensors_hang_hides_no_other_gpu_and_keeps_serving() {
 }
 
 #[tokio::test]
-async fn an_agent_that_nobody_scrapes_does_not_query_sensors() {
+async fn an_agent_does_not_query_sensors_without_scrapes() {
     let machine = Machine::start(&["H200"], |gpus| vec![mps_spec(&gpus[0], 10)]);
     machine.simgpu(&["fail", "nvmlDeviceGetPowerUsage", "--count", "1000"]);
     let remaining = || {

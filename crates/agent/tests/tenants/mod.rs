@@ -12,11 +12,11 @@ use serde_json::{Value, json};
 
 use crate::machine::{MPS_RESOURCE, Machine, container_devices, kill_child, mps_spec};
 
-/// UIDs of the pods, and ids of their containers.
+/// Name and UID of each pod, and the letter that its container's id repeats.
 const PODS: [(&str, &str, char); 2] =
     [("p", "11111111-2222-4333-8444-555555555555", 'a'), ("q", "99999999-2222-4333-8444-555555555555", 'b')];
 
-/// A node with two pods, each with one of ten shares of 1,000 MiB of a GPU.
+/// A node with two pods. Each pod has one share of 1,000 MiB, and each GPU has ten shares.
 struct NodeWithTenants {
     machine: Machine,
     /// The kubelet's response for each pod.
@@ -40,7 +40,7 @@ fn container_id(letter: char) -> String {
 fn shares_spec(uuid: &str, enforcement: Enforcement) -> GpuSpec {
     let mut spec = mps_spec(uuid, 10);
     if let Some(mps) = &mut spec.partition.mps {
-        // Permit programs outside MPS, which the agent has to report.
+        // Permit programs outside MPS, because the agent must report them.
         mps.compute_mode = ComputeMode::Default;
     }
     GpuSpec { enforcement, ..spec }
@@ -52,7 +52,7 @@ impl NodeWithTenants {
         Self::with_gpus(1, enforcement).await
     }
 
-    /// Returns a node with the pods on this many GPUs.
+    /// Returns a node with the pods on `gpus` GPUs.
     async fn with_gpus(gpus: usize, enforcement: Enforcement) -> Self {
         let mut machine = Machine::new(&[&format!("{gpus}xH200")]);
         machine.set_spec("first", machine.uuids.iter().map(|gpu| shares_spec(gpu, enforcement)).collect());
@@ -207,7 +207,7 @@ async fn a_client_that_uses_the_door_of_another_pod_is_reported_as_without_a_sha
 }
 
 #[tokio::test]
-async fn under_evict_a_client_over_its_limit_is_terminated_and_reported_until_its_pod_is_gone() {
+async fn under_evict_a_client_over_its_limit_is_terminated_and_reported_until_its_pod_is_removed() {
     let mut node = NodeWithTenants::new(Enforcement::Evict).await;
     node.start_program(1, &[], &["--hold", "forever"]);
     node.start_program(0, &[UNLIMITED_MEMORY_ENV], &["--allocate", "5000", "--hold", "forever"]);

@@ -1,4 +1,4 @@
-//! Tests the termination of pods with busy programs, beside a pod that has to continue. The tests
+//! Tests the termination of pods with busy programs, beside a pod that must continue. The tests
 //! kill programs as the kubelet does.
 use std::fs::{self, File};
 use std::process::{Child, ExitStatus};
@@ -33,7 +33,7 @@ impl Program {
         self.child.id()
     }
 
-    fn signal(&self, signal: Signal) {
+    fn send_signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 }
@@ -130,7 +130,7 @@ impl NodeWithPrograms {
         self.machine.wait_until("the client is removed", removed).await;
     }
 
-    /// Returns how often the MPS host has restarted a GPU's daemon after failures.
+    /// Returns the number of times that the MPS host restarted a GPU's daemon after failures.
     fn daemon_restarts(&self, gpu: usize) -> u32 {
         self.machine.mps_host_status().unwrap().daemons[&self.machine.uuids[gpu]].restarts
     }
@@ -155,7 +155,7 @@ async fn killing_a_busy_program_of_a_pod_that_does_not_terminate_breaks_its_neig
     let mut pods = NodeWithPrograms::new(&["H200"]).await;
     let _neighbour = pods.start_pod("neighbour", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
     let busy = pods.start_pod("busy", 0, &LONG_KERNELS_ARGUMENTS).await;
-    busy.signal(Signal::KILL);
+    busy.send_signal(Signal::KILL);
     assert_eq!(pods.wait_for_error("neighbour").await, 700);
 }
 
@@ -172,7 +172,7 @@ async fn a_busy_program_of_a_terminating_pod_is_terminated_before_it_is_killed()
         }
         assert_eq!(pods.wait_for_error(name).await, 810, "{name}");
         let pid = busy.pid();
-        busy.signal(signal);
+        busy.send_signal(signal);
         pods.wait_until_client_removed(pid).await;
         pods.assert_unharmed(&mut neighbour);
     }
@@ -189,7 +189,7 @@ async fn a_program_that_handles_sigterm_is_terminated_just_before_its_grace_peri
     pods.delete_pods(&["polite", "dies"], 30);
     // An agent that ignored the grace period would terminate `polite` before `dies` fails.
     assert_eq!(pods.wait_for_error("dies").await, 810);
-    polite.signal(Signal::TERM);
+    polite.send_signal(Signal::TERM);
     assert_eq!((pods.exit_status(polite).await.code(), pods.last_output("polite", "error")), (Some(0), None));
     // A program that receives no SIGTERM is terminated before its grace period ends.
     let deaf = pods.start_pod("deaf", 0, &handles).await;
@@ -208,7 +208,7 @@ async fn a_stopped_program_is_reported_and_delays_no_others() {
     let mut neighbour = pods.start_pod("neighbour", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
     let stopped = pods.start_pod("stopped", 0, &LONG_KERNELS_ARGUMENTS).await;
     let _other = pods.start_pod("other", 0, &LONG_KERNELS_ARGUMENTS).await;
-    stopped.signal(Signal::STOP);
+    stopped.send_signal(Signal::STOP);
     pods.delete_pods(&["stopped", "other"], 30);
     assert_eq!(pods.wait_for_error("other").await, 810);
     pods.machine
@@ -216,7 +216,7 @@ async fn a_stopped_program_is_reported_and_delays_no_others() {
         .await;
     let text = fs::read_to_string(pods.machine.path("spec/events.jsonl")).unwrap();
     assert!(text.contains("ns/stopped") && text.contains("the process is stopped"), "{text}");
-    stopped.signal(Signal::CONT);
+    stopped.send_signal(Signal::CONT);
     assert_eq!(pods.wait_for_error("stopped").await, 810);
     pods.assert_unharmed(&mut neighbour);
 }

@@ -1,4 +1,4 @@
-//! Tests calls of the kubelet, and connections of other clients.
+//! Tests calls from the kubelet, and connections of other clients.
 
 use std::io::ErrorKind;
 use std::path::Path;
@@ -75,7 +75,7 @@ fn http2_frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// Returns uncompressed headers of a call of `GetDevicePluginOptions` with this `:authority`.
+/// Returns the uncompressed headers of a `GetDevicePluginOptions` call with this `:authority`.
 fn header_block(authority: &str) -> Vec<u8> {
     let text = |text: &str| {
         let mut literal = vec![u8::try_from(text.len()).expect("short")];
@@ -118,8 +118,8 @@ async fn next_frame_of_stream(connection: &mut UnixStream, stream: u32) -> (u8, 
     }
 }
 
-/// The kubelet sends `localhost`, and other clients send other names. A path is not a valid
-/// authority, and h2 resets only the call with the path.
+/// The kubelet sends `localhost` as the authority, and other clients send other names. A path is
+/// not a valid authority, and h2 resets only the call that sends a path.
 #[tokio::test]
 async fn a_call_with_a_path_as_authority_is_reset_and_its_connection_stays_open() {
     let fixture = Fixture::new();
@@ -177,10 +177,11 @@ async fn hostile_connections_do_not_affect_the_kubelet() {
         [HTTP2_PREFACE, &settings[..5]].concat(),
         // A frame that claims 16 MiB.
         [HTTP2_PREFACE, &settings, &[0xff, 0xff, 0xff, 0, 0, 0, 0, 0, 1][..]].concat(),
-        // Truncated headers, and invalid ones.
+        // Truncated headers, and invalid headers.
         [HTTP2_PREFACE, &settings, &call[..20]].concat(),
         [HTTP2_PREFACE, &settings, &http2_frame(HEADERS_FRAME, 4, 1, &[0xff; 64])].concat(),
-        // A message shorter than its length, one that claims 4 GiB, and an invalid one.
+        // A message that is shorter than its declared length, a message that claims 4 GiB, and an
+        // invalid message.
         [HTTP2_PREFACE, &settings, &call, &http2_frame(DATA_FRAME, 1, 1, &[0, 0, 0, 0, 9, 1])].concat(),
         [HTTP2_PREFACE, &settings, &call, &http2_frame(DATA_FRAME, 0, 1, &[0, 0xff, 0xff, 0xff, 0xff])].concat(),
         [HTTP2_PREFACE, &settings, &call, &http2_frame(DATA_FRAME, 1, 1, &[0, 0, 0, 0, 2, 0xff, 0xff])].concat(),

@@ -178,7 +178,8 @@ async fn wait_until_ready(plugins: &PluginServer) -> PluginServerState {
     wait_for_state(plugins, "ready", |state| state.is_ready() && !state.resources.is_empty()).await
 }
 
-/// Polls until a condition is met that no channel reports, such as the existence of a file.
+/// Polls until a condition is met. Use it for conditions that no channel reports, such as the
+/// existence of a file.
 async fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let poll = async {
         while !condition() {

@@ -38,7 +38,7 @@ async fn a_resource_is_registered_and_its_devices_are_streamed() {
 }
 
 #[tokio::test]
-async fn changes_are_streamed_and_the_same_list_is_not() {
+async fn every_published_list_is_streamed_once() {
     let fixture = Fixture::new();
     let kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
@@ -54,7 +54,7 @@ async fn changes_are_streamed_and_the_same_list_is_not() {
     let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::1"]).await;
     assert_eq!(endpoint.devices.len(), 2, "an unhealthy device stays in the list");
     assert_eq!(endpoint.lists, 3);
-    // An equal list must be sent again, so that the kubelet writes its checkpoint.
+    // The plugin must send an equal list again, so that the kubelet writes its checkpoint.
     shares.devices.send_modify(|list| *list = Arc::new(list.to_vec()));
     wait_for_kubelet(&kubelet, "an equal list", |seen| seen.endpoints[MPS_RESOURCE].lists == 4).await;
     assert_eq!(count_registrations(&kubelet, MPS_RESOURCE), 1);
@@ -115,7 +115,7 @@ async fn the_plugin_registers_with_a_kubelet_that_starts_later() {
 }
 
 #[tokio::test]
-async fn without_a_kubelet_nothing_is_ready_until_it_returns() {
+async fn the_server_is_not_ready_while_no_kubelet_runs() {
     let fixture = Fixture::new();
     let mut kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
@@ -347,7 +347,7 @@ async fn adding_or_removing_a_resource_does_not_disturb_others() {
 }
 
 #[tokio::test]
-async fn a_resource_that_is_added_again_while_it_ends_is_served() {
+async fn a_resource_that_is_added_again_while_its_stream_ends_is_served() {
     let fixture = Fixture::new();
     let kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
@@ -364,7 +364,7 @@ async fn a_resource_that_is_added_again_while_it_ends_is_served() {
 }
 
 #[tokio::test]
-async fn a_second_agent_waits_for_the_end_of_the_first_and_reports_it() {
+async fn a_second_agent_reports_that_it_waits_for_the_first_to_exit() {
     let fixture = Fixture::new();
     let kubelet = fixture.start_kubelet();
     let (first, second) = (TestResource::new(&["a::0"]), TestResource::new(&["a::0", "a::1"]));
@@ -414,7 +414,7 @@ async fn a_peer_that_never_disconnects_does_not_delay_the_shutdown() {
 }
 
 #[tokio::test]
-async fn only_our_own_stale_sockets_are_removed() {
+async fn only_stale_sockets_of_cleave_are_removed() {
     let fixture = Fixture::new();
     let at = |name: &str| fixture.path().join(name);
     let stale = ["cleave-00000000-00000001.sock", "cleave-deadbeef-0badf00d.sock"];
@@ -453,7 +453,7 @@ async fn plugins_serve_from_a_directory_that_is_created_later() {
 }
 
 #[tokio::test]
-async fn an_invalid_path_is_an_error_at_once() {
+async fn an_invalid_path_fails_the_start() {
     let long = PathBuf::from(format!("/{}", "d".repeat(100)));
     let error = PluginServer::start(&PluginServerConfig::new(&long)).err().expect("too long");
     assert!(matches!(error, DirectoryError::TooLong { length: 131, .. }), "{error}");
@@ -470,7 +470,7 @@ async fn the_longest_resource_name_is_served() {
     wait_until_served(&kubelet, &name, &["a::0"]).await;
 }
 
-/// Plugins replace their sockets at any time, also while the kubelet removes all sockets.
+/// A plugin can replace its socket at any time, even while the kubelet removes all sockets.
 #[tokio::test]
 async fn the_fake_kubelet_restarts_while_a_plugin_replaces_its_socket() {
     let directory = tempfile::tempdir().expect("a directory");

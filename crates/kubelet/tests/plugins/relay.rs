@@ -57,7 +57,7 @@ impl RelayFixture {
 }
 
 /// Returns whether the kubelet can allocate exactly these devices.
-fn offers(ids: &[&str]) -> impl Fn(&FakeKubeletState) -> bool {
+fn can_allocate_exactly(ids: &[&str]) -> impl Fn(&FakeKubeletState) -> bool {
     move |seen| seen.endpoints.get(MPS_RESOURCE).is_some_and(|endpoint| endpoint.healthy_ids() == ids)
 }
 
@@ -68,9 +68,9 @@ async fn lists_and_calls_are_relayed() {
     let relay = fixture.start();
     let shares = TestResource::new(&["a", "b"]);
     let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
-    kubelet.wait_for(TEST_TIMEOUT, offers(&["a", "b"])).await.expect("the first list");
+    kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a", "b"])).await.expect("the first list");
     shares.devices.send_replace(device_list(&["a", "c"]));
-    let seen = kubelet.wait_for(TEST_TIMEOUT, offers(&["a", "c"])).await.expect("the second list");
+    let seen = kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a", "c"])).await.expect("the second list");
     let options = seen.endpoints[MPS_RESOURCE].options;
     assert!(options.pre_start_required && options.get_preferred_allocation_available);
     let response = kubelet.allocate(MPS_RESOURCE, &["a", "c"]).await.expect("an allocation");
@@ -83,7 +83,7 @@ async fn lists_and_calls_are_relayed() {
     kubelet.pre_start(MPS_RESOURCE, &["a"]).await.expect("ready");
     let refusal = kubelet.pre_start(MPS_RESOURCE, &[]).await.expect_err("not ready");
     assert_eq!((refusal.code(), refusal.message()), (tonic::Code::Unavailable, "the daemon starts"));
-    // A resource that the agent removes has no devices for the kubelet.
+    // The kubelet has no devices of a resource that the agent removes.
     agent.set(BTreeMap::new());
     let removed = |seen: &FakeKubeletState| seen.endpoints[MPS_RESOURCE].devices.is_empty();
     kubelet.wait_for(TEST_TIMEOUT, removed).await.expect("the resource is removed");
@@ -93,13 +93,13 @@ async fn lists_and_calls_are_relayed() {
 }
 
 #[tokio::test]
-async fn the_kubelet_notices_no_restart_of_the_agent_and_no_call_fails() {
+async fn an_agent_restart_ends_no_stream_and_fails_no_call() {
     let fixture = RelayFixture::new();
     let kubelet = fixture.kubelet.start_kubelet();
     let relay = fixture.start();
     let shares = TestResource::new(&["a", "b"]);
     let mut agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
-    kubelet.wait_for(TEST_TIMEOUT, offers(&["a", "b"])).await.expect("a list");
+    kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a", "b"])).await.expect("a list");
     for round in 0..10 {
         // Dropping the plugins ends their connections at once, like SIGKILL.
         if round % 2 == 0 {
@@ -135,7 +135,7 @@ async fn devices_of_an_absent_agent_become_unhealthy_and_healthy_again_when_it_r
     let relay = fixture.start();
     let shares = TestResource::new(&["a"]);
     let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
-    kubelet.wait_for(TEST_TIMEOUT, offers(&["a"])).await.expect("a list");
+    kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
     agent.shutdown().await;
     let is_unhealthy = |seen: &FakeKubeletState| {
         let endpoint = &seen.endpoints[MPS_RESOURCE];
@@ -145,11 +145,11 @@ async fn devices_of_an_absent_agent_become_unhealthy_and_healthy_again_when_it_r
     let refusal = kubelet.allocate(MPS_RESOURCE, &["a"]).await.expect_err("there is no agent");
     assert_eq!(refusal.code(), tonic::Code::Unavailable);
     assert!(refusal.message().contains("agent on this node did not answer"), "{refusal}");
-    // `PreStartContainer` delays only its own container, so the relay holds it for longer.
+    // `PreStartContainer` delays only its own container, so the relay holds this call for longer.
     let returns = async { fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]) };
     let (agent, started) = tokio::join!(returns, kubelet.pre_start(MPS_RESOURCE, &["a"]));
     started.expect("the agent returned");
-    kubelet.wait_for(TEST_TIMEOUT, offers(&["a"])).await.expect("the list again");
+    kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("the list again");
     // The relay disconnects at once, so the agent does not wait for the relay.
     let begun = std::time::Instant::now();
     agent.shutdown().await;
@@ -166,7 +166,7 @@ async fn resources_of_an_absent_agent_are_removed_and_served_again_when_it_retur
     let shares = TestResource::new(&["a"]);
     for _ in 0..3 {
         let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
-        kubelet.wait_for(TEST_TIMEOUT, offers(&["a"])).await.expect("a list");
+        kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
         agent.shutdown().await;
         let removed = |seen: &FakeKubeletState| seen.endpoints[MPS_RESOURCE].devices.is_empty();
         kubelet.wait_for(TEST_TIMEOUT, removed).await.expect("no devices");
@@ -181,13 +181,13 @@ async fn after_a_restart_of_the_kubelet_resources_are_registered_without_the_age
     let relay = fixture.start();
     let shares = TestResource::new(&["a"]);
     let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
-    kubelet.wait_for(TEST_TIMEOUT, offers(&["a"])).await.expect("a list");
+    kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
     drop(agent);
     kubelet.restart().expect("a restart");
-    kubelet.wait_for(TEST_TIMEOUT, offers(&["a"])).await.expect("the list again");
+    kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("the list again");
     let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
     kubelet.allocate(MPS_RESOURCE, &["a"]).await.expect("an allocation");
-    // The agent detects the kubelet's next restart, because it must register again.
+    // The agent must register again after the kubelet's next restart.
     let mut states = agent.state();
     let registrations = |state: &PluginServerState| state.resources.values().map(|one| one.registrations).sum::<u64>();
     states.wait_for(PluginServerState::is_ready).await.expect("ready");
@@ -208,10 +208,10 @@ async fn after_a_restart_of_the_relay_the_agent_registers_again() {
     let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
     for _ in 0..3 {
         let relay = fixture.start();
-        kubelet.wait_for(TEST_TIMEOUT, offers(&["a"])).await.expect("a list");
+        kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
         kubelet.allocate(MPS_RESOURCE, &["a"]).await.expect("an allocation");
         relay.stop().await;
-        kubelet.wait_for(TEST_TIMEOUT, offers(&[])).await.expect("no devices");
+        kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&[])).await.expect("no devices");
     }
     agent.shutdown().await;
 }
@@ -228,7 +228,7 @@ async fn a_registration_without_a_kubelet_fails_and_is_repeated() {
     let state = tokio::time::timeout(TEST_TIMEOUT, failed).await.expect("in time").expect("a state").clone();
     assert!(!state.is_ready(), "{state:?}");
     let kubelet = fixture.kubelet.start_kubelet();
-    kubelet.wait_for(TEST_TIMEOUT, offers(&["a"])).await.expect("a list");
+    kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
     let ready = states.wait_for(PluginServerState::is_ready);
     tokio::time::timeout(TEST_TIMEOUT, ready).await.expect("in time").expect("a state");
     agent.shutdown().await;
@@ -261,7 +261,7 @@ impl Resource for SilentResource {
 }
 
 #[tokio::test]
-async fn a_call_in_progress_is_repeated_at_the_next_agent() {
+async fn the_next_agent_receives_a_call_that_was_in_progress() {
     let fixture = RelayFixture::new();
     let kubelet = fixture.kubelet.start_kubelet();
     let relay = fixture.start();
@@ -270,7 +270,7 @@ async fn a_call_in_progress_is_repeated_at_the_next_agent() {
     let agent = PluginServer::start(&fixture.agent.config).expect("plugins");
     let name = ResourceName::parse(MPS_RESOURCE).expect("a name");
     agent.set(BTreeMap::from([(name, Arc::clone(&silent) as Arc<dyn Resource>)]));
-    kubelet.wait_for(TEST_TIMEOUT, offers(&["a"])).await.expect("a list");
+    kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
     let mut called = silent.called.subscribe();
     let restart = async {
         called.wait_for(|calls| *calls == 1).await.expect("a call");
@@ -284,14 +284,14 @@ async fn a_call_in_progress_is_repeated_at_the_next_agent() {
 }
 
 #[tokio::test]
-async fn a_held_call_is_answered_by_an_agent_with_other_options() {
+async fn an_agent_with_other_options_answers_a_held_call() {
     let fixture = RelayFixture::new();
     let kubelet = fixture.kubelet.start_kubelet();
     let relay = fixture.start();
     let shares = TestResource::new(&["a"]);
     drop({
         let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
-        kubelet.wait_for(TEST_TIMEOUT, offers(&["a"])).await.expect("a list");
+        kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
         agent
     });
     let mut client = kubelet.client(MPS_RESOURCE).expect("a client");
@@ -307,13 +307,13 @@ async fn a_held_call_is_answered_by_an_agent_with_other_options() {
 }
 
 #[tokio::test]
-async fn a_second_relay_waits_until_the_first_ends() {
+async fn a_second_relay_waits_until_the_first_exits() {
     let fixture = RelayFixture::new();
     let kubelet = fixture.kubelet.start_kubelet();
     let relay = fixture.start();
     let shares = TestResource::new(&["a"]);
     let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
-    kubelet.wait_for(TEST_TIMEOUT, offers(&["a"])).await.expect("a list");
+    kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
     let socket = || std::fs::metadata(fixture.agent.path().join("kubelet.sock")).expect("a socket").ino();
     let before = socket();
     let second = fixture.start();
@@ -322,7 +322,7 @@ async fn a_second_relay_waits_until_the_first_ends() {
     }
     assert_eq!(socket(), before, "the agent's relay was replaced");
     relay.stop().await;
-    kubelet.wait_for(TEST_TIMEOUT, offers(&["a"])).await.expect("the list again");
+    kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("the list again");
     kubelet.allocate(MPS_RESOURCE, &["a"]).await.expect("an allocation");
     agent.shutdown().await;
     second.stop().await;

@@ -1,4 +1,4 @@
-//! Tests interrupted changes: the kubelet does not answer, a daemon has not ended, the driver
+//! Tests interrupted changes: the kubelet does not answer, a daemon has not exited, the driver
 //! hangs, or the agent is killed.
 use std::time::Duration;
 
@@ -57,7 +57,7 @@ fn a_slice_in_use_stays_after_a_restart_without_a_checkpoint() {
 }
 
 #[test]
-fn an_instance_is_destroyed_only_after_its_daemon_has_ended() {
+fn an_instance_is_destroyed_only_after_its_daemon_has_exited() {
     let mut node = TestNode::new("H100-80");
     node.set_spec(vec![mig_spec(GPU_UUID, &[("2g.20gb", 0, 4)])]);
     node.run();
@@ -146,7 +146,7 @@ fn a_change_that_hangs_is_reported_and_delays_other_changes_of_its_gpu() {
 }
 
 #[test]
-fn a_device_that_is_being_removed_is_not_allocated_even_if_the_spec_has_it_again() {
+fn a_device_that_is_being_removed_is_not_allocated_even_if_the_spec_contains_it_again() {
     let mut node = TestNode::new("H100-80");
     node.set_spec(vec![]);
     node.run();

@@ -1,5 +1,5 @@
-//! Tests that a GPU is repartitioned safely. The agent decides and orders changes against a GPU in
-//! memory, a model of the kubelet and a model of the MPS host.
+//! Tests that a GPU is repartitioned safely. The tests run the agent's decisions against a
+//! simulated GPU, and models of the kubelet and the MPS host.
 mod interruptions;
 mod random;
 mod simulated_gpu;

@@ -155,7 +155,7 @@ impl TestNode {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
-    /// Each performed change checks that it removes no device in use. Once no device is in use, the
+    /// The test node checks that no change removes a device in use. Once no device is in use, the
     /// agent applies the spec. Further rounds change nothing.
     #[test]
     fn after_any_events_devices_in_use_stay_and_the_spec_is_applied_once_they_are_free(

@@ -179,7 +179,7 @@ impl Gpus for SharedGpu {
         let id = self.lock().create_gpu_instance(profile, start)?;
         let created = self.lock().create_compute_instance(id);
         if let Err(error) = created {
-            // Rolls back like the NVML library. The rollback may also fail.
+            // Roll back as the NVML library does. The rollback may also fail.
             let _ = self.lock().destroy_gpu_instance(id);
             return Err(error);
         }

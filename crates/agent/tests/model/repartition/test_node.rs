@@ -35,7 +35,7 @@ pub(super) struct TestNode {
     pub(super) now: Instant,
     /// Result of the last call of `reconcile`.
     pub(super) last: Actions,
-    /// Ordered changes that were not performed yet.
+    /// Ordered changes that the node has not performed yet.
     pub(super) orders: Vec<MigOrder>,
     /// The kubelet's allocations.
     pub(super) allocated: Vec<ContainerDevices>,
@@ -145,7 +145,7 @@ impl TestNode {
             let removed = match change {
                 MigChange::Destroy(instance) => instance.uuid.as_str(),
                 MigChange::Mode(true) => GPU_UUID,
-                // In MIG mode only instances are served.
+                // In MIG mode, the agent serves only instances.
                 MigChange::Mode(false) | MigChange::Create { .. } => continue,
             };
             let served = self.table.pools.values().flatten().any(|pool| pool.device == removed);
@@ -182,8 +182,8 @@ impl TestNode {
         devices.map(|instance| (instance.uuid.clone(), (instance.gpu_instance, instance.start))).collect()
     }
 
-    /// Performs an ordered change. Checks that it removes nothing in use and no device with an MPS
-    /// daemon.
+    /// Performs an ordered change. Checks that the change removes nothing in use and no device with
+    /// an MPS daemon.
     pub(super) fn perform_order(&mut self) {
         let Some(order) = self.orders.pop() else { return };
         let (in_use, before, mode) = (self.devices_in_use(), self.mig_devices(), self.gpu.lock().state.mig);
