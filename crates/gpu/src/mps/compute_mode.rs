@@ -78,11 +78,11 @@ impl From<nvml::ComputeMode> for SettableComputeMode {
 struct ComputeModeRecord(PathBuf);
 
 impl ComputeModeRecord {
-    fn of(context: &HostContext, device: &str) -> Self {
+    fn for_device(context: &HostContext, device: &str) -> Self {
         Self(context.paths.mps_host_dir().join(format!("{device}{RECORD_EXTENSION}")))
     }
 
-    /// Returns an error of an operation on the record's file.
+    /// Returns a function that adds the action and the record's path to an I/O error.
     fn record_file_error(&self, action: &'static str) -> impl Fn(io::Error) -> ComputeModeError {
         move |source| ComputeModeError::Record { action, path: self.0.clone(), source }
     }
@@ -117,8 +117,8 @@ impl ComputeModeRecord {
 /// # Errors
 /// Returns [`ComputeModeError`] if the mode cannot be set or recorded.
 pub(crate) async fn set_exclusive_compute_mode(context: &HostContext, device: &str) -> Result<(), ComputeModeError> {
-    let record = ComputeModeRecord::of(context, device);
-    // A record from an earlier MPS host contains the mode to restore.
+    let record = ComputeModeRecord::for_device(context, device);
+    // A record of an earlier MPS host contains the mode to restore.
     let recorded = record.exists();
     if !recorded {
         // Record the default mode first: this process may exit before the child reports the
@@ -142,7 +142,7 @@ pub(crate) async fn set_exclusive_compute_mode(context: &HostContext, device: &s
 /// # Errors
 /// Returns [`ComputeModeError`] if the record cannot be read or removed, or the mode cannot be set.
 pub(crate) async fn restore_compute_mode(context: &HostContext, device: &str) -> Result<(), ComputeModeError> {
-    let record = ComputeModeRecord::of(context, device);
+    let record = ComputeModeRecord::for_device(context, device);
     let Some(previous) = record.read()? else { return Ok(()) };
     set_compute_mode_in_child(context, device, previous).await?;
     record.remove()
@@ -155,7 +155,7 @@ pub(crate) fn devices_with_record(mps: &Path) -> Vec<String> {
     entries.filter_map(|entry| name(entry.ok()?)).collect()
 }
 
-/// Sets a compute mode in the child process. Returns the previous mode.
+/// Sets a compute mode in a child process. Returns the previous mode.
 async fn set_compute_mode_in_child(
     context: &HostContext,
     device: &str,
@@ -175,7 +175,7 @@ async fn set_compute_mode_in_child(
     child.kill();
     let text = String::from_utf8_lossy(&text);
     match exited {
-        // The output contains log lines as well.
+        // The output also contains log lines.
         Ok(Ok(ChildExit::Status(0))) => {
             let previous = text.lines().find_map(SettableComputeMode::parse);
             previous.ok_or_else(|| ComputeModeError::UnknownOutput(shorten(text.trim())))

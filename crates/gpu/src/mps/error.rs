@@ -1,8 +1,8 @@
 //! Defines the errors of the MPS host: one enum for each step that can fail.
 //!
-//! [`HostError`] ends the process. After a [`DaemonError`], the MPS host replaces the daemon. After
-//! a [`DesiredError`] nothing changes. [`TerminateError`] and [`NotReady`] answer a request of the
-//! agent. A failed exchange with a daemon is a [`ControlError`].
+//! [`HostError`] ends the process. After a [`DaemonError`], the MPS host replaces the daemon. A
+//! [`DesiredError`] changes no daemon or door. [`TerminateError`] and [`NotReady`] answer a request
+//! of the agent. A failed exchange with a daemon is a [`ControlError`].
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -48,7 +48,7 @@ pub enum HostError {
         /// Why the exchange failed.
         source: io::Error,
     },
-    /// The kernel cannot report the end of a client.
+    /// The kernel cannot report the exit of a client.
     #[error("failed to open a pidfd of this process. Cleave needs Linux 5.4 or newer")]
     PidFd(#[source] io::Error),
     /// A system call for signals, inotify or standard output failed.

@@ -10,8 +10,8 @@ use rustix::io::Errno;
 
 /// The extended attribute that contains a file's label.
 const ATTRIBUTE: &str = "security.selinux";
-/// A label that all containers may use, by the policy `container-selinux`. Like labels that other
-/// programs write, it ends with a NUL.
+/// A label of files that the policy `container-selinux` lets all containers use. Like labels that
+/// other programs write, it ends with a NUL.
 const CONTAINER_FILE: &[u8] = b"system_u:object_r:container_file_t:s0\0";
 
 /// Labels files for containers, if SELinux is enabled on the node.
@@ -28,9 +28,9 @@ impl ContainerLabel {
         Self { enabled: lists_selinux(&filesystems) }
     }
 
-    /// Labels a file or directory. Logs a message without an error if the file system has no labels
-    /// for single files, or the policy does not know the label. In these cases, the administrator
-    /// chooses the label.
+    /// Labels a file or directory. Only logs a warning if the file system does not label single
+    /// files, or if the policy does not know the label. In these cases, the administrator chooses
+    /// the label.
     ///
     /// # Errors
     /// Returns an error if the file cannot be labelled, because containers could not use it.
@@ -53,7 +53,7 @@ impl ContainerLabel {
     }
 }
 
-/// Returns whether an error means that no file at this place can have the label.
+/// Returns whether an error means that the file system or the policy does not support the label.
 fn is_label_impossible(error: &io::Error) -> bool {
     matches!(Errno::from_io_error(error), Some(Errno::NOTSUP | Errno::INVAL))
 }
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_place_that_cannot_have_the_label_is_no_error() {
+    fn errors_are_ignored_only_where_no_file_can_have_the_label() {
         for (errno, impossible) in
             [(Errno::NOTSUP, true), (Errno::INVAL, true), (Errno::ACCESS, false), (Errno::PERM, false)]
         {

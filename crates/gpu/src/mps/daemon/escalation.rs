@@ -139,7 +139,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn steps_follow_in_order_and_always_reach_the_last(probes in prop::collection::vec((1_u64..400, 0_usize..3), 400)) {
+        fn steps_follow_in_order_and_always_reach_the_last_step(probes in prop::collection::vec((1_u64..400, 0_usize..3), 400)) {
             let mut escalation = Escalation::default();
             let mut now = Duration::ZERO;
             let mut last = (EscalationStep::Wait, Duration::ZERO);

@@ -1,9 +1,9 @@
-//! Fatal GPU errors of one device: which client caused them, and which clients they broke. Pure:
-//! the time is an argument.
+//! Tracks fatal GPU errors of one device: which client caused them, and which clients they broke.
+//! Pure: the time is an argument.
 //!
 //! In FAULT, all clients have lost their contexts, and the server admits no client until the last
 //! of these clients has exited. A client that does not exit blocks the GPU for all other pods. The
-//! MPS host therefore signals it regardless of policies.
+//! MPS host therefore signals such a client regardless of policies.
 //!
 //! A server in which a busy client was killed may report ACTIVE and yet break a later client. The
 //! MPS host replaces such a server as soon as the server has no clients.

@@ -6,8 +6,8 @@ use serde::Serialize;
 use super::facts::SystemFacts;
 use super::judge::{CheckResult, CheckVerdict};
 
-/// The doctor's facts, reasons and findings. The serialized form of a report is the command's JSON
-/// output.
+/// The doctor's facts and the results of its checks. The serialized form of a report is the
+/// command's JSON output.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Report {
@@ -105,7 +105,7 @@ fn write_paragraph(text: &mut String, words: &str) {
     }
 }
 
-/// Writes a row of the table. Cells may need several lines.
+/// Writes a row of the table. A cell may need several lines.
 fn write_row(text: &mut String, cells: [&str; 4]) {
     let mut columns = Vec::new();
     for (cell, width) in cells.iter().zip(COLUMN_WIDTHS) {
@@ -147,7 +147,7 @@ mod tests {
     use std::path::PathBuf;
 
     use super::super::facts::GpuFacts;
-    use super::super::judge::findings;
+    use super::super::judge::judge_all;
     use super::super::observed::{Observations, TestOutcome, TestedGpu};
     use super::*;
 
@@ -171,7 +171,7 @@ mod tests {
             control_version: None,
             gpu,
         };
-        let findings = findings(seen, TestedGpu { sms: 132, compute_mode: None });
+        let findings = judge_all(seen, TestedGpu { sms: 132, compute_mode: None });
         let as_expected = findings.iter().all(|finding| finding.verdict != CheckVerdict::Differs);
         Report { facts, skip_reason: skip_reason.map(str::to_owned), as_expected, findings }
     }

@@ -142,7 +142,7 @@ impl DriverTests<'_> {
     }
 
     /// Returns why the tests must stop: another process uses the GPU. Returns `None` if no other
-    /// process does.
+    /// process uses it.
     async fn reason_to_stop_tests(&self) -> Option<String> {
         if !self.setup.are_others_visible {
             return None;
@@ -230,7 +230,7 @@ impl DriverTests<'_> {
         self.set_limits(USUAL_THREAD_PERCENTAGE, Some(self.limit_mib)).await
     }
 
-    fn with_usual_limits(&self, view: GpuView) -> LimitedView {
+    fn view_under_usual_limits(&self, view: GpuView) -> LimitedView {
         LimitedView { percent: USUAL_THREAD_PERCENTAGE, limit_mib: self.limit_mib, view }
     }
 
@@ -321,7 +321,7 @@ impl DriverTests<'_> {
         let low = self.limit_mib / 2;
         self.set_limits(LOW_THREAD_PERCENTAGE, Some(low)).await?;
         let second = LimitedView { percent: LOW_THREAD_PERCENTAGE, limit_mib: low, view: self.view_gpu().await? };
-        let first_saw = self.with_usual_limits(first.view);
+        let first_saw = self.view_under_usual_limits(first.view);
         first.finish().await;
         Ok([first_saw, second])
     }
@@ -348,7 +348,7 @@ impl DriverTests<'_> {
     /// Returns the views of programs that request more or less than their limits.
     async fn view_with_requested_limits(&self) -> Result<LoweredLimits, NoObservation> {
         self.set_usual_limits().await?;
-        let set = self.with_usual_limits(self.view_gpu().await?);
+        let set = self.view_under_usual_limits(self.view_gpu().await?);
         let requested_more = self.view_with_environment(100, self.setup.memory_mib).await?;
         let low = self.limit_mib / 2;
         let view = self.view_with_environment(LOW_THREAD_PERCENTAGE, low).await?;
@@ -372,7 +372,7 @@ impl DriverTests<'_> {
         self.set_usual_limits().await?;
         let environment = [("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "junk".to_owned())].into();
         let view = self.program()?.run_and_view(&ProgramRunOptions { environment, ..self.run_options() }).await?;
-        Ok(self.with_usual_limits(view))
+        Ok(self.view_under_usual_limits(view))
     }
 
     /// Returns the view of another user's program, while a program of root runs.
@@ -389,7 +389,7 @@ impl DriverTests<'_> {
             Err(error @ ProgramError::Broken(_)) => {
                 Err(NoObservation::NotTested(format!("as user {NOBODY_UID}: {error}")))
             }
-            view => Ok(self.with_usual_limits(view?)),
+            view => Ok(self.view_under_usual_limits(view?)),
         }
     }
 
@@ -399,7 +399,7 @@ impl DriverTests<'_> {
         let pipe = self.directory.join("link");
         fs::hard_link(self.pipe_directory().join("control"), pipe.join("control"))?;
         let view = self.program()?.run_and_view(&ProgramRunOptions { pipe, ..ProgramRunOptions::default() }).await?;
-        Ok(self.with_usual_limits(view))
+        Ok(self.view_under_usual_limits(view))
     }
 
     async fn view_without_control(&self) -> Result<Result<GpuView, i64>, NoObservation> {
@@ -439,10 +439,11 @@ impl DriverTests<'_> {
             }
             sleep(CLIENT_CHANGE_POLL_INTERVAL).await;
         }
-        Ok(self.with_usual_limits(self.view_gpu().await?))
+        Ok(self.view_under_usual_limits(self.view_gpu().await?))
     }
 
-    /// Returns what the daemon has logged, at the latest after [`CLIENT_CHANGE_DEADLINE`].
+    /// Returns the events that the daemon has logged. Waits for them at most
+    /// [`CLIENT_CHANGE_DEADLINE`].
     async fn wait_for_log(&self) -> LoggedEvents {
         let deadline = Instant::now() + CLIENT_CHANGE_DEADLINE;
         loop {
