@@ -18,7 +18,7 @@ pub struct Placement {
     /// Time at which the reservation expires if the pod is not bound, in seconds since the Unix
     /// epoch.
     pub until: u64,
-    /// The pod's reservations on each node where it may run.  A node's list has one entry for each
+    /// The pod's reservations on each node where it may run. A node's list has one entry for each
     /// part of the request that must be on one device, in the order of
     /// `cleave_plan::ledger::device_requests`.
     pub nodes: BTreeMap<String, Vec<ReservedUnits>>,

@@ -99,8 +99,9 @@ pub struct ExplainedPlan {
     pub report: PlanReport,
 }
 
-/// Parts of the cluster with at most this many pods and GPUs are searched exactly.
+/// Maximum number of pods in a part of the cluster that is searched exactly.
 const MAX_EXACT_PODS: usize = 24;
+/// Maximum number of GPUs in a part of the cluster that is searched exactly.
 const MAX_EXACT_GPUS: usize = 32;
 
 /// Fixed part of the maximum number of look-ups for moving pods in a whole plan. Each pod adds
@@ -128,7 +129,7 @@ pub fn plan(snapshot: &Snapshot, policy: &Policy) -> ExplainedPlan {
     for part in divide_into_parts(&model) {
         plan_part(&model, &mut states, &mut costs, &mut assignment, &part, &mut budget);
     }
-    first_come_first_served(&model, &mut assignment);
+    assign_locations_in_order_of_arrival(&model, &mut assignment);
 
     let mut plan = Plan { gpus: gpu_plans(&model, &states, &assignment), ..Plan::default() };
     plan.changed = plan.gpus.iter().any(|gpu| gpu.changed);
@@ -299,7 +300,7 @@ fn plan_part(
 }
 
 /// Assigns the locations of equal pods in order of arrival.
-fn first_come_first_served(model: &Model<'_>, assignment: &mut Assignment) {
+fn assign_locations_in_order_of_arrival(model: &Model<'_>, assignment: &mut Assignment) {
     for group in &model.groups {
         let mut locations: Vec<Location> = group
             .pods

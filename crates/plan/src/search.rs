@@ -229,7 +229,7 @@ impl ExactSearch<'_, '_> {
 
     /// Returns whether the best possible continuation is better than the best known assignment.
     fn can_improve(&self, at: usize) -> bool {
-        let mut room = (0_u64, 0_u64); // The remaining room, of memory and of compute.
+        let mut room = (0_u64, 0_u64); // Remaining memory and compute.
         let mut unchanged = 0;
         for &gpu in &self.gpus {
             let Some(&state) = self.assignment.gpus.get(gpu as usize) else { continue };

@@ -228,7 +228,7 @@ impl Simulation {
             let left = |fits: &Option<Fits>| fits.iter().flat_map(Fits::iter).map(left).collect::<Vec<_>>();
             assert_eq!(left(&found), left(&searched));
         }
-        let possible: BTreeSet<&str> = NODES.into_iter().filter(|node| self.can_hold(node, sizes)).collect();
+        let possible: BTreeSet<&str> = NODES.into_iter().filter(|node| self.can_fit(node, sizes)).collect();
         let Ok(fits) = fits else {
             assert!(possible.is_empty(), "{sizes:?} would fit {possible:?}: {fits:?}");
             return;
@@ -249,7 +249,7 @@ impl Simulation {
     }
 
     /// Returns whether the sizes fit, by trying all assignments.
-    fn can_hold(&self, node: &str, sizes: &[u32]) -> bool {
+    fn can_fit(&self, node: &str, sizes: &[u32]) -> bool {
         fn fit(free: &mut [u32], sizes: &[u32]) -> bool {
             let Some((&size, rest)) = sizes.split_first() else { return true };
             (0..free.len()).any(|device| {

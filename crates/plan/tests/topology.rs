@@ -122,7 +122,7 @@ fn optimum(link: Link, available: &[usize], required: &[usize], size: usize) -> 
 }
 
 /// Checks one choice against the optimum.
-fn check(machine: (&str, Link), available: &[usize], required: &[usize], size: usize) {
+fn check_choice(machine: (&str, Link), available: &[usize], required: &[usize], size: usize) {
     let (title, link) = machine;
     let chosen = choose(&topology(8, link), available, required, size);
     let what = format!("{title}: {size} of {available:?} with {required:?}: {chosen:?}");
@@ -143,7 +143,7 @@ fn every_choice_among_eight_gpus_is_optimal() {
         for free in 0..256 {
             let available = members(free);
             for size in 1..=available.len() {
-                check(machine, &available, &[], size);
+                check_choice(machine, &available, &[], size);
             }
         }
     }
@@ -156,11 +156,11 @@ fn a_choice_with_required_gpus_is_optimal() {
             let available = members(free);
             for (at, &one) in available.iter().enumerate() {
                 for size in 1..=available.len() {
-                    check(machine, &available, &[one], size);
+                    check_choice(machine, &available, &[one], size);
                 }
                 for &other in &available[at + 1..] {
                     for size in 2..=available.len() {
-                        check(machine, &available, &[one, other], size);
+                        check_choice(machine, &available, &[one, other], size);
                     }
                 }
             }
@@ -225,7 +225,7 @@ fn unhealthy_and_unknown_gpus_do_not_affect_the_choice_of_the_others() {
 
 /// Returns the link between two of sixteen GPUs in groups of four. Two groups share a NUMA node.
 /// The first two GPUs of a group have a bridge to the first two GPUs of the next group.
-fn sixteen(one: usize, other: usize) -> GpuLink {
+fn link_in_groups_of_four(one: usize, other: usize) -> GpuLink {
     let (low, high) = (one.min(other), one.max(other));
     let pcie = match (low / 4 == high / 4, low / 8 == high / 8) {
         (true, _) => PciePath::SeveralSwitches,
@@ -248,7 +248,7 @@ fn two_cube_meshes(one: usize, other: usize) -> GpuLink {
 #[test]
 fn every_choice_among_sixteen_gpus_is_optimal() {
     let mut bits = 0x9e37_79b9_u32;
-    for link in [sixteen as Link, two_cube_meshes, dgx_a100] {
+    for link in [link_in_groups_of_four as Link, two_cube_meshes, dgx_a100] {
         let topology = topology(16, link);
         for round in 0..40 {
             bits = bits.wrapping_mul(0x0019_660d).wrapping_add(0x3c6e_f35f);
@@ -271,7 +271,7 @@ fn every_choice_among_sixteen_gpus_is_optimal() {
 
 #[test]
 fn a_choice_among_more_gpus_uses_one_group_if_possible() {
-    let topology = topology(24, sixteen);
+    let topology = topology(24, link_in_groups_of_four);
     let all: Vec<usize> = (0..24).collect();
     assert_eq!(choose(&topology, &all, &[], 4), [0, 1, 4, 5], "two bridges");
     assert_eq!(choose(&topology, &all[2..], &[22], 2), [20, 22]);

@@ -1,7 +1,7 @@
-//! Tests that clients that misbehave during the handshake do not affect others. The daemon and its
-//! server wait for each client without a deadline. The server waits forever if a client disconnects
-//! after it has received the server's socket and before it has introduced itself. Misbehaviour must
-//! not affect the next client.
+//! Tests clients that misbehave during the handshake. The daemon and its server wait for each
+//! client without a deadline. The server waits forever if a client disconnects after it has
+//! received the server's socket and before it has introduced itself. Misbehaviour must not affect
+//! other clients.
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -51,7 +51,7 @@ fn a_client_that_never_introduces_itself_to_the_server_is_disconnected() {
 }
 
 #[test]
-fn a_client_that_introduces_itself_in_part_is_disconnected() {
+fn a_client_that_introduces_itself_only_partly_is_disconnected() {
     let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     for words in 1..3 {

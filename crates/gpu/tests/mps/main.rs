@@ -171,7 +171,7 @@ fn a_killed_server_is_restarted_and_gets_its_limits_again() {
         status.daemons[&uuid].state == DaemonState::Active && is_new(status.daemons[&uuid].server_pid)
     });
     assert_eq!(after.daemons[&uuid].pid, before.pid, "the daemon is the same");
-    // The last limits of the old server are set on the new one.
+    // The new server has the last limits of the old server.
     assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
 }
 

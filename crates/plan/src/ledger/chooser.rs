@@ -75,7 +75,7 @@ pub struct ChoiceCriteria<'a> {
     pub siblings: &'a Siblings,
 }
 
-/// The nodes that offer one resource in devices of equal capacity.
+/// The nodes that serve one resource on devices of equal capacity.
 #[derive(Debug, Default)]
 struct NodeTable<S: Score> {
     placer: Placer<S>,
@@ -98,9 +98,9 @@ struct NodeRow {
 #[derive(Debug, Clone, Copy)]
 struct Limits {
     /// Number of tables above which tables without nodes are dropped. GPUs that are partitioned on
-    /// demand may offer each resource and size only for some time.
+    /// demand may serve a resource or size only temporarily.
     tables: usize,
-    /// Number of cached ranks, of 24 bytes each. One table may have a fourth of them.
+    /// Number of cached ranks, of 24 bytes each. One table may use a fourth of this number.
     ranks: usize,
 }
 
@@ -182,8 +182,8 @@ impl<S: Score + Default> Chooser<S> {
         self.drop_empty_tables();
     }
 
-    /// Drops the tables without nodes if there are too many tables. Their scores are learned again
-    /// when nodes offer the resources again.
+    /// Drops the tables without nodes if there are too many tables. The chooser learns their scores
+    /// again when nodes serve the resources again.
     fn drop_empty_tables(&mut self) {
         if self.tables.values().map(BTreeMap::len).sum::<usize>() > self.limits.tables {
             self.tables.values_mut().for_each(|tables| tables.retain(|_, table| !table.by_node.is_empty()));
@@ -252,12 +252,12 @@ impl<S: Score> Chooser<S> {
 }
 
 impl Chooser<LearnedScore> {
-    /// Counts an arrived pod. `models` are the GPU models that the pod can run on. No models means
-    /// any model.
+    /// Counts an arrived pod. `models` are the GPU models that the pod can run on. An empty list
+    /// means any model.
     pub fn count_arrival(&mut self, device_requests: &[DeviceRequest], cpu: u64, models: Vec<String>) {
         let Some((resource, demand)) = to_demand(device_requests, cpu, models) else { return };
         if !self.tables.contains_key(resource) && !self.learners.contains_key(resource) {
-            // No node offers the resource. The scores of the existing GPUs do not depend on
+            // No node serves the resource. The scores of the existing GPUs do not depend on
             // requests for the resource.
             return;
         }
@@ -269,7 +269,7 @@ impl Chooser<LearnedScore> {
     /// Learns a new score if enough pods arrived. Learns at most one score in each call, because
     /// learning takes milliseconds.
     ///
-    /// `waiting` are the requests of pods that wait, with their CPU.
+    /// `waiting` are the requests of pending pods, with their CPU.
     pub fn learn(&mut self, waiting: impl Iterator<Item = (Vec<DeviceRequest>, u64)>) {
         for (resource, learner) in self.learners.iter_mut().filter(|(_, learner)| learner.is_update_due()) {
             learner.record_update();
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ranks_of_all_tables_are_bounded_and_the_oldest_are_dropped_first() {
+    fn the_number_of_ranks_is_limited_and_the_oldest_ranks_are_dropped_first() {
         let mut chooser = Chooser { limits: Limits { ranks: 7, ..LIMITS }, ..Chooser::<Tightest>::default() };
         let mut ledger = Ledger::default();
         ledger.observe("m", node(0..3));

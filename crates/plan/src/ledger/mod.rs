@@ -108,7 +108,7 @@ impl Ledger {
 
     /// Updates a node. Allocated units no longer need a reservation.
     pub fn observe(&mut self, name: &str, facts: NodeFacts) {
-        self.nodes.insert(name.to_owned(), Node::of(facts, |pod| self.claims.shared_name(pod)));
+        self.nodes.insert(name.to_owned(), Node::from_facts(facts, |pod| self.claims.shared_name(pod)));
         self.update_reservations(name);
     }
 
@@ -420,7 +420,7 @@ impl Ledger {
     /// preemption helps.
     ///
     /// Victims are pods of strictly lower priority that are in `holders` and have allocations on
-    /// the node. Victims free units of devices and what the node is missing
+    /// the node. Victims free units of devices and the node's missing resources
     /// ([`PreemptionNode::missing`]). Reserved units remain reserved. Units that are nominated for
     /// other pods of the same or higher priority remain nominated. A node that has too few units of
     /// a requested resource for its claims is excluded. The units and other resources of
@@ -475,7 +475,7 @@ impl Ledger {
     }
 
     /// Removes the pod's nomination, and returns the nomination if there was one. A claim or a
-    /// release of the pod also removes it.
+    /// release of the pod also removes the nomination.
     pub fn withdraw(&mut self, pod: &str) -> Option<Nomination> {
         self.nominations.remove(pod)
     }
@@ -534,7 +534,7 @@ impl Ledger {
     }
 
     /// Finds new reservations for the claims of a rebuilt node if the annotated reservations do not
-    /// cover a claim. That can happen if pods swapped units and then terminated.
+    /// cover a claim. This case occurs if pods swapped units and then terminated.
     fn renew_reservations(&mut self, name: &str) {
         let (Some(node), Some(pods)) = (self.nodes.get(name), self.pods.get(name)) else { return };
         if node.short.is_empty() {

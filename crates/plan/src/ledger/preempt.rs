@@ -1,9 +1,9 @@
 //! Decides which pods to preempt so that a pod of higher priority fits.
 //!
 //! Chooses victims as kube-scheduler does, with one difference. kube-scheduler sums the units of a
-//! node's GPUs, so the units that it frees may be on two GPUs and fit no request. Here, each way to
-//! place the requests on devices is considered separately. A pod is preempted only if it frees
-//! units on a chosen device.
+//! node's GPUs, so the units that it frees may be on two GPUs and fit no request. This search
+//! considers each way to place the requests on devices separately. A pod is preempted only if it
+//! frees units on a chosen device.
 //!
 //! The units are then [nominated](super::Ledger::nominate). Until the units are reserved for the
 //! pod, pods of the same or lower priority do not see these units as free.
@@ -85,7 +85,7 @@ impl<'a> Holders<'a> {
     }
 }
 
-/// A node on which preemption may make room for a pod.
+/// A node on which a pod may fit after a preemption.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PreemptionNode<'a> {
     /// Name of the node.

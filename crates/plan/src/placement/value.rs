@@ -12,7 +12,7 @@ use super::{Node, Rank, Score, THOUSANDTHS_PER_GPU, remaining_thousandths};
 /// Additional value of a whole GPU if all pending pods request whole GPUs.
 const WHOLE_GPU_BONUS: f64 = 0.4;
 
-/// Number of steps of a GPU in the table of values.
+/// Number of steps into which the table of values divides a GPU.
 const STEPS_PER_GPU: usize = 100;
 
 /// Cost of free GPU capacity without enough free CPU on the node. Values between 0.3 and 3 make
@@ -210,8 +210,8 @@ fn shared_sizes(typical: &[TypicalPod]) -> Vec<(usize, f64)> {
 /// Returns the value of a GPU with x hundredths free, for each x. This is the highest sum of prices
 /// of sizes that fit into x. Prices are dual prices of a cutting-stock problem: the fewest GPUs on
 /// which all shared pods fit. A free part in which no typical pod fits has no value. A size that
-/// tiles a GPU is worth its part of the GPU. Multiplicative weights solve the linear program. Here,
-/// the result of this method is as good as exact duals, and needs no solver.
+/// tiles a GPU is worth its part of the GPU. The method of multiplicative weights solves the linear
+/// program. For this purpose, its result is as good as exact duals, and it needs no solver.
 fn packing_values(items: &[(usize, f64)]) -> Vec<f64> {
     const ROUNDS: usize = 4000;
     const WARM_UP: usize = 1000;
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn of_equal_losses_the_exact_fit_is_preferred() {
+    fn the_exact_fit_is_preferred_among_equal_losses() {
         let node = Node { model: "T4".into(), cpu_total: 0, cpu: 0, gpus: vec![1000, 500] };
         let demand = Demand { cpu: 0, gpus: 1, per_gpu: 500, models: Vec::new() };
         for size in [10, 20, 50, 100, 125, 250, 500] {
