@@ -1,4 +1,5 @@
-//! The devices that a program sees: its container's devices, restricted by its own environment.
+//! Determines the devices that a program sees: the devices of its container, restricted by the
+//! program's environment.
 
 use std::fs;
 use std::path::Path;
@@ -63,7 +64,8 @@ impl DeviceSelection {
             ContainerDevices::Nodes(nodes) => {
                 let has_node = |device: &DeviceRef<'_>| nodes.contains(&device.gpu.minor);
                 let whole = state.visible_devices(None).into_iter().filter(has_node);
-                // A device node does not identify a MIG device, so the program's list must name it.
+                // A device node does not identify a MIG device, so the program's list must name the
+                // MIG device.
                 match self.program.as_deref().filter(|list| list.starts_with("MIG-")) {
                     Some(list) => state.visible_devices(Some(list)).into_iter().filter(has_node).collect(),
                     None => whole.collect(),

@@ -1,4 +1,4 @@
-//! The machine's state, which all of its processes share. Plain data and pure queries.
+//! The machine's state, which all of its processes share: plain data and pure queries.
 
 use serde::{Deserialize, Serialize};
 
@@ -124,7 +124,8 @@ pub struct Gpu {
     /// Why the clocks are lower than they could be, as bits of NVML (`nvmlClocksThrottleReason…`).
     #[serde(default)]
     pub throttling: u64,
-    /// Energy in millijoules since the driver was loaded. The simulation does not add any.
+    /// Energy in millijoules since the driver was loaded. The simulation does not increase this
+    /// value.
     #[serde(default)]
     pub energy_millijoules: u64,
 }
@@ -214,7 +215,7 @@ pub struct Event {
     pub gpu: String,
     /// The type of the event.
     pub kind: EventKind,
-    /// The XID, or 0.
+    /// The XID, or 0 for any other event.
     pub data: u64,
     /// The GPU instance concerned, if known.
     #[serde(default)]

@@ -30,10 +30,10 @@ use crate::seqpacket::{Connection, Credentials, Packet};
 
 /// The daemon's greeting.
 pub const HELLO: &[u8; 9] = b"OUTBHELL\0";
-/// The greeting of another driver's daemon. That driver's tool and CUDA library understand it. A
-/// door for driver 580 does not.
+/// The greeting of another driver's daemon. That driver's tool and CUDA library accept this
+/// greeting. A door for driver 580 does not.
 pub const HELLO_OF_OTHER_DRIVER: &[u8; 9] = b"OUTBHEL2\0";
-/// The reply of another driver's daemon to a client. No door understands it.
+/// The reply of another driver's daemon to a client. Doors do not accept this reply.
 pub const REPLY_OF_OTHER_DRIVER: &[u8; 9] = b"OUTBCUF2\0";
 /// The packet that carries the client's credentials.
 pub const CREDENTIALS: &[u8; 9] = b"OUTBCRED\0";

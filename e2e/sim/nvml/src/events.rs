@@ -15,7 +15,7 @@ pub(crate) const SUPPORTED_EVENT_TYPES: u64 = sys::nvmlEventTypeAll as u64;
 /// An event set.
 #[derive(Debug, Default)]
 struct EventSet {
-    /// By GPU: the registered event types, and the last event before the registration.
+    /// The registered event types and the last event before the registration, by GPU.
     registered: HashMap<String, (u64, u64)>,
     /// The number of the event that was delivered last.
     seen: u64,

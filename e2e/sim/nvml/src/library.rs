@@ -79,7 +79,7 @@ struct InitializedLibrary {
 static LIBRARY: Mutex<InitializedLibrary> =
     Mutex::new(InitializedLibrary { users: 0, machine: None, objects: Vec::new(), open: Vec::new() });
 
-// Handles are large numbers, so that a zero or a count is not mistaken for one.
+// Handles are large numbers, so that the library does not mistake a zero or a count for a handle.
 const FIRST_HANDLE: usize = 0x4e56_0000;
 
 fn lock_library() -> MutexGuard<'static, InitializedLibrary> {
@@ -184,8 +184,8 @@ fn begin_call(machine: &Machine, name: &str, device: Option<&str>) -> Result<Arc
 
 /// Runs the body of a call. A panic must not unwind into C.
 pub(crate) fn catch_panic(body: impl FnOnce() -> Result<()>) -> sys::nvmlReturn_t {
-    // Tables remain consistent after a panic, because every entry is written at once. The library
-    // therefore ignores poisoned locks.
+    // Tables remain consistent after a panic, because every entry is written at once. Therefore the
+    // library ignores poisoned locks.
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => sys::nvmlReturn_enum_NVML_SUCCESS,
         Ok(Err(code)) => code.0,

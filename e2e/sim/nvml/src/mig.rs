@@ -10,7 +10,7 @@ use crate::events;
 use crate::library::{Code, Handle, HandleTarget, MachineView, Result, handle, object};
 
 /// Returns a GPU's MIG devices in the order of NVML: by GPU instance, then by compute instance.
-pub(crate) fn devices(gpu: &Gpu) -> Vec<(&GpuInstance, &ComputeInstance)> {
+pub(crate) fn mig_devices(gpu: &Gpu) -> Vec<(&GpuInstance, &ComputeInstance)> {
     gpu.instances.iter().flat_map(|gi| gi.compute.iter().map(move |ci| (gi, ci))).collect()
 }
 

@@ -96,7 +96,8 @@ pub fn start_in_background(config: DaemonConfig) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Runs the daemon of `-d`. Until it listens, its messages go to the process that started it.
+/// Runs the daemon of `-d`. Until the daemon listens, the process that started it receives its
+/// messages.
 fn run_detached(config: DaemonConfig) -> anyhow::Result<ExitCode> {
     let send = |text: &str| {
         // Ignore errors: the parent may have exited, and the daemon continues.
@@ -137,8 +138,8 @@ fn run(config: DaemonConfig, sinks: &LogSinks, ready: impl FnOnce()) -> anyhow::
     }
     let directory = &config.pipe_directory;
     make_directory(directory)?;
-    // Locked until the daemon exits for any reason. So a killed daemon never blocks the next
-    // daemon.
+    // The file stays locked until the daemon exits for any reason. A killed daemon therefore never
+    // blocks the next daemon.
     let _lock = lock_file(&directory.join("control_lock"))?;
     let log = sinks.open("control.log")?;
     let server_log = forward_server_log(&directory.join("log"), sinks.open("server.log")?)?;
@@ -191,8 +192,8 @@ impl Daemon {
                         pending.extend(self.serve_connection(connection, *privileged));
                     }
                     Err(error) => {
-                        // Retry later: the process probably has no free descriptors. Some become
-                        // free when connected peers disconnect.
+                        // Retry later: the process probably has no free descriptors. Descriptors
+                        // become free when connected peers disconnect.
                         self.log(&format!("failed to accept a connection: {error}"));
                         thread::sleep(Duration::from_millis(10));
                     }

@@ -42,7 +42,7 @@ exports! {
             if gpu.mig && index >= mig::max_devices(gpu, model) {
                 return Err(Code::INVALID_ARGUMENT);
             }
-            let devices = mig::devices(gpu);
+            let devices = mig::mig_devices(gpu);
             let (_, ci) = devices.get(index as usize).ok_or(Code::NOT_FOUND)?;
             out.put(handle(HandleTarget::Device(ci.uuid.clone())))
         });
@@ -252,8 +252,8 @@ fn put_attributes(name: &str, device: Handle, out: Out<sys::nvmlDeviceAttributes
     })
 }
 
-/// Writes a profile in the version of the structure that the caller requests. Both versions begin
-/// with this number.
+/// Writes a profile in the version of the structure that the caller requests. The caller writes the
+/// version into the first field of the structure.
 fn put_profile(p: &GpuProfile, out: Out<sys::nvmlGpuInstanceProfileInfo_v2_t>) -> Result<()> {
     type V2 = sys::nvmlGpuInstanceProfileInfo_v2_t;
     type V3 = sys::nvmlGpuInstanceProfileInfo_v3_t;

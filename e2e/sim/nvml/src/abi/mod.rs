@@ -71,11 +71,11 @@ exports! {
     });
 
     nvmlDeviceGetName(device: Handle, name: Out<c_char>, length: c_uint) |own|
-        call_on_device(own, device, |_, d| name.text(length, &device::name(&d)));
+        call_on_device(own, device, |_, d| name.text(length, &device::product_name(&d)));
     nvmlDeviceGetUUID(device: Handle, uuid: Out<c_char>, length: c_uint) |own|
         call_on_device(own, device, |_, d| uuid.text(length, d.uuid()));
     nvmlDeviceGetIndex(device: Handle, index: Out<c_uint>) |own| call_on_device(own, device, |_, d| {
-        let among = mig::devices(d.gpu).iter().position(|(_, ci)| ci.uuid == d.uuid());
+        let among = mig::mig_devices(d.gpu).iter().position(|(_, ci)| ci.uuid == d.uuid());
         index.put(among.map_or(d.gpu.index, to_u32))
     });
     nvmlDeviceGetMinorNumber(device: Handle, minor: Out<c_uint>) |own|
@@ -137,7 +137,7 @@ exports! {
     });
 
     nvmlDeviceGetMemoryInfo(device: Handle, out: Out<sys::nvmlMemory_t>) |own| call_on_device(own, device, |view, d| {
-        let m = device::memory(view, &d);
+        let m = device::memory_use(view, &d);
         // This call's first version counts the driver's reserve as used.
         out.put(sys::nvmlMemory_t { total: m.total, free: m.free, used: m.used + m.reserved })
     });
@@ -146,7 +146,7 @@ exports! {
         if version != self::struct_version::<sys::nvmlMemory_v2_t>(2) {
             return Err(Code::FUNCTION_NOT_FOUND);
         }
-        let m = device::memory(view, &d);
+        let m = device::memory_use(view, &d);
         out.put(sys::nvmlMemory_v2_t { version, total: m.total, reserved: m.reserved, free: m.free, used: m.used })
     });
     nvmlDeviceGetBAR1MemoryInfo(device: Handle, out: Out<sys::nvmlBAR1Memory_t>) |own| call_on_gpu(own, device, |_, _, model| {
