@@ -30,7 +30,7 @@ impl fmt::Display for Violation {
 
 /// Returns all violations of a plan for a snapshot. Apply the plan only if the list is empty.
 pub fn check(snapshot: &Snapshot, plan: &Plan) -> Vec<Violation> {
-    let mut checker = Checker { found: Vec::new(), taken_whole: BTreeSet::new() };
+    let mut checker = PlanChecker { found: Vec::new(), taken_whole: BTreeSet::new() };
     checker.check_gpus(snapshot, plan);
     checker.check_pods(snapshot, plan);
     checker.found
@@ -57,7 +57,7 @@ fn fit_into_bins(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
     false
 }
 
-struct Checker {
+struct PlanChecker {
     found: Vec<Violation>,
     /// GPUs that a single pod uses as a whole.
     taken_whole: BTreeSet<(String, String)>,
@@ -79,7 +79,7 @@ fn count_slices(slices: &[SliceGroup], is_counted: impl Fn(&SliceGroup) -> bool)
     all
 }
 
-impl Checker {
+impl PlanChecker {
     fn report(&mut self, at: &str, what: impl Into<String>) {
         self.found.push(Violation { at: at.to_owned(), what: what.into() });
     }

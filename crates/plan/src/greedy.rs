@@ -6,7 +6,7 @@ use crate::model::Model;
 use crate::search::ClusterPart;
 use crate::states::{DemandId, States};
 
-pub(crate) struct Greedy<'g, 'a> {
+pub(crate) struct GreedyPlacer<'g, 'a> {
     model: &'g Model<'a>,
     pub(crate) states: &'g mut States,
     pub(crate) assignment: Assignment,
@@ -44,7 +44,7 @@ const GROUP_WORK_DIVISOR: u64 = 8;
 /// Maximum number of pods moved in a chain. Each move frees slices for the previous pod.
 const MAX_MOVED_PODS_IN_CHAIN: u32 = 2;
 
-impl<'g, 'a> Greedy<'g, 'a> {
+impl<'g, 'a> GreedyPlacer<'g, 'a> {
     pub(crate) fn new(
         model: &'g Model<'a>,
         states: &'g mut States,

@@ -15,7 +15,7 @@ pub const MAX_CLIENTS: u32 = 48;
 pub const SERVER_RESERVE: Mebibytes = Mebibytes(128);
 
 /// Minimum number of SMs to which MPS limits a client.
-const MIN_SMS: u32 = 8;
+const MIN_CLIENT_SMS: u32 = 8;
 
 /// How strictly the SMs of a share are limited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -84,7 +84,7 @@ pub fn usable_sms(threads: Option<Percent>, total: Sms) -> Sms {
     let Some(percent) = threads.filter(|&percent| percent != Percent::FULL) else { return total };
     let part = u64::from(total.0) * u64::from(percent.get()) / 100;
     let even = u32::try_from(part).unwrap_or(u32::MAX) & !1;
-    Sms(even.max(MIN_SMS).min(total.0))
+    Sms(even.max(MIN_CLIENT_SMS).min(total.0))
 }
 
 /// Returns the part of a client's memory limit that its CUDA context uses, if the client can use

@@ -126,6 +126,7 @@ pub(crate) const WHOLE_GPU: u32 = 1 << 16;
 
 /// Additional value of an unused GPU, because pods can request it whole or in another mode.
 const IDLE_GPU_VALUE: i64 = 2000;
+/// Value of the room on a GPU whose memory and compute are entirely free.
 const FULL_GPU_VALUE: u64 = 1000;
 
 impl GpuClass {

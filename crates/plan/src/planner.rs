@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::assignment::{Assignment, ChangeRule, CostCache, Location, group_of_pod};
 use crate::device::Family;
-use crate::greedy::{Greedy, PlacementStyle};
+use crate::greedy::{GreedyPlacer, PlacementStyle};
 use crate::model::{Model, as_u32};
 use crate::partition::{GpuClass, GpuDemand, GpuUsage, ResourceKind, SliceCell, WHOLE_GPU};
 use crate::policy::Policy;
@@ -268,7 +268,7 @@ fn plan_part(
             continue;
         }
         let before = states.work;
-        let mut greedy = Greedy::new(model, states, costs, std::mem::take(assignment));
+        let mut greedy = GreedyPlacer::new(model, states, costs, std::mem::take(assignment));
         greedy.place_part(part, style, if small { MAX_LOOKUPS_BEFORE_EXACT_SEARCH } else { budget.moving / 3 });
         *assignment = greedy.assignment;
         budget.moving = budget.moving.saturating_sub((states.work - before) / 8);

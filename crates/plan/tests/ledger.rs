@@ -27,7 +27,7 @@ enum Event {
     Bind { pod: usize, node: usize },
     /// The kubelet allocates the units of a bound pod. `device` chooses among equal reservations.
     Allocate { pod: usize, device: usize },
-    /// A pod is deleted in any state.
+    /// A pod is deleted, whatever its state.
     Delete { pod: usize },
     /// Time passes.
     Tick { by: u64 },

@@ -492,7 +492,7 @@ const CPU_SLOT: [&str; 2] = ["cpu", ""];
 type FreeUnits = BTreeMap<(String, String), i64>;
 
 impl PreemptionCase {
-    /// Returns a pod with allocations. Its name ends with that of its node.
+    /// Returns a pod with allocations. The pod's name ends with the name of its node.
     fn holder(&self, pod: &str) -> Option<&Holder<'static>> {
         self.holders.get(pod.rsplit_once('@')?.1, pod)
     }

@@ -51,7 +51,7 @@ const MACHINES: [(&str, Link); 4] = [
     ("bridged pairs", bridged_pairs),
 ];
 
-fn name(gpu: usize) -> String {
+fn gpu_name(gpu: usize) -> String {
     format!("GPU-{gpu:02}")
 }
 
@@ -61,7 +61,7 @@ fn topology(count: usize, link: Link) -> Topology {
 
 /// Calls the function under test with numbers of GPUs.
 fn choose(topology: &Topology, available: &[usize], required: &[usize], size: usize) -> Vec<usize> {
-    let names = |gpus: &[usize]| gpus.iter().map(|&gpu| name(gpu)).collect::<Vec<_>>();
+    let names = |gpus: &[usize]| gpus.iter().map(|&gpu| gpu_name(gpu)).collect::<Vec<_>>();
     let (available, required) = (names(available), names(required));
     let available: Vec<&str> = available.iter().map(String::as_str).collect();
     let required: Vec<&str> = required.iter().map(String::as_str).collect();
@@ -100,19 +100,19 @@ fn gpus_without(available: &[usize], set: &[usize]) -> Vec<usize> {
 
 /// Tries all sets. Returns the best score of a set, and the best score of the remaining GPUs beside
 /// such a set.
-fn optimum(link: Link, available: &[usize], required: &[usize], size: usize) -> (u32, u32) {
-    fn visit(set: &mut Vec<usize>, next: &[usize], size: usize, found: &mut dyn FnMut(&[usize])) {
+fn find_optimum(link: Link, available: &[usize], required: &[usize], size: usize) -> (u32, u32) {
+    fn visit_sets(set: &mut Vec<usize>, next: &[usize], size: usize, found: &mut dyn FnMut(&[usize])) {
         if set.len() == size {
             return found(set);
         }
         for (at, &gpu) in next.iter().enumerate() {
             set.push(gpu);
-            visit(set, &next[at + 1..], size, found);
+            visit_sets(set, &next[at + 1..], size, found);
             set.pop();
         }
     }
     let mut best = (0, 0);
-    visit(&mut required.to_vec(), &gpus_without(available, required), size, &mut |set| {
+    visit_sets(&mut required.to_vec(), &gpus_without(available, required), size, &mut |set| {
         let own = score(link, set);
         if own >= best.0 {
             best = best.max((own, score(link, &gpus_without(available, set))));
@@ -130,10 +130,10 @@ fn check_choice(machine: (&str, Link), available: &[usize], required: &[usize], 
     assert!(required.iter().all(|gpu| chosen.contains(gpu)), "{what}");
     assert!(chosen.iter().all(|gpu| available.contains(gpu)), "{what}");
     let rest = score(link, &gpus_without(available, &chosen));
-    assert_eq!((score(link, &chosen), rest), optimum(link, available, required, size), "{what}");
+    assert_eq!((score(link, &chosen), rest), find_optimum(link, available, required, size), "{what}");
 }
 
-fn members(set: u32) -> Vec<usize> {
+fn members_of_set(set: u32) -> Vec<usize> {
     (0..32).filter(|bit| set >> bit & 1 == 1).collect()
 }
 
@@ -141,7 +141,7 @@ fn members(set: u32) -> Vec<usize> {
 fn every_choice_among_eight_gpus_is_optimal() {
     for machine in MACHINES {
         for free in 0..256 {
-            let available = members(free);
+            let available = members_of_set(free);
             for size in 1..=available.len() {
                 check_choice(machine, &available, &[], size);
             }
@@ -153,7 +153,7 @@ fn every_choice_among_eight_gpus_is_optimal() {
 fn a_choice_with_required_gpus_is_optimal() {
     for machine in MACHINES {
         for free in (0..256).step_by(3) {
-            let available = members(free);
+            let available = members_of_set(free);
             for (at, &one) in available.iter().enumerate() {
                 for size in 1..=available.len() {
                     check_choice(machine, &available, &[one], size);
@@ -172,7 +172,7 @@ fn a_choice_with_required_gpus_is_optimal() {
 #[test]
 fn nvidias_examples_have_the_same_answers_except_one() {
     let dgx = topology(8, dgx_v100);
-    let all = members(0xff);
+    let all = members_of_set(0xff);
     for (available, required, size, expected) in [
         (&[0, 4, 5, 6][..], &[][..], 2, &[5, 6][..]),
         (&[0, 3, 1], &[], 2, &[0, 3]),
@@ -254,7 +254,7 @@ fn every_choice_among_sixteen_gpus_is_optimal() {
             bits = bits.wrapping_mul(0x0019_660d).wrapping_add(0x3c6e_f35f);
             // The first case has all sixteen GPUs. The other cases have random sets of available
             // GPUs.
-            let available = members(if round < 16 { 0xffff } else { (bits >> 8 | bits >> 20) & 0xffff });
+            let available = members_of_set(if round < 16 { 0xffff } else { (bits >> 8 | bits >> 20) & 0xffff });
             let size = 1 + round % 16;
             if size > available.len() {
                 continue;
@@ -262,7 +262,7 @@ fn every_choice_among_sixteen_gpus_is_optimal() {
             let required: Vec<usize> = available.iter().copied().take(usize::from(round % 5 == 4)).collect();
             let chosen = choose(&topology, &available, &required, size);
             let rest = score(link, &gpus_without(&available, &chosen));
-            let best = optimum(link, &available, &required, size);
+            let best = find_optimum(link, &available, &required, size);
             assert_eq!((score(link, &chosen), rest), best, "{size} of {available:?} with {required:?}: {chosen:?}");
             assert!(chosen.len() == size && required.iter().all(|gpu| chosen.contains(gpu)), "{chosen:?}");
         }

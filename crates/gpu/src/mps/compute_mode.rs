@@ -24,7 +24,7 @@ use crate::nvml;
 const CHILD_PROCESS_DEADLINE: Duration = Duration::from_secs(20);
 /// Maximum number of bytes read from the child process's output.
 const MAX_CHILD_OUTPUT_BYTES: u64 = 64 * 1024;
-const RECORD_EXTENSION: &str = ".compute-mode";
+const COMPUTE_MODE_RECORD_EXTENSION: &str = ".compute-mode";
 
 /// A compute mode, as the child process receives and prints it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -79,7 +79,7 @@ struct ComputeModeRecord(PathBuf);
 
 impl ComputeModeRecord {
     fn for_device(context: &HostContext, device: &str) -> Self {
-        Self(context.paths.mps_host_dir().join(format!("{device}{RECORD_EXTENSION}")))
+        Self(context.paths.mps_host_dir().join(format!("{device}{COMPUTE_MODE_RECORD_EXTENSION}")))
     }
 
     /// Returns a function that adds the action and the record's path to an I/O error.
@@ -151,7 +151,9 @@ pub(crate) async fn restore_compute_mode(context: &HostContext, device: &str) ->
 /// Returns the devices with a recorded compute mode to restore.
 pub(crate) fn devices_with_record(mps: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(mps) else { return Vec::new() };
-    let name = |entry: std::fs::DirEntry| entry.file_name().to_str()?.strip_suffix(RECORD_EXTENSION).map(str::to_owned);
+    let name = |entry: std::fs::DirEntry| {
+        entry.file_name().to_str()?.strip_suffix(COMPUTE_MODE_RECORD_EXTENSION).map(str::to_owned)
+    };
     entries.filter_map(|entry| name(entry.ok()?)).collect()
 }
 

@@ -64,7 +64,7 @@ pub(crate) async fn send_command_to_socket(
     with_deadline(deadline, &command.to_string(), async {
         let socket = Socket::connect(socket).await?;
         receive_hello(&socket).await?;
-        socket.send_credentials(protocol::CREDENTIALS, Credentials::of_this_process()).await?;
+        socket.send_credentials(protocol::CREDENTIALS_PACKET, Credentials::of_this_process()).await?;
         socket.send(&PeerKind::Administrator.packet()).await?;
         for packet in protocol::command_packets(command) {
             socket.send(&packet).await?;
@@ -156,18 +156,18 @@ pub(crate) async fn introduce_client(pipe: &Path, who: Credentials) -> Result<Ac
     with_deadline(ANSWER_DEADLINE, "a client's handshake", async {
         let daemon = Socket::connect(&pipe.join("control")).await?;
         receive_hello(&daemon).await?;
-        daemon.send_credentials(protocol::CREDENTIALS, who).await.map_err(|error| {
+        daemon.send_credentials(protocol::CREDENTIALS_PACKET, who).await.map_err(|error| {
             // The kernel accepts only credentials of a living process, so the client has exited.
             if is_process_not_found_error(&error) { ControlError::ClientExited } else { error.into() }
         })?;
         daemon.send(&PeerKind::Client.packet()).await?;
         let packet = daemon.recv_descriptor().await?.ok_or(ControlError::Closed)?;
         match packet.descriptor {
-            Some(server) if packet.data == protocol::DESCRIPTOR => {
+            Some(server) if packet.data == protocol::DESCRIPTOR_PACKET => {
                 Ok(AcceptedClient { server, daemon: PendingHandshake(daemon) })
             }
             // The kernel drops a received descriptor if this process cannot open another one.
-            None if packet.data == protocol::DESCRIPTOR => Err(io::Error::from(rustix::io::Errno::MFILE).into()),
+            None if packet.data == protocol::DESCRIPTOR_PACKET => Err(io::Error::from(rustix::io::Errno::MFILE).into()),
             _ => Err(ControlError::UnknownProtocol),
         }
     })
@@ -182,7 +182,7 @@ fn is_process_not_found_error(error: &io::Error) -> bool {
 
 async fn receive_hello(socket: &Socket) -> Result<(), ControlError> {
     let hello = socket.recv().await?.ok_or(ControlError::Closed)?;
-    if hello.data == protocol::HELLO { Ok(()) } else { Err(ControlError::UnknownProtocol) }
+    if hello.data == protocol::HELLO_PACKET { Ok(()) } else { Err(ControlError::UnknownProtocol) }
 }
 
 /// Limits the time of an operation. `what` names the operation in the error.

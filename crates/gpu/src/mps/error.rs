@@ -189,7 +189,7 @@ pub(crate) enum NotReady {
     DoorFailed { allocation: String, error: String },
     #[error("allocation {0} is not in the desired file yet")]
     Unknown(String),
-    #[error("allocation {allocation} is not in the desired file yet, which cannot be applied: {error}")]
+    #[error("allocation {allocation} is unknown, because the MPS host failed to apply the desired file: {error}")]
     DesiredFailed { allocation: String, error: String },
     #[error("the MPS daemon of {device} is {state:?}")]
     Daemon { device: String, state: DaemonState },

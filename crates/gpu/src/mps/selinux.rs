@@ -9,10 +9,10 @@ use rustix::fs::{XattrFlags, setxattr};
 use rustix::io::Errno;
 
 /// The extended attribute that contains a file's label.
-const ATTRIBUTE: &str = "security.selinux";
+const LABEL_ATTRIBUTE: &str = "security.selinux";
 /// A label of files that the policy `container-selinux` lets all containers use. Like labels that
 /// other programs write, it ends with a NUL.
-const CONTAINER_FILE: &[u8] = b"system_u:object_r:container_file_t:s0\0";
+const CONTAINER_FILE_LABEL: &[u8] = b"system_u:object_r:container_file_t:s0\0";
 
 /// Labels files for containers, if SELinux is enabled on the node.
 #[derive(Debug, Clone, Copy)]
@@ -47,7 +47,7 @@ impl ContainerLabel {
 
     fn try_apply(self, path: &Path) -> io::Result<()> {
         if self.enabled {
-            setxattr(path, ATTRIBUTE, CONTAINER_FILE, XattrFlags::empty())?;
+            setxattr(path, LABEL_ATTRIBUTE, CONTAINER_FILE_LABEL, XattrFlags::empty())?;
         }
         Ok(())
     }
@@ -97,7 +97,7 @@ mod tests {
         let _listener = UnixListener::bind(&socket).unwrap();
         let label = |path: &Path| {
             let mut label = vec![0; 256];
-            getxattr(path, ATTRIBUTE, &mut label).map(|length| label[..length].to_vec())
+            getxattr(path, LABEL_ATTRIBUTE, &mut label).map(|length| label[..length].to_vec())
         };
         let before = (label(directory.path()), label(&socket));
         let disabled = ContainerLabel { enabled: false };
@@ -107,7 +107,7 @@ mod tests {
         let enabled = ContainerLabel { enabled: true };
         for path in [directory.path(), &socket] {
             match enabled.try_apply(path) {
-                Ok(()) => assert_eq!(label(path).unwrap(), CONTAINER_FILE),
+                Ok(()) => assert_eq!(label(path).unwrap(), CONTAINER_FILE_LABEL),
                 // Only root may write labels, and not every file system supports labels.
                 Err(error) => assert!(
                     matches!(

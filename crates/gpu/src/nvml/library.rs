@@ -128,7 +128,7 @@ impl Library {
 
     /// Runs `call` on this thread. The thread hangs if the driver hangs.
     pub(super) fn call_library<T>(&self, call: impl FnOnce(&dyn Gpus) -> Result<T, NvmlError>) -> Result<T, NvmlError> {
-        let session = self.session()?;
+        let session = self.open_or_reuse_session()?;
         let result = call(session.gpus.as_ref());
         if result.as_ref().is_err_and(NvmlError::requires_reload) {
             self.discard(&session);
@@ -151,7 +151,7 @@ impl Library {
         })
     }
 
-    fn session(&self) -> Result<Arc<Session>, NvmlError> {
+    fn open_or_reuse_session(&self) -> Result<Arc<Session>, NvmlError> {
         let mut slot = self.lock_slot();
         if slot.closers > 0 {
             return Err(NvmlError::Closed);

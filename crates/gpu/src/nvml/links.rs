@@ -171,15 +171,15 @@ mod tests {
 
     fn ports(number: u32, ends: Vec<NvLinkEnd>) -> GpuPorts {
         let nvlinks = NvLinks { ends, is_incomplete: false };
-        GpuPorts { uuid: format!("GPU-{number}"), pci: pci(number), numa: Some(number / 2), nvlinks }
+        GpuPorts { uuid: format!("GPU-{number}"), pci: pci_bus_id(number), numa: Some(number / 2), nvlinks }
     }
 
-    fn pci(number: u32) -> String {
+    fn pci_bus_id(number: u32) -> String {
         format!("0000:{number:02x}:00.0")
     }
 
     fn to_gpu(number: u32) -> NvLinkEnd {
-        NvLinkEnd::Gpu(pci(number))
+        NvLinkEnd::Gpu(pci_bus_id(number))
     }
 
     #[test]

@@ -319,8 +319,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Returns the recovery action that the driver requests. Returns `None` if the driver is too old to
 /// report one or reports an unknown one.
 fn read_requested_recovery(device: &Device<'_>) -> Result<Option<RecoveryAction>, NvmlError> {
-    const FIELD: FieldId = FieldId(field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION);
-    let values = ignore_unless_lost("nvmlDeviceGetFieldValues", device.field_values_for(&[FIELD]))?;
+    const RECOVERY_ACTION_FIELD: FieldId = FieldId(field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION);
+    let values = ignore_unless_lost("nvmlDeviceGetFieldValues", device.field_values_for(&[RECOVERY_ACTION_FIELD]))?;
     let value = values.into_iter().flatten().flatten().find_map(|sample| sample.value.ok());
     let action = match value {
         Some(SampleValue::U32(action)) => Some(u64::from(action)),

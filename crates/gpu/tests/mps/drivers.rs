@@ -41,12 +41,12 @@ fn wait_until_refused(node: &Node) -> DaemonStatus {
 /// Connects to a door and checks that the daemon's own packets arrive unchanged.
 fn check_relay(node: &Node) {
     let through = Connection::connect(&node.paths.door(ALLOCATION_A)).unwrap();
-    assert_eq!(through.recv(64).unwrap().unwrap().data, mps::HELLO_OF_OTHER_DRIVER);
+    assert_eq!(through.recv(64).unwrap().unwrap().data, mps::HELLO_PACKET_OF_OTHER_DRIVER);
     // The door also relays credentials and descriptors.
-    through.send_credentials(mps::CREDENTIALS, mps::own_credentials()).unwrap();
+    through.send_credentials(mps::CREDENTIALS_PACKET, mps::own_credentials()).unwrap();
     through.send(&mps::KIND_CLIENT.to_le_bytes()).unwrap();
     let packet = through.recv_fd(64).unwrap().unwrap();
-    assert_eq!(packet.data, mps::DESCRIPTOR);
+    assert_eq!(packet.data, mps::DESCRIPTOR_PACKET);
     let sockets = mps::ClientSockets { daemon: through, server: Connection::from_fd(packet.fd.unwrap()) };
     let _client = sockets.introduce_to_server(mps::IntroductionSubject::Process).unwrap();
     node.wait_for_status("the client is counted", |status| status.allocations[ALLOCATION_A].admitted == 1);

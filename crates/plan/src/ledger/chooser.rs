@@ -21,7 +21,7 @@ use crate::placement::{self, Candidate, Demand, LearnedScore, Placer, ReplicaCou
 /// fit.
 const MAX_LEARNED_RESOURCES: usize = 64;
 /// Maximum size of all tables together.
-const LIMITS: Limits = Limits { tables: 256, ranks: 1 << 21 };
+const TABLE_LIMITS: TableLimits = TableLimits { tables: 256, ranks: 1 << 21 };
 /// Free CPU of a node whose CPU is unknown, in thousandths of a core.
 const UNKNOWN_CPU: NodeCpu = NodeCpu { total: 0, free: u32::MAX as u64 };
 
@@ -94,9 +94,9 @@ struct NodeRow {
     devices: Vec<String>,
 }
 
-/// Limits of the tables' size.
+/// TableLimits of the tables' size.
 #[derive(Debug, Clone, Copy)]
-struct Limits {
+struct TableLimits {
     /// Number of tables above which tables without nodes are dropped. GPUs that are partitioned on
     /// demand may serve a resource or size only temporarily.
     tables: usize,
@@ -110,17 +110,17 @@ pub struct Chooser<S: Score = LearnedScore> {
     /// Tables by resource, then by the capacity of a device.
     tables: BTreeMap<String, BTreeMap<u32, NodeTable<S>>>,
     cpu: BTreeMap<String, NodeCpu>,
-    /// The learner of each resource's requests.
+    /// Learners by resource. Each one learns typical requests for its resource.
     learners: BTreeMap<String, Learner>,
     /// Number of choices so far.
     choices: u64,
-    limits: Limits,
+    limits: TableLimits,
 }
 
 impl<S: Score + Default> Default for Chooser<S> {
     fn default() -> Self {
         let (tables, cpu, learners) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        Self { tables, cpu, learners, choices: 0, limits: LIMITS }
+        Self { tables, cpu, learners, choices: 0, limits: TABLE_LIMITS }
     }
 }
 
@@ -396,7 +396,8 @@ mod tests {
 
     #[test]
     fn the_number_of_ranks_is_limited_and_the_oldest_ranks_are_dropped_first() {
-        let mut chooser = Chooser { limits: Limits { ranks: 7, ..LIMITS }, ..Chooser::<Tightest>::default() };
+        let mut chooser =
+            Chooser { limits: TableLimits { ranks: 7, ..TABLE_LIMITS }, ..Chooser::<Tightest>::default() };
         let mut ledger = Ledger::default();
         ledger.observe("m", node(0..3));
         ledger.observe("n", node(0..3));
@@ -414,7 +415,8 @@ mod tests {
 
     #[test]
     fn tables_without_nodes_are_dropped_when_there_are_many() {
-        let mut chooser = Chooser { limits: Limits { tables: 4, ..LIMITS }, ..Chooser::<Tightest>::default() };
+        let mut chooser =
+            Chooser { limits: TableLimits { tables: 4, ..TABLE_LIMITS }, ..Chooser::<Tightest>::default() };
         let mut ledger = Ledger::default();
         for resource in 0..100 {
             ledger.observe("n", node(resource..resource + 2));

@@ -55,7 +55,7 @@ pub use facts::{Allocation, Claim, DeviceFacts, Facts, Moment, NodeFacts, Place,
 pub use fit::{Fit, Fits, ReserveError};
 use layout::missing_units;
 pub use node::DeviceUsage;
-use node::{Node, Nominated};
+use node::{Node, NominatedUnits};
 use preempt::SearchedNode;
 pub use preempt::{Holder, Holders, Nomination, PendingPod, Preemption, PreemptionNode};
 pub use request::{DeviceRequest, Units};
@@ -125,7 +125,7 @@ impl Ledger {
     /// would prevent another request from fitting. If a placement exists, it is found. Nothing is
     /// reserved. A pod without requests fits on every node.
     ///
-    /// [Nominated](Self::nominate) units are not free here. Use [`Self::fit_for`] for a pod with a
+    /// [NominatedUnits](Self::nominate) units are not free here. Use [`Self::fit_for`] for a pod with a
     /// priority or a nomination.
     ///
     /// # Errors
@@ -461,7 +461,7 @@ impl Ledger {
     /// Nominates units for a pod: free units, and units that terminating pods will free. Replaces
     /// an earlier nomination.
     ///
-    /// Nominated units are not reserved: agents do not read nominations, no pod is released to use
+    /// NominatedUnits units are not reserved: agents do not read nominations, no pod is released to use
     /// the units, and released pods take precedence.
     ///
     /// # Errors
@@ -487,8 +487,8 @@ impl Ledger {
 
     /// Returns the nominated units by node, for pods of this priority or a higher priority.
     /// Excludes the nomination of `pod`.
-    fn nominated_units(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, Nominated> {
-        let mut units: BTreeMap<String, Nominated> = BTreeMap::new();
+    fn nominated_units(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, NominatedUnits> {
+        let mut units: BTreeMap<String, NominatedUnits> = BTreeMap::new();
         for (of, nomination) in &self.nominations {
             if nomination.priority >= priority && Some(of.as_str()) != pod {
                 let node = units.entry(nomination.node.clone()).or_default();

@@ -53,8 +53,8 @@ pub(super) struct AllocatedUnits {
 /// Allocations on a node, by pod.
 pub(super) type Allocations = BTreeMap<Arc<str>, Box<[AllocatedUnits]>>;
 
-/// Nominated units by resource and device.
-pub(super) type Nominated = BTreeMap<(String, String), u32>;
+/// NominatedUnits units by resource and device.
+pub(super) type NominatedUnits = BTreeMap<(String, String), u32>;
 
 impl Node {
     /// Creates a node without reservations. `shared_name` returns the copy of a pod's name that
@@ -143,7 +143,7 @@ impl Node {
     }
 
     /// Returns the node as other pods may use it: nominated units count as reserved.
-    pub(super) fn without_nominated(&self, nominated: &Nominated) -> Self {
+    pub(super) fn without_nominated(&self, nominated: &NominatedUnits) -> Self {
         let mut node = self.clone();
         for ((resource, device), &units) in nominated {
             let device_units =

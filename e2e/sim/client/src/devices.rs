@@ -93,14 +93,14 @@ impl DeviceSelection {
             }
             (None, ContainerDevices::Nothing) => Vec::new(),
             (None, ContainerDevices::All | ContainerDevices::Nodes(_)) => self.selected_devices(offers.to_vec()),
-            (None, ContainerDevices::List(list)) => self.selected_devices(select(offers, list)),
+            (None, ContainerDevices::List(list)) => self.selected_devices(select_devices(offers, list)),
         }
     }
 
     /// Returns the devices that the program's own environment selects.
     fn selected_devices(&self, given: Vec<Device>) -> Vec<Device> {
         match self.program.as_deref() {
-            Some(list) => select(&given, list),
+            Some(list) => select_devices(&given, list),
             None => given,
         }
     }
@@ -108,7 +108,7 @@ impl DeviceSelection {
 
 /// Returns the devices in a list of ordinals, UUIDs and prefixes of UUIDs. The list ends before the
 /// first entry that names no device.
-fn select(devices: &[Device], list: &str) -> Vec<Device> {
+fn select_devices(devices: &[Device], list: &str) -> Vec<Device> {
     let find = |entry: &str| match entry.parse::<usize>() {
         Ok(ordinal) => devices.get(ordinal).cloned(),
         Err(_) if entry.len() > 4 => devices.iter().find(|device| device.uuid.starts_with(entry)).cloned(),

@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use rustix::net::Shutdown;
 use serde_json::json;
-use sim_mps::handshake::{self, CREDENTIALS, ClientSockets, IntroductionSubject, KIND_ADMINISTRATOR, KIND_CLIENT};
+use sim_mps::handshake::{
+    self, CREDENTIALS_PACKET, ClientSockets, IntroductionSubject, KIND_ADMINISTRATOR, KIND_CLIENT,
+};
 use sim_mps::seqpacket::{Connection, Credentials};
 
 use crate::output::print_json_line;
@@ -196,7 +198,7 @@ fn violate_with_server(sockets: ClientSockets, lie: HandshakeViolation) -> io::R
     let say = |words: usize| -> io::Result<()> {
         for word in 0..words.min(3) {
             match word {
-                0 => server.send_credentials(CREDENTIALS, handshake::own_credentials())?,
+                0 => server.send_credentials(CREDENTIALS_PACKET, handshake::own_credentials())?,
                 1 => server.send(&first)?,
                 _ => server.send(&second)?,
             }
@@ -244,33 +246,33 @@ fn shut_down(half: SocketPart, sockets: &ClientSockets, channel: Option<&Connect
 fn perform_violation(connection: &Connection, lie: HandshakeViolation) -> io::Result<()> {
     let own = handshake::own_credentials();
     let introduce = |credentials: Credentials, kind: u32| {
-        connection.send_credentials(CREDENTIALS, credentials)?;
+        connection.send_credentials(CREDENTIALS_PACKET, credentials)?;
         connection.send(&kind.to_le_bytes())
     };
     match lie {
         HandshakeViolation::Flood(_) | HandshakeViolation::Stall(0) => Ok(()),
         HandshakeViolation::Stall(bytes) => {
-            connection.send_credentials(&CREDENTIALS[..bytes.min(CREDENTIALS.len())], own)?;
+            connection.send_credentials(&CREDENTIALS_PACKET[..bytes.min(CREDENTIALS_PACKET.len())], own)?;
             let kind = KIND_CLIENT.to_le_bytes();
-            match bytes.saturating_sub(CREDENTIALS.len()).min(kind.len()) {
+            match bytes.saturating_sub(CREDENTIALS_PACKET.len()).min(kind.len()) {
                 0 => Ok(()),
                 rest => connection.send(&kind[..rest]),
             }
         }
         HandshakeViolation::Kind(kind) => introduce(own, kind),
         HandshakeViolation::ShortKind => {
-            connection.send_credentials(CREDENTIALS, own)?;
+            connection.send_credentials(CREDENTIALS_PACKET, own)?;
             connection.send(&[2, 0])
         }
         HandshakeViolation::Huge => connection.send_credentials(&vec![b'O'; 128 << 10], own),
         HandshakeViolation::Garbage => connection.send_credentials(&[0xa5; 64], own),
         HandshakeViolation::Twice => {
-            connection.send_credentials(CREDENTIALS, own)?;
+            connection.send_credentials(CREDENTIALS_PACKET, own)?;
             introduce(own, KIND_CLIENT)
         }
         HandshakeViolation::Descriptors => {
             let file = File::open("/dev/null")?;
-            connection.send_fd(CREDENTIALS, file.as_fd())?;
+            connection.send_fd(CREDENTIALS_PACKET, file.as_fd())?;
             connection.send(&KIND_CLIENT.to_le_bytes())
         }
         HandshakeViolation::Pid(pid) => introduce(Credentials { pid, ..own }, KIND_CLIENT),

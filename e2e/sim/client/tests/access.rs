@@ -226,7 +226,7 @@ fn a_later_introduction_on_a_copy_of_the_socket_unblocks_the_server() {
     drop(sockets);
     let reply = node.send_command_in_background(&format!("get_server_status {server}"));
     let [first, second] = handshake::IntroductionSubject::Process.introduction_words();
-    copy.send_credentials(handshake::CREDENTIALS, handshake::own_credentials()).unwrap();
+    copy.send_credentials(handshake::CREDENTIALS_PACKET, handshake::own_credentials()).unwrap();
     copy.send(&first).unwrap();
     copy.send(&second).unwrap();
     assert_eq!(wait_for_answer(&reply), "ACTIVE\n");

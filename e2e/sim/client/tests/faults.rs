@@ -268,7 +268,7 @@ fn programs_accept_an_injected_handshake_of_another_driver() {
     assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
     assert_eq!(node.run_control(&["get_default_active_thread_percentage"], None), "100.0\n");
     let hello = Connection::connect(&node.socket_path("control")).unwrap().recv(64).unwrap().unwrap();
-    assert_ne!(hello.data, sim_mps::handshake::HELLO);
+    assert_ne!(hello.data, sim_mps::handshake::HELLO_PACKET);
 }
 
 #[test]

@@ -32,7 +32,8 @@ pub struct Machine {
     inner: Arc<MachineHandle>,
 }
 
-/// The start of a simulated call: the effect of injected faults, and the state that the call uses.
+/// A simulated call that has begun: the effect of injected faults, and the state that the call
+/// uses.
 #[derive(Clone, Debug)]
 pub struct BegunCall {
     /// The code with which the call must fail, if a fault injects one.

@@ -309,7 +309,7 @@ impl FirstError {
         self.error.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn set(&self, code: i32) {
+    fn set_if_first(&self, code: i32) {
         self.lock().get_or_insert(code);
         self.changed.notify_all();
     }
@@ -319,9 +319,9 @@ impl FirstError {
 fn read_messages(socket: &Connection, state: &FirstError, answers: &Sender<FromContext>) {
     let end = loop {
         match wire::recv(socket) {
-            Ok(Some(FromContext::Broken(code))) => state.set(code),
+            Ok(Some(FromContext::Broken(code))) => state.set_if_first(code),
             Ok(Some(FromContext::Terminate)) => {
-                state.set(CUDA_ERROR_MPS_CLIENT_TERMINATED);
+                state.set_if_first(CUDA_ERROR_MPS_CLIENT_TERMINATED);
                 if wire::send(socket, &ToContext::Terminated).is_err() {
                     break CUDA_ERROR_MPS_RPC_FAILURE;
                 }
@@ -333,7 +333,7 @@ fn read_messages(socket: &Connection, state: &FirstError, answers: &Sender<FromC
             Ok(None) | Err(_) => break CUDA_ERROR_MPS_RPC_FAILURE,
         }
     };
-    state.set(end);
+    state.set_if_first(end);
 }
 
 fn own_command_name() -> String {

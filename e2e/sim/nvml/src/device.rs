@@ -5,7 +5,7 @@ use sim_machine::{
     CommonAncestor, ComputeMode, DeviceRef, Gpu, Machine, NvLinkEnd, PciAddress, Process, ProcessKind, State,
 };
 
-use crate::library::{Code, Handle, HandleTarget, MachineView, Result, handle};
+use crate::library::{Code, Handle, HandleTarget, MachineView, Result, handle_of};
 
 /// Instance id of a process or an event that belongs to a whole GPU.
 pub(crate) const NO_INSTANCE: u32 = u32::MAX;
@@ -107,14 +107,14 @@ pub(crate) fn nvlink_peer_pci(view: &MachineView, end: NvLinkEnd) -> Result<PciA
 pub(crate) fn gpu_handle(view: &MachineView, find: impl Fn(&sim_machine::Gpu) -> bool, none: Code) -> Result<Handle> {
     let gpu = view.state.gpus.iter().find(|g| find(g)).ok_or(none)?;
     view.gpu(&gpu.uuid)?;
-    Ok(handle(HandleTarget::Device(gpu.uuid.clone())))
+    Ok(handle_of(HandleTarget::Device(gpu.uuid.clone())))
 }
 
 /// Returns the handle of a GPU or MIG device.
 pub(crate) fn handle_by_uuid(view: &MachineView, uuid: &str) -> Result<Handle> {
     let device = view.state.device(uuid).ok_or(Code::NOT_FOUND)?;
     view.gpu(&device.gpu.uuid)?;
-    Ok(handle(HandleTarget::Device(uuid.to_owned())))
+    Ok(handle_of(HandleTarget::Device(uuid.to_owned())))
 }
 
 /// Returns whether a caller's text is this PCI address, with a domain of 4 or 8 digits.

@@ -130,7 +130,7 @@ pub(crate) fn shutdown() -> sys::nvmlReturn_t {
 }
 
 /// Returns the handle of an object. Equal objects have the same handle.
-pub(crate) fn handle(object: HandleTarget) -> Handle {
+pub(crate) fn handle_of(object: HandleTarget) -> Handle {
     let mut library = lock_library();
     let at = library.objects.iter().position(|o| *o == object).unwrap_or_else(|| {
         library.objects.push(object);
@@ -140,7 +140,7 @@ pub(crate) fn handle(object: HandleTarget) -> Handle {
 }
 
 /// Returns the object of a handle.
-pub(crate) fn object(handle: Handle) -> Result<HandleTarget> {
+pub(crate) fn object_of_handle(handle: Handle) -> Result<HandleTarget> {
     let offset = handle.checked_sub(FIRST_HANDLE).filter(|o| o % 16 == 0).ok_or(Code::INVALID_ARGUMENT)?;
     lock_library().objects.get(offset / 16).cloned().ok_or(Code::INVALID_ARGUMENT)
 }
@@ -210,7 +210,7 @@ pub(crate) fn call_on_device(
     body: impl FnOnce(&MachineView, DeviceRef<'_>) -> Result<()>,
 ) -> sys::nvmlReturn_t {
     catch_panic(|| {
-        let HandleTarget::Device(uuid) = object(device)? else { return Err(Code::INVALID_ARGUMENT) };
+        let HandleTarget::Device(uuid) = object_of_handle(device)? else { return Err(Code::INVALID_ARGUMENT) };
         let view = MachineView::new(name, Some(&uuid))?;
         let device = view.state.device(&uuid).ok_or(Code::NOT_FOUND)?;
         view.gpu(&device.gpu.uuid)?;

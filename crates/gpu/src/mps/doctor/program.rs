@@ -50,7 +50,7 @@ pub(super) struct ProgramRunOptions {
 /// Why a program returned no usable result.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum ProgramError {
-    /// The program does not work. The driver is not the cause.
+    /// The program itself does not work. The driver is not the cause.
     #[error("the CUDA program {0}")]
     Broken(String),
     /// A CUDA call failed.

@@ -20,11 +20,11 @@ pub(super) struct Report {
     pub(super) findings: Vec<CheckResult>,
 }
 
-/// Widths of the table's columns: check, verdict, expected, observed.
+/// Widths of the table's columns in characters: check, verdict, expected, observed.
 const COLUMN_WIDTHS: [usize; 4] = [10, 8, 39, 37];
 const COLUMN_GAP: &str = "  ";
-/// Maximum width of a line.
-const LINE_WIDTH: usize = 100;
+/// Maximum width of a line, in columns.
+const MAX_LINE_COLUMNS: usize = 100;
 
 /// Formats the report for a terminal.
 pub(super) fn format_report(report: &Report) -> String {
@@ -99,7 +99,7 @@ fn format_facts(facts: &SystemFacts) -> String {
 
 /// Writes wrapped text. The lines of a list item after the first are indented.
 fn write_paragraph(text: &mut String, words: &str) {
-    for (number, line) in wrap_text(words, LINE_WIDTH - 2).iter().enumerate() {
+    for (number, line) in wrap_text(words, MAX_LINE_COLUMNS - 2).iter().enumerate() {
         let indent = if number > 0 && words.starts_with("- ") { "  " } else { "" };
         let _ = writeln!(text, "{indent}{line}");
     }
@@ -182,7 +182,7 @@ mod tests {
         seen.start = TestOutcome::Failed(format!("{} and {}", "x".repeat(300), "é ".repeat(200)));
         let text = format_report(&report(&seen, None));
         let longest = text.lines().map(|line| line.chars().count()).max().unwrap();
-        assert!(longest <= LINE_WIDTH, "{longest}\n{text}");
+        assert!(longest <= MAX_LINE_COLUMNS, "{longest}\n{text}");
         assert!(text.contains(&"x".repeat(37)), "{text}");
     }
 

@@ -36,7 +36,7 @@ const CLIENT_CHANGE_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Time limit of `terminate_client`, which takes 3 to 10 ms on an H200 with driver 580.
 const TERMINATE_DEADLINE: Duration = Duration::from_secs(10);
 /// Why the doctor skips tests that need a CUDA program.
-const NO_PROGRAM: &str = "needs a CUDA program (--client)";
+const NO_PROGRAM_REASON: &str = "needs a CUDA program (--client)";
 
 /// Why a test has no observation.
 enum NoObservation {
@@ -191,12 +191,12 @@ impl DriverTests<'_> {
     }
 
     /// Returns the PID of the MPS server.
-    fn server(&self) -> Result<u32, NoObservation> {
+    fn server_pid(&self) -> Result<u32, NoObservation> {
         self.server.get().ok_or_else(|| NoObservation::NotTested("no MPS server is running".to_owned()))
     }
 
     fn program(&self) -> Result<&Program, NoObservation> {
-        self.setup.program.as_ref().ok_or_else(|| NoObservation::NotTested(NO_PROGRAM.to_owned()))
+        self.setup.program.as_ref().ok_or_else(|| NoObservation::NotTested(NO_PROGRAM_REASON.to_owned()))
     }
 
     fn run_options(&self) -> ProgramRunOptions {
@@ -217,7 +217,7 @@ impl DriverTests<'_> {
     async fn set_limits(&self, percent: u8, mib: Option<u64>) -> Result<(), NoObservation> {
         // Check for a program first: the test is not possible without a program.
         self.program()?;
-        let server = self.server()?;
+        let server = self.server_pid()?;
         let actual = self.send_command(Command::SetThreads { server, percent }).await?;
         if !protocol::is_answer_with_percentage(&actual, percent) {
             return Err(UnexpectedAnswer::new(&actual).into());
@@ -274,7 +274,7 @@ impl DriverTests<'_> {
 
     /// Sends privileged commands through the socket `control`, to which programs also have access.
     async fn send_unprivileged_commands(&self) -> Result<Vec<CommandExchange>, NoObservation> {
-        let server = self.server()?;
+        let server = self.server_pid()?;
         let mut exchanges = Vec::new();
         for command in [
             Command::SetDefaultThreads(USUAL_THREAD_PERCENTAGE),
@@ -295,7 +295,7 @@ impl DriverTests<'_> {
     /// Returns whether MPS lists a client, and whether NVML lists it as an MPS client.
     async fn check_client_lists(&self) -> Result<(bool, Option<bool>), NoObservation> {
         self.set_limits(100, None).await?;
-        let server = self.server()?;
+        let server = self.server_pid()?;
         let client = self.start_waiting_program(None).await?;
         self.client.set(Some(client.pid));
         let deadline = Instant::now() + CLIENT_CHANGE_DEADLINE;
@@ -414,7 +414,7 @@ impl DriverTests<'_> {
     /// Terminates one of two clients, and observes both clients' next calls.
     async fn terminate_client(&self) -> Result<ClientTermination, NoObservation> {
         self.set_usual_limits().await?;
-        let server = self.server()?;
+        let server = self.server_pid()?;
         let mut client = self.start_waiting_program(Some(1)).await?;
         let mut neighbour = self.start_waiting_program(Some(1)).await?;
         let terminate = Command::Terminate { server, client: client.pid };
@@ -430,7 +430,7 @@ impl DriverTests<'_> {
     /// limits.
     async fn view_under_defaults(&self) -> Result<LimitedView, NoObservation> {
         self.set_usual_limits().await?;
-        let server = self.server()?;
+        let server = self.server_pid()?;
         self.send_command(Command::ShutdownServer { server, force: false }).await?;
         let deadline = Instant::now() + CLIENT_CHANGE_DEADLINE;
         while !protocol::parse_pids(&self.send_command(Command::ServerList).await?)?.is_empty() {

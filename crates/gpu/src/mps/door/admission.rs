@@ -104,7 +104,7 @@ impl ServerLink {
     ) -> Option<[u8; 4]> {
         let result = async {
             let (clients_end, relay) = (clients_end?, self.relay.as_mut()?);
-            client.send_descriptor(protocol::DESCRIPTOR, clients_end.as_fd()).await.ok()?;
+            client.send_descriptor(protocol::DESCRIPTOR_PACKET, clients_end.as_fd()).await.ok()?;
             // Close this process's copy of the client's end: the connection must close when the
             // client exits.
             drop(clients_end);
@@ -308,7 +308,7 @@ impl Door {
         if result.is_none() {
             link.introduce_client(who);
         }
-        daemon.finish(&result.unwrap_or(protocol::CLIENT_CONNECTED)).await;
+        daemon.finish(&result.unwrap_or(protocol::CLIENT_CONNECTED_PACKET)).await;
         // The daemon answers only once its server has accepted the client, regardless of the
         // client's report. So the limits that are set next do not apply to this client.
         let mut answer = self.device.send_command(&Command::ServerStatus(server)).await;

@@ -205,14 +205,14 @@ impl Daemon {
     /// Serves one connection. Returns a client if it must be queued.
     fn serve_connection(self: &Arc<Self>, connection: Connection, privileged: bool) -> Option<PendingClient> {
         let hello = if self.faults.apply_faults("mps:handshake").is_some() {
-            handshake::HELLO_OF_OTHER_DRIVER
+            handshake::HELLO_PACKET_OF_OTHER_DRIVER
         } else {
-            handshake::HELLO
+            handshake::HELLO_PACKET
         };
         match handshake::read_peer_kind(&connection, hello) {
             Ok(IntroducedPeer::Client(credentials)) => {
                 if self.faults.apply_faults("mps:reply").is_some() {
-                    let _ = connection.send(handshake::REPLY_OF_OTHER_DRIVER);
+                    let _ = connection.send(handshake::REPLY_PACKET_OF_OTHER_DRIVER);
                 } else if self.faults.apply_faults("mps:client").is_none() {
                     let failed_before = self.lock().failed_starts;
                     return self.serve_client(PendingClient::new(connection, credentials, failed_before));

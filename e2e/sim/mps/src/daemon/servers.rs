@@ -178,7 +178,7 @@ fn pass_to_server(mut state: MutexGuard<'_, DaemonState>, server: u32, client: &
     // The kernel attests the client's messages from now on, even before the server reads them. The
     // kernel also attests the server's messages to the client, as observed.
     let attested = servers.enable_credentials().and_then(|()| theirs.enable_credentials());
-    if attested.is_err() || client.send_fd(handshake::DESCRIPTOR, theirs.as_fd()).is_err() {
+    if attested.is_err() || client.send_fd(handshake::DESCRIPTOR_PACKET, theirs.as_fd()).is_err() {
         return;
     }
     drop(theirs);

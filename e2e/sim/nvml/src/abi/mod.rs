@@ -13,7 +13,7 @@ use self::raw::{Out, Text, to_c_chars};
 use crate::device::{self, NO_INSTANCE, ProcessList};
 use crate::library::{
     self, Code, Handle, HandleTarget, Result, call, call_on_device, call_on_gpu, call_on_gpu_as_root, catch_panic,
-    handle, object,
+    handle_of, object_of_handle,
 };
 use crate::{events, mig};
 
@@ -111,7 +111,7 @@ exports! {
         call_on_gpu(own, device, |_, gpu, _| put_bits(size, set, &gpu.cpus, count_cpus()));
     nvmlDeviceGetTopologyCommonAncestor(one: Handle, other: Handle, level: Out<c_uint>) |own|
         call_on_gpu(own, one, |view, gpu, _| {
-            let HandleTarget::Device(other) = object(other)? else { return Err(Code::INVALID_ARGUMENT) };
+            let HandleTarget::Device(other) = object_of_handle(other)? else { return Err(Code::INVALID_ARGUMENT) };
             let (other, _) = view.gpu(&other)?;
             if gpu.uuid == other.uuid {
                 // An H200 with driver 580.159.03 returns these values.
@@ -448,7 +448,7 @@ fn wait_for_event(name: &str, set: Handle, data: Out<sys::nvmlEventData_t>, mill
             return Err(Code::INVALID_ARGUMENT);
         }
         let event = events::wait_for_event(view, set, Duration::from_millis(milliseconds.into()))?;
-        let device = handle(HandleTarget::Device(event.gpu));
+        let device = handle_of(HandleTarget::Device(event.gpu));
         data.put(sys::nvmlEventData_t {
             // The handle is a number in this library. Callers must not dereference it.
             device: std::ptr::without_provenance_mut(device),
@@ -463,7 +463,7 @@ fn wait_for_event(name: &str, set: Handle, data: Out<sys::nvmlEventData_t>, mill
 /// Returns whether a handle is a MIG device's. Does not read the machine's state.
 fn is_mig(device: Handle, out: Out<c_uint>) -> Return {
     catch_panic(|| {
-        let HandleTarget::Device(uuid) = object(device)? else { return Err(Code::INVALID_ARGUMENT) };
+        let HandleTarget::Device(uuid) = object_of_handle(device)? else { return Err(Code::INVALID_ARGUMENT) };
         out.put(uuid.starts_with("MIG-").into())
     })
 }
