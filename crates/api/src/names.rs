@@ -51,7 +51,7 @@ pub const CONDITION_READY: &str = "Ready";
 pub const CONDITION_GPUS_HEALTHY: &str = "GpusHealthy";
 /// Condition of a `GpuNode` with MPS daemons: doors enforce the limits of all shares.
 pub const CONDITION_LIMITS_ENFORCED: &str = "LimitsEnforced";
-/// Annotation of a `GpuNode` with its cordoned GPUs; see [`crate::cordon::Cordons`].
+/// Annotation of a `GpuNode` with its cordoned GPUs, in the format of [`crate::cordon::Cordons`].
 pub const CORDON_ANNOTATION: &str = "cleave.dev/cordon";
 /// Annotation of a `GpuNode` with GPUs to quiesce for a reset or a change of the driver, in the
 /// format of [`crate::cordon::Cordons`].
@@ -65,7 +65,7 @@ pub const PAUSED_FOR_DRIVER_UPGRADE: &str = "paused-for-driver-upgrade";
 /// Value of a label with [`GPU_DEPLOY_LABEL_PREFIX`] while the GPU Operator's MIG manager changes
 /// the MIG mode of the node's GPUs.
 pub const PAUSED_FOR_MIG_CHANGE: &str = "paused-for-mig-change";
-/// Annotation of a `GpuNode` with GPUs whose recorded faults are cleared; see
+/// Annotation of a `GpuNode` with GPUs whose recorded faults are cleared, in the format of
 /// [`crate::cordon::ClearedFaults`].
 pub const CLEARED_ANNOTATION: &str = "cleave.dev/cleared";
 /// Taint of a node that has enough free units for a waiting pod, but not on a single GPU. The
@@ -75,7 +75,7 @@ pub const FRAGMENTED_TAINT: &str = "cleave.dev/fragmented";
 /// to do so.
 pub const UNHEALTHY_TAINT: &str = "cleave.dev/unhealthy";
 /// Health class of a GPU that becomes healthy when NVML answers and no further fault occurs for
-/// some time; see [`crate::gpunode::Health::class`].
+/// some time. This is a value of [`crate::gpunode::Health::class`].
 pub const HEALTH_SUSPECT: &str = "Suspect";
 /// Health class of a GPU that must be reset.
 pub const HEALTH_NEEDS_RESET: &str = "NeedsReset";
@@ -83,7 +83,7 @@ pub const HEALTH_NEEDS_RESET: &str = "NeedsReset";
 pub const HEALTH_LOST: &str = "Lost";
 /// Health reason of a GPU whose MPS daemon does not serve clients.
 pub const HEALTH_MPS_UNAVAILABLE: &str = "MpsUnavailable";
-/// Mode of a GPU that is not shared; see [`crate::gpunode::GpuStatus::mode`].
+/// Mode of a GPU that is not shared, in [`crate::gpunode::GpuStatus::mode`].
 pub const MODE_WHOLE: &str = "Whole";
 /// Mode of a GPU that serves MPS shares.
 pub const MODE_MPS: &str = "Mps";

@@ -15,7 +15,7 @@ use serde::Serialize;
 use crate::snapshot::{NodeSelectorTerm, Operator, Requirement};
 
 /// Label that narrows pods to nodes. The field `metadata.name` is unsuitable, because each term
-/// accepts only one value for it.
+/// accepts only one value for this field.
 pub const HOSTNAME: &str = "kubernetes.io/hostname";
 
 /// The parts of an affinity that a pod has. A present field counts, even if its value is `{}`.

@@ -367,7 +367,7 @@ impl PlanChecker {
             let shares =
                 !slice && resource != device::WHOLE_GPU_RESOURCE && device::sized_slice_gib(resource).is_none();
             if shares && placement.takes.iter().any(|other| other.resource == *resource && other.gpu != *gpu) {
-                self.report(&pod.name, format!("the pod's {resource} come from two GPUs"));
+                self.report(&pod.name, format!("the pod's {resource} are on two GPUs"));
             }
         }
         for (name, request) in &pod.requests {
@@ -377,11 +377,11 @@ impl PlanChecker {
                 || device::sized_slice_gib(name).is_some()
                 || [device::SHARES_RESOURCE, device::REPLICAS_RESOURCE].contains(&name.as_str());
             if (is_gpu || got.contains_key(name.as_str())) && got.remove(name.as_str()).unwrap_or(0) != wanted {
-                self.report(&pod.name, format!("the pod does not get the {wanted} {name} that it requests"));
+                self.report(&pod.name, format!("the pod does not receive the {wanted} {name} that it requests"));
             }
         }
         for resource in got.keys() {
-            self.report(&pod.name, format!("the pod gets {resource}, which it does not request"));
+            self.report(&pod.name, format!("the pod receives {resource}, which it does not request"));
         }
     }
 }

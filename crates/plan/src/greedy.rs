@@ -162,7 +162,7 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
     }
 
     /// Places a pod by moving a second pod, whose move may require moving a third. Returns whether
-    /// the pod is placed. If it is not placed, changes nothing.
+    /// the pod is placed. If the pod is not placed, changes nothing.
     fn place_by_moving_pods(&mut self, pod: u32, id: u32, rule: ChangeRule, chain: u32, moved: &mut Vec<u32>) -> bool {
         let model = self.model;
         let Some(of) = model.groups.get(id as usize) else { return false };

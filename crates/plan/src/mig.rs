@@ -36,7 +36,7 @@ pub enum TableError {
     TooManyProfiles(usize),
     /// A placement is outside the GPU.
     #[error(
-        "the driver reports an invalid placement of MIG profile {name}: {size} memory slices from slice {start}; valid are 1 slice or more that end within the first 32"
+        "the driver reports an invalid placement of MIG profile {name}: {size} memory slices from slice {start}; a placement must have at least 1 slice and end within the first 32"
     )]
     Place {
         /// Name of the profile.

@@ -15,7 +15,7 @@ pub(crate) type ResourceId = u16;
 pub(crate) enum ResourceKind {
     Whole,
     Mig,
-    /// A slice of this many GiB.
+    /// A sized slice of this size in GiB.
     Sized(u64),
     /// Shares or replicas. All shares that one pod requests belong to one GPU or MIG instance.
     Shares,

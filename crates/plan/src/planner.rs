@@ -372,7 +372,7 @@ fn slice_of_cell(model: &Model<'_>, class: &GpuClass, cell: &SliceCell) -> Slice
     }
 }
 
-/// Returns the kind of partition that the plan gives the GPU. A GPU without slices is whole.
+/// Returns the kind of partition that the plan assigns to the GPU. A GPU without slices is whole.
 fn partition_kind(states: &States, state: StateId) -> Family {
     let Some((class, packed)) = states.class_and_partition(state) else { return Family::Whole };
     class.in_use.iter().chain(&packed.free).find_map(|cell| class.family_of(cell)).unwrap_or(Family::Whole)

@@ -143,8 +143,8 @@ fn unplaced_reason(cluster: &PlanContext<'_, '_>, states: &mut States, id: u32) 
         let reason = placement_obstacle(cluster, states, id, group, node, index);
         by_reason.entry(reason).or_default().push(&node.node.name);
     }
-    // The reason that applies to most nodes comes first. Among equally frequent reasons, the reason
-    // of the first node comes first.
+    // List the most frequent reason first. Among equally frequent reasons, list the reason of the
+    // first node first.
     let mut reasons: Vec<(String, Vec<&str>)> = by_reason.into_iter().collect();
     reasons.sort_by(|(_, a), (_, b)| b.len().cmp(&a.len()).then_with(|| a.cmp(b)));
     let shown = reasons.len().min(MAX_REASONS_PER_POD);

@@ -69,7 +69,7 @@ impl<T: ?Sized + Eq + Hash> Interner<T> {
 }
 
 impl<T: Eq + Hash> Interner<T> {
-    /// Replaces the value by an equal stored one; see [`Interner::intern`].
+    /// Replaces the value with an equal stored value, as [`Interner::intern`] does.
     pub fn share(&mut self, value: &mut Shared<T>) {
         self.intern(&mut value.0);
     }

@@ -17,11 +17,10 @@ const DEVICE_CAPACITY: u32 = 10;
 /// Lifetime of a claim, in ticks of `Event::Tick`.
 const CLAIM_SECONDS: u64 = 5;
 
-/// An event of the simulation. The numbers of an event are taken modulo the number of choices at
-/// that moment.
+/// An event of the simulation. Each number counts modulo the number of choices at that moment.
 #[derive(Debug, Clone)]
 enum Event {
-    /// A pod with containers of these sizes is created and reserved on at most this many nodes.
+    /// A pod with containers of these sizes is created, and reserved on at most `most` nodes.
     Create { sizes: Vec<u32>, most: usize },
     /// The scheduler binds a released pod.
     Bind { pod: usize, node: usize },

@@ -43,7 +43,7 @@ pub enum HostError {
     /// The MPS host did not answer a probe.
     #[error("the MPS host does not answer on {path}")]
     NoAnswer {
-        /// Path of its socket.
+        /// Path of the MPS host's socket.
         path: PathBuf,
         /// Why the exchange failed.
         source: io::Error,

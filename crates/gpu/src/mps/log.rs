@@ -12,8 +12,8 @@ pub enum LogEvent {
         /// Exit status that the daemon prints.
         status: i32,
     },
-    /// `Client {PID: 9, Context: 1} encountered a fatal GPU error.`, or the server's line that it
-    /// handles such an error.
+    /// `Client {PID: 9, Context: 1} encountered a fatal GPU error.`, or the server's line about
+    /// such an error.
     Fault {
         /// PID of the client, if the line names one.
         client: Option<u32>,

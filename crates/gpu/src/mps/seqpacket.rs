@@ -1,6 +1,6 @@
 //! SEQPACKET Unix sockets for tokio. Packets can carry credentials or a descriptor.
 //!
-//! Uses rustix for descriptors, because it returns owned descriptors. Uses nix for credentials,
+//! Uses rustix for descriptors, because rustix returns owned descriptors. Uses nix for credentials,
 //! because rustix cannot represent PID 0. The kernel attests PID 0 for a sender outside this PID
 //! namespace.
 use std::io::{self, IoSlice, IoSliceMut};

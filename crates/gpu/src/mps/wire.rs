@@ -260,7 +260,7 @@ pub struct Allocation {
 pub struct MpsHostStatus {
     /// [`FILE_FORMAT_VERSION`] of the writer.
     pub version: u32,
-    /// PID of the MPS host; 0 once it has stopped.
+    /// PID of the MPS host, or 0 once the MPS host has stopped.
     pub pid: u32,
     /// [`Desired::hash`] of the most recently applied file. The hash is empty before the first
     /// file.

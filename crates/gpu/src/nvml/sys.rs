@@ -117,7 +117,7 @@ pub(super) fn mig_profiles(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigPr
 
 /// Returns the name of a profile without its prefix `MIG`.
 fn profile_name(raw: &[std::ffi::c_char]) -> String {
-    // The signedness of C's `char` depends on the architecture; the bytes are the same.
+    // The signedness of C's `char` depends on the architecture, but the bytes are the same.
     let bytes: Vec<u8> = raw.iter().map(|&byte| byte.to_ne_bytes()[0]).collect();
     let name = CStr::from_bytes_until_nul(&bytes).map(CStr::to_string_lossy).unwrap_or_default();
     name.strip_prefix("MIG ").unwrap_or(&name).to_owned()

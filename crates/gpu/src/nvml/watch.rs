@@ -19,7 +19,7 @@ const STOP_CHECK_INTERVAL: Duration = Duration::from_secs(2);
 /// First and maximum delay after an error. Without a delay, the thread of a lost GPU would spin,
 /// because every read fails immediately.
 const BACK_OFF_RANGE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
-/// Maximum number of queued events. A full channel blocks the threads; NVML then queues further
+/// Maximum number of queued events. A full channel blocks the threads, and NVML then queues further
 /// events.
 const EVENT_QUEUE_CAPACITY: usize = 64;
 

@@ -262,8 +262,8 @@ fn connections_leak_no_descriptors() {
     let before = settled(&node);
     let door = node.paths.door(ALLOCATION_A);
     for round in 0..250 {
-        // Four peers: one only connects; one disconnects during the handshake; one disconnects with
-        // the server's socket; one is an administrator.
+        // Four peers: one only connects, one disconnects during the handshake, one disconnects with
+        // the server's socket, and one is an administrator.
         drop(Connection::connect(&door).unwrap());
         drop(mps::introduce_to_daemon(&door, mps::KIND_CLIENT).unwrap());
         if round % 10 == 0 {

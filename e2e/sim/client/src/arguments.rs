@@ -81,8 +81,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) processes: usize,
 
-    /// Send an administrator's command instead, and print {"command":…,"reply":…}. A missing
-    /// reply gives null and exit status 1
+    /// Send an administrator's command instead, and print {"command":…,"reply":…}. Without a reply,
+    /// prints null and exits with status 1
     #[arg(long, value_name = "COMMAND", conflicts_with = "lie")]
     pub(crate) admin: Option<String>,
 

@@ -145,7 +145,7 @@ impl MachineDescription {
     }
 }
 
-/// Derives a UUID from names. The same names always give the same UUID.
+/// Derives a UUID from names. Equal names always result in equal UUIDs.
 pub(crate) fn derive_uuid(names: &[&str]) -> String {
     // Sets version 5 (derived from a name) and the usual variant, as real UUIDs have.
     let n = (hash_names(names) & !(0xf000 << 64) & !(0xc000 << 48)) | (0x5000 << 64) | (0x8000 << 48);
@@ -154,7 +154,7 @@ pub(crate) fn derive_uuid(names: &[&str]) -> String {
 }
 
 /// Returns a 128-bit hash of names: FNV-1a over each name and a zero byte, from two offsets. The
-/// mixing makes similar names give dissimilar hashes.
+/// mixing ensures that similar names have dissimilar hashes.
 fn hash_names(names: &[&str]) -> u128 {
     let half = |start: u64| {
         let bytes = names.iter().flat_map(|n| n.bytes().chain([0]));

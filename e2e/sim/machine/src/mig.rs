@@ -131,7 +131,7 @@ impl Gpu {
                 return Err(MigError::InvalidArgument);
             }
             Some(at) => free.into_iter().find(|p| *p == at),
-            // The driver's order: seven 1g instances go to 6, 4, 5, 0, 1, 2, 3.
+            // The driver's order: seven 1g instances start at 6, 4, 5, 0, 1, 2, 3.
             None => free.into_iter().min_by_key(|p| (self.count_blocked_placements(model, *p), p.start)),
         };
         let placement = placement.ok_or(MigError::InsufficientResources)?;

@@ -1,7 +1,7 @@
 //! Open NVML sessions. The driver counts them as users of a GPU and of the driver's modules.
 //!
-//! A session holds a locked file under `sessions/` for the driver, and one for each GPU that NVML
-//! has initialized. The kernel releases the lock when the process ends for any reason.
+//! A session locks a file under `sessions/` for the driver, and a file for each GPU that NVML has
+//! initialized. The kernel releases the lock when the process ends for any reason.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

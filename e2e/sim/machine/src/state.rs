@@ -228,7 +228,7 @@ pub struct Event {
 /// The type of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum EventKind {
-    /// An XID; the number is in `data`.
+    /// An XID, whose number is in `data`.
     Xid,
     /// A corrected ECC error.
     SingleBitEcc,
@@ -442,7 +442,7 @@ impl State {
         }
     }
 
-    /// Reboots the machine. A board that stores MIG mode (Ampere) activates the pending mode; other
+    /// Reboots the machine. A board that stores MIG mode (Ampere) activates the pending mode. Other
     /// boards (Hopper) turn MIG mode off. As on a real machine, a reboot clears processes, MIG
     /// instances, events, ECC counts and compute modes, and restores lost GPUs. Injected faults
     /// remain until the test clears them.

@@ -171,7 +171,7 @@ impl Clients {
         });
     }
 
-    /// Returns whether a client has exited whose exit MPS may still log.
+    /// Returns whether MPS may still log the exit of a client that has exited.
     pub(super) fn has_unlogged_exit(&self) -> bool {
         self.admitted.values().any(|admitted| admitted.exited_at.is_some())
     }

@@ -157,7 +157,7 @@ mod tests {
                 prop_assert!(clients == 0 || step == last.0.next());
                 last = (step, now);
             }
-            // The limit holds for any probe times, even if clients connect and exit at any time.
+            // The limit applies for any probe times, even if clients connect and exit at any time.
             let most = [EscalationStep::Wait, EscalationStep::SignalTerm, EscalationStep::SignalKill].map(|rung| rung.time_until_next_step() + IDLE_SERVER_RECOVERY_TIME).iter().sum::<Duration>();
             let most = most + EscalationStep::ShutDownServer.time_until_next_step() + EscalationStep::QuitDaemon.time_until_next_step() + Duration::from_millis(400) * 8;
             prop_assert!(last.0 == EscalationStep::KillDaemon || now < most, "{:?} at {:?}", last, now);

@@ -113,7 +113,7 @@ impl FaultTracker {
     }
 
     /// Records that the log names a client. If the log names several clients, the culprit is
-    /// unknown. If a client was killed while its kernels ran, this method ignores the log: on an
+    /// unknown. If a client was killed while its kernels ran, this method ignores the log. On an
     /// H200 (driver 580), the log named a running neighbour in 47 of 47 such faults.
     pub(super) fn record_named_client(&mut self, pid: u32, allocation: Option<String>) {
         let (Some(fault), Some(current)) = (&mut self.last, &mut self.current) else { return };

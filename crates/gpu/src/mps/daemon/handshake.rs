@@ -26,8 +26,8 @@ pub(super) struct HandshakeRecord {
     /// Number of unexpected replies of the running daemon since its last expected one.
     unexpected_replies: u32,
     /// Time of the latest unexpected reply while the MPS host reports that clients are held. `None`
-    /// without such a report. An expected reply ends the report, but a restart of the daemon does
-    /// not.
+    /// if the status reports no held clients. An expected reply ends the report, but a restart of
+    /// the daemon does not.
     held_at: Option<Instant>,
     /// Whether the report about held clients ended because no reply arrived for
     /// [`MAX_REPORT_TIME`], and the running daemon has sent no expected reply since.

@@ -322,7 +322,7 @@ fn judge_clients(seen: &Observations, gpu: TestedGpu) -> Vec<CheckResult> {
     };
     let contexts = ExpectedBehaviour {
         name: "48 clients",
-        expected: "a server serves 48 clients; the next gets error 808",
+        expected: "a server serves 48 clients and refuses the next one with error 808",
         impact: "Cleave refuses more than 48 shares of a GPU, even if this driver supports more",
     };
     let fault = ExpectedBehaviour {
