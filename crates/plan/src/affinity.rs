@@ -3,8 +3,8 @@
 //! Kubernetes combines the node selector terms of a pod with OR, so the requirement must be added
 //! to each term. While a pod is gated, the API server accepts only additions: requirements appended
 //! to existing terms, or a whole affinity if the pod has none. The API server refuses additional
-//! terms and changes to existing terms. So the result is a list of JSON Patch additions (RFC 6902)
-//! that contain only the parts that the pod lacks.
+//! terms and changes to existing terms. Therefore the result is a list of JSON Patch additions (RFC
+//! 6902), which contain only the parts that the pod lacks.
 //!
 //! Send the patch with a `test` of `/metadata/resourceVersion`, because the patch refers to terms
 //! by their index.

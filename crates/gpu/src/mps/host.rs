@@ -106,7 +106,7 @@ fn build_host_options(args: PathArgs, subcommand: Option<&str>) -> Result<HostOp
     Ok(HostOptions { mps_control, library_path: mps_library_path, compute_mode, driver_version_file })
 }
 
-/// Raises the limit on open files as far as the kernel allows. Returns the limit in force.
+/// Raises the limit of open files as far as the kernel allows. Returns the limit in force.
 fn raise_descriptor_limit() -> usize {
     let limit = rustix::process::getrlimit(Resource::Nofile);
     let max = limit.maximum.unwrap_or(u64::MAX).min(WANTED_DESCRIPTOR_LIMIT);

@@ -1,10 +1,10 @@
 //! The ledger: records which units of each device are free, used, or reserved for pods.
 //!
-//! A scheduler that sums the units of a node's GPUs does not know which units are on one GPU. So a
-//! pod is released only when the ledger has reserved units of one device for each of the pod's
-//! [`DeviceRequest`]s. A [`Claim`] records the requests of a released pod. A [`Reservation`]
-//! reserves units of a device. Reservations are stored by node, resource and size, not by pod. So
-//! two pods with equal requests can swap their units.
+//! A scheduler that sums the units of a node's GPUs does not know which units are on one GPU.
+//! Therefore a pod is released only when the ledger has reserved units of one device for each of
+//! the pod's [`DeviceRequest`]s. A [`Claim`] records the requests of a released pod. A
+//! [`Reservation`] reserves units of a device. Reservations are stored by node, resource and size,
+//! not by pod. Two pods with equal requests can therefore swap their units.
 //!
 //! [`Ledger::observe`] and every other change apply three steps to a node:
 //!

@@ -73,7 +73,7 @@ impl HandshakeRecord {
         self.are_latest_replies_unexpected() && !were_held
     }
 
-    /// Ends the report about held clients, because the doors hold no client.
+    /// Ends the report about held clients. Call this method when no client is waiting at a door.
     pub(super) fn end_report(&mut self) {
         self.unexpected_replies = 0;
         self.held_at = None;

@@ -51,7 +51,7 @@ impl Device {
         };
         self.unanswered.set(false);
         if self.handshake.borrow_mut().expire_report(Instant::now()) {
-            tracing::info!(device = self.name, "no client waits any longer, and no expected reply has arrived");
+            tracing::info!(device = self.name, "no client waits, but daemon's replies remain unproven");
             self.context.notify_status_change();
         }
         if self.handshake.borrow().is_protocol_unknown() && self.phase.borrow().enforcement == Enforcement::Hard {

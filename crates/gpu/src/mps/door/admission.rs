@@ -310,7 +310,7 @@ impl Door {
         }
         daemon.finish(&result.unwrap_or(protocol::CLIENT_CONNECTED_PACKET)).await;
         // The daemon answers only once its server has accepted the client, regardless of the
-        // client's report. So the limits that are set next do not apply to this client.
+        // client's report. Therefore the limits that are set next do not apply to this client.
         let mut answer = self.device.send_command(&Command::ServerStatus(server)).await;
         let has_lied = result.is_some() && matches!(answer, Err(ControlError::Timeout { .. }));
         if has_lied {
