@@ -1,4 +1,4 @@
-//! Names of the resources and modes that a GPU can be partitioned into.
+//! Defines the modes of GPUs, the kinds of partitions, and the names of their resources.
 use std::fmt;
 
 use serde::{Deserialize, Serialize};

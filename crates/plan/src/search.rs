@@ -178,7 +178,7 @@ fn sorted_states(model: &Model<'_>, assignment: &Assignment, node: u32) -> Vec<S
 }
 
 impl ExactSearch<'_, '_> {
-    /// Tries each choice for the pod at this position, and then for the later pods.
+    /// Tries each choice for the pod at this position, each with all choices for the later pods.
     fn search_from(&mut self, at: usize, skipped: bool) {
         self.steps += 1;
         if self.steps > self.max_steps || !self.can_improve(at) {

@@ -66,7 +66,7 @@ impl ExpectedBehaviour {
 }
 
 /// Returns the results of all checks, in the order of the report.
-pub(super) fn judge_all(seen: &Observations, gpu: TestedGpu) -> Vec<CheckResult> {
+pub(super) fn judge_all_checks(seen: &Observations, gpu: TestedGpu) -> Vec<CheckResult> {
     let mut findings = judge_daemon(seen);
     findings.extend(judge_limits(seen, gpu));
     findings.extend(judge_known_limit_bypasses(seen, gpu));
@@ -435,7 +435,7 @@ mod tests {
     /// Returns the names of the checks with verdict [`CheckVerdict::Differs`].
     fn names_of_differing_checks(seen: &Observations, gpu: TestedGpu) -> Vec<&'static str> {
         let differs = |finding: &CheckResult| (finding.verdict == CheckVerdict::Differs).then_some(finding.check);
-        judge_all(seen, gpu).iter().filter_map(differs).collect()
+        judge_all_checks(seen, gpu).iter().filter_map(differs).collect()
     }
 
     /// Returns the names of the differing checks after a change of [`measured_observations`].
@@ -447,7 +447,7 @@ mod tests {
 
     #[test]
     fn the_measured_driver_is_as_expected_in_all_tested_checks() {
-        let findings = judge_all(&measured_observations(), H200);
+        let findings = judge_all_checks(&measured_observations(), H200);
         let not: Vec<&CheckResult> =
             findings.iter().filter(|finding| finding.verdict != CheckVerdict::AsExpected).collect();
         assert!(not.iter().all(|finding| finding.verdict == CheckVerdict::NotTested), "{not:#?}");
@@ -456,7 +456,7 @@ mod tests {
 
     #[test]
     fn a_skipped_test_is_not_tested_and_a_failed_test_differs() {
-        let left = judge_all(&Observations::for_skipped_tests("no GPU is free"), H200);
+        let left = judge_all_checks(&Observations::for_skipped_tests("no GPU is free"), H200);
         assert!(left.iter().all(|finding| finding.verdict == CheckVerdict::NotTested));
         assert_eq!(left[0].observed, "no GPU is free");
         assert_eq!(differing_checks_after(|seen| seen.start = TestOutcome::Failed("it ends".to_owned())), ["start"]);

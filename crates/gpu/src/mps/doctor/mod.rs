@@ -131,7 +131,7 @@ pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
     if let TestOutcome::Observed(log) = &seen.log {
         facts.control_version = log.version.or(facts.control_version);
     }
-    let findings = judge::judge_all(&seen, TestedGpu { sms: gpu.sms.0, compute_mode });
+    let findings = judge::judge_all_checks(&seen, TestedGpu { sms: gpu.sms.0, compute_mode });
     let as_expected = findings.iter().all(|finding| finding.verdict != CheckVerdict::Differs);
     print_report(&Report { facts, skip_reason, as_expected, findings }, args.json)?;
     Ok(as_expected)

@@ -147,7 +147,7 @@ mod tests {
     use std::path::PathBuf;
 
     use super::super::facts::GpuFacts;
-    use super::super::judge::judge_all;
+    use super::super::judge::judge_all_checks;
     use super::super::observed::{Observations, TestOutcome, TestedGpu};
     use super::*;
 
@@ -171,7 +171,7 @@ mod tests {
             control_version: None,
             gpu,
         };
-        let findings = judge_all(seen, TestedGpu { sms: 132, compute_mode: None });
+        let findings = judge_all_checks(seen, TestedGpu { sms: 132, compute_mode: None });
         let as_expected = findings.iter().all(|finding| finding.verdict != CheckVerdict::Differs);
         Report { facts, skip_reason: skip_reason.map(str::to_owned), as_expected, findings }
     }
