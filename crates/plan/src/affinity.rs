@@ -104,11 +104,11 @@ pub fn narrow(present: ExistingAffinity<'_>, requirement: &Requirement) -> Resul
     let terms = match present {
         ExistingAffinity::Required(terms) => terms,
         ExistingAffinity::Nothing => {
-            let node_affinity = Required { required: required() };
+            let node_affinity = RequiredNodeAffinity { required: required() };
             return Ok(vec![PatchOperation::add(AFFINITY_PATH.to_owned(), AddedPart::Affinity { node_affinity })]);
         }
         ExistingAffinity::Affinity => {
-            let value = AddedPart::NodeAffinity(Required { required: required() });
+            let value = AddedPart::NodeAffinity(RequiredNodeAffinity { required: required() });
             return Ok(vec![PatchOperation::add(NODE_AFFINITY_PATH.to_owned(), value)]);
         }
         ExistingAffinity::NodeAffinity => {
@@ -306,7 +306,7 @@ mod tests {
                 labels.insert(HOSTNAME.to_owned(), name.to_owned());
                 let node = Node { name: name.to_owned(), labels, ..Node::default() };
                 let admits = |affinity: &[NodeSelectorTerm]| {
-                    NodeConstraints::of(&Pod { affinity: affinity.to_vec(), ..Pod::default() }).admit(&node).is_ok()
+                    NodeConstraints::of_pod(&Pod { affinity: affinity.to_vec(), ..Pod::default() }).admit(&node).is_ok()
                 };
                 prop_assert_eq!(admits(&whole), admits(&terms) && name != "n3", "{}", name);
             }

@@ -277,7 +277,7 @@ impl PlanChecker {
                 self.report(&pod.name, format!("the snapshot has no node {}", placement.node));
                 continue;
             };
-            if node.exclusion.is_some() || NodeConstraints::of(pod).admit(node).is_err() {
+            if node.exclusion.is_some() || NodeConstraints::of_pod(pod).admit(node).is_err() {
                 self.report(&pod.name, format!("the pod cannot run on node {}", node.name));
             }
             for (name, request) in &pod.requests {

@@ -81,7 +81,7 @@ impl<'a> SpreadCounts<'a> {
         nodes: impl Iterator<Item = &'a Node>,
     ) -> BTreeMap<&'a str, EligibleNode<'a>> {
         let mut eligible = BTreeMap::new();
-        let constraints = scheduling::NodeConstraints::of(subject.pod);
+        let constraints = scheduling::NodeConstraints::of_pod(subject.pod);
         for node in nodes {
             if self.missing_key(node).is_some() {
                 continue;
