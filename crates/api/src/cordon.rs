@@ -1,8 +1,9 @@
 //! Annotations of a `GpuNode` that cordon individual GPUs and clear their faults. The command line
 //! writes them for an administrator, and the operator reads them.
 //!
-//! GPUs are named by UUID, because indices can change. Invalid entries are ignored: administrators
-//! can write annotations by hand, and one bad entry must not hide the others.
+//! The annotations name GPUs by UUID, because indices can change. The parsers ignore invalid
+//! entries: administrators can write annotations by hand, and one invalid entry must not hide the
+//! others.
 use std::collections::BTreeMap;
 use std::fmt;
 

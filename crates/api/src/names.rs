@@ -19,8 +19,8 @@ pub const RESOURCE_GPU: &str = "nvidia.com/gpu";
 pub const RESOURCE_MIG_PREFIX: &str = "nvidia.com/mig-";
 /// The placement gate: the scheduling gate of pods that request GPUs.
 pub const GATE: &str = "cleave.dev/placement";
-/// Label of a namespace that exempts its pods from admission rules. The label's value is one or
-/// more words, separated by dots.
+/// Label of a namespace that exempts its pods from admission rules. The value of the label is one
+/// or more words, separated by dots.
 pub const ALLOW_LABEL: &str = "cleave.dev/allow";
 /// Word of [`ALLOW_LABEL`]: pods receive no placement gate.
 pub const ALLOW_PLACEMENT: &str = "placement";
@@ -34,7 +34,8 @@ pub const PRE_STOP_NONE: &str = "none";
 /// Annotation of a pod that overrides `replicaPlacement` of the GPUs' policies: `Spread` or `Pack`.
 /// Other values have no effect.
 pub const REPLICA_PLACEMENT_ANNOTATION: &str = "cleave.dev/replica-placement";
-/// Word of [`ALLOW_LABEL`]: no admission rule applies. It must be the label's only word.
+/// Word of [`ALLOW_LABEL`]: no admission rule applies. This word must be the only word of the
+/// label.
 pub const ALLOW_ALL: &str = "all";
 
 /// Field manager of the operator, for `GpuNode.spec` and `SharingPolicy.status`.
@@ -50,7 +51,7 @@ pub const CONDITION_READY: &str = "Ready";
 pub const CONDITION_GPUS_HEALTHY: &str = "GpusHealthy";
 /// Condition of a `GpuNode` with MPS daemons: doors enforce the limits of all shares.
 pub const CONDITION_LIMITS_ENFORCED: &str = "LimitsEnforced";
-/// Annotation of a `GpuNode` with its cordoned GPUs; see [`crate::cordon::Cordons`].
+/// Annotation of a `GpuNode` with its cordoned GPUs, in the format of [`crate::cordon::Cordons`].
 pub const CORDON_ANNOTATION: &str = "cleave.dev/cordon";
 /// Annotation of a `GpuNode` with GPUs to quiesce for a reset or a change of the driver, in the
 /// format of [`crate::cordon::Cordons`].
@@ -58,21 +59,23 @@ pub const QUIESCE_ANNOTATION: &str = "cleave.dev/quiesce";
 /// Prefix of the node labels with which NVIDIA's GPU Operator starts and pauses programs that use
 /// GPUs.
 pub const GPU_DEPLOY_LABEL_PREFIX: &str = "nvidia.com/gpu.deploy.";
-/// Value of such a label while the GPU Operator's driver manager replaces the driver of the node.
+/// Value of a label with [`GPU_DEPLOY_LABEL_PREFIX`] while the GPU Operator's driver manager
+/// replaces the node's driver.
 pub const PAUSED_FOR_DRIVER_UPGRADE: &str = "paused-for-driver-upgrade";
-/// Value of such a label while the GPU Operator's MIG manager changes the MIG mode of the node's
-/// GPUs.
+/// Value of a label with [`GPU_DEPLOY_LABEL_PREFIX`] while the GPU Operator's MIG manager changes
+/// the MIG mode of the node's GPUs.
 pub const PAUSED_FOR_MIG_CHANGE: &str = "paused-for-mig-change";
-/// Annotation of a `GpuNode` with GPUs whose recorded faults are cleared; see
+/// Annotation of a `GpuNode` with GPUs whose recorded faults are cleared, in the format of
 /// [`crate::cordon::ClearedFaults`].
 pub const CLEARED_ANNOTATION: &str = "cleave.dev/cleared";
-/// Taint of nodes whose free units are on several GPUs, none of which has enough for a waiting pod,
-/// if the operator is configured to set it.
+/// Taint of a node that has enough free units for a waiting pod, but not on a single GPU. The
+/// operator sets the taint only if it is configured to do so.
 pub const FRAGMENTED_TAINT: &str = "cleave.dev/fragmented";
-/// Taint of nodes that cannot serve any pod, if the operator is configured to set it.
+/// Taint of a node that cannot serve any pod. The operator sets the taint only if it is configured
+/// to do so.
 pub const UNHEALTHY_TAINT: &str = "cleave.dev/unhealthy";
 /// Health class of a GPU that becomes healthy when NVML answers and no further fault occurs for
-/// some time; see [`crate::gpunode::Health::class`].
+/// some time. This is a value of [`crate::gpunode::Health::class`].
 pub const HEALTH_SUSPECT: &str = "Suspect";
 /// Health class of a GPU that must be reset.
 pub const HEALTH_NEEDS_RESET: &str = "NeedsReset";
@@ -80,7 +83,7 @@ pub const HEALTH_NEEDS_RESET: &str = "NeedsReset";
 pub const HEALTH_LOST: &str = "Lost";
 /// Health reason of a GPU whose MPS daemon does not serve clients.
 pub const HEALTH_MPS_UNAVAILABLE: &str = "MpsUnavailable";
-/// Mode of a GPU that is not shared; see [`crate::gpunode::GpuStatus::mode`].
+/// Mode of a GPU that is not shared, in [`crate::gpunode::GpuStatus::mode`].
 pub const MODE_WHOLE: &str = "Whole";
 /// Mode of a GPU that serves MPS shares.
 pub const MODE_MPS: &str = "Mps";
@@ -136,13 +139,14 @@ pub mod door {
 /// States of MPS daemons: values of [`crate::gpunode::MpsStatus::state`]. An empty state means that
 /// the agent has no status of the daemon.
 pub mod daemon_state {
-    /// Started, but its limits are not confirmed yet: no client is admitted.
+    /// The daemon has started, but its limits are not confirmed yet. Doors admit no client.
     pub const STARTING: &str = "Starting";
-    /// Serving with its limits in force.
+    /// The daemon serves, and its limits are in force.
     pub const ACTIVE: &str = "Active";
     /// The server is in FAULT until the clients that it broke have exited.
     pub const FAULT: &str = "Fault";
-    /// The daemon or its server exited or hung, or its settings changed. It restarts.
+    /// The daemon restarts because it exited or hung, its server exited or hung, or its settings
+    /// changed.
     pub const RESTARTING: &str = "Restarting";
     /// The daemon failed repeatedly. Delays between restarts increase up to a maximum.
     pub const BACK_OFF: &str = "BackOff";
@@ -186,8 +190,8 @@ pub fn is_shared(resource: &str) -> bool {
     is_served(resource) && resource != RESOURCE_GPU
 }
 
-/// Returns whether the resource with this name can be MPS shares. A policy can use some of these
-/// names for time-slicing. The chart's admission policies use the same rule.
+/// Returns whether MPS shares can have this resource name. A policy can use some of these names for
+/// time-slicing. The chart's admission policies use the same rule.
 pub fn is_mps(resource: &str) -> bool {
     let of_instance = resource.starts_with(RESOURCE_MIG_PREFIX) && resource.ends_with(SHARED_SUFFIX);
     resource.starts_with(RESOURCE_SHARES_PREFIX) && resource != RESOURCE_TIMESLICE || of_instance

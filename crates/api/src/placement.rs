@@ -18,7 +18,7 @@ pub struct Placement {
     /// Time at which the reservation expires if the pod is not bound, in seconds since the Unix
     /// epoch.
     pub until: u64,
-    /// The pod's reservations on each node where it may run.  A node's list has one entry for each
+    /// The pod's reservations on each node where it may run. A node's list has one entry for each
     /// part of the request that must be on one device, in the order of
     /// `cleave_plan::ledger::device_requests`.
     pub nodes: BTreeMap<String, Vec<ReservedUnits>>,
@@ -48,7 +48,7 @@ impl Placement {
     ///
     /// # Errors
     /// Returns an error if serialization fails, which cannot happen for values of this type.
-    pub fn text(&self) -> Result<String, serde_json::Error> {
+    pub fn to_text(&self) -> Result<String, serde_json::Error> {
         serde_json::to_string(self)
     }
 }
@@ -62,7 +62,7 @@ mod tests {
         let reserved =
             ReservedUnits { resource: "nvidia.com/gpu-mps".to_owned(), units: 3, device: "GPU-1".to_owned() };
         let placement = Placement { until: 9, nodes: BTreeMap::from([("n1".to_owned(), vec![reserved])]) };
-        let text = placement.text().unwrap();
+        let text = placement.to_text().unwrap();
         assert_eq!(
             text,
             r#"{"until":9,"nodes":{"n1":[{"resource":"nvidia.com/gpu-mps","units":3,"device":"GPU-1"}]}}"#

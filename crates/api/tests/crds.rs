@@ -30,12 +30,12 @@ fn read_fixtures(kind: &str) -> Vec<(String, String)> {
     found
 }
 
-fn without_nulls(value: Value) -> Value {
+fn remove_nulls(value: Value) -> Value {
     match value {
         Value::Object(map) => map
             .into_iter()
             .filter(|(_, value)| !value.is_null())
-            .map(|(key, value)| (key, without_nulls(value)))
+            .map(|(key, value)| (key, remove_nulls(value)))
             .collect(),
         other => other,
     }
@@ -46,7 +46,7 @@ fn without_nulls(value: Value) -> Value {
 fn refusals(text: &str) -> String {
     let schema = crd_schema();
     let object: Value = serde_saphyr::from_str(text).unwrap();
-    let object = apply_defaults(&schema, &without_nulls(object));
+    let object = apply_defaults(&schema, &remove_nulls(object));
     match Validator::new().validate(&schema, &object, None) {
         Ok(()) => String::new(),
         Err(errors) => errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"),
@@ -67,7 +67,7 @@ fn committed_definitions_match_the_types() {
 }
 
 #[test]
-fn the_schema_has_no_format_that_the_api_server_does_not_know() {
+fn the_schema_uses_only_formats_that_the_api_server_knows() {
     for (name, text) in crd_files().unwrap() {
         for line in text.lines().filter(|line| line.trim_start().starts_with("format:")) {
             assert!(["int32", "int64", "date-time"].iter().any(|known| line.ends_with(known)), "{name}: {line}");
@@ -103,8 +103,7 @@ fn bad_policies_are_refused_with_their_message() {
     assert!(checked > 40);
 }
 
-/// Each rule of the CRDs must refuse at least one fixture, to show that the rule has an
-/// effect.
+/// Each rule of the CRDs must refuse at least one fixture. This shows that the rule has an effect.
 #[test]
 fn each_rule_refuses_at_least_one_policy() {
     let all: String = read_fixtures("bad").iter().map(|(_, text)| refusals(text)).collect();

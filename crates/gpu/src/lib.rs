@@ -1,4 +1,4 @@
-//! Accesses GPU hardware behind narrow traits: NVML (the only unsafe code), and the control
-//! protocol, supervision and doors of MPS.
+//! Access to GPU hardware: NVML, and the control protocol, daemons and doors of MPS. Only the NVML
+//! module contains unsafe code.
 pub mod mps;
 pub mod nvml;

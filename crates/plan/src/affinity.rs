@@ -3,8 +3,8 @@
 //! Kubernetes combines the node selector terms of a pod with OR, so the requirement must be added
 //! to each term. While a pod is gated, the API server accepts only additions: requirements appended
 //! to existing terms, or a whole affinity if the pod has none. The API server refuses additional
-//! terms and changes to existing terms. So the result is a list of JSON Patch additions (RFC 6902)
-//! that contain only the parts that the pod lacks.
+//! terms and changes to existing terms. Therefore the result is a list of JSON Patch additions (RFC
+//! 6902), which contain only the parts that the pod lacks.
 //!
 //! Send the patch with a `test` of `/metadata/resourceVersion`, because the patch refers to terms
 //! by their index.
@@ -14,8 +14,8 @@ use serde::Serialize;
 
 use crate::snapshot::{NodeSelectorTerm, Operator, Requirement};
 
-/// Label that narrows pods to nodes. The field `metadata.name` is not used, because each term
-/// accepts only one value for it.
+/// Label that narrows pods to nodes. The field `metadata.name` is unsuitable, because each term
+/// accepts only one value for this field.
 pub const HOSTNAME: &str = "kubernetes.io/hostname";
 
 /// The parts of an affinity that a pod has. A present field counts, even if its value is `{}`.
@@ -62,23 +62,23 @@ impl PatchOperation {
 enum AddedPart {
     #[serde(rename_all = "camelCase")]
     Affinity {
-        node_affinity: Required,
+        node_affinity: RequiredNodeAffinity,
     },
-    NodeAffinity(Required),
-    Required(Terms),
+    NodeAffinity(RequiredNodeAffinity),
+    Required(RequiredTerms),
     Requirements([Requirement; 1]),
     Requirement(Requirement),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-struct Required {
+struct RequiredNodeAffinity {
     #[serde(rename = "requiredDuringSchedulingIgnoredDuringExecution")]
-    required: Terms,
+    required: RequiredTerms,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Terms {
+struct RequiredTerms {
     node_selector_terms: Vec<NodeSelectorTerm>,
 }
 
@@ -100,15 +100,15 @@ pub fn hostname_requirement<'a>(hostnames: impl IntoIterator<Item = &'a str>) ->
 /// # Errors
 /// Returns [`MatchesNoNode`] if no term of the pod's affinity has requirements.
 pub fn narrow(present: ExistingAffinity<'_>, requirement: &Requirement) -> Result<Vec<PatchOperation>, MatchesNoNode> {
-    let required = || Terms { node_selector_terms: vec![term_with(requirement)] };
+    let required = || RequiredTerms { node_selector_terms: vec![term_with_only(requirement)] };
     let terms = match present {
         ExistingAffinity::Required(terms) => terms,
         ExistingAffinity::Nothing => {
-            let node_affinity = Required { required: required() };
+            let node_affinity = RequiredNodeAffinity { required: required() };
             return Ok(vec![PatchOperation::add(AFFINITY_PATH.to_owned(), AddedPart::Affinity { node_affinity })]);
         }
         ExistingAffinity::Affinity => {
-            let value = AddedPart::NodeAffinity(Required { required: required() });
+            let value = AddedPart::NodeAffinity(RequiredNodeAffinity { required: required() });
             return Ok(vec![PatchOperation::add(NODE_AFFINITY_PATH.to_owned(), value)]);
         }
         ExistingAffinity::NodeAffinity => {
@@ -138,7 +138,7 @@ pub fn narrowed_terms(
     present: ExistingAffinity<'_>,
     requirement: &Requirement,
 ) -> Result<Vec<NodeSelectorTerm>, MatchesNoNode> {
-    let ExistingAffinity::Required(terms) = present else { return Ok(vec![term_with(requirement)]) };
+    let ExistingAffinity::Required(terms) = present else { return Ok(vec![term_with_only(requirement)]) };
     if terms.iter().all(has_no_requirements) {
         return Err(MatchesNoNode);
     }
@@ -149,7 +149,7 @@ pub fn narrowed_terms(
     Ok(terms)
 }
 
-fn term_with(requirement: &Requirement) -> NodeSelectorTerm {
+fn term_with_only(requirement: &Requirement) -> NodeSelectorTerm {
     NodeSelectorTerm { match_expressions: vec![requirement.clone()], match_fields: Vec::new() }
 }
 
@@ -179,7 +179,7 @@ mod tests {
             assert_eq!(operation["op"], "add");
             let path = operation["path"].as_str().unwrap();
             let (parent, last) = path.rsplit_once('/').unwrap();
-            match pod.pointer_mut(parent).unwrap_or_else(|| panic!("{parent} is not there")) {
+            match pod.pointer_mut(parent).unwrap_or_else(|| panic!("{parent} is missing")) {
                 Json::Array(list) if last == "-" => list.push(operation["value"].clone()),
                 Json::Object(map) => {
                     map.insert(last.to_owned(), operation["value"].clone());
@@ -279,9 +279,9 @@ mod tests {
     proptest! {
         /// A narrowed pod can run on exactly the nodes that both its original affinity and the
         /// requirement allow. The patch from `narrow` produces the terms that `narrowed_terms`
-        /// returns. No existing part of the pod is changed or moved.
+        /// returns. The patch does not change or move any existing part of the pod.
         #[test]
-        fn a_narrowed_pod_goes_only_to_allowed_and_required_nodes(
+        fn a_narrowed_pod_runs_only_on_nodes_that_its_affinity_and_the_requirement_allow(
             terms in terms(),
             labels in prop::collection::btree_map(
                 prop::sample::select(vec!["zone", "gen"]).prop_map(str::to_owned),
@@ -306,7 +306,7 @@ mod tests {
                 labels.insert(HOSTNAME.to_owned(), name.to_owned());
                 let node = Node { name: name.to_owned(), labels, ..Node::default() };
                 let admits = |affinity: &[NodeSelectorTerm]| {
-                    NodeConstraints::of(&Pod { affinity: affinity.to_vec(), ..Pod::default() }).admit(&node).is_ok()
+                    NodeConstraints::of_pod(&Pod { affinity: affinity.to_vec(), ..Pod::default() }).admit(&node).is_ok()
                 };
                 prop_assert_eq!(admits(&whole), admits(&terms) && name != "n3", "{}", name);
             }

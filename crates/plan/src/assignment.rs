@@ -23,7 +23,7 @@ impl PlacementCost {
     }
 }
 
-/// How GPUs may be changed to place a pod.
+/// Which changes of GPUs are allowed to place a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum ChangeRule {
     /// Use only existing slices.
@@ -32,7 +32,7 @@ pub(crate) enum ChangeRule {
     NoFurther,
     /// Repartition as few GPUs as possible, and keep as many of their slices as possible.
     Any,
-    /// Repartition GPUs so that the most room remains for future pods.
+    /// Repartition GPUs so that as much room as possible remains for future pods.
     Pack,
 }
 
@@ -229,7 +229,7 @@ pub(crate) fn group_of_pod<'m, 'a>(model: &'m Model<'a>, pod: u32) -> Option<&'m
 }
 
 /// Returns the cost of changing a GPU from one state to another. Returns `None` if the rule forbids
-/// it.
+/// the change.
 pub(crate) fn change_cost(states: &States, from: StateId, to: StateId, rule: ChangeRule) -> Option<PlacementCost> {
     let (before, after) = (states.summary(from), states.summary(to));
     let allowed = match rule {

@@ -30,7 +30,7 @@ impl fmt::Display for Violation {
 
 /// Returns all violations of a plan for a snapshot. Apply the plan only if the list is empty.
 pub fn check(snapshot: &Snapshot, plan: &Plan) -> Vec<Violation> {
-    let mut checker = Checker { found: Vec::new(), taken_whole: BTreeSet::new() };
+    let mut checker = PlanChecker { found: Vec::new(), taken_whole: BTreeSet::new() };
     checker.check_gpus(snapshot, plan);
     checker.check_pods(snapshot, plan);
     checker.found
@@ -57,9 +57,9 @@ fn fit_into_bins(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
     false
 }
 
-struct Checker {
+struct PlanChecker {
     found: Vec<Violation>,
-    /// GPUs that one pod uses whole.
+    /// GPUs that a single pod uses as a whole.
     taken_whole: BTreeSet<(String, String)>,
 }
 
@@ -69,7 +69,7 @@ type SliceKey<'a> = (Option<u32>, &'a str, Option<&'a str>);
 /// A node, one of its GPUs, and a resource.
 type ResourceKey<'a> = (&'a str, &'a str, &'a str);
 
-/// Returns the numbers of equal slices.
+/// Counts equal slices.
 fn count_slices(slices: &[SliceGroup], is_counted: impl Fn(&SliceGroup) -> bool) -> BTreeMap<SliceKey<'_>, u64> {
     let mut all = BTreeMap::new();
     for slice in slices.iter().filter(|slice| is_counted(slice) && slice.count > 0) {
@@ -79,7 +79,7 @@ fn count_slices(slices: &[SliceGroup], is_counted: impl Fn(&SliceGroup) -> bool)
     all
 }
 
-impl Checker {
+impl PlanChecker {
     fn report(&mut self, at: &str, what: impl Into<String>) {
         self.found.push(Violation { at: at.to_owned(), what: what.into() });
     }
@@ -136,11 +136,11 @@ impl Checker {
             let resource = slice.resource.as_str();
             if slice.placement.is_some() || resource.starts_with(device::MIG_PREFIX) {
                 mig.push(slice);
-            } else if resource == device::REPLICAS
+            } else if resource == device::REPLICAS_RESOURCE
                 || gpu.mode == Mode::TimeSlicing && device::sized_slice_gib(resource).is_none()
             {
                 replica_slices.push(slice);
-            } else if resource == device::WHOLE {
+            } else if resource == device::WHOLE_GPU_RESOURCE {
                 self.report(at, "a whole GPU must be an empty list");
             } else {
                 mps.push(slice);
@@ -277,7 +277,7 @@ impl Checker {
                 self.report(&pod.name, format!("the snapshot has no node {}", placement.node));
                 continue;
             };
-            if node.exclusion.is_some() || NodeConstraints::of(pod).admit(node).is_err() {
+            if node.exclusion.is_some() || NodeConstraints::of_pod(pod).admit(node).is_err() {
                 self.report(&pod.name, format!("the pod cannot run on node {}", node.name));
             }
             for (name, request) in &pod.requests {
@@ -350,7 +350,7 @@ impl Checker {
                 continue;
             };
             *got.entry(resource).or_default() += u64::from(*count);
-            if resource == device::WHOLE && plan.slices.is_empty() {
+            if resource == device::WHOLE_GPU_RESOURCE && plan.slices.is_empty() {
                 if *count != 1 || !self.taken_whole.insert((placement.node.clone(), gpu.clone())) {
                     self.report(&pod.name, format!("GPU {gpu} is allocated more than once"));
                 }
@@ -364,23 +364,24 @@ impl Checker {
             // Resources other than whole GPUs, sized slices and MIG instances are shares. All
             // shares of one resource that a pod requests must be on one GPU.
             let slice = resource.starts_with(device::MIG_PREFIX) && !resource.ends_with(device::SHARED_SUFFIX);
-            let shares = !slice && resource != device::WHOLE && device::sized_slice_gib(resource).is_none();
+            let shares =
+                !slice && resource != device::WHOLE_GPU_RESOURCE && device::sized_slice_gib(resource).is_none();
             if shares && placement.takes.iter().any(|other| other.resource == *resource && other.gpu != *gpu) {
-                self.report(&pod.name, format!("the pod's {resource} come from two GPUs"));
+                self.report(&pod.name, format!("the pod's {resource} are on two GPUs"));
             }
         }
         for (name, request) in &pod.requests {
             let wanted = request.count().unwrap_or(u64::MAX);
-            let is_gpu = name == device::WHOLE
+            let is_gpu = name == device::WHOLE_GPU_RESOURCE
                 || name.starts_with(device::MIG_PREFIX)
                 || device::sized_slice_gib(name).is_some()
-                || [device::SHARES, device::REPLICAS].contains(&name.as_str());
+                || [device::SHARES_RESOURCE, device::REPLICAS_RESOURCE].contains(&name.as_str());
             if (is_gpu || got.contains_key(name.as_str())) && got.remove(name.as_str()).unwrap_or(0) != wanted {
-                self.report(&pod.name, format!("the pod does not get the {wanted} {name} that it requests"));
+                self.report(&pod.name, format!("the pod does not receive the {wanted} {name} that it requests"));
             }
         }
         for resource in got.keys() {
-            self.report(&pod.name, format!("the pod gets {resource}, which it does not request"));
+            self.report(&pod.name, format!("the pod receives {resource}, which it does not request"));
         }
     }
 }

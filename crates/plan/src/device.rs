@@ -1,14 +1,14 @@
-//! Names of the resources and modes that a GPU can be partitioned into.
+//! Defines the modes of GPUs, the kinds of partitions, and the names of their resources.
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
 /// Resource of whole GPUs.
-pub const WHOLE: &str = "nvidia.com/gpu";
+pub const WHOLE_GPU_RESOURCE: &str = "nvidia.com/gpu";
 /// Resource of MPS shares, unless a GPU sets `resourceName`.
-pub const SHARES: &str = "nvidia.com/gpu-mps";
+pub const SHARES_RESOURCE: &str = "nvidia.com/gpu-mps";
 /// Resource of time-sliced replicas, unless a GPU sets `resourceName`.
-pub const REPLICAS: &str = "nvidia.com/gpu-timeslice";
+pub const REPLICAS_RESOURCE: &str = "nvidia.com/gpu-timeslice";
 /// Prefix of the resources of MIG instances.
 pub const MIG_PREFIX: &str = "nvidia.com/mig-";
 /// Suffix of the resources of shares of MIG instances, as in NVIDIA's device plugin.

@@ -1,4 +1,4 @@
-//! Places any number of pods, one by one. Moves placed pods if that makes room.
+//! Places any number of pods, one by one. Moves a placed pod if another pod then fits.
 use std::collections::BTreeMap;
 
 use crate::assignment::{Assignment, ChangeRule, CostCache, Location, PlacementCost, change_cost, group_of_pod};
@@ -6,7 +6,7 @@ use crate::model::Model;
 use crate::search::ClusterPart;
 use crate::states::{DemandId, States};
 
-pub(crate) struct Greedy<'g, 'a> {
+pub(crate) struct GreedyPlacer<'g, 'a> {
     model: &'g Model<'a>,
     pub(crate) states: &'g mut States,
     pub(crate) assignment: Assignment,
@@ -41,10 +41,10 @@ pub(crate) enum PlacementStyle {
 const ALTERNATIVES_PER_GROUP: usize = 4;
 /// Divisor of the remaining work for moving pods. Each group may use one such part.
 const GROUP_WORK_DIVISOR: u64 = 8;
-/// Maximum number of pods moved in a chain, in which each pod makes room for the previous pod.
+/// Maximum number of pods moved in a chain. Each move frees slices for the previous pod.
 const MAX_MOVED_PODS_IN_CHAIN: u32 = 2;
 
-impl<'g, 'a> Greedy<'g, 'a> {
+impl<'g, 'a> GreedyPlacer<'g, 'a> {
     pub(crate) fn new(
         model: &'g Model<'a>,
         states: &'g mut States,
@@ -123,7 +123,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
             offers.push(self.assignment.cost(self.model, self.states, self.costs, id, node, rule));
         }
         let mut moving = true;
-        // A group that cannot be placed must not use up the work that other groups need.
+        // A group that cannot be placed must not use the work that other groups need.
         self.group_limit = self.states.work + self.work_limit.saturating_sub(self.states.work) / GROUP_WORK_DIVISOR;
         for &pod in &of.pods {
             if self.assignment.locations.get(pod as usize).is_some_and(Option::is_some) {
@@ -137,7 +137,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
                 continue;
             }
             if !moving
-                || !(self.make_room(pod, id, rule, MAX_MOVED_PODS_IN_CHAIN, &mut vec![pod])
+                || !(self.place_by_moving_pods(pod, id, rule, MAX_MOVED_PODS_IN_CHAIN, &mut vec![pod])
                     || self.move_two_pods(pod, id, rule))
             {
                 moving = false;
@@ -162,8 +162,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
     }
 
     /// Places a pod by moving a second pod, whose move may require moving a third. Returns whether
-    /// the pod is placed. If it is not placed, changes nothing.
-    fn make_room(&mut self, pod: u32, id: u32, rule: ChangeRule, chain: u32, moved: &mut Vec<u32>) -> bool {
+    /// the pod is placed. If the pod is not placed, changes nothing.
+    fn place_by_moving_pods(&mut self, pod: u32, id: u32, rule: ChangeRule, chain: u32, moved: &mut Vec<u32>) -> bool {
         let model = self.model;
         let Some(of) = model.groups.get(id as usize) else { return false };
         let mut gpus = Vec::new();
@@ -175,7 +175,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
                     return false;
                 }
                 let Some(other_id) = model.group_of.get(other as usize).copied().flatten() else { continue };
-                if other_id == id || moved.contains(&other) || !self.could_make_room(id, node, other, other_id, rule) {
+                if other_id == id || moved.contains(&other) || !self.could_removal_help(id, node, other, other_id, rule)
+                {
                     continue;
                 }
                 let Some(location) = self.assignment.locations.get(other as usize).cloned().flatten() else { continue };
@@ -192,7 +193,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
                     }
                     if chain > 1 {
                         moved.push(other);
-                        let relocated = self.make_room(other, other_id, rule, chain - 1, moved);
+                        let relocated = self.place_by_moving_pods(other, other_id, rule, chain - 1, moved);
                         moved.pop();
                         if relocated {
                             return true;
@@ -252,7 +253,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
         rule: ChangeRule,
     ) -> bool {
         let model = self.model;
-        // First check, by the states alone, that the GPU would have room.
+        // First check whether the pod would fit according to the GPU's states.
         let mut state = self.assignment.gpus.get(gpu as usize).copied();
         for other in others {
             let Some(&[other_unit]) = group_of_pod(model, other).map(|group| group.units.as_slice()) else {
@@ -291,9 +292,9 @@ impl<'g, 'a> Greedy<'g, 'a> {
         false
     }
 
-    /// Returns whether removing `other` from the node could make room for a pod of group `id`.
-    /// Returns false only if removal certainly cannot help.
-    fn could_make_room(&mut self, id: u32, node: u32, other: u32, other_id: u32, rule: ChangeRule) -> bool {
+    /// Returns whether a pod of group `id` could fit on the node if `other` were removed. Returns
+    /// false only if removal certainly cannot help.
+    fn could_removal_help(&mut self, id: u32, node: u32, other: u32, other_id: u32, rule: ChangeRule) -> bool {
         let group = |id: u32| self.model.groups.get(id as usize);
         let (Some(of), Some(others)) = (group(id), group(other_id)) else { return false };
         // The node may lack CPU or memory rather than a GPU.

@@ -2,7 +2,7 @@
 //!
 //! This crate does no I/O, reads no clock, draws no random numbers and is not async. Its
 //! dependencies enforce these rules. Every result depends only on the arguments, and maps are
-//! ordered. So equal inputs produce equal outputs, byte for byte.
+//! ordered. Equal inputs therefore produce equal outputs, byte for byte.
 //!
 //! [`plan`] creates a plan and [`check`] verifies one. [`ledger`] reserves slices for pods.
 pub mod affinity;

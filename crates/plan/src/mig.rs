@@ -1,7 +1,7 @@
 //! Describes MIG profiles, and searches for placements on one GPU.
 //!
 //! The memory slices of a GPU are bits of a mask. NVML reports at which slices a profile can start.
-//! No combination of instances is hard-coded: the placements determine which instances fit
+//! The code contains no list of combinations: the placements determine which instances fit
 //! together.
 use serde::{Deserialize, Serialize};
 
@@ -36,7 +36,7 @@ pub enum TableError {
     TooManyProfiles(usize),
     /// A placement is outside the GPU.
     #[error(
-        "the driver reports an invalid placement of MIG profile {name}: {size} memory slices from slice {start}; valid are 1 slice or more that end within the first 32"
+        "the driver reports an invalid placement of MIG profile {name}: {size} memory slices from slice {start}; a placement must have at least 1 slice and end within the first 32"
     )]
     Place {
         /// Name of the profile.
@@ -335,7 +335,7 @@ impl ArrangementSearch<'_> {
 }
 
 const fn slice_mask(size: u8, start: u8) -> Mask {
-    // This size is a special case, because a shift by the width of the type is not possible.
+    // This size is a special case, because a shift by the full width of the type overflows.
     if size as u32 >= MASK_BITS { Mask::MAX } else { ((1 << size) - 1) << start }
 }
 

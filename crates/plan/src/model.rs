@@ -89,9 +89,10 @@ struct ResourceNames<'a> {
 }
 
 impl<'a> ResourceNames<'a> {
-    fn of(snapshot: &'a Snapshot, tables: &'a [Rc<ProfileTable>]) -> Self {
-        let mut shares: BTreeSet<&str> = [device::SHARES, device::REPLICAS, "nvidia.com/gpu.shared"].into();
-        let mut all: BTreeSet<&str> = [device::WHOLE].into();
+    fn from_snapshot(snapshot: &'a Snapshot, tables: &'a [Rc<ProfileTable>]) -> Self {
+        let mut shares: BTreeSet<&str> =
+            [device::SHARES_RESOURCE, device::REPLICAS_RESOURCE, "nvidia.com/gpu.shared"].into();
+        let mut all: BTreeSet<&str> = [device::WHOLE_GPU_RESOURCE].into();
         for gpu in snapshot.nodes.iter().flat_map(|node| &node.gpus) {
             shares.extend(gpu.resource_name.as_deref());
             shares.extend(gpu.mig_sharing.iter().filter_map(|sharing| sharing.resource_name.as_deref()));
@@ -118,7 +119,7 @@ impl<'a> ResourceNames<'a> {
 }
 
 fn kind_by_name(name: &str) -> Option<ResourceKind> {
-    if name == device::WHOLE {
+    if name == device::WHOLE_GPU_RESOURCE {
         Some(ResourceKind::Whole)
     } else if let Some(profile) = name.strip_prefix(device::MIG_PREFIX) {
         Some(if profile.ends_with(device::SHARED_SUFFIX) { ResourceKind::Shares } else { ResourceKind::Mig })
@@ -136,7 +137,7 @@ struct DistinctTables {
 }
 
 impl DistinctTables {
-    fn of(snapshot: &Snapshot) -> Self {
+    fn from_snapshot(snapshot: &Snapshot) -> Self {
         let mut tables = Self::default();
         let mut reported = BTreeMap::new();
         let mut known = BTreeMap::new();
@@ -176,7 +177,7 @@ impl DistinctTables {
 
 impl<'a> Model<'a> {
     pub(crate) fn new(snapshot: &'a Snapshot, policy: &Policy) -> Self {
-        let tables = DistinctTables::of(snapshot);
+        let tables = DistinctTables::from_snapshot(snapshot);
         let mut model = Self {
             nodes: Vec::with_capacity(snapshot.nodes.len()),
             gpus: Vec::new(),
@@ -190,7 +191,7 @@ impl<'a> Model<'a> {
             demands: Vec::new(),
         };
         // `names` borrows from `tables`, which is dropped at the end of this function.
-        let names = ResourceNames::of(snapshot, &tables.all);
+        let names = ResourceNames::from_snapshot(snapshot, &tables.all);
         model.resources = names.ids.keys().map(|name| (*name).to_owned()).collect();
         model.dimensions = dimensions(snapshot, &names);
         model.add_nodes(snapshot, policy, &names, &tables);
@@ -211,7 +212,7 @@ impl<'a> Model<'a> {
         // snapshot either.
         order.sort_by(|&a, &b| {
             let (a, b) = (&snapshot.nodes[a], &snapshot.nodes[b]);
-            a.name.cmp(&b.name).then_with(|| with_sorted_lists(a).cmp(&with_sorted_lists(b)))
+            a.name.cmp(&b.name).then_with(|| normalized_node(a).cmp(&normalized_node(b)))
         });
         let mut classes: BTreeMap<GpuClass, ClassId> = BTreeMap::new();
         let builder = ClassBuilder::new(policy, names, tables);
@@ -230,9 +231,7 @@ impl<'a> Model<'a> {
             let mut gpus: Vec<usize> = (0..node.gpus.len()).collect();
             gpus.sort_by(|&a, &b| {
                 let (a, b) = (&node.gpus[a], &node.gpus[b]);
-                (a.index, &a.uuid)
-                    .cmp(&(b.index, &b.uuid))
-                    .then_with(|| with_slices_in_order(a).cmp(&with_slices_in_order(b)))
+                (a.index, &a.uuid).cmp(&(b.index, &b.uuid)).then_with(|| normalized_gpu(a).cmp(&normalized_gpu(b)))
             });
             for gpu_at in gpus {
                 let gpu = &node.gpus[gpu_at];
@@ -293,7 +292,7 @@ impl<'a> Model<'a> {
         let mut groups: BTreeMap<PodGroupKey<'_>, Vec<u32>> = BTreeMap::new();
         for (index, (pod, wanted)) in snapshot.pods.iter().zip(&wanted).enumerate() {
             let Some(wanted) = wanted else { continue };
-            let key = (Reverse(pod.priority), wanted, NodeConstraints::of(pod));
+            let key = (Reverse(pod.priority), wanted, NodeConstraints::of_pod(pod));
             groups.entry(key).or_default().push(as_u32(index));
         }
         let mut shapes: BTreeMap<Vec<DemandId>, u32> = BTreeMap::new();
@@ -321,7 +320,7 @@ impl<'a> Model<'a> {
                 shape,
                 units: expanded,
                 needs: needs.clone(),
-                constraints: NodeConstraints::of(pod),
+                constraints: NodeConstraints::of_pod(pod),
                 pods,
                 nodes: Vec::new(),
                 weight: GpuUsage::default(),
@@ -405,15 +404,15 @@ fn dimensions<'a>(snapshot: &'a Snapshot, names: &ResourceNames<'_>) -> Vec<&'a 
 }
 
 /// Returns the node with sorted lists, for comparison with a node of the same name.
-fn with_sorted_lists(node: &Node) -> Node {
+fn normalized_node(node: &Node) -> Node {
     let mut node = node.clone();
-    node.gpus = node.gpus.iter().map(with_slices_in_order).collect();
+    node.gpus = node.gpus.iter().map(normalized_gpu).collect();
     node.gpus.sort();
     node.taints.sort();
     node
 }
 
-fn with_slices_in_order(gpu: &Gpu) -> Gpu {
+fn normalized_gpu(gpu: &Gpu) -> Gpu {
     let mut gpu = gpu.clone();
     gpu.slices.sort();
     gpu
@@ -531,13 +530,13 @@ impl<'b> ClassBuilder<'b> {
         };
         if gpu.mode.families().has(Family::Mps) {
             let units = number("MPS shares", gpu.units, self.policy.units, MAX_CLIENTS);
-            class.shares = name(device::SHARES).zip(units);
+            class.shares = name(device::SHARES_RESOURCE).zip(units);
         }
         if gpu.mode.families().has(Family::TimeSlicing) {
             let replicas = number("replicas", gpu.replicas, self.policy.replicas, MAX_EQUAL_SLICES);
             // If shares and replicas have the same name, the name means MPS shares.
             let other = |id: &ResourceId| class.shares.is_none_or(|(shares, _)| shares != *id);
-            class.replicas = name(device::REPLICAS).filter(other).zip(replicas);
+            class.replicas = name(device::REPLICAS_RESOURCE).filter(other).zip(replicas);
         }
         if let Some(sharing) = &gpu.mig_sharing {
             let units = number("shares of a MIG instance", Some(sharing.units), None, MAX_CLIENTS).unwrap_or(1);

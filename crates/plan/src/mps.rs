@@ -10,12 +10,12 @@ use crate::units::{Mebibytes, Percent, Sms};
 /// CUDA error 808.
 pub const MAX_CLIENTS: u32 = 48;
 
-/// Memory reserved for the MPS server's own context. The context has 66 MiB on an H200 with driver
-/// 580. The rest is a margin.
+/// Memory reserved for the MPS server's own context. On an H200 with driver 580, the context uses
+/// 66 MiB. The rest is a margin.
 pub const SERVER_RESERVE: Mebibytes = Mebibytes(128);
 
 /// Minimum number of SMs to which MPS limits a client.
-const MIN_SMS: u32 = 8;
+const MIN_CLIENT_SMS: u32 = 8;
 
 /// How strictly the SMs of a share are limited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -84,13 +84,13 @@ pub fn usable_sms(threads: Option<Percent>, total: Sms) -> Sms {
     let Some(percent) = threads.filter(|&percent| percent != Percent::FULL) else { return total };
     let part = u64::from(total.0) * u64::from(percent.get()) / 100;
     let even = u32::try_from(part).unwrap_or(u32::MAX) & !1;
-    Sms(even.max(MIN_SMS).min(total.0))
+    Sms(even.max(MIN_CLIENT_SMS).min(total.0))
 }
 
 /// Returns the part of a client's memory limit that its CUDA context uses, if the client can use
 /// `sms` SMs. Returns `None` if no measurement covers the GPU and driver.
 ///
-/// GPUs of compute capability 9.0 with driver 580 need 27.1 MiB and 3.69 MiB for each SM. The
+/// GPUs of compute capability 9.0 with driver 580 need 27.1 MiB plus 3.69 MiB for each SM. The
 /// figures are accurate to 1 MiB for 12 to 132 SMs (H100 and H200,
 /// `docs/explanation/measurements-gpu.md`). A larger stack and the code of kernels need more.
 pub fn context_memory(capability: (u32, u32), driver: &str, sms: Sms) -> Option<Mebibytes> {
@@ -136,7 +136,7 @@ mod tests {
     ];
 
     #[test]
-    fn sms_match_measurements() {
+    fn usable_sms_match_measurements() {
         for (percent, expected) in MEASURED_SMS {
             assert_eq!(usable_sms(Percent::new(percent).ok(), Sms(132)), Sms(expected), "{percent} %");
         }
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn contexts_match_measurements_and_others_are_unknown() {
+    fn context_memory_matches_measurements_and_is_unknown_for_other_gpus_and_drivers() {
         for (sms, measured) in MEASURED_CONTEXT_MIB_BY_SMS {
             let computed = context_memory((9, 0), "580.159.04", Sms(sms)).unwrap();
             assert!(computed.0.abs_diff(measured) <= 1, "{sms} SMs: {measured} MiB measured, {computed:?} computed");

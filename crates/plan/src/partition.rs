@@ -15,7 +15,7 @@ pub(crate) type ResourceId = u16;
 pub(crate) enum ResourceKind {
     Whole,
     Mig,
-    /// A slice of this many GiB.
+    /// A sized slice of this size in GiB.
     Sized(u64),
     /// Shares or replicas. All shares that one pod requests belong to one GPU or MIG instance.
     Shares,
@@ -78,7 +78,7 @@ impl Ord for SharedTable {
 /// All properties of a GPU that a plan depends on. GPUs of one class are interchangeable in a plan.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct GpuClass {
-    /// Families that the GPU can be repartitioned to. The list is empty for a GPU that must not be
+    /// Families that the GPU can be repartitioned to. The set is empty for a GPU that must not be
     /// repartitioned.
     pub(crate) families: Families,
     /// Memory in MiB.
@@ -108,7 +108,7 @@ pub(crate) struct PackedPartition {
     pub(crate) changed: bool,
     /// Number of free slices that the partition removes.
     pub(crate) destroyed: u32,
-    /// Value of the remaining room for future pods. Lower for fuller GPUs.
+    /// Value of the remaining room for future pods. The value is lower for fuller GPUs.
     pub(crate) room_value: i64,
     /// Memory and compute in use, in 65,536ths, rounded down.
     pub(crate) used: GpuUsage,
@@ -126,6 +126,7 @@ pub(crate) const WHOLE_GPU: u32 = 1 << 16;
 
 /// Additional value of an unused GPU, because pods can request it whole or in another mode.
 const IDLE_GPU_VALUE: i64 = 2000;
+/// Value of the room on a GPU whose memory and compute are entirely free.
 const FULL_GPU_VALUE: u64 = 1000;
 
 impl GpuClass {
@@ -403,7 +404,7 @@ impl GpuClass {
         Some(SliceCell { resource: *resource, kind, instance: Some(instance), count })
     }
 
-    /// Returns the MIG instances with slices in use, and MIG instances without.
+    /// Returns the MIG instances with slices in use, then the MIG instances without slices in use.
     fn instances(&self) -> (Vec<Instance>, Vec<Instance>) {
         let mut in_use: Vec<Instance> = self.in_use.iter().filter_map(|cell| cell.instance).collect();
         in_use.sort_unstable();

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::assignment::{Assignment, ChangeRule, CostCache, Location, group_of_pod};
 use crate::device::Family;
-use crate::greedy::{Greedy, PlacementStyle};
+use crate::greedy::{GreedyPlacer, PlacementStyle};
 use crate::model::{Model, as_u32};
 use crate::partition::{GpuClass, GpuDemand, GpuUsage, ResourceKind, SliceCell, WHOLE_GPU};
 use crate::policy::Policy;
@@ -99,8 +99,9 @@ pub struct ExplainedPlan {
     pub report: PlanReport,
 }
 
-/// Parts of the cluster with at most this many pods and GPUs are searched exactly.
+/// Maximum number of pods in a part of the cluster that is searched exactly.
 const MAX_EXACT_PODS: usize = 24;
+/// Maximum number of GPUs in a part of the cluster that is searched exactly.
 const MAX_EXACT_GPUS: usize = 32;
 
 /// Fixed part of the maximum number of look-ups for moving pods in a whole plan. Each pod adds
@@ -128,7 +129,7 @@ pub fn plan(snapshot: &Snapshot, policy: &Policy) -> ExplainedPlan {
     for part in divide_into_parts(&model) {
         plan_part(&model, &mut states, &mut costs, &mut assignment, &part, &mut budget);
     }
-    first_come_first_served(&model, &mut assignment);
+    assign_locations_in_order_of_arrival(&model, &mut assignment);
 
     let mut plan = Plan { gpus: gpu_plans(&model, &states, &assignment), ..Plan::default() };
     plan.changed = plan.gpus.iter().any(|gpu| gpu.changed);
@@ -267,7 +268,7 @@ fn plan_part(
             continue;
         }
         let before = states.work;
-        let mut greedy = Greedy::new(model, states, costs, std::mem::take(assignment));
+        let mut greedy = GreedyPlacer::new(model, states, costs, std::mem::take(assignment));
         greedy.place_part(part, style, if small { MAX_LOOKUPS_BEFORE_EXACT_SEARCH } else { budget.moving / 3 });
         *assignment = greedy.assignment;
         budget.moving = budget.moving.saturating_sub((states.work - before) / 8);
@@ -299,7 +300,7 @@ fn plan_part(
 }
 
 /// Assigns the locations of equal pods in order of arrival.
-fn first_come_first_served(model: &Model<'_>, assignment: &mut Assignment) {
+fn assign_locations_in_order_of_arrival(model: &Model<'_>, assignment: &mut Assignment) {
     for group in &model.groups {
         let mut locations: Vec<Location> = group
             .pods
@@ -371,7 +372,7 @@ fn slice_of_cell(model: &Model<'_>, class: &GpuClass, cell: &SliceCell) -> Slice
     }
 }
 
-/// Returns the kind of partition that the plan gives the GPU. A GPU without slices is whole.
+/// Returns the kind of partition that the plan assigns to the GPU. A GPU without slices is whole.
 fn partition_kind(states: &States, state: StateId) -> Family {
     let Some((class, packed)) = states.class_and_partition(state) else { return Family::Whole };
     class.in_use.iter().chain(&packed.free).find_map(|cell| class.family_of(cell)).unwrap_or(Family::Whole)

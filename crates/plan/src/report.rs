@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use serde::Serialize;
 
 use crate::assignment::{Assignment, ChangeRule, Location};
-use crate::device::WHOLE;
+use crate::device::WHOLE_GPU_RESOURCE;
 use crate::model::{Model, NodeModel, PodGroup, as_u32};
 use crate::partition::{GpuDemand, ResourceKind};
 use crate::snapshot::Snapshot;
@@ -121,7 +121,7 @@ fn placed_reason(model: &Model<'_>, states: &States, assignment: &Assignment, po
         let index = model.gpu(*gpu).map_or(0, |gpu| gpu.gpu.index);
         let state = assignment.gpus.get(*gpu as usize).copied().unwrap_or(StateId::MAX);
         let _ = write!(text, "{} GPU {index}", if at == 0 { "" } else { "," });
-        let _ = match (*resource == WHOLE, states.summary(state).changed) {
+        let _ = match (*resource == WHOLE_GPU_RESOURCE, states.summary(state).changed) {
             (true, true) => write!(text, ", which becomes whole again"),
             (true, false) => write!(text, ", which is free"),
             (false, true) => write!(text, " provides {count} {resource} after repartitioning"),
@@ -143,8 +143,8 @@ fn unplaced_reason(cluster: &PlanContext<'_, '_>, states: &mut States, id: u32) 
         let reason = placement_obstacle(cluster, states, id, group, node, index);
         by_reason.entry(reason).or_default().push(&node.node.name);
     }
-    // The reason that applies to most nodes comes first. Among equally frequent reasons, the reason
-    // of the first node comes first.
+    // List the most frequent reason first. Among equally frequent reasons, list the reason of the
+    // first node first.
     let mut reasons: Vec<(String, Vec<&str>)> = by_reason.into_iter().collect();
     reasons.sort_by(|(_, a), (_, b)| b.len().cmp(&a.len()).then_with(|| a.cmp(b)));
     let shown = reasons.len().min(MAX_REASONS_PER_POD);
@@ -231,7 +231,7 @@ fn placement_obstacle(
     competing_pods(cluster, group, index)
 }
 
-/// Names the pods that leave no room on the node. Without these pods, a pod of the group would fit.
+/// Names the pods that prevent a pod of the group from fitting on the node.
 fn competing_pods(cluster: &PlanContext<'_, '_>, group: &PodGroup<'_>, node: u32) -> String {
     let on = cluster.assignment.pods.get(node as usize).map_or(&[][..], Vec::as_slice);
     let mut higher: Vec<u32> = on.iter().copied().filter(|&pod| cluster.priority(pod) > group.priority).collect();

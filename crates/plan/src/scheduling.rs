@@ -54,8 +54,8 @@ const TEMPORARY_TAINTS: [&str; 11] = [
 
 impl NodeRefusal {
     /// Returns whether the refusal can end without a change of the pod or a permanent change of the
-    /// node. Returns true for a cordon and for taints that controllers add and remove. Labels and
-    /// other taints are permanent.
+    /// node. Returns true for a cordon and for taints that controllers add and remove. Missing
+    /// labels and other taints are permanent.
     pub fn is_temporary(&self) -> bool {
         match self {
             Self::Selector(_) | Self::Affinity => false,
@@ -84,7 +84,7 @@ impl std::fmt::Display for NodeRefusal {
 /// # Errors
 /// Returns why the pod cannot run on the node.
 pub fn admit(pod: &Pod, node: &Node) -> Result<(), NodeRefusal> {
-    NodeConstraints::of(pod).admit(node)
+    NodeConstraints::of_pod(pod).admit(node)
 }
 
 /// Returns why a pod cannot run on a node, as a sentence. Returns `None` if the pod can run on the
@@ -94,7 +94,7 @@ pub fn refusal(pod: &Pod, node: &Node) -> Option<String> {
 }
 
 impl<'a> NodeConstraints<'a> {
-    pub(crate) fn of(pod: &'a Pod) -> Self {
+    pub(crate) fn of_pod(pod: &'a Pod) -> Self {
         Self { selector: &pod.node_selector, affinity: &pod.affinity, tolerations: &pod.tolerations }
     }
 
@@ -219,7 +219,7 @@ mod tests {
     }
 
     fn is_admitted(pod: &Pod, node: &Node) -> bool {
-        NodeConstraints::of(pod).admit(node).is_ok()
+        NodeConstraints::of_pod(pod).admit(node).is_ok()
     }
 
     #[test]
@@ -276,10 +276,10 @@ mod tests {
     fn a_permanent_taint_is_reported_before_temporary_reasons() {
         let both = node(&[], &[("node.kubernetes.io/not-ready", "", "NoSchedule"), ("dedicated", "", "NoSchedule")]);
         let both = Node { unschedulable: true, ..both };
-        let refused = NodeConstraints::of(&pod("{}")).admit(&both).unwrap_err();
+        let refused = NodeConstraints::of_pod(&pod("{}")).admit(&both).unwrap_err();
         assert_eq!(refused, NodeRefusal::Taint { key: "dedicated".to_owned(), value: String::new() });
         let dedicated = pod(r#"{"tolerations": [{"key": "dedicated", "operator": "Exists"}]}"#);
-        assert_eq!(NodeConstraints::of(&dedicated).admit(&both), Err(NodeRefusal::Cordoned));
+        assert_eq!(NodeConstraints::of_pod(&dedicated).admit(&both), Err(NodeRefusal::Cordoned));
     }
 
     #[test]

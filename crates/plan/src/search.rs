@@ -146,7 +146,7 @@ pub(crate) fn search(
         steps: 0,
         max_steps,
     };
-    search.descend(0, false);
+    search.search_from(0, false);
     *assignment = search.assignment;
     let score = search.best;
     SearchResult { better: search.found.map(|found| (score, found)), steps: search.steps }
@@ -178,8 +178,8 @@ fn sorted_states(model: &Model<'_>, assignment: &Assignment, node: u32) -> Vec<S
 }
 
 impl ExactSearch<'_, '_> {
-    /// Tries each choice for the pod at this position, and then for the later pods.
-    fn descend(&mut self, at: usize, skipped: bool) {
+    /// Tries each choice for the pod at this position, each with all choices for the later pods.
+    fn search_from(&mut self, at: usize, skipped: bool) {
         self.steps += 1;
         if self.steps > self.max_steps || !self.can_improve(at) {
             return;
@@ -205,12 +205,12 @@ impl ExactSearch<'_, '_> {
                     continue;
                 }
                 self.placed[self.level_of[at]] += 1;
-                self.descend(at + 1, false);
+                self.search_from(at + 1, false);
                 self.placed[self.level_of[at]] -= 1;
                 self.assignment.remove(self.model, self.states, pod);
             }
         }
-        self.descend(at + 1, true);
+        self.search_from(at + 1, true);
     }
 
     fn record_assignment(&mut self) {
@@ -229,7 +229,7 @@ impl ExactSearch<'_, '_> {
 
     /// Returns whether the best possible continuation is better than the best known assignment.
     fn can_improve(&self, at: usize) -> bool {
-        let mut room = (0_u64, 0_u64); // The remaining room, of memory and of compute.
+        let mut room = (0_u64, 0_u64); // Remaining memory and compute.
         let mut unchanged = 0;
         for &gpu in &self.gpus {
             let Some(&state) = self.assignment.gpus.get(gpu as usize) else { continue };

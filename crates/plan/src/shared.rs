@@ -54,7 +54,8 @@ impl<T: ?Sized + Eq + Hash> Interner<T> {
         }
         if self.values.len() >= self.cleanup_threshold {
             self.values.retain(|value| Arc::strong_count(value) > 1);
-            // Dropping scans all values, so raise the limit: the next scan must not follow soon.
+            // A scan visits all values. Raise the limit, so that the next scan does not follow
+            // soon.
             self.cleanup_threshold = self.values.len().saturating_mul(2).max(MIN_CLEANUP_THRESHOLD);
             self.values.shrink_to(self.cleanup_threshold);
         }
@@ -68,7 +69,7 @@ impl<T: ?Sized + Eq + Hash> Interner<T> {
 }
 
 impl<T: Eq + Hash> Interner<T> {
-    /// Replaces the value by an equal stored one; see [`Interner::intern`].
+    /// Replaces the value with an equal stored value, as [`Interner::intern`] does.
     pub fn share(&mut self, value: &mut Shared<T>) {
         self.intern(&mut value.0);
     }
@@ -79,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn equal_values_are_one_and_a_change_copies() {
+    fn equal_values_are_stored_once_and_a_change_copies_the_value() {
         let mut interner = Interner::<String>::default();
         let (mut a, mut b) = (Shared::from("x".to_owned()), Shared::from("x".to_owned()));
         interner.share(&mut a);

@@ -1,8 +1,8 @@
 //! Computes the states that GPUs can be in while pods are placed. Each state is computed once for
 //! all equal GPUs.
 //!
-//! A state is a class of GPU with the demands placed on it. Thousands of GPUs share a few states,
-//! so placing one more demand is a look-up.
+//! A state is a class of GPUs together with the demands placed on one of them. Thousands of GPUs
+//! share a few states, so placing one more demand is a look-up.
 use std::collections::BTreeMap;
 
 use crate::partition::{GpuClass, GpuDemand, GpuUsage, PackedPartition};

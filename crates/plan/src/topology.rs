@@ -1,13 +1,13 @@
 //! Chooses whole GPUs for a container by the links between them.
 //!
-//! A set of GPUs has the sum of the scores of its pairs. The pairs have the scores of NVIDIA's
-//! device plugin. Among the sets with the highest score, [`Topology::choose`] prefers the set whose
-//! removal leaves the other free GPUs with the highest score. So a small request uses a partly used
-//! group, and complete groups stay free for larger requests.
+//! The score of a set of GPUs is the sum of the scores of its pairs. Each pair has the same score
+//! as in NVIDIA's device plugin. Among the sets with the highest score, [`Topology::choose`]
+//! prefers the set whose removal leaves the other free GPUs with the highest score. A small request
+//! therefore uses a partly used group, and complete groups remain free for larger requests.
 
 /// Maximum number of free GPUs for which [`Topology::choose`] compares all sets. The time doubles
 /// with each GPU, and few machines have more than 16 GPUs.
-const MAX_EXHAUSTIVE: usize = 16;
+const MAX_GPUS_FOR_EXHAUSTIVE_SEARCH: usize = 16;
 
 /// The path between two GPUs over PCIe, slowest first.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -144,7 +144,7 @@ impl Topology {
         let positions: Vec<Option<usize>> = free.iter().map(|gpu| self.position(gpu)).collect();
         let pair = |one: usize, other: usize| self.pair_score(positions[one], positions[other]);
         let candidates = Candidates::new(free.len(), pair);
-        let chosen = if free.len() <= MAX_EXHAUSTIVE {
+        let chosen = if free.len() <= MAX_GPUS_FOR_EXHAUSTIVE_SEARCH {
             candidates.best_set(&required, size)
         } else {
             candidates.grow_set(&required, size)
@@ -214,8 +214,8 @@ impl Candidates {
     }
 
     /// Returns `required`, extended to `size` members. Each step adds the candidate that has the
-    /// best links to the set. Among several such candidates, it adds the candidate with the best
-    /// links to all candidates, because these include the further members.
+    /// best links to the set. Among several equally good candidates, the step adds the candidate
+    /// with the best links to all candidates, because the further members are among them.
     fn grow_set(&self, required: &[usize], size: usize) -> Vec<usize> {
         let mut set = required.to_vec();
         while set.len() < size {

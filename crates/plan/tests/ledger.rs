@@ -17,17 +17,16 @@ const DEVICE_CAPACITY: u32 = 10;
 /// Lifetime of a claim, in ticks of `Event::Tick`.
 const CLAIM_SECONDS: u64 = 5;
 
-/// An event of the simulation. The numbers of an event are taken modulo the number of choices at
-/// that moment.
+/// An event of the simulation. Each number counts modulo the number of choices at that moment.
 #[derive(Debug, Clone)]
 enum Event {
-    /// A pod with containers of these sizes is created and reserved on at most this many nodes.
+    /// A pod with containers of these sizes is created, and reserved on at most `most` nodes.
     Create { sizes: Vec<u32>, most: usize },
     /// The scheduler binds a released pod.
     Bind { pod: usize, node: usize },
     /// The kubelet allocates the units of a bound pod. `device` chooses among equal reservations.
     Allocate { pod: usize, device: usize },
-    /// A pod is deleted in any state.
+    /// A pod is deleted, whatever its state.
     Delete { pod: usize },
     /// Time passes.
     Tick { by: u64 },
@@ -228,7 +227,7 @@ impl Simulation {
             let left = |fits: &Option<Fits>| fits.iter().flat_map(Fits::iter).map(left).collect::<Vec<_>>();
             assert_eq!(left(&found), left(&searched));
         }
-        let possible: BTreeSet<&str> = NODES.into_iter().filter(|node| self.can_hold(node, sizes)).collect();
+        let possible: BTreeSet<&str> = NODES.into_iter().filter(|node| self.can_fit(node, sizes)).collect();
         let Ok(fits) = fits else {
             assert!(possible.is_empty(), "{sizes:?} would fit {possible:?}: {fits:?}");
             return;
@@ -249,7 +248,7 @@ impl Simulation {
     }
 
     /// Returns whether the sizes fit, by trying all assignments.
-    fn can_hold(&self, node: &str, sizes: &[u32]) -> bool {
+    fn can_fit(&self, node: &str, sizes: &[u32]) -> bool {
         fn fit(free: &mut [u32], sizes: &[u32]) -> bool {
             let Some((&size, rest)) = sizes.split_first() else { return true };
             (0..free.len()).any(|device| {

@@ -19,7 +19,7 @@ const PROFILES: [(&str, u32, &[u32]); 5] = [
     ("7g.40gb", 8, &[0]),
 ];
 
-/// Pseudo-random numbers that are the same in every run (`SplitMix64`).
+/// Generates the same pseudo-random numbers in every run (`SplitMix64`).
 struct RandomNumbers(u64);
 
 impl RandomNumbers {
@@ -30,7 +30,7 @@ impl RandomNumbers {
         u32::try_from((mixed ^ (mixed >> 31)) % u64::from(end)).expect("below a u32")
     }
 
-    fn one_in(&mut self, chance: u32) -> bool {
+    fn is_one_in(&mut self, chance: u32) -> bool {
         self.number_below(chance) == 0
     }
 
@@ -65,7 +65,7 @@ fn random_gpu(numbers: &mut RandomNumbers, node: u32, index: u32) -> Gpu {
             slices.push(SliceGroup {
                 placement: Some(start),
                 resource: format!("nvidia.com/mig-{name}"),
-                in_use: numbers.one_in(3),
+                in_use: numbers.is_one_in(3),
                 count: 1,
                 profile: None,
                 pod: None,
@@ -101,17 +101,17 @@ fn random_snapshot(seed: u64, campaign: CampaignSettings) -> Snapshot {
     let nodes = nodes.collect();
     let pods = (0..2 + numbers.number_below(11)).map(|pod| {
         let (name, _, _) = numbers.choose(&PROFILES);
-        let count = if campaign.several && numbers.one_in(3) { 2 + numbers.number_below(2) } else { 1 };
+        let count = if campaign.several && numbers.is_one_in(3) { 2 + numbers.number_below(2) } else { 1 };
         let mut requests = BTreeMap::from([
             (format!("nvidia.com/mig-{name}"), Quantity::whole(u64::from(count))),
             ("cpu".to_owned(), Quantity::whole(1 + u64::from(numbers.number_below(2)))),
         ]);
-        if campaign.several && numbers.one_in(6) {
+        if campaign.several && numbers.is_one_in(6) {
             let (other, _, _) = numbers.choose(&PROFILES);
             requests.insert(format!("nvidia.com/mig-{other}"), Quantity::whole(1));
         }
         let mut selector = BTreeMap::new();
-        if campaign.zones && numbers.one_in(2) {
+        if campaign.zones && numbers.is_one_in(2) {
             selector.insert("zone".to_owned(), (*numbers.choose(&["a", "b"])).to_owned());
         }
         Pod {

@@ -163,7 +163,7 @@ fn as_few_pods_as_possible_are_preempted() {
 }
 
 #[test]
-fn no_victims_for_units_that_are_free_or_becoming_free() {
+fn no_pod_is_preempted_for_units_that_are_free_or_becoming_free() {
     let facts = node(&["a", "b"], &[("v", "a", 6), ("w", "a", 4), ("x", "b", 5)]);
     let ending = Holder { ending: true, ..holder(200) };
     assert_eq!(victims(facts.clone(), &[5], &[("v", holder(1))]), Some(owned_names(&[])), "b has five free");
@@ -201,7 +201,7 @@ fn the_units_of_an_earlier_pod_of_the_same_name_are_free_once_it_is_ending() {
 }
 
 #[test]
-fn a_pod_that_is_kept_is_no_victim_and_frees_its_units_if_it_is_terminating() {
+fn a_kept_pod_is_not_preempted_but_frees_its_units_if_it_is_terminating() {
     let mut ledger = Ledger::default();
     ledger.observe("n", node(&["a", "b"], &[("v", "a", 6), ("w", "b", 6)]));
     let find = |v: Holder<'_>| {
@@ -272,7 +272,7 @@ fn nomination(priority: i32, preemption: &Preemption) -> Nomination {
 }
 
 #[test]
-fn units_freed_by_victims_are_kept_for_the_preemptor() {
+fn units_that_victims_free_are_kept_for_the_preemptor() {
     let mut ledger = Ledger::default();
     ledger.observe("n", node(&["a"], &[("v", "a", 8)]));
     let want = device_requests(&[6]);
@@ -321,7 +321,7 @@ fn a_fit_is_stale_after_a_nomination() {
 }
 
 #[test]
-fn two_preemptors_do_not_use_the_same_room() {
+fn two_preemptors_do_not_use_the_same_units() {
     let mut ledger = Ledger::default();
     ledger.observe("n", node(&["a", "b"], &[("v", "a", 10), ("w", "b", 10)]));
     let known = [("v", holder(1)), ("w", holder(2))];
@@ -492,7 +492,7 @@ const CPU_SLOT: [&str; 2] = ["cpu", ""];
 type FreeUnits = BTreeMap<(String, String), i64>;
 
 impl PreemptionCase {
-    /// Returns a pod with allocations. Its name ends with that of its node.
+    /// Returns a pod with allocations. The pod's name ends with the name of its node.
     fn holder(&self, pod: &str) -> Option<&Holder<'static>> {
         self.holders.get(pod.rsplit_once('@')?.1, pod)
     }
@@ -547,7 +547,7 @@ impl PreemptionCase {
     }
 
     /// Returns whether the budgets allow these evictions.
-    fn within_budgets(&self, victims: &[&str]) -> bool {
+    fn are_evictions_within_budgets(&self, victims: &[&str]) -> bool {
         (0_u32..).zip(&self.holders.budgets).all(|(index, allowed)| {
             let of = |victim: &&&str| self.holder(victim).unwrap().budget == usize::try_from(index).ok();
             victims.iter().filter(of).count() <= usize::try_from(*allowed).unwrap()
@@ -613,9 +613,10 @@ fn subsets<'a>(pods: &[&'a str]) -> Vec<Vec<&'a str>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 800, ..ProptestConfig::default() })]
 
-    /// The victims make room, each victim is needed, all victims have a lower priority, and their
-    /// budgets allow their eviction. If no budget limits the victims, they are the best of all
-    /// subsets for each way to place the requests. The chosen way has the lowest cost.
+    /// The pod fits after the victims have terminated, each victim is needed, all victims have a
+    /// lower priority, and their budgets allow the evictions. If no budget limits the victims, they
+    /// are the best of all subsets for each way to place the requests. The chosen way has the
+    /// lowest cost.
     #[test]
     fn victims_are_needed_and_no_other_choice_is_cheaper(case in preemption_case()) {
         let ledger = case.ledger();
@@ -626,10 +627,10 @@ proptest! {
                 continue;
             }
             let lower = case.possible_victims(node);
-            is_limited |= !case.within_budgets(&lower);
+            is_limited |= !case.are_evictions_within_budgets(&lower);
             let sets = subsets(&lower);
             let helps = |gone: &&Vec<&str>, way: &Vec<(String, String)>| {
-                case.within_budgets(gone) && case.has_room(&case.free_units(&ledger, node, &gone.iter().copied().collect()), way)
+                case.are_evictions_within_budgets(gone) && case.has_room(&case.free_units(&ledger, node, &gone.iter().copied().collect()), way)
             };
             for way in case.device_choices(node) {
                 let helps = sets.iter().filter(|gone| helps(gone, &way));
@@ -649,7 +650,7 @@ proptest! {
         }
         let Some(found) = found else { return Ok(()) };
         let victims: Vec<&str> = found.victims.iter().map(String::as_str).collect();
-        prop_assert!(case.within_budgets(&victims));
+        prop_assert!(case.are_evictions_within_budgets(&victims));
         if !is_limited {
             prop_assert_eq!(Some(case.victims_cost(&victims)), least);
         }

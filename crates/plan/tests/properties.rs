@@ -185,7 +185,7 @@ fn plan_of(snapshot: &Snapshot) -> Plan {
 }
 
 /// Returns the snapshot with the plan's slices, before any pod is placed.
-fn with_planned_slices(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
+fn apply_planned_slices(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
     let mut next = snapshot.clone();
     for node in &mut next.nodes {
         for gpu in &mut node.gpus {
@@ -198,8 +198,8 @@ fn with_planned_slices(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
 }
 
 /// Returns the snapshot with the plan's slices and its pods.
-fn with_planned_pods(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
-    let mut next = with_planned_slices(snapshot, plan);
+fn apply_plan(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
+    let mut next = apply_planned_slices(snapshot, plan);
     for placement in &plan.placements {
         let pod = snapshot.pods.iter().find(|pod| pod.name == placement.pod).expect("a pod of the snapshot");
         let node = next.nodes.iter_mut().find(|node| node.name == placement.node).expect("a node of the snapshot");
@@ -312,11 +312,11 @@ proptest! {
     #[test]
     fn planning_again_changes_nothing(snapshot in snapshot(false)) {
         let plan = plan_of(&snapshot);
-        let next = with_planned_slices(&snapshot, &plan);
+        let next = apply_planned_slices(&snapshot, &plan);
         let again = plan_of(&next);
         prop_assert!(!again.changed, "{:#?}", again);
         prop_assert_eq!(again.placements.len(), plan.placements.len());
-        let next = with_planned_pods(&snapshot, &plan);
+        let next = apply_plan(&snapshot, &plan);
         let again = plan_of(&next);
         prop_assert!(!again.changed, "{:#?}", again);
         prop_assert_eq!(again.placements, vec![]);

@@ -51,7 +51,7 @@ const MACHINES: [(&str, Link); 4] = [
     ("bridged pairs", bridged_pairs),
 ];
 
-fn name(gpu: usize) -> String {
+fn gpu_name(gpu: usize) -> String {
     format!("GPU-{gpu:02}")
 }
 
@@ -61,7 +61,7 @@ fn topology(count: usize, link: Link) -> Topology {
 
 /// Calls the function under test with numbers of GPUs.
 fn choose(topology: &Topology, available: &[usize], required: &[usize], size: usize) -> Vec<usize> {
-    let names = |gpus: &[usize]| gpus.iter().map(|&gpu| name(gpu)).collect::<Vec<_>>();
+    let names = |gpus: &[usize]| gpus.iter().map(|&gpu| gpu_name(gpu)).collect::<Vec<_>>();
     let (available, required) = (names(available), names(required));
     let available: Vec<&str> = available.iter().map(String::as_str).collect();
     let required: Vec<&str> = required.iter().map(String::as_str).collect();
@@ -100,19 +100,19 @@ fn gpus_without(available: &[usize], set: &[usize]) -> Vec<usize> {
 
 /// Tries all sets. Returns the best score of a set, and the best score of the remaining GPUs beside
 /// such a set.
-fn optimum(link: Link, available: &[usize], required: &[usize], size: usize) -> (u32, u32) {
-    fn visit(set: &mut Vec<usize>, next: &[usize], size: usize, found: &mut dyn FnMut(&[usize])) {
+fn find_optimum(link: Link, available: &[usize], required: &[usize], size: usize) -> (u32, u32) {
+    fn visit_sets(set: &mut Vec<usize>, next: &[usize], size: usize, found: &mut dyn FnMut(&[usize])) {
         if set.len() == size {
             return found(set);
         }
         for (at, &gpu) in next.iter().enumerate() {
             set.push(gpu);
-            visit(set, &next[at + 1..], size, found);
+            visit_sets(set, &next[at + 1..], size, found);
             set.pop();
         }
     }
     let mut best = (0, 0);
-    visit(&mut required.to_vec(), &gpus_without(available, required), size, &mut |set| {
+    visit_sets(&mut required.to_vec(), &gpus_without(available, required), size, &mut |set| {
         let own = score(link, set);
         if own >= best.0 {
             best = best.max((own, score(link, &gpus_without(available, set))));
@@ -122,7 +122,7 @@ fn optimum(link: Link, available: &[usize], required: &[usize], size: usize) -> 
 }
 
 /// Checks one choice against the optimum.
-fn check(machine: (&str, Link), available: &[usize], required: &[usize], size: usize) {
+fn check_choice(machine: (&str, Link), available: &[usize], required: &[usize], size: usize) {
     let (title, link) = machine;
     let chosen = choose(&topology(8, link), available, required, size);
     let what = format!("{title}: {size} of {available:?} with {required:?}: {chosen:?}");
@@ -130,10 +130,10 @@ fn check(machine: (&str, Link), available: &[usize], required: &[usize], size: u
     assert!(required.iter().all(|gpu| chosen.contains(gpu)), "{what}");
     assert!(chosen.iter().all(|gpu| available.contains(gpu)), "{what}");
     let rest = score(link, &gpus_without(available, &chosen));
-    assert_eq!((score(link, &chosen), rest), optimum(link, available, required, size), "{what}");
+    assert_eq!((score(link, &chosen), rest), find_optimum(link, available, required, size), "{what}");
 }
 
-fn members(set: u32) -> Vec<usize> {
+fn members_of_set(set: u32) -> Vec<usize> {
     (0..32).filter(|bit| set >> bit & 1 == 1).collect()
 }
 
@@ -141,9 +141,9 @@ fn members(set: u32) -> Vec<usize> {
 fn every_choice_among_eight_gpus_is_optimal() {
     for machine in MACHINES {
         for free in 0..256 {
-            let available = members(free);
+            let available = members_of_set(free);
             for size in 1..=available.len() {
-                check(machine, &available, &[], size);
+                check_choice(machine, &available, &[], size);
             }
         }
     }
@@ -153,14 +153,14 @@ fn every_choice_among_eight_gpus_is_optimal() {
 fn a_choice_with_required_gpus_is_optimal() {
     for machine in MACHINES {
         for free in (0..256).step_by(3) {
-            let available = members(free);
+            let available = members_of_set(free);
             for (at, &one) in available.iter().enumerate() {
                 for size in 1..=available.len() {
-                    check(machine, &available, &[one], size);
+                    check_choice(machine, &available, &[one], size);
                 }
                 for &other in &available[at + 1..] {
                     for size in 2..=available.len() {
-                        check(machine, &available, &[one, other], size);
+                        check_choice(machine, &available, &[one, other], size);
                     }
                 }
             }
@@ -172,7 +172,7 @@ fn a_choice_with_required_gpus_is_optimal() {
 #[test]
 fn nvidias_examples_have_the_same_answers_except_one() {
     let dgx = topology(8, dgx_v100);
-    let all = members(0xff);
+    let all = members_of_set(0xff);
     for (available, required, size, expected) in [
         (&[0, 4, 5, 6][..], &[][..], 2, &[5, 6][..]),
         (&[0, 3, 1], &[], 2, &[0, 3]),
@@ -225,7 +225,7 @@ fn unhealthy_and_unknown_gpus_do_not_affect_the_choice_of_the_others() {
 
 /// Returns the link between two of sixteen GPUs in groups of four. Two groups share a NUMA node.
 /// The first two GPUs of a group have a bridge to the first two GPUs of the next group.
-fn sixteen(one: usize, other: usize) -> GpuLink {
+fn link_in_groups_of_four(one: usize, other: usize) -> GpuLink {
     let (low, high) = (one.min(other), one.max(other));
     let pcie = match (low / 4 == high / 4, low / 8 == high / 8) {
         (true, _) => PciePath::SeveralSwitches,
@@ -248,13 +248,13 @@ fn two_cube_meshes(one: usize, other: usize) -> GpuLink {
 #[test]
 fn every_choice_among_sixteen_gpus_is_optimal() {
     let mut bits = 0x9e37_79b9_u32;
-    for link in [sixteen as Link, two_cube_meshes, dgx_a100] {
+    for link in [link_in_groups_of_four as Link, two_cube_meshes, dgx_a100] {
         let topology = topology(16, link);
         for round in 0..40 {
             bits = bits.wrapping_mul(0x0019_660d).wrapping_add(0x3c6e_f35f);
             // The first case has all sixteen GPUs. The other cases have random sets of available
             // GPUs.
-            let available = members(if round < 16 { 0xffff } else { (bits >> 8 | bits >> 20) & 0xffff });
+            let available = members_of_set(if round < 16 { 0xffff } else { (bits >> 8 | bits >> 20) & 0xffff });
             let size = 1 + round % 16;
             if size > available.len() {
                 continue;
@@ -262,7 +262,7 @@ fn every_choice_among_sixteen_gpus_is_optimal() {
             let required: Vec<usize> = available.iter().copied().take(usize::from(round % 5 == 4)).collect();
             let chosen = choose(&topology, &available, &required, size);
             let rest = score(link, &gpus_without(&available, &chosen));
-            let best = optimum(link, &available, &required, size);
+            let best = find_optimum(link, &available, &required, size);
             assert_eq!((score(link, &chosen), rest), best, "{size} of {available:?} with {required:?}: {chosen:?}");
             assert!(chosen.len() == size && required.iter().all(|gpu| chosen.contains(gpu)), "{chosen:?}");
         }
@@ -271,7 +271,7 @@ fn every_choice_among_sixteen_gpus_is_optimal() {
 
 #[test]
 fn a_choice_among_more_gpus_uses_one_group_if_possible() {
-    let topology = topology(24, sixteen);
+    let topology = topology(24, link_in_groups_of_four);
     let all: Vec<usize> = (0..24).collect();
     assert_eq!(choose(&topology, &all, &[], 4), [0, 1, 4, 5], "two bridges");
     assert_eq!(choose(&topology, &all[2..], &[22], 2), [20, 22]);

@@ -24,7 +24,7 @@ use crate::nvml;
 const CHILD_PROCESS_DEADLINE: Duration = Duration::from_secs(20);
 /// Maximum number of bytes read from the child process's output.
 const MAX_CHILD_OUTPUT_BYTES: u64 = 64 * 1024;
-const RECORD_EXTENSION: &str = ".compute-mode";
+const COMPUTE_MODE_RECORD_EXTENSION: &str = ".compute-mode";
 
 /// A compute mode, as the child process receives and prints it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -78,11 +78,11 @@ impl From<nvml::ComputeMode> for SettableComputeMode {
 struct ComputeModeRecord(PathBuf);
 
 impl ComputeModeRecord {
-    fn of(context: &HostContext, device: &str) -> Self {
-        Self(context.paths.mps_host_dir().join(format!("{device}{RECORD_EXTENSION}")))
+    fn for_device(context: &HostContext, device: &str) -> Self {
+        Self(context.paths.mps_host_dir().join(format!("{device}{COMPUTE_MODE_RECORD_EXTENSION}")))
     }
 
-    /// Returns an error of an operation on the record's file.
+    /// Returns a function that adds the action and the record's path to an I/O error.
     fn record_file_error(&self, action: &'static str) -> impl Fn(io::Error) -> ComputeModeError {
         move |source| ComputeModeError::Record { action, path: self.0.clone(), source }
     }
@@ -117,8 +117,8 @@ impl ComputeModeRecord {
 /// # Errors
 /// Returns [`ComputeModeError`] if the mode cannot be set or recorded.
 pub(crate) async fn set_exclusive_compute_mode(context: &HostContext, device: &str) -> Result<(), ComputeModeError> {
-    let record = ComputeModeRecord::of(context, device);
-    // A record from an earlier MPS host contains the mode to restore.
+    let record = ComputeModeRecord::for_device(context, device);
+    // A record of an earlier MPS host contains the mode to restore.
     let recorded = record.exists();
     if !recorded {
         // Record the default mode first: this process may exit before the child reports the
@@ -142,7 +142,7 @@ pub(crate) async fn set_exclusive_compute_mode(context: &HostContext, device: &s
 /// # Errors
 /// Returns [`ComputeModeError`] if the record cannot be read or removed, or the mode cannot be set.
 pub(crate) async fn restore_compute_mode(context: &HostContext, device: &str) -> Result<(), ComputeModeError> {
-    let record = ComputeModeRecord::of(context, device);
+    let record = ComputeModeRecord::for_device(context, device);
     let Some(previous) = record.read()? else { return Ok(()) };
     set_compute_mode_in_child(context, device, previous).await?;
     record.remove()
@@ -151,11 +151,13 @@ pub(crate) async fn restore_compute_mode(context: &HostContext, device: &str) ->
 /// Returns the devices with a recorded compute mode to restore.
 pub(crate) fn devices_with_record(mps: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(mps) else { return Vec::new() };
-    let name = |entry: std::fs::DirEntry| entry.file_name().to_str()?.strip_suffix(RECORD_EXTENSION).map(str::to_owned);
+    let name = |entry: std::fs::DirEntry| {
+        entry.file_name().to_str()?.strip_suffix(COMPUTE_MODE_RECORD_EXTENSION).map(str::to_owned)
+    };
     entries.filter_map(|entry| name(entry.ok()?)).collect()
 }
 
-/// Sets a compute mode in the child process. Returns the previous mode.
+/// Sets a compute mode in a child process. Returns the previous mode.
 async fn set_compute_mode_in_child(
     context: &HostContext,
     device: &str,
@@ -175,7 +177,7 @@ async fn set_compute_mode_in_child(
     child.kill();
     let text = String::from_utf8_lossy(&text);
     match exited {
-        // The output contains log lines as well.
+        // The output also contains log lines.
         Ok(Ok(ChildExit::Status(0))) => {
             let previous = text.lines().find_map(SettableComputeMode::parse);
             previous.ok_or_else(|| ComputeModeError::UnknownOutput(shorten(text.trim())))

@@ -33,11 +33,11 @@ pub(crate) struct HostContext {
     pub(crate) children: Rc<Children>,
     /// Cancelled when the MPS host stops. Daemons then quit even if they have clients.
     pub(crate) stopping: CancellationToken,
-    /// Limits the connections to all doors, so that descriptors remain to admit each client.
+    /// Limits the connections to all doors, so that free descriptors remain to admit each client.
     pub(crate) connections: Arc<Semaphore>,
     /// Limits the connections from all doors to servers. Each connection uses two descriptors.
     pub(crate) server_connections: Arc<Semaphore>,
-    /// Labels what containers use, on nodes with SELinux.
+    /// Labels files that containers use, on nodes with SELinux.
     pub(crate) label: ContainerLabel,
     status_changes: watch::Sender<u64>,
 }
@@ -58,8 +58,8 @@ impl HostContext {
         }
     }
 
-    /// Returns the evidence for MPS in the loaded driver. A driver can be
-    /// replaced while the MPS host runs, but not while a daemon uses it.
+    /// Returns the evidence for the loaded driver's MPS. A driver can be replaced while the MPS
+    /// host runs, but not while a daemon uses it.
     pub(crate) fn read_driver_evidence(&self) -> DriverEvidence {
         let path = &self.options.driver_version_file;
         match std::fs::read_to_string(path) {

@@ -17,8 +17,8 @@ use super::process::{ChildExit, Children};
 use super::protocol::{self, Command, PeerKind, ReplyPacket, UnexpectedAnswer};
 use super::seqpacket::{Credentials, Socket};
 
-/// Time limit for a daemon's answer. A daemon that misses this limit is treated as hung. A daemon
-/// answers even while its server is in FAULT.
+/// Time limit for a daemon's answer. The MPS host treats a daemon that misses this limit as hung. A
+/// daemon answers even while its server is in FAULT.
 pub(crate) const ANSWER_DEADLINE: Duration = Duration::from_secs(2);
 /// The command that stops a daemon and allows its clients 3 seconds to exit.
 pub(crate) const QUIT_COMMAND: Command = Command::Quit { seconds: 3 };
@@ -39,7 +39,7 @@ pub(crate) enum ControlError {
     #[error("the MPS control daemon uses an unknown protocol, not the protocol of driver 580")]
     UnknownProtocol,
     #[error("the client exited before the MPS host forwarded the client's credentials")]
-    ClientGone,
+    ClientExited,
     #[error(transparent)]
     UnexpectedAnswer(#[from] UnexpectedAnswer),
 }
@@ -64,7 +64,7 @@ pub(crate) async fn send_command_to_socket(
     with_deadline(deadline, &command.to_string(), async {
         let socket = Socket::connect(socket).await?;
         receive_hello(&socket).await?;
-        socket.send_credentials(protocol::CREDENTIALS, Credentials::of_this_process()).await?;
+        socket.send_credentials(protocol::CREDENTIALS_PACKET, Credentials::of_this_process()).await?;
         socket.send(&PeerKind::Administrator.packet()).await?;
         for packet in protocol::command_packets(command) {
             socket.send(&packet).await?;
@@ -101,8 +101,8 @@ pub(crate) async fn has_known_greeting(pipe: &Path) -> Result<bool, ControlError
     .await
 }
 
-/// Sends one command through the driver's own command-line tool, which speaks every protocol of its
-/// daemon.
+/// Sends one command through the driver's own command-line tool, which supports every protocol of
+/// its daemon.
 ///
 /// # Errors
 /// Returns [`ControlError`] if the tool does not start, fails or does not exit within `deadline`.
@@ -156,25 +156,25 @@ pub(crate) async fn introduce_client(pipe: &Path, who: Credentials) -> Result<Ac
     with_deadline(ANSWER_DEADLINE, "a client's handshake", async {
         let daemon = Socket::connect(&pipe.join("control")).await?;
         receive_hello(&daemon).await?;
-        daemon.send_credentials(protocol::CREDENTIALS, who).await.map_err(|error| {
+        daemon.send_credentials(protocol::CREDENTIALS_PACKET, who).await.map_err(|error| {
             // The kernel accepts only credentials of a living process, so the client has exited.
-            if is_process_gone_error(&error) { ControlError::ClientGone } else { error.into() }
+            if is_process_not_found_error(&error) { ControlError::ClientExited } else { error.into() }
         })?;
         daemon.send(&PeerKind::Client.packet()).await?;
         let packet = daemon.recv_descriptor().await?.ok_or(ControlError::Closed)?;
         match packet.descriptor {
-            Some(server) if packet.data == protocol::DESCRIPTOR => {
+            Some(server) if packet.data == protocol::DESCRIPTOR_PACKET => {
                 Ok(AcceptedClient { server, daemon: PendingHandshake(daemon) })
             }
             // The kernel drops a received descriptor if this process cannot open another one.
-            None if packet.data == protocol::DESCRIPTOR => Err(io::Error::from(rustix::io::Errno::MFILE).into()),
+            None if packet.data == protocol::DESCRIPTOR_PACKET => Err(io::Error::from(rustix::io::Errno::MFILE).into()),
             _ => Err(ControlError::UnknownProtocol),
         }
     })
     .await
 }
 
-fn is_process_gone_error(error: &io::Error) -> bool {
+fn is_process_not_found_error(error: &io::Error) -> bool {
     [rustix::io::Errno::SRCH, rustix::io::Errno::PERM]
         .iter()
         .any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))
@@ -182,7 +182,7 @@ fn is_process_gone_error(error: &io::Error) -> bool {
 
 async fn receive_hello(socket: &Socket) -> Result<(), ControlError> {
     let hello = socket.recv().await?.ok_or(ControlError::Closed)?;
-    if hello.data == protocol::HELLO { Ok(()) } else { Err(ControlError::UnknownProtocol) }
+    if hello.data == protocol::HELLO_PACKET { Ok(()) } else { Err(ControlError::UnknownProtocol) }
 }
 
 /// Limits the time of an operation. `what` names the operation in the error.

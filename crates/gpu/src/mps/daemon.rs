@@ -2,7 +2,7 @@
 //!
 //! A [`Device`] outlives its daemons: doors keep a reference to the device and wait for
 //! [`DevicePhase::is_open`]. A server applies the most recent limits to its next client. A caller
-//! therefore keeps the [`ControlLock`] from setting the limits until the client is introduced.
+//! therefore holds the [`ControlLock`] while it sets the limits and introduces the client.
 //!
 //! ```text
 //! lifecycle ─▶ probe ─▶ recovery ─▶ server ─▶ Device ─▶ clients, fault ─▶ escalation
@@ -106,7 +106,7 @@ pub(crate) struct Device {
     report: RefCell<DaemonReport>,
     clients: RefCell<Clients>,
     faults: RefCell<FaultTracker>,
-    /// When the last `terminate_client` without an answer was sent.
+    /// Time of the last `terminate_client` that has no answer yet.
     terminating_since: Cell<Option<Instant>>,
     /// Whether a door's request to the daemon timed out. If so, the next probe does not retry.
     unanswered: Cell<bool>,
@@ -155,13 +155,13 @@ impl Device {
         });
     }
 
-    /// Subscribes to changes of the phase.
-    pub(crate) fn phase(&self) -> watch::Receiver<DevicePhase> {
+    /// Subscribes to changes of the device's phase.
+    pub(crate) fn subscribe_to_phase(&self) -> watch::Receiver<DevicePhase> {
         self.phase.subscribe()
     }
 
     /// Requests an immediate probe of the daemon.
-    pub(crate) fn probe_soon(&self) {
+    pub(crate) fn request_probe(&self) {
         self.probe_soon.notify_one();
     }
 
@@ -177,7 +177,7 @@ impl Device {
         running == desired || enforces && running.without_consent() == desired.without_consent()
     }
 
-    /// Returns the status of the daemon. A daemon with older settings is Restarting, also while its
+    /// Returns the status of the daemon. A daemon with older settings is Restarting, even while its
     /// clients delay the restart.
     pub(crate) fn status(&self) -> DaemonStatus {
         let phase = *self.phase.borrow();
@@ -204,8 +204,7 @@ impl Device {
         }
     }
 
-    /// Returns whether the status contains this device, because its daemon is desired or still
-    /// stopping.
+    /// Returns whether the status includes this device: its daemon is desired or still stopping.
     pub(crate) fn is_desired_or_stopping(&self) -> bool {
         self.present.get() || self.desired.borrow().is_some()
     }

@@ -1,17 +1,18 @@
 //! The door of an allocation: the control socket that its containers see.
 //!
 //! A client connects here. The door first receives the client's whole introduction, within a time
-//! limit, so that the daemon never waits for a client. Then it locks the device's [`ControlLock`]
-//! and sets the server's limits to the allocation's. The door introduces the client to the daemon,
-//! and passes the client its connection to the server. The door keeps the lock until the server has
-//! accepted the client or can no longer accept it. The server applies the limits when it accepts a
-//! client. The daemon and its server handle one client at a time without a deadline.
+//! limit, so that the daemon never waits for a client. Then it acquires the device's
+//! [`ControlLock`] and sets the server's limits to the allocation's limits. The door introduces the
+//! client to the daemon, and passes the client its connection to the server. The door holds the
+//! lock until the server has accepted the client or can no longer accept it. The server applies the
+//! limits when it accepts a client. The daemon and its server handle one client at a time without a
+//! deadline.
 //!
 //! The server must not wait for a client. Driver 580's server waits forever if a client disconnects
-//! before it has introduced itself. The door can introduce the client on its behalf, but not on a
-//! socket that the client has shut down: a shutdown affects all processes that share the socket. So
-//! the door keeps the server's socket. The client receives one end of a connection to the door, and
-//! the door relays packets both ways.
+//! before it has introduced itself. The door can introduce the client on the client's behalf, but
+//! not on a socket that the client has shut down. A shutdown affects all processes that share the
+//! socket. The door therefore keeps the server's socket. The client receives one end of a
+//! connection to the door, and the door relays packets both ways.
 //!
 //! [`ControlLock`]: super::daemon::ControlLock
 mod admission;
@@ -37,8 +38,8 @@ use super::seqpacket::Listener;
 use super::wire::{Allocation, AllocationStatus};
 
 /// Maximum number of connections that a door serves at the same time. An allocation can have
-/// slightly fewer clients than this. Further connections wait in the kernel's queue, where their
-/// `connect` blocks.
+/// slightly fewer clients. Further connections wait in the kernel's queue, where their `connect`
+/// blocks.
 const MAX_DOOR_CONNECTIONS: usize = 64;
 /// Maximum number of connections of one allocation to its server. A client has two or three
 /// connections, and a GPU has at most 48 contexts.
@@ -57,12 +58,13 @@ pub(crate) struct Door {
     admitted: Cell<u64>,
     refused: Cell<u64>,
     waiting: Cell<u32>,
-    /// Device and inode of the socket, to detect that it was removed from the file system.
+    /// Device and inode of the socket. They show whether the socket was removed from the file
+    /// system.
     inode: Cell<Option<(u64, u64)>>,
     connections: Arc<Semaphore>,
     server_connections: Arc<Semaphore>,
-    /// Locked by a client of this allocation while it waits for the device's control lock. At most
-    /// one client per allocation waits for that lock, so allocations take turns.
+    /// Held by the client of this allocation that waits for the device's control lock. At most one
+    /// client per allocation waits for that lock, so allocations take turns.
     turn: Mutex<()>,
     /// Number of consecutive clients that did not complete their handshake.
     stalled: Cell<u32>,
@@ -108,7 +110,7 @@ impl Door {
         *self.allocation.borrow_mut() = allocation.clone();
     }
 
-    /// Returns whether this is a door of the device.
+    /// Returns whether the door belongs to the device.
     pub(crate) fn is_on_device(&self, device: &str) -> bool {
         self.device.name == device
     }
@@ -120,7 +122,7 @@ impl Door {
 
     /// Checks whether the door would admit a client now.
     pub(crate) fn check_door_admits(&self) -> Result<(), NotReady> {
-        let phase = *self.device.phase().borrow();
+        let phase = *self.device.subscribe_to_phase().borrow();
         if phase.is_open() {
             Ok(())
         } else {
@@ -184,7 +186,7 @@ impl Door {
             let accepted = tokio::select! {
                 biased;
                 accepted = listener.accept() => accepted,
-                // Stop only once the queue is empty. Later connections find the new socket.
+                // Stop only once the queue is empty. Later connections use the new socket.
                 () = replaced.cancelled() => return,
             };
             match accepted {

@@ -28,7 +28,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_measured_branches_are_known() {
+    fn only_versions_of_measured_branches_are_measured() {
         for version in ["580", "580.159.04", "580.65.06"] {
             assert_eq!(DriverEvidence::of_version(version), DriverEvidence::Measured, "{version}");
         }

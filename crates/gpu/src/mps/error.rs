@@ -1,8 +1,8 @@
 //! Defines the errors of the MPS host: one enum for each step that can fail.
 //!
-//! [`HostError`] ends the process. After a [`DaemonError`], the MPS host replaces the daemon. After
-//! a [`DesiredError`] nothing changes. [`TerminateError`] and [`NotReady`] answer a request of the
-//! agent. A failed exchange with a daemon is a [`ControlError`].
+//! [`HostError`] ends the process. After a [`DaemonError`], the MPS host replaces the daemon. A
+//! [`DesiredError`] changes no daemon or door. [`TerminateError`] and [`NotReady`] answer a request
+//! of the agent. A failed exchange with a daemon is a [`ControlError`].
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -43,12 +43,12 @@ pub enum HostError {
     /// The MPS host did not answer a probe.
     #[error("the MPS host does not answer on {path}")]
     NoAnswer {
-        /// Path of its socket.
+        /// Path of the MPS host's socket.
         path: PathBuf,
         /// Why the exchange failed.
         source: io::Error,
     },
-    /// The kernel cannot report the end of a client.
+    /// The kernel cannot report the exit of a client.
     #[error("failed to open a pidfd of this process. Cleave needs Linux 5.4 or newer")]
     PidFd(#[source] io::Error),
     /// A system call for signals, inotify or standard output failed.
@@ -189,7 +189,7 @@ pub(crate) enum NotReady {
     DoorFailed { allocation: String, error: String },
     #[error("allocation {0} is not in the desired file yet")]
     Unknown(String),
-    #[error("allocation {allocation} is not in the desired file yet, which cannot be applied: {error}")]
+    #[error("allocation {allocation} is unknown, because the MPS host failed to apply the desired file: {error}")]
     DesiredFailed { allocation: String, error: String },
     #[error("the MPS daemon of {device} is {state:?}")]
     Daemon { device: String, state: DaemonState },

@@ -14,7 +14,7 @@ use super::error::HostError;
 use super::seqpacket::{MAX_SOCKET_PATH_BYTES, async_fd};
 use super::wire::Paths;
 
-/// Creates the run directory. Returns the lock, which only one MPS host can acquire.
+/// Creates the run directory. Returns its lock, which only one MPS host at a time can hold.
 ///
 /// # Errors
 /// Returns [`HostError`] if the path is too long, another MPS host has the lock, or a directory
@@ -52,8 +52,8 @@ pub(crate) fn replace_file(path: &Path, text: &[u8]) -> io::Result<()> {
 /// Interval between checks of the desired file while inotify does not work.
 const DESIRED_POLL_INTERVAL: Duration = Duration::from_millis(250);
 
-/// Watches the desired file by inotify. While inotify does not work, for example because the node
-/// has no free instance, polls the file.
+/// Watches the desired file with inotify. Polls the file while inotify does not work, for example
+/// because the node has no free inotify instance.
 pub(crate) struct DesiredWatch {
     path: PathBuf,
     open: fn(&Path) -> io::Result<AsyncFd<OwnedFd>>,

@@ -36,7 +36,7 @@ const WANTED_DESCRIPTOR_LIMIT: u64 = 65_536;
 /// of the process, so other code must not start child processes.
 ///
 /// # Errors
-/// Returns [`HostError`] if the MPS host cannot start. Later errors are part of the status.
+/// Returns [`HostError`] if the MPS host cannot start. The status reports later errors.
 pub async fn run(args: HostArgs, subcommand: Option<&str>) -> Result<(), HostError> {
     match &args.command {
         Some(HostCommand::ComputeMode { device, mode, nvml_library }) => {
@@ -58,7 +58,7 @@ async fn run_host(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostEr
     let paths = Paths::new(&args.run_dir);
     let lock = files::prepare_run_directory(&paths)?;
     let max_descriptors = raise_descriptor_limit();
-    // Without pidfds, each client would count as ended at once.
+    // Without pidfds, each client would immediately count as exited.
     PidFd::open(std::process::id()).map_err(HostError::PidFd)?;
     let options = build_host_options(args, subcommand)?;
     let context = Rc::new(HostContext::new(paths, options, Children::start()?, max_descriptors));
@@ -106,7 +106,7 @@ fn build_host_options(args: PathArgs, subcommand: Option<&str>) -> Result<HostOp
     Ok(HostOptions { mps_control, library_path: mps_library_path, compute_mode, driver_version_file })
 }
 
-/// Raises the limit on open files as far as allowed. Returns the limit in force.
+/// Raises the limit of open files as far as the kernel allows. Returns the limit in force.
 fn raise_descriptor_limit() -> usize {
     let limit = rustix::process::getrlimit(Resource::Nofile);
     let max = limit.maximum.unwrap_or(u64::MAX).min(WANTED_DESCRIPTOR_LIMIT);

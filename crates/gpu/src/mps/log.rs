@@ -12,8 +12,8 @@ pub enum LogEvent {
         /// Exit status that the daemon prints.
         status: i32,
     },
-    /// `Client {PID: 9, Context: 1} encountered a fatal GPU error.`, or the server's line that it
-    /// handles such an error.
+    /// `Client {PID: 9, Context: 1} encountered a fatal GPU error.`, or the server's line about
+    /// such an error.
     Fault {
         /// PID of the client, if the line names one.
         client: Option<u32>,
@@ -23,8 +23,8 @@ pub enum LogEvent {
     /// `Client process 9 disconnected`.
     ClientDisconnected(u32),
     /// `Server failed to recevie command with status 806, assuming client {PID: 9, Context ID: 1}
-    /// exit`: the client exited without closing this context. The driver prints the same line for
-    /// context 0, the process itself, whenever a client exits; that is [`LogEvent::Routine`].
+    /// exit`: the client exited without closing this context. For context 0, the process itself,
+    /// the driver prints the same line whenever a client exits. That line is [`LogEvent::Routine`].
     ClientLost(u32),
     /// `CUDA MPS Control binary version: 13000`.
     Version(u32),
@@ -50,7 +50,7 @@ pub struct LogLine<'a> {
     pub event: LogEvent,
 }
 
-/// Parses one line. Any text is accepted.
+/// Parses one line. Accepts any text.
 pub fn parse_log_line(line: &str) -> LogLine<'_> {
     let (source, pid, text) = split_prefix(line).unwrap_or(("", None, line.trim()));
     LogLine { source, pid, text, event: parse_event(text) }

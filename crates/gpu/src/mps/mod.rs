@@ -1,4 +1,4 @@
-//! Runs the MPS daemons and doors of a node, and implements the protocols they speak.
+//! Runs the MPS daemons and doors of a node, and implements their protocols.
 //!
 //! ```text
 //! desired.json ─▶ reconciler ─▶ daemon, one per device ───────▶ nvidia-cuda-mps-control -f

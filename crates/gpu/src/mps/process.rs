@@ -2,8 +2,8 @@
 //!
 //! The MPS server is the daemon's child. If the daemon exits first, this process inherits the
 //! server as the subreaper (or PID 1). This process must therefore reap every process that exits
-//! below it. A reaper also consumes the exit status of tokio's children. So the MPS host starts all
-//! processes here and none through tokio.
+//! below it. A reaper also consumes the exit status of tokio's children. The MPS host therefore
+//! starts all processes here and none through tokio.
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -139,7 +139,7 @@ impl Child {
     }
 }
 
-/// Returns a PID, if it is in the kernel's range.
+/// Converts a PID. Returns `None` if it is outside the kernel's range.
 fn to_kernel_pid(pid: u32) -> Option<Pid> {
     Pid::from_raw(i32::try_from(pid).ok()?)
 }
@@ -156,7 +156,8 @@ impl PidFd {
     /// older than Linux 5.3.
     pub(crate) fn open(pid: u32) -> io::Result<Option<Self>> {
         let Some(pid) = to_kernel_pid(pid) else { return Ok(None) };
-        // Without `NONBLOCK`, which needs Linux 5.10: a pidfd is only polled, and never read.
+        // Do not set `NONBLOCK`, which needs Linux 5.10. This process polls the pidfd and never
+        // reads it.
         match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
             Ok(fd) => Ok(Some(Self(fd))),
             Err(Errno::SRCH) => Ok(None),
@@ -188,7 +189,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pidfd_is_of_a_process_that_exists() {
+    fn a_pidfd_opens_only_for_an_existing_process() {
         assert!(PidFd::open(std::process::id()).unwrap().is_some_and(|own| !own.has_exited()));
         let mut child = std::process::Command::new("true").spawn().unwrap();
         let pidfd = PidFd::open(child.id()).unwrap().expect("not reaped yet");

@@ -168,7 +168,7 @@ mod tests {
         while process_state(child.id()) != Some('Z') {
             std::thread::yield_now();
         }
-        assert!(!may_process_serve_device(child.id(), "GPU-1"), "its environment is gone");
+        assert!(!may_process_serve_device(child.id(), "GPU-1"), "an exited process has no environment");
         child.wait().unwrap();
     }
 }

@@ -1,7 +1,7 @@
 //! The MPS control protocol, version 2 as driver 580 speaks it. Pure: packets and texts, no I/O.
 //!
-//! When a peer connects, the daemon sends [`HELLO`]. The peer answers with [`CREDENTIALS`] and
-//! `SCM_CREDENTIALS`, then sends its [`PeerKind`]. A client receives [`DESCRIPTOR`] with a socket
+//! When a peer connects, the daemon sends [`HELLO_PACKET`]. The peer answers with [`CREDENTIALS_PACKET`] and
+//! `SCM_CREDENTIALS`, then sends its [`PeerKind`]. A client receives [`DESCRIPTOR_PACKET`] with a socket
 //! to the server, introduces itself there, and finally sends the daemon 4 bytes: the resulting
 //! `CUresult`. An administrator sends [`command_packets`] and reads replies until
 //! [`END_OF_REPLIES`]. Each line of output is one packet.
@@ -10,27 +10,27 @@ use std::fmt;
 use super::text::shorten;
 
 /// The daemon's greeting.
-pub(crate) const HELLO: &[u8] = b"OUTBHELL\0";
+pub(crate) const HELLO_PACKET: &[u8] = b"OUTBHELL\0";
 /// Packet that carries the sender's credentials.
-pub(crate) const CREDENTIALS: &[u8] = b"OUTBCRED\0";
+pub(crate) const CREDENTIALS_PACKET: &[u8] = b"OUTBCRED\0";
 /// Packet that carries a descriptor.
-pub(crate) const DESCRIPTOR: &[u8] = b"OUTBCUFD\0";
+pub(crate) const DESCRIPTOR_PACKET: &[u8] = b"OUTBCUFD\0";
 /// Packet that ends the replies to an administrator.
 pub(crate) const END_OF_REPLIES: [u8; 8] = 1_u64.to_le_bytes();
 /// Packet that ends an administrator's commands.
 const END_OF_COMMANDS: [u8; 8] = 0_u64.to_le_bytes();
 /// `CUDA_SUCCESS`: the last packet of a client that has connected to the server.
-pub(crate) const CLIENT_CONNECTED: [u8; 4] = 0_u32.to_le_bytes();
+pub(crate) const CLIENT_CONNECTED_PACKET: [u8; 4] = 0_u32.to_le_bytes();
 /// Maximum size of a packet of the protocol, in bytes.
 pub(crate) const MAX_PACKET_BYTES: usize = 8 * 1024;
 
 /// The packets that introduce a new client to the server, on the socket that came with
-/// [`DESCRIPTOR`]. The first packet carries credentials.
+/// [`DESCRIPTOR_PACKET`]. The first packet carries credentials.
 ///
 /// The server accepts one client at a time and waits for these packets without a deadline. If the
 /// client exits before it has sent them, driver 580's server never accepts a client again. Sending
 /// all of them on the client's behalf recovers the server, even if the client had sent some.
-pub(crate) const INTRODUCTION: [&[u8]; 3] = [CREDENTIALS, &0_u32.to_le_bytes(), &0xff_u32.to_le_bytes()];
+pub(crate) const INTRODUCTION_PACKETS: [&[u8]; 3] = [CREDENTIALS_PACKET, &0_u32.to_le_bytes(), &0xff_u32.to_le_bytes()];
 
 /// The kind of peer that connects to `control`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -19,9 +19,9 @@ use super::files::replace_file;
 use super::protocol::TerminateResult;
 use super::wire::{Allocation, Desired, FILE_FORMAT_VERSION, MpsHostStatus};
 
-/// Delay before a failed write of the status is repeated.
+/// Delay before the MPS host retries a failed write of the status.
 const STATUS_RETRY_DELAY: Duration = Duration::from_secs(1);
-/// Time within which changes are combined into one status.
+/// Time during which the MPS host combines changes into one status.
 const STATUS_WRITE_DELAY: Duration = Duration::from_millis(5);
 
 /// The daemons and doors of this node.
@@ -57,7 +57,7 @@ impl Reconciler {
         }
     }
 
-    /// Reads the desired file and applies it. An invalid file changes nothing but the status.
+    /// Reads the desired file and applies it. An invalid file changes only the status.
     pub(crate) fn apply_desired_file(&self) {
         let path = self.context.paths.desired();
         let read = match std::fs::read(&path) {
@@ -81,9 +81,9 @@ impl Reconciler {
         self.context.notify_status_change();
     }
 
-    /// Reads the desired file again if it could not be read, for example because this process had
-    /// no free descriptor: the file may not change again. Also retries doors that could not be
-    /// opened.
+    /// Retries to open doors, and to read the desired file, after a failure. The file could not be
+    /// read if, for example, this process had no free descriptor. The retry is necessary because
+    /// the file may not change again.
     pub(crate) fn retry_failed_operations(&self) {
         if matches!(*self.desired_error.borrow(), Some(DesiredError::Read { .. })) {
             self.apply_desired_file();
@@ -196,7 +196,8 @@ impl Reconciler {
         }
     }
 
-    /// Restores removed door sockets, and drops devices without a daemon or door.
+    /// Restores door sockets that were removed, and drops devices that have neither a daemon nor a
+    /// door.
     pub(crate) fn restore_sockets_and_drop_unused_devices(&self) {
         for (id, door) in self.doors.borrow().iter() {
             match door.restore_socket() {

@@ -9,10 +9,10 @@ use rustix::fs::{XattrFlags, setxattr};
 use rustix::io::Errno;
 
 /// The extended attribute that contains a file's label.
-const ATTRIBUTE: &str = "security.selinux";
-/// A label that all containers may use, by the policy `container-selinux`. Like labels that other
-/// programs write, it ends with a NUL.
-const CONTAINER_FILE: &[u8] = b"system_u:object_r:container_file_t:s0\0";
+const LABEL_ATTRIBUTE: &str = "security.selinux";
+/// A label of files that the policy `container-selinux` lets all containers use. Like labels that
+/// other programs write, it ends with a NUL.
+const CONTAINER_FILE_LABEL: &[u8] = b"system_u:object_r:container_file_t:s0\0";
 
 /// Labels files for containers, if SELinux is enabled on the node.
 #[derive(Debug, Clone, Copy)]
@@ -28,9 +28,9 @@ impl ContainerLabel {
         Self { enabled: lists_selinux(&filesystems) }
     }
 
-    /// Labels a file or directory. Logs a message without an error if the file system has no labels
-    /// for single files, or the policy does not know the label. In these cases, the administrator
-    /// chooses the label.
+    /// Labels a file or directory. Only logs a warning if the file system does not label single
+    /// files, or if the policy does not know the label. In these cases, the administrator chooses
+    /// the label.
     ///
     /// # Errors
     /// Returns an error if the file cannot be labelled, because containers could not use it.
@@ -47,13 +47,13 @@ impl ContainerLabel {
 
     fn try_apply(self, path: &Path) -> io::Result<()> {
         if self.enabled {
-            setxattr(path, ATTRIBUTE, CONTAINER_FILE, XattrFlags::empty())?;
+            setxattr(path, LABEL_ATTRIBUTE, CONTAINER_FILE_LABEL, XattrFlags::empty())?;
         }
         Ok(())
     }
 }
 
-/// Returns whether an error means that no file at this place can have the label.
+/// Returns whether an error means that the file system or the policy does not support the label.
 fn is_label_impossible(error: &io::Error) -> bool {
     matches!(Errno::from_io_error(error), Some(Errno::NOTSUP | Errno::INVAL))
 }
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_place_that_cannot_have_the_label_is_no_error() {
+    fn errors_are_ignored_only_where_no_file_can_have_the_label() {
         for (errno, impossible) in
             [(Errno::NOTSUP, true), (Errno::INVAL, true), (Errno::ACCESS, false), (Errno::PERM, false)]
         {
@@ -97,7 +97,7 @@ mod tests {
         let _listener = UnixListener::bind(&socket).unwrap();
         let label = |path: &Path| {
             let mut label = vec![0; 256];
-            getxattr(path, ATTRIBUTE, &mut label).map(|length| label[..length].to_vec())
+            getxattr(path, LABEL_ATTRIBUTE, &mut label).map(|length| label[..length].to_vec())
         };
         let before = (label(directory.path()), label(&socket));
         let disabled = ContainerLabel { enabled: false };
@@ -107,7 +107,7 @@ mod tests {
         let enabled = ContainerLabel { enabled: true };
         for path in [directory.path(), &socket] {
             match enabled.try_apply(path) {
-                Ok(()) => assert_eq!(label(path).unwrap(), CONTAINER_FILE),
+                Ok(()) => assert_eq!(label(path).unwrap(), CONTAINER_FILE_LABEL),
                 // Only root may write labels, and not every file system supports labels.
                 Err(error) => assert!(
                     matches!(

@@ -1,7 +1,7 @@
 //! SEQPACKET Unix sockets for tokio. Packets can carry credentials or a descriptor.
 //!
-//! Uses rustix for descriptors, because it returns owned descriptors. Uses nix for credentials,
-//! because rustix cannot represent PID 0, which the kernel attests for a sender outside this PID
+//! Uses rustix for descriptors, because rustix returns owned descriptors. Uses nix for credentials,
+//! because rustix cannot represent PID 0. The kernel attests PID 0 for a sender outside this PID
 //! namespace.
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -104,7 +104,7 @@ impl Socket {
         Ok(Credentials { pid: u32::try_from(peer.pid()).unwrap_or(0), uid: peer.uid(), gid: peer.gid() })
     }
 
-    /// Sends one packet. Fails if the connection is closed; never raises SIGPIPE.
+    /// Sends one packet. Fails if the connection is closed, and never raises SIGPIPE.
     pub(crate) async fn send(&self, data: &[u8]) -> io::Result<()> {
         self.write(|fd| Ok(rustix::net::send(fd, data, SendFlags::NOSIGNAL).map(drop)?)).await
     }
@@ -179,7 +179,8 @@ impl Socket {
         }
     }
 
-    /// Returns once the peer has closed or sent an unexpected packet. Leaves the queue unchanged.
+    /// Returns once the peer has closed or sent an unexpected packet. Does not remove packets from
+    /// the queue.
     pub(crate) async fn wait_until_closed_or_readable(&self) {
         loop {
             let Ok(mut ready) = self.0.readable().await else { return };

@@ -2,8 +2,9 @@
 //!
 //! The agent writes [`Desired`] to `RUN/mps/desired.json`. The MPS host writes [`MpsHostStatus`] to
 //! `RUN/mps/status.json` and answers [`Request`]s on `RUN/mps/host.sock`. Requests and replies are
-//! one line of JSON each. Both components write atomically: to a temporary file, fsync, rename.
-//! `RUN` is `/run/cleave` by default. The node and both pods have it at the same path.
+//! one line of JSON each. Both components replace files atomically: they write a temporary file,
+//! call fsync, and rename the file. `RUN` is `/run/cleave` by default. Its path is the same on the
+//! node and in both pods.
 //!
 //! | path | created by | content |
 //! |---|---|---|
@@ -226,7 +227,7 @@ pub struct DaemonSettings {
     /// `set_default_device_pinned_mem_limit`, in MiB.
     pub default_memory_mib: Option<u64>,
     /// Whether the daemon serves even if its handshake is unknown, so that doors cannot enforce
-    /// limits. The file omits false, as older agents do.
+    /// limits. The agent omits the field if it is false, as older agents do.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub accept_advisory: bool,
 }
@@ -259,7 +260,7 @@ pub struct Allocation {
 pub struct MpsHostStatus {
     /// [`FILE_FORMAT_VERSION`] of the writer.
     pub version: u32,
-    /// PID of the MPS host; 0 once it has stopped.
+    /// PID of the MPS host, or 0 once the MPS host has stopped.
     pub pid: u32,
     /// [`Desired::hash`] of the most recently applied file. The hash is empty before the first
     /// file.
@@ -330,15 +331,15 @@ pub struct Fault {
 /// Lifecycle state of a daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum DaemonState {
-    /// Started, but its limits are not confirmed yet: no client is admitted.
+    /// The daemon has started, but its limits are not confirmed yet. Doors admit no client.
     Starting,
-    /// Serving with its limits in force.
+    /// The daemon serves, and its limits are in force.
     Active,
     /// The server is in FAULT until the clients that it broke have exited.
     Fault,
     /// The daemon or its server exited or hung. Clients wait at their doors until the daemon
-    /// serves. A daemon whose settings changed also has this state, until it has restarted with
-    /// them.
+    /// serves. A daemon whose settings changed also has this state until it has restarted with the
+    /// new settings.
     Restarting,
     /// The daemon failed repeatedly. Delays between restarts increase up to a maximum.
     BackOff,

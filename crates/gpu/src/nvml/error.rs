@@ -19,7 +19,7 @@ pub enum NvmlError {
     /// The GPU, MIG device or MIG profile does not exist.
     #[error("{0} does not exist")]
     NotFound(String),
-    /// NVML created a GPU instance, and its list of instances lacks it.
+    /// NVML created a GPU instance but does not list it.
     #[error("NVML created GPU instance {gpu_instance} on {gpu}, but does not list it")]
     NotListed {
         /// UUID of the GPU.
@@ -57,7 +57,7 @@ pub enum NvmlError {
 
 impl NvmlError {
     /// Classifies the error `code` of `call`.
-    pub(super) fn of(call: &'static str, code: Code) -> Self {
+    pub(super) fn from_code(call: &'static str, code: Code) -> Self {
         match code {
             Code::GpuLost | Code::ResetRequired => Self::Lost { call },
             Code::DriverNotLoaded => Self::NoDriver,
@@ -74,18 +74,18 @@ impl NvmlError {
 }
 
 /// Returns the result of a call, or `None` if this GPU or driver does not support it.
-pub(super) fn if_supported<T>(call: &'static str, result: Result<T, Code>) -> Result<Option<T>, NvmlError> {
-    match result.map_err(|code| NvmlError::of(call, code)) {
+pub(super) fn ignore_unsupported<T>(call: &'static str, result: Result<T, Code>) -> Result<Option<T>, NvmlError> {
+    match result.map_err(|code| NvmlError::from_code(call, code)) {
         Ok(value) => Ok(Some(value)),
         Err(NvmlError::NotSupported { .. }) => Ok(None),
         Err(error) => Err(error),
     }
 }
 
-/// Returns the result of a call that returns an optional value. A lost GPU or driver is an error.
-/// For every other error, returns `None`.
-pub(super) fn if_known<T>(call: &'static str, result: Result<T, Code>) -> Result<Option<T>, NvmlError> {
-    match result.map_err(|code| NvmlError::of(call, code)) {
+/// Returns the result of a call. Returns an error if the GPU or the driver is lost, and `None` for
+/// every other error.
+pub(super) fn ignore_unless_lost<T>(call: &'static str, result: Result<T, Code>) -> Result<Option<T>, NvmlError> {
+    match result.map_err(|code| NvmlError::from_code(call, code)) {
         Ok(value) => Ok(Some(value)),
         Err(error @ (NvmlError::Lost { .. } | NvmlError::NoDriver)) => Err(error),
         Err(_) => Ok(None),

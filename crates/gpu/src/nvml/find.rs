@@ -1,13 +1,13 @@
 //! Finds the NVML library.
 use std::path::{Path, PathBuf};
 
-/// File name of the library, also for the dynamic loader's search.
+/// File name of the NVML library. The dynamic loader searches for the same name.
 pub(super) const LIBRARY_NAME: &str = "libnvidia-ml.so.1";
 
 /// Locations at which to search for the NVML library.
 #[derive(Debug, Clone)]
 pub struct LibrarySearch {
-    /// The library file. If set, no other file is tried.
+    /// Path of the library file. If this path is set, it is the only candidate.
     pub library: Option<PathBuf>,
     /// Mount point of the host's root file system in this process.
     pub host_root: PathBuf,
@@ -21,7 +21,7 @@ impl Default for LibrarySearch {
     }
 }
 
-/// Usual root directories of a driver: NVIDIA's driver container, GKE nodes, the host itself.
+/// Usual root directories of a driver: in NVIDIA's driver container, on GKE nodes and on the host.
 const DRIVER_ROOTS: [&str; 3] = ["/run/nvidia/driver", "/home/kubernetes/bin/nvidia", "/"];
 
 /// Library directories below a root: Debian's, Red Hat's, and those of drivers for containers.
@@ -35,7 +35,7 @@ const LIBRARY_DIRECTORIES: [&str; 6] = [
 ];
 
 impl LibrarySearch {
-    /// Returns the files to try, in this order.
+    /// Returns the files to try, in order of preference.
     pub(super) fn candidate_files(&self) -> Vec<PathBuf> {
         if let Some(library) = &self.library {
             return vec![library.clone()];
@@ -44,14 +44,14 @@ impl LibrarySearch {
             .iter()
             .map(PathBuf::as_path)
             .chain(DRIVER_ROOTS.iter().map(Path::new))
-            .map(|root| under_host_root(&self.host_root, root))
+            .map(|root| path_under_host_root(&self.host_root, root))
             .flat_map(|root| LIBRARY_DIRECTORIES.iter().map(move |directory| root.join(directory).join(LIBRARY_NAME)))
             .collect()
     }
 }
 
 /// Translates a path on the host to its path in this process.
-fn under_host_root(host_root: &Path, path: &Path) -> PathBuf {
+fn path_under_host_root(host_root: &Path, path: &Path) -> PathBuf {
     host_root.join(path.strip_prefix("/").unwrap_or(path))
 }
 

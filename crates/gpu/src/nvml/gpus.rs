@@ -32,9 +32,9 @@ pub trait Gpus: Send + Sync {
         Err(NvmlError::NotSupported { call: "nvmlDeviceGetTopologyCommonAncestor" })
     }
 
-    /// Blocks this thread and passes each event of the GPU at an index to `report`, until `report`
-    /// returns `Break`. Without events, the call passes `None` about once a second, so that
-    /// `report` can stop the wait.
+    /// Passes each event of the GPU at an index to `report` until `report` returns `Break`. Blocks
+    /// this thread. Without events, the call passes `None` about once a second, so that `report`
+    /// can stop the wait.
     fn listen(
         &self,
         _index: u32,
@@ -79,12 +79,13 @@ pub trait Gpus: Send + Sync {
     /// Sets the compute mode of a GPU and returns the previous one.
     fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError>;
 
-    /// Turns MIG mode of a GPU on or off. Returns the time at which the change takes effect. The
-    /// GPU must be idle. A driver may reset the GPU, which may change other properties of the GPU.
+    /// Turns a GPU's MIG mode on or off. Returns the time at which the change takes effect. The GPU
+    /// must be idle. The driver may reset the GPU, and the reset may change other properties of the
+    /// GPU.
     fn set_mig_mode(&self, gpu: &str, on: bool) -> Result<MigActivation, NvmlError>;
 
     /// Creates a GPU instance of `profile` at exactly `start`, and one compute instance that spans
-    /// the GPU instance. If this fails, neither instance remains.
+    /// the GPU instance. On failure, neither instance remains.
     fn create_mig_instance(&self, gpu: &str, profile: &str, start: u32) -> Result<MigInstance, NvmlError>;
 
     /// Destroys a GPU instance and its compute instances.

@@ -10,21 +10,21 @@ use super::gpus::Gpus;
 use super::model::GpuEvent;
 use super::session::Nvml;
 
-type Open = Box<dyn Fn() -> Result<Arc<dyn Gpus>, NvmlError> + Send + Sync>;
+type OpenLibrary = Box<dyn Fn() -> Result<Arc<dyn Gpus>, NvmlError> + Send + Sync>;
 
 /// The NVML library. The first call loads it. After an error that only a reload can fix, the next
 /// call reloads it. Clones share one session: NVML allows concurrent calls.
 ///
 /// `nvmlInit` opens the device files of GPUs, and the last `nvmlShutdown` closes them. A GPU whose
-/// file is open cannot be reset, and the driver cannot be unloaded. [`Library::close`] therefore
-/// refuses all calls: NVML has no way to close one GPU. The session ends when the calls in
-/// progress have returned ([`Library::is_closed`]).
+/// file is open cannot be reset, and the driver cannot be unloaded. NVML cannot close a single GPU,
+/// so [`Library::close`] refuses all calls. The session ends when the calls in progress have
+/// returned ([`Library::is_closed`]).
 #[derive(Clone)]
 pub struct Library(Arc<SharedLibraryState>);
 
 /// The parts that all clones of a [`Library`] use.
 struct SharedLibraryState {
-    open: Open,
+    open: OpenLibrary,
     /// Locked while the library is being loaded: one thread can hang in `nvmlInit`, and the other
     /// threads wait for that thread. Never locked during any other call.
     session: Mutex<SessionSlot>,
@@ -36,7 +36,7 @@ struct SharedLibraryState {
 #[derive(Default)]
 struct SessionSlot {
     current: Option<Arc<Session>>,
-    /// Number of [`ClosedLibrary`] values. No session is opened while it is not 0.
+    /// Number of [`ClosedLibrary`] values. A session can open only while this number is 0.
     closers: usize,
 }
 
@@ -51,13 +51,14 @@ impl Drop for ClosedLibrary {
     }
 }
 
-/// A session. Fields are dropped in this order: the count decreases after NVML has been shut down.
+/// An open NVML session. Fields are dropped in order of declaration, so the count decreases after
+/// NVML has shut down.
 struct Session {
     gpus: Arc<dyn Gpus>,
     _count: SessionCount,
 }
 
-/// One open session in the count of sessions.
+/// Counts as one open session until it is dropped.
 struct SessionCount(Arc<AtomicUsize>);
 
 impl SessionCount {
@@ -95,8 +96,8 @@ impl Library {
         }))
     }
 
-    /// Closes the session, and keeps it closed until the returned value is dropped. Each call then
-    /// fails with [`NvmlError::Closed`]. Waits for nothing: calls in progress continue.
+    /// Closes the session until the returned value is dropped. Until then, each new call fails with
+    /// [`NvmlError::Closed`]. Does not wait: calls in progress continue.
     #[must_use]
     pub fn close(&self) -> ClosedLibrary {
         let before = {
@@ -105,14 +106,14 @@ impl Library {
             slot.current.take()
         };
         if let Some(before) = before {
-            // The last handle shuts NVML down, which can block. If no thread starts, the handle is
-            // dropped here.
+            // Dropping the last handle shuts NVML down, which can block. If no thread can be
+            // started, this thread drops the handle.
             let _ = std::thread::Builder::new().name("nvml-close".into()).spawn(move || drop(before));
         }
         ClosedLibrary(self.clone())
     }
 
-    /// Returns whether the session is kept closed, and NVML has been shut down.
+    /// Returns whether the library is closed and NVML has shut down.
     pub fn is_closed(&self) -> bool {
         let kept_closed = self.lock_slot().closers > 0;
         kept_closed && self.0.open_sessions.load(Ordering::SeqCst) == 0
@@ -127,7 +128,7 @@ impl Library {
 
     /// Runs `call` on this thread. The thread hangs if the driver hangs.
     pub(super) fn call_library<T>(&self, call: impl FnOnce(&dyn Gpus) -> Result<T, NvmlError>) -> Result<T, NvmlError> {
-        let session = self.session()?;
+        let session = self.open_or_reuse_session()?;
         let result = call(session.gpus.as_ref());
         if result.as_ref().is_err_and(NvmlError::requires_reload) {
             self.discard(&session);
@@ -150,7 +151,7 @@ impl Library {
         })
     }
 
-    fn session(&self) -> Result<Arc<Session>, NvmlError> {
+    fn open_or_reuse_session(&self) -> Result<Arc<Session>, NvmlError> {
         let mut slot = self.lock_slot();
         if slot.closers > 0 {
             return Err(NvmlError::Closed);
@@ -189,9 +190,9 @@ mod tests {
     use super::super::model::{ComputeMode, DriverInfo, Gpu, MigActivation, MigInstance, Process};
     use super::*;
 
-    struct NoGpus;
+    struct LibraryWithoutGpus;
 
-    impl Gpus for NoGpus {
+    impl Gpus for LibraryWithoutGpus {
         fn driver_info(&self) -> Result<DriverInfo, NvmlError> {
             Ok(DriverInfo { driver: "1".into(), count: 0 })
         }
@@ -220,7 +221,7 @@ mod tests {
 
     #[test]
     fn a_closed_library_refuses_calls_and_is_closed_when_the_last_call_has_returned() {
-        let library = Library::new(|| Ok(Arc::new(NoGpus)));
+        let library = Library::new(|| Ok(Arc::new(LibraryWithoutGpus)));
         assert!(library.call_library(|gpus| gpus.driver_info()).is_ok());
         assert!(!library.is_closed(), "closed only on request");
         let closed = library

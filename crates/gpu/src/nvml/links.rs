@@ -1,4 +1,4 @@
-//! Reads the links between GPUs, and combines them to the node's topology.
+//! Reads the links between GPUs, and combines them into the node's topology.
 use cleave_plan::topology::{GpuLink, PciePath, Topology};
 use nvml_wrapper::Device;
 use nvml_wrapper::enum_wrappers::device::TopologyLevel;
@@ -9,7 +9,7 @@ use nvml_wrapper_sys::bindings::{
     nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_UNKNOWN as REMOTE_UNKNOWN,
 };
 
-use super::error::{NvmlError, if_supported};
+use super::error::{NvmlError, ignore_unsupported};
 use super::sys;
 
 /// The properties of one GPU that determine its links.
@@ -43,8 +43,8 @@ pub(super) enum NvLinkEnd {
     Switch,
 }
 
-/// Returns the other ends of a GPU's active NVLinks. A link that cannot be read is unknown, and the
-/// other links remain known. `bus_id` converts a bus ID to the format of sysfs.
+/// Returns the other ends of a GPU's active NVLinks. If NVML cannot read a link, only that link is
+/// unknown. `bus_id` converts a bus ID to the format of sysfs.
 ///
 /// # Errors
 /// Returns an error only if the driver is lost.
@@ -55,7 +55,7 @@ pub(super) fn read_nvlinks(
 ) -> Result<NvLinks, NvmlError> {
     let mut links = NvLinks::default();
     for number in 0..NVML_NVLINK_MAX_LINKS {
-        if unless_driver_lost(read_nvlink(nvml, device, number, &bus_id, &mut links))?.is_none() {
+        if ignore_unless_driver_lost(read_nvlink(nvml, device, number, &bus_id, &mut links))?.is_none() {
             links.is_incomplete = true;
         }
     }
@@ -75,16 +75,16 @@ fn read_nvlink(
         Ok(true) => {}
         // GPUs of one generation have different numbers of links.
         Ok(false) | Err(Code::InvalidArg | Code::NotSupported) => return Ok(()),
-        Err(code) => return Err(NvmlError::of("nvmlDeviceGetNvLinkState", code)),
+        Err(code) => return Err(NvmlError::from_code("nvmlDeviceGetNvLinkState", code)),
     }
     // Drivers before 470 lack this call.
     let kind = sys::nvlink_remote_type(nvml, device, number);
-    let kind = unless_driver_lost(if_supported("nvmlDeviceGetNvLinkRemoteDeviceType", kind))?;
+    let kind = ignore_unless_driver_lost(ignore_unsupported("nvmlDeviceGetNvLinkRemoteDeviceType", kind))?;
     links.is_incomplete |= kind.is_none();
     match kind.flatten().unwrap_or(REMOTE_UNKNOWN) {
         REMOTE_SWITCH => links.ends.push(NvLinkEnd::Switch),
         REMOTE_GPU | REMOTE_UNKNOWN => {
-            let remote = if_supported("nvmlDeviceGetNvLinkRemotePciInfo", link.remote_pci_info())?;
+            let remote = ignore_unsupported("nvmlDeviceGetNvLinkRemotePciInfo", link.remote_pci_info())?;
             links.ends.extend(remote.map(|pci| NvLinkEnd::Gpu(bus_id(&pci.bus_id))));
         }
         _ => {}
@@ -93,7 +93,7 @@ fn read_nvlink(
 }
 
 /// Returns `None` instead of an error that concerns only one GPU.
-pub(super) fn unless_driver_lost<T>(result: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
+pub(super) fn ignore_unless_driver_lost<T>(result: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
     match result {
         Ok(value) => Ok(Some(value)),
         Err(error) if error.requires_reload() => Err(error),
@@ -105,9 +105,9 @@ pub(super) fn unless_driver_lost<T>(result: Result<T, NvmlError>) -> Result<Opti
 }
 
 /// Returns the path between two GPUs as NVML reports it. Returns `None` if NVML cannot determine
-/// it.
+/// the path.
 pub(super) fn read_pcie_path(one: &Device<'_>, other: Device<'_>) -> Result<Option<PciePath>, NvmlError> {
-    let level = if_supported("nvmlDeviceGetTopologyCommonAncestor", one.topology_common_ancestor(other));
+    let level = ignore_unsupported("nvmlDeviceGetTopologyCommonAncestor", one.topology_common_ancestor(other));
     Ok(level?.map(|level| match level {
         TopologyLevel::Internal => PciePath::SameBoard,
         TopologyLevel::Single => PciePath::OneSwitch,
@@ -118,9 +118,9 @@ pub(super) fn read_pcie_path(one: &Device<'_>, other: Device<'_>) -> Result<Opti
     }))
 }
 
-/// The path between two GPUs over PCIe.
+/// Result of reading the PCIe path between two GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum ReadPath {
+pub(super) enum PciePathReading {
     /// NVML reports this path.
     Known(PciePath),
     /// NVML cannot determine the path on this machine.
@@ -129,9 +129,10 @@ pub(super) enum ReadPath {
     Failed,
 }
 
-/// Combines the GPUs and the PCIe path of each pair. A path that NVML does not report is derived
-/// from the NUMA nodes. The link of a pair is unknown if the path or an NVLink could not be read.
-pub(super) fn build_topology(gpus: &[GpuPorts], path: impl Fn(usize, usize) -> ReadPath) -> Topology {
+/// Combines the GPUs and the PCIe path of each pair into a topology. Derives a path that NVML does
+/// not report from the NUMA nodes. The link of a pair is unknown if the path or an NVLink could not
+/// be read.
+pub(super) fn build_topology(gpus: &[GpuPorts], path: impl Fn(usize, usize) -> PciePathReading) -> Topology {
     let link = |one: usize, other: usize| {
         let (first, second) = (&gpus[one], &gpus[other]);
         let by_numa = || match (first.numa, second.numa) {
@@ -140,14 +141,14 @@ pub(super) fn build_topology(gpus: &[GpuPorts], path: impl Fn(usize, usize) -> R
             _ => PciePath::Unknown,
         };
         let pcie = match path(one, other) {
-            ReadPath::Known(path) => path,
-            ReadPath::Undetermined | ReadPath::Failed => by_numa(),
+            PciePathReading::Known(path) => path,
+            PciePathReading::Undetermined | PciePathReading::Failed => by_numa(),
         };
         GpuLink { pcie, nvlinks: count_nvlinks(first, second) }
     };
     let is_known = |one: usize, other: usize| {
         let is_incomplete = [one, other].iter().any(|&at| gpus[at].nvlinks.is_incomplete);
-        !is_incomplete && path(one, other) != ReadPath::Failed
+        !is_incomplete && path(one, other) != PciePathReading::Failed
     };
     Topology::with_unknown_links(gpus.iter().map(|gpu| gpu.uuid.clone()).collect(), link, is_known)
 }
@@ -170,19 +171,19 @@ mod tests {
 
     fn ports(number: u32, ends: Vec<NvLinkEnd>) -> GpuPorts {
         let nvlinks = NvLinks { ends, is_incomplete: false };
-        GpuPorts { uuid: format!("GPU-{number}"), pci: pci(number), numa: Some(number / 2), nvlinks }
+        GpuPorts { uuid: format!("GPU-{number}"), pci: pci_bus_id(number), numa: Some(number / 2), nvlinks }
     }
 
-    fn pci(number: u32) -> String {
+    fn pci_bus_id(number: u32) -> String {
         format!("0000:{number:02x}:00.0")
     }
 
     fn to_gpu(number: u32) -> NvLinkEnd {
-        NvLinkEnd::Gpu(pci(number))
+        NvLinkEnd::Gpu(pci_bus_id(number))
     }
 
     #[test]
-    fn nvlinks_count_in_both_directions_and_through_switches() {
+    fn nvlinks_count_if_both_gpus_report_them_or_switches_connect_the_gpus() {
         let count = |one: Vec<NvLinkEnd>, other| count_nvlinks(&ports(0, one), &ports(1, other));
         assert_eq!(count(vec![to_gpu(1), to_gpu(1), to_gpu(2)], vec![to_gpu(0), to_gpu(0)]), 2);
         assert_eq!(count(vec![to_gpu(1), to_gpu(1)], vec![to_gpu(0)]), 1, "one end is inactive");
@@ -195,22 +196,22 @@ mod tests {
     fn numa_nodes_replace_paths_that_nvml_cannot_determine() {
         let mut gpus: Vec<GpuPorts> = (0..4).map(|number| ports(number, Vec::new())).collect();
         gpus[3].numa = None;
-        let score = |path: ReadPath, pair: [&str; 2]| build_topology(&gpus, |_, _| path).score(&pair);
-        let undetermined = ReadPath::Undetermined;
+        let score = |path: PciePathReading, pair: [&str; 2]| build_topology(&gpus, |_, _| path).score(&pair);
+        let undetermined = PciePathReading::Undetermined;
         assert_eq!(score(undetermined, ["GPU-0", "GPU-1"]), 20);
         assert_eq!(score(undetermined, ["GPU-0", "GPU-2"]), 10);
         assert_eq!(score(undetermined, ["GPU-2", "GPU-3"]), 0, "unknown");
-        let known = ReadPath::Known(PciePath::OneSwitch);
+        let known = PciePathReading::Known(PciePath::OneSwitch);
         assert_eq!(score(known, ["GPU-0", "GPU-2"]), 50, "NVML's answer has precedence");
         assert!([undetermined, known].iter().all(|&path| build_topology(&gpus, |_, _| path).has_all_links()));
     }
 
     #[test]
-    fn a_link_that_could_not_be_read_is_unknown_and_the_others_are_known() {
+    fn only_links_that_could_not_be_read_are_unknown() {
         let pairs = |failed: usize| {
             let mut gpus: Vec<GpuPorts> = (0..3).map(|number| ports(number, vec![NvLinkEnd::Switch; 2])).collect();
             gpus[failed].nvlinks = NvLinks { ends: vec![NvLinkEnd::Switch], is_incomplete: true };
-            build_topology(&gpus, |_, _| ReadPath::Known(PciePath::OneSwitch))
+            build_topology(&gpus, |_, _| PciePathReading::Known(PciePath::OneSwitch))
         };
         let complete = pairs(0).with_earlier_links(&pairs(2));
         assert!(!pairs(0).has_all_links() && !complete.has_all_links(), "both reads lack the links of 0 and 2");
@@ -218,8 +219,9 @@ mod tests {
         assert_eq!(complete.score(&["GPU-0", "GPU-1"]), 250);
         assert_eq!(complete.score(&["GPU-1", "GPU-2"]), 250);
         let gpus: Vec<GpuPorts> = (0..3).map(|number| ports(number, Vec::new())).collect();
-        let failed =
-            |one: usize, other: usize| if one + other == 1 { ReadPath::Failed } else { ReadPath::Undetermined };
+        let failed = |one: usize, other: usize| {
+            if one + other == 1 { PciePathReading::Failed } else { PciePathReading::Undetermined }
+        };
         assert!(!build_topology(&gpus, failed).has_all_links());
     }
 }

@@ -6,7 +6,7 @@
 //! | `model`, `error` | types that the calls return |
 //! | `gpus` | [`Gpus`], the calls that the rest of Cleave makes |
 //! | `find` | [`LibrarySearch`], where the library file may be |
-//! | `links` | combines NVLinks and PCIe paths to the node's topology |
+//! | `links` | combines NVLinks and PCIe paths into the node's topology |
 //! | `sys` | the calls that nvml-wrapper lacks; the only unsafe code of the product |
 //! | `readings` | reads the sensors of one GPU |
 //! | `xid` | reads XID events of one GPU |
@@ -14,10 +14,10 @@
 //! | `library` | [`Library`], one session that all threads of a process share |
 //! | `worker`, `watch` | threads for calls that may hang: [`Worker`] and [`EventWatch`] |
 //!
-//! GPUs fail independently, and a call may hang in the driver until the node reboots. So each call
-//! concerns one GPU, except [`Gpus::driver_info`], [`Gpus::cuda_version`] and [`Gpus::topology`]. A
-//! program that must not block runs the calls for each GPU on a separate [`Worker`], and `topology`
-//! on one more.
+//! GPUs fail independently, and a call may hang in the driver until the node reboots. Therefore
+//! each call concerns one GPU, except [`Gpus::driver_info`], [`Gpus::cuda_version`] and
+//! [`Gpus::topology`]. A program that must not block runs the calls for each GPU on a separate
+//! [`Worker`], and `topology` on one more.
 mod error;
 mod find;
 mod gpus;

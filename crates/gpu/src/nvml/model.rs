@@ -34,12 +34,12 @@ pub enum GpuEvent {
         /// The GPU instance, if the GPU is in MIG mode.
         gpu_instance: Option<u32>,
     },
-    /// Some GPU may have changed; NVML does not report which one. Read all of them again.
+    /// A GPU may have changed, but NVML does not report which one. Read all GPUs again.
     Rescan,
 }
 
 /// Memory errors of a GPU and the recovery action that its driver requests. A field is `None` if
-/// this GPU or driver does not report it.
+/// this GPU or driver does not report the value.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct GpuVitals {
     /// Number of uncorrected ECC errors since the driver was loaded or the GPU was reset
@@ -69,14 +69,15 @@ pub enum RecoveryAction {
 }
 
 /// What the sensors of a GPU report at one moment. A field is `None` if this GPU or driver does not
-/// report it: a GPU in MIG mode reports no utilization.
+/// report the value. For example, a GPU in MIG mode reports no utilization.
 ///
-/// No field is about one process. Under MPS, NVML attributes all utilization of a GPU to its MPS
-/// server, so the utilization of a client is unknown.
+/// No field describes a single process. Under MPS, NVML attributes all utilization of a GPU to its
+/// MPS server, so the utilization of a client is unknown.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct GpuReadings {
     /// Percentage of the driver's last sample period in which a kernel ran
-    /// (`nvmlDeviceGetUtilizationRates`). It does not say how many SMs the kernels used.
+    /// (`nvmlDeviceGetUtilizationRates`). The percentage does not show how many SMs the kernels
+    /// used.
     pub busy_percent: Option<u32>,
     /// Used memory in bytes, without the driver's own part (`nvmlDeviceGetMemoryInfo_v2`).
     pub memory_used: Option<u64>,
@@ -97,8 +98,8 @@ pub struct GpuReadings {
     pub throttling: Option<BTreeSet<ThrottleReason>>,
 }
 
-/// Why a busy GPU does not run at its full clock (`nvmlClocksEventReasons`). An idle GPU and clocks
-/// that an administrator has set are no reasons.
+/// Why a busy GPU does not run at its full clock (`nvmlClocksEventReasons`). The set does not
+/// include idleness or clocks that an administrator has set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ThrottleReason {
     /// The power limit.
@@ -176,12 +177,12 @@ pub struct Gpu {
     pub mig: Option<MigState>,
 }
 
-/// MIG of one GPU.
+/// State of MIG on one GPU.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigState {
     /// Whether MIG mode is on.
     pub enabled: bool,
-    /// The mode after the next reset, if it differs from the current one.
+    /// MIG mode after the next reset, if it differs from the current mode.
     pub pending: Option<bool>,
     /// Profiles and placements as NVML reports them.
     pub profiles: Vec<MigProfile>,

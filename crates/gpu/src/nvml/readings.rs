@@ -5,23 +5,29 @@ use nvml_wrapper::Device;
 use nvml_wrapper::bitmasks::device::ThrottleReasons;
 use nvml_wrapper::enum_wrappers::device::{Clock, TemperatureSensor};
 
-use super::error::{NvmlError, if_known};
+use super::error::{NvmlError, ignore_unless_lost};
 use super::model::{GpuReadings, ThrottleReason};
 
 /// Returns what the sensors of a GPU report. Fails only if the GPU or the driver is lost.
 pub(super) fn read_sensors(device: &Device<'_>) -> Result<GpuReadings, NvmlError> {
-    let memory = if_known("nvmlDeviceGetMemoryInfo_v2", device.memory_info())?;
-    let busy = if_known("nvmlDeviceGetUtilizationRates", device.utilization_rates())?;
-    let reasons = if_known("nvmlDeviceGetCurrentClocksThrottleReasons", device.current_throttle_reasons())?;
+    let memory = ignore_unless_lost("nvmlDeviceGetMemoryInfo_v2", device.memory_info())?;
+    let busy = ignore_unless_lost("nvmlDeviceGetUtilizationRates", device.utilization_rates())?;
+    let reasons = ignore_unless_lost("nvmlDeviceGetCurrentClocksThrottleReasons", device.current_throttle_reasons())?;
     Ok(GpuReadings {
         busy_percent: busy.map(|rates| rates.gpu),
         memory_used: memory.map(|memory| memory.used),
-        power_milliwatts: if_known("nvmlDeviceGetPowerUsage", device.power_usage())?,
-        power_limit_milliwatts: if_known("nvmlDeviceGetEnforcedPowerLimit", device.enforced_power_limit())?,
-        energy_millijoules: if_known("nvmlDeviceGetTotalEnergyConsumption", device.total_energy_consumption())?,
-        temperature_celsius: if_known("nvmlDeviceGetTemperature", device.temperature(TemperatureSensor::Gpu))?,
-        sm_clock_mhz: if_known("nvmlDeviceGetClockInfo", device.clock_info(Clock::SM))?,
-        memory_clock_mhz: if_known("nvmlDeviceGetClockInfo", device.clock_info(Clock::Memory))?,
+        power_milliwatts: ignore_unless_lost("nvmlDeviceGetPowerUsage", device.power_usage())?,
+        power_limit_milliwatts: ignore_unless_lost("nvmlDeviceGetEnforcedPowerLimit", device.enforced_power_limit())?,
+        energy_millijoules: ignore_unless_lost(
+            "nvmlDeviceGetTotalEnergyConsumption",
+            device.total_energy_consumption(),
+        )?,
+        temperature_celsius: ignore_unless_lost(
+            "nvmlDeviceGetTemperature",
+            device.temperature(TemperatureSensor::Gpu),
+        )?,
+        sm_clock_mhz: ignore_unless_lost("nvmlDeviceGetClockInfo", device.clock_info(Clock::SM))?,
+        memory_clock_mhz: ignore_unless_lost("nvmlDeviceGetClockInfo", device.clock_info(Clock::Memory))?,
         throttling: reasons.map(parse_throttle_reasons),
     })
 }
@@ -43,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_idle_gpu_and_set_clocks_are_not_throttled() {
+    fn idle_gpus_and_gpus_with_clocks_set_by_an_administrator_are_not_throttled() {
         // Bits of nvml.h: idle, application clocks, display clocks.
         assert!(parse_throttle_reasons(ThrottleReasons::from_bits_truncate(0x1 | 0x2 | 0x100)).is_empty());
         // Power cap and hardware thermal slowdown.

@@ -16,10 +16,10 @@ use nvml_wrapper::struct_wrappers::device::ProcessInfo;
 use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper_sys::bindings::field_id;
 
-use super::error::{NvmlError, if_known, if_supported};
+use super::error::{NvmlError, ignore_unless_lost, ignore_unsupported};
 use super::find::{self, LibrarySearch};
 use super::gpus::Gpus;
-use super::links::{self, GpuPorts, ReadPath};
+use super::links::{self, GpuPorts, PciePathReading};
 use super::model::{
     ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, GpuReadings, GpuVitals, MigActivation, MigInstance,
     MigState, Process, RecoveryAction,
@@ -33,7 +33,7 @@ pub struct Nvml {
     /// Last known index of each GPU, by UUID.
     indices: Mutex<BTreeMap<String, u32>>,
     /// Descriptions that this session has read, by UUID. Most properties do not change while the
-    /// driver is loaded, and reading them takes more time than all others.
+    /// driver is loaded, and reading them takes longer than reading all others.
     descriptions: Mutex<BTreeMap<String, Gpu>>,
 }
 
@@ -57,7 +57,7 @@ impl Nvml {
                 "the usual driver directories and the dynamic loader's path for {}",
                 find::LIBRARY_NAME
             ))),
-            Err(code) => Err(NvmlError::of("nvmlInitWithFlags", code)),
+            Err(code) => Err(NvmlError::from_code("nvmlInitWithFlags", code)),
         }
     }
 
@@ -75,20 +75,20 @@ impl Nvml {
         }
         self.inner.device_by_uuid(uuid).map_err(|code| match code {
             Code::NotFound | Code::InvalidArg => NvmlError::NotFound(uuid.to_owned()),
-            code => NvmlError::of("nvmlDeviceGetHandleByUUID", code),
+            code => NvmlError::from_code("nvmlDeviceGetHandleByUUID", code),
         })
     }
 
     fn device_at(&self, index: u32) -> Result<Device<'_>, NvmlError> {
         self.inner.device_by_index(index).map_err(|code| match code {
             Code::NotFound | Code::InvalidArg => NvmlError::NotFound(format!("GPU {index}")),
-            code => NvmlError::of("nvmlDeviceGetHandleByIndex", code),
+            code => NvmlError::from_code("nvmlDeviceGetHandleByIndex", code),
         })
     }
 
-    /// Describes a GPU. Reads what can change each time, and all other properties once.
+    /// Describes a GPU. Reads constant properties once, and all other properties each time.
     fn describe_gpu(&self, device: &Device<'_>, index: u32) -> Result<Gpu, NvmlError> {
-        let uuid = device.uuid().map_err(|code| NvmlError::of("nvmlDeviceGetUUID", code))?;
+        let uuid = device.uuid().map_err(|code| NvmlError::from_code("nvmlDeviceGetUUID", code))?;
         let known = lock(&self.descriptions).get(&uuid).filter(|known| known.index == index).cloned();
         let mig = read_mig(&self.inner, device, known.as_ref().and_then(|known| known.mig.as_ref()))?;
         let memory = Mebibytes::from_bytes(cuda_memory(&self.inner, device)?);
@@ -110,22 +110,22 @@ impl Nvml {
     ) -> Result<Gpu, NvmlError> {
         let capability = device
             .cuda_compute_capability()
-            .map_err(|code| NvmlError::of("nvmlDeviceGetCudaComputeCapability", code))?;
+            .map_err(|code| NvmlError::from_code("nvmlDeviceGetCudaComputeCapability", code))?;
         let compute_capability = (capability.major.unsigned_abs(), capability.minor.unsigned_abs());
         let pci = device
             .pci_info()
             .map(|info| sysfs_bus_id(&info.bus_id))
-            .map_err(|code| NvmlError::of("nvmlDeviceGetPciInfo", code))?;
-        let cores = if_supported("nvmlDeviceGetNumGpuCores", device.num_cores())?;
+            .map_err(|code| NvmlError::from_code("nvmlDeviceGetPciInfo", code))?;
+        let cores = ignore_unsupported("nvmlDeviceGetNumGpuCores", device.num_cores())?;
         let sms = match cores {
             Some(cores) => Sms(cores / cores_per_sm(compute_capability)),
-            // The largest profile has all SMs that MIG can use.
+            // The largest profile has all SMs that instances can use.
             None => mig.iter().flat_map(|mig| &mig.profiles).map(|profile| profile.sms).max().unwrap_or_default(),
         };
         Ok(Gpu {
             index,
-            minor: if_supported("nvmlDeviceGetMinorNumber", device.minor_number())?.unwrap_or(index),
-            model: device.name().map_err(|code| NvmlError::of("nvmlDeviceGetName", code))?,
+            minor: ignore_unsupported("nvmlDeviceGetMinorNumber", device.minor_number())?.unwrap_or(index),
+            model: device.name().map_err(|code| NvmlError::from_code("nvmlDeviceGetName", code))?,
             memory,
             sms,
             numa: numa_node(&pci).or_else(|| device.numa_node_id().ok()),
@@ -141,10 +141,10 @@ impl Nvml {
     /// Returns the properties of a GPU that determine its links.
     fn read_ports(&self, index: u32) -> Result<GpuPorts, NvmlError> {
         let device = self.device_at(index)?;
-        let pci = device.pci_info().map_err(|code| NvmlError::of("nvmlDeviceGetPciInfo", code))?;
+        let pci = device.pci_info().map_err(|code| NvmlError::from_code("nvmlDeviceGetPciInfo", code))?;
         let pci = sysfs_bus_id(&pci.bus_id);
         Ok(GpuPorts {
-            uuid: device.uuid().map_err(|code| NvmlError::of("nvmlDeviceGetUUID", code))?,
+            uuid: device.uuid().map_err(|code| NvmlError::from_code("nvmlDeviceGetUUID", code))?,
             numa: numa_node(&pci).or_else(|| device.numa_node_id().ok()),
             pci,
             nvlinks: links::read_nvlinks(&self.inner, &device, sysfs_bus_id)?,
@@ -160,8 +160,8 @@ impl Nvml {
 impl Gpus for Nvml {
     fn driver_info(&self) -> Result<DriverInfo, NvmlError> {
         let driver =
-            self.inner.sys_driver_version().map_err(|code| NvmlError::of("nvmlSystemGetDriverVersion", code))?;
-        let count = self.inner.device_count().map_err(|code| NvmlError::of("nvmlDeviceGetCount", code))?;
+            self.inner.sys_driver_version().map_err(|code| NvmlError::from_code("nvmlSystemGetDriverVersion", code))?;
+        let count = self.inner.device_count().map_err(|code| NvmlError::from_code("nvmlDeviceGetCount", code))?;
         Ok(DriverInfo { driver, count })
     }
 
@@ -175,7 +175,7 @@ impl Gpus for Nvml {
         let count = self.driver_info()?.count;
         let (mut indices, mut gpus) = (Vec::new(), Vec::new());
         for index in 0..count {
-            if let Some(ports) = links::unless_driver_lost(self.read_ports(index))? {
+            if let Some(ports) = links::ignore_unless_driver_lost(self.read_ports(index))? {
                 indices.push(index);
                 gpus.push(ports);
             }
@@ -183,15 +183,17 @@ impl Gpus for Nvml {
         let mut paths = BTreeMap::new();
         for one in 0..indices.len() {
             for other in one + 1..indices.len() {
-                let path = match links::unless_driver_lost(self.read_path(indices[one], indices[other]))? {
-                    Some(Some(path)) => ReadPath::Known(path),
-                    Some(None) => ReadPath::Undetermined,
-                    None => ReadPath::Failed,
+                let path = match links::ignore_unless_driver_lost(self.read_path(indices[one], indices[other]))? {
+                    Some(Some(path)) => PciePathReading::Known(path),
+                    Some(None) => PciePathReading::Undetermined,
+                    None => PciePathReading::Failed,
                 };
                 paths.insert((one, other), path);
             }
         }
-        Ok(links::build_topology(&gpus, |one, other| paths.get(&(one, other)).copied().unwrap_or(ReadPath::Failed)))
+        Ok(links::build_topology(&gpus, |one, other| {
+            paths.get(&(one, other)).copied().unwrap_or(PciePathReading::Failed)
+        }))
     }
 
     fn listen(&self, index: u32, report: &mut dyn FnMut(Option<GpuEvent>) -> ControlFlow<()>) -> Result<(), NvmlError> {
@@ -200,7 +202,7 @@ impl Gpus for Nvml {
 
     fn gpu(&self, uuid: &str) -> Result<Gpu, NvmlError> {
         let device = self.find_device(uuid)?;
-        let index = device.index().map_err(|code| NvmlError::of("nvmlDeviceGetIndex", code))?;
+        let index = device.index().map_err(|code| NvmlError::from_code("nvmlDeviceGetIndex", code))?;
         self.describe_gpu(&device, index)
     }
 
@@ -212,19 +214,20 @@ impl Gpus for Nvml {
         let device = self.find_device(uuid)?;
         let all = device
             .running_compute_processes()
-            .map_err(|code| NvmlError::of("nvmlDeviceGetComputeRunningProcesses", code))?;
-        let clients = if_supported("nvmlDeviceGetMPSComputeRunningProcesses", device.mps_running_compute_processes())?;
+            .map_err(|code| NvmlError::from_code("nvmlDeviceGetComputeRunningProcesses", code))?;
+        let clients =
+            ignore_unsupported("nvmlDeviceGetMPSComputeRunningProcesses", device.mps_running_compute_processes())?;
         let are_clients_known = clients.is_some();
         Ok(DeviceProcesses { processes: merge_processes(&all, &clients.unwrap_or_default()), are_clients_known })
     }
 
     fn vitals(&self, uuid: &str) -> Result<GpuVitals, NvmlError> {
         let device = self.find_device(uuid)?;
-        let uncorrected = if_known(
+        let uncorrected = ignore_unless_lost(
             "nvmlDeviceGetTotalEccErrors",
             device.total_ecc_errors(MemoryError::Uncorrected, EccCounter::Volatile),
         )?;
-        let pages = if_known("nvmlDeviceGetRetiredPagesPendingStatus", device.are_pages_pending_retired())?;
+        let pages = ignore_unless_lost("nvmlDeviceGetRetiredPagesPendingStatus", device.are_pages_pending_retired())?;
         let rows = sys::remapped_rows(&self.inner, &device)?;
         let pending = pages.into_iter().chain(rows.map(|rows| rows.pending)).reduce(|a, b| a || b);
         Ok(GpuVitals {
@@ -251,14 +254,14 @@ impl Gpus for Nvml {
         let version = self
             .inner
             .sys_cuda_driver_version()
-            .map_err(|code| NvmlError::of("nvmlSystemGetCudaDriverVersion", code))?;
+            .map_err(|code| NvmlError::from_code("nvmlSystemGetCudaDriverVersion", code))?;
         let version = version.unsigned_abs();
         Ok((version / 1000, version % 1000 / 10))
     }
 
     fn compute_mode(&self, uuid: &str) -> Result<ComputeMode, NvmlError> {
         let mode = self.find_device(uuid)?.compute_mode();
-        Ok(match mode.map_err(|code| NvmlError::of("nvmlDeviceGetComputeMode", code))? {
+        Ok(match mode.map_err(|code| NvmlError::from_code("nvmlDeviceGetComputeMode", code))? {
             WrappedMode::Default => ComputeMode::Default,
             WrappedMode::ExclusiveProcess | WrappedMode::ExclusiveThread => ComputeMode::ExclusiveProcess,
             WrappedMode::Prohibited => ComputeMode::Prohibited,
@@ -274,19 +277,19 @@ impl Gpus for Nvml {
                 ComputeMode::ExclusiveProcess => WrappedMode::ExclusiveProcess,
                 ComputeMode::Prohibited => WrappedMode::Prohibited,
             };
-            device.set_compute_mode(mode).map_err(|code| NvmlError::of("nvmlDeviceSetComputeMode", code))?;
+            device.set_compute_mode(mode).map_err(|code| NvmlError::from_code("nvmlDeviceSetComputeMode", code))?;
         }
         Ok(before)
     }
 
     fn set_mig_mode(&self, gpu: &str, on: bool) -> Result<MigActivation, NvmlError> {
         const CALL: &str = "nvmlDeviceSetMigMode";
-        let status = self.find_device(gpu)?.set_mig_mode(on).map_err(|code| NvmlError::of(CALL, code))?;
+        let status = self.find_device(gpu)?.set_mig_mode(on).map_err(|code| NvmlError::from_code(CALL, code))?;
         match nvml_try(status) {
             Ok(()) => Ok(MigActivation::Now),
             Err(Code::ResetRequired) => Ok(MigActivation::AfterReset),
             Err(Code::InUse) => Ok(MigActivation::InUse),
-            Err(code) => Err(NvmlError::of(CALL, code)),
+            Err(code) => Err(NvmlError::from_code(CALL, code)),
         }
     }
 
@@ -316,8 +319,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Returns the recovery action that the driver requests. Returns `None` if the driver is too old to
 /// report one or reports an unknown one.
 fn read_requested_recovery(device: &Device<'_>) -> Result<Option<RecoveryAction>, NvmlError> {
-    const FIELD: FieldId = FieldId(field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION);
-    let values = if_known("nvmlDeviceGetFieldValues", device.field_values_for(&[FIELD]))?;
+    const RECOVERY_ACTION_FIELD: FieldId = FieldId(field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION);
+    let values = ignore_unless_lost("nvmlDeviceGetFieldValues", device.field_values_for(&[RECOVERY_ACTION_FIELD]))?;
     let value = values.into_iter().flatten().flatten().find_map(|sample| sample.value.ok());
     let action = match value {
         Some(SampleValue::U32(action)) => Some(u64::from(action)),
@@ -339,14 +342,14 @@ const fn parse_recovery_action(action: u64) -> Option<RecoveryAction> {
     }
 }
 
-/// Reads the state of MIG. Uses the known profiles while MIG mode does not change: reading them
-/// takes dozens of calls.
+/// Reads the state of MIG. Reuses the known profiles while MIG mode does not change, because
+/// reading profiles takes dozens of calls.
 fn read_mig(
     nvml: &nvml_wrapper::Nvml,
     device: &Device<'_>,
     known: Option<&MigState>,
 ) -> Result<Option<MigState>, NvmlError> {
-    let Some(mode) = if_supported("nvmlDeviceGetMigMode", device.mig_mode())? else { return Ok(None) };
+    let Some(mode) = ignore_unsupported("nvmlDeviceGetMigMode", device.mig_mode())? else { return Ok(None) };
     let enabled = mode.current == 1;
     let known = known.filter(|known| known.enabled == enabled && !known.profiles.is_empty());
     let profiles = match known {
@@ -365,9 +368,9 @@ fn read_mig(
 /// Returns the total memory in bytes as CUDA reports it: 143,155 MiB of NVML's 143,771 MiB on an
 /// H200.
 fn cuda_memory(nvml: &nvml_wrapper::Nvml, device: &Device<'_>) -> Result<u64, NvmlError> {
-    match if_supported("nvmlDeviceGetMemoryInfo_v2", device.memory_info())? {
+    match ignore_unsupported("nvmlDeviceGetMemoryInfo_v2", device.memory_info())? {
         Some(info) => Ok(info.total.saturating_sub(info.reserved)),
-        // Drivers before 510 count their own part as used.
+        // Drivers before 510 report their own part as used memory.
         None => sys::memory_total_v1(nvml, device),
     }
 }
@@ -422,7 +425,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sms_follow_from_cores_on_known_gpus() {
+    fn sm_counts_of_known_gpus_follow_from_their_cuda_cores() {
         // The models are T4, A100, A30, A10, L4 and H100 SXM.
         for (cores, capability, sms) in [
             (2560, (7, 5), 40),

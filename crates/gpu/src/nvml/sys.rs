@@ -19,7 +19,7 @@ use nvml_wrapper_sys::bindings::{
     nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_SIZE,
 };
 
-use super::error::{NvmlError, if_known};
+use super::error::{NvmlError, ignore_unless_lost};
 use super::model::{MigInstance, MigProfile};
 
 /// Upper limit for counts that NVML returns. No GPU has more slices or instances of one profile.
@@ -35,16 +35,17 @@ pub(super) fn handle_identity(device: &Device<'_>) -> usize {
     device_handle(device) as usize
 }
 
-/// Returns the total memory in bytes, from the version of the call that every driver has.
+/// Returns the total memory in bytes. Uses the version of the call that every driver supports.
 pub(super) fn memory_total_v1(nvml: &Nvml, device: &Device<'_>) -> Result<u64, NvmlError> {
     const CALL: &str = "nvmlDeviceGetMemoryInfo";
-    let call = nvml_sym(nvml.lib().nvmlDeviceGetMemoryInfo.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
+    let call =
+        nvml_sym(nvml.lib().nvmlDeviceGetMemoryInfo.as_ref()).map_err(|code| NvmlError::from_code(CALL, code))?;
     // SAFETY: see the module documentation.
     let (status, memory) = unsafe {
         let mut memory: nvmlMemory_t = mem::zeroed();
         (call(device_handle(device), &raw mut memory), memory)
     };
-    nvml_try(status).map_err(|code| NvmlError::of(CALL, code))?;
+    nvml_try(status).map_err(|code| NvmlError::from_code(CALL, code))?;
     Ok(memory.total)
 }
 
@@ -66,7 +67,7 @@ pub(super) fn remapped_rows(nvml: &Nvml, device: &Device<'_>) -> Result<Option<R
     let status = unsafe {
         call(device_handle(device), &raw mut corrected, &raw mut uncorrected, &raw mut pending, &raw mut failed)
     };
-    let answered = if_known(CALL, nvml_try(status))?;
+    let answered = ignore_unless_lost(CALL, nvml_try(status))?;
     Ok(answered.map(|()| RemappedRows { pending: pending != 0, failed: failed != 0 }))
 }
 
@@ -84,7 +85,7 @@ pub(super) fn nvlink_remote_type(nvml: &Nvml, device: &Device<'_>, link: u32) ->
 pub(super) fn mig_profiles(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigProfile>, NvmlError> {
     const CALL: &str = "nvmlDeviceGetGpuInstanceProfileInfoV";
     let lib = nvml.lib();
-    // Drivers in which MIG profiles have no names lack this call.
+    // Drivers whose MIG profiles have no names lack this call.
     let Ok(call) = nvml_sym(lib.nvmlDeviceGetGpuInstanceProfileInfoV.as_ref()) else { return Ok(Vec::new()) };
     let mut profiles = Vec::new();
     for number in 0..NVML_GPU_INSTANCE_PROFILE_COUNT {
@@ -98,7 +99,7 @@ pub(super) fn mig_profiles(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigPr
             Ok(()) => {}
             // This GPU has no such profile, or the driver is too old to know the profile.
             Err(Code::NotSupported | Code::InvalidArg | Code::NotFound) => continue,
-            Err(code) => return Err(NvmlError::of(CALL, code)),
+            Err(code) => return Err(NvmlError::from_code(CALL, code)),
         }
         let placements = mig_placements(nvml, device, info.id)?;
         profiles.push(MigProfile {
@@ -116,7 +117,7 @@ pub(super) fn mig_profiles(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigPr
 
 /// Returns the name of a profile without its prefix `MIG`.
 fn profile_name(raw: &[std::ffi::c_char]) -> String {
-    // The signedness of C's `char` depends on the architecture; the bytes are the same.
+    // The signedness of C's `char` depends on the architecture, but the bytes are the same.
     let bytes: Vec<u8> = raw.iter().map(|&byte| byte.to_ne_bytes()[0]).collect();
     let name = CStr::from_bytes_until_nul(&bytes).map(CStr::to_string_lossy).unwrap_or_default();
     name.strip_prefix("MIG ").unwrap_or(&name).to_owned()
@@ -136,12 +137,12 @@ fn mig_placements(
 ) -> Result<Vec<nvmlGpuInstancePlacement_t>, NvmlError> {
     const CALL: &str = "nvmlDeviceGetGpuInstancePossiblePlacements_v2";
     let call = nvml_sym(nvml.lib().nvmlDeviceGetGpuInstancePossiblePlacements_v2.as_ref())
-        .map_err(|code| NvmlError::of(CALL, code))?;
+        .map_err(|code| NvmlError::from_code(CALL, code))?;
     let mut count: c_uint = 0;
     // SAFETY: with a null buffer, NVML only returns the count.
     let status = unsafe { call(device_handle(device), profile, std::ptr::null_mut(), &raw mut count) };
     if status != nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_SIZE {
-        nvml_try(status).map_err(|code| NvmlError::of(CALL, code))?;
+        nvml_try(status).map_err(|code| NvmlError::from_code(CALL, code))?;
     }
     count = count.min(MAX_RETURNED_COUNT);
     // SAFETY: a placement is two integers; zero is a valid value of both.
@@ -149,7 +150,7 @@ fn mig_placements(
     if count > 0 {
         // SAFETY: the buffer has space for `count` placements.
         let status = unsafe { call(device_handle(device), profile, placements.as_mut_ptr(), &raw mut count) };
-        nvml_try(status).map_err(|code| NvmlError::of(CALL, code))?;
+        nvml_try(status).map_err(|code| NvmlError::from_code(CALL, code))?;
         placements.truncate(count as usize);
     }
     placements.sort_unstable_by_key(|placement| placement.start);
@@ -164,21 +165,21 @@ pub(super) fn mig_instances(
 ) -> Result<Vec<MigInstance>, NvmlError> {
     let lib = nvml.lib();
     let list = nvml_sym(lib.nvmlDeviceGetGpuInstances.as_ref())
-        .map_err(|code| NvmlError::of("nvmlDeviceGetGpuInstances", code))?;
-    let info =
-        nvml_sym(lib.nvmlGpuInstanceGetInfo.as_ref()).map_err(|code| NvmlError::of("nvmlGpuInstanceGetInfo", code))?;
+        .map_err(|code| NvmlError::from_code("nvmlDeviceGetGpuInstances", code))?;
+    let info = nvml_sym(lib.nvmlGpuInstanceGetInfo.as_ref())
+        .map_err(|code| NvmlError::from_code("nvmlGpuInstanceGetInfo", code))?;
     let devices = mig_devices(nvml, device)?;
     let mut found = Vec::new();
     for profile in profiles {
         let mut handles: [nvmlGpuInstance_t; MAX_RETURNED_COUNT as usize] =
             [std::ptr::null_mut(); MAX_RETURNED_COUNT as usize];
         let mut count = MAX_RETURNED_COUNT;
-        // SAFETY: NVML requires a buffer for all instances of a profile; this one is larger.
+        // SAFETY: NVML requires a buffer for all instances of a profile. This buffer is larger.
         let status = unsafe { list(device_handle(device), profile.id, handles.as_mut_ptr(), &raw mut count) };
         match nvml_try(status) {
             Ok(()) => {}
             Err(Code::NotSupported | Code::NotFound) => continue,
-            Err(code) => return Err(NvmlError::of("nvmlDeviceGetGpuInstances", code)),
+            Err(code) => return Err(NvmlError::from_code("nvmlDeviceGetGpuInstances", code)),
         }
         for &instance in handles.iter().take(count as usize) {
             // SAFETY: see the module documentation.
@@ -186,7 +187,7 @@ pub(super) fn mig_instances(
                 let mut got: nvmlGpuInstanceInfo_t = mem::zeroed();
                 (info(instance, &raw mut got), got)
             };
-            nvml_try(status).map_err(|code| NvmlError::of("nvmlGpuInstanceGetInfo", code))?;
+            nvml_try(status).map_err(|code| NvmlError::from_code("nvmlGpuInstanceGetInfo", code))?;
             // Drivers may list an instance under every profile of the same shape.
             if got.profileId != profile.id {
                 continue;
@@ -215,29 +216,29 @@ struct MigDevice {
 fn mig_devices(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigDevice>, NvmlError> {
     let lib = nvml.lib();
     let gpu_instance_id = nvml_sym(lib.nvmlDeviceGetGpuInstanceId.as_ref())
-        .map_err(|code| NvmlError::of("nvmlDeviceGetGpuInstanceId", code))?;
+        .map_err(|code| NvmlError::from_code("nvmlDeviceGetGpuInstanceId", code))?;
     let compute_instance_id = nvml_sym(lib.nvmlDeviceGetComputeInstanceId.as_ref())
-        .map_err(|code| NvmlError::of("nvmlDeviceGetComputeInstanceId", code))?;
+        .map_err(|code| NvmlError::from_code("nvmlDeviceGetComputeInstanceId", code))?;
     let count = device
         .mig_device_count()
-        .map_err(|code| NvmlError::of("nvmlDeviceGetMaxMigDeviceCount", code))?
+        .map_err(|code| NvmlError::from_code("nvmlDeviceGetMaxMigDeviceCount", code))?
         .min(MAX_RETURNED_COUNT);
     let mut devices = Vec::new();
     for index in 0..count {
         let mig = match device.mig_device_by_index(index) {
             Ok(mig) => mig,
-            // There may be gaps between indices.
+            // Indices may have gaps.
             Err(Code::NotFound | Code::InvalidArg) => continue,
-            Err(code) => return Err(NvmlError::of("nvmlDeviceGetMigDeviceHandleByIndex", code)),
+            Err(code) => return Err(NvmlError::from_code("nvmlDeviceGetMigDeviceHandleByIndex", code)),
         };
-        let uuid = mig.uuid().map_err(|code| NvmlError::of("nvmlDeviceGetUUID", code))?;
+        let uuid = mig.uuid().map_err(|code| NvmlError::from_code("nvmlDeviceGetUUID", code))?;
         let (mut gpu_instance, mut compute_instance) = (0, 0);
         // SAFETY: see the module documentation.
         nvml_try(unsafe { gpu_instance_id(device_handle(&mig), &raw mut gpu_instance) })
-            .map_err(|code| NvmlError::of("nvmlDeviceGetGpuInstanceId", code))?;
+            .map_err(|code| NvmlError::from_code("nvmlDeviceGetGpuInstanceId", code))?;
         // SAFETY: see the module documentation.
         nvml_try(unsafe { compute_instance_id(device_handle(&mig), &raw mut compute_instance) })
-            .map_err(|code| NvmlError::of("nvmlDeviceGetComputeInstanceId", code))?;
+            .map_err(|code| NvmlError::from_code("nvmlDeviceGetComputeInstanceId", code))?;
         devices.push(MigDevice { uuid, gpu_instance, compute_instance });
     }
     devices.sort_unstable_by_key(|mig| (mig.gpu_instance, mig.compute_instance));
@@ -254,24 +255,24 @@ pub(super) fn create_gpu_instance(
 ) -> Result<u32, NvmlError> {
     const CALL: &str = "nvmlDeviceCreateGpuInstanceWithPlacement";
     let lib = nvml.lib();
-    let create =
-        nvml_sym(lib.nvmlDeviceCreateGpuInstanceWithPlacement.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
-    let info =
-        nvml_sym(lib.nvmlGpuInstanceGetInfo.as_ref()).map_err(|code| NvmlError::of("nvmlGpuInstanceGetInfo", code))?;
-    let destroy =
-        nvml_sym(lib.nvmlGpuInstanceDestroy.as_ref()).map_err(|code| NvmlError::of("nvmlGpuInstanceDestroy", code))?;
+    let create = nvml_sym(lib.nvmlDeviceCreateGpuInstanceWithPlacement.as_ref())
+        .map_err(|code| NvmlError::from_code(CALL, code))?;
+    let info = nvml_sym(lib.nvmlGpuInstanceGetInfo.as_ref())
+        .map_err(|code| NvmlError::from_code("nvmlGpuInstanceGetInfo", code))?;
+    let destroy = nvml_sym(lib.nvmlGpuInstanceDestroy.as_ref())
+        .map_err(|code| NvmlError::from_code("nvmlGpuInstanceDestroy", code))?;
     let placement = nvmlGpuInstancePlacement_t { start, size: profile.size };
     let mut instance: nvmlGpuInstance_t = std::ptr::null_mut();
     // SAFETY: see the module documentation.
     nvml_try(unsafe { create(device_handle(device), profile.id, &raw const placement, &raw mut instance) })
-        .map_err(|code| NvmlError::of(CALL, code))?;
+        .map_err(|code| NvmlError::from_code(CALL, code))?;
     // SAFETY: see the module documentation.
     let (status, got) = unsafe {
         let mut got: nvmlGpuInstanceInfo_t = mem::zeroed();
         (info(instance, &raw mut got), got)
     };
     let made = nvml_try(status)
-        .map_err(|code| NvmlError::of("nvmlGpuInstanceGetInfo", code))
+        .map_err(|code| NvmlError::from_code("nvmlGpuInstanceGetInfo", code))
         .and_then(|()| create_compute_instance(nvml, instance, profile.slices));
     if let Err(error) = made {
         // SAFETY: the instance was created above, and no other code has its handle.
@@ -289,9 +290,9 @@ fn create_compute_instance(nvml: &Nvml, instance: nvmlGpuInstance_t, slices: u32
     const CALL: &str = "nvmlGpuInstanceCreateComputeInstance";
     let lib = nvml.lib();
     let info = nvml_sym(lib.nvmlGpuInstanceGetComputeInstanceProfileInfo.as_ref())
-        .map_err(|code| NvmlError::of(CALL, code))?;
+        .map_err(|code| NvmlError::from_code(CALL, code))?;
     let create =
-        nvml_sym(lib.nvmlGpuInstanceCreateComputeInstance.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
+        nvml_sym(lib.nvmlGpuInstanceCreateComputeInstance.as_ref()).map_err(|code| NvmlError::from_code(CALL, code))?;
     let mut full = None;
     for number in 0..NVML_COMPUTE_INSTANCE_PROFILE_COUNT {
         // SAFETY: see the module documentation; 0 is the only engine profile.
@@ -307,25 +308,26 @@ fn create_compute_instance(nvml: &Nvml, instance: nvmlGpuInstance_t, slices: u32
     let Some(profile) = full else { return Err(NvmlError::NotSupported { call: CALL }) };
     let mut compute: nvmlComputeInstance_t = std::ptr::null_mut();
     // SAFETY: see the module documentation.
-    nvml_try(unsafe { create(instance, profile, &raw mut compute) }).map_err(|code| NvmlError::of(CALL, code))
+    nvml_try(unsafe { create(instance, profile, &raw mut compute) }).map_err(|code| NvmlError::from_code(CALL, code))
 }
 
 /// Destroys the compute instances of a GPU instance, then the GPU instance.
 pub(super) fn destroy_gpu_instance(nvml: &Nvml, device: &Device<'_>, gpu_instance: u32) -> Result<(), NvmlError> {
     const CALL: &str = "nvmlGpuInstanceDestroy";
     let lib = nvml.lib();
-    let by_id = nvml_sym(lib.nvmlDeviceGetGpuInstanceById.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
+    let by_id = nvml_sym(lib.nvmlDeviceGetGpuInstanceById.as_ref()).map_err(|code| NvmlError::from_code(CALL, code))?;
     let info = nvml_sym(lib.nvmlGpuInstanceGetComputeInstanceProfileInfo.as_ref())
-        .map_err(|code| NvmlError::of(CALL, code))?;
-    let list = nvml_sym(lib.nvmlGpuInstanceGetComputeInstances.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
+        .map_err(|code| NvmlError::from_code(CALL, code))?;
+    let list =
+        nvml_sym(lib.nvmlGpuInstanceGetComputeInstances.as_ref()).map_err(|code| NvmlError::from_code(CALL, code))?;
     let destroy_compute =
-        nvml_sym(lib.nvmlComputeInstanceDestroy.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
-    let destroy = nvml_sym(lib.nvmlGpuInstanceDestroy.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
+        nvml_sym(lib.nvmlComputeInstanceDestroy.as_ref()).map_err(|code| NvmlError::from_code(CALL, code))?;
+    let destroy = nvml_sym(lib.nvmlGpuInstanceDestroy.as_ref()).map_err(|code| NvmlError::from_code(CALL, code))?;
     let mut instance: nvmlGpuInstance_t = std::ptr::null_mut();
     // SAFETY: see the module documentation.
     nvml_try(unsafe { by_id(device_handle(device), gpu_instance, &raw mut instance) }).map_err(|code| match code {
         Code::NotFound | Code::InvalidArg => NvmlError::NotFound(format!("GPU instance {gpu_instance}")),
-        code => NvmlError::of(CALL, code),
+        code => NvmlError::from_code(CALL, code),
     })?;
     for number in 0..NVML_COMPUTE_INSTANCE_PROFILE_COUNT {
         // SAFETY: see the module documentation.
@@ -346,11 +348,11 @@ pub(super) fn destroy_gpu_instance(nvml: &Nvml, device: &Device<'_>, gpu_instanc
         for &compute in handles.iter().take(count as usize) {
             // SAFETY: NVML just returned this handle.
             nvml_try(unsafe { destroy_compute(compute) })
-                .map_err(|code| NvmlError::of("nvmlComputeInstanceDestroy", code))?;
+                .map_err(|code| NvmlError::from_code("nvmlComputeInstanceDestroy", code))?;
         }
     }
     // SAFETY: see the module documentation.
-    nvml_try(unsafe { destroy(instance) }).map_err(|code| NvmlError::of(CALL, code))
+    nvml_try(unsafe { destroy(instance) }).map_err(|code| NvmlError::from_code(CALL, code))
 }
 
 /// An event as NVML returns it.
@@ -373,11 +375,12 @@ pub(super) const XID_EVENT_TYPE: u64 = nvmlEventTypeXidCriticalError as u64;
 /// if it fails.
 pub(super) fn register_for_xids(nvml: &Nvml, device: &Device<'_>, set: &EventSet<'_>) -> Result<(), NvmlError> {
     const CALL: &str = "nvmlDeviceRegisterEvents";
-    let call = nvml_sym(nvml.lib().nvmlDeviceRegisterEvents.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
+    let call =
+        nvml_sym(nvml.lib().nvmlDeviceRegisterEvents.as_ref()).map_err(|code| NvmlError::from_code(CALL, code))?;
     // SAFETY: the set is borrowed and neither freed nor copied here; see the module
     // documentation.
     nvml_try(unsafe { call(device_handle(device), XID_EVENT_TYPE, set.handle()) })
-        .map_err(|code| NvmlError::of(CALL, code))
+        .map_err(|code| NvmlError::from_code(CALL, code))
 }
 
 /// Waits for an event. nvml-wrapper's `wait` omits the GPU instance.

@@ -1,6 +1,7 @@
 //! Watches XID events with one thread per GPU.
 //!
-//! NVML's calls block, possibly forever. A GPU that hangs or is lost delays no other GPU's events.
+//! NVML's calls can block forever. With separate threads, a GPU that hangs or is lost does not
+//! delay the events of other GPUs.
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,10 +16,10 @@ use super::model::GpuEvent;
 
 /// Interval at which a waiting thread checks whether it should stop.
 const STOP_CHECK_INTERVAL: Duration = Duration::from_secs(2);
-/// First and maximum delay after an error. Without a delay, the thread of a lost GPU would spin:
-/// every read fails at once.
+/// First and maximum delay after an error. Without a delay, the thread of a lost GPU would spin,
+/// because every read fails immediately.
 const BACK_OFF_RANGE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
-/// Maximum number of queued events. A full channel blocks the threads; NVML then queues further
+/// Maximum number of queued events. A full channel blocks the threads, and NVML then queues further
 /// events.
 const EVENT_QUEUE_CAPACITY: usize = 64;
 
@@ -77,7 +78,7 @@ fn watch_gpu(library: &Library, index: u32, events: &mpsc::Sender<GpuEvent>, sto
         };
         match library.listen(index, &mut report) {
             Ok(()) => pause = BACK_OFF_RANGE.0,
-            // Retry soon: NVML may be open again at any moment.
+            // Retry soon: NVML may reopen at any moment.
             Err(NvmlError::Closed) => {
                 pause = BACK_OFF_RANGE.0;
                 sleep_unless_stopped(pause, stop);

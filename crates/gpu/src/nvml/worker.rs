@@ -13,11 +13,11 @@ use super::library::Library;
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// A handle to the thread. The thread stops once the last handle is dropped and the thread's call
-/// has returned.
+/// A handle to a worker thread. The thread stops once the last handle is dropped and the thread's
+/// call has returned.
 ///
-/// A call that hangs blocks this worker and no other, so use one worker per GPU and purpose. While
-/// a call hangs, further calls fail at once: a worker never blocks more than one thread.
+/// A call that hangs blocks only this worker, so use one worker per GPU and purpose. While a call
+/// hangs, further calls fail immediately, so a worker never blocks more than one thread.
 #[derive(Debug, Clone)]
 pub struct Worker {
     library: Library,
@@ -76,7 +76,7 @@ impl Worker {
             progress.returned = number;
             progress.missed = None;
             drop(progress);
-            // Ignore errors: the caller may no longer wait.
+            // Ignore errors: the caller may have stopped waiting.
             let _ = answer.send(result);
         });
         if self.jobs.send(job).is_err() {
@@ -88,7 +88,7 @@ impl Worker {
             Ok(Err(_)) => Err(NvmlError::Hung(started.elapsed())),
             Err(_) => {
                 let mut progress = self.lock_queue_state();
-                // The call may have returned between the timeout and this check.
+                // The call may have returned after the timeout and before this check.
                 if progress.returned < number {
                     progress.missed = Some(deadline);
                 }
@@ -108,7 +108,7 @@ impl Worker {
     ) -> Result<T, NvmlError> {
         let (answer, answered) = oneshot::channel();
         let library = self.library.clone();
-        // Ignore errors: the caller may no longer wait.
+        // Ignore errors: the caller may have stopped waiting.
         let job: Job = Box::new(move || drop(answer.send(library.call_alone(call))));
         if self.jobs.send(job).is_err() {
             return Err(NvmlError::Hung(Duration::ZERO));
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_library_is_opened_by_the_first_call_and_again_after_the_driver_was_lost() {
+    async fn the_first_call_loads_the_library_and_the_first_call_after_a_lost_driver_reloads_it() {
         let opened = Arc::new(AtomicU32::new(0));
         let count = Arc::clone(&opened);
         let library = Library::new(move || match count.fetch_add(1, Ordering::SeqCst) {

@@ -23,7 +23,7 @@ pub(super) fn listen_for_xids(
     device: &Device<'_>,
     report: &mut dyn FnMut(Option<GpuEvent>) -> ControlFlow<()>,
 ) -> Result<(), NvmlError> {
-    let failed = |call| move |code| NvmlError::of(call, code);
+    let failed = |call| move |code| NvmlError::from_code(call, code);
     let uuid = device.uuid().map_err(failed("nvmlDeviceGetUUID"))?;
     let set = nvml.create_event_set().map_err(failed("nvmlEventSetCreate"))?;
     sys::register_for_xids(nvml, device, &set)?;
@@ -34,7 +34,7 @@ pub(super) fn listen_for_xids(
             }
             Ok(_) => Some(GpuEvent::Rescan),
             Err(Code::Timeout) => None,
-            Err(code) => return Err(NvmlError::of("nvmlEventSetWait", code)),
+            Err(code) => return Err(NvmlError::from_code("nvmlEventSetWait", code)),
         };
         let is_quiet = event.is_none();
         if report(event).is_break() {

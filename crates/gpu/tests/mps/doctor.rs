@@ -106,7 +106,7 @@ fn the_simulated_driver_behaves_as_expected_and_the_doctor_cleans_up() {
     assert_eq!(checks_with_verdict(&report, "differs"), [] as [&str; 0], "{report:#}");
     let not_tested: Vec<&str> = checks_with_verdict(&report, "notTested")
         .into_iter()
-        .filter(|check| !(*check == "nvml" && is_in_a_namespace()))
+        .filter(|check| !(*check == "nvml" && is_in_a_nested_pid_namespace()))
         .collect();
     assert_eq!(not_tested, ["48 clients", "fault"], "{report:#}");
     assert_eq!((status, &report["asExpected"]), (Some(0), &Value::Bool(true)));
@@ -115,7 +115,7 @@ fn the_simulated_driver_behaves_as_expected_and_the_doctor_cleans_up() {
     assert!(node.machine.processes().unwrap().is_empty());
 }
 
-fn is_in_a_namespace() -> bool {
+fn is_in_a_nested_pid_namespace() -> bool {
     fs::read_link("/proc/self/ns/pid").unwrap().as_os_str() != "pid:[4026531836]"
 }
 
@@ -132,7 +132,7 @@ fn without_a_cuda_program_the_checks_that_need_one_are_not_tested() {
 }
 
 #[test]
-fn an_unknown_handshake_is_not_as_expected_and_stops_the_tests() {
+fn an_unknown_handshake_differs_and_stops_the_tests() {
     let node = Node::without_mps_host(1);
     inject_error_code(&node, "mps:handshake", 1);
     let (status, report) = run_doctor_with_client(&node);
@@ -145,7 +145,7 @@ fn an_unknown_handshake_is_not_as_expected_and_stops_the_tests() {
 }
 
 #[test]
-fn commands_that_fail_are_not_as_expected() {
+fn commands_that_fail_differ() {
     let node = Node::without_mps_host(1);
     inject_error_code(&node, "mps:command:terminate_client", 201);
     let (status, report) = run_doctor_with_client(&node);
@@ -178,7 +178,7 @@ fn write_client_script(node: &Node, script: &str) -> String {
 }
 
 #[test]
-fn a_driver_that_ignores_the_environment_is_not_as_expected() {
+fn a_driver_that_ignores_the_environment_differs() {
     let node = Node::without_mps_host(1);
     let script = write_client_script(&node, "unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT CUDA_MPS_ACTIVE_THREAD_PERCENTAGE");
     let (status, report) = run_doctor(&node, &["--client", &script]);
@@ -187,7 +187,7 @@ fn a_driver_that_ignores_the_environment_is_not_as_expected() {
 }
 
 #[test]
-fn nothing_is_started_on_a_gpu_in_use() {
+fn the_doctor_starts_nothing_on_a_gpu_in_use() {
     let mut node = Node::with_mps_host(1);
     let before = node.daemon_status(0);
     let (status, report) = run_doctor_with_client(&node);
@@ -215,7 +215,7 @@ fn nothing_is_started_on_a_gpu_in_use() {
 
 #[test]
 fn the_tests_stop_when_another_process_uses_the_gpu() {
-    if is_in_a_namespace() {
+    if is_in_a_nested_pid_namespace() {
         eprintln!("skipped: other processes are not visible in this PID namespace");
         return;
     }

@@ -23,7 +23,7 @@ fn start_node_with_fault(fault: &str, driver: &str, accept_advisory: bool) -> No
     node
 }
 
-/// Waits until the MPS host has refused to serve because of the handshake. The status of an earlier
+/// Waits until the MPS host refuses to serve because of the handshake. The status of an earlier
 /// daemon, with another message, may precede it.
 fn wait_until_refused(node: &Node) -> DaemonStatus {
     let uuid = node.uuid(0);
@@ -41,12 +41,12 @@ fn wait_until_refused(node: &Node) -> DaemonStatus {
 /// Connects to a door and checks that the daemon's own packets arrive unchanged.
 fn check_relay(node: &Node) {
     let through = Connection::connect(&node.paths.door(ALLOCATION_A)).unwrap();
-    assert_eq!(through.recv(64).unwrap().unwrap().data, mps::HELLO_OF_OTHER_DRIVER);
+    assert_eq!(through.recv(64).unwrap().unwrap().data, mps::HELLO_PACKET_OF_OTHER_DRIVER);
     // The door also relays credentials and descriptors.
-    through.send_credentials(mps::CREDENTIALS, mps::own_credentials()).unwrap();
+    through.send_credentials(mps::CREDENTIALS_PACKET, mps::own_credentials()).unwrap();
     through.send(&mps::KIND_CLIENT.to_le_bytes()).unwrap();
     let packet = through.recv_fd(64).unwrap().unwrap();
-    assert_eq!(packet.data, mps::DESCRIPTOR);
+    assert_eq!(packet.data, mps::DESCRIPTOR_PACKET);
     let sockets = mps::ClientSockets { daemon: through, server: Connection::from_fd(packet.fd.unwrap()) };
     let _client = sockets.introduce_to_server(mps::IntroductionSubject::Process).unwrap();
     node.wait_for_status("the client is counted", |status| status.allocations[ALLOCATION_A].admitted == 1);
@@ -152,7 +152,7 @@ fn the_drivers_version_is_read_again_for_each_daemon() {
 }
 
 #[test]
-fn clients_that_a_measured_driver_holds_are_reported_and_running_ones_are_unharmed() {
+fn held_clients_of_a_measured_driver_are_reported_and_running_clients_continue() {
     let node = node_with_two_tenants();
     let mut running = node.start_client(ALLOCATION_B, &["--hold", "forever"]);
     assert_eq!(parse_limits(&running.read_line()), (66, Some(20480)));
@@ -173,7 +173,7 @@ fn clients_that_a_measured_driver_holds_are_reported_and_running_ones_are_unharm
 }
 
 #[test]
-fn a_daemon_that_starts_after_a_time_without_daemon_holds_no_clients() {
+fn a_daemon_that_is_desired_again_after_its_removal_holds_no_clients() {
     let mut node = node_with_two_tenants();
     node.inject_fault(UNKNOWN_REPLY_FAULT, None, FaultEffect::Code(1), None);
     let mut waits = node.start_client(ALLOCATION_A, &[]);
@@ -204,7 +204,7 @@ fn unexpected_replies_of_a_measured_driver_end_only_their_connections() {
 }
 
 #[test]
-fn an_unexpected_packet_to_a_probe_ends_no_daemon_but_persistent_ones_do() {
+fn a_daemon_is_replaced_only_after_several_unexpected_replies_to_probes_in_a_row() {
     let node = node_with_two_tenants();
     let mut holds = node.start_client(ALLOCATION_A, &["--hold", "forever"]);
     assert_eq!(parse_limits(&holds.read_line()), (26, Some(8192)));

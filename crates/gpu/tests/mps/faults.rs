@@ -308,7 +308,7 @@ fn a_process_whose_identity_is_not_proven_to_the_server_is_not_signalled() {
     let pid = bystander.pid();
     let who = sim_mps::seqpacket::Credentials { pid: i32::try_from(pid).unwrap(), ..handshake::own_credentials() };
     let door = node.paths.door(ALLOCATION_A);
-    // The door sees this test as the client; the server sees the bystander.
+    // The door sees this test as the client, but the server sees the bystander.
     let _process =
         handshake::connect_to_server(&door).unwrap().introduce_to_server_as(IntroductionSubject::Process, who).unwrap();
     let (channel, _socket) =

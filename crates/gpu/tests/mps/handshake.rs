@@ -1,13 +1,13 @@
-//! Tests that clients that misbehave during the handshake do not affect others. The daemon and its
-//! server wait for each client without a deadline. The server waits forever if a client disconnects
-//! after it has received the server's socket and before it has introduced itself. Misbehaviour must
-//! not affect the next client.
+//! Tests clients that misbehave during the handshake. The daemon and its server wait for each
+//! client without a deadline. The server waits forever if a client disconnects after it has
+//! received the server's socket and before it has introduced itself. Misbehaviour must not affect
+//! other clients.
 use std::thread;
 use std::time::{Duration, Instant};
 
 use cleave_gpu::mps::wire::DaemonState;
 use sim_mps::handshake::{
-    self, CREDENTIALS, ClientSockets, ConnectError, IntroductionSubject, KIND_CLIENT, own_credentials,
+    self, CREDENTIALS_PACKET, ClientSockets, ConnectError, IntroductionSubject, KIND_CLIENT, own_credentials,
 };
 use sim_mps::seqpacket::Connection;
 
@@ -51,13 +51,13 @@ fn a_client_that_never_introduces_itself_to_the_server_is_disconnected() {
 }
 
 #[test]
-fn a_client_that_introduces_itself_in_part_is_disconnected() {
+fn a_client_that_introduces_itself_only_partly_is_disconnected() {
     let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     for words in 1..3 {
         let client = client_with_socket(&node, ALLOCATION_A);
         let channel = client.receive_channel().unwrap();
-        client.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
+        client.server.send_credentials(CREDENTIALS_PACKET, own_credentials()).unwrap();
         for word in IntroductionSubject::Process.introduction_words().iter().take(words - 1) {
             client.server.send(word).unwrap();
         }
@@ -101,7 +101,7 @@ fn a_client_that_claims_to_be_refused_is_disconnected() {
     let server = node.daemon_status(0).server_pid.unwrap();
     let client = client_with_socket(&node, ALLOCATION_A);
     let channel = client.receive_channel().unwrap();
-    client.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
+    client.server.send_credentials(CREDENTIALS_PACKET, own_credentials()).unwrap();
     for word in IntroductionSubject::Process.introduction_words() {
         client.server.send(&word).unwrap();
     }
@@ -124,7 +124,7 @@ fn a_client_that_shuts_its_socket_down_and_claims_to_be_connected_is_detected() 
         let client = client_with_socket(&node, ALLOCATION_A);
         let channel = client.receive_channel().unwrap();
         if words > 0 {
-            client.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
+            client.server.send_credentials(CREDENTIALS_PACKET, own_credentials()).unwrap();
         }
         for word in IntroductionSubject::Process.introduction_words().iter().take(words.max(1) - 1) {
             client.server.send(word).unwrap();

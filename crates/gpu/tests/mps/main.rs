@@ -171,7 +171,7 @@ fn a_killed_server_is_restarted_and_gets_its_limits_again() {
         status.daemons[&uuid].state == DaemonState::Active && is_new(status.daemons[&uuid].server_pid)
     });
     assert_eq!(after.daemons[&uuid].pid, before.pid, "the daemon is the same");
-    // The last limits of the old server are set on the new one.
+    // The new server has the last limits of the old server.
     assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
 }
 
@@ -262,8 +262,8 @@ fn connections_leak_no_descriptors() {
     let before = settled(&node);
     let door = node.paths.door(ALLOCATION_A);
     for round in 0..250 {
-        // Four peers: one only connects; one disconnects during the handshake; one disconnects with
-        // the server's socket; one is an administrator.
+        // Four peers: one only connects, one disconnects during the handshake, one disconnects with
+        // the server's socket, and one is an administrator.
         drop(Connection::connect(&door).unwrap());
         drop(mps::introduce_to_daemon(&door, mps::KIND_CLIENT).unwrap());
         if round % 10 == 0 {

@@ -30,7 +30,7 @@ pub(super) fn release_patch(pod: &PodObject, reason: &ReleaseReason, destination
     let narrowed = requirement.map(|requirement| narrow(existing_affinity(pod), &requirement).unwrap_or_default());
     operations.extend(narrowed.iter().flatten().map(|operation| json!(operation)));
     let annotation = match reason {
-        ReleaseReason::Reserved(placement) => Some((PLACEMENT_ANNOTATION, placement.text().unwrap_or_default())),
+        ReleaseReason::Reserved(placement) => Some((PLACEMENT_ANNOTATION, placement.to_text().unwrap_or_default())),
         ReleaseReason::Unschedulable(_) => Some((UNSCHEDULABLE_ANNOTATION, "true".to_owned())),
         ReleaseReason::OtherPlugin => Some((OTHER_NODES_ANNOTATION, "true".to_owned())),
         ReleaseReason::NotServed => None,

@@ -120,7 +120,8 @@ pub struct SpreadConstraint {
     pub max_skew: i32,
     /// Node label that defines the topology domains: nodes with the same value are one domain.
     pub topology_key: String,
-    /// Whether a node that breaks the constraint is refused, or only less preferred.
+    /// Whether the scheduler refuses a node that violates the constraint, or only prefers other
+    /// nodes.
     pub when_unsatisfiable: WhenUnsatisfiable,
     /// Labels of the selected pods in the pod's own namespace. `None` selects no pods.
     pub label_selector: Option<LabelSelector>,
@@ -137,7 +138,7 @@ pub struct SpreadConstraint {
     pub match_label_keys: Vec<String>,
 }
 
-/// How a node that violates a spread constraint is treated.
+/// How the scheduler treats a node that violates a spread constraint.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize)]
 pub enum WhenUnsatisfiable {
     /// The pod cannot run on the node.

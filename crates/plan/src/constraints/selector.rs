@@ -46,7 +46,7 @@ impl LabelSelector {
         self.match_labels.is_empty() && self.match_expressions.is_empty()
     }
 
-    /// Returns the maximum number of comparisons that [`Self::matches`] makes. Counting stops soon
+    /// Returns the maximum number of comparisons that [`Self::matches`] makes. The count stops soon
     /// after [`MAX_REQUIREMENTS`].
     pub(super) fn max_comparisons(&self) -> usize {
         let expressions = self.match_expressions.iter().take(MAX_REQUIREMENTS + 1);

@@ -81,7 +81,7 @@ impl<'a> SpreadCounts<'a> {
         nodes: impl Iterator<Item = &'a Node>,
     ) -> BTreeMap<&'a str, EligibleNode<'a>> {
         let mut eligible = BTreeMap::new();
-        let constraints = scheduling::NodeConstraints::of(subject.pod);
+        let constraints = scheduling::NodeConstraints::of_pod(subject.pod);
         for node in nodes {
             if self.missing_key(node).is_some() {
                 continue;
@@ -127,10 +127,10 @@ impl<'a> SpreadCounts<'a> {
         }
     }
 
-    /// Makes later checks also refuse nodes that the scheduler refuses once the subject's node
-    /// affinity allows only that node. A constraint that honors node affinity then has one domain
-    /// with the pods of that node. If that is fewer than `minDomains`, the scheduler compares with
-    /// a domain without pods.
+    /// Makes later checks assume that the subject's node affinity allows only the checked node. A
+    /// constraint that honors node affinity then has a single domain, with the pods of this node.
+    /// If `minDomains` is higher than 1, the scheduler compares this domain with a domain without
+    /// pods.
     pub(super) fn narrow(&mut self) {
         for count in &mut self.counts {
             count.narrowed = count.constraint.honors_affinity() && count.constraint.min_domains.unwrap_or(1) > 1;

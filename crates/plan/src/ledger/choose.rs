@@ -15,8 +15,8 @@ pub enum NoFit {
     /// The list of nodes is empty, or the ledger has none of its nodes.
     #[error("no node is eligible")]
     NoNode,
-    /// No node offers the resource.
-    #[error("no eligible node offers {resource}")]
+    /// No node serves the resource.
+    #[error("no eligible node serves {resource}")]
     NotOffered {
         /// Name of the extended resource.
         resource: String,
@@ -35,7 +35,7 @@ pub enum NoFit {
     /// node is empty.
     #[error("each part of the request fits on a device, but no node has room for all parts, even if the node is empty")]
     TooMany,
-    /// No node has that many units, even when the node is empty. Each request is for one unit.
+    /// No node has enough units, even when the node is empty. Each request is for one unit.
     #[error("no node has {requested} {resource}: the largest has {most}")]
     TooFew {
         /// Name of the extended resource.
@@ -96,7 +96,7 @@ pub(super) type NodeRank = (f64, u32);
 
 impl Node {
     /// Returns the rank of the best placement of all requests, as [`Node::fit_requests`] finds it.
-    /// This function is called for every node, so it has a faster path for one request.
+    /// The ledger calls this function for every node, so one request has a faster path.
     pub(super) fn rank_node<S: Score>(&self, wanted: &RequestedUnits<'_>, score: &S) -> Result<NodeRank, NoFit> {
         let mut resources = wanted.iter();
         let (Some((resource, units)), None) = (resources.next(), resources.next()) else {

@@ -21,7 +21,7 @@ use crate::placement::{self, Candidate, Demand, LearnedScore, Placer, ReplicaCou
 /// fit.
 const MAX_LEARNED_RESOURCES: usize = 64;
 /// Maximum size of all tables together.
-const LIMITS: Limits = Limits { tables: 256, ranks: 1 << 21 };
+const TABLE_LIMITS: TableLimits = TableLimits { tables: 256, ranks: 1 << 21 };
 /// Free CPU of a node whose CPU is unknown, in thousandths of a core.
 const UNKNOWN_CPU: NodeCpu = NodeCpu { total: 0, free: u32::MAX as u64 };
 
@@ -75,7 +75,7 @@ pub struct ChoiceCriteria<'a> {
     pub siblings: &'a Siblings,
 }
 
-/// The nodes that offer one resource in devices of equal capacity.
+/// The nodes that serve one resource on devices of equal capacity.
 #[derive(Debug, Default)]
 struct NodeTable<S: Score> {
     placer: Placer<S>,
@@ -94,13 +94,13 @@ struct NodeRow {
     devices: Vec<String>,
 }
 
-/// Limits of the tables' size.
+/// TableLimits of the tables' size.
 #[derive(Debug, Clone, Copy)]
-struct Limits {
+struct TableLimits {
     /// Number of tables above which tables without nodes are dropped. GPUs that are partitioned on
-    /// demand may offer each resource and size only for some time.
+    /// demand may serve a resource or size only temporarily.
     tables: usize,
-    /// Number of cached ranks, of 24 bytes each. One table may have a fourth of them.
+    /// Number of cached ranks, of 24 bytes each. One table may use a fourth of this number.
     ranks: usize,
 }
 
@@ -110,17 +110,17 @@ pub struct Chooser<S: Score = LearnedScore> {
     /// Tables by resource, then by the capacity of a device.
     tables: BTreeMap<String, BTreeMap<u32, NodeTable<S>>>,
     cpu: BTreeMap<String, NodeCpu>,
-    /// The learner of each resource's requests.
+    /// Learners by resource. Each one learns typical requests for its resource.
     learners: BTreeMap<String, Learner>,
     /// Number of choices so far.
     choices: u64,
-    limits: Limits,
+    limits: TableLimits,
 }
 
 impl<S: Score + Default> Default for Chooser<S> {
     fn default() -> Self {
         let (tables, cpu, learners) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        Self { tables, cpu, learners, choices: 0, limits: LIMITS }
+        Self { tables, cpu, learners, choices: 0, limits: TABLE_LIMITS }
     }
 }
 
@@ -182,8 +182,8 @@ impl<S: Score + Default> Chooser<S> {
         self.drop_empty_tables();
     }
 
-    /// Drops the tables without nodes if there are too many tables. Their scores are learned again
-    /// when nodes offer the resources again.
+    /// Drops the tables without nodes if there are too many tables. The chooser learns their scores
+    /// again when nodes serve the resources again.
     fn drop_empty_tables(&mut self) {
         if self.tables.values().map(BTreeMap::len).sum::<usize>() > self.limits.tables {
             self.tables.values_mut().for_each(|tables| tables.retain(|_, table| !table.by_node.is_empty()));
@@ -252,12 +252,12 @@ impl<S: Score> Chooser<S> {
 }
 
 impl Chooser<LearnedScore> {
-    /// Counts an arrived pod. `models` are the GPU models that the pod can run on. No models means
-    /// any model.
+    /// Counts an arrived pod. `models` are the GPU models that the pod can run on. An empty list
+    /// means any model.
     pub fn count_arrival(&mut self, device_requests: &[DeviceRequest], cpu: u64, models: Vec<String>) {
         let Some((resource, demand)) = to_demand(device_requests, cpu, models) else { return };
         if !self.tables.contains_key(resource) && !self.learners.contains_key(resource) {
-            // No node offers the resource. The scores of the existing GPUs do not depend on
+            // No node serves the resource. The scores of the existing GPUs do not depend on
             // requests for the resource.
             return;
         }
@@ -269,7 +269,7 @@ impl Chooser<LearnedScore> {
     /// Learns a new score if enough pods arrived. Learns at most one score in each call, because
     /// learning takes milliseconds.
     ///
-    /// `waiting` are the requests of pods that wait, with their CPU.
+    /// `waiting` are the requests of pending pods, with their CPU.
     pub fn learn(&mut self, waiting: impl Iterator<Item = (Vec<DeviceRequest>, u64)>) {
         for (resource, learner) in self.learners.iter_mut().filter(|(_, learner)| learner.is_update_due()) {
             learner.record_update();
@@ -395,8 +395,9 @@ mod tests {
     }
 
     #[test]
-    fn the_ranks_of_all_tables_are_bounded_and_the_oldest_are_dropped_first() {
-        let mut chooser = Chooser { limits: Limits { ranks: 7, ..LIMITS }, ..Chooser::<Tightest>::default() };
+    fn the_number_of_ranks_is_limited_and_the_oldest_ranks_are_dropped_first() {
+        let mut chooser =
+            Chooser { limits: TableLimits { ranks: 7, ..TABLE_LIMITS }, ..Chooser::<Tightest>::default() };
         let mut ledger = Ledger::default();
         ledger.observe("m", node(0..3));
         ledger.observe("n", node(0..3));
@@ -414,7 +415,8 @@ mod tests {
 
     #[test]
     fn tables_without_nodes_are_dropped_when_there_are_many() {
-        let mut chooser = Chooser { limits: Limits { tables: 4, ..LIMITS }, ..Chooser::<Tightest>::default() };
+        let mut chooser =
+            Chooser { limits: TableLimits { tables: 4, ..TABLE_LIMITS }, ..Chooser::<Tightest>::default() };
         let mut ledger = Ledger::default();
         for resource in 0..100 {
             ledger.observe("n", node(resource..resource + 2));

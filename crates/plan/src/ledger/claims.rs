@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_claims_are_one_and_a_change_of_one_leaves_the_others() {
+    fn equal_claims_are_stored_once_and_a_change_affects_only_one_pod() {
         let mut claims = Claims::default();
         for pod in ["a", "b", "c"] {
             claims.insert(pod.into(), claim("n"));

@@ -53,8 +53,9 @@ pub struct RequestPart {
 /// then the other containers.
 ///
 /// A container first uses the units of completed init containers, and all units of one container
-/// are on one device. So an init container with 2 units and a container with 5 are one request for
-/// 5 units. An init container with 5 units before containers with 3 and 4 is one request for 7.
+/// are on one device. For example, an init container with 2 units and a container with 5 are one
+/// request for 5 units. An init container with 5 units before containers with 3 and 4 is one
+/// request for 7.
 pub fn device_requests(containers: &[Container]) -> Vec<DeviceRequest> {
     let request = |resource: &str, group: &UnitGroup| {
         Some(DeviceRequest { resource: resource.to_owned(), units: Units::new(group.units)? })

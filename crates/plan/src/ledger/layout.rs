@@ -213,7 +213,7 @@ fn reserve_sizes(units_by_device: &mut UnitsByDevice, started_on: &[bool], sizes
 }
 
 /// Units that a pod still needs, and the device on which the rest of the request is allocated.
-type Missing<'a> = (Units, Option<&'a str>);
+type MissingUnits<'a> = (Units, Option<&'a str>);
 
 /// Returns the units that a pod still needs, by resource.
 ///
@@ -223,7 +223,7 @@ type Missing<'a> = (Units, Option<&'a str>);
 pub(super) fn missing_units<'a>(
     device_requests: &'a [DeviceRequest],
     allocated: &'a [AllocatedUnits],
-) -> BTreeMap<&'a str, Vec<Missing<'a>>> {
+) -> BTreeMap<&'a str, Vec<MissingUnits<'a>>> {
     let mut missing: BTreeMap<&str, Vec<(u32, Option<&str>)>> = BTreeMap::new();
     for request in device_requests {
         missing.entry(&request.resource).or_default().push((request.units.get(), None));

@@ -1,10 +1,10 @@
 //! The ledger: records which units of each device are free, used, or reserved for pods.
 //!
-//! A scheduler that sums the units of a node's GPUs does not know which units are on one GPU. So a
-//! pod is released only when the ledger has reserved units of one device for each of the pod's
-//! [`DeviceRequest`]s. A [`Claim`] records the requests of a released pod. A [`Reservation`]
-//! reserves units of a device. Reservations are stored by node, resource and size, not by pod. So
-//! two pods with equal requests can swap their units.
+//! A scheduler that sums the units of a node's GPUs does not know which units are on one GPU.
+//! Therefore a pod is released only when the ledger has reserved units of one device for each of
+//! the pod's [`DeviceRequest`]s. A [`Claim`] records the requests of a released pod. A
+//! [`Reservation`] reserves units of a device. Reservations are stored by node, resource and size,
+//! not by pod. Two pods with equal requests can therefore swap their units.
 //!
 //! [`Ledger::observe`] and every other change apply three steps to a node:
 //!
@@ -55,7 +55,7 @@ pub use facts::{Allocation, Claim, DeviceFacts, Facts, Moment, NodeFacts, Place,
 pub use fit::{Fit, Fits, ReserveError};
 use layout::missing_units;
 pub use node::DeviceUsage;
-use node::{Node, Nominated};
+use node::{Node, NominatedUnits};
 use preempt::SearchedNode;
 pub use preempt::{Holder, Holders, Nomination, PendingPod, Preemption, PreemptionNode};
 pub use request::{DeviceRequest, Units};
@@ -108,7 +108,7 @@ impl Ledger {
 
     /// Updates a node. Allocated units no longer need a reservation.
     pub fn observe(&mut self, name: &str, facts: NodeFacts) {
-        self.nodes.insert(name.to_owned(), Node::of(facts, |pod| self.claims.shared_name(pod)));
+        self.nodes.insert(name.to_owned(), Node::from_facts(facts, |pod| self.claims.shared_name(pod)));
         self.update_reservations(name);
     }
 
@@ -125,7 +125,7 @@ impl Ledger {
     /// would prevent another request from fitting. If a placement exists, it is found. Nothing is
     /// reserved. A pod without requests fits on every node.
     ///
-    /// [Nominated](Self::nominate) units are not free here. Use [`Self::fit_for`] for a pod with a
+    /// [NominatedUnits](Self::nominate) units are not free here. Use [`Self::fit_for`] for a pod with a
     /// priority or a nomination.
     ///
     /// # Errors
@@ -420,7 +420,7 @@ impl Ledger {
     /// preemption helps.
     ///
     /// Victims are pods of strictly lower priority that are in `holders` and have allocations on
-    /// the node. Victims free units of devices and what the node is missing
+    /// the node. Victims free units of devices and the node's missing resources
     /// ([`PreemptionNode::missing`]). Reserved units remain reserved. Units that are nominated for
     /// other pods of the same or higher priority remain nominated. A node that has too few units of
     /// a requested resource for its claims is excluded. The units and other resources of
@@ -461,7 +461,7 @@ impl Ledger {
     /// Nominates units for a pod: free units, and units that terminating pods will free. Replaces
     /// an earlier nomination.
     ///
-    /// Nominated units are not reserved: agents do not read nominations, no pod is released to use
+    /// NominatedUnits units are not reserved: agents do not read nominations, no pod is released to use
     /// the units, and released pods take precedence.
     ///
     /// # Errors
@@ -475,7 +475,7 @@ impl Ledger {
     }
 
     /// Removes the pod's nomination, and returns the nomination if there was one. A claim or a
-    /// release of the pod also removes it.
+    /// release of the pod also removes the nomination.
     pub fn withdraw(&mut self, pod: &str) -> Option<Nomination> {
         self.nominations.remove(pod)
     }
@@ -487,8 +487,8 @@ impl Ledger {
 
     /// Returns the nominated units by node, for pods of this priority or a higher priority.
     /// Excludes the nomination of `pod`.
-    fn nominated_units(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, Nominated> {
-        let mut units: BTreeMap<String, Nominated> = BTreeMap::new();
+    fn nominated_units(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, NominatedUnits> {
+        let mut units: BTreeMap<String, NominatedUnits> = BTreeMap::new();
         for (of, nomination) in &self.nominations {
             if nomination.priority >= priority && Some(of.as_str()) != pod {
                 let node = units.entry(nomination.node.clone()).or_default();
@@ -534,7 +534,7 @@ impl Ledger {
     }
 
     /// Finds new reservations for the claims of a rebuilt node if the annotated reservations do not
-    /// cover a claim. That can happen if pods swapped units and then terminated.
+    /// cover a claim. This case occurs if pods swapped units and then terminated.
     fn renew_reservations(&mut self, name: &str) {
         let (Some(node), Some(pods)) = (self.nodes.get(name), self.pods.get(name)) else { return };
         if node.short.is_empty() {

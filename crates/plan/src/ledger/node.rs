@@ -53,13 +53,13 @@ pub(super) struct AllocatedUnits {
 /// Allocations on a node, by pod.
 pub(super) type Allocations = BTreeMap<Arc<str>, Box<[AllocatedUnits]>>;
 
-/// Nominated units by resource and device.
-pub(super) type Nominated = BTreeMap<(String, String), u32>;
+/// NominatedUnits units by resource and device.
+pub(super) type NominatedUnits = BTreeMap<(String, String), u32>;
 
 impl Node {
     /// Creates a node without reservations. `shared_name` returns the copy of a pod's name that
     /// other maps use.
-    pub(super) fn of(facts: NodeFacts, shared_name: impl Fn(&str) -> Option<Arc<str>>) -> Self {
+    pub(super) fn from_facts(facts: NodeFacts, shared_name: impl Fn(&str) -> Option<Arc<str>>) -> Self {
         let mut allocations: BTreeMap<Arc<str>, Vec<AllocatedUnits>> = BTreeMap::new();
         let mut texts: BTreeSet<Arc<str>> = BTreeSet::new();
         let mut share = |text: &str| {
@@ -72,7 +72,8 @@ impl Node {
         };
         let mut amounts: BTreeMap<(String, String), (u32, u32)> = BTreeMap::new();
         for DeviceFacts { device, resource, capacity, used } in facts.devices {
-            // If a device is listed twice, the lower capacity and the higher use count.
+            // If a device is listed twice, use the lower capacity and the higher number of used
+            // units.
             let amount = amounts.entry((resource, device)).or_insert((capacity, used));
             *amount = (amount.0.min(capacity), amount.1.max(used));
         }
@@ -142,7 +143,7 @@ impl Node {
     }
 
     /// Returns the node as other pods may use it: nominated units count as reserved.
-    pub(super) fn without_nominated(&self, nominated: &Nominated) -> Self {
+    pub(super) fn without_nominated(&self, nominated: &NominatedUnits) -> Self {
         let mut node = self.clone();
         for ((resource, device), &units) in nominated {
             let device_units =

@@ -1,9 +1,9 @@
 //! Decides which pods to preempt so that a pod of higher priority fits.
 //!
 //! Chooses victims as kube-scheduler does, with one difference. kube-scheduler sums the units of a
-//! node's GPUs, so the units that it frees may be on two GPUs and fit no request. Here, each way to
-//! place the requests on devices is considered separately. A pod is preempted only if it frees
-//! units on a chosen device.
+//! node's GPUs, so the units that it frees may be on two GPUs and fit no request. This search
+//! considers each way to place the requests on devices separately. A pod is preempted only if it
+//! frees units on a chosen device.
 //!
 //! The units are then [nominated](super::Ledger::nominate). Until the units are reserved for the
 //! pod, pods of the same or lower priority do not see these units as free.
@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::choose::requested_units;
 use super::device_units::DeviceUnits;
 use super::facts::{Moment, Reservation};
-use super::node::{Node, Nominated};
+use super::node::{Node, NominatedUnits};
 use super::pack::{assign_to_devices, tightest_devices};
 use super::request::DeviceRequest;
 use crate::Quantity;
@@ -85,7 +85,7 @@ impl<'a> Holders<'a> {
     }
 }
 
-/// A node on which preemption may make room for a pod.
+/// A node on which a pod may fit after a preemption.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PreemptionNode<'a> {
     /// Name of the node.
@@ -134,7 +134,7 @@ type PreemptionCost = (Option<i32>, i128, usize, Reverse<Option<Moment>>);
 pub(super) struct SearchedNode<'a> {
     pub(super) target: PreemptionNode<'a>,
     pub(super) node: &'a Node,
-    pub(super) nominated: Option<&'a Nominated>,
+    pub(super) nominated: Option<&'a NominatedUnits>,
 }
 
 /// Returns the cheapest preemption on these nodes. Returns `None` if no preemption helps. Among
@@ -350,7 +350,7 @@ impl<'a> PreemptionSearch<'a> {
     /// do not allow enough evictions.
     fn victims(&self, slots: &[usize]) -> Option<Vec<&PossibleVictim<'a>>> {
         let missing = self.slots.iter().enumerate().skip(self.device_slots);
-        let mut spare: Spare = missing.map(|(index, slot)| (index, slot.most)).collect();
+        let mut spare: SpareAmounts = missing.map(|(index, slot)| (index, slot.most)).collect();
         for (&slot, (_, request)) in slots.iter().zip(&self.device_requests) {
             let most = self.slots.get(slot).map_or(0, |slot| slot.most);
             *spare.entry(slot).or_insert(most) -= i128::from(request.units.get());
@@ -383,7 +383,7 @@ impl<'a> PreemptionSearch<'a> {
     }
 
     /// Returns the amount that candidates must free of each slot.
-    fn needed_amounts(&self, spare: &Spare) -> Spare {
+    fn needed_amounts(&self, spare: &SpareAmounts) -> SpareAmounts {
         let of = |slot: usize| {
             let frees = self.candidates.iter().flat_map(|candidate| &candidate.frees);
             frees.filter(|(freed, _)| *freed == slot).map(|(_, amount)| *amount).sum::<i128>()
@@ -393,7 +393,7 @@ impl<'a> PreemptionSearch<'a> {
 
     /// Returns the candidates to evict. Keeps the candidates that are not evictable, and then each
     /// candidate, in order, if the pending pod still fits. Returns `None` if the pod does not fit.
-    fn candidates_to_evict(&self, mut spare: Spare, evictable: &[bool]) -> Option<Vec<&PossibleVictim<'a>>> {
+    fn candidates_to_evict(&self, mut spare: SpareAmounts, evictable: &[bool]) -> Option<Vec<&PossibleVictim<'a>>> {
         let candidates = || self.candidates.iter().zip(evictable);
         for (candidate, _) in candidates().filter(|(_, evictable)| !**evictable) {
             candidate.deduct_from_spare(&mut spare);
@@ -412,12 +412,12 @@ impl<'a> PreemptionSearch<'a> {
     }
 }
 
-/// Spare amounts by slot. Contains only slots that the pending pod needs.
-type Spare = BTreeMap<usize, i128>;
+/// SpareAmounts amounts by slot. Contains only slots that the pending pod needs.
+type SpareAmounts = BTreeMap<usize, i128>;
 
 impl PossibleVictim<'_> {
     /// Subtracts the pod's amounts from the spare amounts, because the pod is kept.
-    fn deduct_from_spare(&self, spare: &mut Spare) {
+    fn deduct_from_spare(&self, spare: &mut SpareAmounts) {
         for (slot, amount) in &self.frees {
             if let Some(spare) = spare.get_mut(slot) {
                 *spare -= amount;
@@ -426,7 +426,7 @@ impl PossibleVictim<'_> {
     }
 
     /// Returns the sum, over all needed amounts, of the fraction that the pod frees, in millionths.
-    fn freed_fraction(&self, needed: &Spare) -> i128 {
+    fn freed_fraction(&self, needed: &SpareAmounts) -> i128 {
         let part = |(slot, amount): &(usize, i128)| {
             needed.get(slot).map(|needed| amount.min(needed).saturating_mul(1_000_000) / needed)
         };

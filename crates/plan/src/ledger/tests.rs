@@ -88,7 +88,7 @@ fn the_tightest_device_is_chosen_until_it_is_full() {
 }
 
 #[test]
-fn six_free_units_on_two_devices_cannot_hold_five() {
+fn six_free_units_on_two_devices_do_not_fit_a_request_for_five() {
     let ledger = ledger(&[7, 7]);
     let why = ledger.fit(&device_requests(&[5]), ["n"], 1, &Tightest).unwrap_err();
     assert_eq!(why.to_string(), "no device has 5 nvidia.com/gpu-mps free: the emptiest has 3");
@@ -96,7 +96,7 @@ fn six_free_units_on_two_devices_cannot_hold_five() {
 }
 
 #[test]
-fn the_reason_is_that_of_the_closest_node() {
+fn the_reported_reason_is_that_of_the_node_closest_to_fitting() {
     let mut ledger = ledger(&[5, 5]);
     let mut small = node(&[0], &[]);
     small.devices[0].capacity = 4;
@@ -277,7 +277,7 @@ fn a_reservation_that_no_longer_fits_moves_or_is_reported_as_short() {
 }
 
 #[test]
-fn a_pod_that_bypassed_the_gate_gets_a_reservation_if_there_is_room() {
+fn a_pod_that_bypassed_the_gate_gets_a_reservation_if_it_fits() {
     let mut ledger = ledger(&[0]);
     ledger.bind("x", "n", &device_requests(&[4]));
     assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 4)]);
@@ -312,7 +312,7 @@ fn a_pod_of_several_containers_is_allocated_part_by_part() {
 fn unexpected_allocations_reduce_the_remaining_requests() {
     let missing = |sizes: &[u32], parts: &[u32]| -> Vec<u32> {
         let parts: Vec<(&str, &str, u32)> = parts.iter().map(|&part| ("p", "a", part)).collect();
-        let node = Node::of(node(&[0], &parts), |_| None);
+        let node = Node::from_facts(node(&[0], &parts), |_| None);
         let allocated = node.allocations.get("p").map(AsRef::as_ref).unwrap_or_default();
         missing_units(&device_requests(sizes), allocated)[MPS_RESOURCE].iter().map(|(units, _)| units.get()).collect()
     };

@@ -48,7 +48,7 @@ impl TypicalPod {
 const TYPICAL_COVERAGE: f64 = 0.95;
 
 /// Maximum number of kinds that are counted. Beyond this maximum, [`ObservedDemands::add`] drops
-/// the half with the lower weights, so that pods with ever new requests cannot exhaust memory.
+/// the half with the lower weights, so that pods whose requests all differ cannot exhaust memory.
 const MAX_OBSERVED_KINDS: usize = 4096;
 
 /// Kinds of pods that arrived, each with its weight. Older pods weigh less.
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn pods_with_ever_new_requests_do_not_fill_the_memory() {
+    fn pods_whose_requests_all_differ_do_not_exhaust_memory() {
         let mut observed = ObservedDemands::new(Some(4000.0));
         for turn in 0..20_000 {
             observed.add(&Demand { cpu: turn, ..pod(100) });
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn without_pods_nothing_is_typical() {
+    fn without_pods_there_are_no_typical_pods() {
         assert!(ObservedDemands::new(None).typical_pods().is_empty());
     }
 }

@@ -4,8 +4,8 @@ use super::{Demand, Node, ObservedDemands, Rank, Score, THOUSANDTHS_PER_GPU, Tig
 
 /// Number of arrivals after which the weight of an earlier arrival has halved.
 const HALF_LIFE_PODS: f64 = 4_000.0;
-/// Number of counted pods below which the score is the tightest fit, because too few requests are
-/// known.
+/// Minimum number of counted pods for a learned score. Below this number, the score is the tightest
+/// fit.
 const MIN_PODS_TO_LEARN: usize = 50;
 /// Maximum number of kinds of pods that are ranked when the score is updated.
 const MAX_RANKED_KINDS: usize = 256;
@@ -66,7 +66,7 @@ impl Learner {
         self.pods += 1;
     }
 
-    /// Returns whether enough pods were counted to learn a score at all.
+    /// Returns whether enough pods were counted to learn a score.
     pub fn has_enough_pods(&self) -> bool {
         self.pods >= MIN_PODS_TO_LEARN
     }

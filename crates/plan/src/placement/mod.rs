@@ -95,8 +95,9 @@ impl Rank {
 
 /// Ranks the ways to place a pod on a node.
 ///
-/// The result must depend only on the arguments and `self`, because it is cached until the node
-/// changes. The result must not depend on which of several GPUs with equal free capacity is chosen.
+/// The result must depend only on the arguments and `self`, because callers cache the result until
+/// the node changes. The result must not depend on which of several GPUs with equal free capacity
+/// is chosen.
 pub trait Score {
     /// Values that the score computes once for a node, until the node changes.
     type NodeValues: std::fmt::Debug;

@@ -242,8 +242,8 @@ impl<S: Score> Placer<S> {
 
 /// The nodes and GPUs that fit a pod, best first, with the indices of the GPUs that the pod uses.
 ///
-/// Most pods use the first candidate. So a linear search finds the first candidate, and the other
-/// candidates are ordered only when the second is needed.
+/// Most pods use the first candidate. A linear search therefore finds the first candidate. The
+/// other candidates are sorted only when the second one is needed.
 #[derive(Debug)]
 pub struct Candidates<'a> {
     nodes: &'a [Node],
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn six_free_units_on_two_gpus_cannot_hold_five() {
+    fn six_free_units_on_two_gpus_do_not_fit_a_request_for_five() {
         let mut placer = Placer::new(vec![node(&[300, 300])], Fullest);
         assert_eq!(all_candidates(&mut placer, &shares(500)), []);
         assert_eq!(all_candidates(&mut placer, &shares(300)), [(0, Some(0))]);
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_of_two_gpus_takes_two_gpus_of_one_node() {
+    fn a_pod_that_requests_two_gpus_uses_two_gpus_of_one_node() {
         let mut placer = Placer::new(vec![node(&[1000, 900]), node(&[900, 1000, 1000])], Fullest);
         let two = Demand { gpus: 2, ..shares(1000) };
         assert_eq!(all_candidates(&mut placer, &two), [(1, None)]);

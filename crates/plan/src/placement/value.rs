@@ -12,7 +12,7 @@ use super::{Node, Rank, Score, THOUSANDTHS_PER_GPU, remaining_thousandths};
 /// Additional value of a whole GPU if all pending pods request whole GPUs.
 const WHOLE_GPU_BONUS: f64 = 0.4;
 
-/// Number of steps of a GPU in the table of values.
+/// Number of steps into which the table of values divides a GPU.
 const STEPS_PER_GPU: usize = 100;
 
 /// Cost of free GPU capacity without enough free CPU on the node. Values between 0.3 and 3 make
@@ -38,7 +38,7 @@ const SPARE_CPU_PENALTY: f64 = 0.05;
 const SCARCE_CPU_RATIO: f64 = 0.93;
 
 /// Part of the GPU capacity that must be in use before the use of CPU determines how scarce CPU is.
-const MIN_USED_GPUS: f64 = 0.02;
+const MIN_USED_GPU_PART: f64 = 0.02;
 
 /// CPU per GPU above which a node counts as having much CPU, in thousandths of a core.
 const USUAL_CPU_PER_GPU: f64 = 12_000.0;
@@ -193,7 +193,7 @@ fn used_cpu_per_gpu(nodes: &[Node]) -> f64 {
     let all: f64 = nodes.iter().map(|node| to_f64(node.gpus.len() as u64) * f64::from(THOUSANDTHS_PER_GPU)).sum();
     let used: f64 = all - nodes.iter().map(|node| f64::from(free(node))).sum::<f64>();
     let cpu: f64 = nodes.iter().map(|node| to_f64(node.cpu_total.saturating_sub(node.cpu))).sum();
-    if used > MIN_USED_GPUS * all { cpu / used } else { 0.0 }
+    if used > MIN_USED_GPU_PART * all { cpu / used } else { 0.0 }
 }
 
 /// Returns the sizes, in hundredths rounded up, and the weights of the typical pods that share one
@@ -210,12 +210,12 @@ fn shared_sizes(typical: &[TypicalPod]) -> Vec<(usize, f64)> {
 /// Returns the value of a GPU with x hundredths free, for each x. This is the highest sum of prices
 /// of sizes that fit into x. Prices are dual prices of a cutting-stock problem: the fewest GPUs on
 /// which all shared pods fit. A free part in which no typical pod fits has no value. A size that
-/// tiles a GPU is worth its part of the GPU. Multiplicative weights solve the linear program. Here,
-/// the result of this method is as good as exact duals, and needs no solver.
+/// tiles a GPU is worth its part of the GPU. The method of multiplicative weights solves the linear
+/// program. For this purpose, its result is as good as exact duals, and it needs no solver.
 fn packing_values(items: &[(usize, f64)]) -> Vec<f64> {
     const ROUNDS: usize = 4000;
-    const WARM_UP: usize = 1000;
-    const STEP: f64 = 0.02;
+    const WARM_UP_ROUNDS: usize = 1000;
+    const STEP_SIZE: f64 = 0.02;
     const SHARPNESS: f64 = 0.1;
     let mut covered = vec![0.0f64; items.len()];
     let mut average = vec![0.0; items.len()];
@@ -226,20 +226,20 @@ fn packing_values(items: &[(usize, f64)]) -> Vec<f64> {
             .zip(&covered)
             .map(|(&(_, weight), cover)| (-(cover - least) / SHARPNESS).exp() / weight)
             .collect();
-        let (worth, pattern) = knapsack(items, &prices);
+        let (worth, pattern) = solve_knapsack(items, &prices);
         let whole = worth.last().copied().unwrap_or(0.0);
         if whole <= 0.0 {
             break;
         }
-        if round >= WARM_UP {
+        if round >= WARM_UP_ROUNDS {
             average.iter_mut().zip(&prices).for_each(|(sum, price)| *sum += price / whole);
         }
         let greatest = pattern.iter().zip(items).map(|(&count, &(_, weight))| count / weight).fold(0.0, f64::max);
         for ((cover, count), &(_, weight)) in covered.iter_mut().zip(&pattern).zip(items) {
-            *cover += STEP / greatest * count / weight;
+            *cover += STEP_SIZE / greatest * count / weight;
         }
     }
-    let (mut worth, _) = knapsack(items, &average);
+    let (mut worth, _) = solve_knapsack(items, &average);
     match worth.last().copied() {
         Some(whole) if whole > 0.0 => worth.iter_mut().for_each(|value| *value /= whole),
         // No typical pod shares a GPU: only a whole GPU has a value.
@@ -255,7 +255,7 @@ fn packing_values(items: &[(usize, f64)]) -> Vec<f64> {
 
 /// Returns the highest value that fits into each number of steps, and the number of each item in
 /// the best packing of a whole GPU.
-fn knapsack(items: &[(usize, f64)], prices: &[f64]) -> (Vec<f64>, Vec<f64>) {
+fn solve_knapsack(items: &[(usize, f64)], prices: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let mut worth = vec![0.0f64; STEPS_PER_GPU + 1];
     let mut chosen: Vec<Option<usize>> = vec![None; STEPS_PER_GPU + 1];
     for room in 1..=STEPS_PER_GPU {
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn of_equal_losses_the_exact_fit_is_preferred() {
+    fn the_exact_fit_is_preferred_among_equal_losses() {
         let node = Node { model: "T4".into(), cpu_total: 0, cpu: 0, gpus: vec![1000, 500] };
         let demand = Demand { cpu: 0, gpus: 1, per_gpu: 500, models: Vec::new() };
         for size in [10, 20, 50, 100, 125, 250, 500] {

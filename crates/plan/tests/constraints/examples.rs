@@ -75,7 +75,7 @@ fn each_web_server_runs_beside_a_cache() {
 }
 
 #[test]
-fn anti_affinity_of_a_running_pod_keeps_others_away() {
+fn anti_affinity_of_a_running_pod_excludes_other_pods_from_its_node() {
     let mut cluster = two_zones();
     cluster.pods.push(pod(&[], &anti_affinity_rules(&[affinity_term("batch", "zone", "")])).on_node("node1"));
     let batch = pod(&[("app", "batch")], "{}");
@@ -169,7 +169,7 @@ fn a_pod_is_not_the_first_of_its_group_if_another_pod_may_match() {
 }
 
 #[test]
-fn one_more_pod_goes_to_the_zone_with_fewer_pods() {
+fn a_further_pod_runs_in_the_zone_with_fewer_pods() {
     // "Example: one topology spread constraint": three pods on node1, node2 and node3.
     let mut cluster = two_zones();
     cluster.pods = ["node1", "node2", "node3"].map(|node| pod(FOO_LABELS, "{}").on_node(node)).into();
@@ -194,7 +194,7 @@ fn one_more_pod_goes_to_the_zone_with_fewer_pods() {
 }
 
 #[test]
-fn conflicting_spread_constraints_leave_no_node() {
+fn conflicting_spread_constraints_allow_no_node() {
     // "Example: conflicting topology spread constraints": two zones, three nodes.
     let mut cluster = cluster(&[("node1", "zoneA"), ("node2", "zoneA"), ("node3", "zoneB")]);
     cluster.pods = ["node1", "node1", "node2", "node3", "node3"].map(|node| pod(FOO_LABELS, "{}").on_node(node)).into();
@@ -350,7 +350,7 @@ fn host_ports_conflict_on_one_address_or_on_all() {
 }
 
 #[test]
-fn a_bound_volume_ties_the_pod_to_its_zone() {
+fn a_bound_volume_restricts_the_pod_to_its_zone() {
     let cluster = two_zones();
     let terms = |json: &str| serde_json::from_str(json).expect("terms");
     let in_zone = |zone: &str| {

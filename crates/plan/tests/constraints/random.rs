@@ -85,22 +85,27 @@ fn host_port() -> impl Strategy<Value = HostPort> {
         .prop_map(|(ip, protocol, port)| HostPort { ip, protocol, port })
 }
 
-/// Generates rules: at most two of each kind, often none.
-fn some_of<T: std::fmt::Debug + Clone + 'static>(
+/// Generates a list of at most two values, often an empty list.
+fn at_most_two<T: std::fmt::Debug + Clone + 'static>(
     one: impl Strategy<Value = T> + 'static,
 ) -> impl Strategy<Value = Vec<T>> {
     prop_oneof![2 => Just(Vec::new()), 1 => vec(one, 1..=2)]
 }
 
 fn rules() -> impl Strategy<Value = Rules> {
-    (some_of(affinity_term()), some_of(affinity_term()), some_of(spread_constraint()), some_of(host_port()))
+    (
+        at_most_two(affinity_term()),
+        at_most_two(affinity_term()),
+        at_most_two(spread_constraint()),
+        at_most_two(host_port()),
+    )
         .prop_map(|(affinity, anti_affinity, spread, ports)| Rules { affinity, anti_affinity, spread, ports })
 }
 
 fn selector_terms() -> impl Strategy<Value = Vec<NodeSelectorTerm>> {
     let term = vec(requirement(&["zone", "rack"]), 0..=1)
         .prop_map(|match_expressions| NodeSelectorTerm { match_expressions, match_fields: Vec::new() });
-    some_of(term)
+    at_most_two(term)
 }
 
 fn pod() -> impl Strategy<Value = TestPod> {

@@ -24,7 +24,7 @@ pub(super) const PLACEMENT: Target = Target {
     run: |bytes| {
         let text = String::from_utf8_lossy(bytes);
         let Ok(read) = Placement::parse(&text) else { return ReadResult::Refused };
-        let again = read.text().and_then(|text| Placement::parse(&text));
+        let again = read.to_text().and_then(|text| Placement::parse(&text));
         assert!(again.as_ref().is_ok_and(|again| *again == read), "{again:?}");
         mps::check_round_trip::<Placement>(bytes)
     },

@@ -38,13 +38,13 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "MIB", value_delimiter = ',')]
     pub(crate) allocate: Vec<u64>,
 
-    /// Length of the kernels of --busy and --fault. Without this option, --busy and --fault only
-    /// wait
+    /// Length of the kernels of --busy and --fault, in milliseconds. Without this option, --busy
+    /// and --fault only wait
     #[arg(long, value_name = "MS")]
     pub(crate) kernel_ms: Option<f64>,
 
-    /// Run kernels for this many seconds, or "forever". Prints {"launched":true,…} at the start,
-    /// and a line at the end
+    /// Run kernels for this number of seconds, or "forever". Prints {"launched":true,…} at the
+    /// start, and a line at the end
     #[arg(long, value_name = "SECONDS")]
     pub(crate) busy: Option<StepDuration>,
 
@@ -52,15 +52,15 @@ pub(crate) struct Arguments {
     #[arg(long, conflicts_with = "busy")]
     pub(crate) busy_forever: bool,
 
-    /// Keep the context for this many seconds, or "forever"
+    /// Keep the context for this number of seconds, or "forever"
     #[arg(long, value_name = "SECONDS")]
     pub(crate) hold: Option<StepDuration>,
 
-    /// Access memory illegally after this many seconds of kernels
+    /// Access memory illegally after running kernels for this number of seconds
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "0", require_equals = true)]
     pub(crate) fault: Option<DurationInSeconds>,
 
-    /// Continue for this many seconds, or "forever", after a CUDA error, like a program that
+    /// After a CUDA error, continue for this number of seconds, or "forever", like a program that
     /// ignores errors
     #[arg(long, value_name = "SECONDS")]
     pub(crate) linger: Option<StepDuration>,
@@ -81,8 +81,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) processes: usize,
 
-    /// Send an administrator's command instead, and print {"command":…,"reply":…}. A missing
-    /// reply gives null and exit status 1
+    /// Send an administrator's command instead, and print {"command":…,"reply":…}. Without a reply,
+    /// prints null and exits with status 1
     #[arg(long, value_name = "COMMAND", conflicts_with = "lie")]
     pub(crate) admin: Option<String>,
 
@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_span_is_a_number_of_seconds_or_forever() {
+    fn a_step_duration_is_a_number_of_seconds_or_forever() {
         assert_eq!("1.5".parse(), Ok(StepDuration::For(Duration::from_millis(1500))));
         assert_eq!("forever".parse(), Ok(StepDuration::Forever));
         assert!("-1".parse::<StepDuration>().is_err());

@@ -138,7 +138,7 @@ impl Context {
         }
     }
 
-    /// Runs a kernel with an illegal memory access. The error arrives later.
+    /// Runs a kernel with an illegal memory access. The context receives the error later.
     pub(crate) fn access_illegally(&self) -> Result<(), i32> {
         match self {
             Self::Mps(context) => context.access_illegally(),

@@ -1,4 +1,5 @@
-//! The devices that a program sees: its container's devices, restricted by its own environment.
+//! Determines the devices that a program sees: the devices of its container, restricted by the
+//! program's environment.
 
 use std::fs;
 use std::path::Path;
@@ -63,7 +64,8 @@ impl DeviceSelection {
             ContainerDevices::Nodes(nodes) => {
                 let has_node = |device: &DeviceRef<'_>| nodes.contains(&device.gpu.minor);
                 let whole = state.visible_devices(None).into_iter().filter(has_node);
-                // A device node does not identify a MIG device, so the program's list must name it.
+                // A device node does not identify a MIG device, so the program's list must name the
+                // MIG device.
                 match self.program.as_deref().filter(|list| list.starts_with("MIG-")) {
                     Some(list) => state.visible_devices(Some(list)).into_iter().filter(has_node).collect(),
                     None => whole.collect(),
@@ -91,14 +93,14 @@ impl DeviceSelection {
             }
             (None, ContainerDevices::Nothing) => Vec::new(),
             (None, ContainerDevices::All | ContainerDevices::Nodes(_)) => self.selected_devices(offers.to_vec()),
-            (None, ContainerDevices::List(list)) => self.selected_devices(select(offers, list)),
+            (None, ContainerDevices::List(list)) => self.selected_devices(select_devices(offers, list)),
         }
     }
 
     /// Returns the devices that the program's own environment selects.
     fn selected_devices(&self, given: Vec<Device>) -> Vec<Device> {
         match self.program.as_deref() {
-            Some(list) => select(&given, list),
+            Some(list) => select_devices(&given, list),
             None => given,
         }
     }
@@ -106,7 +108,7 @@ impl DeviceSelection {
 
 /// Returns the devices in a list of ordinals, UUIDs and prefixes of UUIDs. The list ends before the
 /// first entry that names no device.
-fn select(devices: &[Device], list: &str) -> Vec<Device> {
+fn select_devices(devices: &[Device], list: &str) -> Vec<Device> {
     let find = |entry: &str| match entry.parse::<usize>() {
         Ok(ordinal) => devices.get(ordinal).cloned(),
         Err(_) if entry.len() > 4 => devices.iter().find(|device| device.uuid.starts_with(entry)).cloned(),

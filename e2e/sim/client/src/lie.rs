@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use rustix::net::Shutdown;
 use serde_json::json;
-use sim_mps::handshake::{self, CREDENTIALS, ClientSockets, IntroductionSubject, KIND_ADMINISTRATOR, KIND_CLIENT};
+use sim_mps::handshake::{
+    self, CREDENTIALS_PACKET, ClientSockets, IntroductionSubject, KIND_ADMINISTRATOR, KIND_CLIENT,
+};
 use sim_mps::seqpacket::{Connection, Credentials};
 
 use crate::output::print_json_line;
@@ -17,7 +19,7 @@ use crate::output::print_json_line;
 /// A violation of the handshake ("lie").
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum HandshakeViolation {
-    /// Sends this many bytes of `OUTBCRED` and kind, then nothing more.
+    /// Sends this number of bytes of `OUTBCRED` and kind, then nothing more.
     Stall(usize),
     /// Sends an unknown kind, or the kind of an administrator.
     Kind(u32),
@@ -41,21 +43,22 @@ pub(crate) enum HandshakeViolation {
     AdministratorAfterClient,
     /// Announces a command of 2^60 bytes.
     LongCommand,
-    /// Opens this many connections and sends nothing on them.
+    /// Opens this number of connections and sends nothing on them.
     Flood(usize),
-    /// Sends this many of the three words to the server, then closes all sockets.
+    /// Sends this number of the three words to the server, then closes all sockets.
     Vanish(usize),
-    /// Sends this many of the three words to the server, then nothing more.
+    /// Sends this number of the three words to the server, then nothing more.
     Mute(usize),
-    /// Shuts a socket down after this many steps of the handshake with the server. 0 is before the
-    /// client receives anything, 1 after it has received the descriptors. 2 to 4 are after one to
-    /// three words. 5 is after the answer but before the last packet to the daemon.
+    /// Shuts a socket down after this number of steps of the handshake with the server. Step 0 is
+    /// before the client receives anything, and step 1 is after it has received the descriptors.
+    /// Steps 2 to 4 are after one to three words. Step 5 is after the answer but before the last
+    /// packet to the daemon.
     Shutdown(SocketPart, u32),
     /// Does not send the last packet of the handshake to the daemon.
     NoLastWord,
     /// Sends this value as the last packet of the handshake to the daemon.
     LastWord(u32),
-    /// Completes this many handshakes and keeps the connections open without using them.
+    /// Completes this number of handshakes and keeps the connections open without using them.
     Enter(usize),
 }
 
@@ -195,7 +198,7 @@ fn violate_with_server(sockets: ClientSockets, lie: HandshakeViolation) -> io::R
     let say = |words: usize| -> io::Result<()> {
         for word in 0..words.min(3) {
             match word {
-                0 => server.send_credentials(CREDENTIALS, handshake::own_credentials())?,
+                0 => server.send_credentials(CREDENTIALS_PACKET, handshake::own_credentials())?,
                 1 => server.send(&first)?,
                 _ => server.send(&second)?,
             }
@@ -243,33 +246,33 @@ fn shut_down(half: SocketPart, sockets: &ClientSockets, channel: Option<&Connect
 fn perform_violation(connection: &Connection, lie: HandshakeViolation) -> io::Result<()> {
     let own = handshake::own_credentials();
     let introduce = |credentials: Credentials, kind: u32| {
-        connection.send_credentials(CREDENTIALS, credentials)?;
+        connection.send_credentials(CREDENTIALS_PACKET, credentials)?;
         connection.send(&kind.to_le_bytes())
     };
     match lie {
         HandshakeViolation::Flood(_) | HandshakeViolation::Stall(0) => Ok(()),
         HandshakeViolation::Stall(bytes) => {
-            connection.send_credentials(&CREDENTIALS[..bytes.min(CREDENTIALS.len())], own)?;
+            connection.send_credentials(&CREDENTIALS_PACKET[..bytes.min(CREDENTIALS_PACKET.len())], own)?;
             let kind = KIND_CLIENT.to_le_bytes();
-            match bytes.saturating_sub(CREDENTIALS.len()).min(kind.len()) {
+            match bytes.saturating_sub(CREDENTIALS_PACKET.len()).min(kind.len()) {
                 0 => Ok(()),
                 rest => connection.send(&kind[..rest]),
             }
         }
         HandshakeViolation::Kind(kind) => introduce(own, kind),
         HandshakeViolation::ShortKind => {
-            connection.send_credentials(CREDENTIALS, own)?;
+            connection.send_credentials(CREDENTIALS_PACKET, own)?;
             connection.send(&[2, 0])
         }
         HandshakeViolation::Huge => connection.send_credentials(&vec![b'O'; 128 << 10], own),
         HandshakeViolation::Garbage => connection.send_credentials(&[0xa5; 64], own),
         HandshakeViolation::Twice => {
-            connection.send_credentials(CREDENTIALS, own)?;
+            connection.send_credentials(CREDENTIALS_PACKET, own)?;
             introduce(own, KIND_CLIENT)
         }
         HandshakeViolation::Descriptors => {
             let file = File::open("/dev/null")?;
-            connection.send_fd(CREDENTIALS, file.as_fd())?;
+            connection.send_fd(CREDENTIALS_PACKET, file.as_fd())?;
             connection.send(&KIND_CLIENT.to_le_bytes())
         }
         HandshakeViolation::Pid(pid) => introduce(Credentials { pid, ..own }, KIND_CLIENT),

@@ -1,4 +1,4 @@
-//! The program's actions after it has created its contexts.
+//! Performs the program's actions after it has created its contexts.
 
 use std::io::{self, BufRead};
 use std::sync::Arc;
@@ -44,9 +44,9 @@ pub(crate) fn run(arguments: &Arguments, terminated: &Arc<AtomicBool>) -> u8 {
         Ok(()) | Err(StopReason::Signal) => 0,
         Err(StopReason::Error(code)) => {
             print_json_line(&json!({ "error": code, "name": cuda::error_name(code) }));
-            if let Some(span) = arguments.linger {
+            if let Some(duration) = arguments.linger {
                 let since = Instant::now();
-                while !span.is_over(since) && !terminated.load(Ordering::Relaxed) {
+                while !duration.is_over(since) && !terminated.load(Ordering::Relaxed) {
                     thread::sleep(WAIT_CHECK_INTERVAL);
                 }
             }
@@ -101,22 +101,22 @@ impl ProgramRun<'_> {
         }
         let busy = if self.arguments.busy_forever { Some(StepDuration::Forever) } else { self.arguments.busy };
         self.run_kernels(busy)?;
-        self.arguments.hold.map_or(Ok(()), |span| self.wait_during(span))
+        self.arguments.hold.map_or(Ok(()), |duration| self.wait_during(duration))
     }
 
     fn first_context(&self) -> Result<&Context, StopReason> {
         self.contexts.first().ok_or(StopReason::Error(invalid_context_error()))
     }
 
-    /// Runs kernels one after the other during `span`. Without a kernel length, waits instead.
-    fn run_kernels(&self, span: Option<StepDuration>) -> Result<(), StopReason> {
-        let Some(span) = span else { return Ok(()) };
-        let Some(kernel_ms) = self.arguments.kernel_ms else { return self.wait_during(span) };
+    /// Runs kernels one after the other during `duration`. Without a kernel length, waits instead.
+    fn run_kernels(&self, duration: Option<StepDuration>) -> Result<(), StopReason> {
+        let Some(duration) = duration else { return Ok(()) };
+        let Some(kernel_ms) = self.arguments.kernel_ms else { return self.wait_during(duration) };
         let context = self.first_context()?;
         let since = Instant::now();
         context.launch_kernels(kernel_ms).map_err(StopReason::Error)?;
         print_json_line(&json!({ "launched": true, "kernelMs": kernel_ms }));
-        let waited = self.wait_during(span);
+        let waited = self.wait_during(duration);
         if let Err(StopReason::Error(code)) = waited {
             return Err(StopReason::Error(code));
         }
@@ -132,8 +132,8 @@ impl ProgramRun<'_> {
         waited
     }
 
-    /// Waits during `span`, unless an error or a handled signal arrives first.
-    fn wait_during(&self, span: StepDuration) -> Result<(), StopReason> {
+    /// Waits during `duration`, unless an error or a handled signal arrives first.
+    fn wait_during(&self, duration: StepDuration) -> Result<(), StopReason> {
         let since = Instant::now();
         loop {
             if let Some(code) = self.contexts.iter().find_map(Context::error) {
@@ -142,7 +142,7 @@ impl ProgramRun<'_> {
             if self.terminated.load(Ordering::Relaxed) {
                 return Err(StopReason::Signal);
             }
-            if span.is_over(since) {
+            if duration.is_over(since) {
                 return Ok(());
             }
             thread::sleep(WAIT_CHECK_INTERVAL);

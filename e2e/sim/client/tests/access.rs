@@ -92,7 +92,7 @@ fn a_client_connects_through_a_hard_link_to_the_control_socket() {
 }
 
 #[test]
-fn a_second_user_waits_for_the_first_and_gets_another_server() {
+fn a_second_user_waits_until_the_first_user_has_no_clients_and_gets_another_server() {
     if !is_root() {
         return;
     }
@@ -180,7 +180,7 @@ fn protocol_violations_are_rejected_and_affect_no_client() {
 }
 
 #[test]
-fn a_silent_peer_blocks_the_daemon_for_all() {
+fn a_silent_peer_blocks_the_daemon_for_all_other_peers() {
     for lie in ["stall=0", "stall=9", "flood=3", "no-last-word"] {
         let node = Node::with_daemon(&[]);
         node.wait_for_server();
@@ -188,7 +188,7 @@ fn a_silent_peer_blocks_the_daemon_for_all() {
         let silent = node.start_client(&["--lie", lie, "--hold", "forever"]);
         wait_until("the silent peer is served", || node.read_log().matches("Accepting connection").count() > served);
         if lie == "no-last-word" {
-            // Wait until the server accepts the client: a client that is killed earlier blocks the
+            // Wait until the server accepts the client. A client that is killed earlier blocks the
             // server.
             let connected = format!("Client {{PID: {}, Context ID: 0}} connected", silent.pid());
             wait_until("the client is accepted", || node.read_log().contains(&connected));
@@ -226,7 +226,7 @@ fn a_later_introduction_on_a_copy_of_the_socket_unblocks_the_server() {
     drop(sockets);
     let reply = node.send_command_in_background(&format!("get_server_status {server}"));
     let [first, second] = handshake::IntroductionSubject::Process.introduction_words();
-    copy.send_credentials(handshake::CREDENTIALS, handshake::own_credentials()).unwrap();
+    copy.send_credentials(handshake::CREDENTIALS_PACKET, handshake::own_credentials()).unwrap();
     copy.send(&first).unwrap();
     copy.send(&second).unwrap();
     assert_eq!(wait_for_answer(&reply), "ACTIVE\n");

@@ -129,7 +129,7 @@ fn a_busy_client_that_is_killed_breaks_its_neighbours() {
 }
 
 #[test]
-fn clients_killed_with_short_kernels_break_no_client_and_every_twelfth_with_longer_kernels_does() {
+fn killed_clients_with_short_kernels_break_no_client_but_every_twelfth_with_longer_kernels_does() {
     let node = Node::with_daemon(&[]);
     let server = node.wait_for_server();
     let mut neighbour = node.start_running_client(&["--hold", "forever"]);
@@ -158,7 +158,7 @@ fn a_busy_client_killed_without_neighbours_breaks_a_later_client() {
 }
 
 #[test]
-fn a_terminated_or_orderly_client_breaks_no_neighbour() {
+fn a_client_that_is_terminated_or_exits_cleanly_breaks_no_neighbour() {
     let node = Node::with_daemon(&[]);
     let server = node.wait_for_server();
     let mut neighbour = node.start_running_client(&["--hold", "forever"]);
@@ -215,7 +215,7 @@ fn servers_are_shut_down_and_the_daemon_quits_cleanly() {
 }
 
 #[test]
-fn a_directory_has_one_daemon_even_in_the_background() {
+fn a_directory_has_at_most_one_daemon_even_in_the_background() {
     let node = Node::without_daemon();
     let started = |command: &mut std::process::Command| command.stdin(Stdio::null()).output().unwrap();
     let first = started(node.control_command().arg("-d"));
@@ -262,13 +262,13 @@ fn an_injected_fault_fails_the_daemons_start() {
 }
 
 #[test]
-fn programs_understand_an_injected_handshake_of_another_driver() {
+fn programs_accept_an_injected_handshake_of_another_driver() {
     let node = Node::with_daemon(&[]);
     node.inject_fault("mps:handshake", FaultEffect::Code(1), None);
     assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
     assert_eq!(node.run_control(&["get_default_active_thread_percentage"], None), "100.0\n");
     let hello = Connection::connect(&node.socket_path("control")).unwrap().recv(64).unwrap().unwrap();
-    assert_ne!(hello.data, sim_mps::handshake::HELLO);
+    assert_ne!(hello.data, sim_mps::handshake::HELLO_PACKET);
 }
 
 #[test]

@@ -1,11 +1,11 @@
-//! A time of day that tests can set, for programs that load this library through `LD_PRELOAD`. The
-//! machine's clock does not change.
+//! Provides a time of day that tests can set, for programs that load this library through
+//! `LD_PRELOAD`. The machine's clock does not change.
 //!
 //! `/dev/shm/sim-clock`, or the file in `SIM_CLOCK`, contains the offset of the time of day in
-//! seconds, as text. Each query reads it, so a test can set the clock of a running program. Without
-//! a file the offset is 0. Clocks that cannot be set, such as `CLOCK_MONOTONIC`, do not change. The
-//! library works for dynamically linked programs that query the time through the C library, as
-//! Rust's standard library does.
+//! seconds, as text. Each query reads the file, so a test can set the clock of a running program.
+//! Without a file the offset is 0. Clocks that cannot be set, such as `CLOCK_MONOTONIC`, do not
+//! change. The library works for dynamically linked programs that query the time through the C
+//! library, as Rust's standard library does.
 
 // This crate is a C ABI with raw pointers and unmangled symbols.
 #![allow(unsafe_code)]
@@ -19,7 +19,7 @@ const OFFSET_FILE: &CStr = c"/dev/shm/sim-clock";
 const OFFSET_FILE_VARIABLE: &CStr = c"SIM_CLOCK";
 
 /// Reads the offset in seconds. This function may call only functions that are safe in signal
-/// handlers and do not query the time.
+/// handlers and that do not query the time.
 fn read_offset() -> time_t {
     let mut text = [0_u8; 24];
     // SAFETY: both strings end with a zero byte, as does the result of `getenv`. No code here

@@ -68,7 +68,7 @@ impl Machine {
     /// # Errors
     /// Returns an error if the device does not exist, is lost, or has too little free memory.
     pub fn register_client(&self, device: &str, pid: u32, used: u64) -> Result<Context, ContextError> {
-        self.register_context(device, ProcessKind::MpsClient, PidRef::of(pid), process::process_name(pid), used)
+        self.register_context(device, ProcessKind::MpsClient, PidRef::of_pid(pid), process::process_name(pid), used)
     }
 
     fn register_context(
@@ -263,7 +263,7 @@ mod tests {
         }
 
         fn context(&self, machine: &Machine, device: &str, kind: ProcessKind) -> Result<Context, ContextError> {
-            machine.register_context(device, kind, PidRef::of(self.0.id()), "other".to_owned(), 1 << 20)
+            machine.register_context(device, kind, PidRef::of_pid(self.0.id()), "other".to_owned(), 1 << 20)
         }
     }
 
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_summed_over_processes_and_freed() {
+    fn used_memory_is_the_sum_over_all_processes_and_is_freed_on_exit() {
         let (_dir, machine, gpu) = machine("H200-141");
         let other = OtherProcess::new();
         let mib = |context: &Context| context.memory().unwrap().free >> 20;
@@ -345,8 +345,7 @@ mod tests {
         let context = machine.register_context(&gpu, ProcessKind::Compute, elsewhere, "pod".to_owned(), 0).unwrap();
         assert_eq!(machine.processes().unwrap().len(), 1);
         assert!(machine.open_context(&gpu, ContextKind::Compute, 0).is_err());
-        // The kernel does the same when the owner is killed: it releases the lock and changes
-        // nothing more.
+        // When the owner is killed, the kernel also releases the lock and changes nothing else.
         flock(&context.lock, FlockOperation::Unlock).unwrap();
         assert!(machine.processes().unwrap().is_empty());
         machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();

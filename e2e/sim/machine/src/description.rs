@@ -7,12 +7,12 @@ use crate::model::{Model, find_model};
 use crate::state::{ComputeMode, Driver, Gpu, PciAddress, State};
 use crate::topology::MachineTopology;
 
-/// A machine as a file describes it. Omitted values are derived from the name and the index, so
-/// equal files describe equal machines.
+/// A machine as a file describes it. Omitted values derive from the name and the index, so equal
+/// files describe equal machines.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct MachineDescription {
-    /// The machine's name; UUIDs are derived from it.
+    /// The machine's name, from which UUIDs derive.
     pub name: String,
     /// Initial state and versions of the driver.
     #[serde(default)]
@@ -113,8 +113,7 @@ impl MachineDescription {
         let number = index.to_string();
         let uuid = || format!("GPU-{}", derive_uuid(&["gpu", &self.name, &number]));
         let serial = || format!("{:013}", hash_names(&["serial", &self.name, &number]) % 10_u128.pow(13));
-        // GPUs are spread over the buses as on an eight-GPU board. After 28 GPUs the next domain
-        // starts.
+        // The bus numbers are those of an eight-GPU board. A new domain starts after every 28 GPUs.
         let pci = || PciAddress { domain: index / 28, bus: 0x10 + (index % 28) * 8 + index % 2, device: 0 };
         Gpu {
             uuid: entry.uuid.clone().unwrap_or_else(uuid),
@@ -146,7 +145,7 @@ impl MachineDescription {
     }
 }
 
-/// Derives a UUID from names. The same names always give the same UUID.
+/// Derives a UUID from names. Equal names always result in equal UUIDs.
 pub(crate) fn derive_uuid(names: &[&str]) -> String {
     // Sets version 5 (derived from a name) and the usual variant, as real UUIDs have.
     let n = (hash_names(names) & !(0xf000 << 64) & !(0xc000 << 48)) | (0x5000 << 64) | (0x8000 << 48);
@@ -155,7 +154,7 @@ pub(crate) fn derive_uuid(names: &[&str]) -> String {
 }
 
 /// Returns a 128-bit hash of names: FNV-1a over each name and a zero byte, from two offsets. The
-/// mixing makes similar names give dissimilar hashes.
+/// mixing ensures that similar names have dissimilar hashes.
 fn hash_names(names: &[&str]) -> u128 {
     let half = |start: u64| {
         let bytes = names.iter().flat_map(|n| n.bytes().chain([0]));
@@ -195,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn values_of_the_description_are_not_derived() {
+    fn values_in_the_description_take_precedence_over_derived_values() {
         let text = r#"[{"model":"A30","uuid":"GPU-1","pci":{"domain":0,"bus":7,"device":0},"minor":3,"numaNode":1,"mig":true}]"#;
         let gpu = machine("a", text).unwrap().gpus.remove(0);
         assert_eq!((gpu.uuid.as_str(), gpu.minor, gpu.numa_node, gpu.mig), ("GPU-1", 3, Some(1), true));

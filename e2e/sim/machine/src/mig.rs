@@ -1,5 +1,5 @@
-//! NVML's rules for MIG modes, GPU instances and compute instances. Pure: callers pass in whether
-//! devices are in use.
+//! Implements NVML's rules for MIG modes, GPU instances and compute instances. Pure: callers pass
+//! in whether devices are in use.
 
 use crate::description::derive_uuid;
 use crate::model::{GpuProfile, Model, Placement};
@@ -88,8 +88,9 @@ impl Gpu {
         if self.lacks_engines(model, profile) { Vec::new() } else { placements.filter(|p| !taken(*p)).collect() }
     }
 
-    /// Returns whether an instance of `wanted` needs more media engines than are unused. Engines
-    /// have no placement and are only counted. For example, a GPU has one optical flow accelerator.
+    /// Returns whether an instance of `wanted` needs more media engines than are free. Engines have
+    /// no placement, so only their number matters. For example, a GPU has one optical flow
+    /// accelerator.
     fn lacks_engines(&self, model: &Model, wanted: &GpuProfile) -> bool {
         let Some(whole) = model.gpu_profiles.iter().max_by_key(|p| p.slices) else { return true };
         let used = || self.instances.iter().filter_map(|i| model.gpu_profile(i.profile)).chain([wanted]);
@@ -130,7 +131,7 @@ impl Gpu {
                 return Err(MigError::InvalidArgument);
             }
             Some(at) => free.into_iter().find(|p| *p == at),
-            // The driver's order: seven 1g instances go to 6, 4, 5, 0, 1, 2, 3.
+            // The driver's order: seven 1g instances start at 6, 4, 5, 0, 1, 2, 3.
             None => free.into_iter().min_by_key(|p| (self.count_blocked_placements(model, *p), p.start)),
         };
         let placement = placement.ok_or(MigError::InsufficientResources)?;
@@ -335,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn mig_mode_changes_when_idle_and_at_a_required_reset() {
+    fn mig_mode_changes_on_an_idle_gpu_or_at_a_required_reset() {
         let (mut a100, model) = gpu("A100-80");
         a100.create_gpu_instance(model, 0, None).unwrap();
         assert_eq!(a100.set_mig_mode(model, false, false), Err(MigError::InUse));

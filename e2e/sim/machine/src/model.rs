@@ -1,8 +1,8 @@
 //! GPU models as data. `models.json` contains the built-in models, and a machine's description may
 //! add others.
 //!
-//! H100-80 and H200-141 have the values that real GPUs report under driver 580.159.04, MIG profiles
-//! and placements included. The SMs of compute instances that share a GPU instance are an
+//! H100-80 and H200-141 have the values that real GPUs report under driver 580.159.04, including
+//! MIG profiles and placements. The SMs of compute instances that share a GPU instance are an
 //! exception. The other models follow NVIDIA's MIG guide and product data, and their total memory
 //! under CUDA is an approximation.
 

@@ -44,7 +44,7 @@ pub struct Process {
     pub lease: Option<String>,
 }
 
-/// A process as one PID namespace identifies it. A PID alone is not enough: namespaces repeat PIDs,
+/// A process as one PID namespace identifies it. A PID alone is not unique: namespaces repeat PIDs,
 /// and the kernel reuses them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -61,12 +61,12 @@ impl PidRef {
     /// Returns the identity of this process.
     #[must_use]
     pub fn of_this_process() -> Self {
-        Self::of(std::process::id())
+        Self::of_pid(std::process::id())
     }
 
     /// Returns the identity of a process with this PID in this process's namespace.
     #[must_use]
-    pub fn of(pid: u32) -> Self {
+    pub fn of_pid(pid: u32) -> Self {
         Self { pid, namespace: own_namespace(), start: start_time(pid).unwrap_or(0) }
     }
 

@@ -1,4 +1,4 @@
-//! The machine's state, which all of its processes share. Plain data and pure queries.
+//! The machine's state, which all of its processes share: plain data and pure queries.
 
 use serde::{Deserialize, Serialize};
 
@@ -124,7 +124,8 @@ pub struct Gpu {
     /// Why the clocks are lower than they could be, as bits of NVML (`nvmlClocksThrottleReason…`).
     #[serde(default)]
     pub throttling: u64,
-    /// Energy in millijoules since the driver was loaded. The simulation does not add any.
+    /// Energy in millijoules since the driver was loaded. The simulation does not increase this
+    /// value.
     #[serde(default)]
     pub energy_millijoules: u64,
 }
@@ -214,7 +215,7 @@ pub struct Event {
     pub gpu: String,
     /// The type of the event.
     pub kind: EventKind,
-    /// The XID, or 0.
+    /// The XID, or 0 for any other event.
     pub data: u64,
     /// The GPU instance concerned, if known.
     #[serde(default)]
@@ -227,7 +228,7 @@ pub struct Event {
 /// The type of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum EventKind {
-    /// An XID; the number is in `data`.
+    /// An XID, whose number is in `data`.
     Xid,
     /// A corrected ECC error.
     SingleBitEcc,
@@ -441,7 +442,7 @@ impl State {
         }
     }
 
-    /// Reboots the machine. A board that stores MIG mode (Ampere) activates the pending mode; other
+    /// Reboots the machine. A board that stores MIG mode (Ampere) activates the pending mode. Other
     /// boards (Hopper) turn MIG mode off. As on a real machine, a reboot clears processes, MIG
     /// instances, events, ECC counts and compute modes, and restores lost GPUs. Injected faults
     /// remain until the test clears them.

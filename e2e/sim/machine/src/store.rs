@@ -32,7 +32,8 @@ pub struct Machine {
     inner: Arc<MachineHandle>,
 }
 
-/// The start of a simulated call: the effect of injected faults, and the state that the call uses.
+/// A simulated call that has begun: the effect of injected faults, and the state that the call
+/// uses.
 #[derive(Clone, Debug)]
 pub struct BegunCall {
     /// The code with which the call must fail, if a fault injects one.
@@ -45,8 +46,8 @@ pub struct BegunCall {
 struct MachineHandle {
     dir: PathBuf,
     cache: Mutex<Option<Arc<State>>>,
-    /// The open file with the generation number. A driver's calls need no free file descriptor
-    /// either.
+    /// The open file with the generation number. The file stays open because a real driver's calls
+    /// need no free file descriptor.
     generation: Mutex<Option<File>>,
     pids: PidResolver,
 }
@@ -131,7 +132,7 @@ impl Machine {
         Ok(state)
     }
 
-    /// Returns the number of the latest change that was started.
+    /// Returns the generation number of the latest change that was started.
     fn generation(&self) -> Result<u64, Error> {
         let path = self.path(GENERATION_FILE);
         let mut open = self.inner.generation.lock().unwrap_or_else(PoisonError::into_inner);
@@ -250,9 +251,9 @@ impl Machine {
         });
     }
 
-    /// Applies the faults for a call about a device (`None`: about no device). Waits if the call
-    /// must hang. Returns a code if the call must fail with that code. A fault for a GPU also
-    /// applies to its MIG devices.
+    /// Applies the faults for a call about a device, or about no device for `None`. Waits if the
+    /// call must hang. Returns the code with which the call must fail, if any. A fault for a GPU
+    /// also applies to its MIG devices.
     ///
     /// # Errors
     /// Returns an error if the directory no longer exists, or its state is malformed.
@@ -284,8 +285,8 @@ impl Machine {
     }
 
     /// Consumes one call of a fault. Returns false if another process consumed the last call. A
-    /// consumed fault that hangs remains in the list with 0 calls. The calls that hang continue
-    /// once the fault is cleared.
+    /// fault with the effect `Hang` remains in the list after its last call, with 0 remaining
+    /// calls. Its hanging calls continue once the fault is cleared.
     fn consume_fault(&self, id: u64) -> Result<bool, Error> {
         self.update(|state| {
             let Some(fault) = state.faults.iter_mut().find(|f| f.id == id) else { return Ok(false) };
@@ -337,8 +338,8 @@ impl Machine {
         state.generation = self.generation().unwrap_or(0).max(state.generation) + 1;
         let (path, fresh, number) = (self.path(STATE_FILE), self.path("state.json.new"), self.path(GENERATION_FILE));
         let text = serde_json::to_vec(&state).map_err(|source| Error::Malformed { path: path.clone(), source })?;
-        // A killed writer may have left a file that belongs to another user. Such a file can be
-        // replaced but not opened.
+        // A killed writer may have left a file that belongs to another user. This process can
+        // replace that file but not open it.
         match fs::remove_file(&fresh) {
             Err(e) if e.kind() != ErrorKind::NotFound => return Err(io_error("replace", &fresh)(e)),
             _ => {}
@@ -524,7 +525,7 @@ mod tests {
             let deadline = Instant::now() + Duration::from_secs(60);
             while state.faults[0].remaining == Some(1) {
                 let left = deadline.saturating_duration_since(Instant::now());
-                assert!(!left.is_zero(), "the call never came");
+                assert!(!left.is_zero(), "the call did not start");
                 machine.wait_for_change(state.generation, left).unwrap();
                 state = machine.snapshot().unwrap();
             }

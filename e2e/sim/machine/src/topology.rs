@@ -1,4 +1,4 @@
-//! How GPUs are linked: by NVLinks, PCIe switches and NUMA nodes.
+//! Describes how GPUs are linked: by NVLinks, PCIe switches and NUMA nodes.
 
 use std::str::FromStr;
 

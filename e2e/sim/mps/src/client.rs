@@ -61,10 +61,10 @@ impl MpsConnection {
     /// Searches for a daemon, as the CUDA library does when it initializes. Waits for the daemon's
     /// answer without a deadline.
     ///
-    /// `None` is not an error: the program then runs as plain CUDA without limits. This was
-    /// measured for a `control` that is missing, that no process serves, or that accepts and
-    /// closes. This simulation assumes the same effect for a daemon that closes later in the
-    /// handshake, which is the worst case.
+    /// `None` is not an error: the program then runs as plain CUDA without limits. This behaviour
+    /// was measured for a `control` that is missing, that no process serves, or that accepts and
+    /// closes connections. This simulation assumes the same behaviour for a daemon that closes
+    /// later in the handshake, which is the worst case.
     ///
     /// # Errors
     /// Returns a `CUresult` from the server, or [`CUDA_ERROR_MPS_CONNECTION_FAILED`] if every
@@ -83,7 +83,7 @@ impl MpsConnection {
         Ok(Some(Self { control: control.to_owned(), devices, channel, _socket: socket }))
     }
 
-    /// Returns the devices that the server offers, in the order of their ordinals.
+    /// Returns the devices that the server serves, in the order of their ordinals.
     pub fn devices(&self) -> &[Device] {
         &self.devices
     }
@@ -220,7 +220,7 @@ impl MpsContext {
         Ok(())
     }
 
-    /// Starts kernels of this many milliseconds each. The kernels remain in flight until
+    /// Starts kernels of `kernel_ms` milliseconds each. The kernels remain in flight until
     /// [`synchronize`](Self::synchronize).
     ///
     /// # Errors
@@ -309,7 +309,7 @@ impl FirstError {
         self.error.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn set(&self, code: i32) {
+    fn set_if_first(&self, code: i32) {
         self.lock().get_or_insert(code);
         self.changed.notify_all();
     }
@@ -319,9 +319,9 @@ impl FirstError {
 fn read_messages(socket: &Connection, state: &FirstError, answers: &Sender<FromContext>) {
     let end = loop {
         match wire::recv(socket) {
-            Ok(Some(FromContext::Broken(code))) => state.set(code),
+            Ok(Some(FromContext::Broken(code))) => state.set_if_first(code),
             Ok(Some(FromContext::Terminate)) => {
-                state.set(CUDA_ERROR_MPS_CLIENT_TERMINATED);
+                state.set_if_first(CUDA_ERROR_MPS_CLIENT_TERMINATED);
                 if wire::send(socket, &ToContext::Terminated).is_err() {
                     break CUDA_ERROR_MPS_RPC_FAILURE;
                 }
@@ -333,7 +333,7 @@ fn read_messages(socket: &Connection, state: &FirstError, answers: &Sender<FromC
             Ok(None) | Err(_) => break CUDA_ERROR_MPS_RPC_FAILURE,
         }
     };
-    state.set(end);
+    state.set_if_first(end);
 }
 
 fn own_command_name() -> String {

@@ -5,11 +5,11 @@
 //! | `mps:start` | the daemon exits with the code before it listens | it never listens |
 //! | `mps:handshake` | the daemon greets like another driver's daemon | it sends no greeting |
 //! | `mps:reply` | the daemon replies to a client like another driver's daemon | it sends no reply |
-//! | `mps:client` | the daemon refuses clients after the handshake | they get no server's socket |
+//! | `mps:client` | the daemon refuses clients after the handshake | it sends clients no socket to the server |
 //! | `mps:command:<name>` | the command answers with the code as text | it does not answer |
 //! | `mps:close:<name>` | the daemon closes the connection and does not execute the command | it does not answer |
 //! | `mps:server` | the server exits with the code at its start | it remains INITIALIZING |
-//! | `mps:heal` | the server remains in FAULT after its last broken client | it hangs then |
+//! | `mps:heal` | the server remains in FAULT after its last broken client has exited | it hangs at that time |
 //!
 //! The daemon applies all of them except `mps:server` and `mps:heal`. A fault for a GPU applies to
 //! the daemon that serves it.

@@ -29,16 +29,16 @@ use std::path::Path;
 use crate::seqpacket::{Connection, Credentials, Packet};
 
 /// The daemon's greeting.
-pub const HELLO: &[u8; 9] = b"OUTBHELL\0";
-/// The greeting of another driver's daemon. That driver's tool and CUDA library understand it. A
-/// door for driver 580 does not.
-pub const HELLO_OF_OTHER_DRIVER: &[u8; 9] = b"OUTBHEL2\0";
-/// The reply of another driver's daemon to a client. No door understands it.
-pub const REPLY_OF_OTHER_DRIVER: &[u8; 9] = b"OUTBCUF2\0";
+pub const HELLO_PACKET: &[u8; 9] = b"OUTBHELL\0";
+/// The greeting of another driver's daemon. That driver's tool and CUDA library accept this
+/// greeting. A door for driver 580 does not.
+pub const HELLO_PACKET_OF_OTHER_DRIVER: &[u8; 9] = b"OUTBHEL2\0";
+/// The reply of another driver's daemon to a client. Doors do not accept this reply.
+pub const REPLY_PACKET_OF_OTHER_DRIVER: &[u8; 9] = b"OUTBCUF2\0";
 /// The packet that carries the client's credentials.
-pub const CREDENTIALS: &[u8; 9] = b"OUTBCRED\0";
+pub const CREDENTIALS_PACKET: &[u8; 9] = b"OUTBCRED\0";
 /// The packet that carries a descriptor.
-pub const DESCRIPTOR: &[u8; 9] = b"OUTBCUFD\0";
+pub const DESCRIPTOR_PACKET: &[u8; 9] = b"OUTBCUFD\0";
 /// The kind of a CUDA client.
 pub const KIND_CLIENT: u32 = 2;
 /// The kind of an administrator.
@@ -108,7 +108,7 @@ impl From<io::Error> for HandshakeFailure {
 pub fn read_peer_kind(connection: &Connection, hello: &[u8]) -> Result<IntroducedPeer, HandshakeFailure> {
     connection.send(hello).map_err(|_| HandshakeFailure::Closed)?;
     let first = connection.recv_credentials(64)?.ok_or(HandshakeFailure::Closed)?;
-    if first.data != CREDENTIALS || first.truncated {
+    if first.data != CREDENTIALS_PACKET || first.truncated {
         return Err(HandshakeFailure::Malformed("not OUTBCRED"));
     }
     let credentials = first.credentials.ok_or(HandshakeFailure::Malformed("no credentials"))?;
@@ -168,13 +168,13 @@ pub fn receive_introduction(
     let other = File::open("/dev/null")?;
     for number in 0..MAX_DESCRIPTORS {
         let fd = if number == 0 { channel.as_fd() } else { other.as_fd() };
-        connection.send_fd(DESCRIPTOR, fd).map_err(|_| HandshakeFailure::Closed)?;
+        connection.send_fd(DESCRIPTOR_PACKET, fd).map_err(|_| HandshakeFailure::Closed)?;
     }
     connection.send(&[0]).map_err(|_| HandshakeFailure::Closed)?;
     let first = connection.recv_credentials(64)?.ok_or(HandshakeFailure::Closed)?;
     let subject = connection.recv(64)?.ok_or(HandshakeFailure::Closed)?;
     connection.recv(64)?.ok_or(HandshakeFailure::Closed)?;
-    let credentials = first.credentials.filter(|_| first.data == CREDENTIALS);
+    let credentials = first.credentials.filter(|_| first.data == CREDENTIALS_PACKET);
     let subject = match packet_to_u32(&subject) {
         Some(0) => Some(IntroductionSubject::Process),
         Some(1) => Some(IntroductionSubject::Context),
@@ -199,11 +199,12 @@ pub fn probe_daemon(control: &Path) -> io::Result<()> {
 pub fn introduce_to_daemon(control: &Path, kind: u32) -> io::Result<Option<Connection>> {
     let connection = Connection::connect(control)?;
     match connection.recv(64)? {
-        Some(hello) if hello.data == HELLO || hello.data == HELLO_OF_OTHER_DRIVER => {}
+        Some(hello) if hello.data == HELLO_PACKET || hello.data == HELLO_PACKET_OF_OTHER_DRIVER => {}
         _ => return Ok(None),
     }
-    let sent =
-        connection.send_credentials(CREDENTIALS, own_credentials()).and_then(|()| connection.send(&kind.to_le_bytes()));
+    let sent = connection
+        .send_credentials(CREDENTIALS_PACKET, own_credentials())
+        .and_then(|()| connection.send(&kind.to_le_bytes()));
     match sent {
         Ok(()) => Ok(Some(connection)),
         Err(error) if is_closed_error(&error) => Ok(None),
@@ -238,7 +239,7 @@ pub enum ConnectError {
 /// Returns [`ConnectError::ByDaemon`] if no daemon exists or the daemon refuses the client.
 pub fn connect_to_server(control: &Path) -> Result<ClientSockets, ConnectError> {
     let daemon = introduce_to_daemon(control, KIND_CLIENT).ok().flatten().ok_or(ConnectError::ByDaemon)?;
-    let packet = daemon.recv_fd(64).ok().flatten().filter(|packet| packet.data == DESCRIPTOR);
+    let packet = daemon.recv_fd(64).ok().flatten().filter(|packet| packet.data == DESCRIPTOR_PACKET);
     let server = packet.and_then(|packet| packet.fd).ok_or(ConnectError::ByDaemon)?;
     Ok(ClientSockets { daemon, server: Connection::from_fd(server) })
 }
@@ -285,7 +286,7 @@ impl ClientSockets {
         let [first, second] = subject.introduction_words();
         let sent = self
             .server
-            .send_credentials(CREDENTIALS, who)
+            .send_credentials(CREDENTIALS_PACKET, who)
             .and_then(|()| self.server.send(&first))
             .and_then(|()| self.server.send(&second));
         sent.map_err(|_| ConnectError::ByServer)?;
@@ -357,12 +358,12 @@ mod tests {
         let path = dir.path().join("control");
         let listener = Listener::bind(&path, 0o666).unwrap();
         let daemon = thread::spawn(move || {
-            assert!(matches!(read_peer_kind(&listener.accept().unwrap(), HELLO), Err(HandshakeFailure::Closed)));
+            assert!(matches!(read_peer_kind(&listener.accept().unwrap(), HELLO_PACKET), Err(HandshakeFailure::Closed)));
             let connection = listener.accept().unwrap();
-            let visitor = read_peer_kind(&connection, HELLO).unwrap();
+            let visitor = read_peer_kind(&connection, HELLO_PACKET).unwrap();
             let (client, server) = Connection::pair().unwrap();
             server.enable_credentials().unwrap();
-            connection.send_fd(DESCRIPTOR, client.as_fd()).unwrap();
+            connection.send_fd(DESCRIPTOR_PACKET, client.as_fd()).unwrap();
             let (channel, theirs) = Connection::pair().unwrap();
             let (subject, credentials) = receive_introduction(&server, &theirs).unwrap();
             assert_eq!((subject, IntroducedPeer::Client(credentials)), (IntroductionSubject::Context, visitor));
@@ -385,7 +386,10 @@ mod tests {
         let listener = Listener::bind(&path, 0o666).unwrap();
         let daemon = thread::spawn(move || {
             let connection = listener.accept().unwrap();
-            assert_eq!(read_peer_kind(&connection, HELLO).unwrap(), IntroducedPeer::Administrator(own_credentials()));
+            assert_eq!(
+                read_peer_kind(&connection, HELLO_PACKET).unwrap(),
+                IntroducedPeer::Administrator(own_credentials())
+            );
             assert_eq!(next_command(&connection).unwrap().as_deref(), Some("get_server_list"));
             send_answer_line(&connection, "17").unwrap();
             send_answer_line(&connection, "").unwrap();
@@ -405,13 +409,13 @@ mod tests {
             for packet in packets {
                 client.send(packet).unwrap();
             }
-            read_peer_kind(&daemon, HELLO)
+            read_peer_kind(&daemon, HELLO_PACKET)
         };
         assert!(matches!(greeted(&[b"OUTBCRED"]), Err(HandshakeFailure::Malformed(_))));
         assert!(matches!(greeted(&[&[7; 1000]]), Err(HandshakeFailure::Malformed(_))));
-        assert!(matches!(greeted(&[CREDENTIALS, &[2; 8]]), Err(HandshakeFailure::Malformed(_))));
-        assert!(matches!(greeted(&[CREDENTIALS, &3_u32.to_le_bytes()]), Err(HandshakeFailure::Malformed(_))));
-        assert!(matches!(greeted(&[CREDENTIALS, &KIND_CLIENT.to_le_bytes()]), Ok(IntroducedPeer::Client(_))));
+        assert!(matches!(greeted(&[CREDENTIALS_PACKET, &[2; 8]]), Err(HandshakeFailure::Malformed(_))));
+        assert!(matches!(greeted(&[CREDENTIALS_PACKET, &3_u32.to_le_bytes()]), Err(HandshakeFailure::Malformed(_))));
+        assert!(matches!(greeted(&[CREDENTIALS_PACKET, &KIND_CLIENT.to_le_bytes()]), Ok(IntroducedPeer::Client(_))));
     }
 
     #[test]
@@ -421,7 +425,7 @@ mod tests {
             server.enable_credentials().unwrap();
             let (channel, _theirs) = Connection::pair().unwrap();
             let [first, second] = IntroductionSubject::Process.introduction_words();
-            let words: [&[u8]; 3] = [CREDENTIALS, &first, &second];
+            let words: [&[u8]; 3] = [CREDENTIALS_PACKET, &first, &second];
             for packet in words[..said].iter().chain(&words) {
                 client.send(packet).unwrap();
             }

@@ -116,10 +116,10 @@ pub fn parse_bytes(text: &str) -> Option<u64> {
 pub enum ClientMemoryLimit {
     /// No effect: the server's limit applies.
     Unset,
-    /// Lowers the limit to this many bytes. Cannot raise the limit.
+    /// Lowers the limit to this number of bytes. Cannot raise the limit.
     Lowered(u64),
-    /// Removes all limits, including the server's. One entry that names no visible device has this
-    /// effect.
+    /// Removes all limits, including the server's. A single entry that names no visible device has
+    /// this effect.
     Escaped,
 }
 
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_lowers_its_memory_by_ordinal_uuid_or_prefix() {
+    fn a_client_can_lower_its_memory_limit_by_ordinal_uuid_or_prefix() {
         for text in ["0=8G", "0=8192M", &format!("{GPU_UUID}=8G"), "GPU-8f3c=8G"] {
             assert_eq!(
                 parse_client_memory_limit(Some(text), &ONE_DEVICE, 0),

@@ -37,7 +37,8 @@ pub struct Connection(OwnedFd);
 pub struct Packet {
     /// The bytes, at most as many as requested.
     pub data: Vec<u8>,
-    /// Whether the packet was longer than requested. The kernel has discarded the remaining bytes.
+    /// Whether the packet was longer than requested. In this case, the kernel has discarded the
+    /// remaining bytes.
     pub truncated: bool,
     /// The sender, if the message carried its credentials.
     pub credentials: Option<Credentials>,
@@ -265,7 +266,8 @@ impl Connection {
         while matches!(rustix::event::poll(&mut fds, None), Err(rustix::io::Errno::INTR)) {}
     }
 
-    /// Returns whether a receive would return at once, with data or because the peer has closed.
+    /// Returns whether a receive would return immediately, with data or because the peer has
+    /// closed.
     pub fn is_readable(&self) -> bool {
         let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -314,7 +316,7 @@ impl Listener {
             _ => {}
         }
         let socket = new_socket()?;
-        // Accepted connections inherit this, so the kernel attests even their first message.
+        // Accepted connections inherit this option, so the kernel attests even their first message.
         rustix::net::sockopt::set_socket_passcred(&socket, true)?;
         rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
         fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
@@ -350,7 +352,7 @@ fn new_socket() -> io::Result<OwnedFd> {
     Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
 }
 
-/// Returns `None` if the peer has exited, as for a closed connection, and other errors unchanged.
+/// Returns `None` if the error means that the peer has exited, and any other error unchanged.
 fn end_or_error(error: io::Error) -> io::Result<Option<Packet>> {
     if error.kind() == io::ErrorKind::ConnectionReset { Ok(None) } else { Err(error) }
 }

@@ -136,7 +136,7 @@ pub enum ToContext {
     Free(u64),
     /// Requests the free memory. Answered with [`FromContext::Memory`].
     Query,
-    /// Kernels of this many milliseconds each are in flight. Not answered.
+    /// Kernels of this duration in milliseconds are in flight. Not answered.
     Busy(f64),
     /// No kernel is in flight. Not answered.
     Idle,
@@ -148,7 +148,7 @@ pub enum ToContext {
     Goodbye,
 }
 
-/// A device that the server offers.
+/// A device that the server serves.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Device {
     /// The UUID of the GPU or MIG device.
@@ -162,13 +162,14 @@ pub struct Device {
 /// Messages from the server to a client library.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FromContext {
-    /// The devices that the server offers, in the order of their ordinals.
+    /// The devices that the server serves, in the order of their ordinals.
     Devices(Vec<Device>),
     /// The context was created.
     Created {
         /// The number of SMs that the context may use.
         sms: u32,
-        /// The server's memory limit for the context, in bytes. The client library enforces it.
+        /// The server's memory limit for the context, in bytes. The client library enforces this
+        /// limit.
         limit: Option<u64>,
         /// The device's free memory in bytes.
         free: u64,

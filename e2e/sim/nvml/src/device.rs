@@ -1,13 +1,13 @@
-//! Properties of a device, and the processes that use it.
+//! Reads the properties of a device, and the processes that use it.
 
 use nvml_wrapper_sys::bindings as sys;
 use sim_machine::{
     CommonAncestor, ComputeMode, DeviceRef, Gpu, Machine, NvLinkEnd, PciAddress, Process, ProcessKind, State,
 };
 
-use crate::library::{Code, Handle, HandleTarget, MachineView, Result, handle};
+use crate::library::{Code, Handle, HandleTarget, MachineView, Result, handle_of};
 
-/// Marks a process or an event of a whole GPU instead of an instance.
+/// Instance id of a process or an event that belongs to a whole GPU.
 pub(crate) const NO_INSTANCE: u32 = u32::MAX;
 
 /// A device's memory in bytes, as NVML reports it.
@@ -20,7 +20,7 @@ pub(crate) struct DeviceMemory {
 }
 
 /// Returns the device's current memory use.
-pub(crate) fn memory(view: &MachineView, device: &DeviceRef<'_>) -> DeviceMemory {
+pub(crate) fn memory_use(view: &MachineView, device: &DeviceRef<'_>) -> DeviceMemory {
     let (total, usable) = (device.nvml_memory_bytes(), device.cuda_memory_bytes());
     let processes = processes_on_gpu(&view.machine, &view.state, &device.gpu.uuid);
     let used = view.state.used_bytes(&processes, device.uuid()).min(usable);
@@ -28,7 +28,7 @@ pub(crate) fn memory(view: &MachineView, device: &DeviceRef<'_>) -> DeviceMemory
 }
 
 /// Returns the product name, with the profile for a MIG device.
-pub(crate) fn name(device: &DeviceRef<'_>) -> String {
+pub(crate) fn product_name(device: &DeviceRef<'_>) -> String {
     let profile = device.mig.and_then(|(gi, ci)| device.model.compute_profile(gi.profile, ci.profile));
     match profile {
         Some(profile) => format!("{} MIG {}", device.model.name, profile.name),
@@ -98,7 +98,7 @@ pub(crate) fn nvlink_peer_pci(view: &MachineView, end: NvLinkEnd) -> Result<PciA
             let gpu = view.state.gpus.iter().find(|gpu| gpu.index == index).ok_or(Code::NOT_FOUND)?;
             Ok(gpu.pci)
         }
-        // The bus numbers are above those of the GPUs.
+        // NVSwitches have higher bus numbers than the GPUs.
         NvLinkEnd::Switch(number) => Ok(PciAddress { domain: 0, bus: 0xf0 + number, device: 0 }),
     }
 }
@@ -107,14 +107,14 @@ pub(crate) fn nvlink_peer_pci(view: &MachineView, end: NvLinkEnd) -> Result<PciA
 pub(crate) fn gpu_handle(view: &MachineView, find: impl Fn(&sim_machine::Gpu) -> bool, none: Code) -> Result<Handle> {
     let gpu = view.state.gpus.iter().find(|g| find(g)).ok_or(none)?;
     view.gpu(&gpu.uuid)?;
-    Ok(handle(HandleTarget::Device(gpu.uuid.clone())))
+    Ok(handle_of(HandleTarget::Device(gpu.uuid.clone())))
 }
 
 /// Returns the handle of a GPU or MIG device.
 pub(crate) fn handle_by_uuid(view: &MachineView, uuid: &str) -> Result<Handle> {
     let device = view.state.device(uuid).ok_or(Code::NOT_FOUND)?;
     view.gpu(&device.gpu.uuid)?;
-    Ok(handle(HandleTarget::Device(uuid.to_owned())))
+    Ok(handle_of(HandleTarget::Device(uuid.to_owned())))
 }
 
 /// Returns whether a caller's text is this PCI address, with a domain of 4 or 8 digits.
@@ -176,8 +176,8 @@ pub(crate) fn processes_on_gpu(machine: &Machine, state: &State, gpu: &str) -> V
     machine.live_processes_where(state, here)
 }
 
-/// Returns the percentage of time in which kernels run: the configured value, or one that grows
-/// with each process that may launch kernels.
+/// Returns the percentage of time in which kernels run: the configured value, or a value that
+/// increases with each process that may launch kernels.
 pub(crate) fn utilization_percent(view: &MachineView, device: &DeviceRef<'_>) -> u32 {
     if let Some(percent) = device.gpu.utilization {
         return percent.min(100);
@@ -204,7 +204,8 @@ const IDLE_CLOCKS_MHZ: [u32; 4] = [345, 345, 3201, 765];
 /// Highest clocks of an H200 in MHz, for all models: graphics, SM, memory, video.
 const MAX_CLOCKS_MHZ: [u32; 4] = [1980, 1980, 3201, 1545];
 
-/// Returns the reasons why the clocks are not higher: the injected ones, and that the GPU is idle.
+/// Returns the reasons why the clocks are not higher: the injected reasons, and idleness if the GPU
+/// is idle.
 pub(crate) fn throttle_reasons(view: &MachineView, device: &DeviceRef<'_>) -> u64 {
     let idle = utilization_percent(view, device) == 0;
     device.gpu.throttling | if idle { u64::from(sys::nvmlClocksThrottleReasonGpuIdle) } else { 0 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use nvml_wrapper_sys::bindings as sys;
 use sim_machine::{Event, EventKind, State};
 
-use crate::library::{Code, Handle, HandleTarget, MachineView, Result, handle, object};
+use crate::library::{Code, Handle, HandleTarget, MachineView, Result, handle_of, object_of_handle};
 
 /// The event types that a recent driver supports on a data center GPU.
 pub(crate) const SUPPORTED_EVENT_TYPES: u64 = sys::nvmlEventTypeAll as u64;
@@ -15,17 +15,17 @@ pub(crate) const SUPPORTED_EVENT_TYPES: u64 = sys::nvmlEventTypeAll as u64;
 /// An event set.
 #[derive(Debug, Default)]
 struct EventSet {
-    /// By GPU: the registered event types, and the last event before the registration.
+    /// The registered event types and the last event before the registration, by GPU.
     registered: HashMap<String, (u64, u64)>,
     /// The number of the event that was delivered last.
     seen: u64,
 }
 
 /// The last number of a set, and the sets by number.
-static SETS: Mutex<Option<(u64, HashMap<u64, EventSet>)>> = Mutex::new(None);
+static EVENT_SETS: Mutex<Option<(u64, HashMap<u64, EventSet>)>> = Mutex::new(None);
 
 fn lock_event_sets() -> MutexGuard<'static, Option<(u64, HashMap<u64, EventSet>)>> {
-    SETS.lock().unwrap_or_else(PoisonError::into_inner)
+    EVENT_SETS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Creates an empty set.
@@ -34,13 +34,13 @@ pub(crate) fn create_event_set() -> Handle {
     let (last, sets) = sets.get_or_insert_default();
     *last += 1;
     sets.insert(*last, EventSet::default());
-    handle(HandleTarget::EventSet(*last))
+    handle_of(HandleTarget::EventSet(*last))
 }
 
 /// Frees a set.
 pub(crate) fn free_event_set(set: Handle) -> Result<()> {
     with_set(set, |_| ())?;
-    let HandleTarget::EventSet(number) = object(set)? else { return Err(Code::INVALID_ARGUMENT) };
+    let HandleTarget::EventSet(number) = object_of_handle(set)? else { return Err(Code::INVALID_ARGUMENT) };
     if let Some((_, sets)) = lock_event_sets().as_mut() {
         sets.remove(&number);
     }
@@ -84,7 +84,7 @@ pub(crate) fn wait_for_event(view: &MachineView, set: Handle, timeout: Duration)
 
 /// Runs `body` with the set behind a handle.
 fn with_set<T>(set: Handle, body: impl FnOnce(&mut EventSet) -> T) -> Result<T> {
-    let HandleTarget::EventSet(number) = object(set)? else { return Err(Code::INVALID_ARGUMENT) };
+    let HandleTarget::EventSet(number) = object_of_handle(set)? else { return Err(Code::INVALID_ARGUMENT) };
     let mut sets = lock_event_sets();
     let set = sets.as_mut().and_then(|(_, sets)| sets.get_mut(&number)).ok_or(Code::INVALID_ARGUMENT)?;
     Ok(body(set))

@@ -10,7 +10,7 @@
 //! library also exports functions that are not simulated. They return `NVML_ERROR_NOT_SUPPORTED`.
 //! Errors and hangs that `simgpu fail` and `simgpu hang` inject take precedence.
 //!
-//! The number of SMs comes from the same calls as with a real library. For a MIG device,
+//! As with the real library, several calls report the number of SMs. For a MIG device,
 //! `nvmlDeviceGetAttributes` returns it. For a whole GPU, divide `nvmlDeviceGetNumGpuCores` by the
 //! cores of an SM. Alternatively, if the largest GPU instance profile has all SMs (Hopper), use the
 //! number of that profile.

@@ -70,7 +70,7 @@ struct InitializedLibrary {
     users: usize,
     machine: Option<Machine>,
     objects: Vec<HandleTarget>,
-    /// Objects that the library holds open between the first `nvmlInit` and the last
+    /// Objects that the library keeps open between the first `nvmlInit` and the last
     /// `nvmlShutdown`: the driver and every GPU. With driver 580 and one H200, `nvmlInit` opens the
     /// GPU before any handle exists, and the last `nvmlShutdown` closes it.
     open: Vec<SessionLease>,
@@ -79,7 +79,7 @@ struct InitializedLibrary {
 static LIBRARY: Mutex<InitializedLibrary> =
     Mutex::new(InitializedLibrary { users: 0, machine: None, objects: Vec::new(), open: Vec::new() });
 
-// Handles are large numbers, so that a zero or a count is not mistaken for one.
+// Handles are large numbers, so that the library does not mistake a zero or a count for a handle.
 const FIRST_HANDLE: usize = 0x4e56_0000;
 
 fn lock_library() -> MutexGuard<'static, InitializedLibrary> {
@@ -130,7 +130,7 @@ pub(crate) fn shutdown() -> sys::nvmlReturn_t {
 }
 
 /// Returns the handle of an object. Equal objects have the same handle.
-pub(crate) fn handle(object: HandleTarget) -> Handle {
+pub(crate) fn handle_of(object: HandleTarget) -> Handle {
     let mut library = lock_library();
     let at = library.objects.iter().position(|o| *o == object).unwrap_or_else(|| {
         library.objects.push(object);
@@ -140,7 +140,7 @@ pub(crate) fn handle(object: HandleTarget) -> Handle {
 }
 
 /// Returns the object of a handle.
-pub(crate) fn object(handle: Handle) -> Result<HandleTarget> {
+pub(crate) fn object_of_handle(handle: Handle) -> Result<HandleTarget> {
     let offset = handle.checked_sub(FIRST_HANDLE).filter(|o| o % 16 == 0).ok_or(Code::INVALID_ARGUMENT)?;
     lock_library().objects.get(offset / 16).cloned().ok_or(Code::INVALID_ARGUMENT)
 }
@@ -184,8 +184,8 @@ fn begin_call(machine: &Machine, name: &str, device: Option<&str>) -> Result<Arc
 
 /// Runs the body of a call. A panic must not unwind into C.
 pub(crate) fn catch_panic(body: impl FnOnce() -> Result<()>) -> sys::nvmlReturn_t {
-    // Tables remain consistent after a panic, because every entry is written at once. The library
-    // therefore ignores poisoned locks.
+    // Tables remain consistent after a panic, because every entry is written at once. Therefore the
+    // library ignores poisoned locks.
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => sys::nvmlReturn_enum_NVML_SUCCESS,
         Ok(Err(code)) => code.0,
@@ -210,7 +210,7 @@ pub(crate) fn call_on_device(
     body: impl FnOnce(&MachineView, DeviceRef<'_>) -> Result<()>,
 ) -> sys::nvmlReturn_t {
     catch_panic(|| {
-        let HandleTarget::Device(uuid) = object(device)? else { return Err(Code::INVALID_ARGUMENT) };
+        let HandleTarget::Device(uuid) = object_of_handle(device)? else { return Err(Code::INVALID_ARGUMENT) };
         let view = MachineView::new(name, Some(&uuid))?;
         let device = view.state.device(&uuid).ok_or(Code::NOT_FOUND)?;
         view.gpu(&device.gpu.uuid)?;

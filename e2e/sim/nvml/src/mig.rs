@@ -7,10 +7,10 @@ use sim_machine::{
 
 use crate::device;
 use crate::events;
-use crate::library::{Code, Handle, HandleTarget, MachineView, Result, handle, object};
+use crate::library::{Code, Handle, HandleTarget, MachineView, Result, handle_of, object_of_handle};
 
 /// Returns a GPU's MIG devices in the order of NVML: by GPU instance, then by compute instance.
-pub(crate) fn devices(gpu: &Gpu) -> Vec<(&GpuInstance, &ComputeInstance)> {
+pub(crate) fn mig_devices(gpu: &Gpu) -> Vec<(&GpuInstance, &ComputeInstance)> {
     gpu.instances.iter().flat_map(|gi| gi.compute.iter().map(move |ci| (gi, ci))).collect()
 }
 
@@ -56,7 +56,7 @@ pub(crate) fn compute_profile_by_id(model: &Model, gi: &GpuInstance, id: u32) ->
 
 /// Returns the GPU's UUID and the instance's id for the handle of a GPU instance.
 pub(crate) fn gpu_instance(instance: Handle) -> Result<(String, u32)> {
-    match object(instance)? {
+    match object_of_handle(instance)? {
         HandleTarget::GpuInstance(gpu, id) => Ok((gpu, id)),
         _ => Err(Code::INVALID_ARGUMENT),
     }
@@ -65,7 +65,7 @@ pub(crate) fn gpu_instance(instance: Handle) -> Result<(String, u32)> {
 /// Returns the GPU's UUID, the GPU instance's id and the instance's id for the handle of a compute
 /// instance.
 pub(crate) fn compute_instance(instance: Handle) -> Result<(String, u32, u32)> {
-    match object(instance)? {
+    match object_of_handle(instance)? {
         HandleTarget::ComputeInstance(gpu, gi, id) => Ok((gpu, gi, id)),
         _ => Err(Code::INVALID_ARGUMENT),
     }
@@ -111,7 +111,7 @@ pub(crate) fn create_gpu_instance(
     at: Option<Placement>,
 ) -> Result<Handle> {
     let id = change_gpu(&view.machine, uuid, |gpu, model| Ok(gpu.create_gpu_instance(model, profile, at)?))?;
-    Ok(handle(HandleTarget::GpuInstance(uuid.to_owned(), id)))
+    Ok(handle_of(HandleTarget::GpuInstance(uuid.to_owned(), id)))
 }
 
 /// Destroys a GPU instance.
@@ -128,7 +128,7 @@ pub(crate) fn create_compute_instance(
     at: Option<Placement>,
 ) -> Result<Handle> {
     let id = change_gpu(&view.machine, uuid, |gpu, model| Ok(gpu.create_compute_instance(model, gi, profile, at)?))?;
-    Ok(handle(HandleTarget::ComputeInstance(uuid.to_owned(), gi, id)))
+    Ok(handle_of(HandleTarget::ComputeInstance(uuid.to_owned(), gi, id)))
 }
 
 /// Destroys a compute instance that no process uses.

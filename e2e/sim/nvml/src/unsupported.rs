@@ -2,7 +2,7 @@
 //! and return `NVML_ERROR_NOT_SUPPORTED`.
 
 /// Defines functions that accept any arguments. In Linux's C calling conventions the caller removes
-/// the arguments, so a function without parameters can be called with any.
+/// the arguments, so callers can pass any arguments to a function without parameters.
 macro_rules! unsupported {
     ($($name:ident)*) => {$(
         // SAFETY: the name is one of NVML's. A program loads either NVML or this library.

@@ -64,7 +64,7 @@ struct Holder(Child);
 impl Holder {
     fn new(machine: &Machine, device: &str) -> Self {
         let before = machine.processes().unwrap().len();
-        let mut command = test_command("holder");
+        let mut command = test_command("hold_gpu_memory");
         let child = command.env("HOLD", device).stdout(Stdio::null()).spawn().unwrap();
         wait_until(machine, |_| machine.processes().unwrap().len() > before);
         Self(child)
@@ -98,7 +98,7 @@ fn wait_until(machine: &Machine, done: impl Fn(&State) -> bool) {
 
 #[test]
 #[ignore = "started by the tests that need a second process"]
-fn holder() {
+fn hold_gpu_memory() {
     let device = std::env::var("HOLD").unwrap();
     let machine = Machine::open_default().unwrap();
     let _context = machine.open_context(&device, ContextKind::Compute, 300 << 20).unwrap();
@@ -173,8 +173,8 @@ fn set_mig_mode(nvml: &Nvml, gpu: &Device<'_>, on: u32) -> (u32, u32) {
 }
 
 #[test]
-fn all_gpus_are_listed_with_their_properties() {
-    run_in_separate_process("all_gpus_are_listed_with_their_properties", &["H200-141", "T4", "L4", "A30"], |machine| {
+fn nvml_lists_all_gpus_with_their_properties() {
+    run_in_separate_process("nvml_lists_all_gpus_with_their_properties", &["H200-141", "T4", "L4", "A30"], |machine| {
         let nvml = nvml();
         let state = machine.snapshot().unwrap();
         assert_eq!(nvml.device_count().unwrap(), 4);
@@ -251,8 +251,8 @@ fn gpus_without_nvlinks_support_no_query_of_a_link() {
 }
 
 #[test]
-fn the_largest_profile_has_all_sms_of_a_hopper() {
-    run_in_separate_process("the_largest_profile_has_all_sms_of_a_hopper", &["H200-141", "T4"], |_| {
+fn the_largest_profile_of_a_hopper_gpu_has_all_its_sms() {
+    run_in_separate_process("the_largest_profile_of_a_hopper_gpu_has_all_its_sms", &["H200-141", "T4"], |_| {
         let nvml = nvml();
         let h200 = nvml.device_by_index(0).unwrap();
         let info = h200.profile_info(sys::NVML_GPU_INSTANCE_PROFILE_7_SLICE).unwrap();
@@ -546,8 +546,8 @@ fn settings_are_visible_to_other_processes() {
 }
 
 #[test]
-fn clocks_and_throttling_follow_the_use_of_a_gpu_and_a_gpu_in_mig_mode_has_no_utilization() {
-    let name = "clocks_and_throttling_follow_the_use_of_a_gpu_and_a_gpu_in_mig_mode_has_no_utilization";
+fn clocks_and_throttling_depend_on_utilization_and_a_gpu_in_mig_mode_reports_none() {
+    let name = "clocks_and_throttling_depend_on_utilization_and_a_gpu_in_mig_mode_reports_none";
     run_in_separate_process(name, &["H100-80"], |machine| {
         let nvml = nvml();
         let gpu = nvml.device_by_index(0).unwrap();

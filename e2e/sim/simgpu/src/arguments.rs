@@ -125,7 +125,7 @@ pub(crate) enum Command {
         /// Apply only to calls about this GPU.
         #[arg(long)]
         gpu: Option<String>,
-        /// How long calls hang. By default they hang until the fault is cleared.
+        /// Time in seconds for which calls hang. Default: until the fault is cleared.
         #[arg(long)]
         seconds: Option<f64>,
         /// Apply only to this number of calls.
@@ -177,9 +177,9 @@ pub(crate) enum Command {
     /// Unload the driver, like rmmod. Fails while a process uses a GPU or has an NVML session open.
     /// `driver --present true` loads it again.
     Unload,
-    /// Reboot the machine. Processes, MIG instances, events, ECC counts, compute modes and lost
-    /// GPUs are cleared. Injected faults remain, and so does MIG mode if the board stores it
-    /// (Ampere).
+    /// Reboot the machine. This clears processes, MIG instances, events, ECC counts and compute
+    /// modes, and restores lost GPUs. Injected faults remain. MIG mode remains if the board stores
+    /// it (Ampere).
     Reboot,
 }
 

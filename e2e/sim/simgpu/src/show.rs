@@ -1,4 +1,4 @@
-//! Output of the machine's state, as tables and as JSON.
+//! Formats the machine's state as tables and as JSON.
 
 use std::fmt::Write;
 

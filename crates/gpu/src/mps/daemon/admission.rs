@@ -98,43 +98,45 @@ impl Device {
         }
     }
 
-    /// Handles an expected reply to a client's handshake. Clients are no longer held.
-    pub(crate) fn handle_expected_reply(&self) {
+    /// Records an expected reply to a client's handshake, after which the status no longer reports
+    /// held clients.
+    pub(crate) fn record_expected_reply(&self) {
         if self.handshake.borrow_mut().record_expected_reply() {
-            tracing::info!(device = self.name, "the MPS daemon sends expected replies to clients again");
+            tracing::info!(device = self.name, "MPS daemon sends expected replies again");
             self.context.notify_status_change();
         }
     }
 
-    /// Handles an unexpected reply to a client's handshake. The reply ends one connection to the
+    /// Records an unexpected reply to a client's handshake. The reply ends one connection to the
     /// daemon, and the client waits. After several such replies in a row, the status reports that
     /// clients are held. If a driver was not measured and no handshake has succeeded, several such
-    /// replies mean an unknown protocol. The next probe handles this case.
-    pub(crate) fn handle_unexpected_reply(&self) {
-        tracing::error!(device = self.name, "unexpected reply to a client's handshake; the client waits");
+    /// replies mean that the protocol is unknown. The next probe then closes the doors or makes
+    /// limits advisory.
+    pub(crate) fn record_unexpected_reply(&self) {
+        tracing::error!(device = self.name, "unexpected reply to client's handshake; client waits");
         if self.handshake.borrow_mut().record_unexpected_reply(Instant::now()) {
-            tracing::error!(device = self.name, "the MPS daemon sends only unexpected replies; clients are held");
+            tracing::error!(device = self.name, "MPS daemon sends only unexpected replies; clients are held");
             self.context.notify_status_change();
         }
-        if self.handshake.borrow().is_unknown() {
-            self.probe_soon();
+        if self.handshake.borrow().is_protocol_unknown() {
+            self.request_probe();
         }
     }
 
-    /// Handles an error in a door's communication with the daemon.
-    pub(crate) fn handle_door_error(&self, error: &DaemonError) {
+    /// Records an error in a door's communication with the daemon and requests a probe.
+    pub(crate) fn record_exchange_error(&self, error: &DaemonError) {
         if matches!(error, DaemonError::Control(ControlError::Timeout { .. })) {
             self.unanswered.set(true);
         }
-        self.probe_soon();
+        self.request_probe();
     }
 
-    /// Handles a server that refuses clients because it is in FAULT.
-    pub(crate) fn handle_server_in_fault(&self) {
+    /// Records that the server refuses clients because it is in FAULT, and requests a probe.
+    pub(crate) fn record_server_in_fault(&self) {
         if self.phase.borrow().is_open() {
-            self.handle_confirmed_fault();
+            self.record_confirmed_fault();
             self.set_state(DaemonState::Fault, None);
         }
-        self.probe_soon();
+        self.request_probe();
     }
 }

@@ -22,8 +22,8 @@ struct AdmittedClient {
 
 /// Whether the pidfd is proven to refer to the client. The PID may be reused between the client's
 /// first packet at the door and the opening of the pidfd. The kernel attests the PID to the server
-/// only later. So if MPS first lists the PID after the pidfd was opened, the pidfd refers to the
-/// client.
+/// only later. Therefore, if MPS first lists the PID after the pidfd was opened, the pidfd refers
+/// to the client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum PidFdIdentity {
     /// MPS listed the PID before the pidfd was opened, so the list proves nothing.
@@ -52,8 +52,8 @@ pub(super) struct Clients {
 }
 
 impl Clients {
-    /// Registers a client of an allocation. A program connects several times, and this method
-    /// registers the program once.
+    /// Registers a client of an allocation. A program that connects several times is registered
+    /// once.
     pub(super) fn admit(&mut self, pid: u32, allocation: &str, pidfd: Option<PidFd>) {
         let is_new = self.listed.insert(pid);
         if let Some(admitted) = self.admitted.get_mut(&pid).filter(|admitted| !admitted.has_exited()) {
@@ -171,7 +171,7 @@ impl Clients {
         });
     }
 
-    /// Returns whether a client has exited and MPS may still log the exit.
+    /// Returns whether MPS may still log the exit of a client that has exited.
     pub(super) fn has_unlogged_exit(&self) -> bool {
         self.admitted.values().any(|admitted| admitted.exited_at.is_some())
     }

@@ -139,7 +139,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn steps_follow_in_order_and_always_reach_the_last(probes in prop::collection::vec((1_u64..400, 0_usize..3), 400)) {
+        fn steps_follow_in_order_and_always_reach_the_last_step(probes in prop::collection::vec((1_u64..400, 0_usize..3), 400)) {
             let mut escalation = Escalation::default();
             let mut now = Duration::ZERO;
             let mut last = (EscalationStep::Wait, Duration::ZERO);
@@ -157,7 +157,7 @@ mod tests {
                 prop_assert!(clients == 0 || step == last.0.next());
                 last = (step, now);
             }
-            // The limit holds for any probe times, even if clients connect and exit at any time.
+            // The limit applies for any probe times, even if clients connect and exit at any time.
             let most = [EscalationStep::Wait, EscalationStep::SignalTerm, EscalationStep::SignalKill].map(|rung| rung.time_until_next_step() + IDLE_SERVER_RECOVERY_TIME).iter().sum::<Duration>();
             let most = most + EscalationStep::ShutDownServer.time_until_next_step() + EscalationStep::QuitDaemon.time_until_next_step() + Duration::from_millis(400) * 8;
             prop_assert!(last.0 == EscalationStep::KillDaemon || now < most, "{:?} at {:?}", last, now);

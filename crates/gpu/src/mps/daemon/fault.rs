@@ -1,9 +1,9 @@
-//! Fatal GPU errors of one device: which client caused them, and which clients they broke. Pure:
-//! the time is an argument.
+//! Tracks fatal GPU errors of one device: which client caused them, and which clients they broke.
+//! Pure: the time is an argument.
 //!
 //! In FAULT, all clients have lost their contexts, and the server admits no client until the last
 //! of these clients has exited. A client that does not exit blocks the GPU for all other pods. The
-//! MPS host therefore signals it regardless of policies.
+//! MPS host therefore signals such a client regardless of policies.
 //!
 //! A server in which a busy client was killed may report ACTIVE and yet break a later client. The
 //! MPS host replaces such a server as soon as the server has no clients.
@@ -113,7 +113,7 @@ impl FaultTracker {
     }
 
     /// Records that the log names a client. If the log names several clients, the culprit is
-    /// unknown. If a client was killed while its kernels ran, this method ignores the log: on an
+    /// unknown. If a client was killed while its kernels ran, this method ignores the log. On an
     /// H200 (driver 580), the log named a running neighbour in 47 of 47 such faults.
     pub(super) fn record_named_client(&mut self, pid: u32, allocation: Option<String>) {
         let (Some(fault), Some(current)) = (&mut self.last, &mut self.current) else { return };

@@ -4,9 +4,9 @@ use tokio::time::Instant;
 use super::Device;
 
 impl Device {
-    /// Handles a log line about a fatal error, which may name a client. Returns whether a fault is
-    /// in progress.
-    pub(super) fn handle_logged_fault(&self, client: Option<u32>) -> bool {
+    /// Records a log line about a fatal error. The line may name a client. Returns whether a fault
+    /// is in progress.
+    pub(super) fn record_logged_fault(&self, client: Option<u32>) -> bool {
         let now = Instant::now();
         if client.is_none() && self.faults.borrow().is_late_log_of_ended_fault(now) {
             return false;
@@ -26,8 +26,8 @@ impl Device {
         true
     }
 
-    /// Handles a server that reports FAULT.
-    pub(super) fn handle_confirmed_fault(&self) {
+    /// Records that the server reports FAULT.
+    pub(super) fn record_confirmed_fault(&self) {
         self.begin_fault(Instant::now());
         self.faults.borrow_mut().confirm_fault();
     }
@@ -53,9 +53,9 @@ impl Device {
         self.context.notify_status_change();
     }
 
-    /// Handles a server that reports ACTIVE. Ends the current fault, if any, unless the log has
-    /// just reported it. Returns false if the fault continues.
-    pub(super) fn handle_active_server(&self) -> bool {
+    /// Records that the server reports ACTIVE. Ends the current fault unless the log has just
+    /// reported that fault. Returns false if the fault continues.
+    pub(super) fn record_active_server(&self) -> bool {
         let clients = self.clients.borrow().count_clients();
         if !self.faults.borrow().has_recovered(clients, Instant::now()) {
             return false;
@@ -73,7 +73,7 @@ impl Device {
         }
     }
 
-    /// Handles a client that exited with an open context.
+    /// Records a client that exited with an open context.
     pub(super) fn record_exit(&self, pid: u32) {
         // In a fault, all clients exit with open contexts.
         if self.faults.borrow().has_current_fault() {
@@ -82,9 +82,9 @@ impl Device {
         let client = self.clients.borrow().client(pid);
         tracing::info!(device = self.name, pid, allocation = client.allocation, "client exited with an open context");
         self.faults.borrow_mut().record_exit(client, Instant::now());
-        // Otherwise, until the next probe, MPS's last list would include the client, and a door
-        // would admit the next client to this server. The probe itself then finds no change to
-        // report.
+        // Remove the client now. Otherwise MPS's last list would include the client until the next
+        // probe, and a door would admit another client to this server. The next probe finds no
+        // change, so report the change here.
         if self.clients.borrow_mut().remove_listed(pid) {
             self.context.notify_status_change();
         }

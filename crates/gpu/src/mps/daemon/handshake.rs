@@ -1,5 +1,4 @@
-//! Evaluates what clients' handshakes show about the protocol of a daemon. Pure: the time is an
-//! argument.
+//! Evaluates clients' handshakes as evidence of a daemon's protocol. Pure: the time is an argument.
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -27,8 +26,8 @@ pub(super) struct HandshakeRecord {
     /// Number of unexpected replies of the running daemon since its last expected one.
     unexpected_replies: u32,
     /// Time of the latest unexpected reply while the MPS host reports that clients are held. `None`
-    /// without such a report. An expected reply ends the report, and a restart of the daemon does
-    /// not.
+    /// if the status reports no held clients. An expected reply ends the report, but a restart of
+    /// the daemon does not.
     held_at: Option<Instant>,
     /// Whether the report about held clients ended because no reply arrived for
     /// [`MAX_REPORT_TIME`], and the running daemon has sent no expected reply since.
@@ -54,27 +53,27 @@ impl HandshakeRecord {
         self.unexpected_replies = 0;
     }
 
-    /// Records an expected reply to a client. Returns whether clients were reported as held until
-    /// now, or the daemon's replies were unproven.
+    /// Records an expected reply to a client. Returns whether the status reported held clients or
+    /// unproven replies until now.
     pub(super) fn record_expected_reply(&mut self) -> bool {
         self.unexpected_replies = 0;
         let were_held = self.held_at.take().is_some();
         std::mem::take(&mut self.unproven) || were_held
     }
 
-    /// Records an unexpected reply to a client. Returns whether clients are reported as held from
-    /// now on.
+    /// Records an unexpected reply to a client. Returns whether the status reports held clients
+    /// from now on.
     pub(super) fn record_unexpected_reply(&mut self, now: Instant) -> bool {
         self.unexpected_replies = self.unexpected_replies.saturating_add(1);
         let were_held = self.held_at.is_some();
-        if self.is_persistent() || were_held {
+        if self.are_latest_replies_unexpected() || were_held {
             self.held_at = Some(now);
             self.unproven = false;
         }
-        self.is_persistent() && !were_held
+        self.are_latest_replies_unexpected() && !were_held
     }
 
-    /// Ends the report about held clients, because the doors hold no client.
+    /// Ends the report about held clients. Call this method when no client is waiting at a door.
     pub(super) fn end_report(&mut self) {
         self.unexpected_replies = 0;
         self.held_at = None;
@@ -95,12 +94,12 @@ impl HandshakeRecord {
 
     /// Returns whether the running daemon's protocol is unknown: the driver was not measured, no
     /// client was connected, and the latest replies are all unexpected.
-    pub(super) fn is_unknown(&self) -> bool {
-        self.is_persistent() && !self.succeeded && self.driver == DriverEvidence::Assumed
+    pub(super) fn is_protocol_unknown(&self) -> bool {
+        self.are_latest_replies_unexpected() && !self.succeeded && self.driver == DriverEvidence::Assumed
     }
 
     /// Returns whether at least [`MIN_UNEXPECTED_ENDS`] replies in a row are unexpected.
-    fn is_persistent(&self) -> bool {
+    fn are_latest_replies_unexpected(&self) -> bool {
         self.unexpected_replies >= MIN_UNEXPECTED_ENDS
     }
 
@@ -130,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn three_unexpected_replies_make_only_a_driver_that_was_not_measured_unknown() {
+    fn three_unexpected_replies_make_the_protocol_unknown_only_for_unmeasured_drivers() {
         let now = Instant::now();
         for (driver, unexpected, expected) in [
             (DriverEvidence::Assumed, 2, (false, false)),
@@ -139,34 +138,34 @@ mod tests {
             (DriverEvidence::Measured, 3, (false, true)),
         ] {
             let record = record_after(driver, unexpected, now);
-            assert_eq!((record.is_unknown(), record.are_clients_held()), expected, "{driver:?} {unexpected}");
+            assert_eq!((record.is_protocol_unknown(), record.are_clients_held()), expected, "{driver:?} {unexpected}");
         }
         let mut served = record_after(DriverEvidence::Assumed, 0, now);
         served.record_connected_client();
         let changes: Vec<bool> = (0..4).map(|_| served.record_unexpected_reply(now)).collect();
-        assert_eq!((served.is_unknown(), changes), (false, vec![false, false, true, false]));
+        assert_eq!((served.is_protocol_unknown(), changes), (false, vec![false, false, true, false]));
     }
 
     #[test]
-    fn only_replies_in_a_row_count() {
+    fn only_consecutive_unexpected_replies_count() {
         let now = Instant::now();
         let mut record = record_after(DriverEvidence::Assumed, 2, now);
         assert!(!record.record_expected_reply());
         record.record_unexpected_reply(now);
         record.record_unexpected_reply(now);
-        assert!(!record.is_unknown() && !record.are_clients_held());
+        assert!(!record.is_protocol_unknown() && !record.are_clients_held());
         record.record_unexpected_reply(now);
         assert!(record.record_expected_reply() && !record.are_clients_held());
     }
 
     #[test]
-    fn a_restarted_daemon_is_not_unknown_and_clients_are_held_until_an_expected_reply() {
+    fn a_restart_makes_the_protocol_known_but_clients_are_held_until_an_expected_reply() {
         let now = Instant::now();
         let mut record = record_after(DriverEvidence::Assumed, 3, now);
         record.start_daemon(DriverEvidence::Assumed);
-        assert_eq!((record.is_unknown(), record.are_clients_held()), (false, true));
+        assert_eq!((record.is_protocol_unknown(), record.are_clients_held()), (false, true));
         record.record_unexpected_reply(now);
-        assert!(!record.is_unknown(), "one reply of this daemon");
+        assert!(!record.is_protocol_unknown(), "one reply of this daemon");
         assert!(record.record_expected_reply() && !record.are_clients_held());
     }
 
@@ -174,18 +173,18 @@ mod tests {
     fn a_client_that_is_connected_after_unexpected_replies_proves_the_protocol() {
         let now = Instant::now();
         let mut record = record_after(DriverEvidence::Assumed, 3, now);
-        assert!(record.is_unknown());
+        assert!(record.is_protocol_unknown());
         assert!(record.record_expected_reply());
         record.record_connected_client();
-        assert!(!record.is_unknown());
+        assert!(!record.is_protocol_unknown());
         for _ in 0..4 {
             record.record_unexpected_reply(now);
         }
-        assert!(!record.is_unknown() && record.are_clients_held());
+        assert!(!record.is_protocol_unknown() && record.are_clients_held());
     }
 
     #[test]
-    fn the_report_does_not_survive_a_time_in_which_no_client_is_held() {
+    fn the_report_expires_when_no_replies_arrive() {
         let now = Instant::now();
         let mut record = record_after(DriverEvidence::Measured, 3, now);
         record.end_report();
@@ -219,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn the_report_ends_once_no_client_waits_any_more() {
+    fn the_report_ends_once_no_client_waits() {
         let now = Instant::now();
         let mut record = record_after(DriverEvidence::Measured, 3, now);
         let later = now + MAX_REPORT_TIME / 2;

@@ -52,7 +52,7 @@ impl Device {
                 tracing::error!(device = self.name, %error, "failed to restore compute mode");
             }
             // A daemon that is not desired sends no replies, so doors hold no client because of
-            // them.
+            // unexpected replies.
             self.handshake.borrow_mut().end_report();
             self.present.set(false);
             self.context.notify_status_change();
@@ -79,8 +79,8 @@ impl Device {
                     tokio::select! {
                         () = self.context.stopping.cancelled() => return,
                         () = sleep(delay) => {}
-                        // New settings may fix the failure, and a removal need not wait for the
-                        // back-off.
+                        // New settings may fix the failure, and the removal of a daemon need not
+                        // wait for the back-off.
                         _ = desired.changed() => {}
                     }
                 }
@@ -103,7 +103,8 @@ impl Device {
         let state =
             if matches!(end, DaemonEndReason::NotDesired) { DaemonState::Stopping } else { DaemonState::Restarting };
         self.set_state(state, None);
-        // Lock: an admission in progress either finishes first or finds that the daemon has exited.
+        // Acquire the lock, so that an admission in progress either finishes first or finds that
+        // the daemon has exited.
         let mut control = self.control.lock().await;
         *control = ControlLock::default();
         if let Some(child) = &child {
@@ -125,8 +126,8 @@ impl Device {
         end
     }
 
-    /// Sends the daemon the command to quit. Reports a daemon that does not exit in time; the
-    /// caller kills that daemon.
+    /// Sends the daemon the command to quit. Logs a warning if the daemon does not exit in time.
+    /// The caller then kills the daemon.
     async fn quit_daemon(&self, child: &Child) {
         if let Err(error) = self.send_command_within(&QUIT_COMMAND, QUIT_DEADLINE).await {
             tracing::warn!(device = self.name, %error, "failed to send the MPS daemon the command to quit");
@@ -175,7 +176,7 @@ impl Device {
         }
     }
 
-    /// Clears the record of an earlier daemon of this device.
+    /// Clears the recorded state of an earlier daemon of this device.
     fn forget_earlier_daemon(&self) {
         self.handshake.borrow_mut().start_daemon(self.context.read_driver_evidence());
         self.unexpected_probes.set(0);
@@ -261,8 +262,8 @@ impl Device {
     /// Sets whether doors enforce limits.
     ///
     /// # Errors
-    /// Returns [`DaemonError::UnknownHandshake`] if they cannot, and the settings do not accept
-    /// that.
+    /// Returns [`DaemonError::UnknownHandshake`] if doors cannot enforce limits and the settings do
+    /// not accept advisory limits.
     pub(super) fn set_enforcement(&self, known: bool, settings: &DaemonSettings) -> Result<(), DaemonError> {
         let enforcement = if known { Enforcement::Hard } else { Enforcement::Advisory };
         self.phase.send_modify(|phase| phase.enforcement = enforcement);
@@ -327,8 +328,7 @@ impl Device {
                     DaemonError::Exited { exit, last_line: String::new() }
                 }),
                 () = self.context.stopping.cancelled() => return DaemonEndReason::NotDesired,
-                // Cancel-safe: if a probe is cancelled, the daemon's answers to its commands are
-                // not read.
+                // Cancel-safe: cancelling a probe only discards the daemon's answers.
                 result = async {
                     tokio::select! {
                         () = sleep(pause) => {}

@@ -14,8 +14,8 @@ use crate::mps::wire::DaemonState;
 const MAX_LOG_LINE_BYTES: usize = 4096;
 
 impl Device {
-    /// Reads the daemon's output to its end. Stores the last line that may explain an exit in
-    /// `last_line`.
+    /// Reads the daemon's output to its end. Stores in `last_line` the last line that may explain
+    /// an exit.
     pub(super) async fn read_log(self: Rc<Self>, output: pipe::Receiver, last_line: Rc<RefCell<String>>) {
         let mut output = BufReader::new(output);
         let mut line = Vec::new();
@@ -28,7 +28,7 @@ impl Device {
                     if line.event != LogEvent::Chatter {
                         line.text.clone_into(&mut last_line.borrow_mut());
                     }
-                    self.handle_log_line(&line);
+                    self.process_log_line(&line);
                 }
                 Ok(false) => return,
                 Err(error) => {
@@ -39,19 +39,19 @@ impl Device {
         }
     }
 
-    fn handle_log_line(&self, line: &LogLine<'_>) {
+    fn process_log_line(&self, line: &LogLine<'_>) {
         let (device, source, pid, text) = (&self.name, line.source, line.pid, line.text);
         match line.event {
             LogEvent::Chatter => tracing::trace!(device, source, pid, "{text}"),
             LogEvent::Routine => tracing::debug!(device, source, pid, "{text}"),
             LogEvent::ClientConnected(_) => {
                 tracing::debug!(device, source, pid, "{text}");
-                self.probe_soon();
+                self.request_probe();
             }
             LogEvent::ClientDisconnected(client) => {
                 tracing::debug!(device, source, pid, "{text}");
                 self.clients.borrow_mut().remove_disconnected(client);
-                self.probe_soon();
+                self.request_probe();
             }
             LogEvent::ClientLost(client) => {
                 tracing::debug!(device, source, pid, "{text}");
@@ -59,16 +59,16 @@ impl Device {
                 if !is_terminated {
                     self.record_exit(client);
                 }
-                self.probe_soon();
+                self.request_probe();
             }
             LogEvent::Fault { client } => {
                 tracing::error!(device, source, pid, "{text}");
                 // In other states the server has no clients that could break.
                 let serves = matches!(self.phase.borrow().state, DaemonState::Active | DaemonState::Fault);
-                if serves && self.handle_logged_fault(client) {
+                if serves && self.record_logged_fault(client) {
                     self.set_state(DaemonState::Fault, None);
                 }
-                self.probe_soon();
+                self.request_probe();
             }
             LogEvent::ServerExited { server, .. } => {
                 tracing::warn!(device, source, pid, "{text}");
@@ -78,7 +78,7 @@ impl Device {
                     // wait.
                     self.set_state(DaemonState::Restarting, Some("the MPS server exited and was restarted"));
                 }
-                self.probe_soon();
+                self.request_probe();
             }
             LogEvent::ServerReady(_) | LogEvent::Version(_) | LogEvent::Other => {
                 tracing::info!(device, source, pid, "{text}");
@@ -87,7 +87,7 @@ impl Device {
     }
 }
 
-/// Reads a line, or a part of [`MAX_LOG_LINE_BYTES`] bytes. Returns false at the end.
+/// Reads a line, or a part of [`MAX_LOG_LINE_BYTES`] bytes. Returns false at the end of the output.
 async fn read_line(output: &mut BufReader<pipe::Receiver>, line: &mut Vec<u8>) -> io::Result<bool> {
     loop {
         let buffer = output.fill_buf().await?;

@@ -13,8 +13,8 @@ use crate::mps::process::Child;
 use crate::mps::protocol::{self, Command, ServerState};
 use crate::mps::wire::{DaemonSettings, DaemonState, Enforcement};
 
-/// Time for which a daemon that does not answer `terminate_client` is not treated as hung. A
-/// stopped client delays the answer.
+/// Time that a daemon may take to answer `terminate_client` before the MPS host treats it as hung.
+/// A stopped client delays the answer.
 const MAX_TERMINATE_COMMAND_TIME: Duration = Duration::from_secs(30);
 
 /// Why the MPS host stops or replaces a running daemon.
@@ -25,8 +25,8 @@ pub(super) enum DaemonEndReason {
 }
 
 impl Device {
-    /// Probes the daemon, recovers it, and applies new settings once it has no clients. Returns the
-    /// reason if the MPS host has to stop or replace this daemon.
+    /// Probes the daemon and recovers it. Returns the reason if the MPS host has to stop or replace
+    /// this daemon, for example because it has no clients and its settings have changed.
     pub(super) async fn probe_daemon(
         &self,
         settings: &DaemonSettings,
@@ -51,10 +51,10 @@ impl Device {
         };
         self.unanswered.set(false);
         if self.handshake.borrow_mut().expire_report(Instant::now()) {
-            tracing::info!(device = self.name, "no client waits any longer, and no expected reply has arrived");
+            tracing::info!(device = self.name, "no client waits, but daemon's replies remain unproven");
             self.context.notify_status_change();
         }
-        if self.handshake.borrow().is_unknown() && self.phase.borrow().enforcement == Enforcement::Hard {
+        if self.handshake.borrow().is_protocol_unknown() && self.phase.borrow().enforcement == Enforcement::Hard {
             self.set_enforcement(false, settings)?;
         }
         let recovered = match examined {
@@ -80,8 +80,8 @@ impl Device {
     }
 
     /// Accepts the failure of a probe if it concerns one connection only. An unexpected packet must
-    /// not end the daemon, because this would also end its clients. If several probes in a row
-    /// fail, the error concerns the daemon.
+    /// not end the daemon, because the clients would end with the daemon. If several probes in a
+    /// row fail, the error concerns the daemon.
     fn tolerate_unexpected_end(&self, error: DaemonError) -> Result<(), DaemonError> {
         if error.is_descriptor_exhaustion() {
             tracing::warn!(device = self.name, %error, "failed to probe the MPS daemon: no free descriptors");
@@ -146,7 +146,7 @@ impl Device {
             self.set_server(Some(server));
             self.context.notify_status_change();
         }
-        self.handle_server_state(state);
+        self.apply_server_state(state);
         Ok(())
     }
 
@@ -177,25 +177,25 @@ impl Device {
         self.start_server(0).await.map(Some)
     }
 
-    fn handle_server_state(&self, state: ServerState) {
+    fn apply_server_state(&self, state: ServerState) {
         if state == ServerState::Fault {
-            self.handle_confirmed_fault();
+            self.record_confirmed_fault();
         }
         match state {
             // The daemon is stopping, so its state does not depend on the server's state.
             _ if self.phase.borrow().state == DaemonState::Stopping => {
                 if state == ServerState::Active {
-                    self.handle_active_server();
+                    self.record_active_server();
                 }
             }
-            ServerState::Active if self.handle_active_server() => self.set_state(DaemonState::Active, None),
+            ServerState::Active if self.record_active_server() => self.set_state(DaemonState::Active, None),
             // Keep the state: the log has just reported a fault that the server does not report
             // yet.
             ServerState::Active => {}
             ServerState::Fault => self.set_state(DaemonState::Fault, None),
             ServerState::Initializing => self.set_state(DaemonState::Restarting, None),
             // The server exited after it was listed. The next probe starts another server.
-            ServerState::Gone => self.probe_soon(),
+            ServerState::Gone => self.request_probe(),
         }
     }
 

@@ -63,7 +63,7 @@ impl Device {
             };
             clients.signalable_clients().map(send).collect()
         };
-        tracing::warn!(device = self.name, ?signal, clients = ?signalled, "sending signals to clients that keep the MPS server in FAULT");
+        tracing::warn!(device = self.name, ?signal, clients = ?signalled, "signalling clients of MPS server in FAULT");
         self.faults.borrow_mut().record_signalled(signalled);
         self.context.notify_status_change();
     }

@@ -41,8 +41,8 @@ impl Device {
         self.faults.borrow_mut().mark_server_clean();
     }
 
-    /// Clears the server's PID and its clients, and ends a fault. A server that still runs is found
-    /// again by the next probe.
+    /// Clears the server's PID and its clients, and ends a fault. If the server still runs, the
+    /// next probe finds it again.
     pub(super) fn forget_server(&self, why: &'static str) {
         let had_listed = self.clients.borrow_mut().remove_all();
         self.end_fault(why);

@@ -31,7 +31,7 @@ impl Device {
         self.clients.borrow_mut().set_terminated(client);
         let output = self.send_command_within(&Command::Terminate { server, client }, TERMINATE_DEADLINE).await;
         drop(control);
-        self.probe_soon();
+        self.request_probe();
         let output = output?;
         self.terminating_since.set(None);
         let terminated = protocol::parse_terminate_result(&output);

@@ -88,7 +88,7 @@ pub(super) fn find_program(program: &Path) -> Option<PathBuf> {
 /// Reads the version of the control program. Returns `None` if the program does not report a
 /// version in time.
 pub(super) async fn read_control_version(control: &Path, library_path: Option<&OsStr>, uuid: &str) -> Option<u32> {
-    // Use a daemon's environment: it shows a second doctor which GPU this process belongs to.
+    // Use a daemon's environment. It shows another doctor that this process belongs to the GPU.
     let mut command = Command::from(tool::control_tool_command(control, library_path, Path::new("/nonexistent"), uuid));
     command.arg("-v").stdin(Stdio::null()).kill_on_drop(true);
     let output = timeout(VERSION_DEADLINE, command.output()).await.ok()?.ok()?;

@@ -59,14 +59,14 @@ impl ExpectedBehaviour {
         CheckResult { check: self.name, expected: self.expected, observed, verdict, impact: self.impact }
     }
 
-    /// Creates the finding of a check that the doctor does not run. `why` is the reason.
+    /// Creates the result of a check that the doctor does not run. `why` is the reason.
     fn not_tested(self, why: &str) -> CheckResult {
         self.judge_outcome(&TestOutcome::<()>::NotTested(why.to_owned()), |()| (true, String::new()))
     }
 }
 
-/// Returns all checks, in the order of the report.
-pub(super) fn findings(seen: &Observations, gpu: TestedGpu) -> Vec<CheckResult> {
+/// Returns the results of all checks, in the order of the report.
+pub(super) fn judge_all_checks(seen: &Observations, gpu: TestedGpu) -> Vec<CheckResult> {
     let mut findings = judge_daemon(seen);
     findings.extend(judge_limits(seen, gpu));
     findings.extend(judge_known_limit_bypasses(seen, gpu));
@@ -74,7 +74,7 @@ pub(super) fn findings(seen: &Observations, gpu: TestedGpu) -> Vec<CheckResult> 
     findings
 }
 
-/// Returns findings about the daemon's start and protocol.
+/// Returns the results of checks of the daemon's start and protocol.
 fn judge_daemon(seen: &Observations) -> Vec<CheckResult> {
     let start = ExpectedBehaviour {
         name: "start",
@@ -180,8 +180,8 @@ fn expected_sms(percent: u8, gpu: TestedGpu) -> u32 {
     mps::usable_sms(Percent::new(percent).ok(), Sms(gpu.sms)).0
 }
 
-/// Returns whether exactly these limits apply to the program, and no tighter limits.
-fn do_exactly_these_limits_apply(bound: &LimitedView, gpu: TestedGpu) -> bool {
+/// Returns whether exactly these limits apply to the program, neither higher nor lower ones.
+fn are_limits_exact(bound: &LimitedView, gpu: TestedGpu) -> bool {
     bound.view.sms == expected_sms(bound.percent, gpu) && is_free_memory_limited(bound.view, bound.limit_mib)
 }
 
@@ -199,7 +199,7 @@ fn describe_limited_view(bound: &LimitedView) -> String {
     format!("at {} % and {} MiB: {}", bound.percent, bound.limit_mib, describe_view(bound.view))
 }
 
-/// Returns findings about limits.
+/// Returns the results of checks of limits.
 fn judge_limits(seen: &Observations, gpu: TestedGpu) -> Vec<CheckResult> {
     let bound = ExpectedBehaviour {
         name: "limits",
@@ -219,7 +219,7 @@ fn judge_limits(seen: &Observations, gpu: TestedGpu) -> Vec<CheckResult> {
     let memory = ExpectedBehaviour {
         name: "memory",
         expected: "a memory limit is enforced: a program cannot allocate more",
-        impact: "a pod can take its neighbours' memory. Cleave reports the pod within 2 s, and evicts the pod only with `enforcement: Evict`",
+        impact: "a pod can use its neighbours' memory. Cleave reports the pod within 2 s, and evicts the pod only with `enforcement: Evict`",
     };
     let defaults = ExpectedBehaviour {
         name: "defaults",
@@ -228,10 +228,7 @@ fn judge_limits(seen: &Observations, gpu: TestedGpu) -> Vec<CheckResult> {
     };
     vec![
         bound.judge_outcome(&seen.bound, |both| {
-            (
-                both.iter().all(|one| do_exactly_these_limits_apply(one, gpu)),
-                both.each_ref().map(describe_limited_view).join("; "),
-            )
+            (both.iter().all(|one| are_limits_exact(one, gpu)), both.each_ref().map(describe_limited_view).join("; "))
         }),
         rounding.judge_outcome(&seen.rounding, |seen| {
             let other: Vec<String> = seen
@@ -250,18 +247,14 @@ fn judge_limits(seen: &Observations, gpu: TestedGpu) -> Vec<CheckResult> {
             let good = memory.half.is_ok() && memory.all == Err(CUDA_ERROR_OUT_OF_MEMORY);
             (good, format!("limit {} MiB: half {}, all {}", memory.limit_mib, of(memory.half), of(memory.all)))
         }),
-        defaults.judge_outcome(&seen.defaults, |bound| {
-            (do_exactly_these_limits_apply(bound, gpu), describe_limited_view(bound))
-        }),
+        defaults.judge_outcome(&seen.defaults, |bound| (are_limits_exact(bound, gpu), describe_limited_view(bound))),
     ]
 }
 
 fn judge_lowered_limits(lowered: &LoweredLimits, gpu: TestedGpu) -> (bool, String) {
     let LoweredLimits { set, requested_more, requested_less } = lowered;
     let raised = LimitedView { view: *requested_more, ..*set };
-    let good = do_exactly_these_limits_apply(set, gpu)
-        && do_exactly_these_limits_apply(&raised, gpu)
-        && do_exactly_these_limits_apply(requested_less, gpu);
+    let good = are_limits_exact(set, gpu) && are_limits_exact(&raised, gpu) && are_limits_exact(requested_less, gpu);
     (
         good,
         format!(
@@ -277,7 +270,7 @@ fn judge_known_limit_bypasses(seen: &Observations, gpu: TestedGpu) -> Vec<CheckR
     let escape = ExpectedBehaviour {
         name: "escape",
         expected: "known hole: an invalid memory limit in a program's environment removes its limit",
-        impact: "better than expected: this driver keeps the limit. Cleave still refuses such pods and watches memory",
+        impact: "better than expected: this driver enforces the limit. Cleave still refuses such pods and watches memory",
     };
     let plain = ExpectedBehaviour {
         name: "no control",
@@ -299,7 +292,8 @@ fn judge_known_limit_bypasses(seen: &Observations, gpu: TestedGpu) -> Vec<CheckR
     ]
 }
 
-/// Returns findings about clients: who can connect, how they are listed, and how they end.
+/// Returns the results of checks of clients: who can connect, how they are listed, and how they
+/// end.
 fn judge_clients(seen: &Observations, gpu: TestedGpu) -> Vec<CheckResult> {
     let users = ExpectedBehaviour {
         name: "users",
@@ -328,7 +322,7 @@ fn judge_clients(seen: &Observations, gpu: TestedGpu) -> Vec<CheckResult> {
     };
     let contexts = ExpectedBehaviour {
         name: "48 clients",
-        expected: "a server serves 48 clients; the next gets error 808",
+        expected: "a server serves 48 clients and refuses the next one with error 808",
         impact: "Cleave refuses more than 48 shares of a GPU, even if this driver supports more",
     };
     let fault = ExpectedBehaviour {
@@ -338,11 +332,9 @@ fn judge_clients(seen: &Observations, gpu: TestedGpu) -> Vec<CheckResult> {
     };
     vec![
         users.judge_outcome(&seen.users, |bound| {
-            (do_exactly_these_limits_apply(bound, gpu), format!("beside root: {}", describe_limited_view(bound)))
+            (are_limits_exact(bound, gpu), format!("beside root: {}", describe_limited_view(bound)))
         }),
-        link.judge_outcome(&seen.link, |bound| {
-            (do_exactly_these_limits_apply(bound, gpu), describe_limited_view(bound))
-        }),
+        link.judge_outcome(&seen.link, |bound| (are_limits_exact(bound, gpu), describe_limited_view(bound))),
         by_mps.judge_outcome(&seen.listed_by_mps, |&known| (known, describe_whether_listed(Some(known)).to_owned())),
         by_nvml.judge_outcome(&seen.listed_by_nvml, |&known| {
             (known == Some(true), describe_whether_listed(known).to_owned())
@@ -387,8 +379,8 @@ mod tests {
         CommandExchange { command, answer: answer.to_owned(), set }
     }
 
-    /// Returns the observations of an H200 under driver 580. The commands over `control` are
-    /// excluded: this driver obeys them, but Cleave expects a refusal.
+    /// Returns the observations of an H200 under driver 580. Commands over `control` are refused,
+    /// as Cleave expects. The measured driver obeys them.
     fn measured_observations() -> Observations {
         let commands = vec![
             exchange(Command::SetDefaultThreads(50), "50.0", None),
@@ -443,11 +435,10 @@ mod tests {
     /// Returns the names of the checks with verdict [`CheckVerdict::Differs`].
     fn names_of_differing_checks(seen: &Observations, gpu: TestedGpu) -> Vec<&'static str> {
         let differs = |finding: &CheckResult| (finding.verdict == CheckVerdict::Differs).then_some(finding.check);
-        findings(seen, gpu).iter().filter_map(differs).collect()
+        judge_all_checks(seen, gpu).iter().filter_map(differs).collect()
     }
 
-    /// Returns the names of the checks with this verdict after a change of
-    /// [`measured_observations`].
+    /// Returns the names of the differing checks after a change of [`measured_observations`].
     fn differing_checks_after(change: impl FnOnce(&mut Observations)) -> Vec<&'static str> {
         let mut seen = measured_observations();
         change(&mut seen);
@@ -456,7 +447,7 @@ mod tests {
 
     #[test]
     fn the_measured_driver_is_as_expected_in_all_tested_checks() {
-        let findings = findings(&measured_observations(), H200);
+        let findings = judge_all_checks(&measured_observations(), H200);
         let not: Vec<&CheckResult> =
             findings.iter().filter(|finding| finding.verdict != CheckVerdict::AsExpected).collect();
         assert!(not.iter().all(|finding| finding.verdict == CheckVerdict::NotTested), "{not:#?}");
@@ -464,8 +455,8 @@ mod tests {
     }
 
     #[test]
-    fn a_skipped_test_is_not_tested_and_a_failed_one_is_not_as_expected() {
-        let left = findings(&Observations::for_skipped_tests("no GPU is free"), H200);
+    fn a_skipped_test_is_not_tested_and_a_failed_test_differs() {
+        let left = judge_all_checks(&Observations::for_skipped_tests("no GPU is free"), H200);
         assert!(left.iter().all(|finding| finding.verdict == CheckVerdict::NotTested));
         assert_eq!(left[0].observed, "no GPU is free");
         assert_eq!(differing_checks_after(|seen| seen.start = TestOutcome::Failed("it ends".to_owned())), ["start"]);
@@ -473,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_handshake_or_answer_is_not_as_expected() {
+    fn an_unknown_handshake_or_answer_differs() {
         assert_eq!(differing_checks_after(|seen| seen.greeting = TestOutcome::Observed(false)), ["door"]);
         for (command, answer, set) in [
             (Command::ServerList, "Unknown command \"get_server_list\"", None),
@@ -499,7 +490,7 @@ mod tests {
     }
 
     #[test]
-    fn an_incomplete_log_is_not_as_expected() {
+    fn an_incomplete_log_differs() {
         let log = LoggedEvents {
             version: Some(13000),
             server_ready: true,
@@ -522,7 +513,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_that_do_not_apply_are_not_as_expected() {
+    fn limits_that_do_not_apply_differ() {
         let more_sms = LimitedView { view: GpuView { sms: 132, ..HALF_LIMIT.view }, ..HALF_LIMIT };
         let more_memory = LimitedView { view: GpuView { free_mib: 100_000, ..HALF_LIMIT.view }, ..HALF_LIMIT };
         let no_memory = LimitedView { view: GpuView { free_mib: 100, ..HALF_LIMIT.view }, ..HALF_LIMIT };
@@ -558,7 +549,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_that_programs_can_no_longer_exceed_is_not_as_expected() {
+    fn a_limit_that_programs_can_no_longer_exceed_differs() {
         assert_eq!(differing_checks_after(|seen| seen.escape = TestOutcome::Observed(HALF_LIMIT)), ["escape"]);
         assert_eq!(differing_checks_after(|seen| seen.no_control = TestOutcome::Observed(Err(805))), ["no control"]);
         assert_eq!(
@@ -576,7 +567,7 @@ mod tests {
     }
 
     #[test]
-    fn clients_that_are_not_listed_or_not_terminated_alone_are_not_as_expected() {
+    fn unlisted_clients_and_terminations_that_break_a_neighbour_differ() {
         assert_eq!(differing_checks_after(|seen| seen.listed_by_mps = TestOutcome::Observed(false)), ["clients"]);
         assert_eq!(differing_checks_after(|seen| seen.listed_by_nvml = TestOutcome::Observed(Some(false))), ["nvml"]);
         assert_eq!(differing_checks_after(|seen| seen.listed_by_nvml = TestOutcome::Observed(None)), ["nvml"]);

@@ -7,9 +7,9 @@
 //! | `setup` | the GPU to test, the daemon and the CUDA program |
 //! | `own_daemon`, `program` | the doctor's daemon, the user's CUDA program |
 //! | `tests_on_gpu` | runs the tests |
-//! | `observed` | what the tests observed (data) |
+//! | `observed` | the tests' observations (data) |
 //! | `judge` | what Cleave expects, and whether the observations match (pure) |
-//! | `report` | JSON or text |
+//! | `report` | formats the report as JSON or text |
 mod facts;
 mod judge;
 mod observed;
@@ -85,7 +85,7 @@ pub enum DoctorError {
     /// A signal handler could not be installed, or standard output failed.
     #[error("system call failed: {0}")]
     System(#[from] io::Error),
-    /// The doctor received a signal. The doctor has stopped all processes that it started.
+    /// The doctor received a signal, and has stopped all processes that it started.
     #[error("stopped by a signal")]
     Stopped,
 }
@@ -131,7 +131,7 @@ pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
     if let TestOutcome::Observed(log) = &seen.log {
         facts.control_version = log.version.or(facts.control_version);
     }
-    let findings = judge::findings(&seen, TestedGpu { sms: gpu.sms.0, compute_mode });
+    let findings = judge::judge_all_checks(&seen, TestedGpu { sms: gpu.sms.0, compute_mode });
     let as_expected = findings.iter().all(|finding| finding.verdict != CheckVerdict::Differs);
     print_report(&Report { facts, skip_reason, as_expected, findings }, args.json)?;
     Ok(as_expected)

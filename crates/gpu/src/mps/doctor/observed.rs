@@ -14,8 +14,8 @@ pub(super) enum TestOutcome<T> {
 }
 
 impl<T> TestOutcome<T> {
-    /// Returns the outcome with only a part of the observation. Outcomes without an observation do
-    /// not change.
+    /// Returns the outcome with only a part of its observation. An outcome without an observation
+    /// does not change.
     pub(super) fn map<U>(&self, part: impl FnOnce(&T) -> U) -> TestOutcome<U> {
         match self {
             Self::NotTested(why) => TestOutcome::NotTested(why.clone()),
@@ -52,7 +52,7 @@ pub(super) struct LoggedEvents {
 pub(super) struct CommandExchange {
     pub(super) command: Command,
     pub(super) answer: String,
-    /// The percentage or MiB that was set before, for a command that reads a setting.
+    /// The percentage or MiB set before this command, if the command reads a setting.
     pub(super) set: Option<u64>,
 }
 
@@ -131,7 +131,7 @@ pub(super) struct Observations {
 }
 
 impl Observations {
-    /// Creates the observations of a run in which no check ran, for this reason.
+    /// Creates the observations of a doctor that skipped all tests. `why` is the reason.
     pub(super) fn for_skipped_tests(why: &str) -> Self {
         Self {
             start: not_run(why),

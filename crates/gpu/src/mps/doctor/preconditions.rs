@@ -37,7 +37,7 @@ pub(super) enum ForeignProcesses {
 }
 
 impl Preconditions {
-    /// Returns why the doctor may not start a daemon. Returns `None` if the doctor may start one.
+    /// Returns why the doctor may not start a daemon, or `None` if it may.
     pub(super) fn skip_reason(&self) -> Option<String> {
         let why = match self {
             Self { control: false, .. } => "the MPS control program was not found (--mps-control)",
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_belongs_to_cleave_if_the_desired_file_lists_it_or_is_unreadable() {
+    fn cleave_may_use_a_gpu_if_the_desired_file_lists_it_or_is_unreadable() {
         let run = tempfile::tempdir().unwrap();
         assert_eq!(reason_cleave_may_use_gpu(run.path(), "GPU-1"), None);
         std::fs::create_dir(run.path().join("mps")).unwrap();

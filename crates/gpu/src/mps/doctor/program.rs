@@ -1,10 +1,10 @@
 //! Runs the CUDA program that shows how the driver behaves. The doctor's user provides the program.
 //!
 //! Once the program has a context, it prints a line of JSON: `{"sms": 26, "freeMiB": 8069}`, or
-//! `{"error": 2}` with the code of the driver API. With `--allocate MIB` it then allocates that
-//! much memory and prints a second line: an error, or any other line on success. With `--read-line`
-//! it waits for a line on its standard input, or for the end of the input, before it allocates.
-//! Then it exits.
+//! `{"error": 2}` with the code of the driver API. With `--allocate MIB` the program then allocates
+//! MIB MiB and prints a second line: an error, or any other line on success. With `--read-line` the
+//! program first waits for a line on its standard input, or for the end of the input. After these
+//! steps, it exits.
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -19,8 +19,8 @@ use tokio::time::timeout;
 use super::observed::{AllocationResult, GpuView};
 use crate::mps::text::shorten;
 
-/// Time limit for a line of output. Creating a context takes 0.1 s, and much longer if the driver
-/// initializes the GPU first.
+/// Time limit for a line of output. The creation of a context takes 0.1 s, or much longer if the
+/// driver first initializes the GPU.
 const OUTPUT_LINE_DEADLINE: Duration = Duration::from_secs(30);
 /// Time limit for a program to exit after its last line.
 const PROGRAM_EXIT_DEADLINE: Duration = Duration::from_secs(10);
@@ -50,7 +50,7 @@ pub(super) struct ProgramRunOptions {
 /// Why a program returned no usable result.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum ProgramError {
-    /// The program does not work. The driver is not the cause.
+    /// The program itself does not work. The driver is not the cause.
     #[error("the CUDA program {0}")]
     Broken(String),
     /// A CUDA call failed.

@@ -6,8 +6,8 @@ use serde::Serialize;
 use super::facts::SystemFacts;
 use super::judge::{CheckResult, CheckVerdict};
 
-/// The doctor's facts, reasons and findings. The serialized form of a report is the command's JSON
-/// output.
+/// The doctor's facts and the results of its checks. The serialized form of a report is the
+/// command's JSON output.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Report {
@@ -20,11 +20,11 @@ pub(super) struct Report {
     pub(super) findings: Vec<CheckResult>,
 }
 
-/// Widths of the table's columns: check, verdict, expected, observed.
+/// Widths of the table's columns in characters: check, verdict, expected, observed.
 const COLUMN_WIDTHS: [usize; 4] = [10, 8, 39, 37];
 const COLUMN_GAP: &str = "  ";
-/// Maximum width of a line.
-const LINE_WIDTH: usize = 100;
+/// Maximum width of a line, in columns.
+const MAX_LINE_COLUMNS: usize = 100;
 
 /// Formats the report for a terminal.
 pub(super) fn format_report(report: &Report) -> String {
@@ -99,13 +99,13 @@ fn format_facts(facts: &SystemFacts) -> String {
 
 /// Writes wrapped text. The lines of a list item after the first are indented.
 fn write_paragraph(text: &mut String, words: &str) {
-    for (number, line) in wrap_text(words, LINE_WIDTH - 2).iter().enumerate() {
+    for (number, line) in wrap_text(words, MAX_LINE_COLUMNS - 2).iter().enumerate() {
         let indent = if number > 0 && words.starts_with("- ") { "  " } else { "" };
         let _ = writeln!(text, "{indent}{line}");
     }
 }
 
-/// Writes a row of the table. Cells may need several lines.
+/// Writes a row of the table. A cell may need several lines.
 fn write_row(text: &mut String, cells: [&str; 4]) {
     let mut columns = Vec::new();
     for (cell, width) in cells.iter().zip(COLUMN_WIDTHS) {
@@ -147,7 +147,7 @@ mod tests {
     use std::path::PathBuf;
 
     use super::super::facts::GpuFacts;
-    use super::super::judge::findings;
+    use super::super::judge::judge_all_checks;
     use super::super::observed::{Observations, TestOutcome, TestedGpu};
     use super::*;
 
@@ -171,7 +171,7 @@ mod tests {
             control_version: None,
             gpu,
         };
-        let findings = findings(seen, TestedGpu { sms: 132, compute_mode: None });
+        let findings = judge_all_checks(seen, TestedGpu { sms: 132, compute_mode: None });
         let as_expected = findings.iter().all(|finding| finding.verdict != CheckVerdict::Differs);
         Report { facts, skip_reason: skip_reason.map(str::to_owned), as_expected, findings }
     }
@@ -182,7 +182,7 @@ mod tests {
         seen.start = TestOutcome::Failed(format!("{} and {}", "x".repeat(300), "é ".repeat(200)));
         let text = format_report(&report(&seen, None));
         let longest = text.lines().map(|line| line.chars().count()).max().unwrap();
-        assert!(longest <= LINE_WIDTH, "{longest}\n{text}");
+        assert!(longest <= MAX_LINE_COLUMNS, "{longest}\n{text}");
         assert!(text.contains(&"x".repeat(37)), "{text}");
     }
 

@@ -36,7 +36,7 @@ const CLIENT_CHANGE_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Time limit of `terminate_client`, which takes 3 to 10 ms on an H200 with driver 580.
 const TERMINATE_DEADLINE: Duration = Duration::from_secs(10);
 /// Why the doctor skips tests that need a CUDA program.
-const NO_PROGRAM: &str = "needs a CUDA program (--client)";
+const NO_PROGRAM_REASON: &str = "needs a CUDA program (--client)";
 
 /// Why a test has no observation.
 enum NoObservation {
@@ -142,7 +142,7 @@ impl DriverTests<'_> {
     }
 
     /// Returns why the tests must stop: another process uses the GPU. Returns `None` if no other
-    /// process does.
+    /// process uses it.
     async fn reason_to_stop_tests(&self) -> Option<String> {
         if !self.setup.are_others_visible {
             return None;
@@ -191,12 +191,12 @@ impl DriverTests<'_> {
     }
 
     /// Returns the PID of the MPS server.
-    fn server(&self) -> Result<u32, NoObservation> {
+    fn server_pid(&self) -> Result<u32, NoObservation> {
         self.server.get().ok_or_else(|| NoObservation::NotTested("no MPS server is running".to_owned()))
     }
 
     fn program(&self) -> Result<&Program, NoObservation> {
-        self.setup.program.as_ref().ok_or_else(|| NoObservation::NotTested(NO_PROGRAM.to_owned()))
+        self.setup.program.as_ref().ok_or_else(|| NoObservation::NotTested(NO_PROGRAM_REASON.to_owned()))
     }
 
     fn run_options(&self) -> ProgramRunOptions {
@@ -217,7 +217,7 @@ impl DriverTests<'_> {
     async fn set_limits(&self, percent: u8, mib: Option<u64>) -> Result<(), NoObservation> {
         // Check for a program first: the test is not possible without a program.
         self.program()?;
-        let server = self.server()?;
+        let server = self.server_pid()?;
         let actual = self.send_command(Command::SetThreads { server, percent }).await?;
         if !protocol::is_answer_with_percentage(&actual, percent) {
             return Err(UnexpectedAnswer::new(&actual).into());
@@ -230,7 +230,7 @@ impl DriverTests<'_> {
         self.set_limits(USUAL_THREAD_PERCENTAGE, Some(self.limit_mib)).await
     }
 
-    fn with_usual_limits(&self, view: GpuView) -> LimitedView {
+    fn view_under_usual_limits(&self, view: GpuView) -> LimitedView {
         LimitedView { percent: USUAL_THREAD_PERCENTAGE, limit_mib: self.limit_mib, view }
     }
 
@@ -274,7 +274,7 @@ impl DriverTests<'_> {
 
     /// Sends privileged commands through the socket `control`, to which programs also have access.
     async fn send_unprivileged_commands(&self) -> Result<Vec<CommandExchange>, NoObservation> {
-        let server = self.server()?;
+        let server = self.server_pid()?;
         let mut exchanges = Vec::new();
         for command in [
             Command::SetDefaultThreads(USUAL_THREAD_PERCENTAGE),
@@ -295,7 +295,7 @@ impl DriverTests<'_> {
     /// Returns whether MPS lists a client, and whether NVML lists it as an MPS client.
     async fn check_client_lists(&self) -> Result<(bool, Option<bool>), NoObservation> {
         self.set_limits(100, None).await?;
-        let server = self.server()?;
+        let server = self.server_pid()?;
         let client = self.start_waiting_program(None).await?;
         self.client.set(Some(client.pid));
         let deadline = Instant::now() + CLIENT_CHANGE_DEADLINE;
@@ -321,7 +321,7 @@ impl DriverTests<'_> {
         let low = self.limit_mib / 2;
         self.set_limits(LOW_THREAD_PERCENTAGE, Some(low)).await?;
         let second = LimitedView { percent: LOW_THREAD_PERCENTAGE, limit_mib: low, view: self.view_gpu().await? };
-        let first_saw = self.with_usual_limits(first.view);
+        let first_saw = self.view_under_usual_limits(first.view);
         first.finish().await;
         Ok([first_saw, second])
     }
@@ -348,7 +348,7 @@ impl DriverTests<'_> {
     /// Returns the views of programs that request more or less than their limits.
     async fn view_with_requested_limits(&self) -> Result<LoweredLimits, NoObservation> {
         self.set_usual_limits().await?;
-        let set = self.with_usual_limits(self.view_gpu().await?);
+        let set = self.view_under_usual_limits(self.view_gpu().await?);
         let requested_more = self.view_with_environment(100, self.setup.memory_mib).await?;
         let low = self.limit_mib / 2;
         let view = self.view_with_environment(LOW_THREAD_PERCENTAGE, low).await?;
@@ -372,7 +372,7 @@ impl DriverTests<'_> {
         self.set_usual_limits().await?;
         let environment = [("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "junk".to_owned())].into();
         let view = self.program()?.run_and_view(&ProgramRunOptions { environment, ..self.run_options() }).await?;
-        Ok(self.with_usual_limits(view))
+        Ok(self.view_under_usual_limits(view))
     }
 
     /// Returns the view of another user's program, while a program of root runs.
@@ -389,7 +389,7 @@ impl DriverTests<'_> {
             Err(error @ ProgramError::Broken(_)) => {
                 Err(NoObservation::NotTested(format!("as user {NOBODY_UID}: {error}")))
             }
-            view => Ok(self.with_usual_limits(view?)),
+            view => Ok(self.view_under_usual_limits(view?)),
         }
     }
 
@@ -399,7 +399,7 @@ impl DriverTests<'_> {
         let pipe = self.directory.join("link");
         fs::hard_link(self.pipe_directory().join("control"), pipe.join("control"))?;
         let view = self.program()?.run_and_view(&ProgramRunOptions { pipe, ..ProgramRunOptions::default() }).await?;
-        Ok(self.with_usual_limits(view))
+        Ok(self.view_under_usual_limits(view))
     }
 
     async fn view_without_control(&self) -> Result<Result<GpuView, i64>, NoObservation> {
@@ -414,7 +414,7 @@ impl DriverTests<'_> {
     /// Terminates one of two clients, and observes both clients' next calls.
     async fn terminate_client(&self) -> Result<ClientTermination, NoObservation> {
         self.set_usual_limits().await?;
-        let server = self.server()?;
+        let server = self.server_pid()?;
         let mut client = self.start_waiting_program(Some(1)).await?;
         let mut neighbour = self.start_waiting_program(Some(1)).await?;
         let terminate = Command::Terminate { server, client: client.pid };
@@ -430,7 +430,7 @@ impl DriverTests<'_> {
     /// limits.
     async fn view_under_defaults(&self) -> Result<LimitedView, NoObservation> {
         self.set_usual_limits().await?;
-        let server = self.server()?;
+        let server = self.server_pid()?;
         self.send_command(Command::ShutdownServer { server, force: false }).await?;
         let deadline = Instant::now() + CLIENT_CHANGE_DEADLINE;
         while !protocol::parse_pids(&self.send_command(Command::ServerList).await?)?.is_empty() {
@@ -439,10 +439,11 @@ impl DriverTests<'_> {
             }
             sleep(CLIENT_CHANGE_POLL_INTERVAL).await;
         }
-        Ok(self.with_usual_limits(self.view_gpu().await?))
+        Ok(self.view_under_usual_limits(self.view_gpu().await?))
     }
 
-    /// Returns what the daemon has logged, at the latest after [`CLIENT_CHANGE_DEADLINE`].
+    /// Returns the events that the daemon has logged. Waits for them at most
+    /// [`CLIENT_CHANGE_DEADLINE`].
     async fn wait_for_log(&self) -> LoggedEvents {
         let deadline = Instant::now() + CLIENT_CHANGE_DEADLINE;
         loop {

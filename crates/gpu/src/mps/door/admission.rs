@@ -23,9 +23,10 @@ use crate::mps::wire::Enforcement;
 const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(5);
 /// Time limit for a client to introduce itself to the server. No other client can connect to this
 /// GPU during the introduction. A client needs 1 ms, or 50 ms while the server recreates its
-/// contexts. In a CPU-throttled container it needs several periods of 100 ms.
+/// contexts. A client in a CPU-throttled container needs several periods of 100 ms.
 const INTRODUCTION_DEADLINE: Duration = Duration::from_secs(2);
-/// Minimum of [`INTRODUCTION_DEADLINE`], which each client of the allocation that stalls halves.
+/// Minimum of [`INTRODUCTION_DEADLINE`]. Each stalled client of an allocation halves the deadline
+/// for the allocation's next client.
 const MIN_INTRODUCTION_DEADLINE: Duration = Duration::from_millis(250);
 /// Delay before the door retries to admit a client.
 const ADMISSION_RETRY_DELAY: Duration = Duration::from_millis(100);
@@ -40,7 +41,7 @@ enum AdmissionResult {
     /// The client has to wait.
     Held,
     /// The client closed the connection or exited.
-    Left,
+    Disconnected,
     Refused(Refusal),
 }
 
@@ -51,8 +52,8 @@ struct ServerLink {
 }
 
 impl ServerLink {
-    /// Starts the relay. Returns the client's end of the connection. `None` if the relay cannot
-    /// start: the caller then introduces the client to the server on the client's behalf.
+    /// Starts the relay. Returns the client's end of the connection, or `None` if the relay cannot
+    /// start. The caller then introduces the client to the server on the client's behalf.
     fn new(
         server: OwnedFd,
         permits: (OwnedSemaphorePermit, OwnedSemaphorePermit),
@@ -93,7 +94,7 @@ impl ServerLink {
         let _ = rustix::net::shutdown(&self.server, rustix::net::Shutdown::Both);
     }
 
-    /// Sends the client its end of the connection. Returns the result that the client reports;
+    /// Sends the client its end of the connection. Returns the result that the client reports, or
     /// `None` if the client reports no result in time.
     async fn pass_connection_to_client(
         &mut self,
@@ -103,7 +104,7 @@ impl ServerLink {
     ) -> Option<[u8; 4]> {
         let result = async {
             let (clients_end, relay) = (clients_end?, self.relay.as_mut()?);
-            client.send_descriptor(protocol::DESCRIPTOR, clients_end.as_fd()).await.ok()?;
+            client.send_descriptor(protocol::DESCRIPTOR_PACKET, clients_end.as_fd()).await.ok()?;
             // Close this process's copy of the client's end: the connection must close when the
             // client exits.
             drop(clients_end);
@@ -123,7 +124,7 @@ impl Door {
     /// Serves one connection from its handshake to its admission or refusal.
     pub(super) async fn serve_connection(self: Rc<Self>, client: Socket) {
         let Ok(peer) = client.peer() else { return };
-        if self.device.phase().borrow().enforcement == Enforcement::Advisory {
+        if self.device.subscribe_to_phase().borrow().enforcement == Enforcement::Advisory {
             let relayed = tokio::select! {
                 () = self.closed.cancelled() => return,
                 relayed = self.relay_to_advisory_daemon(&client) => relayed,
@@ -155,7 +156,8 @@ impl Door {
         let mut pidfd = loop {
             match PidFd::open(who.pid) {
                 Ok(pidfd) => break pidfd,
-                // A client without a pidfd would count as ended, and have no limits of clients.
+                // A client without a pidfd would count as exited, so the allocation's maximum of
+                // clients would not apply.
                 Err(error) => {
                     tracing::warn!(allocation = self.id, pid = who.pid, %error, "failed to open a pidfd; the client waits");
                     waiting.begin_connection();
@@ -168,7 +170,7 @@ impl Door {
             }
         };
         loop {
-            let mut phase = self.device.phase();
+            let mut phase = self.device.subscribe_to_phase();
             let is_open = phase.borrow().is_open();
             if !is_open {
                 waiting.begin_connection();
@@ -188,7 +190,7 @@ impl Door {
                     tracing::warn!(allocation = self.id, pid = who.pid, code, "MPS server refused a client");
                     return None;
                 }
-                AdmissionResult::Left => return None,
+                AdmissionResult::Disconnected => return None,
                 AdmissionResult::Refused(refusal) => return Some(refusal),
                 AdmissionResult::Held => {
                     waiting.begin_connection();
@@ -210,16 +212,16 @@ impl Door {
             (turn, self.device.lock_control().await)
         };
         let (_turn, mut control) = tokio::select! {
-            () = self.closed.cancelled() => return AdmissionResult::Left,
-            () = client.wait_until_closed_or_readable() => return AdmissionResult::Left,
+            () = self.closed.cancelled() => return AdmissionResult::Disconnected,
+            () = client.wait_until_closed_or_readable() => return AdmissionResult::Disconnected,
             locks = locks => locks,
         };
         self.device.wait_until_exits_logged().await;
         if self.device.must_replace_server() {
-            self.device.probe_soon();
+            self.device.request_probe();
             return AdmissionResult::Held;
         }
-        let phase = *self.device.phase().borrow();
+        let phase = *self.device.subscribe_to_phase().borrow();
         if !phase.is_open() {
             return AdmissionResult::Held;
         }
@@ -242,41 +244,41 @@ impl Door {
             Ok(None) => return AdmissionResult::Held,
             Err(error) => {
                 tracing::warn!(allocation = self.id, %error, "failed to set limits; the client waits");
-                self.device.handle_door_error(&error);
+                self.device.record_exchange_error(&error);
                 return AdmissionResult::Held;
             }
         };
         let introduced = match control::introduce_client(&self.device.pipe, who).await {
             Ok(introduced) => {
-                self.device.handle_expected_reply();
+                self.device.record_expected_reply();
                 introduced
             }
-            Err(ControlError::ClientGone) => return AdmissionResult::Left,
+            Err(ControlError::ClientExited) => return AdmissionResult::Disconnected,
             Err(ControlError::UnknownProtocol) => {
-                self.device.handle_unexpected_reply();
+                self.device.record_unexpected_reply();
                 return AdmissionResult::Held;
             }
             Err(error) => {
                 tracing::warn!(allocation = self.id, %error, "failed to introduce a client to the daemon; the client waits");
-                self.device.handle_door_error(&error.into());
+                self.device.record_exchange_error(&error.into());
                 return AdmissionResult::Held;
             }
         };
         self.connect_to_server(client, who, pidfd, introduced, server, (permit, shared_permit)).await
     }
 
-    /// Prepares the server for the next client of this allocation. `None` if the client has to
-    /// wait.
+    /// Prepares the server for the next client of this allocation. Returns the server's PID, or
+    /// `None` if the client has to wait.
     async fn prepare_server(&self, control: &mut ControlLock, who: Credentials) -> Result<Option<u32>, DaemonError> {
         let Some(server) = self.device.server_for_user(who.uid).await? else { return Ok(None) };
         match protocol::parse_server_state(&self.device.send_command(&Command::ServerStatus(server)).await?)? {
             ServerState::Active => {}
             ServerState::Fault => {
-                self.device.handle_server_in_fault();
+                self.device.record_server_in_fault();
                 return Ok(None);
             }
             ServerState::Initializing | ServerState::Gone => {
-                self.device.probe_soon();
+                self.device.request_probe();
                 return Ok(None);
             }
         }
@@ -306,9 +308,9 @@ impl Door {
         if result.is_none() {
             link.introduce_client(who);
         }
-        daemon.finish(&result.unwrap_or(protocol::CLIENT_CONNECTED)).await;
+        daemon.finish(&result.unwrap_or(protocol::CLIENT_CONNECTED_PACKET)).await;
         // The daemon answers only once its server has accepted the client, regardless of the
-        // client's report. So the limits that are set next do not apply to this client.
+        // client's report. Therefore the limits that are set next do not apply to this client.
         let mut answer = self.device.send_command(&Command::ServerStatus(server)).await;
         let has_lied = result.is_some() && matches!(answer, Err(ControlError::Timeout { .. }));
         if has_lied {
@@ -317,7 +319,7 @@ impl Door {
         }
         if let Err(error) = answer {
             tracing::warn!(allocation = self.id, pid = who.pid, %error, "MPS server did not accept a client");
-            self.device.handle_door_error(&error.into());
+            self.device.record_exchange_error(&error.into());
         }
         match result.map(u32::from_le_bytes).filter(|_| !has_lied) {
             Some(0) => {
@@ -336,7 +338,7 @@ impl Door {
                 // reach the server.
                 link.disconnect();
                 if pidfd.as_ref().is_none_or(PidFd::has_exited) {
-                    AdmissionResult::Left
+                    AdmissionResult::Disconnected
                 } else {
                     self.stalled.set(self.stalled.get().saturating_add(1));
                     AdmissionResult::Refused(Refusal::Stalled)

@@ -44,11 +44,11 @@ pub(super) enum IntroducedPeer {
 
 /// Performs the daemon's part of the handshake, up to the packet with the client's kind.
 pub(super) async fn run_client_handshake(client: &Socket, peer: Credentials) -> IntroducedPeer {
-    if client.send(protocol::HELLO).await.is_err() {
+    if client.send(protocol::HELLO_PACKET).await.is_err() {
         return IntroducedPeer::Closed;
     }
     let Ok(Some(packet)) = client.recv_credentials().await else { return IntroducedPeer::Closed };
-    if packet.data != protocol::CREDENTIALS {
+    if packet.data != protocol::CREDENTIALS_PACKET {
         return IntroducedPeer::Refused(Refusal::NoHandshake);
     }
     let who = match packet.credentials {
@@ -70,7 +70,7 @@ pub(super) async fn run_client_handshake(client: &Socket, peer: Credentials) -> 
 /// Introduces a client to its server on the client's behalf. Never waits.
 pub(super) fn introduce_client_to_server(server: &OwnedFd, who: Credentials) {
     let send = |packet: &[u8], who| send_without_waiting(server, packet, who, MsgFlags::MSG_DONTWAIT);
-    let [first, rest @ ..] = protocol::INTRODUCTION;
+    let [first, rest @ ..] = protocol::INTRODUCTION_PACKETS;
     // Sending the client's credentials fails if the client has exited: the kernel accepts only
     // credentials of living processes.
     let sent = send(first, Some(who)).or_else(|_| send(first, Some(Credentials::of_this_process())));

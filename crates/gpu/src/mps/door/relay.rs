@@ -47,12 +47,13 @@ pub(super) async fn relay(client: &Socket, server: &Socket) {
 }
 
 impl Door {
-    /// Relays everything unchanged between a client and a daemon with an unknown handshake, once
-    /// the daemon serves. Returns false without a relay if the serving daemon's handshake is known:
-    /// the door can then enforce limits. Returns true once the client has disconnected.
+    /// Waits until the daemon serves, then relays all packets unchanged between a client and a
+    /// daemon with an unknown handshake. Returns false without a relay if the serving daemon's
+    /// handshake is known: the door can then enforce limits. Returns true once the client has
+    /// disconnected.
     pub(super) async fn relay_to_advisory_daemon(&self, client: &Socket) -> bool {
         let waiting = CountedConnection::new(self);
-        let mut phase = self.device.phase();
+        let mut phase = self.device.subscribe_to_phase();
         if !phase.borrow().is_open() {
             waiting.begin_connection();
         }
@@ -71,7 +72,7 @@ impl Door {
         true
     }
 
-    /// Relays everything unchanged between a client and its daemon until one of them closes.
+    /// Relays all packets unchanged between a client and its daemon until one of them closes.
     async fn relay_to_daemon(&self, client: &Socket) {
         let Ok(daemon) = Socket::connect(&self.device.pipe.join("control")).await else { return };
         loop {

@@ -46,7 +46,7 @@ impl Node {
         Self { dir, machine, daemon: None, env: Vec::new() }
     }
 
-    /// Creates a node with an MPS daemon that is started with `-f` and these arguments.
+    /// Creates a node and starts an MPS daemon with `-f` and these arguments.
     pub(crate) fn with_daemon(arguments: &[&str]) -> Self {
         let mut node = Self::without_daemon();
         node.start_daemon(arguments);
@@ -135,7 +135,7 @@ impl Node {
         answer
     }
 
-    /// Returns the PID of the server, which is started if necessary.
+    /// Returns the PID of the server. Starts the server if necessary.
     pub(crate) fn wait_for_server(&self) -> u32 {
         if self.send_command("get_server_list").is_empty() {
             self.send_command("start_server -uid 0");
@@ -225,7 +225,7 @@ impl Node {
         self.machine.update(add).unwrap();
     }
 
-    /// Returns whether every injected fault has applied to its maximum number of calls.
+    /// Returns whether every injected fault has affected its maximum number of calls.
     pub(crate) fn are_faults_consumed(&self) -> bool {
         self.machine.snapshot().unwrap().faults.iter().all(|fault| fault.remaining == Some(0))
     }

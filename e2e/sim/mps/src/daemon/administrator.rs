@@ -154,7 +154,8 @@ impl Daemon {
         let mut state = self.lock();
         let server = state.servers.get_mut(&pid).ok_or_else(|| no_server_error(pid))?;
         change(&mut server.settings);
-        // The server only logs these settings. Each client's limits are sent with the client.
+        // The server only logs these settings. The daemon sends each client's limits together with
+        // the client.
         let _ = wire::try_send(&server.link, &ToServer::ClientSettings(server.settings.clone()));
         Ok(read(&server.settings))
     }
@@ -206,7 +207,7 @@ impl Daemon {
 
     fn shutdown_server(&self, pid: u32, force: bool) -> Answer {
         let mut state = self.lock();
-        state.servers.get_mut(&pid).ok_or_else(|| no_server_error(pid))?.leaving = true;
+        state.servers.get_mut(&pid).ok_or_else(|| no_server_error(pid))?.exiting = true;
         while !force && state.servers.get(&pid).is_some_and(|server| !server.clients.is_empty()) {
             state = self.wait_for_change(state, CONDITION_CHECK_INTERVAL);
         }

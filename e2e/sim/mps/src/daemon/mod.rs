@@ -96,7 +96,8 @@ pub fn start_in_background(config: DaemonConfig) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Runs the daemon of `-d`. Until it listens, its messages go to the process that started it.
+/// Runs the daemon of `-d`. Until the daemon listens, the process that started it receives its
+/// messages.
 fn run_detached(config: DaemonConfig) -> anyhow::Result<ExitCode> {
     let send = |text: &str| {
         // Ignore errors: the parent may have exited, and the daemon continues.
@@ -137,8 +138,8 @@ fn run(config: DaemonConfig, sinks: &LogSinks, ready: impl FnOnce()) -> anyhow::
     }
     let directory = &config.pipe_directory;
     make_directory(directory)?;
-    // Locked until the daemon exits for any reason. So a killed daemon never blocks the next
-    // daemon.
+    // The file stays locked until the daemon exits for any reason. A killed daemon therefore never
+    // blocks the next daemon.
     let _lock = lock_file(&directory.join("control_lock"))?;
     let log = sinks.open("control.log")?;
     let server_log = forward_server_log(&directory.join("log"), sinks.open("server.log")?)?;
@@ -191,8 +192,8 @@ impl Daemon {
                         pending.extend(self.serve_connection(connection, *privileged));
                     }
                     Err(error) => {
-                        // Retry later: the process probably has no free descriptors. Some become
-                        // free when connected peers disconnect.
+                        // Retry later: the process probably has no free descriptors. Descriptors
+                        // become free when connected peers disconnect.
                         self.log(&format!("failed to accept a connection: {error}"));
                         thread::sleep(Duration::from_millis(10));
                     }
@@ -204,14 +205,14 @@ impl Daemon {
     /// Serves one connection. Returns a client if it must be queued.
     fn serve_connection(self: &Arc<Self>, connection: Connection, privileged: bool) -> Option<PendingClient> {
         let hello = if self.faults.apply_faults("mps:handshake").is_some() {
-            handshake::HELLO_OF_OTHER_DRIVER
+            handshake::HELLO_PACKET_OF_OTHER_DRIVER
         } else {
-            handshake::HELLO
+            handshake::HELLO_PACKET
         };
         match handshake::read_peer_kind(&connection, hello) {
             Ok(IntroducedPeer::Client(credentials)) => {
                 if self.faults.apply_faults("mps:reply").is_some() {
-                    let _ = connection.send(handshake::REPLY_OF_OTHER_DRIVER);
+                    let _ = connection.send(handshake::REPLY_PACKET_OF_OTHER_DRIVER);
                 } else if self.faults.apply_faults("mps:client").is_none() {
                     let failed_before = self.lock().failed_starts;
                     return self.serve_client(PendingClient::new(connection, credentials, failed_before));

@@ -97,7 +97,7 @@ impl Daemon {
             settings,
             link: Arc::clone(&link),
             clients: BTreeMap::new(),
-            leaving: false,
+            exiting: false,
         };
         state.servers.insert(pid, server);
         self.notify();
@@ -109,19 +109,19 @@ impl Daemon {
     /// Requests a server's exit. The server accepts no more clients.
     pub(super) fn end_server(&self, state: &mut DaemonState, pid: u32) {
         if let Some(server) = state.servers.get_mut(&pid) {
-            server.leaving = true;
+            server.exiting = true;
             let _ = wire::send(&server.link, &ToServer::Shutdown);
             self.notify();
         }
     }
 
-    /// Handles a server's messages until it exits.
+    /// Processes a server's messages until the server exits.
     fn watch_server(&self, mut child: Child, link: &Connection) {
         let pid = child.id();
         let mut served = false;
         while let Ok(Some(message)) = wire::recv(link) {
             served |= matches!(message, FromServer::Status(ServerStatus::Active));
-            self.handle_message(pid, message);
+            self.process_message(pid, message);
         }
         // The link is closed, so the server has exited or is about to.
         let status = child.wait().ok();
@@ -136,7 +136,7 @@ impl Daemon {
         self.notify();
     }
 
-    fn handle_message(&self, pid: u32, message: FromServer) {
+    fn process_message(&self, pid: u32, message: FromServer) {
         let mut state = self.lock();
         let Some(server) = state.servers.get_mut(&pid) else { return };
         match message {
@@ -178,7 +178,7 @@ fn pass_to_server(mut state: MutexGuard<'_, DaemonState>, server: u32, client: &
     // The kernel attests the client's messages from now on, even before the server reads them. The
     // kernel also attests the server's messages to the client, as observed.
     let attested = servers.enable_credentials().and_then(|()| theirs.enable_credentials());
-    if attested.is_err() || client.send_fd(handshake::DESCRIPTOR, theirs.as_fd()).is_err() {
+    if attested.is_err() || client.send_fd(handshake::DESCRIPTOR_PACKET, theirs.as_fd()).is_err() {
         return;
     }
     drop(theirs);

@@ -1,8 +1,8 @@
 //! A server's model of its clients. The model performs no I/O.
 //!
-//! The rules are measured. An illegal access breaks every client, and the server refuses clients in
-//! FAULT until the last broken client has exited. A client that exits with a kernel in flight may
-//! break the other clients. A client that `terminate_client` ends breaks no other client.
+//! These rules were measured. An illegal access breaks every client, and the server refuses clients
+//! in FAULT until the last broken client has exited. A client that exits with a kernel in flight
+//! may break the other clients. A client that `terminate_client` ends breaks no other client.
 //!
 //! A process has one connection for itself and one for each context.
 
@@ -60,7 +60,7 @@ struct PendingTermination {
 pub enum ServerAction {
     /// Notify a client that [`CUDA_ERROR_ILLEGAL_ADDRESS`] broke its context.
     Break(u64),
-    /// Request that a client ends its context.
+    /// Request that a client end its context.
     RequestEnd(u64),
     /// Free the memory of a context that has ended.
     Release(u64),
@@ -211,8 +211,8 @@ impl Clients {
         effects
     }
 
-    /// Handles a client's report that its context has ended.
-    pub fn handle_context_end(&mut self, connection: u64) -> Vec<ServerAction> {
+    /// Records a client's report that its context has ended.
+    pub fn record_context_end(&mut self, connection: u64) -> Vec<ServerAction> {
         let Some(client) = self.connected.get_mut(&connection).filter(|client| client.terminating) else {
             return Vec::new();
         };
@@ -371,18 +371,18 @@ mod tests {
         let mut clients = clients_with_contexts(2);
         clients.start_kernels(1, 1000.0);
         assert_eq!(clients.terminate(7, 101), [ServerAction::RequestEnd(1)]);
-        assert_eq!(clients.handle_context_end(1), [ServerAction::Release(1), ServerAction::Answer(7, 0)]);
+        assert_eq!(clients.record_context_end(1), [ServerAction::Release(1), ServerAction::Answer(7, 0)]);
         assert_eq!(clients.terminate(8, 101), [ServerAction::Answer(8, CUDA_ERROR_INVALID_CONTEXT)]);
         assert_eq!(clients.remove_connection(1, false), []);
     }
 
     #[test]
-    fn terminate_waits_for_every_context_of_the_process_only() {
+    fn terminate_waits_for_all_contexts_of_the_process_and_no_others() {
         let mut clients = clients_with_contexts(2);
         add_context(&mut clients, 3, 101, 2);
         assert_eq!(clients.terminate(7, 101), [ServerAction::RequestEnd(1), ServerAction::RequestEnd(3)]);
         assert_eq!(clients.terminate(8, 101), []);
-        assert_eq!(clients.handle_context_end(1), [ServerAction::Release(1)]);
+        assert_eq!(clients.record_context_end(1), [ServerAction::Release(1)]);
         assert_eq!(
             clients.remove_connection(3, false),
             [ServerAction::Release(3), ServerAction::Answer(7, 0), ServerAction::Answer(8, 0)]
@@ -397,7 +397,7 @@ mod tests {
         let mut clients = clients_with_contexts(1);
         clients.break_all_contexts();
         assert_eq!(clients.terminate(7, 101), [ServerAction::RequestEnd(1)]);
-        assert_eq!(clients.handle_context_end(1), [ServerAction::Answer(7, 0)]);
+        assert_eq!(clients.record_context_end(1), [ServerAction::Answer(7, 0)]);
         assert_eq!(clients.broken_pids(), [101]);
         assert_eq!(
             clients.remove_connection(1, false),

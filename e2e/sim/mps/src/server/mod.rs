@@ -104,8 +104,8 @@ fn run(log: &Log) -> anyhow::Result<()> {
     server.log("Server has started");
     wire::send(&server.link, &FromServer::Status(ServerStatus::Active))?;
     let watched = Arc::clone(&server);
-    // The contexts must end with the process. If the contexts ended earlier, another process could
-    // see the GPU as free.
+    // The contexts must exist until the process ends. Otherwise another process could see the GPU
+    // as free.
     thread::spawn(move || watched.watch_devices(&own));
     let watched = Arc::clone(&server);
     thread::spawn(move || watched.watch_daemon());
@@ -150,7 +150,7 @@ struct Server {
 struct ServerState {
     clients: Clients,
     connections: BTreeMap<u64, ConnectionResources>,
-    /// The limits of each process, as of its introduction.
+    /// The limits of each process at the time of its introduction.
     bound: BTreeMap<u32, ClientSettings>,
 }
 
@@ -169,7 +169,7 @@ struct RegisteredMemory {
 }
 
 impl Server {
-    /// Handles the daemon's messages one after the other until the daemon closes or requests a
+    /// Processes the daemon's messages in order until the daemon closes the link or requests a
     /// shutdown.
     fn serve(self: &Arc<Self>) {
         while let Ok(Some(packet)) = self.link.recv_fd(wire::MAX_PACKET_BYTES) {
@@ -248,10 +248,10 @@ impl Server {
         let server = Arc::clone(self);
         let spawned = thread::Builder::new().stack_size(256 << 10).spawn(move || {
             let orderly = server.serve_client(connection, &channel, &socket);
-            server.handle_disconnect(connection, orderly);
+            server.remove_connection(connection, orderly);
         });
         if spawned.is_err() {
-            self.handle_disconnect(connection, true);
+            self.remove_connection(connection, true);
         }
     }
 
@@ -283,7 +283,7 @@ impl Server {
     /// Serves a client's requests until it disconnects. Returns whether the client sent
     /// [`ToContext::Goodbye`].
     fn serve_client(&self, connection: u64, channel: &Connection, socket: &Connection) -> bool {
-        // Messages from before the close still count, up to a limit.
+        // Messages that arrived before the close still count, up to a limit.
         let mut last_messages = 64;
         loop {
             // Wait for the close of either socket, because another process may have a copy of the
@@ -297,7 +297,7 @@ impl Server {
             match wire::recv::<ToContext>(channel) {
                 Ok(Some(ToContext::Goodbye)) => return true,
                 Ok(Some(request)) => {
-                    if let Some(answer) = self.handle_request(connection, request)
+                    if let Some(answer) = self.answer_request(connection, request)
                         && wire::send(channel, &answer).is_err()
                     {
                         return false;
@@ -310,7 +310,7 @@ impl Server {
         }
     }
 
-    fn handle_request(&self, connection: u64, request: ToContext) -> Option<FromContext> {
+    fn answer_request(&self, connection: u64, request: ToContext) -> Option<FromContext> {
         let mut inner = self.lock();
         match request {
             ToContext::Devices => {
@@ -334,11 +334,11 @@ impl Server {
                 None
             }
             ToContext::IllegalAccess => {
-                self.handle_illegal_access(&mut inner, connection);
+                self.apply_illegal_access(&mut inner, connection);
                 None
             }
             ToContext::Terminated => {
-                let effects = inner.clients.handle_context_end(connection);
+                let effects = inner.clients.record_context_end(connection);
                 self.apply_effects(&mut inner, effects);
                 None
             }
@@ -374,7 +374,7 @@ impl Server {
         Ok(FromContext::Created { sms, limit, free })
     }
 
-    fn handle_illegal_access(&self, inner: &mut ServerState, connection: u64) {
+    fn apply_illegal_access(&self, inner: &mut ServerState, connection: u64) {
         let Some(ordinal) = inner.connections.get(&connection).and_then(|entry| Some(entry.context.as_ref()?.ordinal))
         else {
             return;
@@ -398,7 +398,7 @@ impl Server {
         self.apply_effects(inner, effects);
     }
 
-    fn handle_disconnect(&self, connection: u64, orderly: bool) {
+    fn remove_connection(&self, connection: u64, orderly: bool) {
         let mut inner = self.lock();
         let pid = inner.clients.pid(connection);
         if let (Some(pid), Some(entry)) = (pid, inner.connections.get(&connection)) {

@@ -11,7 +11,7 @@ use super::raw::{In, Out, to_c_chars};
 use super::{Return, exports, parse_switch, struct_version, to_u32};
 use crate::library::{
     Code, Handle, HandleTarget, MachineView, Result, call_on, call_on_device, call_on_gpu, call_on_gpu_as_root,
-    catch_panic, handle, require_root,
+    catch_panic, handle_of, require_root,
 };
 use crate::mig;
 
@@ -42,13 +42,13 @@ exports! {
             if gpu.mig && index >= mig::max_devices(gpu, model) {
                 return Err(Code::INVALID_ARGUMENT);
             }
-            let devices = mig::devices(gpu);
+            let devices = mig::mig_devices(gpu);
             let (_, ci) = devices.get(index as usize).ok_or(Code::NOT_FOUND)?;
-            out.put(handle(HandleTarget::Device(ci.uuid.clone())))
+            out.put(handle_of(HandleTarget::Device(ci.uuid.clone())))
         });
     nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device: Handle, out: Out<Handle>) |own| call_on_device(own, device, |_, d| {
         mig_instances_of(&d)?;
-        out.put(handle(HandleTarget::Device(d.gpu.uuid.clone())))
+        out.put(handle_of(HandleTarget::Device(d.gpu.uuid.clone())))
     });
     nvmlDeviceGetGpuInstanceId(device: Handle, id: Out<c_uint>) |own|
         call_on_device(own, device, |_, d| id.put(mig_instances_of(&d)?.0.id));
@@ -100,20 +100,20 @@ exports! {
         call_on_gpu(own, device, |_, gpu, model| {
             mig::profile_by_id(model, id)?;
             let instances = gpu.instances.iter().filter(|i| i.profile == id);
-            put_all(instances.map(|i| handle(HandleTarget::GpuInstance(gpu.uuid.clone(), i.id))), out, count)
+            put_all(instances.map(|i| handle_of(HandleTarget::GpuInstance(gpu.uuid.clone(), i.id))), out, count)
         });
     nvmlDeviceGetGpuInstanceById(device: Handle, id: c_uint, out: Out<Handle>) |own| call_on_gpu(own, device, |_, gpu, model| {
         if !model.is_mig_capable() {
             return Err(Code::NOT_SUPPORTED);
         }
         let found = gpu.instances.iter().find(|i| i.id == id).ok_or(Code::NOT_FOUND)?;
-        out.put(handle(HandleTarget::GpuInstance(gpu.uuid.clone(), found.id)))
+        out.put(handle_of(HandleTarget::GpuInstance(gpu.uuid.clone(), found.id)))
     });
     nvmlGpuInstanceGetInfo(instance: Handle, out: Out<sys::nvmlGpuInstanceInfo_t>) |own|
         call_on_gpu_instance(own, instance, |view, gpu, id| {
             let (_, _, gi) = mig::find_gpu_instance(view, gpu, id)?;
             out.put(sys::nvmlGpuInstanceInfo_t {
-                device: without_provenance_mut(handle(HandleTarget::Device(gpu.to_owned()))),
+                device: without_provenance_mut(handle_of(HandleTarget::Device(gpu.to_owned()))),
                 id,
                 profileId: gi.profile,
                 placement: sys::nvmlGpuInstancePlacement_t { start: gi.placement.start, size: gi.placement.size },
@@ -179,13 +179,13 @@ exports! {
             let (_, model, gi) = mig::find_gpu_instance(view, gpu, id)?;
             mig::compute_profile_by_id(model, gi, profile)?;
             let instances = gi.compute.iter().filter(|c| c.profile == profile);
-            put_all(instances.map(|c| handle(HandleTarget::ComputeInstance(gpu.to_owned(), id, c.id))), out, count)
+            put_all(instances.map(|c| handle_of(HandleTarget::ComputeInstance(gpu.to_owned(), id, c.id))), out, count)
         });
     nvmlGpuInstanceGetComputeInstanceById(instance: Handle, id: c_uint, out: Out<Handle>) |own|
         call_on_gpu_instance(own, instance, |view, gpu, gi| {
             let (_, _, found) = mig::find_gpu_instance(view, gpu, gi)?;
             found.compute.iter().find(|c| c.id == id).ok_or(Code::NOT_FOUND)?;
-            out.put(handle(HandleTarget::ComputeInstance(gpu.to_owned(), gi, id)))
+            out.put(handle_of(HandleTarget::ComputeInstance(gpu.to_owned(), gi, id)))
         });
     nvmlComputeInstanceGetInfo(instance: Handle, out: Out<sys::nvmlComputeInstanceInfo_t>) |own|
         put_compute_info(own, instance, out);
@@ -252,8 +252,8 @@ fn put_attributes(name: &str, device: Handle, out: Out<sys::nvmlDeviceAttributes
     })
 }
 
-/// Writes a profile in the version of the structure that the caller requests. Both versions begin
-/// with this number.
+/// Writes a profile in the version of the structure that the caller requests. The caller writes the
+/// version into the first field of the structure.
 fn put_profile(p: &GpuProfile, out: Out<sys::nvmlGpuInstanceProfileInfo_v2_t>) -> Result<()> {
     type V2 = sys::nvmlGpuInstanceProfileInfo_v2_t;
     type V3 = sys::nvmlGpuInstanceProfileInfo_v3_t;
@@ -340,7 +340,7 @@ fn put_compute_profile(
 }
 
 /// Writes a list. The caller's buffer has space for all of the profile's instances or placements.
-/// With a null list, only the count is returned.
+/// With a null list, writes only the count.
 fn put_all<T: Copy>(items: impl Iterator<Item = T>, out: Out<T>, count: Out<c_uint>) -> Result<()> {
     let mut written = 0;
     for item in items {
@@ -399,8 +399,8 @@ fn put_compute_info(name: &str, instance: Handle, out: Out<sys::nvmlComputeInsta
         let (_, _, found) = mig::find_gpu_instance(view, gpu, gi)?;
         let ci = found.compute.iter().find(|c| c.id == id).ok_or(Code::NOT_FOUND)?;
         out.put(sys::nvmlComputeInstanceInfo_t {
-            device: without_provenance_mut(handle(HandleTarget::Device(gpu.to_owned()))),
-            gpuInstance: without_provenance_mut(handle(HandleTarget::GpuInstance(gpu.to_owned(), gi))),
+            device: without_provenance_mut(handle_of(HandleTarget::Device(gpu.to_owned()))),
+            gpuInstance: without_provenance_mut(handle_of(HandleTarget::GpuInstance(gpu.to_owned(), gi))),
             id,
             profileId: ci.profile,
             placement: sys::nvmlComputeInstancePlacement_t { start: ci.placement.start, size: ci.placement.size },

@@ -13,7 +13,7 @@ use self::raw::{Out, Text, to_c_chars};
 use crate::device::{self, NO_INSTANCE, ProcessList};
 use crate::library::{
     self, Code, Handle, HandleTarget, Result, call, call_on_device, call_on_gpu, call_on_gpu_as_root, catch_panic,
-    handle, object,
+    handle_of, object_of_handle,
 };
 use crate::{events, mig};
 
@@ -71,11 +71,11 @@ exports! {
     });
 
     nvmlDeviceGetName(device: Handle, name: Out<c_char>, length: c_uint) |own|
-        call_on_device(own, device, |_, d| name.text(length, &device::name(&d)));
+        call_on_device(own, device, |_, d| name.text(length, &device::product_name(&d)));
     nvmlDeviceGetUUID(device: Handle, uuid: Out<c_char>, length: c_uint) |own|
         call_on_device(own, device, |_, d| uuid.text(length, d.uuid()));
     nvmlDeviceGetIndex(device: Handle, index: Out<c_uint>) |own| call_on_device(own, device, |_, d| {
-        let among = mig::devices(d.gpu).iter().position(|(_, ci)| ci.uuid == d.uuid());
+        let among = mig::mig_devices(d.gpu).iter().position(|(_, ci)| ci.uuid == d.uuid());
         index.put(among.map_or(d.gpu.index, to_u32))
     });
     nvmlDeviceGetMinorNumber(device: Handle, minor: Out<c_uint>) |own|
@@ -111,7 +111,7 @@ exports! {
         call_on_gpu(own, device, |_, gpu, _| put_bits(size, set, &gpu.cpus, count_cpus()));
     nvmlDeviceGetTopologyCommonAncestor(one: Handle, other: Handle, level: Out<c_uint>) |own|
         call_on_gpu(own, one, |view, gpu, _| {
-            let HandleTarget::Device(other) = object(other)? else { return Err(Code::INVALID_ARGUMENT) };
+            let HandleTarget::Device(other) = object_of_handle(other)? else { return Err(Code::INVALID_ARGUMENT) };
             let (other, _) = view.gpu(&other)?;
             if gpu.uuid == other.uuid {
                 // An H200 with driver 580.159.03 returns these values.
@@ -137,7 +137,7 @@ exports! {
     });
 
     nvmlDeviceGetMemoryInfo(device: Handle, out: Out<sys::nvmlMemory_t>) |own| call_on_device(own, device, |view, d| {
-        let m = device::memory(view, &d);
+        let m = device::memory_use(view, &d);
         // This call's first version counts the driver's reserve as used.
         out.put(sys::nvmlMemory_t { total: m.total, free: m.free, used: m.used + m.reserved })
     });
@@ -146,7 +146,7 @@ exports! {
         if version != self::struct_version::<sys::nvmlMemory_v2_t>(2) {
             return Err(Code::FUNCTION_NOT_FOUND);
         }
-        let m = device::memory(view, &d);
+        let m = device::memory_use(view, &d);
         out.put(sys::nvmlMemory_v2_t { version, total: m.total, reserved: m.reserved, free: m.free, used: m.used })
     });
     nvmlDeviceGetBAR1MemoryInfo(device: Handle, out: Out<sys::nvmlBAR1Memory_t>) |own| call_on_gpu(own, device, |_, _, model| {
@@ -448,7 +448,7 @@ fn wait_for_event(name: &str, set: Handle, data: Out<sys::nvmlEventData_t>, mill
             return Err(Code::INVALID_ARGUMENT);
         }
         let event = events::wait_for_event(view, set, Duration::from_millis(milliseconds.into()))?;
-        let device = handle(HandleTarget::Device(event.gpu));
+        let device = handle_of(HandleTarget::Device(event.gpu));
         data.put(sys::nvmlEventData_t {
             // The handle is a number in this library. Callers must not dereference it.
             device: std::ptr::without_provenance_mut(device),
@@ -463,7 +463,7 @@ fn wait_for_event(name: &str, set: Handle, data: Out<sys::nvmlEventData_t>, mill
 /// Returns whether a handle is a MIG device's. Does not read the machine's state.
 fn is_mig(device: Handle, out: Out<c_uint>) -> Return {
     catch_panic(|| {
-        let HandleTarget::Device(uuid) = object(device)? else { return Err(Code::INVALID_ARGUMENT) };
+        let HandleTarget::Device(uuid) = object_of_handle(device)? else { return Err(Code::INVALID_ARGUMENT) };
         out.put(uuid.starts_with("MIG-").into())
     })
 }
