@@ -60,8 +60,8 @@ impl FunctionVisitor<'_> {
         });
     }
 
-    /// Returns whether a comment above the function states a reason: above its attributes, or
-    /// between them and the signature.
+    /// Returns whether a comment states a reason. The comment may be above the function's
+    /// attributes, or between them and the signature.
     fn has_reason(&self, attributes: &[Attribute], first: usize) -> bool {
         let top = attributes.iter().map(|attribute| attribute.span().start().line).min().unwrap_or(first).min(first);
         let between = self.lines.get(top - 1..first - 1).unwrap_or_default();

@@ -15,10 +15,10 @@ pub(super) enum Level {
     Info,
 }
 
-/// Declares [`Reason`] and the list of all reasons.
+/// Declares [`Reason`] and [`Reason::ALL`].
 macro_rules! reasons {
     ($($name:ident: $doc:literal,)*) => {
-        /// Reason of a finding. The names are stable, so scripts may depend on them.
+        /// The reason for a finding. The names are stable, so that scripts can depend on them.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
         pub(super) enum Reason { $(#[doc = $doc] $name,)* }
 
@@ -119,7 +119,7 @@ impl Report {
         self.add(Level::Warning, reason, message, action);
     }
 
-    /// Adds a fact.
+    /// Adds a finding that needs no decision.
     pub(super) fn info(&mut self, reason: Reason, message: impl Into<String>, action: impl Into<String>) {
         self.add(Level::Info, reason, message, action);
     }
