@@ -134,7 +134,7 @@ pub(super) async fn measure_lost_gpu(launcher: &Launcher, report: &mut Benchmark
     Ok(())
 }
 
-/// Measures the effect of NVML event waits that all fail at once.
+/// Measures the effect of NVML event waits that always fail.
 pub(super) async fn measure_event_wait(
     launcher: &Launcher,
     over: Duration,

@@ -1,4 +1,4 @@
-//! Simulated GPUs for the agent: a new machine for each start, and a spec that replaces the
+//! Simulated GPUs for the agent: a new machine for each start, and a spec in place of the
 //! operator's.
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};

@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_span_is_a_number_of_seconds_or_forever() {
+    fn a_step_duration_is_a_number_of_seconds_or_forever() {
         assert_eq!("1.5".parse(), Ok(StepDuration::For(Duration::from_millis(1500))));
         assert_eq!("forever".parse(), Ok(StepDuration::Forever));
         assert!("-1".parse::<StepDuration>().is_err());

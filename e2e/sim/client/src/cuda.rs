@@ -76,7 +76,7 @@ impl Context {
         matches!(self, Self::Mps(_))
     }
 
-    /// Returns the device on which the context was created.
+    /// Returns the device of the context.
     pub(crate) fn device(&self) -> &Device {
         match self {
             Self::Mps(context) => context.device(),

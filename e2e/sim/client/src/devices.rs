@@ -44,11 +44,11 @@ impl DeviceSelection {
     fn container_devices(&self) -> ContainerDevices<'_> {
         match self.container.as_deref() {
             Some("all") => ContainerDevices::All,
-            // CDI specifications set `void`. The device nodes then determine the GPUs.
+            // CDI specifications set `void`. In that case, the device nodes determine the GPUs.
             Some("void") | None if !self.nodes.is_empty() => ContainerDevices::Nodes(&self.nodes),
             Some("void" | "none" | "") => ContainerDevices::Nothing,
             Some(list) => ContainerDevices::List(list),
-            // A program on the host. A simulated machine does not need device nodes there.
+            // This is a program on the host. A simulated machine does not need device nodes there.
             None if self.program.is_some() => ContainerDevices::All,
             None => ContainerDevices::Nothing,
         }
@@ -79,19 +79,19 @@ impl DeviceSelection {
         self.selected_devices(given.collect())
     }
 
-    /// Returns the devices of an MPS server that the program sees. `machine` is `None` in a
-    /// container without access to the machine's state. In that case, only the environment
-    /// restricts the devices.
-    pub(crate) fn visible_server_devices(&self, offers: &[Device], machine: Option<&Machine>) -> Vec<Device> {
+    /// Returns those devices of an MPS server that the program sees. `server_devices` are all
+    /// devices of the server. `machine` is `None` in a container without access to the machine's
+    /// state. In that case, only the environment restricts the devices.
+    pub(crate) fn visible_server_devices(&self, server_devices: &[Device], machine: Option<&Machine>) -> Vec<Device> {
         let state = machine.and_then(|machine| machine.snapshot().ok());
         match (state, self.container_devices()) {
             (Some(state), _) => {
                 let visible = self.visible_devices(&state);
-                offers.iter().filter(|offer| visible.iter().any(|device| device.uuid == offer.uuid)).cloned().collect()
+                server_devices.iter().filter(|offer| visible.iter().any(|device| device.uuid == offer.uuid)).cloned().collect()
             }
             (None, ContainerDevices::Nothing) => Vec::new(),
-            (None, ContainerDevices::All | ContainerDevices::Nodes(_)) => self.selected_devices(offers.to_vec()),
-            (None, ContainerDevices::List(list)) => self.selected_devices(select(offers, list)),
+            (None, ContainerDevices::All | ContainerDevices::Nodes(_)) => self.selected_devices(server_devices.to_vec()),
+            (None, ContainerDevices::List(list)) => self.selected_devices(select(server_devices, list)),
         }
     }
 
@@ -171,12 +171,12 @@ mod tests {
     #[test]
     fn without_the_machine_the_server_and_the_environment_determine_the_devices() {
         let state = state();
-        let offers = state.gpus.iter().map(|gpu| Device { uuid: gpu.uuid.clone(), sms: 132, memory: 0 });
-        let offers: Vec<Device> = offers.take(1).collect();
-        let first = offers[0].uuid.clone();
-        assert_eq!(device_selection(Some(&first), &[], None).visible_server_devices(&offers, None), offers);
-        assert_eq!(device_selection(Some("GPU-other"), &[], None).visible_server_devices(&offers, None), []);
-        assert_eq!(device_selection(None, &[], None).visible_server_devices(&offers, None), []);
-        assert_eq!(device_selection(Some("void"), &[0], None).visible_server_devices(&offers, None), offers);
+        let server_devices = state.gpus.iter().map(|gpu| Device { uuid: gpu.uuid.clone(), sms: 132, memory: 0 });
+        let server_devices: Vec<Device> = server_devices.take(1).collect();
+        let first = server_devices[0].uuid.clone();
+        assert_eq!(device_selection(Some(&first), &[], None).visible_server_devices(&server_devices, None), server_devices);
+        assert_eq!(device_selection(Some("GPU-other"), &[], None).visible_server_devices(&server_devices, None), []);
+        assert_eq!(device_selection(None, &[], None).visible_server_devices(&server_devices, None), []);
+        assert_eq!(device_selection(Some("void"), &[0], None).visible_server_devices(&server_devices, None), server_devices);
     }
 }

@@ -17,7 +17,7 @@ use crate::output::print_json_line;
 /// A violation of the handshake ("lie").
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum HandshakeViolation {
-    /// Sends this many bytes of `OUTBCRED` and kind, then nothing more.
+    /// Sends this number of bytes of `OUTBCRED` and the kind, then nothing more.
     Stall(usize),
     /// Sends an unknown kind, or the kind of an administrator.
     Kind(u32),
@@ -41,25 +41,26 @@ pub(crate) enum HandshakeViolation {
     AdministratorAfterClient,
     /// Announces a command of 2^60 bytes.
     LongCommand,
-    /// Opens this many connections and sends nothing on them.
+    /// Opens this number of connections and sends nothing on them.
     Flood(usize),
-    /// Sends this many of the three words to the server, then closes all sockets.
+    /// Sends this number of the three words to the server, then closes all sockets.
     Vanish(usize),
-    /// Sends this many of the three words to the server, then nothing more.
+    /// Sends this number of the three words to the server, then nothing more.
     Mute(usize),
-    /// Shuts a socket down after this many steps of the handshake with the server. 0 is before the
-    /// client receives anything, 1 after it has received the descriptors. 2 to 4 are after one to
-    /// three words. 5 is after the answer but before the last packet to the daemon.
+    /// Shuts a socket down after this number of steps of the handshake with the server. Step 0 is
+    /// before the client receives any packet, and step 1 is after it receives the descriptors.
+    /// Steps 2 to 4 are after one to three words. Step 5 is after the answer, but before the last
+    /// packet to the daemon.
     Shutdown(SocketPart, u32),
     /// Does not send the last packet of the handshake to the daemon.
     NoLastWord,
     /// Sends this value as the last packet of the handshake to the daemon.
     LastWord(u32),
-    /// Completes this many handshakes and keeps the connections open without using them.
+    /// Completes this number of handshakes and keeps the connections open without using them.
     Enter(usize),
 }
 
-/// The socket, or the direction of a socket, that is shut down.
+/// The socket, or the direction of a socket, to shut down.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SocketPart {
     /// Both directions of the socket to the server.
@@ -74,7 +75,7 @@ pub(crate) enum SocketPart {
     Channel,
 }
 
-/// The values of `--lie` for its help.
+/// The values of `--lie`, as its error message lists them.
 pub(crate) const VIOLATION_NAMES: &str = "stall=BYTES, kind=K, short-kind, huge, garbage, twice, descriptors, pid=PID, root, unread, \
                          administrator-after-client, long-command, flood=N, vanish=WORDS, mute=WORDS, shutdown, \
                          shutdown=STEP, shutdown-reading=STEP, shutdown-writing=STEP, shutdown-daemon=STEP, \
@@ -121,9 +122,9 @@ impl FromStr for HandshakeViolation {
     }
 }
 
-/// Performs a violation on `control`, and waits until the peer closes, at most for `patience`. Then
-/// prints `{"lie":…,"outcome":"closed"|"open"|"refused","packets":…}`. `refused` means that the
-/// kernel refused the message. For `enter=N`, `packets` is the number of completed handshakes.
+/// Performs a violation on `control`, and waits up to `patience` until the peer closes. Then prints
+/// `{"lie":…,"outcome":"closed"|"open"|"refused","packets":…}`. `refused` means that the kernel
+/// refused the message. For `enter=N`, `packets` is the number of completed handshakes.
 pub(crate) fn run(control: &Path, lie: HandshakeViolation, patience: Duration) -> io::Result<()> {
     let deadline = Instant::now() + patience;
     let report = |outcome: &str, packets: usize| {

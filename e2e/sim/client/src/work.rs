@@ -15,10 +15,10 @@ use crate::output::print_json_line;
 
 /// Interval at which a waiting program checks for errors and signals.
 const WAIT_CHECK_INTERVAL: Duration = Duration::from_millis(10);
-/// Maximum time until an illegal access is reported.
+/// Maximum time for which the program waits for the error of its illegal access.
 const FAULT_REPORT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Why a program stopped.
+/// The reason why a program stopped.
 enum StopReason {
     /// A CUDA call failed with this `CUresult`.
     Error(i32),
@@ -108,7 +108,8 @@ impl ProgramRun<'_> {
         self.contexts.first().ok_or(StopReason::Error(invalid_context_error()))
     }
 
-    /// Runs kernels one after the other during `span`. Without a kernel length, waits instead.
+    /// Runs kernels one after the other for the duration `span`. Without a kernel length, waits
+    /// instead.
     fn run_kernels(&self, span: Option<StepDuration>) -> Result<(), StopReason> {
         let Some(span) = span else { return Ok(()) };
         let Some(kernel_ms) = self.arguments.kernel_ms else { return self.wait_during(span) };
@@ -132,7 +133,7 @@ impl ProgramRun<'_> {
         waited
     }
 
-    /// Waits during `span`, unless an error or a handled signal arrives first.
+    /// Waits for the duration `span`, unless an error or a handled signal arrives first.
     fn wait_during(&self, span: StepDuration) -> Result<(), StopReason> {
         let since = Instant::now();
         loop {

@@ -1,4 +1,4 @@
-//! Tests what clients and administrators may do.
+//! Tests the permissions of clients and administrators.
 
 mod node;
 
@@ -188,7 +188,7 @@ fn a_silent_peer_blocks_the_daemon_for_all() {
         let silent = node.start_client(&["--lie", lie, "--hold", "forever"]);
         wait_until("the silent peer is served", || node.read_log().matches("Accepting connection").count() > served);
         if lie == "no-last-word" {
-            // Wait until the server accepts the client: a client that is killed earlier blocks the
+            // Wait until the server accepts the client. A client that is killed earlier blocks the
             // server.
             let connected = format!("Client {{PID: {}, Context ID: 0}} connected", silent.pid());
             wait_until("the client is accepted", || node.read_log().contains(&connected));

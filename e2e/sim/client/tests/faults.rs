@@ -186,7 +186,7 @@ fn terminate_client_blocks_while_the_client_is_stopped() {
     stopped.suspend();
     let terminated = node.send_command_in_background(&format!("terminate_client {server} {}", stopped.pid()));
     wait_until("the command has arrived", || node.read_log().contains("Cmd:terminate_client"));
-    // All other commands wait for this one.
+    // The daemon executes no other command until this one ends.
     let listed = node.send_command_in_background("get_server_list");
     node.wait_for_side_effects();
     assert!(terminated.try_recv().is_err() && listed.try_recv().is_err());

@@ -1,11 +1,11 @@
 //! A time of day that tests can set, for programs that load this library through `LD_PRELOAD`. The
 //! machine's clock does not change.
 //!
-//! `/dev/shm/sim-clock`, or the file in `SIM_CLOCK`, contains the offset of the time of day in
-//! seconds, as text. Each query reads it, so a test can set the clock of a running program. Without
-//! a file the offset is 0. Clocks that cannot be set, such as `CLOCK_MONOTONIC`, do not change. The
-//! library works for dynamically linked programs that query the time through the C library, as
-//! Rust's standard library does.
+//! `/dev/shm/sim-clock`, or the file that `SIM_CLOCK` names, contains the offset of the time of day
+//! in seconds, as text. Each query reads the file, so a test can set the clock of a running
+//! program. Without the file, the offset is 0. Clocks that cannot be set, such as
+//! `CLOCK_MONOTONIC`, do not change. The library works for dynamically linked programs that query
+//! the time through the C library, as Rust's standard library does.
 
 // This crate is a C ABI with raw pointers and unmangled symbols.
 #![allow(unsafe_code)]
@@ -45,8 +45,8 @@ fn parse_offset(text: &[u8]) -> time_t {
 
 /// Queries the kernel's clock.
 fn query_kernel_clock(clock: clockid_t, time: *mut timespec) -> c_int {
-    // This is a raw system call, because this library replaces the C library's function.
-    // SAFETY: the kernel checks the pointer and returns EFAULT if it cannot write there.
+    // Use the raw system call, because this library replaces the C library's function. SAFETY: the
+    // kernel checks the pointer and returns EFAULT if it cannot write there.
     let result = unsafe { libc::syscall(libc::SYS_clock_gettime, c_long::from(clock), time) };
     c_int::try_from(result).unwrap_or(-1)
 }

@@ -17,7 +17,7 @@ fn real_seconds() -> i64 {
 /// The program of the test below. For each line of input it prints the offset of its time of day,
 /// and whether its monotonic clock is steady.
 #[test]
-fn child() {
+fn print_clock_offsets() {
     if std::env::var_os(CHILD_VARIABLE).is_none() {
         return;
     }
@@ -40,7 +40,7 @@ fn the_offset_applies_to_the_time_of_day_only() {
     let file = directory.path().join("clock");
     let library = std::env::current_exe().unwrap().with_file_name("libsim_clock.so");
     let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child", "--nocapture"])
+        .args(["--exact", "print_clock_offsets", "--nocapture"])
         .env(CHILD_VARIABLE, "1")
         .env("LD_PRELOAD", library)
         .env("SIM_CLOCK", &file)

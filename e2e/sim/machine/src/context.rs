@@ -1,4 +1,4 @@
-//! Contexts on devices: which processes may open one, and the memory that it uses.
+//! Contexts on devices: which processes may open contexts, and how much memory contexts use.
 
 use std::fs::{self, File};
 
@@ -29,8 +29,7 @@ pub struct MemoryInfo {
     pub total: u64,
 }
 
-/// A context on a device. The context closes when it is dropped, or when its process ends for any
-/// reason.
+/// A context on a device. Dropping the context closes it, as does any exit of its process.
 #[derive(Debug)]
 pub struct Context {
     machine: Machine,
@@ -345,8 +344,7 @@ mod tests {
         let context = machine.register_context(&gpu, ProcessKind::Compute, elsewhere, "pod".to_owned(), 0).unwrap();
         assert_eq!(machine.processes().unwrap().len(), 1);
         assert!(machine.open_context(&gpu, ContextKind::Compute, 0).is_err());
-        // The kernel does the same when the owner is killed: it releases the lock and changes
-        // nothing more.
+        // When the owner is killed, the kernel also only releases the lock.
         flock(&context.lock, FlockOperation::Unlock).unwrap();
         assert!(machine.processes().unwrap().is_empty());
         machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();

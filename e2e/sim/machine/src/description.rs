@@ -7,12 +7,12 @@ use crate::model::{Model, find_model};
 use crate::state::{ComputeMode, Driver, Gpu, PciAddress, State};
 use crate::topology::MachineTopology;
 
-/// A machine as a file describes it. Omitted values are derived from the name and the index, so
-/// equal files describe equal machines.
+/// A machine as a file describes it. Omitted values depend only on the name and the index, so equal
+/// files describe equal machines.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct MachineDescription {
-    /// The machine's name; UUIDs are derived from it.
+    /// The machine's name, from which UUIDs are derived.
     pub name: String,
     /// Initial state and versions of the driver.
     #[serde(default)]
@@ -113,8 +113,7 @@ impl MachineDescription {
         let number = index.to_string();
         let uuid = || format!("GPU-{}", derive_uuid(&["gpu", &self.name, &number]));
         let serial = || format!("{:013}", hash_names(&["serial", &self.name, &number]) % 10_u128.pow(13));
-        // GPUs are spread over the buses as on an eight-GPU board. After 28 GPUs the next domain
-        // starts.
+        // Use the bus numbers of an eight-GPU board. A domain has 28 GPUs.
         let pci = || PciAddress { domain: index / 28, bus: 0x10 + (index % 28) * 8 + index % 2, device: 0 };
         Gpu {
             uuid: entry.uuid.clone().unwrap_or_else(uuid),
@@ -155,7 +154,7 @@ pub(crate) fn derive_uuid(names: &[&str]) -> String {
 }
 
 /// Returns a 128-bit hash of names: FNV-1a over each name and a zero byte, from two offsets. The
-/// mixing makes similar names give dissimilar hashes.
+/// final mixing ensures that similar names have dissimilar hashes.
 fn hash_names(names: &[&str]) -> u128 {
     let half = |start: u64| {
         let bytes = names.iter().flat_map(|n| n.bytes().chain([0]));

@@ -25,8 +25,8 @@ pub enum Error {
         #[source]
         source: serde_json::Error,
     },
-    /// A description or a change names something that does not exist, or requests something
-    /// impossible.
+    /// A description or a change names an object that does not exist, or requests an impossible
+    /// state.
     #[error("{0}")]
     Invalid(String),
 }

@@ -1,9 +1,9 @@
 //! Simulates a machine with GPUs. A file describes the GPUs, and processes share their state.
 //!
 //! One directory (`/var/lib/simgpu`, or `$SIMGPU_STATE`) is one machine. The simulated NVML reads
-//! it, the simulated MPS and CUDA programs register in it, and `simgpu` changes it. Containers may
-//! mount it at the same path, writable by every user. The directory contains no secret, and a
-//! process of any user may own a context on a GPU.
+//! the directory, the simulated MPS and CUDA programs register in it, and `simgpu` changes it.
+//! Containers may mount the directory at the same path, writable by every user. The directory
+//! contains no secret, and a process of any user may own a context on a GPU.
 //!
 //! ```no_run
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -63,13 +63,13 @@ pub use topology::{CommonAncestor, MachineTopology, cube_mesh_nvlinks};
 
 /// Returns the number of SMs that an MPS client sees for a thread percentage of a device with
 /// `total` SMs. The result is rounded down to an even number, and is at least 8 and at most
-/// `total`. From 100 % on, the result is `total`.
+/// `total`. At 100 % and above, the result is `total`.
 #[must_use]
 pub fn sms_of_mps_percentage(total: u32, percent: f64) -> u32 {
     if percent >= 100.0 || !percent.is_finite() {
         return total;
     }
-    // The product is small and positive, so the cast only drops the fraction, as intended.
+    // The product is small and positive, so the cast only drops the fraction.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     let exact = (f64::from(total) * percent.max(0.0) / 100.0) as u32;
     (exact & !1).max(8).min(total)

@@ -1,11 +1,11 @@
-//! NVML's rules for MIG modes, GPU instances and compute instances. Pure: callers pass in whether
+//! NVML's rules for MIG modes, GPU instances and compute instances. Pure: callers report whether
 //! devices are in use.
 
 use crate::description::derive_uuid;
 use crate::model::{GpuProfile, Model, Placement};
 use crate::state::{ComputeInstance, ComputeMode, Gpu, GpuInstance};
 
-/// Why MIG refuses a change. Each variant is an NVML return code.
+/// The reason why MIG refuses a change. Each variant corresponds to an NVML return code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MigError {
     /// The model does not support MIG, or MIG mode is off.
@@ -28,8 +28,8 @@ pub enum MigError {
     ResetRequired,
 }
 
-/// Returns the id of a GPU instance, which follows from its placement. Ids number the nodes of a
-/// binary tree over the memory slices, from the root.
+/// Returns the id of a GPU instance with this placement. Ids number the nodes of a binary tree over
+/// the memory slices, from the root.
 #[must_use]
 pub fn gpu_instance_id(memory_slices: u32, placement: Placement) -> u32 {
     let size = placement.size.max(1);
@@ -89,7 +89,8 @@ impl Gpu {
     }
 
     /// Returns whether an instance of `wanted` needs more media engines than are unused. Engines
-    /// have no placement and are only counted. For example, a GPU has one optical flow accelerator.
+    /// have no placement, so only their number matters. For example, a GPU has one optical flow
+    /// accelerator.
     fn lacks_engines(&self, model: &Model, wanted: &GpuProfile) -> bool {
         let Some(whole) = model.gpu_profiles.iter().max_by_key(|p| p.slices) else { return true };
         let used = || self.instances.iter().filter_map(|i| model.gpu_profile(i.profile)).chain([wanted]);
@@ -130,7 +131,7 @@ impl Gpu {
                 return Err(MigError::InvalidArgument);
             }
             Some(at) => free.into_iter().find(|p| *p == at),
-            // The driver's order: seven 1g instances go to 6, 4, 5, 0, 1, 2, 3.
+            // Follow the driver's order: seven 1g instances start at 6, 4, 5, 0, 1, 2, 3.
             None => free.into_iter().min_by_key(|p| (self.count_blocked_placements(model, *p), p.start)),
         };
         let placement = placement.ok_or(MigError::InsufficientResources)?;
@@ -264,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn instances_get_the_drivers_placements_and_ids() {
+    fn instances_have_the_placements_and_ids_that_the_driver_assigns() {
         let (mut a100, model) = gpu("A100-40");
         let seven: Vec<u32> = (0..7).map(|_| a100.create_gpu_instance(model, 19, None).unwrap()).collect();
         assert_eq!(seven, [13, 11, 12, 7, 8, 9, 10]);
@@ -297,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn media_engines_are_used_once() {
+    fn instances_do_not_share_media_engines() {
         let (mut h200, model) = gpu("H200-141");
         let me = profile_id(model, "1g.18gb+me");
         h200.create_gpu_instance(model, me, None).unwrap();

@@ -43,8 +43,8 @@ pub struct Model {
     /// Number of memory slices, in which MIG placements are counted. 0 means no MIG support.
     #[serde(default)]
     pub mig_memory_slices: u32,
-    /// Whether the board stores MIG mode: a reset changes the mode and a reboot keeps it (Ampere).
-    /// If not, the mode changes immediately and a reboot turns it off (Hopper).
+    /// Whether the board stores MIG mode. If true, a reset changes the mode and a reboot keeps it
+    /// (Ampere). If false, the mode changes immediately and a reboot turns it off (Hopper).
     #[serde(default)]
     pub mig_mode_stored: bool,
     /// SMs of one compute slice, for GPU instances with several compute instances.

@@ -38,8 +38,8 @@ pub struct Process {
     pub pid: PidRef,
     /// The process's name.
     pub name: String,
-    /// The file under `leases/` that the owner keeps locked. Without a lease, the context exists as
-    /// long as the process.
+    /// The file under `leases/` that the owner keeps locked. Without a lease, the context exists
+    /// while the process is alive.
     #[serde(default)]
     pub lease: Option<String>,
 }

@@ -1,7 +1,7 @@
 //! Open NVML sessions. The driver counts them as users of a GPU and of the driver's modules.
 //!
-//! A session holds a locked file under `sessions/` for the driver, and one for each GPU that NVML
-//! has initialized. The kernel releases the lock when the process ends for any reason.
+//! A session keeps a file under `sessions/` locked for the driver, and one for each GPU that NVML
+//! has initialized. The kernel releases the locks when the process exits for any reason.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ const SESSIONS_DIRECTORY: &str = "sessions";
 /// The directory of the sessions that use the driver.
 const DRIVER: &str = "driver";
 
-/// One use of the driver or of a GPU. The use ends when this value is dropped.
+/// One use of the driver or of a GPU. Dropping this value ends the use.
 #[derive(Debug)]
 pub struct SessionLease {
     path: PathBuf,

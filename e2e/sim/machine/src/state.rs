@@ -6,7 +6,7 @@ use crate::error::Error;
 use crate::model::{Model, Placement, find_model};
 use crate::process::Process;
 
-/// The state of the machine at one moment.
+/// The state of the machine at one time.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct State {
@@ -118,13 +118,15 @@ pub struct Gpu {
     /// Degrees Celsius. `None` means the model's idle value.
     #[serde(default)]
     pub temperature: Option<u32>,
-    /// The percentage of time in which a kernel ran. `None` derives it from the processes.
+    /// The percentage of time in which a kernel ran. `None` means that the value depends on the
+    /// processes.
     #[serde(default)]
     pub utilization: Option<u32>,
-    /// Why the clocks are lower than they could be, as bits of NVML (`nvmlClocksThrottleReason…`).
+    /// Injected reasons for reduced clocks, as NVML's bits (`nvmlClocksThrottleReason…`).
     #[serde(default)]
     pub throttling: u64,
-    /// Energy in millijoules since the driver was loaded. The simulation does not add any.
+    /// Energy in millijoules since the driver was loaded. The simulation does not increase the
+    /// value.
     #[serde(default)]
     pub energy_millijoules: u64,
 }
@@ -227,7 +229,7 @@ pub struct Event {
 /// The type of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum EventKind {
-    /// An XID; the number is in `data`.
+    /// An XID, whose number is in `data`.
     Xid,
     /// A corrected ECC error.
     SingleBitEcc,
@@ -243,7 +245,7 @@ pub enum EventKind {
 pub struct Fault {
     /// The fault's number, an argument of `simgpu clear`.
     pub id: u64,
-    /// The call: the name of an NVML function, or a name that another simulated program looks up.
+    /// The name of an NVML function, or a name that another simulated program looks up.
     pub call: String,
     /// The UUID of the GPU or MIG device to which the fault applies. `None` means all.
     #[serde(default)]

@@ -25,14 +25,15 @@ const LOCK_FILE: &str = "lock";
 const GENERATION_FILE: &str = "generation";
 pub(crate) const LEASES_DIRECTORY: &str = "leases";
 
-/// A handle on a simulated machine. A handle is cheap to clone, and all clones share the parsed
+/// A handle to a simulated machine. Cloning a handle is cheap, and all clones share the parsed
 /// state.
 #[derive(Clone, Debug)]
 pub struct Machine {
     inner: Arc<MachineHandle>,
 }
 
-/// The start of a simulated call: the effect of injected faults, and the state that the call uses.
+/// The result of starting a simulated call: the effect of injected faults, and the state that the
+/// call uses.
 #[derive(Clone, Debug)]
 pub struct BegunCall {
     /// The code with which the call must fail, if a fault injects one.
@@ -45,8 +46,8 @@ pub struct BegunCall {
 struct MachineHandle {
     dir: PathBuf,
     cache: Mutex<Option<Arc<State>>>,
-    /// The open file with the generation number. A driver's calls need no free file descriptor
-    /// either.
+    /// The open file with the generation number. It stays open, because calls of the real driver
+    /// need no free file descriptor.
     generation: Mutex<Option<File>>,
     pids: PidResolver,
 }
@@ -113,8 +114,8 @@ impl Machine {
         &self.inner.dir
     }
 
-    /// Returns the current state. This function reads the generation number and parses the state
-    /// only if the number increased since this handle's last call.
+    /// Returns the current state. Reads the generation number, and parses the state only if the
+    /// number increased since the last call on this handle.
     ///
     /// # Errors
     /// Returns an error if the directory no longer exists, or its state is malformed.
@@ -131,7 +132,7 @@ impl Machine {
         Ok(state)
     }
 
-    /// Returns the number of the latest change that was started.
+    /// Returns the number of the latest change, which may still be in progress.
     fn generation(&self) -> Result<u64, Error> {
         let path = self.path(GENERATION_FILE);
         let mut open = self.inner.generation.lock().unwrap_or_else(PoisonError::into_inner);

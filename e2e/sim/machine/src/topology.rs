@@ -89,7 +89,7 @@ fn cube_mesh_links(gpu: u32) -> Vec<NvLinkEnd> {
     (0..8).flat_map(|other| vec![NvLinkEnd::Gpu(other); cube_mesh_nvlinks(gpu, other).into()]).collect()
 }
 
-/// The lowest common part of two GPUs' paths to the CPU.
+/// The closest common ancestor of two GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CommonAncestor {
     /// One PCIe switch.
@@ -100,12 +100,12 @@ pub enum CommonAncestor {
     HostBridge,
     /// A NUMA node.
     NumaNode,
-    /// Only the machine itself.
+    /// No common part other than the machine.
     Machine,
 }
 
 impl Gpu {
-    /// Returns the lowest common part of the paths from this GPU and another GPU to the CPU.
+    /// Returns the closest common ancestor of this GPU and another GPU on their paths to the CPU.
     #[must_use]
     pub fn common_ancestor(&self, other: &Self) -> CommonAncestor {
         let common = self.pcie_path.iter().zip(&other.pcie_path).take_while(|(one, other)| one == other).count();

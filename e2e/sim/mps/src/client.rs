@@ -61,10 +61,10 @@ impl MpsConnection {
     /// Searches for a daemon, as the CUDA library does when it initializes. Waits for the daemon's
     /// answer without a deadline.
     ///
-    /// `None` is not an error: the program then runs as plain CUDA without limits. This was
-    /// measured for a `control` that is missing, that no process serves, or that accepts and
-    /// closes. This simulation assumes the same effect for a daemon that closes later in the
-    /// handshake, which is the worst case.
+    /// `None` is not an error: the program then runs as plain CUDA without limits. Measurements
+    /// cover a `control` socket that is missing, that no process serves, or that accepts and
+    /// closes. This simulation assumes the same effect, which is the worst case, for a daemon that
+    /// closes later in the handshake.
     ///
     /// # Errors
     /// Returns a `CUresult` from the server, or [`CUDA_ERROR_MPS_CONNECTION_FAILED`] if every
@@ -83,7 +83,7 @@ impl MpsConnection {
         Ok(Some(Self { control: control.to_owned(), devices, channel, _socket: socket }))
     }
 
-    /// Returns the devices that the server offers, in the order of their ordinals.
+    /// Returns the devices that the server serves, in the order of their ordinals.
     pub fn devices(&self) -> &[Device] {
         &self.devices
     }
@@ -166,8 +166,8 @@ fn connect_with_retries(
     Err(ConnectError::ByServer)
 }
 
-/// A context that an MPS server serves. A dropped context is closed cleanly. If the process exits
-/// instead, the server detects the exit.
+/// A context that an MPS server serves. Dropping the context closes it cleanly. If the process
+/// exits instead, the server detects the exit.
 #[derive(Debug)]
 pub struct MpsContext {
     channel: Arc<Connection>,
@@ -220,7 +220,7 @@ impl MpsContext {
         Ok(())
     }
 
-    /// Starts kernels of this many milliseconds each. The kernels remain in flight until
+    /// Starts kernels of `kernel_ms` milliseconds each. The kernels remain in flight until
     /// [`synchronize`](Self::synchronize).
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! Administrator's commands, as in the v2 shell of driver 580.
+//! Administrators' commands, as in the v2 shell of driver 580.
 
 use std::time::Duration;
 
@@ -60,7 +60,7 @@ pub enum Command {
     Help,
 }
 
-/// Why a line is not a command, as reported to the administrator.
+/// The reason why a line is not a command, as the daemon reports it to the administrator.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CommandError {
     /// The command does not exist.

@@ -84,7 +84,7 @@ impl IntroductionSubject {
     }
 }
 
-/// Why a handshake failed, as seen by the daemon or the server.
+/// The reason why a handshake failed on the daemon's or the server's side.
 #[derive(Debug)]
 pub enum HandshakeFailure {
     /// The peer closed early, as the first connection of every client does.
@@ -156,8 +156,7 @@ pub fn send_answer_line(connection: &Connection, line: &str) -> io::Result<()> {
 /// Performs the server's side: sends a client its descriptors, of which `channel` is the first, and
 /// reads the client's introduction.
 ///
-/// The server reads the three packets of the introduction before it checks the packets, like the
-/// real server.
+/// Like the real server, reads all three packets of the introduction before it checks them.
 ///
 /// # Errors
 /// Returns [`HandshakeFailure`] if the client closes the connection or violates the protocol.
@@ -220,7 +219,7 @@ pub struct ClientSockets {
     pub server: Connection,
 }
 
-/// Why a client could not connect.
+/// The reason why a client could not connect.
 #[derive(Debug)]
 pub enum ConnectError {
     /// No daemon exists, or it refused the client. The CUDA library does not treat either case as
@@ -249,7 +248,7 @@ impl ClientSockets {
     /// # Errors
     /// Returns [`ConnectError::ByServer`] if the server exits before it has sent all descriptors.
     pub fn receive_channel(&self) -> Result<Connection, ConnectError> {
-        // Turns off attestation: credentials would use the space of the descriptors.
+        // Turn off attestation, because credentials would use the space of the descriptors.
         rustix::net::sockopt::set_socket_passcred(&self.server, false).map_err(|_| ConnectError::ByServer)?;
         let mut channel = None;
         for _ in 0..MAX_DESCRIPTORS {

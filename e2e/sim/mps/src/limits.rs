@@ -57,7 +57,7 @@ impl Default for ClientSettings {
 }
 
 impl ClientSettings {
-    /// Reads a daemon's initial settings from its environment. Invalid values are ignored.
+    /// Reads a daemon's initial settings from its environment. Ignores invalid values.
     pub fn from_environment(threads: Option<&str>, memory: Option<&str>) -> Self {
         let mut settings = Self { threads: threads.and_then(parse_percentage).unwrap_or(100.0), ..Self::default() };
         for entry in memory.unwrap_or_default().split(',') {
@@ -116,10 +116,10 @@ pub fn parse_bytes(text: &str) -> Option<u64> {
 pub enum ClientMemoryLimit {
     /// No effect: the server's limit applies.
     Unset,
-    /// Lowers the limit to this many bytes. Cannot raise the limit.
+    /// Lowers the limit to this number of bytes. Cannot raise the limit.
     Lowered(u64),
-    /// Removes all limits, including the server's. One entry that names no visible device has this
-    /// effect.
+    /// Removes all limits, including the server's. A single entry that names no visible device has
+    /// this effect.
     Escaped,
 }
 
@@ -151,7 +151,8 @@ pub fn effective_memory_limit(server: Option<u64>, client: ClientMemoryLimit) ->
     }
 }
 
-/// Returns the thread percentage of a client. The client's own value can only lower the server's.
+/// Returns the thread percentage of a client. The client's own value can only lower the server's
+/// value.
 pub fn effective_thread_percentage(server: f64, client: Option<f64>) -> f64 {
     client.map_or(server, |own| own.min(server))
 }

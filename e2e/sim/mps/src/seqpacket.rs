@@ -246,7 +246,7 @@ impl Connection {
         Ok((received.bytes, None, fd))
     }
 
-    /// Waits for data on this connection. Returns false once the peer has closed `other`.
+    /// Waits for data on this connection. Returns false if the peer closes `other` first.
     pub fn wait_readable_unless_closed(&self, other: &Self) -> bool {
         loop {
             let mut fds = [PollFd::new(&self.0, PollFlags::IN), PollFd::new(&other.0, PollFlags::RDHUP)];
@@ -314,7 +314,7 @@ impl Listener {
             _ => {}
         }
         let socket = new_socket()?;
-        // Accepted connections inherit this, so the kernel attests even their first message.
+        // Accepted connections inherit this option, so the kernel attests even their first message.
         rustix::net::sockopt::set_socket_passcred(&socket, true)?;
         rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
         fs::set_permissions(path, fs::Permissions::from_mode(mode))?;

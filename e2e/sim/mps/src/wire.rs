@@ -1,6 +1,7 @@
 //! Messages between daemon, server and client library after the handshake.
 //!
-//! NVIDIA's protocol is private and was not examined. Here each packet is one JSON object.
+//! NVIDIA's protocol for these messages is private, so this simulation uses its own: each packet is
+//! one JSON object.
 
 use std::io;
 
@@ -136,7 +137,7 @@ pub enum ToContext {
     Free(u64),
     /// Requests the free memory. Answered with [`FromContext::Memory`].
     Query,
-    /// Kernels of this many milliseconds each are in flight. Not answered.
+    /// Kernels of this length each, in milliseconds, are in flight. Not answered.
     Busy(f64),
     /// No kernel is in flight. Not answered.
     Idle,
@@ -148,7 +149,7 @@ pub enum ToContext {
     Goodbye,
 }
 
-/// A device that the server offers.
+/// A device that the server serves.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Device {
     /// The UUID of the GPU or MIG device.
@@ -162,7 +163,7 @@ pub struct Device {
 /// Messages from the server to a client library.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FromContext {
-    /// The devices that the server offers, in the order of their ordinals.
+    /// The devices that the server serves, in the order of their ordinals.
     Devices(Vec<Device>),
     /// The context was created.
     Created {

@@ -143,7 +143,7 @@ pub(crate) struct ListedProcess {
 }
 
 /// Lists the processes on a device, each once with all of its memory there. A GPU's list includes
-/// the processes of its MIG devices. Processes outside this process's PID namespace are omitted.
+/// the processes of its MIG devices. Omits processes outside this process's PID namespace.
 pub(crate) fn processes(view: &MachineView, device: &DeviceRef<'_>, list: ProcessList) -> Vec<ListedProcess> {
     let mut listed: Vec<ListedProcess> = Vec::new();
     for process in processes_on_gpu(&view.machine, &view.state, &device.gpu.uuid) {
@@ -176,8 +176,8 @@ pub(crate) fn processes_on_gpu(machine: &Machine, state: &State, gpu: &str) -> V
     machine.live_processes_where(state, here)
 }
 
-/// Returns the percentage of time in which kernels run: the configured value, or one that grows
-/// with each process that may launch kernels.
+/// Returns the percentage of time in which kernels run. Without a configured value, the percentage
+/// grows with the number of processes that may launch kernels.
 pub(crate) fn utilization_percent(view: &MachineView, device: &DeviceRef<'_>) -> u32 {
     if let Some(percent) = device.gpu.utilization {
         return percent.min(100);
@@ -204,7 +204,8 @@ const IDLE_CLOCKS_MHZ: [u32; 4] = [345, 345, 3201, 765];
 /// Highest clocks of an H200 in MHz, for all models: graphics, SM, memory, video.
 const MAX_CLOCKS_MHZ: [u32; 4] = [1980, 1980, 3201, 1545];
 
-/// Returns the reasons why the clocks are not higher: the injected ones, and that the GPU is idle.
+/// Returns the reasons why the clocks are not higher: the injected reasons, and whether the GPU is
+/// idle.
 pub(crate) fn throttle_reasons(view: &MachineView, device: &DeviceRef<'_>) -> u64 {
     let idle = utilization_percent(view, device) == 0;
     device.gpu.throttling | if idle { u64::from(sys::nvmlClocksThrottleReasonGpuIdle) } else { 0 }

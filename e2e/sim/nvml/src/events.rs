@@ -15,7 +15,8 @@ pub(crate) const SUPPORTED_EVENT_TYPES: u64 = sys::nvmlEventTypeAll as u64;
 /// An event set.
 #[derive(Debug, Default)]
 struct EventSet {
-    /// By GPU: the registered event types, and the last event before the registration.
+    /// For each GPU, the registered event types and the number of the last event before the
+    /// registration.
     registered: HashMap<String, (u64, u64)>,
     /// The number of the event that was delivered last.
     seen: u64,
@@ -67,7 +68,7 @@ pub(crate) fn wait_for_event(view: &MachineView, set: Handle, timeout: Duration)
             if let Some(event) = &next {
                 set.seen = event.seq;
             }
-            // Pending events are delivered before the error that the GPU is lost.
+            // Deliver pending events before the error that the GPU is lost.
             next.map(Ok).or_else(|| has_lost_gpu(set, &state).then_some(Err(Code::GPU_IS_LOST)))
         })?;
         if let Some(next) = next {

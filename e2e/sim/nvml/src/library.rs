@@ -46,8 +46,8 @@ impl From<MigError> for Code {
 
 pub(crate) type Result<T, E = Code> = std::result::Result<T, E>;
 
-/// The object behind a handle. An object is a name or number, not an address. A handle outlives its
-/// object, and calls with it then report that the object no longer exists.
+/// The object behind a handle. An object is a name or number, not an address. A handle can outlive
+/// its object. Calls with such a handle report that the object no longer exists.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum HandleTarget {
     /// A GPU or a MIG device, by UUID.
@@ -79,7 +79,7 @@ struct InitializedLibrary {
 static LIBRARY: Mutex<InitializedLibrary> =
     Mutex::new(InitializedLibrary { users: 0, machine: None, objects: Vec::new(), open: Vec::new() });
 
-// Handles are large numbers, so that a zero or a count is not mistaken for one.
+// Handles are large numbers, so that no zero or count is mistaken for a handle.
 const FIRST_HANDLE: usize = 0x4e56_0000;
 
 fn lock_library() -> MutexGuard<'static, InitializedLibrary> {
@@ -176,7 +176,8 @@ impl MachineView {
 fn begin_call(machine: &Machine, name: &str, device: Option<&str>) -> Result<Arc<State>> {
     let begun = machine.begin_call(name, device)?;
     match begun.code {
-        // A fault may inject a code that NVML does not define. Callers must handle such a code.
+        // A fault may inject a code that NVML does not define, because callers must handle such
+        // codes.
         Some(code) => Err(Code(code.unsigned_abs())),
         None => Ok(begun.state),
     }

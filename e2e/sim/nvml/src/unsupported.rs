@@ -1,5 +1,5 @@
-//! Functions that are not simulated. The functions are exported so that programs can look them up,
-//! and return `NVML_ERROR_NOT_SUPPORTED`.
+//! Functions that are not simulated. They return `NVML_ERROR_NOT_SUPPORTED`, and are exported so
+//! that programs can look them up.
 
 /// Defines functions that accept any arguments. In Linux's C calling conventions the caller removes
 /// the arguments, so a function without parameters can be called with any.

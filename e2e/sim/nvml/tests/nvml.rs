@@ -64,7 +64,7 @@ struct Holder(Child);
 impl Holder {
     fn new(machine: &Machine, device: &str) -> Self {
         let before = machine.processes().unwrap().len();
-        let mut command = test_command("holder");
+        let mut command = test_command("hold_gpu_memory_until_killed");
         let child = command.env("HOLD", device).stdout(Stdio::null()).spawn().unwrap();
         wait_until(machine, |_| machine.processes().unwrap().len() > before);
         Self(child)
@@ -98,7 +98,7 @@ fn wait_until(machine: &Machine, done: impl Fn(&State) -> bool) {
 
 #[test]
 #[ignore = "started by the tests that need a second process"]
-fn holder() {
+fn hold_gpu_memory_until_killed() {
     let device = std::env::var("HOLD").unwrap();
     let machine = Machine::open_default().unwrap();
     let _context = machine.open_context(&device, ContextKind::Compute, 300 << 20).unwrap();
@@ -448,12 +448,12 @@ fn events_reach_registered_sets() {
         assert_eq!(got.device.uuid().unwrap(), uuids[1]);
         assert_eq!(got.event_type, EventTypes::DOUBLE_BIT_ECC_ERROR);
         assert_eq!(next_xid(&set), 94);
-        // The event arrives during the wait.
+        // Send the event during the wait.
         std::thread::scope(|scope| {
             scope.spawn(|| xid(0, 31));
             assert_eq!(next_xid(&set), 31);
         });
-        // A GPU's last event is delivered before the error that it is lost.
+        // NVML delivers a GPU's last event before the error that the GPU is lost.
         xid(1, 79);
         change_state(machine, |s| s.gpus[1].lost = true);
         assert_eq!(next_xid(&set), 79);

@@ -7,7 +7,7 @@ use sim_machine::{
 
 use crate::arguments::Command;
 
-/// Applies a command that only changes the state.
+/// Applies a command that does nothing but change the state.
 pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
     machine.update(|state| match command {
         Command::Xid { gpu, code, instance } => {

@@ -37,7 +37,7 @@ impl Node {
         let gpus = vec![GpuDescription { model: "H200-141".into(), ..GpuDescription::default() }];
         let description = MachineDescription { name: "test".into(), gpus, ..MachineDescription::default() };
         for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "cleave-client"] {
-            // The program acts as NVIDIA's programs under the first two names. Programs find each
+            // Under the first two names, the program acts as NVIDIA's programs. Programs find each
             // other in their common directory, which all users can access.
             let (program, path) = (env!("CARGO_BIN_EXE_cleave-client"), dir.path().join(name));
             fs::hard_link(program, &path).or_else(|_| fs::copy(program, &path).map(drop)).unwrap();
@@ -46,7 +46,7 @@ impl Node {
         Self { dir, machine, daemon: None, env: Vec::new() }
     }
 
-    /// Creates a node with an MPS daemon that is started with `-f` and these arguments.
+    /// Creates a node, and starts an MPS daemon with `-f` and these arguments.
     pub(crate) fn with_daemon(arguments: &[&str]) -> Self {
         let mut node = Self::without_daemon();
         node.start_daemon(arguments);
@@ -102,7 +102,7 @@ impl Node {
         self.dir.path().join(name)
     }
 
-    /// Returns a socket in the pipe directory.
+    /// Returns the path of a socket in the pipe directory.
     pub(crate) fn socket_path(&self, name: &str) -> PathBuf {
         self.path("pipe").join(name)
     }
@@ -135,7 +135,7 @@ impl Node {
         answer
     }
 
-    /// Returns the PID of the server, which is started if necessary.
+    /// Returns the PID of the server. Starts the server if necessary.
     pub(crate) fn wait_for_server(&self) -> u32 {
         if self.send_command("get_server_list").is_empty() {
             self.send_command("start_server -uid 0");
@@ -193,7 +193,7 @@ impl Node {
         Client::spawn(command).read_line()
     }
 
-    /// Runs other programs to completion, so that an unwanted event has time to happen.
+    /// Runs other programs to completion, so that an unwanted side effect has time to occur.
     pub(crate) fn wait_for_side_effects(&self) {
         for _ in 0..5 {
             assert_eq!(self.run_and_read_line(&[("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")])["viaMps"], false);
@@ -214,7 +214,7 @@ impl Node {
         self.machine.update(set).unwrap();
     }
 
-    /// Injects a fault into a call. `remaining` limits the number of calls to which the fault
+    /// Injects a fault into a call. `remaining` is the maximum number of calls to which the fault
     /// applies.
     pub(crate) fn inject_fault(&self, call: &str, effect: FaultEffect, remaining: Option<u32>) {
         let add = |state: &mut sim_machine::State| {

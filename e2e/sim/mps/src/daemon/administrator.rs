@@ -154,7 +154,8 @@ impl Daemon {
         let mut state = self.lock();
         let server = state.servers.get_mut(&pid).ok_or_else(|| no_server_error(pid))?;
         change(&mut server.settings);
-        // The server only logs these settings. Each client's limits are sent with the client.
+        // The server only logs these settings. The daemon sends each client's limits with the
+        // client.
         let _ = wire::try_send(&server.link, &ToServer::ClientSettings(server.settings.clone()));
         Ok(read(&server.settings))
     }
@@ -206,7 +207,7 @@ impl Daemon {
 
     fn shutdown_server(&self, pid: u32, force: bool) -> Answer {
         let mut state = self.lock();
-        state.servers.get_mut(&pid).ok_or_else(|| no_server_error(pid))?.leaving = true;
+        state.servers.get_mut(&pid).ok_or_else(|| no_server_error(pid))?.is_exiting = true;
         while !force && state.servers.get(&pid).is_some_and(|server| !server.clients.is_empty()) {
             state = self.wait_for_change(state, CONDITION_CHECK_INTERVAL);
         }
@@ -217,8 +218,8 @@ impl Daemon {
         Ok(Vec::new())
     }
 
-    /// Stops the daemon: waits for the clients, at most `timeout`, and then stops the servers. This
-    /// function does not return.
+    /// Stops the daemon. Waits up to `timeout` for the clients, stops the servers, and then exits
+    /// the process.
     fn quit_daemon(&self, timeout: Option<Duration>) {
         let directory = &self.config.pipe_directory;
         for name in ["control", "control_privileged"] {
@@ -240,7 +241,7 @@ impl Daemon {
         while !state.servers.is_empty() && Instant::now() < deadline {
             state = self.wait_for_change(state, CONDITION_CHECK_INTERVAL);
         }
-        // A server that hangs exits once it detects that the daemon has exited.
+        // Do not wait for a server that hangs: it exits once it detects that the daemon has exited.
         for name in ["nvidia-cuda-mps-control.pid", "log"] {
             let _ = fs::remove_file(directory.join(name));
         }

@@ -137,8 +137,8 @@ fn run(config: DaemonConfig, sinks: &LogSinks, ready: impl FnOnce()) -> anyhow::
     }
     let directory = &config.pipe_directory;
     make_directory(directory)?;
-    // Locked until the daemon exits for any reason. So a killed daemon never blocks the next
-    // daemon.
+    // The kernel releases this lock when the daemon exits for any reason, so a killed daemon never
+    // blocks the next daemon.
     let _lock = lock_file(&directory.join("control_lock"))?;
     let log = sinks.open("control.log")?;
     let server_log = forward_server_log(&directory.join("log"), sinks.open("server.log")?)?;
@@ -173,7 +173,7 @@ impl Daemon {
             let mut fds: Vec<PollFd<'_>> =
                 listeners.iter().map(|(listener, _)| PollFd::new(listener, PollFlags::IN)).collect();
             fds.push(PollFd::new(&self.wake, PollFlags::IN));
-            // Queued clients may disconnect, so they are checked regularly.
+            // Queued clients may disconnect, so check them regularly.
             let timeout = (!pending.is_empty()).then_some(Timespec { tv_sec: 0, tv_nsec: 50_000_000 });
             match rustix::event::poll(&mut fds, timeout.as_ref()) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -245,7 +245,7 @@ impl Daemon {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for a change of the state, at most `timeout`.
+    /// Waits up to `timeout` for a change of the state.
     fn wait_for_change<'a>(
         &self,
         state: MutexGuard<'a, DaemonState>,
@@ -284,8 +284,8 @@ fn forward_server_log(path: &Path, log: Log) -> anyhow::Result<File> {
         }
         let mode = rustix::fs::Mode::from_raw_mode(0o600);
         rustix::fs::mknodat(rustix::fs::CWD, path, rustix::fs::FileType::Fifo, mode, 0)?;
-        // Open the FIFO for both directions: reading then neither ends between two servers nor
-        // waits for the first.
+        // Open the FIFO for both directions, so that reading neither waits for the first server nor
+        // ends between two servers.
         let reader = OpenOptions::new().read(true).write(true).open(path)?;
         Ok((reader, OpenOptions::new().write(true).open(path)?))
     };

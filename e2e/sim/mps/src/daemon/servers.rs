@@ -14,7 +14,7 @@ use crate::handshake;
 use crate::seqpacket::Connection;
 use crate::wire::{self, FromServer, ServerStatus, ToServer};
 
-/// Number of failed server starts after which a waiting client is refused.
+/// Number of failed server starts after which the daemon refuses a waiting client.
 const SERVER_START_RETRIES: u32 = 5;
 
 impl Daemon {
@@ -97,7 +97,7 @@ impl Daemon {
             settings,
             link: Arc::clone(&link),
             clients: BTreeMap::new(),
-            leaving: false,
+            is_exiting: false,
         };
         state.servers.insert(pid, server);
         self.notify();
@@ -109,7 +109,7 @@ impl Daemon {
     /// Requests a server's exit. The server accepts no more clients.
     pub(super) fn end_server(&self, state: &mut DaemonState, pid: u32) {
         if let Some(server) = state.servers.get_mut(&pid) {
-            server.leaving = true;
+            server.is_exiting = true;
             let _ = wire::send(&server.link, &ToServer::Shutdown);
             self.notify();
         }
@@ -125,7 +125,7 @@ impl Daemon {
         }
         // The link is closed, so the server has exited or is about to.
         let status = child.wait().ok();
-        // Print 0 even for a killed server, as was measured.
+        // Print 0 even for a killed server, as the real daemon does.
         let status = status.and_then(|status| status.code()).unwrap_or(0);
         self.log(&format!("Server {pid} exited with status {status}"));
         let mut state = self.lock();
@@ -191,7 +191,8 @@ fn pass_to_server(mut state: MutexGuard<'_, DaemonState>, server: u32, client: &
     let _ = client.recv(64);
 }
 
-/// Returns the path of the server program in this program's directory, or else in `PATH`.
+/// Returns the path of the server program: in this program's directory if it exists there,
+/// otherwise in `PATH`.
 fn server_program() -> PathBuf {
     const SERVER_PROGRAM_NAME: &str = "nvidia-cuda-mps-server";
     let beside =

@@ -31,11 +31,11 @@ pub(super) struct ServerRecord {
     pub(super) link: Arc<Connection>,
     /// The clients by connection.
     pub(super) clients: BTreeMap<u64, PassedClient>,
-    /// Whether the server was requested to exit. A server that exits accepts no clients.
-    pub(super) leaving: bool,
+    /// Whether the daemon has requested the server's exit. Such a server accepts no clients.
+    pub(super) is_exiting: bool,
 }
 
-/// A connection that was passed on to a server.
+/// A connection that the daemon passed on to a server.
 #[derive(Debug, Default)]
 pub(super) struct PassedClient {
     /// The client's PID; `None` before the introduction.
@@ -99,7 +99,7 @@ impl DaemonState {
         // Only one server runs at a time. A stopping server uses the GPU until it has exited.
         let Some((pid, server)) = self.servers.iter().next() else { return ServerChoice::Start };
         match server.status {
-            _ if server.leaving => ServerChoice::Wait,
+            _ if server.is_exiting => ServerChoice::Wait,
             // A server in FAULT also receives clients, and refuses them itself with 807 (not
             // ready).
             ServerStatus::Active | ServerStatus::Fault if multi_user || server.uid == uid => ServerChoice::Enter(*pid),
@@ -182,7 +182,7 @@ mod tests {
             settings: ClientSettings::default(),
             link: Arc::new(link),
             clients: clients.collect(),
-            leaving: false,
+            is_exiting: false,
         };
         state.servers.insert(6472, server);
         state
@@ -209,7 +209,7 @@ mod tests {
         assert_eq!(state_with_server(0, ServerStatus::Fault, &[1]).choose_server(0, true), ServerChoice::Enter(6472));
         assert_eq!(state_with_server(0, ServerStatus::Fault, &[1]).choose_server(1000, false), ServerChoice::Wait);
         let mut state = state_with_server(0, ServerStatus::Active, &[]);
-        state.servers.values_mut().for_each(|server| server.leaving = true);
+        state.servers.values_mut().for_each(|server| server.is_exiting = true);
         assert_eq!(state.choose_server(0, true), ServerChoice::Wait);
     }
 

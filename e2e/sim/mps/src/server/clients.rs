@@ -1,8 +1,9 @@
 //! A server's model of its clients. The model performs no I/O.
 //!
-//! The rules are measured. An illegal access breaks every client, and the server refuses clients in
-//! FAULT until the last broken client has exited. A client that exits with a kernel in flight may
-//! break the other clients. A client that `terminate_client` ends breaks no other client.
+//! The rules follow measurements. An illegal access breaks every client and puts the server into
+//! FAULT. In FAULT, the server refuses clients until the last broken client has exited. A client
+//! that exits with a kernel in flight may break the other clients. A client that `terminate_client`
+//! ends breaks no other client.
 //!
 //! A process has one connection for itself and one for each context.
 

@@ -74,7 +74,7 @@ fn run(log: &Log) -> anyhow::Result<()> {
     let mut own = Vec::new();
     for (ordinal, device) in devices.iter().enumerate() {
         log.write_line("Server", pid, &format!("Creating server context on device {ordinal} ({})", device.name));
-        let context = machine.open_context(&device.offer.uuid, ContextKind::MpsServer, SERVER_MEMORY_BYTES);
+        let context = machine.open_context(&device.advertised.uuid, ContextKind::MpsServer, SERVER_MEMORY_BYTES);
         own.push(context.with_context(|| format!("failed to create a context on device {ordinal}"))?);
     }
     log.write_line("Server", pid, &format!("Created anonymous shared memory region mps.shm.{uid}.{pid}"));
@@ -104,8 +104,8 @@ fn run(log: &Log) -> anyhow::Result<()> {
     server.log("Server has started");
     wire::send(&server.link, &FromServer::Status(ServerStatus::Active))?;
     let watched = Arc::clone(&server);
-    // The contexts must end with the process. If the contexts ended earlier, another process could
-    // see the GPU as free.
+    // The contexts must exist until the process exits. Otherwise, another process could see the GPU
+    // as free.
     thread::spawn(move || watched.watch_devices(&own));
     let watched = Arc::clone(&server);
     thread::spawn(move || watched.watch_daemon());
@@ -116,7 +116,7 @@ fn run(log: &Log) -> anyhow::Result<()> {
 /// A device of the machine that the server serves.
 #[derive(Debug)]
 struct ServedDevice {
-    offer: Device,
+    advertised: Device,
     name: String,
     gpu: String,
     instance: Option<(u32, u32)>,
@@ -126,7 +126,7 @@ fn served_devices(machine: &Machine, visible: Option<&str>) -> anyhow::Result<Ve
     let state = machine.snapshot()?;
     let devices: Vec<ServedDevice> = (state.visible_devices(visible).into_iter())
         .map(|device| ServedDevice {
-            offer: Device { uuid: device.uuid().to_owned(), sms: device.sms(), memory: device.cuda_memory_bytes() },
+            advertised: Device { uuid: device.uuid().to_owned(), sms: device.sms(), memory: device.cuda_memory_bytes() },
             name: device.model.name.clone(),
             gpu: device.gpu.uuid.clone(),
             instance: device.mig.map(|(gpu, compute)| (gpu.id, compute.id)),
@@ -225,7 +225,7 @@ impl Server {
             Err(refusal) => {
                 self.log("User did not send valid credentials");
                 if matches!(refusal, HandshakeFailure::Closed) {
-                    // Observed: a server never serves another client after a client closed in the
+                    // NVIDIA's server never serves another client after a client closed in the
                     // middle of its introduction.
                     loop {
                         thread::park();
@@ -283,11 +283,11 @@ impl Server {
     /// Serves a client's requests until it disconnects. Returns whether the client sent
     /// [`ToContext::Goodbye`].
     fn serve_client(&self, connection: u64, channel: &Connection, socket: &Connection) -> bool {
-        // Messages from before the close still count, up to a limit.
+        // Handle messages that were sent before the close, up to this number.
         let mut last_messages = 64;
         loop {
-            // Wait for the close of either socket, because another process may have a copy of the
-            // other.
+            // Wait for the close of either socket, because another process may have a copy of one
+            // of them.
             if !channel.wait_readable_unless_closed(socket) {
                 last_messages -= 1;
                 if last_messages == 0 || !channel.is_readable() {
@@ -314,8 +314,8 @@ impl Server {
         let mut inner = self.lock();
         match request {
             ToContext::Devices => {
-                let offers = self.devices.iter().map(|device| device.offer.clone()).collect();
-                Some(FromContext::Devices(offers))
+                let devices = self.devices.iter().map(|device| device.advertised.clone()).collect();
+                Some(FromContext::Devices(devices))
             }
             ToContext::Create { device, threads, command, namespace } => {
                 let created = self.create_context(&mut inner, connection, &device, threads, command, namespace);
@@ -356,8 +356,8 @@ impl Server {
         namespace: u64,
     ) -> Result<FromContext, i32> {
         let ordinal =
-            self.devices.iter().position(|device| device.offer.uuid == uuid).ok_or(CUDA_ERROR_INVALID_DEVICE)?;
-        let device = &self.devices[ordinal].offer;
+            self.devices.iter().position(|device| device.advertised.uuid == uuid).ok_or(CUDA_ERROR_INVALID_DEVICE)?;
+        let device = &self.devices[ordinal].advertised;
         let pid = inner.clients.pid(connection).ok_or(clients::CUDA_ERROR_INVALID_CONTEXT)?;
         if !inner.clients.is_reserved(connection) {
             return Err(clients::CUDA_ERROR_INVALID_CONTEXT);
@@ -403,8 +403,8 @@ impl Server {
         let pid = inner.clients.pid(connection);
         if let (Some(pid), Some(entry)) = (pid, inner.connections.get(&connection)) {
             let client = format!("{{PID: {pid}, Context ID: {}}}", entry.id);
-            // Observed for the connection of a process. For contexts this is an assumption: a
-            // context that was closed cleanly logs nothing, and other contexts log this line.
+            // NVIDIA's server logs this line for the connection of a process. For contexts, assume
+            // that only those that were not closed cleanly cause this line.
             if entry.id == 0 || (!orderly && inner.clients.is_live(connection)) {
                 let text = "Server failed to recevie command with status 806, assuming client";
                 self.log(&format!("{text} {client} exit"));
@@ -415,8 +415,8 @@ impl Server {
         }
         let mut effects = inner.clients.remove_connection(connection, orderly);
         if effects.contains(&ServerAction::Status(ServerStatus::Fault)) {
-            // The log names a running client and never the client that exited. Measured in 47 of 47
-            // such faults.
+            // The log names a running client and never the client that exited, as in 47 of 47
+            // measured faults.
             let alive = |other: &u64| *other != connection && inner.connections[other].context.is_some();
             let named = inner.connections.keys().copied().filter(alive).min();
             if let Some((pid, id)) =
@@ -490,7 +490,7 @@ impl Server {
     fn log_settings(&self, settings: &ClientSettings) {
         self.log(&format!("Active Threads Percentage set to {:.1}", settings.threads));
         for (ordinal, device) in self.devices.iter().enumerate() {
-            if let Some(limit) = settings.memory_limit_of(DeviceName { ordinal, uuid: &device.offer.uuid }) {
+            if let Some(limit) = settings.memory_limit_of(DeviceName { ordinal, uuid: &device.advertised.uuid }) {
                 self.log(&format!("Device pinned memory limit for device {ordinal} set to {limit:#x} bytes"));
             }
         }

@@ -339,8 +339,8 @@ fn put_compute_profile(
     }
 }
 
-/// Writes a list. The caller's buffer has space for all of the profile's instances or placements.
-/// With a null list, only the count is returned.
+/// Writes a list and its count. If the list is null, writes only the count. The caller's buffer
+/// must have space for all of the profile's instances or placements.
 fn put_all<T: Copy>(items: impl Iterator<Item = T>, out: Out<T>, count: Out<c_uint>) -> Result<()> {
     let mut written = 0;
     for item in items {

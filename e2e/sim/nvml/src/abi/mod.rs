@@ -390,8 +390,7 @@ fn change_gpu(view: &library::MachineView, gpu: &Gpu, change: impl FnOnce(&mut G
     view.machine.update(|state| change(state.gpu_mut(&gpu.uuid)?))
 }
 
-/// Writes the needed count and checks the caller's buffer. If the buffer is too small, writes only
-/// the count.
+/// Writes the needed count, and returns an error if the caller's buffer is too small.
 fn check_buffer<T: Copy>(count: Out<c_uint>, out: Out<T>, needed: usize) -> Result<()> {
     let size = count.get()? as usize;
     count.put(to_u32(needed))?;
@@ -460,7 +459,7 @@ fn wait_for_event(name: &str, set: Handle, data: Out<sys::nvmlEventData_t>, mill
     })
 }
 
-/// Returns whether a handle is a MIG device's. Does not read the machine's state.
+/// Writes whether a handle belongs to a MIG device. Does not read the machine's state.
 fn is_mig(device: Handle, out: Out<c_uint>) -> Return {
     catch_panic(|| {
         let HandleTarget::Device(uuid) = object(device)? else { return Err(Code::INVALID_ARGUMENT) };
