@@ -1,5 +1,5 @@
-//! Tests the placement gate: it releases a pod once one GPU has a reservation for it, and does not
-//! delay a pod that could run.
+//! Tests the placement gate. The operator releases a pod once the pod has a reservation on one GPU,
+//! and delays no pod that can run.
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use crate::gate_admission::GATE_NAME;
 use crate::restarts::component_pod;
-use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, allocations, ten_shares, wait_until_offered};
+use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, allocations, ten_shares, wait_until_advertised};
 
 /// Script of a pod that keeps its shares without using the GPU. Hundreds of clients would overload
 /// the machine.
@@ -43,8 +43,8 @@ pub(crate) fn wait_for_event(scope: &Scope, pod: &str, words: &str) -> Result<()
     })
 }
 
-/// Waits until a pod has an allocation. Checks that the allocation consists of this many shares of
-/// one GPU, and returns that GPU.
+/// Waits until a pod has an allocation. Checks that the allocation consists of this number of
+/// shares of one GPU, and returns that GPU.
 pub(crate) fn wait_for_shares_of_one_gpu(cluster: &Cluster, scope: &Scope, pod: &str, shares: usize) -> Result<String> {
     wait_for(&format!("{pod} has an allocation"), WAIT_TIMEOUT, || {
         let allocated = allocations(cluster, scope, pod)?;
@@ -105,14 +105,14 @@ fn a_pod_that_no_gpu_can_ever_serve_is_reported_as_unschedulable() -> Result<()>
     })?;
     ensure!(condition["status"] == "False", "{condition}");
     wait_for_event(&scope, "eleven", "the largest has 10")?;
-    // The release adds a requirement that names no node, so its size does not depend on the
-    // cluster's size.
+    // The released pod has a node affinity requirement that names no node, so its size does not
+    // depend on the cluster's size.
     let affinity = cluster.get(&scope.pod_path("eleven"))?["spec"]["affinity"].to_string();
     ensure!(!affinity.contains("kubernetes.io/hostname") && !affinity.contains("NotIn"), "{affinity}");
     Ok(())
 }
 
-/// Autoscalers read the condition, and not the gate.
+/// Autoscalers read the pod's condition and not its gates.
 #[test]
 fn a_pod_that_needs_another_node_is_reported_to_autoscalers_and_stays_gated() -> Result<()> {
     let cluster = Cluster::connect()?;
@@ -141,12 +141,12 @@ fn a_pod_that_needs_another_node_is_reported_to_autoscalers_and_stays_gated() ->
     scope.wait_until_running("more").map(drop)
 }
 
-/// Only one test uses this resource, so no earlier pod affects the operator's choice of GPUs: the
-/// operator learns from pods of the same resource.
+/// Resource that only one test uses. The operator learns from earlier pods of the same resource, so
+/// no earlier pod affects its choice of GPUs in this test.
 const REPLICAS_RESOURCE: &str = "nvidia.com/gpu-replicas";
 
-/// Creates a Deployment with two replicas of half a GPU each. Checks that they use this number of
-/// GPUs.
+/// Creates a Deployment with two replicas of half a GPU each. Checks that the replicas use this
+/// number of GPUs.
 fn check_gpus_of_two_replicas(scope: &Scope, name: &str, gpus: usize, annotations: &Value) -> Result<()> {
     let mut template = pod_template(name, 5);
     template["spec"]["containers"][0]["resources"]["limits"] = json!({REPLICAS_RESOURCE: 5});
@@ -179,7 +179,7 @@ fn replicas_use_different_gpus_unless_an_annotation_packs_them() -> Result<()> {
         "mps": {"units": 10, "threads": "Strict"},
     });
     scope.create_policy("ten-replicas", &spec)?;
-    wait_until_offered(&cluster, REPLICAS_RESOURCE, 10 * GPUS_PER_NODE)?;
+    wait_until_advertised(&cluster, REPLICAS_RESOURCE, 10 * GPUS_PER_NODE)?;
     check_gpus_of_two_replicas(&scope, "packed", 1, &json!({"cleave.dev/replica-placement": "Pack"}))?;
     check_gpus_of_two_replicas(&scope, "spread", 2, &json!({}))
 }
@@ -332,7 +332,7 @@ struct StormObservations {
     ran: BTreeSet<String>,
     /// Pods that the kubelet permanently rejected, with the reason.
     rejected: BTreeMap<String, String>,
-    /// Pods with shares of two GPUs, and GPUs with too many shares allocated.
+    /// Descriptions of pods with shares of two GPUs, and of GPUs with too many shares allocated.
     errors: BTreeSet<String>,
 }
 
@@ -343,8 +343,8 @@ fn observe(scope: &Scope, observed: &mut StormObservations) -> Result<Vec<Value>
         let name = text(&pod["metadata"]["name"]);
         match text(&pod["status"]["phase"]).as_str() {
             "Running" => drop(observed.ran.insert(name)),
-            // A deleted pod with a killed container is also `Failed` briefly, but has no reason. A
-            // pod that the kubelet rejected has a reason.
+            // A deleted pod with a killed container is also `Failed` briefly, but without a reason.
+            // A pod that the kubelet rejected has a reason.
             "Failed" if !text(&pod["status"]["reason"]).is_empty() => {
                 let why = format!("{}: {}", text(&pod["status"]["reason"]), text(&pod["status"]["message"]));
                 observed.rejected.insert(name, why);
@@ -360,7 +360,7 @@ fn observe(scope: &Scope, observed: &mut StormObservations) -> Result<Vec<Value>
 const PODS_BETWEEN_KILLS: u64 = 12;
 
 /// Creates and deletes pods of 1 to 10 shares in bursts. Calls `kill` after every
-/// [`PODS_BETWEEN_KILLS`] pods, with the number of earlier calls. At the end waits until each
+/// [`PODS_BETWEEN_KILLS`] pods, with the number of earlier calls. At the end, waits until each
 /// remaining pod has run.
 fn run_storm(
     scope: &Scope,
@@ -417,9 +417,10 @@ fn run_storm(
     Ok(observed)
 }
 
-/// Kills the agent at once, even while it handles a request. Its supervisor restarts it.
+/// Kills the agent with SIGKILL, even while the agent handles a request. Its supervisor restarts
+/// the agent.
 fn kill_agent() -> Result<()> {
-    // A replaced agent starts within seconds.
+    // Retry, because a replaced agent starts within seconds.
     wait_until("an agent is killed", || Ok(signal_program(NODE, "cleave-agent", "KILL").is_ok()))
 }
 
@@ -439,7 +440,7 @@ fn wait_for_rollout() -> Result<()> {
 /// longer.
 const LEADER_KILL_INTERVALS: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(10));
 
-/// Kills the leading operator at an interval, on a separate thread. The other replica takes over.
+/// Kills the leading operator at an interval, on a separate thread. The other replica then leads.
 struct LeaderKiller {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<Result<u32>>,
