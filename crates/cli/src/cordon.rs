@@ -22,7 +22,7 @@ use crate::gpu::{
     reported_gpus,
 };
 
-/// Maximum number of attempts to write an object that others change at the same time.
+/// Maximum number of attempts to write an object that other clients change at the same time.
 const MAX_WRITE_ATTEMPTS: u32 = 5;
 /// The field manager of the annotations.
 const FIELD_MANAGER: &str = "cleave";

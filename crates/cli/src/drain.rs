@@ -77,7 +77,7 @@ pub(crate) async fn run(args: DrainArgs) -> Result<ExitCode> {
     let config = args.cluster.kube_config().await?;
     let client = Client::try_from(config.clone()).context("failed to create the Kubernetes client")?;
     // The API server answers 429 if a disruption budget forbids an eviction. A client with retries
-    // would repeat the request for minutes and delay the evictions of other pods.
+    // repeats the request for minutes, which delays the evictions of other pods.
     let mut no_retry = config;
     no_retry.default_retry = false;
     let evictor = Client::try_from(no_retry).context("failed to create the Kubernetes client")?;
@@ -174,7 +174,7 @@ fn gpu_state(object: &GpuNode, target: &NodeGpu, quiescing: bool) -> GpuState {
     GpuState { usage, done: status.quiesced, text }
 }
 
-/// The pods that use a GPU, and how many of its devices are in use.
+/// The pods that use a GPU, and the number of its devices in use.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct GpuUsage {
     /// `namespace/name` of each pod.

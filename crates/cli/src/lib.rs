@@ -15,8 +15,8 @@
 //! `doctor` is in `cleave_gpu`. `client` connects to a cluster, `gpu` finds one GPU of a node, and
 //! `output` and `table` print.
 //!
-//! Commands that predict what the operator does call the operator's code: [`cleave_operator::dry`]
-//! and [`cleave_operator::placement`].
+//! Commands that predict the operator's actions call the operator's code in
+//! [`cleave_operator::dry`] and [`cleave_operator::placement`].
 mod client;
 pub mod cordon;
 pub mod crds;
@@ -124,7 +124,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// Runs the command. The exit status is part of the result; see the help of each command.
+    /// Runs the command. The help of each command describes its exit status.
     ///
     /// # Errors
     /// Returns an error if the command fails.

@@ -1,10 +1,11 @@
 //! `cleave-bench topology`: measures the choice of whole GPUs by their links.
 //!
 //! For each kind of machine the benchmark measures the time of a choice, for all occupancies and
-//! sizes. It also simulates pods that arrive and end at random, and compares three policies: the
-//! order of UUIDs, the policy of NVIDIA's device plugin (`bestEffortPolicy` of go-gpuallocator) and
-//! Cleave's. The quality of a choice is its score divided by the best score of the same number of
-//! GPUs on an empty machine. Pods with one GPU do not count, because they use no links.
+//! sizes. It also simulates pods that arrive and end at random, to compare three policies. The
+//! policies are the order of UUIDs, the policy of NVIDIA's device plugin (`bestEffortPolicy` of
+//! go-gpuallocator) and Cleave's policy. The quality of a choice is its score divided by the best
+//! score of the same number of GPUs on an empty machine. Pods with one GPU do not count, because
+//! they use no links.
 use std::collections::BTreeMap;
 use std::time::Instant;
 

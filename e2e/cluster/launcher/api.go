@@ -14,8 +14,8 @@ import (
 	"time"
 )
 
-// api is a minimal client of the API server. client-go would take longer to build than the rest of
-// the launcher.
+// api is a minimal client of the API server. A build of client-go takes longer than a build of the
+// rest of the launcher.
 type api struct {
 	client *http.Client
 	url    string

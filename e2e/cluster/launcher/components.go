@@ -184,8 +184,8 @@ func kubeletConfig(a addresses, n node) object {
 		"healthzBindAddress":       a.node(n), // reachable from the machine
 		"containerRuntimeEndpoint": "unix://" + containerdSocket,
 		"clusterDomain":            "cluster.local",
-		// This service has no endpoints, so DNS queries fail at once. Without any DNS service, every pod
-		// would get a warning event.
+		// This service has no endpoints, so DNS queries fail at once. Without a DNS service, every pod
+		// gets a warning event.
 		"clusterDNS":    []string{a.dnsService()},
 		"resolvConf":    "",
 		"cgroupDriver":  "cgroupfs",

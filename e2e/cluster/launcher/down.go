@@ -37,7 +37,7 @@ func (c *cluster) down(ctx context.Context) error {
 func (c *cluster) sweep(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, stopTimeout)
 	defer cancel()
-	// Exiting processes may start others, so repeat until none remain.
+	// Exiting processes may start further processes, so repeat until none remain.
 	for {
 		found, err := c.processes()
 		if err != nil {

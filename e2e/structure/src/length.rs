@@ -40,7 +40,7 @@ pub fn long_functions(sources: &Sources, parsed: &Parsed) -> Vec<Finding> {
 struct FunctionVisitor<'a> {
     path: &'a str,
     lines: Vec<&'a str>,
-    /// The type or trait that the function belongs to.
+    /// The type or trait that contains the function.
     owner: Option<String>,
     found: &'a mut Vec<Finding>,
 }

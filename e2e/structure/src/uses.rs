@@ -21,7 +21,8 @@ pub fn uses_between_files(tree: &ModuleTree) -> Uses {
     let mut lines: BTreeMap<(usize, usize), (bool, usize)> = BTreeMap::new();
     let resolver = Resolver { tree };
     let mut add = |from: usize, target: ResolvedPath, in_code: bool, line: usize| {
-        // A mention of a module does not use its content. A path through the module does.
+        // A mention of a module does not use its content. Only a path through the module uses its
+        // content.
         let ResolvedPath::Item(to) = target else { return };
         let (from, to) = (tree.modules[from].file, tree.modules[to].file);
         if from != to {

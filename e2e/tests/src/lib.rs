@@ -66,7 +66,7 @@ impl Cluster {
     pub fn by_token(token: &str, impersonating: Option<&str>) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let mut config = runtime.block_on(kube::Config::infer())?;
-        // Replaces the kubeconfig's client certificate, which would take precedence over the token.
+        // Replace the kubeconfig's client certificate, which takes precedence over a token.
         config.auth_info = kube::config::AuthInfo {
             token: Some(token.into()),
             impersonate: impersonating.map(str::to_owned),
@@ -193,7 +193,7 @@ pub fn wait_for<T>(what: &str, patience: Duration, mut probe: impl FnMut() -> Re
     }
 }
 
-/// Polls a condition until it holds, for at most [`WAIT_TIMEOUT`].
+/// Polls a condition until it is true, for at most [`WAIT_TIMEOUT`].
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
     wait_for(what, WAIT_TIMEOUT, || Ok(condition()?.then_some(())))
 }

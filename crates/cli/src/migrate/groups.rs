@@ -434,7 +434,7 @@ fn hami_groups(config: &HamiConfig) -> Vec<Group> {
     groups
 }
 
-/// Adds a rule for whole GPUs where a policy for more nodes would divide them.
+/// Adds a rule that keeps GPUs whole on nodes on which a less specific policy would divide them.
 fn add_whole_rules(groups: &mut [Group]) {
     let general: Vec<Labels> =
         groups.iter().filter(|group| !group.rules.is_empty()).map(|group| group.selector.clone()).collect();

@@ -25,9 +25,9 @@ pub(super) struct Workload {
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct PodSpec {
-    /// The node that the pod runs on.
+    /// The node on which the pod runs.
     pub(super) node_name: Option<String>,
-    /// Labels of the nodes that the pod may run on.
+    /// Labels of the nodes on which the pod may run.
     pub(super) node_selector: Labels,
     /// The scheduler that the pod names.
     pub(super) scheduler_name: String,

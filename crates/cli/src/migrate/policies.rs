@@ -220,7 +220,7 @@ fn equal_mps(count: u32) -> Value {
 }
 
 /// Keeps the resource names that pods currently request, if the operator accepts the names. Returns
-/// what pods get.
+/// the counterparts of the names.
 fn keep_names(rule: &Rule, spec: &mut Value) -> Vec<Offer> {
     let refuses_above_one = rule.refuses_above_one;
     match &rule.share {

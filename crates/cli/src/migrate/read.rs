@@ -20,7 +20,7 @@ const OPERATOR: (&str, &str) = ("/apis/nvidia.com/v1/clusterpolicies", "ClusterP
 /// The list that only the preview needs.
 const PODS: (&str, &str) = ("/api/v1/pods", "Pod");
 
-/// Reads the documents of files; `-` is standard input.
+/// Reads the documents of files. The file `-` is standard input.
 ///
 /// # Errors
 /// Returns an error if a file cannot be read, or is not valid YAML.

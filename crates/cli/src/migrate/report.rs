@@ -11,7 +11,7 @@ pub(super) enum Outcome {
     Translated,
     /// The setting belongs to software that remains installed, and does not change.
     Kept,
-    /// The setting has no counterpart in Cleave, and the administrator need not do anything.
+    /// The setting has no counterpart in Cleave and needs no action.
     Dropped,
     /// The administrator must decide: Cleave cannot keep the effect, or the input does not
     /// determine it.

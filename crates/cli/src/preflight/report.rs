@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 /// Severity of a finding. Errors sort first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub(super) enum Level {
-    /// The installation would fail, or would harm pods.
+    /// The installation fails, or harms pods.
     Error,
     /// Something may not work, or needs a decision.
     Warning,
@@ -79,9 +79,9 @@ reasons! {
 pub(super) struct Finding {
     pub(super) level: Level,
     pub(super) reason: Reason,
-    /// What was found, in sentences.
+    /// A description of the finding, in sentences.
     pub(super) message: String,
-    /// What to do. Empty if nothing needs to be done.
+    /// The recommended action. Empty if no action is needed.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub(super) action: String,
 }

@@ -129,7 +129,7 @@ pub struct Policy {
     pub name: String,
     /// Sharing mode of the policy. The mode is empty if the policy is malformed.
     pub mode: String,
-    /// Number of GPUs that the policy applies to.
+    /// Number of GPUs to which the policy applies.
     pub gpus: u32,
     /// Number of nodes with these GPUs.
     pub nodes: u32,

@@ -330,7 +330,7 @@ async fn measure_preferred_calls(
         report.add(
             Figure::new(CALL_LATENCIES_CASE_NAME, format!("{what}, answers that differ"), different, "").with_goal(0.0),
         );
-        // The published figure is for the policy `packed`; the policy `distributed` splits each
+        // The published figure is for the policy `packed`. The policy `distributed` splits each
         // request.
         report.add(
             Figure::new(CALL_LATENCIES_CASE_NAME, format!("{what}, split"), count_to_f64(split), "")

@@ -44,7 +44,7 @@ pub(super) fn run<P: PlacementPolicy>(policy: Policy, seed: u64, mut cluster: Cl
         .collect();
     ensure!(!pods.is_empty(), "the list has no creation and deletion times");
     let capacity: u64 = cluster.hosts().iter().map(|host| u64::from(host.free_gpu_thousandths())).sum();
-    // Little's law gives the arrivals per second for which demand · lifetime is the offered load
+    // By Little's law, this rate of arrivals per second causes a mean demand of the offered load
     // times the capacity.
     let work: f64 = pods.iter().map(|(pod, life)| f64::from(pod.demand.total()) * life).sum::<f64>()
         / f64::from(u32::try_from(pods.len())?);

@@ -54,10 +54,10 @@ pub(super) fn sample_actions() -> Actions {
 
 /// Passes all inputs to the agent's model, and returns its last actions.
 ///
-/// Checks after each step that the MPS host, the API server and the next agent accept what the
-/// agent writes. The checks are weaker if the checkpoint has GPUs that NVML does not list. Such
-/// GPUs count as lost and keep their layout, so the model may contain the same instance twice. The
-/// next agent refuses a checkpoint with a duplicate instance.
+/// Checks after each step that the MPS host, the API server and the next agent accept the agent's
+/// output. The checks are weaker if the checkpoint has GPUs that NVML does not list. Such GPUs
+/// count as lost and keep their layout, so the model may contain the same instance twice. The next
+/// agent refuses a checkpoint with a duplicate instance.
 fn run_agent(checkpoint: Option<Checkpoint>, object: GpuNodeState, view: HostView) -> Actions {
     let listed: BTreeSet<String> = (0..fixtures::GPUS_PER_NODE).map(fixtures::gpu_uuid).collect();
     let contradicts = |known: &Checkpoint| {
@@ -98,7 +98,7 @@ fn container_devices(allocation: &Allocation) -> ContainerDevices {
     }
 }
 
-/// Checks that the MPS host and the API server accept what the agent writes. If `is_consistent` is
+/// Checks that the MPS host and the API server accept the agent's output. If `is_consistent` is
 /// true, also checks the checkpoint and the lists of devices, which a contradictory checkpoint can
 /// break.
 fn check_actions(actions: &Actions, is_consistent: bool) {

@@ -23,8 +23,8 @@ pub struct State {
     /// Models of the machine's description. These models take precedence over the built-in ones.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub models: Vec<Model>,
-    /// Contexts on GPUs, including those of dead processes. [`crate::Machine::processes`] returns
-    /// those of living processes.
+    /// Contexts on GPUs, including contexts of dead processes. [`crate::Machine::processes`]
+    /// returns only the contexts of living processes.
     #[serde(default)]
     pub processes: Vec<Process>,
     /// The most recent events, oldest first.
@@ -443,7 +443,7 @@ impl State {
         }
     }
 
-    /// Reboots the machine. A board that stores MIG mode (Ampere) activates the pending mode; other
+    /// Reboots the machine. A board that stores MIG mode (Ampere) activates the pending mode. Other
     /// boards (Hopper) turn MIG mode off. As on a real machine, a reboot clears processes, MIG
     /// instances, events, ECC counts and compute modes, and restores lost GPUs. Injected faults
     /// remain until the test clears them.
@@ -460,7 +460,7 @@ impl State {
     }
 }
 
-/// Returns the device whose UUID has this prefix, if exactly one does.
+/// Returns the device whose UUID has this prefix, if there is exactly one such device.
 fn find_by_uuid_prefix<'a>(devices: impl Iterator<Item = DeviceRef<'a>>, prefix: &str) -> Option<DeviceRef<'a>> {
     let mut found = devices.filter(|d| d.uuid().starts_with(prefix));
     let first = found.next()?;

@@ -87,7 +87,8 @@ impl Machine {
             fs::set_permissions(dir, Permissions::from_mode(0o777)).map_err(io_error("open up", dir))?;
         }
         let _lock = machine.lock()?;
-        // Leases and numbers of the old machine must not be mistaken for those of the new machine.
+        // Continue the old machine's numbers, so that no lease or number of the old machine is
+        // valid in the new machine.
         if let Ok(old) = machine.load_state() {
             fresh.boot = old.boot + 1;
             fresh.last_id = old.last_id;

@@ -11,7 +11,7 @@ use crate::state::{Gpu, NvLinkEnd};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MachineTopology {
-    /// A DGX-1 with V100: eight GPUs, each with six NVLinks to four others.
+    /// A DGX-1 with V100: eight GPUs, each with six NVLinks to four other GPUs.
     HybridCubeMesh,
     /// A DGX or HGX with A100 or newer GPUs: NVSwitches connect all GPUs, and each pair of GPUs
     /// shares a PCIe switch.

@@ -15,8 +15,8 @@ const EXITS_PER_BREAKAGE: u64 = 12;
 /// Which exits break the neighbours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BreakageRule {
-    /// Exits with kernels of 100 ms or more always break the neighbours, and exits with kernels
-    /// below 1 ms never do. Among all other exits, every twelfth breaks the neighbours.
+    /// Exits with kernels of 100 ms or more always break the neighbours. Exits with kernels below 1
+    /// ms never break them. Among all other exits, every twelfth breaks them.
     Measured {
         /// Number of exits with kernels of 1 to 100 ms, plus the seed.
         counted: u64,

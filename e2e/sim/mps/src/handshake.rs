@@ -31,7 +31,7 @@ use crate::seqpacket::{Connection, Credentials, Packet};
 /// The daemon's greeting.
 pub const HELLO: &[u8; 9] = b"OUTBHELL\0";
 /// The greeting of another driver's daemon. That driver's tool and CUDA library understand it. A
-/// door for driver 580 does not.
+/// door for driver 580 does not understand this greeting.
 pub const HELLO_OF_OTHER_DRIVER: &[u8; 9] = b"OUTBHEL2\0";
 /// The reply of another driver's daemon to a client. No door understands it.
 pub const REPLY_OF_OTHER_DRIVER: &[u8; 9] = b"OUTBCUF2\0";
@@ -101,7 +101,7 @@ impl From<io::Error> for HandshakeFailure {
     }
 }
 
-/// Performs the daemon's side up to the kind: greets and reads the peer's kind.
+/// Performs the daemon's side up to the kind: greets the peer, and reads its kind.
 ///
 /// # Errors
 /// Returns [`HandshakeFailure`] if the peer closes the connection or violates the protocol.

@@ -35,7 +35,8 @@ impl DeviceName<'_> {
 pub struct ClientSettings {
     /// The active thread percentage.
     pub threads: f64,
-    /// Memory limits in the order in which they were set. The last one that names a device applies.
+    /// Memory limits in the order in which they were set. The last limit that names a device
+    /// applies.
     pub memory: Vec<MemoryLimit>,
     /// The priority: 0 is normal, 1 is below normal.
     pub priority: u8,

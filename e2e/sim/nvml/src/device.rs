@@ -98,7 +98,7 @@ pub(crate) fn nvlink_peer_pci(view: &MachineView, end: NvLinkEnd) -> Result<PciA
             let gpu = view.state.gpus.iter().find(|gpu| gpu.index == index).ok_or(Code::NOT_FOUND)?;
             Ok(gpu.pci)
         }
-        // The bus numbers are above those of the GPUs.
+        // The bus numbers of switches are above the GPUs' bus numbers.
         NvLinkEnd::Switch(number) => Ok(PciAddress { domain: 0, bus: 0xf0 + number, device: 0 }),
     }
 }

@@ -18,7 +18,7 @@
 // This crate is a C ABI with raw pointers and unmangled symbols. Only `abi::raw` dereferences
 // pointers.
 #![allow(unsafe_code)]
-// The exported names are those of C.
+// NVML's C ABI determines the exported names.
 #![allow(non_snake_case)]
 
 mod abi;

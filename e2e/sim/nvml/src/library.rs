@@ -70,9 +70,9 @@ struct InitializedLibrary {
     users: usize,
     machine: Option<Machine>,
     objects: Vec<HandleTarget>,
-    /// Objects that the library holds open between the first `nvmlInit` and the last
-    /// `nvmlShutdown`: the driver and every GPU. With driver 580 and one H200, `nvmlInit` opens the
-    /// GPU before any handle exists, and the last `nvmlShutdown` closes it.
+    /// Sessions that the library keeps open between the first `nvmlInit` and the last
+    /// `nvmlShutdown`: with the driver and with every GPU. With driver 580 and one H200, `nvmlInit`
+    /// opens the GPU before any handle exists, and the last `nvmlShutdown` closes it.
     open: Vec<SessionLease>,
 }
 

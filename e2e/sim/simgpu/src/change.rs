@@ -7,7 +7,7 @@ use sim_machine::{
 
 use crate::arguments::Command;
 
-/// Applies a command that does nothing but change the state.
+/// Applies a command that only changes the state. Fails for any other command.
 pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
     machine.update(|state| match command {
         Command::Xid { gpu, code, instance } => {

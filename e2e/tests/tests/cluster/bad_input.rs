@@ -68,8 +68,8 @@ fn five_hundred_pods_that_can_never_run_delay_no_pod_that_can() -> Result<()> {
     create_many_pods(&scope, 11)?;
     check_another_pod(&scope, "first")?;
     wait_for_event(&scope, "many-0", "the largest has 10")?;
-    // The operator releases all of these pods as unschedulable. The size of a patch does not depend
-    // on the cluster's size.
+    // The operator releases all of these pods as unschedulable. The size of each release's patch
+    // does not depend on the cluster's size.
     let last = format!("many-{}", MANY_PODS - 1);
     wait_until("the last of them is released", || Ok(!is_gated(&cluster.get(&scope.pod_path(&last))?)))?;
     wait_until("the scheduler has examined the last of them", || {

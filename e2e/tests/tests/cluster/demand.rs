@@ -427,7 +427,7 @@ fn measure_start(scope: &Scope, node_name: &str, name: &str, resource: &str) -> 
 fn a_pod_that_needs_a_repartitioning_runs_and_its_start_times_are_printed() -> Result<()> {
     const ADDED_NODE: &str = "node3";
     let cluster = Cluster::connect()?;
-    // This node's kubelet reports at Kubernetes' default interval. The kubelets of the other nodes
+    // This node's kubelet reports at Kubernetes' default interval. The kubelets of other nodes
     // report more often.
     let _added = AddedNodes::new(&cluster, &[ADDED_NODE])?;
     let scope = dynamic_scope_on_node(&cluster, ADDED_NODE, "times", &[0], &json!({"mode": "Auto"}))?;

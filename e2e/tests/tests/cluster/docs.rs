@@ -96,8 +96,8 @@ fn commands_of_each_guide_run_and_print_what_the_guide_shows() -> Result<()> {
 }
 
 /// Deletes objects that the pages' commands create. Construction deletes the objects of an earlier,
-/// killed run, and dropping the value deletes those of this run. Declare the value after the scope,
-/// so that it is dropped first: dropping the scope waits until all GPUs are whole.
+/// killed run. Dropping this value deletes the objects of this run. Declare the value after the
+/// scope, so that it is dropped first, because dropping the scope waits until all GPUs are whole.
 struct Cleanup<'a>(&'a Cluster);
 
 impl<'a> Cleanup<'a> {

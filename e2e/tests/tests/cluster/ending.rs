@@ -104,7 +104,7 @@ fn check_which_containers_get_sleeps(scope: &Scope) -> Result<()> {
 
 /// Checks which pods with shares get no hook, and which invalid pods are refused.
 fn check_which_pods_get_no_sleeps(scope: &Scope) -> Result<()> {
-    // No hook is injected if its sleep would use up the grace period.
+    // Cleave injects no hook whose sleep would consume the whole grace period.
     for (grace, expected) in [(0, None), (1, None), (2, Some(1))] {
         let mut pod = pod_requesting(&json!({SHARES_RESOURCE: 1}));
         pod["spec"]["terminationGracePeriodSeconds"] = json!(grace);
@@ -220,7 +220,7 @@ fn ten_shares_of_one_gpu<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'
     ten_shares_of(cluster, name, Some(&[0]))
 }
 
-/// Creates and deletes busy pods beside the neighbour, one after the other.
+/// Creates and deletes busy pods on the neighbour's GPU, one after another.
 fn delete_busy_pods(scope: &Scope, deletion: Deletion) -> Result<DeletionCount> {
     let Deletion { grace, script, without_hook } = deletion;
     let mut count = DeletionCount::default();

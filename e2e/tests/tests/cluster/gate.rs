@@ -71,7 +71,8 @@ fn a_pod_waits_until_one_gpu_has_enough_free_shares() -> Result<()> {
         devices.insert(wait_for_shares_of_one_gpu(&cluster, &scope, &name, 7)?);
     }
     ensure!(devices.len() as u64 == GPUS_PER_NODE, "two pods of 7 of 10 shares are on one GPU: {devices:?}");
-    // Twelve shares are free, three on each GPU: a scheduler that sums them would bind the pod.
+    // Twelve shares are free, three on each GPU. Without the gate, the scheduler sums the shares
+    // and binds the pod.
     scope.create_pod("five", &json!({SHARES_RESOURCE: 5}), SLEEP_FOREVER_SCRIPT)?;
     wait_for_event(&scope, "five", "no device has 5 nvidia.com/gpu-mps free: the emptiest has 3")?;
     let waiting = cluster.get(&scope.pod_path("five"))?;
@@ -129,8 +130,8 @@ fn a_pod_that_needs_another_node_is_reported_to_autoscalers_and_stays_gated() ->
     }
     scope.create_pod("eleven", &json!({SHARES_RESOURCE: 11}), SLEEP_FOREVER_SCRIPT)?;
     scope.create_pod("more", &json!({SHARES_RESOURCE: 5}), SLEEP_FOREVER_SCRIPT)?;
-    // A node of the same kind would not help "eleven", so no node must be added for this pod. The
-    // operator may have released the pod meanwhile.
+    // A node of the same kind does not help "eleven", so autoscalers must not add a node for this
+    // pod. The operator may have released the pod meanwhile.
     let reported = (true, "Unschedulable".to_owned());
     wait_without_violation(
         "the pod is reported",
@@ -436,7 +437,7 @@ fn wait_for_rollout() -> Result<()> {
 }
 
 /// Intervals at which the leading operator is killed: in a storm of the default size, and in a
-/// storm whose size `STORM` sets. A new leader reserves nothing for 5 s, so kills make a storm
+/// storm whose size `STORM` sets. A new leader makes no reservations for 5 s, so kills make a storm
 /// longer.
 const LEADER_KILL_INTERVALS: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(10));
 

@@ -194,7 +194,7 @@ fn check_exceptions(scope: &Scope) -> Result<()> {
         set_exceptions(scope, allow)?;
         wait_for_gates(scope, &pod_requesting(&two), expected)?;
     }
-    // A pod with an explicit node is not scheduled, so it is not gated.
+    // The scheduler ignores a pod with an explicit node, so the pod is not gated.
     let mut pinned = pod_requesting(&two);
     pinned["spec"]["nodeName"] = json!(NODE);
     set_exceptions(scope, "node-name")?;
@@ -330,7 +330,7 @@ fn replacing_the_webhooks_certificate_refuses_no_pod() -> Result<()> {
     let certificate = || Ok::<_, anyhow::Error>(text(&cluster.get(&secret)?["data"]["tls.crt"]));
     let before = certificate()?;
     ensure!(!before.is_empty(), "the Secret is empty");
-    // The operator replaces an invalid certificate like one that expires soon.
+    // The operator treats an invalid certificate like a certificate that expires soon.
     cluster.patch(&secret, &json!({"data": {"tls.crt": "bm9uZQ=="}}))?;
     wait_without_violation(
         "the Secret has another certificate",

@@ -172,8 +172,8 @@ fn one_lost_gpu_fails_no_pod_on_another_gpu_and_recovers_by_itself() -> Result<(
     Ok(())
 }
 
-/// Time for which one GPU hangs while the test watches the others. This time exceeds the deadline
-/// of NVML calls and includes several later health checks.
+/// Time for which one GPU hangs while the test watches the other GPUs. This time exceeds the
+/// deadline of NVML calls and includes several later health checks.
 const HANG_DURATION: Duration = Duration::from_secs(40);
 
 #[test]
@@ -253,8 +253,8 @@ fn a_cordoned_gpu_gets_no_new_pod_a_drain_empties_it_and_uncordon_makes_it_sched
     ensure!(daemons == daemon_pids(&cluster)?, "an MPS daemon was restarted");
     let status = run_program(&cleave_path(), &["status"])?;
     ensure!(status.contains("Healthy,Cordoned") && status.contains("is cordoned: new fan"), "{status}");
-    // The pods request more shares than the other GPUs have: one pod waits, and `explain` reports
-    // the reason.
+    // The pods request more shares than the other GPUs have. One pod must wait, and `explain` must
+    // report the reason.
     for name in ["a", "b", "c"] {
         scope.create_pod_on_node(NODE, name, &json!({SHARES_RESOURCE: 10}), HOLD_CLIENT_SCRIPT)?;
         scope.wait_until_running(name)?;

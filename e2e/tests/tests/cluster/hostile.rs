@@ -23,7 +23,7 @@ enum ExpectedOutcome {
     /// Cleave, Kubernetes or the kernel refuses the attempt. Each refusal contains all of these
     /// texts.
     Refused(&'static [&'static str]),
-    /// The attempt is permitted, and changes nothing.
+    /// The attempt is permitted, but has no effect.
     NoEffect,
     /// The attempt succeeds, and the agent reports this finding on the pod.
     Found(&'static str),
@@ -179,8 +179,8 @@ fn create_owner(scope: &Scope, account: &str) -> Result<String> {
     }
     let token = cluster.token(ns, account, None)?;
     let owner = Cluster::by_token(&token, None)?;
-    // The API server applies roles with a short delay. Before the role applies, the API server
-    // would refuse an attempt for lack of rights.
+    // The API server applies roles with a short delay. Wait for the role, because the API server
+    // refuses attempts for lack of rights before the role applies.
     for (resource, subresource) in [("configmaps", ""), ("pods", "binding")] {
         let attributes = json!({"namespace": ns, "verb": "create", "resource": resource, "subresource": subresource});
         let review = json!({

@@ -79,7 +79,7 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
         pod["spec"]["priorityClassName"] = json!(class);
         pod
     };
-    // A pod with the preemption policy `Never` waits, regardless of its priority.
+    // A pod with the preemption policy `Never` waits, whatever its priority.
     cluster.create(&pods, &with("patient", "e2e-patient"))?;
     wait_for_event(&scope, "patient", "the emptiest has 3")?;
     cluster.delete(&scope.pod_path("patient"), Some(0))?;

@@ -277,8 +277,8 @@ fn an_upgrade_of_the_chart_disturbs_no_pod() -> Result<()> {
     let host = text(&component_pod(&cluster, "mps-host")?["metadata"]["uid"]);
     let relay = text(&component_pod(&cluster, "kubelet-relay")?["metadata"]["uid"]);
     let old = text(&component_pod(&cluster, "agent")?["metadata"]["uid"]);
-    // `mpsHost.upgrade=Never` keeps the DaemonSet unchanged. Otherwise `--wait` would wait for pods
-    // that use MPS.
+    // `mpsHost.upgrade=Never` keeps the DaemonSet unchanged. Otherwise `--wait` waits for pods that
+    // use MPS.
     let helm = |tag: &str, upgrade: &str| {
         let chart = concat!(env!("CARGO_MANIFEST_DIR"), "/../../charts/cleave");
         run_program(

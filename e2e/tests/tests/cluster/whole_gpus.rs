@@ -13,9 +13,9 @@ use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, ten_shares, wait_until_adverti
 
 const WHOLE_GPU_RESOURCE: &str = "nvidia.com/gpu";
 const SLEEP_FOREVER_SCRIPT: &str = "exec sleep 1000000";
-/// The node that has the other device plugin.
+/// The node with the other device plugin.
 const OTHER_NODE: &str = "other-plugin";
-/// GPUs of [`OTHER_NODE`].
+/// Number of GPUs of [`OTHER_NODE`].
 const OTHER_GPUS: u64 = 2;
 
 #[test]

@@ -175,7 +175,7 @@ fn replicas_with_a_spread_constraint_use_three_zones_evenly() -> Result<()> {
         wait_until(&format!("{node} advertises shares"), || advertises_shares(&cluster, node))?;
     }
     let deployments = format!("/apis/apps/v1/namespaces/{}/deployments", scope.namespace);
-    // The nodes have 4, 2 and 1 GPUs. Without the constraint each replica would use its own GPU.
+    // The nodes have 4, 2 and 1 GPUs. Without the constraint, each replica uses a separate GPU.
     cluster.create(&deployments, &deployment_over_zones("spread", 6))?;
     let evenly = wait_until("two replicas run in each zone", || {
         let pods = scope.pods()?;

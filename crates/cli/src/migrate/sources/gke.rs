@@ -165,7 +165,7 @@ pub(in crate::migrate) fn from_labels(source: &str, labels: &Labels, notes: &mut
     Ok(Pool { name, labels, shared, partition, instances })
 }
 
-/// Returns how many instances of a profile a GPU can have.
+/// Returns the maximum number of instances of a profile on a GPU.
 fn instances_of(accelerator: &str, profile: &str) -> Option<usize> {
     let (_, model, memory) = MODELS.iter().find(|(name, ..)| *name == accelerator)?;
     let profiles = mig::built_in(model, *memory)?;

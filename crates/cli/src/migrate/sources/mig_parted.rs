@@ -62,7 +62,7 @@ pub(in crate::migrate) fn is_mig_config(value: &Value) -> bool {
 }
 
 /// Parses the named configurations. `wanted` selects the configurations whose settings the report
-/// lists. The report summarizes the others in one line.
+/// lists. The report summarizes all other configurations in one line.
 ///
 /// # Errors
 /// Returns an error if mig-parted would refuse the configuration, or an entry is not a number of

@@ -1,7 +1,7 @@
 //! The control daemon: `nvidia-cuda-mps-control -d` or `-f`.
 //!
 //! Like the real daemon, this daemon serves one connection at a time and waits for each peer
-//! without a deadline. A peer that connects and sends nothing blocks all others. Only clients
+//! without a deadline. A peer that connects and sends nothing blocks all other peers. Only clients
 //! without a ready server are queued.
 
 mod administrator;
@@ -69,7 +69,7 @@ pub fn run_in_foreground(config: DaemonConfig) -> anyhow::Result<ExitCode> {
     run(config, &LogSinks::Stdout, || {})
 }
 
-/// Starts the daemon in the background and returns when it listens (option `-d`).
+/// Starts the daemon in the background (option `-d`), and returns when the daemon listens.
 ///
 /// # Errors
 /// Returns an error with the daemon's message if the daemon cannot be started.
@@ -191,8 +191,8 @@ impl Daemon {
                         pending.extend(self.serve_connection(connection, *privileged));
                     }
                     Err(error) => {
-                        // Retry later: the process probably has no free descriptors. Some become
-                        // free when connected peers disconnect.
+                        // Retry later: the process probably has no free descriptors. Descriptors
+                        // become free when connected peers disconnect.
                         self.log(&format!("failed to accept a connection: {error}"));
                         thread::sleep(Duration::from_millis(10));
                     }

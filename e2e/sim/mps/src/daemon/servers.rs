@@ -123,7 +123,7 @@ impl Daemon {
             served |= matches!(message, FromServer::Status(ServerStatus::Active));
             self.handle_message(pid, message);
         }
-        // The link is closed, so the server has exited or is about to.
+        // The link is closed, so the server has exited or is exiting.
         let status = child.wait().ok();
         // Print 0 even for a killed server, as the real daemon does.
         let status = status.and_then(|status| status.code()).unwrap_or(0);

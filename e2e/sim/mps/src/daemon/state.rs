@@ -38,9 +38,9 @@ pub(super) struct ServerRecord {
 /// A connection that the daemon passed on to a server.
 #[derive(Debug, Default)]
 pub(super) struct PassedClient {
-    /// The client's PID; `None` before the introduction.
+    /// The client's PID. `None` before the introduction.
     pub(super) pid: Option<u32>,
-    /// The client's context; `None` before the context is created, and for the connection of a
+    /// The client's context. `None` before the context is created, and for the connection of a
     /// process.
     pub(super) context: Option<ClientContext>,
 }

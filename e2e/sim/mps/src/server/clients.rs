@@ -280,7 +280,7 @@ impl ClientConnection {
 mod tests {
     use super::*;
 
-    /// Adds processes from PID 101 on, each with a context on connections from 1 on.
+    /// Adds processes with PIDs from 101, each with a context. Connection numbers start at 1.
     fn clients_with_contexts(count: u64) -> Clients {
         let mut clients = Clients::new(BreakageRule::from_environment(None, None));
         for connection in 1..=count {

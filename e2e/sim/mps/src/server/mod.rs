@@ -169,8 +169,8 @@ struct RegisteredMemory {
 }
 
 impl Server {
-    /// Handles the daemon's messages one after the other until the daemon closes or requests a
-    /// shutdown.
+    /// Handles the daemon's messages one after another, until the daemon closes the link or
+    /// requests a shutdown.
     fn serve(self: &Arc<Self>) {
         while let Ok(Some(packet)) = self.link.recv_fd(wire::MAX_PACKET_BYTES) {
             match serde_json::from_slice(&packet.data) {
@@ -404,7 +404,7 @@ impl Server {
         if let (Some(pid), Some(entry)) = (pid, inner.connections.get(&connection)) {
             let client = format!("{{PID: {pid}, Context ID: {}}}", entry.id);
             // NVIDIA's server logs this line for the connection of a process. For contexts, assume
-            // that only those that were not closed cleanly cause this line.
+            // that the server logs this line unless the context was closed cleanly.
             if entry.id == 0 || (!orderly && inner.clients.is_live(connection)) {
                 let text = "Server failed to recevie command with status 806, assuming client";
                 self.log(&format!("{text} {client} exit"));

@@ -100,8 +100,8 @@ exports! {
     nvmlDeviceGetPciInfo_v3(device: Handle, info: Out<sys::nvmlPciInfo_t>) |own| call_on_gpu(own, device, |_, gpu, model| {
         info.put(pci_info(gpu.pci, (model.pci_device_id, model.pci_subsystem_id)))
     });
-    // The GPU's memory is not a NUMA node, as on most machines. The nearest node is in the memory
-    // affinity.
+    // The GPU's memory is not a NUMA node, as on most machines. NVML reports the nearest NUMA node
+    // as the memory affinity.
     nvmlDeviceGetNumaNodeId(device: Handle, _node: Out<c_uint>) |own| call_on_gpu(own, device, |_, _, _| Err(Code::NOT_SUPPORTED));
     nvmlDeviceGetMemoryAffinity(device: Handle, size: c_uint, set: Out<c_ulong>, _scope: c_uint) |own|
         call_on_gpu(own, device, |_, gpu, _| put_bits(size, set, &gpu.numa_node.unwrap_or(0).to_string(), 0));

@@ -1,5 +1,5 @@
-//! Tracks the pods of the soak and checks the promises that must hold at every observation,
-//! regardless of disruptions.
+//! Tracks the pods of the soak, and checks Cleave's promises at every observation, regardless of
+//! disruptions.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 

@@ -98,7 +98,8 @@ fn open_silent_connections(bed: &TestBed<'_>) -> Result<Outcome> {
     let agent = component_pod(bed.scope.cluster, "agent")?;
     let address = text(&agent["status"]["podIP"]);
     let request = format!("{{ printf 'GET /readyz HTTP/1.0\\r\\n\\r\\n'; sleep 1; }} | timeout 20 nc {address} 8080");
-    // Without the label the chart's NetworkPolicy blocks the connections; see the module `network`.
+    // Without the label, the chart's NetworkPolicy blocks the connections. See the module
+    // `network`.
     let label = json!({"metadata": {"labels": {"metrics": "enabled"}}});
     bed.scope.cluster.patch(&format!("/api/v1/namespaces/{}", bed.scope.namespace), &label)?;
     wait_until("the agent's port can be reached", || {

@@ -133,7 +133,8 @@ fn other_pods() -> Vec<Value> {
         json!([{"name": "over", "mountPath": DOOR_DIRECTORY}]),
     );
     over["spec"]["volumes"] = json!([{"name": "over", "emptyDir": {}}]);
-    // Another node's kubelet may remember the resource without devices, and would reject the pod.
+    // Select the node, because another node's kubelet may still know the resource without devices,
+    // and then rejects the pod.
     let mut none = pod("none", &json!({SHARES_RESOURCE: 0}), SLEEP_FOREVER_SCRIPT);
     none["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
     vec![
