@@ -15,11 +15,11 @@ import (
 	"time"
 )
 
-// timeout is how long each wait may take.
+// timeout limits each wait.
 const timeout = 5 * time.Minute
 
-// writeConfig writes a configuration of Prometheus that scrapes as the Prometheus Operator would
-// for a rendered PodMonitor, with targets from a file.
+// writeConfig writes a Prometheus configuration that corresponds to a rendered PodMonitor. It
+// scrapes as the Prometheus Operator would, but reads its targets from a file.
 func writeConfig(rendered, directory string) error {
 	var monitor struct {
 		Spec struct {
@@ -79,7 +79,7 @@ func writeTargets(pods io.Reader, out string) error {
 	if err != nil {
 		return err
 	}
-	// Prometheus must not read half a file.
+	// Write and rename, so that Prometheus never reads a partial file.
 	if err := os.WriteFile(out+".new", text, 0o644); err != nil {
 		return err
 	}
@@ -128,7 +128,8 @@ func firingAlerts(address string) (map[string]alert, error) {
 	return firing, nil
 }
 
-// waitUntilFiring waits until each of these alerts has fired. Alerts about new events end soon.
+// waitUntilFiring waits until each of these alerts has fired once. The alerts need not fire at the
+// same time, because alerts about new events end soon.
 func waitUntilFiring(address string, names []string) error {
 	missing := slices.Clone(names)
 	for end := time.Now().Add(timeout); len(missing) > 0 && time.Now().Before(end); time.Sleep(500 * time.Millisecond) {
@@ -150,7 +151,8 @@ func waitUntilFiring(address string, names []string) error {
 	return nil
 }
 
-// waitUntilSilent waits until Prometheus has data of all parts, and no alert fires.
+// waitUntilSilent waits until Prometheus has data of the leading operator and of GPUs, and no alert
+// fires.
 func waitUntilSilent(address string) error {
 	reason := errors.New("Prometheus has not answered")
 	for end := time.Now().Add(timeout); time.Now().Before(end); time.Sleep(500 * time.Millisecond) {

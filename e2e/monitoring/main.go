@@ -1,5 +1,5 @@
-// Command monitoring checks Cleave's alert rules and its dashboard: see `monitoring help`, and the
-// script `test` beside it.
+// Command monitoring checks Cleave's alert rules and dashboard. See `monitoring help` and the
+// script `test` in the same directory.
 package main
 
 import (

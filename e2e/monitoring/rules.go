@@ -27,15 +27,15 @@ type ruleGroup struct {
 	Rules []rulefmt.Rule `yaml:"rules"`
 }
 
-// shortened replaces all durations, and shortWait the number of seconds after which a pod has
-// waited long. Prometheus scrapes and evaluates each second in the test.
+// shortened replaces all durations in the rules, and shortWait replaces longWait. In the test,
+// Prometheus scrapes targets and evaluates rules every second.
 const shortened = 20 * time.Second
 const shortWait = 5
 
-// longWait is the number of seconds after which a pod has waited long.
+// longWait is the number of seconds after which the rules report a pod as waiting too long.
 const longWait = 1800
 
-// findObject returns the object of a kind in a file with rendered objects.
+// findObject decodes the first object of a kind in a file of rendered objects into object.
 func findObject(file, kind string, object any) error {
 	text, err := os.ReadFile(file)
 	if err != nil {
@@ -88,8 +88,7 @@ func readRules(file string) (ruleFile, error) {
 	return rules, yaml.Unmarshal(text, &rules)
 }
 
-// shortenRules keeps the rules, but not how long a condition must hold, so that a test sees them
-// fire within seconds.
+// shortenRules copies the rules with shorter durations, so that alerts fire within seconds.
 func shortenRules(file, out string) error {
 	rules, err := readRules(file)
 	if err != nil {
@@ -126,8 +125,9 @@ func shortenRules(file, out string) error {
 	return writeYAML(out, rules)
 }
 
-// lint checks what promtool does not: that each alert has a case that fires, one that does not, and
-// a runbook, and that rules and dashboard use only metrics of the reference.
+// lint makes the checks that promtool lacks. Each alert needs a test case in which it fires, a test
+// case in which it does not fire, and a runbook. Rules and dashboards may use only metrics in the
+// reference.
 func lint(repository, file, tests string) error {
 	rules, err := readRules(file)
 	if err != nil {
@@ -226,8 +226,8 @@ func metricNames(text string) ([]string, error) {
 	return names, nil
 }
 
-// testedAlerts returns the alerts that a file of promtool's unit tests expects to fire, and those
-// that it expects not to.
+// testedAlerts returns the alerts that a file of promtool's unit tests expects to fire, and the
+// alerts that it expects to be silent.
 func testedAlerts(file string) (fires, silent map[string]bool, err error) {
 	text, err := os.ReadFile(file)
 	if err != nil {

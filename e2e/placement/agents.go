@@ -22,8 +22,8 @@ const (
 )
 
 // Delays of the simulated agents. After a pod is bound, the kubelet and the agent need some time to
-// list it. As in the agent, one write contains a burst of changes, and the delay is longer for
-// allocations than for releases.
+// list it. Like the agent, the simulation combines a burst of changes in one write, and delays
+// allocations longer than releases.
 const (
 	listingDelay    = 100 * time.Millisecond
 	betweenWrites   = 200 * time.Millisecond
@@ -35,7 +35,7 @@ func deviceOf(node, gpu int) string {
 	return fmt.Sprintf("GPU-%08x-0000-4000-8000-%012x", node+1, gpu)
 }
 
-// podAllocation is a pod's allocation: the ids of its shares, all of one GPU.
+// podAllocation is a pod's allocation. All of its shares belong to one GPU.
 type podAllocation struct {
 	gpu int
 	ids []int
@@ -60,8 +60,8 @@ func (m *machine) freeShares(gpu int) int {
 	return free
 }
 
-// fullestGPU returns the GPU with the fewest free shares that suffice, or -1 if none has enough.
-// Cleave's agent chooses the same GPU for a pod without a reservation.
+// fullestGPU returns the GPU with the fewest free shares among those with enough free shares, or -1
+// if no GPU has enough. Cleave's agent chooses the same GPU for a pod without a reservation.
 func (m *machine) fullestGPU(shares int) int {
 	best := -1
 	for gpu := range m.used {
@@ -72,7 +72,7 @@ func (m *machine) fullestGPU(shares int) int {
 	return best
 }
 
-// allocate allocates shares of a GPU to a pod. It returns false if too few are free.
+// allocate allocates shares of a GPU to a pod. It returns false if too few shares are free.
 func (m *machine) allocate(pod string, gpu, shares int) bool {
 	if m.freeShares(gpu) < shares {
 		return false
@@ -91,7 +91,7 @@ func (m *machine) allocate(pod string, gpu, shares int) bool {
 	return true
 }
 
-// free frees a pod's allocation. It returns false if the pod has none.
+// free frees a pod's allocation. It returns false if the pod has no allocation.
 func (m *machine) free(pod string) bool {
 	h, ok := m.held[pod]
 	for _, id := range h.ids {
@@ -113,7 +113,7 @@ func (m *machine) describePods(gpu int) string {
 	return strings.Join(all, ", ")
 }
 
-// placement is the annotation that the operator writes.
+// placement is the content of the annotation in which the operator records a reservation.
 type placement struct {
 	Nodes map[string][]struct {
 		Resource string `json:"resource"`
@@ -144,8 +144,8 @@ func reservedGPU(annotation, node string, index, gpus int) (int, error) {
 	return -1, nil
 }
 
-// agents simulates the kubelets and agents: each bound pod is allocated shares of one GPU, or
-// counted as refused.
+// agents simulates the kubelets and agents. It allocates shares of one GPU to each bound pod, or
+// counts the pod as refused.
 type agents struct {
 	// Writes GpuNode statuses, or nil in systems without them.
 	statuses *statusWriter
@@ -257,11 +257,12 @@ type nodeWrite struct {
 
 func newStatusWriter(ctx context.Context, client rest.Interface, a *agents) *statusWriter {
 	count := len(a.nodes)
-	// This many concurrent writes exceed those of a real cluster's agents.
+	// The agents of a real cluster make fewer concurrent writes.
 	return &statusWriter{client: client, ctx: ctx, agents: a, specs: make([]spec, count), nodes: make([]nodeWrite, count), slots: make(chan struct{}, 64)}
 }
 
-// scheduleWrite plans a write of the node's status. The write includes all changes until it starts.
+// scheduleWrite plans a write of the node's status. The write includes all changes that happen
+// before it starts.
 func (t *statusWriter) scheduleWrite(index int, window time.Duration) {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
@@ -275,8 +276,8 @@ func (t *statusWriter) scheduleWrite(index int, window time.Duration) {
 	t.writeWithin(index, window)
 }
 
-// writeWithin plans a write of the node's status, or moves a planned write forward that is due
-// later. The caller must hold the mutex.
+// writeWithin plans a write of the node's status within window. It moves a planned write forward if
+// that write is due later. The caller must hold the mutex.
 func (t *statusWriter) writeWithin(index int, window time.Duration) {
 	node := &t.nodes[index]
 	wait := max(listingDelay+window, time.Until(node.last.Add(betweenWrites)))
@@ -311,7 +312,7 @@ func (t *statusWriter) writeWithin(index int, window time.Duration) {
 	})
 }
 
-// isIdle reports whether all changes are written, and returns the first error of a write.
+// isIdle reports whether all changes have been written, and returns the first error of a write.
 func (t *statusWriter) isIdle() (bool, error) {
 	if err := t.failed.Load(); err != nil {
 		return false, *err
@@ -321,8 +322,8 @@ func (t *statusWriter) isIdle() (bool, error) {
 	return t.pending == 0, nil
 }
 
-// write writes the whole status like the agent: as an update of the known version of the object, or
-// as a merge patch if no version is known or another write happened.
+// write writes the whole status as the agent does. It updates the known version of the object. If
+// no version is known or the object has changed, it applies a merge patch.
 func (t *statusWriter) write(ctx context.Context, index int) error {
 	name := nodeName(index)
 	current := gpuNodeStatus(t.specs[index], index, t.agents.copyMachine(index))
@@ -399,7 +400,7 @@ type gpuNode struct {
 	} `json:"spec"`
 }
 
-// spec returns the object's spec, or false if it does not share all of this many GPUs yet.
+// spec returns the object's spec, or false if the spec does not yet divide all GPUs into shares.
 func (n gpuNode) spec(gpus int) (spec, bool) {
 	s := spec{Generation: n.Metadata.Generation, PlanID: n.Spec.PlanID}
 	for _, gpu := range n.Spec.GPUs {
@@ -479,8 +480,7 @@ func allocations(s spec, uuid string, gpu int, m machine) []object {
 	return rows
 }
 
-// migProfiles are the profiles of an H100 with 80 GB in NVML, so that a status has a realistic
-// length.
+// migProfiles are NVML's profiles of an H100 with 80 GB. They give a status a realistic length.
 var migProfiles = []object{
 	{"name": "1g.10gb", "memoryMib": 9856, "sms": 16, "size": 1, "starts": []int{0, 1, 2, 3, 4, 5, 6}},
 	{"name": "1g.10gb+me", "memoryMib": 9856, "sms": 16, "size": 1, "starts": []int{0, 1, 2, 3, 4, 5, 6}},

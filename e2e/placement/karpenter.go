@@ -26,7 +26,7 @@ const userKarpenter = "karpenter"
 type pool struct {
 	trial trial
 	// karpenter is the path of Karpenter's program with its kwok provider. crds lists the directories
-	// of its custom resource definitions.
+	// of Karpenter's custom resource definitions.
 	karpenter string
 	crds      string
 	gpus      int
@@ -37,8 +37,8 @@ type pool struct {
 }
 
 // karpenter checks the size of a pool of GPU nodes. The pool must grow from zero for pods at the
-// gate. It must not grow for a pod that fits on no node. It must shrink to zero after the pods are
-// deleted.
+// gate, and must not grow for a pod that fits on no node. After the pods are deleted, the pool must
+// shrink to zero.
 func karpenter(ctx context.Context, arguments []string) error {
 	p := &pool{}
 	o := &p.trial.options
@@ -70,7 +70,7 @@ func (p *pool) run(ctx context.Context, dir string) (err error) {
 		return err
 	}
 	defer t.plane.stop()
-	// If an error ended the context, it is the cause of all other errors.
+	// An error that ended the context is the cause of all other errors.
 	defer func() {
 		if cause := context.Cause(ctx); err != nil && cause != nil {
 			err = cause
@@ -94,7 +94,7 @@ func (p *pool) run(ctx context.Context, dir string) (err error) {
 		stop()
 		<-fleetDone
 	}()
-	// A short delay, because the scenario waits for it.
+	// Use a short delay, because the scenario waits for it.
 	if err := startOperator(ctx, t, "--unschedulable-after-seconds=20", "--taint-fragmented"); err != nil {
 		return err
 	}
@@ -118,8 +118,8 @@ func (p *pool) instanceTypes() []object {
 }
 
 // shareRemovalPolicy returns admission objects that remove shares from new nodes. The kwok provider
-// creates nodes that offer shares at once. The kubelet of a real node offers shares only after
-// Cleave's agent has registered.
+// creates nodes that advertise shares at once. The kubelet of a real node advertises shares only
+// after Cleave's agent has registered.
 func shareRemovalPolicy() []object {
 	remove := func(field string) string {
 		return fmt.Sprintf(`(has(object.status.%[1]s) && %[2]q in object.status.%[1]s ? [JSONPatch{op: "remove", path: "/status/%[1]s/" + jsonpatch.escapeKey(%[2]q)}] : [])`, field, cleaveResource)
@@ -214,7 +214,7 @@ func (p *pool) runScenario(ctx context.Context) error {
 	exact := (gpus + p.gpus - 1) / p.gpus
 	fmt.Printf("%d pods request %v shares: at least %d GPUs, %d nodes of %d\n", p.pods, shares, gpus, exact, p.gpus)
 
-	// The first check has no nodes: the pod fits on no node of the pool.
+	// Check with an empty pool first. The pod fits on no node of the pool.
 	if err := p.checkTooLargePod(ctx, "before"); err != nil {
 		return err
 	}
@@ -266,7 +266,7 @@ func (p *pool) runScenario(ctx context.Context) error {
 }
 
 // checkTooLargePod creates a pod that fits on no GPU, waits until Karpenter has refused to add a
-// node for it, and deletes it.
+// node for the pod, and deletes the pod.
 func (p *pool) checkTooLargePod(ctx context.Context, when string) error {
 	before, err := p.countNodes(ctx)
 	if err != nil {

@@ -122,7 +122,7 @@ type trial struct {
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	// Errors of the client libraries are also returned, so their log is not needed.
+	// Discard the log of the client libraries, because they also return their errors.
 	klog.SetLogger(logr.Discard())
 	var err error
 	switch arguments := os.Args[1:]; {
@@ -181,7 +181,7 @@ func run(ctx context.Context, o options) error {
 	return nil
 }
 
-// createResults creates the file of the results. Without a path, the results are discarded.
+// createResults creates the file of the results. Without a path, it discards the results.
 func createResults(path string) (*os.File, error) {
 	if path == "" {
 		path = os.DevNull
@@ -201,7 +201,7 @@ func (t *trial) run(ctx context.Context, dir string, pods int) (r result, err er
 		return r, err
 	}
 	defer t.plane.stop()
-	// If an error ended the context, it is the cause of all other errors.
+	// An error that ended the context is the cause of all other errors.
 	defer func() {
 		if cause := context.Cause(ctx); err != nil && cause != nil {
 			err = cause
@@ -226,9 +226,9 @@ func (t *trial) run(ctx context.Context, dir string, pods int) (r result, err er
 	return t.measure(ctx, pods)
 }
 
-// measure creates pods in three steps. The first pods warm up the system and are then deleted. The
-// next pods are created at a fixed rate, to measure the latency without queueing. The last pods are
-// the burst.
+// measure creates pods in three steps. The first step warms up the system and deletes its pods. The
+// second step creates pods at a fixed rate, to measure the latency without queueing. The third step
+// is the burst.
 func (t *trial) measure(ctx context.Context, pods int) (result, error) {
 	o := t.options
 	r := result{System: t.system.name, Nodes: t.nodes}
@@ -289,7 +289,7 @@ func (t *trial) measure(ctx context.Context, pods int) (result, error) {
 		return r, errors.Join(t.agents.malformed[:min(len(t.agents.malformed), 5)]...)
 	}
 	if t.system.check != nil {
-		// With DRA the scheduler chooses devices, so the simulated agents' refusals are meaningless.
+		// With DRA, the scheduler chooses devices, so the simulated agents' refusals have no meaning.
 		r.Refused = 0
 		if r.Overcommitted, err = t.system.check(ctx, t); err != nil {
 			return r, err
@@ -309,7 +309,7 @@ func (t *trial) waitUntilQuiet(ctx context.Context, pods []string) error {
 	return waitUntil(ctx, time.Minute, "all allocations to be reported", func(context.Context) (bool, error) { return t.agents.statuses.isIdle() })
 }
 
-// snapshot contains counters at one moment.
+// snapshot contains counters at one time.
 type snapshot struct {
 	writes    writes
 	processes map[string]usage

@@ -20,7 +20,8 @@ import (
 	toolswatch "k8s.io/client-go/tools/watch"
 )
 
-// randomShareCounts returns the pods' numbers of shares, 1 to 10, which depend only on the seed.
+// randomShareCounts returns the number of shares of each pod, from 1 to 10. The numbers depend only
+// on the seed.
 func randomShareCounts(seed uint64, count int) []int {
 	random := rand.New(rand.NewPCG(seed, 0))
 	drawn := make([]int, count)
@@ -30,7 +31,7 @@ func randomShareCounts(seed uint64, count int) []int {
 	return drawn
 }
 
-// record contains the times of one pod, by this process's clock.
+// record contains the times of one pod, measured by this process's clock.
 type record struct {
 	shares  int
 	sent    time.Time // just before the request that creates it
@@ -41,7 +42,7 @@ type record struct {
 	gone    bool
 }
 
-// tracker follows the pods.
+// tracker records the times of pods from watch events.
 type tracker struct {
 	agents *agents
 
@@ -120,8 +121,9 @@ func (t *tracker) countPods(pods []string, is func(*record) bool) int {
 	return count
 }
 
-// waitUntilSettled waits until all pods are bound, no pod was bound for stall, or limit has passed
-// since the first pod was sent. Then it waits until the bound pods run.
+// waitUntilSettled waits until all pods are bound. It stops waiting if no pod is bound for the
+// duration stall, or if limit has passed since the first request. It then waits until the bound
+// pods run.
 func (t *tracker) waitUntilSettled(ctx context.Context, pods []string, stall, limit time.Duration) error {
 	isBound := func(r *record) bool { return r.node != "" }
 	started, began := time.Now(), t.firstRequestTime(pods)
@@ -165,7 +167,7 @@ func (t *tracker) latencies(pods []string) latencies {
 	return summarize(records)
 }
 
-// summarize computes latencies of the bound pods. Other pods are only counted.
+// summarize computes the latencies of the bound pods, and counts the other pods.
 func summarize(records []record) latencies {
 	l := latencies{Pods: len(records)}
 	var first, last time.Time
@@ -195,7 +197,8 @@ func summarize(records []record) latencies {
 	return l
 }
 
-// percentile returns the smallest sorted value that at least p percent of the values do not exceed.
+// percentile returns the smallest value that is at least as large as p percent of the sorted
+// values.
 func percentile(sorted []float64, p int) float64 {
 	rank := (len(sorted)*p + 99) / 100
 	return sorted[max(rank, 1)-1]
@@ -252,7 +255,7 @@ func (t *trial) remove(ctx context.Context, pods []string) error {
 // writes contains the API server's counts of write requests by verb and resource.
 type writes map[string]float64
 
-// countWrites queries the API server's metrics. Nodes' heartbeats are omitted, because they depend
+// countWrites queries the API server's metrics. It omits the nodes' heartbeats, because they depend
 // on time and not on pods.
 func countWrites(ctx context.Context, p *plane) (writes, error) {
 	text, err := p.custom.Get().AbsPath("/metrics").SetHeader("Accept", "text/plain").Do(ctx).Raw()
@@ -290,7 +293,7 @@ func parseWrites(text []byte) (writes, error) {
 		if !slices.Contains([]string{"POST", "PUT", "PATCH", "APPLY", "DELETE"}, verb) || resource == "leases" || resource == "nodes" {
 			continue
 		}
-		// Reviews are queries, not writes.
+		// Omit reviews, because they are queries and not writes.
 		if strings.HasSuffix(resource, "reviews") {
 			continue
 		}
@@ -302,7 +305,7 @@ func parseWrites(text []byte) (writes, error) {
 	return counted, nil
 }
 
-// since returns the writes after an earlier count.
+// since returns the number of writes after an earlier count.
 func (w writes) since(earlier writes) writes {
 	more := make(writes)
 	for what, count := range w {
@@ -321,7 +324,7 @@ func (w writes) total() float64 {
 	return total
 }
 
-// firstRequestTime returns the time at which the first of these pods was sent.
+// firstRequestTime returns the time of the first request that created one of these pods.
 func (t *tracker) firstRequestTime(pods []string) time.Time {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()

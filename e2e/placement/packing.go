@@ -5,8 +5,8 @@ import (
 	"slices"
 )
 
-// fewestBins returns the smallest number of bins of this size that hold all items. No item is
-// larger than a bin. It tries all packings, except those that cannot be better.
+// fewestBins returns the smallest number of bins of this size into which all items fit. No item may
+// be larger than a bin. The function tries all packings, except those that cannot be better.
 func fewestBins(items []int, size int) int {
 	items = slices.SortedFunc(slices.Values(items), func(a, b int) int { return cmp.Compare(b, a) })
 	sum := 0
@@ -20,8 +20,8 @@ func fewestBins(items []int, size int) int {
 	}
 }
 
-// canPack reports whether the items fit into the bins, of which each has used some of its size. The
-// items are sorted in descending order. waste is how much of all bins may stay unused.
+// canPack reports whether the items fit into the bins. used contains the used part of each bin. The
+// items are sorted in descending order. waste is the total size that may remain unused.
 func canPack(items, used []int, size, waste int) bool {
 	if len(items) == 0 {
 		return true
@@ -29,7 +29,7 @@ func canPack(items, used []int, size, waste int) bool {
 	tried := make(map[int]bool)
 	for bin := range used {
 		left := size - used[bin] - items[0]
-		// Bins with equal room are interchangeable.
+		// Skip a bin with the same free size as an earlier bin, because both are interchangeable.
 		if left < 0 || tried[used[bin]] {
 			continue
 		}
@@ -47,7 +47,7 @@ func canPack(items, used []int, size, waste int) bool {
 		}
 		used[bin] -= items[0]
 		if left == 0 {
-			// An item that fills a bin exactly is best placed there.
+			// If an item fills a bin exactly, no other bin is better.
 			return false
 		}
 	}

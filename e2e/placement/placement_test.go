@@ -104,7 +104,7 @@ func TestAReservedPodGetsItsGPU(t *testing.T) {
 	if free := a.nodes[1].freeShares(5); free != 6 || a.unnoted+len(a.elsewhere)+a.refused != 0 {
 		t.Errorf("%d free, %+v", free, a)
 	}
-	// If that GPU is full, the pod is allocated shares of another GPU and counted.
+	// If that GPU is full, the pod gets shares of another GPU and is counted.
 	a.recordBinding("n/q", "node-0001", note, 7)
 	if len(a.elsewhere) != 1 || !strings.HasSuffix(a.elsewhere[0], "n/q (7 shares) on node-0001, GPU 5: n/p has 4") || a.nodes[1].freeShares(5) != 6 || a.nodes[1].held["n/q"].gpu == 5 {
 		t.Errorf("%q", a.elsewhere)
@@ -126,7 +126,7 @@ func TestAPodThatFitsNoGPUIsRefused(t *testing.T) {
 	for gpu := range gpusPerNode {
 		a.recordBinding("n/"+string(rune('a'+gpu)), "node-0000", "", 6)
 	}
-	// 32 shares are free, four on each GPU.
+	// 32 shares are free, but only four on each GPU.
 	a.recordBinding("n/five", "node-0000", "", 5)
 	a.recordBinding("n/four", "node-0000", "", 4)
 	if a.refused != 1 || a.unnoted != gpusPerNode+2 {
@@ -181,7 +181,7 @@ func TestTableComparesSystemsOnEqualNodes(t *testing.T) {
 	speeds := []result{
 		{System: "extended", Nodes: 5, Burst: latencies{PodsPerSecond: 100}}, {System: "dra", Nodes: 5, Burst: latencies{PodsPerSecond: 40}},
 		{System: "cleave", Nodes: 5, Burst: latencies{PodsPerSecond: 90}}, {System: "cleave", Nodes: 9, Burst: latencies{PodsPerSecond: 10}},
-		// The median of the rounds counts.
+		// The table uses the median of the rounds.
 		{System: "cleave", Nodes: 5, Burst: latencies{PodsPerSecond: 80}}, {System: "cleave", Nodes: 5, Burst: latencies{PodsPerSecond: 300}},
 	}
 	lines := strings.Split(table(speeds), "\n")

@@ -120,7 +120,8 @@ func startPlane(parent context.Context, with programs, dir, logs string, t tunin
 		"--service-account-issuer=https://kubernetes.default.svc.cluster.local",
 		"--service-account-key-file="+p.path("service-accounts.key"), "--service-account-signing-key-file="+p.path("service-accounts.key"),
 		"--authorization-mode=RBAC", "--allow-privileged=true",
-		// No controller here creates service accounts or removes the taint of nodes that are Ready.
+		// Disable these plugins, because no controller in this plane creates service accounts or removes
+		// the taint of nodes that are Ready.
 		"--disable-admission-plugins=ServiceAccount,TaintNodesByCondition"); err != nil {
 		return nil, nil, err
 	}
@@ -141,7 +142,8 @@ func startPlane(parent context.Context, with programs, dir, logs string, t tunin
 	}
 	manager := p.kubeconfig(userControllerManager)
 	argv := append([]string{with.kubernetes("kube-controller-manager"),
-		// This controller creates claims from templates. The benchmark needs no other controller.
+		// Run only the controller that creates claims from templates. The benchmark needs no other
+		// controller.
 		"--controllers=resourceclaim-controller", "--use-service-account-credentials=true", "--leader-elect=false",
 		"--bind-address=127.0.0.1", fmt.Sprintf("--secure-port=%d", ports[3]),
 		"--kubeconfig=" + manager, "--authentication-kubeconfig=" + manager, "--authorization-kubeconfig=" + manager,
@@ -153,7 +155,7 @@ func startPlane(parent context.Context, with programs, dir, logs string, t tunin
 	if err := os.WriteFile(p.path("stages.yaml"), []byte(strings.Join(stages, "\n---\n")), 0o644); err != nil {
 		return nil, nil, err
 	}
-	// The lease duration of kwokctl, and addresses for more pods than the default.
+	// Use kwokctl's lease duration, and a larger pod network than the default.
 	if _, err := p.start("kwok", nil, with.kwok, "--kubeconfig="+p.kubeconfig(userKwok), "--config="+p.path("stages.yaml"),
 		"--manage-all-nodes=true", "--node-lease-duration-seconds=40", "--cidr=10.64.0.0/10"); err != nil {
 		return nil, nil, err
@@ -176,8 +178,8 @@ func (p *plane) kubeconfig(user string) string {
 	return p.path(strings.ReplaceAll(user, ":", "-") + ".kubeconfig")
 }
 
-// start runs a program with its output in a log. An unexpected exit of the program ends the plane's
-// context.
+// start runs a program and writes its output to a log. An unexpected exit of the program ends the
+// plane's context.
 func (p *plane) start(name string, env []string, argv ...string) (*process, error) {
 	started, err := startProcess(name, filepath.Join(p.logs, name+".log"), env, argv)
 	if err != nil {
@@ -242,7 +244,7 @@ func (p *plane) writeCredentials() error {
 // connect waits for the API server and creates the clients.
 func (p *plane) connect(ctx context.Context) error {
 	err := waitUntil(ctx, startTimeout, "the API server to serve", func(ctx context.Context) (bool, error) {
-		// The certificate is not yet known to this process.
+		// Skip verification, because this process does not yet know the certificate.
 		transport := &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, DisableKeepAlives: true}
 		request, err := http.NewRequestWithContext(ctx, http.MethodGet, p.url+"/readyz", nil)
 		if err != nil {
@@ -289,7 +291,7 @@ func freePorts(count int) ([]int, error) {
 	return ports, nil
 }
 
-// waitUntil repeats a check until it succeeds. An error stops it.
+// waitUntil repeats a check until it succeeds, returns an error, or limit has passed.
 func waitUntil(ctx context.Context, limit time.Duration, what string, check func(context.Context) (bool, error)) error {
 	late := fmt.Errorf("timed out after %s waiting for %s", limit, what)
 	ctx, cancel := context.WithTimeoutCause(ctx, limit, late)
@@ -310,8 +312,8 @@ func waitUntil(ctx context.Context, limit time.Duration, what string, check func
 	}
 }
 
-// workDir creates a directory for one run and removes the directories of killed runs. The directory
-// is locked until this process exits.
+// workDir creates a directory for one run, and removes the directories of killed runs. It locks the
+// new directory until this process exits.
 func workDir() (dir string, remove func(), err error) {
 	const prefix = "cleave-placement-"
 	stale, err := filepath.Glob(filepath.Join(os.TempDir(), prefix+"*"))

@@ -12,7 +12,7 @@ import (
 	"time"
 )
 
-// process is a child process that is killed with this one.
+// process is a child process. The kernel kills it when this process exits.
 type process struct {
 	name     string
 	log      string
@@ -26,8 +26,8 @@ type process struct {
 var startRequests = func() chan func() {
 	queue := make(chan func())
 	go func() {
-		// A child receives its parent-death signal when the thread that started it exits. This
-		// thread never exits.
+		// Start children on a thread that never exits, because a child receives its parent-death signal
+		// when the thread that started it exits.
 		runtime.LockOSThread()
 		for start := range queue {
 			start()
@@ -45,8 +45,8 @@ func startProcess(name, log string, env, argv []string) (*process, error) {
 	command := exec.Command(argv[0], argv[1:]...)
 	command.Env = append(os.Environ(), env...)
 	command.Stdout, command.Stderr = output, output
-	// A separate process group: an interrupt from the terminal reaches only this process, which
-	// then stops its children in order.
+	// Use a separate process group, so that an interrupt from the terminal reaches only this process,
+	// which then stops its children in order.
 	command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	started := make(chan error)
 	startRequests <- func() { started <- command.Start() }
@@ -80,7 +80,7 @@ type usage struct {
 	PeakMiB     float64 `json:"peakMiB"`
 }
 
-// usage reads the process's usage. CPU time counts from its start.
+// usage reads the resources that the process has used since its start.
 func (p *process) usage() (usage, error) {
 	dir := "/proc/" + strconv.Itoa(p.command.Process.Pid)
 	stat, err := os.ReadFile(dir + "/stat")

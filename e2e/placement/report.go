@@ -26,12 +26,12 @@ type result struct {
 	Processes     map[string]usage `json:"processes"`     // CPU during the burst
 }
 
-// controlPlane names the processes with CPU time that counts for the system. The CPU time of kwok
-// and of the benchmark does not count.
+// controlPlane lists the processes whose CPU time counts for the system. The CPU time of kwok and
+// of the benchmark does not count.
 var controlPlane = []string{"operator", "scheduler", "apiserver", "etcd", "controller-manager"}
 
-// cpuPerPod is the control plane's CPU time per pod in milliseconds. Unlike throughput it depends
-// little on the machine's other load.
+// cpuPerPod is the control plane's CPU time per pod in milliseconds. Unlike throughput, CPU time
+// depends little on the machine's other load.
 func (r result) cpuPerPod() float64 {
 	seconds := 0.0
 	for _, name := range controlPlane {

@@ -61,8 +61,8 @@ type large struct {
 	limit   time.Duration
 }
 
-// scale measures the operator in a large cluster that is full of running pods, beside a plain
-// extended resource.
+// scale measures the operator in a large cluster that is full of running pods, and compares it with
+// a plain extended resource.
 func scale(ctx context.Context, arguments []string) error {
 	l := &large{}
 	o := &l.options
@@ -128,7 +128,7 @@ func (l *large) run(ctx context.Context, dir string, s system) (r scaleResult, e
 		return r, err
 	}
 	defer t.plane.stop()
-	// If an error ended the context, it is the cause of all other errors.
+	// An error that ended the context is the cause of all other errors.
 	defer func() {
 		if cause := context.Cause(ctx); err != nil && cause != nil {
 			err = cause
@@ -193,8 +193,8 @@ const podsPerNamespace = 5000
 // podsPerController is the number of running pods of one controller.
 const podsPerController = 50
 
-// fill creates running pods, evenly on all nodes, and writes the statuses that agents would have.
-// It leaves shares free for the paced pods and two more.
+// fill creates running pods, evenly on all nodes, and writes the statuses that agents would write.
+// Shares for the paced pods and for two further pods stay free.
 func (l *large) fill(ctx context.Context, t *trial) (pods, shares int, err error) {
 	pods = l.pods - l.paced
 	total := l.nodes * gpusPerNode * sharesPerGPU
@@ -203,7 +203,7 @@ func (l *large) fill(ctx context.Context, t *trial) (pods, shares int, err error
 		return 0, 0, fmt.Errorf("%d nodes have too few shares for %d paced pods", l.nodes, l.paced)
 	}
 	for index := range (pods + podsPerNamespace - 1) / podsPerNamespace {
-		// The running pods are created as bound, which the chart's policy refuses elsewhere.
+		// Permit pods that name their node, because the running pods are created as bound.
 		allowed := map[string]string{cleaveGroup + "/allow": "node-name.annotations"}
 		if err := t.createNamespace(ctx, fillNamespace(index), allowed); err != nil {
 			return 0, 0, err
@@ -231,7 +231,8 @@ func (l *large) fill(ctx context.Context, t *trial) (pods, shares int, err error
 
 func fillNamespace(index int) string { return fmt.Sprintf("team-%d", index) }
 
-// runningPod returns a pod of a ReplicaSet that is bound to a node, with the share that it has.
+// runningPod returns a pod of a ReplicaSet that is bound to a node. If share is true, the pod has
+// one share.
 func (l *large) runningPod(t *trial, index int, share bool) *corev1.Pod {
 	app := fmt.Sprintf("app-%d", index/podsPerController)
 	node := index % l.nodes
@@ -267,8 +268,8 @@ func (l *large) runningPod(t *trial, index int, share bool) *corev1.Pod {
 	return one
 }
 
-// measurePaced creates pods at a fixed rate, and reads the durations of the operator's decisions
-// during that time.
+// measurePaced creates pods at a fixed rate, and reads the durations of the operator's decisions in
+// that period.
 func (l *large) measurePaced(ctx context.Context, t *trial, operator *replica, r *scaleResult) error {
 	ones := make([]int, l.paced)
 	for i := range ones {
@@ -308,7 +309,8 @@ func (l *large) measurePaced(ctx context.Context, t *trial, operator *replica, r
 	return nil
 }
 
-// measureReplicas restarts the operator, and kills the leader while a standby waits.
+// measureReplicas measures a restart of the operator, and a fail-over to a standby after the leader
+// is killed.
 func (l *large) measureReplicas(ctx context.Context, t *trial, first *replica, r *scaleResult) error {
 	first.process.stop()
 	began := time.Now()
@@ -353,19 +355,19 @@ func (l *large) bindOne(ctx context.Context, t *trial, prefix string, began time
 	return t.tracker.pods[pods[0]].bound.Sub(began).Seconds(), nil
 }
 
-// replica is a running operator behind a proxy that counts what it receives.
+// replica is a running operator behind a proxy that counts the bytes that the operator receives.
 type replica struct {
 	process *process
 	proxy   *proxy
 	address string
 }
 
-// startReplica creates the operator's own pod, starts the operator and waits until it has listed
-// all objects.
+// startReplica creates the operator's own pod, starts the operator, and waits until the operator
+// has listed all objects.
 func startReplica(ctx context.Context, t *trial, name string) (*replica, error) {
 	own := pod(name)
 	own.Namespace, own.Spec.NodeName = cleaveNamespace, nodeName(0)
-	// After a restart the pod exists already.
+	// The pod already exists after a restart.
 	_, err := t.plane.client.CoreV1().Pods(cleaveNamespace).Get(ctx, name, metav1.GetOptions{})
 	if err != nil {
 		if _, err := t.plane.client.CoreV1().Pods(cleaveNamespace).Create(ctx, own, metav1.CreateOptions{}); err != nil {
@@ -410,7 +412,7 @@ func (r *replica) decisions(ctx context.Context) (histogram, error) {
 	return parseHistogram(text, "cleave_operator_placement_seconds")
 }
 
-// bucket is the number of values up to a bound.
+// bucket is the number of values that do not exceed a bound.
 type bucket struct{ bound, count float64 }
 
 // histogram contains cumulative buckets in order of their bounds. The last bound is infinite.
@@ -461,8 +463,8 @@ func (h histogram) count() float64 {
 	return h[len(h)-1].count
 }
 
-// percentile returns the bound of the bucket that contains the percentile. The true value is not
-// larger.
+// percentile returns the bound of the bucket that contains the percentile, which is an upper limit
+// of the true value.
 func (h histogram) percentile(p float64) float64 {
 	for _, b := range h {
 		if b.count >= h.count()*p/100 {
@@ -519,7 +521,7 @@ func (c counter) Write(bytes []byte) (int, error) {
 	return len(bytes), nil
 }
 
-// kill ends the process without giving it time to release its lease.
+// kill kills the process, so that it cannot release its lease.
 func (p *process) kill() {
 	p.stopping.Store(true)
 	_ = p.command.Process.Signal(syscall.SIGKILL)

@@ -43,11 +43,11 @@ type object = map[string]any
 type system struct {
 	name     string
 	resource corev1.ResourceName // the nodes' resource, or "" without one
-	// prepare sets up the system after the nodes are Ready.
+	// prepare installs the system after the nodes are Ready.
 	prepare func(context.Context, *trial) error
 	// request adds a request for shares to a pod.
 	request func(pod *corev1.Pod, shares int)
-	// check counts overcommitted GPUs at the end, or is nil if the simulated agents count them.
+	// check counts overcommitted GPUs at the end. It is nil if the simulated agents count them.
 	check func(context.Context, *trial) (overcommitted int, err error)
 }
 
@@ -79,7 +79,8 @@ func pod(name string) *corev1.Pod {
 
 func nodeName(index int) string { return fmt.Sprintf("node-%04d", index) }
 
-// forEach calls do for 0 to count-1, at most atOnce at a time. The first error stops it.
+// forEach calls do for 0 to count-1, with at most atOnce concurrent calls. The first error stops
+// the loop.
 func forEach(ctx context.Context, count, atOnce int, do func(context.Context, int) error) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -209,7 +210,7 @@ func requestByClaim(pod *corev1.Pod, shares int) {
 	pod.Spec.Containers[0].Resources.Claims = []corev1.ResourceClaim{{Name: "gpu"}}
 }
 
-// checkDRA sums the claims of each device.
+// checkDRA sums the claims of each device, and returns the number of overcommitted devices.
 func checkDRA(ctx context.Context, t *trial) (int, error) {
 	claims, err := t.plane.client.ResourceV1().ResourceClaims(namespace).List(ctx, metav1.ListOptions{})
 	if err != nil {
@@ -297,8 +298,8 @@ func startOperator(ctx context.Context, t *trial, arguments ...string) (err erro
 	return err
 }
 
-// startOperatorAs starts an operator in the pod of this name, and waits until it is ready. It
-// returns the address of its metrics.
+// startOperatorAs starts an operator that acts as the pod with this name, and waits until the
+// operator is ready. It returns the address of the operator's metrics.
 func startOperatorAs(ctx context.Context, t *trial, pod, kubeconfig string, arguments ...string) (*process, string, error) {
 	ports, err := freePorts(1)
 	if err != nil {
@@ -324,8 +325,8 @@ func startOperatorAs(ctx context.Context, t *trial, pod, kubeconfig string, argu
 	})
 }
 
-// chart renders the chart's cluster objects: CRDs, roles, and admission with the policy that
-// adds the placement gate to pods.
+// chart renders the chart's cluster objects: CRDs, roles and admission objects. These include the
+// policy that adds the placement gate to pods.
 func (t *trial) chart(ctx context.Context) ([]byte, error) {
 	var stderr bytes.Buffer
 	arguments := []string{"template", "cleave", t.options.chart, "--namespace", cleaveNamespace, "--kube-version", "1.36", "--set", "admission.gate=policy"}
@@ -333,7 +334,7 @@ func (t *trial) chart(ctx context.Context) ([]byte, error) {
 		arguments = append(arguments, "--set", value)
 	}
 	command := exec.CommandContext(ctx, t.plane.programs.helm, arguments...)
-	// The user's own Helm configuration must not be read or written.
+	// Set HOME, so that Helm neither reads nor writes the user's own configuration.
 	command.Env = append(os.Environ(), "HOME="+t.plane.dir)
 	command.Stderr = &stderr
 	text, err := command.Output()
@@ -356,7 +357,8 @@ func (t *trial) chart(ctx context.Context) ([]byte, error) {
 		}
 		switch meta.Kind {
 		case "", "Deployment", "DaemonSet":
-			// The operator runs outside the cluster, and the components of nodes are simulated.
+			// Omit workloads: the operator runs outside the cluster, and the components of nodes are
+			// simulated.
 		default:
 			kept.WriteString("---\n")
 			kept.Write(document)
@@ -364,7 +366,7 @@ func (t *trial) chart(ctx context.Context) ([]byte, error) {
 	}
 }
 
-// makeAgents creates an agent's pod on each node, which kwok makes Ready.
+// makeAgents creates an agent's pod on each node. kwok makes the pods Ready.
 func makeAgents(ctx context.Context, t *trial) error {
 	pods := t.plane.client.CoreV1().Pods(cleaveNamespace)
 	err := forEach(ctx, t.nodes, atOnce, func(ctx context.Context, index int) error {
@@ -384,8 +386,8 @@ func makeAgents(ctx context.Context, t *trial) error {
 	})
 }
 
-// simulateAgentStart simulates agents that start: they report whole GPUs, and report shares once
-// the operator has planned.
+// simulateAgentStart simulates the start of all agents. The agents report whole GPUs, and then
+// shares after the operator has planned.
 func simulateAgentStart(ctx context.Context, t *trial) error {
 	t.agents.statuses = newStatusWriter(ctx, t.plane.custom, t.agents)
 	statuses := t.agents.statuses

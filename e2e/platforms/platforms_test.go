@@ -1,9 +1,9 @@
 // Package platforms tests the chart's values files for platforms.
 //
-// Each directory describes a small cluster of one platform, as `kubectl get KIND -o json` prints
-// it. The tests render the chart with the platform's values file, and check the objects with
+// Each directory describes a small cluster of one platform, in the format of `kubectl get KIND -o
+// json`. The tests render the chart with the platform's values file. They check the objects with
 // Kubernetes' own code: strict decoding, the scheduler's node affinity and tolerations, and the Pod
-// Security Standards. They need Helm on the PATH or from `e2e/cluster/cluster build`.
+// Security Standards. The tests need Helm on the PATH or from `e2e/cluster/cluster build`.
 package platforms
 
 import (
@@ -47,7 +47,8 @@ const (
 // strict refuses unknown and repeated fields.
 var strict = serializer.NewCodecFactory(scheme.Scheme, serializer.EnableStrict).UniversalDeserializer()
 
-// options of `helm template` that replace what Helm would ask a platform's API server.
+// options contains, by platform, the options of `helm template` for facts that Helm would otherwise
+// request from the API server.
 var options = map[string][]string{"openshift": {"--api-versions", "security.openshift.io/v1"}}
 
 // helm returns the path of the Helm program.
@@ -87,7 +88,7 @@ func modified(t *testing.T, path string) time.Time {
 	return info.ModTime()
 }
 
-// run runs Helm without the user's settings, and returns what it prints.
+// run runs Helm without the user's settings, and returns its output.
 func run(t *testing.T, arguments ...string) string {
 	t.Helper()
 	command := exec.Command(helm(t), arguments...)
@@ -102,7 +103,7 @@ func run(t *testing.T, arguments ...string) string {
 	return string(text)
 }
 
-// release is the rendered chart. Custom resource definitions are left out.
+// release is the rendered chart without custom resource definitions.
 type release []runtime.Object
 
 // render renders the chart for a version of Kubernetes.
@@ -226,7 +227,7 @@ func pods(objects release) map[string]corev1.PodTemplateSpec {
 	return templates
 }
 
-// runsOn returns whether a DaemonSet runs a pod on a node.
+// runsOn reports whether a DaemonSet with this template runs a pod on a node.
 func runsOn(t *testing.T, template corev1.PodTemplateSpec, node *corev1.Node) bool {
 	t.Helper()
 	matches, err := nodeaffinity.GetRequiredNodeAffinity(&corev1.Pod{Spec: template.Spec}).Match(node)
@@ -239,7 +240,7 @@ func runsOn(t *testing.T, template corev1.PodTemplateSpec, node *corev1.Node) bo
 	return matches && !untolerated
 }
 
-// violations returns which rules of a Pod Security Standard a pod breaks.
+// violations describes the rules of a Pod Security Standard that a pod breaks.
 func violations(t *testing.T, level api.Level, template corev1.PodTemplateSpec) string {
 	t.Helper()
 	evaluator, err := policy.NewEvaluator(policy.DefaultChecks(), nil)
@@ -276,7 +277,7 @@ func TestEachValuesFileHasADescriptionOfItsPlatform(t *testing.T) {
 	}
 }
 
-// Names of GPU nodes contain `gpu`.
+// The names of GPU nodes, and only theirs, contain `gpu`.
 func TestNodePodsRunOnGpuNodesOnly(t *testing.T) {
 	forEachPlatform(t, func(t *testing.T, platform string, objects release) {
 		sets := all[*appsv1.DaemonSet](objects)
@@ -353,7 +354,7 @@ func TestRuntimeClassesExist(t *testing.T) {
 	}
 }
 
-// The values file of the GPU Operator is applied after the platform's file. No directory of the
+// Helm applies the values file of the GPU Operator after the platform's file. No directory of the
 // platform's driver may remain.
 func TestTheGpuOperatorsValuesReplaceEachPlatformsDriver(t *testing.T) {
 	const operator = "gpu-operator"
@@ -384,7 +385,7 @@ func TestTheGpuOperatorsValuesReplaceEachPlatformsDriver(t *testing.T) {
 	}
 }
 
-// A variable of the chart would replace the value of the image, for example LD_LIBRARY_PATH.
+// A variable in the chart, such as LD_LIBRARY_PATH, would replace the image's value.
 func TestNoPlatformReplacesVariablesOfImages(t *testing.T) {
 	forEachPlatform(t, func(t *testing.T, _ string, objects release) {
 		for name, template := range pods(objects) {
@@ -397,7 +398,7 @@ func TestNoPlatformReplacesVariablesOfImages(t *testing.T) {
 	})
 }
 
-// Without the annotation AKS edits the webhooks' selectors.
+// Without the annotation, AKS edits the webhooks' selectors.
 func TestAksDoesNotEditTheWebhook(t *testing.T) {
 	configurations := all[*admissionv1.MutatingWebhookConfiguration](renderPlatform(t, "aks"))
 	if len(configurations) != 1 || configurations[0].Annotations["admissions.enforcer/disabled"] != "true" {
@@ -479,7 +480,7 @@ func TestAQuotaAllowsEverySystemPriorityClass(t *testing.T) {
 	}
 }
 
-// constraints returns which SecurityContextConstraints each service account may use.
+// constraints returns the SecurityContextConstraints that each service account may use.
 func constraints(objects release) map[string]string {
 	used := map[string]string{}
 	for _, binding := range all[*rbacv1.RoleBinding](objects) {

@@ -53,7 +53,7 @@ impl ClusterArgs {
         config.context("failed to load the kubeconfig")
     }
 
-    /// Connects to the cluster; see [`ClusterArgs::kube_config`].
+    /// Connects to the cluster. See [`ClusterArgs::kube_config`].
     pub(crate) async fn connect(&self) -> Result<Client> {
         Client::try_from(self.kube_config().await?).context("failed to create the Kubernetes client")
     }

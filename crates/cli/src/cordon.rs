@@ -22,7 +22,7 @@ use crate::gpu::{
     reported_gpus,
 };
 
-/// Maximum number of attempts to write an object that others change at the same time.
+/// Maximum number of attempts to write an object that other clients change at the same time.
 const MAX_WRITE_ATTEMPTS: u32 = 5;
 /// The field manager of the annotations.
 const FIELD_MANAGER: &str = "cleave";
@@ -62,7 +62,7 @@ pub struct UncordonArgs {
 /// Annotations and their new values. `None` removes an annotation.
 type Annotations = Vec<(&'static str, Option<String>)>;
 
-/// GPUs, and whether each needs a change.
+/// GPUs, each with whether it needs a change.
 type Changes = Vec<(NodeGpu, bool)>;
 
 /// Runs `cleave cordon`.
@@ -149,7 +149,7 @@ async fn update_annotations(
     bail!("failed to update GpuNode {node}: it changed during each of {MAX_WRITE_ATTEMPTS} attempts. Try again.")
 }
 
-/// Returns whether each GPU needs a change, and the annotations with the changes of all.
+/// Returns whether each GPU needs a change, and the annotations that make all of the changes.
 fn changes_of_gpus(
     object: &GpuNode,
     gpus: Vec<NodeGpu>,
@@ -209,8 +209,8 @@ fn annotations_without_cordon(object: &GpuNode, uuid: &str) -> Annotations {
     annotations
 }
 
-/// Returns the time of the latest fault of a GPU and its MIG devices, among those that are
-/// unhealthy. Returns `None` if all are healthy.
+/// Returns the time of the latest fault of a GPU and its MIG devices. Ignores devices that are
+/// healthy now, and returns `None` if all are healthy.
 fn last_fault_time(gpu: &GpuStatus) -> Option<Time> {
     let instances = gpu.mig.iter().flat_map(|mig| &mig.instances).filter_map(|instance| instance.health.as_ref());
     let last = |health: &Health| health.last.clone().filter(|_| !health.healthy);

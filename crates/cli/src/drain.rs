@@ -16,9 +16,9 @@ use crate::client::ClusterArgs;
 use crate::cordon::{cordon_gpus, quiesce};
 use crate::gpu::{NodeGpu, find_gpus, read_gpu_node, reported_gpus};
 
-/// Interval of reads of the `GpuNode`.
+/// Interval between two reads of the `GpuNode`.
 const GPU_POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Delay before the eviction of a pod that its disruption budget protects is retried.
+/// Delay before the next attempt to evict a pod that a disruption budget protects.
 const EVICTION_RETRY_DELAY: Duration = Duration::from_secs(5);
 /// Time limit of one eviction. Admission webhooks may take 30 s each.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(60);
@@ -66,7 +66,7 @@ pub struct DrainArgs {
 /// The result of a drain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DrainOutcome {
-    /// No pod uses the GPU. With `--quiesce`, no process of Cleave does either.
+    /// No pod uses the GPU. With `--quiesce`, no process of Cleave uses the GPU either.
     Free,
     /// Pods still use the GPU.
     TimedOut,
@@ -77,7 +77,7 @@ pub(crate) async fn run(args: DrainArgs) -> Result<ExitCode> {
     let config = args.cluster.kube_config().await?;
     let client = Client::try_from(config.clone()).context("failed to create the Kubernetes client")?;
     // The API server answers 429 if a disruption budget forbids an eviction. A client with retries
-    // would repeat the request for minutes and delay the evictions of other pods.
+    // repeats the request for minutes, which delays the evictions of other pods.
     let mut no_retry = config;
     no_retry.default_retry = false;
     let evictor = Client::try_from(no_retry).context("failed to create the Kubernetes client")?;
@@ -102,7 +102,8 @@ pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Resul
     loop {
         let object = read_gpu_node(client, &args.node).await?;
         let states: Vec<GpuState> = targets.iter().map(|target| gpu_state(&object, target, quiescing)).collect();
-        // Also while quiescing: the agent may report a pod after the GPU seemed to be free.
+        // Evict pods while quiescing too: the agent may report a pod after the GPU seemed to be
+        // free.
         let pods = states.iter().flat_map(|state| state.usage.pods.iter().cloned()).collect();
         evict_due_pods(client, evictor, args, &targets, &pods, &mut evictions).await?;
         for (state, printed) in states.iter().zip(&mut printed) {
@@ -117,7 +118,8 @@ pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Resul
             return Ok(DrainOutcome::Free);
         }
         if late.is_empty() {
-            // A drain of the node also drains GPUs that the agent reports only now.
+            // A drain of the whole node includes GPUs that the agent first reports during the
+            // drain.
             let new = if args.gpu.is_none() { unknown_gpus(&object, &args.node, &targets)? } else { Vec::new() };
             if !new.is_empty() {
                 for gpu in new {
@@ -141,23 +143,23 @@ pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Resul
     }
 }
 
-/// Returns the GPUs that the agent reports and that are not among `targets`.
+/// Returns the GPUs that the agent reports and `targets` does not include.
 fn unknown_gpus(object: &GpuNode, node: &str, targets: &[NodeGpu]) -> Result<Vec<NodeGpu>> {
     let mut gpus = find_gpus(object, node, None)?;
     gpus.retain(|gpu| targets.iter().all(|target| target.uuid != gpu.uuid));
     Ok(gpus)
 }
 
-/// How far the drain of a GPU is.
+/// The progress of the drain of one GPU.
 struct GpuState {
     usage: GpuUsage,
     /// Whether the GPU is free, or quiesced if that is requested.
     done: bool,
-    /// What `cleave drain` prints.
+    /// The progress, as `cleave drain` prints it.
     text: String,
 }
 
-/// Returns the state of a GPU that is drained, or that is quiesced.
+/// Returns the progress of a GPU's drain, or of its quiesce if `quiescing` is true.
 fn gpu_state(object: &GpuNode, target: &NodeGpu, quiescing: bool) -> GpuState {
     let usage = gpu_usage(object, &target.uuid).unwrap_or_default();
     let free = usage == GpuUsage::default();
@@ -172,7 +174,7 @@ fn gpu_state(object: &GpuNode, target: &NodeGpu, quiescing: bool) -> GpuState {
     GpuState { usage, done: status.quiesced, text }
 }
 
-/// The pods that use a GPU, and how many of its devices are in use.
+/// The pods that use a GPU, and the number of its devices in use.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct GpuUsage {
     /// `namespace/name` of each pod.
@@ -206,7 +208,7 @@ enum EvictionState {
     Accepted,
     /// A disruption budget refused the eviction at this time.
     Refused(Instant),
-    /// The API server limited the number of requests at this time.
+    /// The API server throttled the eviction at this time.
     Throttled(Instant),
 }
 
@@ -234,7 +236,7 @@ fn pods_without_controller<'a>(pods: impl IntoIterator<Item = (&'a str, &'a Part
     pods.into_iter().filter(|(_, pod)| !controlled(pod) && !terminates(pod)).map(|(name, _)| name).collect()
 }
 
-/// Evicts the pods that are due, and records the results. Evicts no pod if one of them needs
+/// Evicts the pods that are due, and stores the results. Evicts no pod if one of them needs
 /// `--force`.
 async fn evict_due_pods(
     client: &Client,

@@ -76,7 +76,7 @@ pub(crate) fn find_gpu(object: &GpuNode, node: &str, name: &str) -> Result<NodeG
     if let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == name || gpu.index.to_string() == name) {
         return Ok(NodeGpu { node: node.to_owned(), index: Some(gpu.index), uuid: gpu.uuid.clone() });
     }
-    // A removed GPU is found by its UUID, so that its cordon can be cleared.
+    // Find a removed GPU by its UUID, so that `cleave uncordon` can clear its cordon.
     if unreported_gpus(object).contains(name) {
         return Ok(NodeGpu { node: node.to_owned(), index: None, uuid: name.to_owned() });
     }
@@ -105,8 +105,8 @@ pub(crate) fn find_gpus(object: &GpuNode, node: &str, name: Option<&str>) -> Res
     Ok(gpus.iter().map(gpu).collect())
 }
 
-/// Finds the GPU with this index or UUID. If `name` is `None`, finds all GPUs that the node reports
-/// or an annotation still cordons or quiesces, such as GPUs that were replaced.
+/// Finds the GPU with this index or UUID. If `name` is `None`, finds all GPUs that the node
+/// reports, and removed GPUs that an annotation still cordons or quiesces.
 ///
 /// # Errors
 /// Returns the errors of [`find_gpus`].

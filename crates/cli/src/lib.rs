@@ -1,4 +1,4 @@
-//! The commands of `cleave` that people run.
+//! The `cleave` commands for administrators and users.
 //!
 //! | module | commands | reads | writes |
 //! |---|---|---|---|
@@ -12,11 +12,11 @@
 //! | [`preflight`] | `preflight` | nodes, `DaemonSets`, quotas, webhooks, or files | |
 //! | [`migrate`] | `migrate` | configurations of other software, or nodes and `ConfigMap`s | |
 //!
-//! `doctor` is in `cleave_gpu`. `client` connects to a cluster, `gpu` finds one GPU of a node,
+//! `doctor` is in `cleave_gpu`. `client` connects to a cluster, `gpu` finds one GPU of a node, and
 //! `output` and `table` print.
 //!
-//! Commands that predict what the operator does call the operator's code: [`cleave_operator::dry`]
-//! and [`cleave_operator::placement`].
+//! Commands that predict the operator's actions call the operator's code in
+//! [`cleave_operator::dry`] and [`cleave_operator::placement`].
 mod client;
 pub mod cordon;
 pub mod crds;
@@ -124,7 +124,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// Runs the command. The exit status is part of the result; see the help of each command.
+    /// Runs the command. The help of each command describes its exit status.
     ///
     /// # Errors
     /// Returns an error if the command fails.
@@ -146,7 +146,7 @@ impl Command {
     }
 }
 
-/// Runs `cleave doctor`. An error has a different exit status than a failed check.
+/// Runs `cleave doctor`. The exit status distinguishes an error from a failed check.
 async fn run_doctor(args: DoctorArgs) -> ExitCode {
     match doctor::run(args).await {
         Ok(true) => ExitCode::SUCCESS,

@@ -14,7 +14,7 @@ pub enum OutputFormat {
     Json,
 }
 
-/// Writes to standard output. A reader that closes it early, such as `head`, is not an error.
+/// Writes to standard output. Does not fail if the reader, such as `head`, closes the pipe early.
 pub(crate) fn print(text: &str) -> Result<()> {
     match io::stdout().lock().write_all(text.as_bytes()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),

@@ -48,7 +48,7 @@ pub struct PlanArgs {
     /// Connection to the cluster.
     #[command(flatten)]
     cluster: ClusterArgs,
-    /// Cleave in the cluster.
+    /// The Cleave installation.
     #[command(flatten)]
     install: InstallationArgs,
 }

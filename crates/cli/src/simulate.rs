@@ -141,7 +141,7 @@ impl SimulationInput {
     }
 
     fn add_documents(&mut self, text: &str) -> Result<()> {
-        // In YAML 1.1 the name `n` is a boolean.
+        // YAML 1.1 reads the name `n` as a boolean.
         let options = serde_saphyr::options! { strict_booleans: true };
         let documents: Vec<Value> =
             serde_saphyr::from_multiple_with_options(text, options).context("not valid YAML")?;
@@ -243,7 +243,7 @@ impl SimulationInput {
     }
 }
 
-/// Returns the GPUs of a node as its agent would report them.
+/// Returns the GPUs of a node, as an agent would report them.
 fn reported_gpus(node: &str, gpus: &[DescribedGpus]) -> Result<Vec<GpuStatus>> {
     let mut all = Vec::new();
     for DescribedGpus { model, memory, count, sms } in gpus {

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use tokio::time::timeout;
 use tower_test::mock;
 
-/// Longer than any test takes. Tests run with paused time.
+/// Deadline of each test, in paused time. Longer than any test takes.
 const TEST_TIMEOUT: Duration = Duration::from_secs(120);
 
 type Server = mock::Handle<http::Request<Body>, http::Response<Body>>;
@@ -216,7 +216,7 @@ async fn a_pod_that_is_reported_after_the_gpu_seemed_to_be_free_is_evicted_too()
     let draining = tokio::spawn(async move { drain(&client, &client, &args).await });
     answer_cordon(&mut server, &[]).await;
     answer_request(&mut server, 200, &node(&[])).await;
-    // The request for the quiesce.
+    // Answer the request for the quiesce.
     answer_cordon(&mut server, &[]).await;
     answer_request(&mut server, 200, &node(&["ns/p"])).await;
     assert_eq!(answer_request(&mut server, 200, &pod(true)).await.0, "GET /api/v1/namespaces/ns/pods/p");
@@ -237,7 +237,7 @@ async fn a_gpu_that_is_free_at_the_timeout_is_quiesced_and_the_drain_times_out_a
     answer_request(&mut server, 200, &node(&["ns/p"])).await;
     answer_request(&mut server, 200, &pod(true)).await;
     answer_request(&mut server, 201, &json!({"kind": "Status", "status": "Success"})).await;
-    // One second later, the pod has gone.
+    // The pod has exited one second later.
     answer_request(&mut server, 200, &node(&[])).await;
     answer_request(&mut server, 200, &node(&[])).await;
     let (_, sent) = answer_request(&mut server, 200, &node(&[])).await;

@@ -113,7 +113,8 @@ fn a_pod_whose_volume_is_on_another_node_does_not_fit() {
 #[test]
 fn help_names_the_pods_to_remove_from_one_gpu() {
     let help = explanation_of("five").help;
-    // Two GPUs have 3 free shares each. Shares that are reserved for another pod are not available.
+    // Two GPUs have 3 free shares each. A GPU's free shares do not include shares that are reserved
+    // for another pod.
     assert_eq!(help[0], "The pod would fit on GPU 0 on node1 without these pods: demo/a (lower priority).");
     assert!(help.iter().any(|line| line.starts_with("node2 has room, but")), "{help:?}");
 }

@@ -1,4 +1,4 @@
-//! Tests of `cleave migrate` with configurations as other projects publish them, in our own words.
+//! Tests `cleave migrate` with configurations that resemble the ones that other projects publish.
 //!
 //! Each directory of `migrate/SOURCE/` has an `input.yaml` and the expected report, policies and
 //! values.
@@ -68,7 +68,7 @@ fn each_source_has_several_cases() {
     assert!(counts.values().all(|&count| count >= LEAST_CASES), "{counts:?}");
 }
 
-/// The rules of the CRD and the operator accept every policy, and no name is used twice.
+/// The CRD's rules and the operator accept every policy, and the names are unique.
 #[test]
 fn policies_are_accepted_by_the_crd_and_by_the_operator() {
     let crd = serde_json::to_value(SharingPolicy::crd()).unwrap();
@@ -100,7 +100,7 @@ fn is_object_name(name: &str) -> bool {
     allowed && name.len() <= 63 && ends(name.chars().next()) && ends(name.chars().last())
 }
 
-/// A key that nothing reads is reported, wherever it is.
+/// The report contains each key that no code reads, at every level of the input.
 #[test]
 fn unknown_keys_are_reported() {
     let text = "version: v1\nflags: {new: 1, plugin: {new: 2}}\nsharing: {new: 3, timeSlicing: {new: 4, resources: \
@@ -128,7 +128,7 @@ fn the_order_of_files_does_not_change_policies() {
     assert!(one.policies.contains("units: 10") && one.policies.contains("3g.40gb"), "{}", one.policies);
 }
 
-/// The report's command changes requests, and nothing that only starts like them.
+/// The report's command changes requests, but not longer names with the same prefix.
 #[test]
 fn the_sed_command_renames_requests() {
     let config = "version: v1\nsharing: {mps: {resources: [{name: nvidia.com/gpu, replicas: 10}]}}\n";

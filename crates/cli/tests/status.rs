@@ -1,4 +1,4 @@
-//! Tests `cleave status` of a cluster with an example of each state.
+//! Tests `cleave status` on a cluster that contains every state.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 mod golden;
 

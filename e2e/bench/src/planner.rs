@@ -1,8 +1,8 @@
 //! `cleave-bench planner`: measures the time of a plan for 10 to 1,000 nodes.
 //!
-//! The cluster is busy. The cluster has GPUs of three models in the three modes, with a third of
-//! their slices in use and a third free. Pods have mixed sizes and three priorities; a quarter of
-//! them select a zone. The same clusters are generated in every run.
+//! The cluster is busy. It has GPUs of three models in the three modes, with a third of their
+//! slices in use and a third free. Pods have mixed sizes and three priorities, and a quarter of
+//! them select a zone. Every run generates the same clusters.
 use std::collections::BTreeMap;
 use std::time::Instant;
 
@@ -15,7 +15,7 @@ use serde::Serialize;
 /// Measures the time of a plan.
 #[derive(Debug, clap::Args)]
 pub(crate) struct PlannerArgs {
-    /// Numbers of nodes. Each one is a measurement.
+    /// Numbers of nodes. The benchmark measures each one.
     #[arg(long, value_delimiter = ',', default_values_t = [10, 30, 100, 300, 1000])]
     nodes: Vec<u32>,
     /// GPUs per node.
@@ -27,7 +27,7 @@ pub(crate) struct PlannerArgs {
     /// Percentage of the slices in use.
     #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u32).range(0..=100))]
     in_use: u32,
-    /// Number of clusters of each size. Each one is planned three times.
+    /// Number of clusters of each size. The benchmark plans each one three times.
     #[arg(long, default_value_t = 7)]
     clusters: u64,
 }
@@ -81,7 +81,7 @@ pub(crate) fn run(args: &PlannerArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the value at this percentile of sorted values.
+/// Returns the value at this percentile of sorted values, or `None` without values.
 fn percentile<T: Copy>(sorted: &[T], percent: usize) -> Option<T> {
     let rank = (sorted.len() * percent).div_ceil(100).max(1);
     sorted.get(rank - 1).copied()

@@ -1,8 +1,8 @@
 //! `cleave-bench quotas`: measures the time of a pass over waiting pods with quotas.
 //!
-//! The pool is busy: the quotas use more or less than they are guaranteed, and pods without a quota
-//! borrow. In each quota some pods wait that are within its guarantee, and some that borrow. The
-//! same pools are generated in every run.
+//! The pool is busy. Quotas use more or less than their guarantees, and pods without a quota
+//! borrow. In each quota, some of the waiting pods are within its guarantee and some borrow. Every
+//! run generates the same pools.
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
@@ -13,7 +13,7 @@ use serde::Serialize;
 /// Measures the time of a pass with quotas.
 #[derive(Debug, clap::Args)]
 pub(crate) struct QuotasArgs {
-    /// Numbers of quotas. Each one is a measurement.
+    /// Numbers of quotas. The benchmark measures each one.
     #[arg(long, value_delimiter = ',', default_values_t = [0, 1, 20, 200])]
     quotas: Vec<usize>,
     /// Number of nodes.
@@ -28,13 +28,13 @@ pub(crate) struct QuotasArgs {
     /// Number of pods that wait.
     #[arg(long, default_value_t = 128)]
     waiting: usize,
-    /// One quota in so many guarantees whole GPUs. 0 means none.
+    /// Interval of quotas that guarantee whole GPUs: 10 means every tenth quota. 0 means none.
     #[arg(long, default_value_t = 0)]
     cells: usize,
-    /// Number of pods of each gang. Waiting pods are of gangs. 0 means no gangs.
+    /// Number of pods of each gang. All waiting pods belong to gangs. 0 means no gangs.
     #[arg(long, default_value_t = 0)]
     gang: usize,
-    /// Number of pools of each size. Each one is measured three times.
+    /// Number of pools of each size. The benchmark measures each one three times.
     #[arg(long, default_value_t = 10)]
     pools: u64,
 }
@@ -89,13 +89,13 @@ pub(crate) fn run(args: &QuotasArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the value at this percentile of sorted values.
+/// Returns the value at this percentile of sorted values, or `None` without values.
 fn percentile<T: Copy>(sorted: &[T], percent: usize) -> Option<T> {
     let rank = (sorted.len() * percent).div_ceil(100).max(1);
     sorted.get(rank - 1).copied()
 }
 
-/// Generates a pool. All GPUs together are guaranteed: each quota has the same part.
+/// Generates a pool. The quotas guarantee all GPUs, in equal parts.
 fn random_pool(seed: u64, quotas: usize, gpus: usize, args: &QuotasArgs) -> anyhow::Result<World> {
     let mut numbers = fastrand::Rng::with_seed(seed);
     let tenth = GPU.0 / 10;
@@ -116,7 +116,7 @@ fn random_pool(seed: u64, quotas: usize, gpus: usize, args: &QuotasArgs) -> anyh
         // 10,000 pods of these sizes fill 8,000 GPUs.
         let tenths = [5, 5, 7, 8, 10, 10][numbers.usize(0..6)];
         let charge = tenths * tenth;
-        // Quotas with a high number use more than they are guaranteed.
+        // Quotas with a high number use more than their guarantees.
         let team = numbers.usize(0..=quotas).max(if number < running { numbers.usize(0..=quotas) } else { 0 });
         let owner = if team == quotas { Owner::Unnamed } else { Owner::Quota(format!("team-{team:03}")) };
         let start = numbers.usize(0..gpus);

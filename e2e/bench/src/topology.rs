@@ -1,10 +1,11 @@
 //! `cleave-bench topology`: measures the choice of whole GPUs by their links.
 //!
 //! For each kind of machine the benchmark measures the time of a choice, for all occupancies and
-//! sizes. It also simulates pods that arrive and end at random, and compares three policies: the
-//! order of UUIDs, the policy of NVIDIA's device plugin (`bestEffortPolicy` of go-gpuallocator) and
-//! Cleave's. The quality of a choice is its score divided by the best score of the same number of
-//! GPUs on an empty machine. Pods with one GPU do not count, because they use no links.
+//! sizes. It also simulates pods that arrive and end at random, to compare three policies. The
+//! policies are the order of UUIDs, the policy of NVIDIA's device plugin (`bestEffortPolicy` of
+//! go-gpuallocator) and Cleave's policy. The quality of a choice is its score divided by the best
+//! score of the same number of GPUs on an empty machine. Pods with one GPU do not count, because
+//! they use no links.
 use std::collections::BTreeMap;
 use std::time::Instant;
 
@@ -32,7 +33,7 @@ struct OutputLine {
     choose_us_p50: f64,
     choose_us_p99: f64,
     choose_us_max: f64,
-    /// Mean quality of each policy; only for machines with eight GPUs.
+    /// Mean quality of each policy. Only for machines with eight GPUs.
     quality: BTreeMap<&'static str, f64>,
 }
 
@@ -73,8 +74,8 @@ const MACHINES: [(&str, usize, Link); 5] = [
     }),
 ];
 
-/// Returns the PCIe path between two GPUs: at one switch, at one NUMA node with four GPUs, or
-/// further apart.
+/// Returns the PCIe path between two GPUs: `in_pair` for the two GPUs of a pair, `in_node` within a
+/// NUMA node of four GPUs, and the path between NUMA nodes otherwise.
 fn pcie_path(one: u32, other: u32, in_pair: PciePath, in_node: PciePath) -> PciePath {
     match (one / 2 == other / 2, one / 4 == other / 4) {
         (true, _) => in_pair,
@@ -138,8 +139,8 @@ impl Machine {
     }
 }
 
-/// Returns the times of choices in microseconds: all occupancies and sizes of eight GPUs, or a
-/// sample of them with more GPUs.
+/// Returns the times of choices in microseconds. Measures all occupancies and sizes of eight GPUs,
+/// or a sample if the machine has more GPUs.
 fn measure_choices(machine: &Machine) -> Vec<f64> {
     let all = 1_u32 << machine.names.len();
     let step = if machine.names.len() == 8 { 1 } else { 61 };
@@ -171,8 +172,8 @@ fn first_by_uuid(_: &Machine, free: GpuSet, size: u32) -> GpuSet {
     order.take(size as usize).fold(0, |set, gpu| set | 1 << gpu)
 }
 
-/// Divides all free GPUs into sets of `size` and a remainder, so that the sum of the scores is
-/// maximal, and returns the set with the highest score.
+/// Divides all free GPUs into sets of `size` and a remainder so that the sum of the scores is
+/// maximal. Returns the set with the highest score.
 fn nvidia(machine: &Machine, free: GpuSet, size: u32) -> GpuSet {
     fn divide(machine: &Machine, free: GpuSet, size: u32, sets: &mut Vec<GpuSet>, best: &mut (u32, Vec<GpuSet>)) {
         if free == 0 {
@@ -202,8 +203,7 @@ fn nvidia(machine: &Machine, free: GpuSet, size: u32) -> GpuSet {
     full.max_by_key(|&set| machine.score(set)).unwrap_or_default()
 }
 
-/// Returns the mean quality of a policy's choices for random pods. A pod that does not fit is
-/// dropped.
+/// Returns the mean quality of a policy's choices for random pods. Drops a pod that does not fit.
 fn simulate(machine: &Machine, policy: Policy, args: &TopologyArgs) -> f64 {
     const SIZES: [u32; 9] = [1, 1, 1, 1, 2, 2, 2, 4, 4];
     let mut numbers = fastrand::Rng::with_seed(1);

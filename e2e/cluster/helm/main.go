@@ -11,7 +11,7 @@ import (
 )
 
 func main() {
-	// The field manager of applied objects. The default is the program's name.
+	// Set the field manager of applied objects. The default is the program's name.
 	kube.ManagedFieldsManager = "helm"
 	command, err := helm.NewRootCmd(os.Stdout, os.Args[1:], helm.SetupLogging)
 	if err != nil {

@@ -27,8 +27,8 @@ import (
 	kubelet "k8s.io/kubernetes/cmd/kubelet/app"
 )
 
-// components maps names to entry points. Only the selected command is created, because each
-// registers feature gates in a global registry.
+// components maps names to entry points. An entry point creates its command when called, because
+// each command registers feature gates in a global registry.
 var components = map[string]func(){
 	"etcd":                    func() { etcdmain.Main(os.Args) },
 	"kube-apiserver":          func() { run(apiserver.NewAPIServerCommand()) },

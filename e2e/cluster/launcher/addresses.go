@@ -8,9 +8,9 @@ import (
 	"slices"
 )
 
-// addresses is a cluster's number, from 0. It determines everything that clusters on one machine
-// must not share: networks, addresses and the names of network devices. Nodes are connected to a
-// bridge on the machine. The machine reaches pods and services through the nodes.
+// addresses is a cluster's number, from 0. The number determines the properties that clusters on
+// one machine must not share: networks, addresses and the names of network devices. Nodes are
+// connected to a bridge on the machine. The machine reaches pods and services through the nodes.
 type addresses int
 
 const (
@@ -21,7 +21,7 @@ const (
 	etcdPort = 23790
 )
 
-// second returns the second number of the addresses in one of the cluster's three networks.
+// second returns the second byte of the addresses in one of the cluster's three networks.
 func (a addresses) second(network int) int { return 203 + 3*int(a) + network }
 
 func (a addresses) nodeNetwork() string    { return fmt.Sprintf("10.%d.0.0/24", a.second(0)) }
@@ -53,7 +53,8 @@ func (a addresses) pods(n node) string { return fmt.Sprintf("10.%d.%d.0/24", a.s
 // bridge is the name of the machine's bridge.
 func (a addresses) bridge() string { return "cleave-e2e" + a.suffix() }
 
-// device is the name of the machine's end of a node's link. The other end is the node's eth0.
+// device is the name of the link to a node on the machine. The other end of the link is the node's
+// eth0.
 func (a addresses) device(n node) string { return fmt.Sprintf("ce2e%s-%d", a.suffix(), n.Index) }
 
 func (a addresses) suffix() string {
@@ -92,8 +93,8 @@ func (a addresses) checkFree(routes []net.IPNet) error {
 	return nil
 }
 
-// freeAddresses returns the lowest number that no other cluster has, and whose networks the machine
-// has no route to.
+// freeAddresses returns the lowest number that no other cluster has and to whose networks the
+// machine has no route.
 func freeAddresses(taken []addresses, routes []net.IPNet) (addresses, error) {
 	var conflicts []error
 	for a := range addresses(maxClusters) {

@@ -14,8 +14,8 @@ import (
 	"time"
 )
 
-// api is a minimal client of the API server. client-go would take longer to build than the rest of
-// the launcher.
+// api is a minimal client of the API server. A build of client-go takes longer than a build of the
+// rest of the launcher.
 type api struct {
 	client *http.Client
 	url    string
@@ -130,8 +130,8 @@ func (a *api) waitNodeReady(ctx context.Context, name string) error {
 	return nil
 }
 
-// prepareCluster waits for the objects that a first pod needs, and creates the DNS service of the
-// kubelets at this address. The service has no endpoints, so queries fail at once.
+// prepareCluster waits for the objects that a first pod needs, and creates the kubelets' DNS
+// service at this address. The service has no endpoints, so queries fail at once.
 func (a *api) prepareCluster(ctx context.Context, dnsAddress string) error {
 	err := poll(ctx, func() error {
 		_, err := a.do(ctx, http.MethodGet, "/api/v1/namespaces/default/serviceaccounts/default", nil)
@@ -147,7 +147,7 @@ func (a *api) prepareCluster(ctx context.Context, dnsAddress string) error {
 			{"name": "dns", "port": 53, "protocol": "UDP"}, {"name": "dns-tcp", "port": 53, "protocol": "TCP"},
 		}},
 	})
-	// 422 also means that the service exists, because its address is in use.
+	// Accept 422: the service exists, so its address is in use.
 	if err != nil && !isStatus(err, http.StatusConflict) && !isStatus(err, http.StatusUnprocessableEntity) {
 		return fmt.Errorf("create the service kube-dns: %w", err)
 	}
@@ -162,7 +162,7 @@ func (a *api) deleteNode(ctx context.Context, name string) error {
 	return err
 }
 
-// poll retries until success, or returns the last error at the deadline.
+// poll retries until success. At the deadline, it returns the last error.
 func poll(ctx context.Context, try func() error) error {
 	ctx, cancel := context.WithTimeout(ctx, serveTimeout)
 	defer cancel()

@@ -25,7 +25,7 @@ import (
 // containerdVersion is the version that containerd reports. A test compares it with go.mod.
 const containerdVersion = "v2.4.2"
 
-// unit is a set of programs that one go build produces, kept in one directory of the cache.
+// unit is a set of programs that one go build produces and one directory of the cache contains.
 type unit struct {
 	name     string
 	dir      string // directory of the Go module, relative to e2e/cluster
@@ -36,7 +36,7 @@ type unit struct {
 	cgo      bool // whether the programs need a C compiler and the machine's C library
 }
 
-// units returns all units, with Kubernetes of this version.
+// units returns all units for this version of Kubernetes.
 func units(kube kubernetes) []unit {
 	const version = "k8s.io/component-base/version"
 	return []unit{
@@ -58,7 +58,7 @@ func units(kube kubernetes) []unit {
 	}
 }
 
-// toolkitUnit is NVIDIA's container toolkit, which only clusters with `up --toolkit` have. Its
+// toolkitUnit is NVIDIA's container toolkit, which only clusters with `up --toolkit` use. Its
 // programs load NVML.
 var toolkitUnit = unit{
 	name: "toolkit", dir: "toolkit", ldflags: "-s -w", cgo: true,
@@ -70,7 +70,7 @@ var toolkitUnit = unit{
 
 const toolkitModule = "github.com/NVIDIA/nvidia-container-toolkit"
 
-// binaries are the directories of the built programs, by unit.
+// binaries maps each unit to the directory of its built programs.
 type binaries map[string]string
 
 func (b binaries) dirs() []string {
@@ -85,8 +85,8 @@ func (b binaries) dirs() []string {
 // fingerprint identifies a set of programs.
 func (b binaries) fingerprint() string { return strings.Join(b.dirs(), "\n") }
 
-// cacheDir is the directory of built programs, outside the source tree so that cleaning the tree
-// keeps them.
+// cacheDir is the directory of built programs. It is outside the source tree, so that cleaning the
+// tree does not delete the programs.
 func cacheDir() (string, error) {
 	if dir := os.Getenv("CLEAVE_CACHE"); dir != "" {
 		return filepath.Abs(dir)
@@ -98,7 +98,8 @@ func cacheDir() (string, error) {
 	return filepath.Join(dir, "cleave"), nil
 }
 
-// sourceVariable names the directory e2e/cluster. The script there sets it.
+// sourceVariable is the environment variable with the path of e2e/cluster. The script in that
+// directory sets the variable.
 const sourceVariable = "CLEAVE_CLUSTER_SOURCE"
 
 func sourceDir() (string, error) {
@@ -145,7 +146,7 @@ func cacheKey(u unit, source, goVersion string) (string, error) {
 	return hex.EncodeToString(hash.Sum(nil))[:16], nil
 }
 
-// programsVariable names a directory with prebuilt programs.
+// programsVariable is the environment variable with the path of a directory of prebuilt programs.
 const programsVariable = "CLEAVE_CLUSTER_PROGRAMS"
 
 // programsIn returns the directories of all units' programs below dir, and fails if one of them
@@ -172,8 +173,8 @@ func programsIn(dir string) (binaries, error) {
 	return given, nil
 }
 
-// buildAll returns the directories of all programs and builds those that the cache lacks. toolkit
-// adds NVIDIA's container toolkit.
+// buildAll builds the programs that the cache lacks, and returns the directories of all programs.
+// toolkit adds NVIDIA's container toolkit.
 func buildAll(ctx context.Context, toolkit bool, progress *progress) (binaries, error) {
 	wanted := os.Getenv(versionVariable)
 	if dir := os.Getenv(programsVariable); dir != "" {
@@ -248,7 +249,7 @@ func (u unit) ensure(ctx context.Context, source, dir string, progress *progress
 	if _, err := os.Stat(dir); err == nil {
 		return nil
 	}
-	// This process has the lock, so directories with this name are the remains of interrupted builds.
+	// This process has the lock, so directories with this name remain from interrupted builds.
 	stale, err := filepath.Glob(filepath.Join(cache, ".building-"+u.name+"-*"))
 	if err != nil {
 		return err
@@ -331,7 +332,8 @@ func (u unit) compile(ctx context.Context, module, output string, progress *prog
 	return nil
 }
 
-// buildLog collects the output of go build -v: the path of each package at its start, and errors.
+// buildLog collects the output of go build -v: the path of each package when its build starts, and
+// errors.
 type buildLog struct {
 	mutex    sync.Mutex
 	packages int
@@ -378,8 +380,8 @@ func (l *buildLog) tail() string {
 	return strings.Join(l.lines, "\n")
 }
 
-// lockFile locks the file at path, until unlock or the process's exit. lockFile calls waiting once
-// if another process holds the lock. The holder may remove the file.
+// lockFile locks the file at path until unlock is called or the process exits. If another process
+// holds the lock, lockFile calls waiting once. The holder may remove the file.
 func lockFile(ctx context.Context, path string, waiting func()) (unlock func(), err error) {
 	for first := true; ; first = false {
 		file, err := tryLock(path)
@@ -416,7 +418,7 @@ func tryLock(path string) (*os.File, error) {
 		}
 		return nil, err
 	}
-	// A lock on a removed file excludes no other process.
+	// Check the path, because a lock on a removed file excludes no other process.
 	if !isAt(file, path) {
 		file.Close()
 		return nil, nil
@@ -424,7 +426,7 @@ func tryLock(path string) (*os.File, error) {
 	return file, nil
 }
 
-// isAt reports whether the open file is the one at path.
+// isAt reports whether the open file is the file at path.
 func isAt(file *os.File, path string) bool {
 	opened, err := file.Stat()
 	if err != nil {

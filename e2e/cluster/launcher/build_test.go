@@ -144,7 +144,7 @@ func TestEnsureReportsCompileErrors(t *testing.T) {
 
 func TestInterruptedBuildLeavesNoFiles(t *testing.T) {
 	source, u := smallModule(t)
-	// This compiler has written half of the program and hangs, as does its child.
+	// This compiler writes half of the program and hangs, as does its child.
 	fake := t.TempDir()
 	started := filepath.Join(fake, "started")
 	write(t, fake+"/go", `#!/bin/sh

@@ -15,8 +15,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// hierarchy is a mounted cgroup tree. Version 1 has one per controller, version 2 has one for all,
-// and hybrid machines have both.
+// hierarchy is a mounted cgroup tree. Version 1 has one tree per controller, version 2 has one tree
+// for all controllers, and hybrid machines have both.
 type hierarchy struct {
 	mount string // mount point
 	// Options with which a node mounts the hierarchy again.
@@ -73,8 +73,8 @@ func hierarchies() ([]hierarchy, error) {
 	return found, nil
 }
 
-// pureUnified reports whether version 2 has all controllers. If so, a node's cgroup cannot contain
-// processes, because the kubelet passes controllers to its children.
+// pureUnified reports whether version 2 has all controllers. On such a machine, a node's cgroup
+// cannot contain processes, because the kubelet passes controllers to the cgroup's children.
 func pureUnified(all []hierarchy) bool { return len(all) == 1 && all[0].unified }
 
 // nodeLeaf is the cgroup of the node's own processes, as a path below the node's cgroup.
@@ -98,8 +98,8 @@ func makeCgroupIn(all []hierarchy, path string) error {
 	for _, h := range all {
 		dir := h.mount
 		for depth, part := range strings.Split(strings.Trim(path, "/"), "/") {
-			// Do not enable controllers in the node's own cgroup (the second level): its first
-			// process could then not join the cgroup. The kubelet enables them there.
+			// Do not enable controllers in the node's own cgroup, which is the second level: the node's
+			// first process could not join it. The kubelet enables the controllers there.
 			if pureUnified(all) && depth < 2 {
 				if err := enableControllers(dir); err != nil {
 					return err
@@ -111,8 +111,7 @@ func makeCgroupIn(all []hierarchy, path string) error {
 				return err
 			}
 			if slices.Contains(h.controllers, "cpuset") {
-				// A new cpuset has no processors and no memory nodes. Until it has some, it accepts
-				// no process.
+				// A new cpuset has no processors and no memory nodes. A cpuset without them accepts no process.
 				for _, file := range []string{"cpuset.cpus", "cpuset.mems"} {
 					value, err := os.ReadFile(filepath.Join(parent, file))
 					if err != nil {
@@ -219,7 +218,7 @@ func removeCgroup(path string, deadline time.Time) error {
 			if err == nil {
 				break
 			}
-			// Processes that have just exited still count briefly.
+			// The kernel briefly counts processes that have just exited.
 			if !errors.Is(err, unix.EBUSY) || time.Now().After(deadline) {
 				return err
 			}

@@ -9,7 +9,8 @@ import (
 )
 
 // With only version 2, a node has the controllers that the parent of its cgroup passes on. The
-// node's own cgroup must not pass them on yet, or its first process could not join it.
+// node's own cgroup must not pass them on yet, because the node's first process must be able to
+// join it.
 func TestControllersReachTheNode(t *testing.T) {
 	root := t.TempDir()
 	for _, dir := range []string{"", "top", "top/node1"} {

@@ -11,8 +11,8 @@ import (
 	"github.com/vishvananda/netlink"
 )
 
-// claimAddresses makes a new cluster's addresses different from those of all other clusters, stores
-// the cluster's state, and creates its bridge. A cluster that exists keeps its addresses.
+// claimAddresses selects addresses for a new cluster that differ from those of all other clusters,
+// stores the cluster's state, and creates its bridge. An existing cluster keeps its addresses.
 func (c *cluster) claimAddresses(ctx context.Context, policies bool) error {
 	unlock, err := lockClaims(ctx, defaultStateDir, func() { c.progress.printf("waiting for another cluster to start") })
 	if err != nil {
@@ -43,12 +43,12 @@ func (c *cluster) claimAddresses(ctx context.Context, policies bool) error {
 	if err := writeJSON(c.layout.stateFile(), state); err != nil {
 		return err
 	}
-	// Clusters outside the default directory are known only by the routes of their bridge.
+	// Only the routes of their bridge show clusters outside the default directory.
 	return c.layout.makeBridge()
 }
 
-// lockClaims keeps two clusters from claiming the same addresses. Unlocking removes the lock file.
-// Its name is not a cluster's name.
+// lockClaims prevents two clusters from claiming the same addresses. Unlocking removes the lock
+// file. No cluster can have the name of the lock file.
 func lockClaims(ctx context.Context, dir string, waiting func()) (func(), error) {
 	path := filepath.Join(dir, ".addresses.lock")
 	unlock, err := lockFile(ctx, path, waiting)
@@ -62,7 +62,7 @@ func lockClaims(ctx context.Context, dir string, waiting func()) (func(), error)
 }
 
 // storedAddresses returns the addresses of the clusters below dir, running or not. It reads only
-// the field of the addresses, which all layouts of the state have or omit.
+// the field of the addresses, which has the same meaning in all layouts of the state.
 func storedAddresses(dir string) ([]addresses, error) {
 	files, err := filepath.Glob(filepath.Join(dir, "*", stateFileName))
 	if err != nil {
@@ -93,9 +93,9 @@ func (c *cluster) loadAddresses() {
 }
 
 // ownsDevice reports whether a network device of the machine belongs to this cluster. A device gets
-// its owner's marker as its alias just after its creation, so the name identifies the owner of a
-// device without an alias. A cluster without addresses has created no device. Its addresses here
-// are those of the first cluster, which may be starting.
+// its owner's marker as its alias just after its creation. The name identifies the owner of a
+// device without an alias. A cluster without addresses has created no device: its layout has the
+// addresses of the first cluster, which may be starting.
 func (l layout) ownsDevice(device *netlink.LinkAttrs) bool {
 	if device.Alias != "" {
 		return device.Alias == l.marker()

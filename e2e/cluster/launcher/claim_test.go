@@ -52,7 +52,7 @@ func TestOnlyOneClusterClaimsAtATime(t *testing.T) {
 	}
 }
 
-// down removes the devices that a cluster owns.
+// The command down removes the devices that a cluster owns.
 func TestAClusterOwnsOnlyItsDevices(t *testing.T) {
 	mine := testLayout(t)
 	mine.addresses, mine.claimed = 1, true
@@ -76,7 +76,7 @@ func TestAClusterOwnsOnlyItsDevices(t *testing.T) {
 			t.Errorf("%s: %v", what, got)
 		}
 	}
-	// Such a cluster is removed before it starts, while the first may be starting.
+	// The command down may remove a cluster that never started while the first cluster starts.
 	without := layout{name: "test", dir: mine.dir}
 	if without.ownsDevice(&netlink.LinkAttrs{Name: "cleave-e2e"}) {
 		t.Error("a cluster without addresses owns the bridge that the first cluster just created")

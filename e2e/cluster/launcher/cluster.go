@@ -21,8 +21,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// layoutVersion increases when this launcher cannot use clusters of earlier launchers. up then
-// replaces such clusters.
+// layoutVersion increases when this launcher cannot use clusters of earlier launchers. The command
+// up replaces such clusters.
 const layoutVersion = 1
 
 // clusterState is the stored state of a cluster.
@@ -30,18 +30,19 @@ type clusterState struct {
 	Layout   int      `json:"layout"`
 	Binaries binaries `json:"binaries"`
 	Policies bool     `json:"policies,omitempty"`
-	// Clusters of launchers that ran only one at a time lack this field, and have the first addresses.
+	// Clusters of launchers that supported only one cluster at a time lack this field, and have the
+	// first addresses.
 	Addresses addresses `json:"addresses,omitempty"`
 }
 
-// cluster is a cluster's layout and the commands on it.
+// cluster is a cluster's layout. Its methods are the launcher's commands.
 type cluster struct {
 	layout   layout
 	progress *progress
 	built    binaries
 }
 
-// lock keeps other commands from changing the cluster. If no cluster remains, unlocking also
+// lock prevents other commands from changing the cluster. If no cluster remains, unlocking also
 // removes the lock file.
 func (c *cluster) lock(ctx context.Context) (func(), error) {
 	path := c.layout.lockPath()
@@ -77,7 +78,7 @@ func (c *cluster) component(text string) (component, error) {
 	return parseComponent(text, nodes)
 }
 
-// process returns a component's process and whether it runs.
+// process returns a component's process, and whether the process runs.
 func (c *cluster) process(one component) (process, bool, error) {
 	p, err := readJSON[process](c.layout.processFile(one))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -115,7 +116,7 @@ type upOptions struct {
 	policies bool
 }
 
-// up starts, repairs or extends the cluster to at least this many nodes, all Ready.
+// up starts, repairs or extends the cluster until it has at least count nodes, all Ready.
 func (c *cluster) up(ctx context.Context, count int, options upOptions) error {
 	built, err := buildAll(ctx, options.toolkit != "", c.progress)
 	if err != nil {
@@ -125,7 +126,7 @@ func (c *cluster) up(ctx context.Context, count int, options upOptions) error {
 	state, err := readJSON[clusterState](c.layout.stateFile())
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		// No cluster exists, or only the remains of an interrupted up or down.
+		// No cluster exists, except possibly files from an interrupted up or down.
 		if err := c.sweep(ctx); err != nil {
 			return err
 		}
@@ -184,7 +185,8 @@ func (c *cluster) up(ctx context.Context, count int, options upOptions) error {
 	return nil
 }
 
-// prepare creates everything that components need before they start.
+// prepare creates the directories, credentials, images and bridge that components need before they
+// start.
 func (c *cluster) prepare(ctx context.Context, policies bool) error {
 	for _, dir := range []string{"logs", "run", "bin", "etcd", "helm"} {
 		if err := os.MkdirAll(filepath.Join(c.layout.dir, dir), 0o755); err != nil {
@@ -230,7 +232,7 @@ func (c *cluster) makePrograms() error {
 	}
 	for name, script := range map[string]string{
 		"cluster": fmt.Sprintf("#!/bin/sh\n%sexec %s \"$@\"\n", &environment, this),
-		// Runs ctr on the first node, or on the node in CTR_NODE.
+		// This script runs ctr on the first node, or on the node in CTR_NODE.
 		"ctr": fmt.Sprintf("#!/bin/sh\nexec %s exec-node \"${CTR_NODE:-node1}\" ctr \"$@\"\n", this),
 	} {
 		if err := writeFile(filepath.Join(c.layout.binDir(), name), []byte(script), 0o755); err != nil {
@@ -432,7 +434,8 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 	if err := c.layout.makeNodeCredentials(n); err != nil {
 		return err
 	}
-	// Remove stale cgroups: the kubelet spends seconds searching for the container of each one.
+	// Remove stale cgroups, because the kubelet spends seconds searching for the container of each
+	// one.
 	if err := removeCgroup(c.layout.cgroup(name), time.Now().Add(10*time.Second)); err != nil {
 		return fmt.Errorf("remove the cgroups of the previous boot: %w", err)
 	}
@@ -569,7 +572,7 @@ func (c *cluster) stop(ctx context.Context, one component, number unix.Signal) e
 	return nil
 }
 
-// status prints the components. It fails if one does not run.
+// status prints the components. It fails if a component does not run.
 func (c *cluster) status(out io.Writer) error {
 	if err := c.mustExist(); err != nil {
 		return err
@@ -625,7 +628,7 @@ func (c *cluster) addNode(ctx context.Context, name, driverRoot string) error {
 			return err
 		}
 		n = node{Name: name, Index: index, DriverRoot: driverRoot}
-		// A directory without a node file is the remains of a removed node.
+		// A directory without a node file remains from a removed node.
 		if err := os.RemoveAll(c.layout.nodeDir(name)); err != nil {
 			return err
 		}
@@ -670,7 +673,7 @@ func (c *cluster) removeNode(ctx context.Context, name string) error {
 			return err
 		}
 	}
-	// Remove this file before the directory: without it the node no longer exists.
+	// Remove this file before the directory, because a node without this file no longer exists.
 	if err := os.Remove(c.layout.nodeFile(name)); err != nil {
 		return err
 	}
@@ -710,7 +713,7 @@ func (c *cluster) importImage(ctx context.Context, file, name string) error {
 	return group.Wait()
 }
 
-// storedImage is the path at which an archive is kept for future nodes.
+// storedImage is the path of an archive that is stored for future nodes.
 func (c *cluster) storedImage(tag string) string {
 	return filepath.Join(c.layout.imagesDir(), strings.NewReplacer("/", "_", ":", "__").Replace(tag)+".tar")
 }
@@ -772,7 +775,7 @@ func (c *cluster) onNode(ctx context.Context, name string, argv ...string) (*exe
 	if err != nil {
 		return nil, err
 	}
-	// SIGTERM can be forwarded, unlike SIGKILL.
+	// Send SIGTERM, which can be forwarded, unlike SIGKILL.
 	command.Cancel = func() error { return command.Process.Signal(syscall.SIGTERM) }
 	command.WaitDelay = 10 * time.Second
 	return command, nil

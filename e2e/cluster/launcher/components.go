@@ -6,8 +6,8 @@ import (
 	"strings"
 )
 
-// The kinds of components. The control plane's components run once on the machine, the others on
-// each node.
+// The kinds of components. The control plane's components run once on the machine. The other
+// components run on each node.
 const (
 	kindEtcd              = "etcd"
 	kindAPIServer         = "apiserver"
@@ -93,8 +93,8 @@ func components(nodes []node, policies bool) []component {
 	return all
 }
 
-// argv returns a component's command line. Paths are the machine's for the control plane and the
-// node's for other components.
+// argv returns a component's command line. Paths are on the machine for the control plane, and on
+// the node for other components.
 func (l layout) argv(c component, built binaries) []string {
 	kube := func(name string) string { return built["kube"] + "/" + name }
 	switch c.kind {
@@ -105,7 +105,7 @@ func (l layout) argv(c component, built binaries) []string {
 			"--listen-client-urls=" + url, "--advertise-client-urls=" + url,
 			// Any port works, because etcd has no peers.
 			"--listen-peer-urls=http://" + l.addresses.loopback() + ":0",
-			// A power cut may destroy the data.
+			// Do not sync to the disk, because the data need not survive a power cut.
 			"--unsafe-no-fsync",
 			"--log-level=warn",
 		}
@@ -122,13 +122,13 @@ func (l layout) argv(c component, built binaries) []string {
 			"--service-account-signing-key-file=" + l.pki("service-accounts.key"),
 			"--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction",
 			"--allow-privileged=true",
-			// Credentials for kubectl logs and exec.
+			// The API server uses these credentials for kubectl logs and exec.
 			"--kubelet-client-certificate=" + l.pki("apiserver-kubelet.crt"), "--kubelet-client-key=" + l.pki("apiserver-kubelet.key"),
 			"--kubelet-certificate-authority=" + l.pki("ca.crt"), "--kubelet-preferred-address-types=InternalIP",
-			// No kube-proxy runs on the machine, so webhooks are called at their pods' addresses.
+			// Call webhooks at their pods' addresses, because no kube-proxy runs on the machine.
 			"--enable-aggregator-routing=true",
-			// After SIGTERM the server closes open watches. Without this flag it would first wait a
-			// minute for the watches to end.
+			// After SIGTERM, close open watches early. By default, the server first waits a minute for the
+			// watches to end.
 			"--shutdown-watch-termination-grace-period=5s",
 		}
 	case kindControllerManager:
@@ -184,8 +184,8 @@ func kubeletConfig(a addresses, n node) object {
 		"healthzBindAddress":       a.node(n), // reachable from the machine
 		"containerRuntimeEndpoint": "unix://" + containerdSocket,
 		"clusterDomain":            "cluster.local",
-		// This service has no endpoints, so DNS queries fail at once. Without any DNS service, every pod
-		// would get a warning event.
+		// This service has no endpoints, so DNS queries fail at once. Without a DNS service, every pod
+		// gets a warning event.
 		"clusterDNS":    []string{a.dnsService()},
 		"resolvConf":    "",
 		"cgroupDriver":  "cgroupfs",
@@ -200,19 +200,20 @@ func kubeletConfig(a addresses, n node) object {
 		},
 		"imageGCHighThresholdPercent": 100,
 		"imageGCLowThresholdPercent":  99,
-		// Without CAP_SYS_RESOURCE the kubelet cannot lower its own OOM score.
+		// Keep the OOM score, because the kubelet cannot lower it without CAP_SYS_RESOURCE.
 		"oomScoreAdj": 0,
 	}
 	if n.StatusSeconds > 0 {
 		config["nodeStatusUpdateFrequency"] = fmt.Sprintf("%ds", n.StatusSeconds)
-		// Unchanged status is still reported at the default interval. Without this setting the kubelet
-		// would also use the interval above for that report.
+		// Report an unchanged status at the default interval. Without this setting, the kubelet would use
+		// the interval above for that report too.
 		config["nodeStatusReportFrequency"] = "5m0s"
 	}
 	return config
 }
 
-// maxStatusSeconds is below the time after which the controller manager considers a node unhealthy.
+// maxStatusSeconds is less than the time after which the controller manager considers a node
+// unhealthy.
 const maxStatusSeconds = 30
 
 func proxyConfig(a addresses, n node) object {
@@ -233,7 +234,8 @@ func proxyConfig(a addresses, n node) object {
 	}
 }
 
-// networkConfig is the CNI configuration: each pod has a separate link that the node routes.
+// networkConfig is the CNI configuration. Each pod has a separate link, and the node routes its
+// packets.
 func networkConfig(a addresses, n node) object {
 	return object{
 		"cniVersion": "1.0.0",

@@ -16,7 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// down removes the cluster with everything that it created.
+// down removes the cluster and everything that the cluster created.
 func (c *cluster) down(ctx context.Context) error {
 	if err := c.sweep(ctx); err != nil {
 		return err
@@ -32,12 +32,12 @@ func (c *cluster) down(ctx context.Context) error {
 	return nil
 }
 
-// sweep performs down for a cluster in any state: it searches the machine instead of trusting
+// sweep performs down for a cluster in any state. It searches the machine instead of trusting
 // stored state.
 func (c *cluster) sweep(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, stopTimeout)
 	defer cancel()
-	// Exiting processes may start others, so repeat until none remain.
+	// Exiting processes may start further processes, so repeat until none remain.
 	for {
 		found, err := c.processes()
 		if err != nil {
@@ -146,7 +146,8 @@ func (c *cluster) mounts() []string {
 	return found
 }
 
-// leftovers lists everything on the machine that belongs to a cluster with this name.
+// leftovers lists all processes, files, cgroups and network objects on the machine that belong to a
+// cluster with this name.
 func (c *cluster) leftovers(ctx context.Context) ([]string, error) {
 	var found []string
 	processes, err := c.processes()
@@ -170,8 +171,8 @@ func (c *cluster) leftovers(ctx context.Context) ([]string, error) {
 	for _, link := range links {
 		found = append(found, "network device "+link)
 	}
-	// The launcher creates rules only in the nodes' namespaces; this check verifies it. Without a
-	// cluster, it checks the addresses of a machine's first cluster.
+	// Verify that the launcher creates rules only in the nodes' namespaces. Without a cluster, check
+	// the addresses of a machine's first cluster.
 	for _, program := range []string{"iptables-save", "iptables-legacy-save"} {
 		output, err := exec.CommandContext(ctx, program).Output()
 		if err != nil {

@@ -25,23 +25,23 @@ const (
 // defaultStateDir is the parent directory of clusters without --state.
 const defaultStateDir = "/var/lib/cleave-e2e"
 
-// nameVariable names the cluster if --name does not.
+// nameVariable is the environment variable with the cluster's name, unless --name sets the name.
 const nameVariable = "CLEAVE_CLUSTER_NAME"
 
 // stateFileName is the name of the file with a clusterState in the cluster's directory.
 const stateFileName = "cluster.json"
 
-// markerVariable is in the environment of each process that the launcher starts.
+// markerVariable is an environment variable of each process that the launcher starts.
 const markerVariable = "CLEAVE_E2E_CLUSTER"
 
-// layout names everything that a cluster uses on the machine.
+// layout contains the paths, names and addresses that a cluster uses on the machine.
 type layout struct {
 	name string
 	dir  string
 	// The path of this program.
 	launcher string
-	// The addresses are known only while the cluster exists: up claims them, and other commands read
-	// them. claimed is whether they are known.
+	// The addresses of the cluster. The command up claims addresses, and other commands read them from
+	// the state. claimed is whether the addresses are known.
 	addresses addresses
 	claimed   bool
 }
@@ -90,10 +90,11 @@ func (l layout) processFile(c component) string {
 	return filepath.Join(l.dir, "run", c.String()+".json")
 }
 
-// lockPath is beside the directory, which down removes while it holds the lock.
+// lockPath is outside the directory, because down removes the directory while it holds the lock.
 func (l layout) lockPath() string { return l.dir + ".lock" }
 
-// cgroup is the path of a node's cgroup in every hierarchy, or of the control plane's for "".
+// cgroup is the path of a node's cgroup in every hierarchy, or of the control plane's cgroup for
+// "".
 func (l layout) cgroup(node string) string {
 	if node == "" {
 		node = "control-plane"
@@ -107,8 +108,8 @@ func (l layout) marker() string { return markerVariable + "=" + l.dir }
 
 func (l layout) apiURL() string { return fmt.Sprintf("https://%s:%d", l.addresses.host(), apiPort) }
 
-// shellEnv returns shell code to use the cluster. Helm's directories are below the cluster's
-// directory, so that Helm does not use the user's settings.
+// shellEnv returns shell code that sets up a shell to use the cluster. Helm's directories are below
+// the cluster's directory, so that Helm does not use the user's settings.
 func (l layout) shellEnv() string {
 	helm := filepath.Join(l.dir, "helm")
 	var lines strings.Builder
@@ -136,7 +137,7 @@ func shellQuote(text string) string {
 // node contains the permanent properties of a node.
 type node struct {
 	Name string `json:"name"`
-	// The index, from 1. It determines addresses and device names.
+	// The index, from 1. The index determines addresses and device names.
 	Index      int    `json:"index"`
 	DriverRoot string `json:"driverRoot,omitempty"`
 	// How containerd uses NVIDIA's runtime: toolkitDefault, toolkitClass, or "" without it.

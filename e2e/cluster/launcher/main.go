@@ -21,7 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Hidden commands with which the launcher starts itself.
+// Hidden commands that the launcher runs in processes of its own program.
 const (
 	commandNodeInit = "node-init"
 	commandSpawn    = "spawn"
@@ -30,7 +30,8 @@ const (
 )
 
 func init() {
-	// These commands enter namespaces, which works per thread, so they must run on the main thread.
+	// These commands enter namespaces. Namespaces apply per thread, so the commands must run on the
+	// main thread.
 	for _, arg := range os.Args[1:] {
 		switch arg {
 		case commandNodeInit, commandSpawn, commandExecNode:
@@ -85,8 +86,8 @@ The command versions lists the versions. %s=NAME is the default of --name.`, ver
 		}
 		return &cluster{layout: l, progress: newProgress(os.Stderr)}, nil
 	}
-	// with opens the cluster for a command. If locked is set, no other command can change the
-	// cluster while this one runs.
+	// with opens the cluster for a command. If locked is true, no other command can change the cluster
+	// while this command runs.
 	with := func(locked bool, run func(context.Context, *cluster, []string) error) func(*cobra.Command, []string) error {
 		return func(command *cobra.Command, args []string) error {
 			c, err := open()
@@ -171,7 +172,7 @@ The command versions lists the versions. %s=NAME is the default of --name.`, ver
 	return root
 }
 
-// withCluster turns a function of an opened cluster into a command's function.
+// withCluster converts a function on an opened cluster to a command's function.
 type withCluster func(locked bool, run func(context.Context, *cluster, []string) error) func(*cobra.Command, []string) error
 
 func buildCommand() *cobra.Command {

@@ -68,8 +68,8 @@ func machineRoutes() ([]net.IPNet, error) {
 	return found, nil
 }
 
-// list repeats a query while changes of the network interrupt it: another cluster may start
-// or stop at the same time.
+// list repeats a query that changes of the network interrupt, because another cluster may start or
+// stop at the same time.
 func list[T any](query func() ([]T, error)) ([]T, error) {
 	var found []T
 	var err error = netlink.ErrDumpInterrupted
@@ -180,8 +180,8 @@ func (a addresses) routeInNode(n node, pid int, nodes []node) error {
 	if err != nil {
 		return err
 	}
-	// A node has no default route, but its programs need a route to services before the packet filter
-	// translates their addresses.
+	// A node has no default route. Its programs need a route to services, because routing precedes the
+	// packet filter's translation of addresses.
 	routes := []netlink.Route{{Dst: parseNetwork(a.serviceNetwork()), Scope: netlink.SCOPE_LINK, Src: net.ParseIP(a.node(n))}}
 	for _, other := range nodes {
 		if other.Name != n.Name {

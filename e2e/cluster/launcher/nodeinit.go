@@ -24,7 +24,7 @@ type nodeInitSpec struct {
 	Containerd string
 	CNI        string
 	DriverRoot string
-	// A directory whose files the node has below /usr, in addition to the machine's. Or "".
+	// A directory whose files the node has below /usr, in addition to the machine's files, or "".
 	UsrAdditions string
 }
 
@@ -32,8 +32,8 @@ type nodeInitSpec struct {
 const readyDescriptor = 3
 
 // nodeInit is PID 1 of a node. It starts in new namespaces and creates the node's view of the
-// machine: a separate /, the machine's /usr read-only, separate devices and cgroups. Then it reaps
-// orphans. When it exits, the kernel kills all processes of its PID namespace.
+// machine: a separate /, the machine's /usr read-only, separate devices and cgroups. After that, it
+// reaps orphans. When nodeInit exits, the kernel kills all processes of its PID namespace.
 func nodeInit(spec nodeInitSpec) error {
 	ready := os.NewFile(readyDescriptor, "ready")
 	if ready == nil {
@@ -56,7 +56,7 @@ func nodeInit(spec nodeInitSpec) error {
 		return err
 	}
 	if leaf := nodeLeaf(); leaf != "" {
-		// In the new namespace the node's cgroup is the root.
+		// Enter a new namespace, in which the node's cgroup is the root.
 		if err := joinCgroup(leaf); err != nil {
 			return err
 		}
@@ -83,8 +83,8 @@ func nodeInit(spec nodeInitSpec) error {
 	return nil
 }
 
-// sysctls are settings of the machine that a kubelet writes. A node has regular files instead, so
-// that the machine's settings do not change.
+// sysctls are settings of the machine that a kubelet writes. A node has regular files in their
+// place, so that the machine's settings do not change.
 var sysctls = []string{
 	"vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops",
 	"kernel/keys/root_maxkeys", "kernel/keys/root_maxbytes",
@@ -208,7 +208,8 @@ func makeEtc(spec nodeInitSpec, etc string) error {
 	return symlink("/proc/self/mounts", filepath.Join(etc, "mtab"))
 }
 
-// mountCgroups mounts each hierarchy again. In this cgroup namespace its root is the node's cgroup.
+// mountCgroups mounts each hierarchy again. In this cgroup namespace, the root of each hierarchy is
+// the node's cgroup.
 func mountCgroups(at func(string) string, all []hierarchy) error {
 	const flags = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC
 	if pureUnified(all) {
@@ -312,7 +313,7 @@ func pivot(root string) error {
 	if err := os.Chdir(root); err != nil {
 		return err
 	}
-	// With the same path twice, the old root covers the new one until it is unmounted.
+	// If both paths are the same, the old root covers the new root until the old root is unmounted.
 	if err := unix.PivotRoot(".", "."); err != nil {
 		return fmt.Errorf("pivot_root: %w", err)
 	}

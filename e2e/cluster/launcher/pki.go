@@ -149,8 +149,8 @@ func readPair(base string) (keyPair, error) {
 	return keyPair{certificate, key}, nil
 }
 
-// makeCredentials writes the control plane's certificates and configurations. The administrator's
-// kubeconfig is written last: if that file exists, all others are complete.
+// makeCredentials writes the control plane's certificates and configurations. It writes the
+// administrator's kubeconfig last. If that file exists, all other files are complete.
 func (l layout) makeCredentials() error {
 	if _, err := os.Stat(l.kubeconfig()); err == nil {
 		return nil

@@ -20,21 +20,20 @@ import (
 	"github.com/vishvananda/netns"
 )
 
-// This file contains the component that enforces IPv4 NetworkPolicies in the packet filter of each
-// node. The component polls every second instead of watching, so a new pod may accept all traffic
-// for a second.
+// The component in this file enforces IPv4 NetworkPolicies in the packet filter of each node. It
+// polls every second instead of watching, so a new pod may accept all traffic for a second.
 
 const (
 	policiesPort   = 10258
 	policiesPeriod = time.Second
-	// policiesChain is reached only from FORWARD. Policies therefore do not apply to traffic between a
-	// pod and its own node.
+	// Only FORWARD jumps to policiesChain. Policies therefore do not apply to traffic between a pod
+	// and its own node.
 	policiesChain = "E2E-POLICIES"
 )
 
 type labels map[string]string
 
-// selector is a LabelSelector. An empty one selects all.
+// selector is a LabelSelector. An empty selector selects all objects.
 type selector struct {
 	MatchLabels      labels
 	MatchExpressions []struct {
@@ -118,8 +117,7 @@ type policyInputs struct {
 	namespaces []policyNamespace
 }
 
-// isAddressed reports whether the pod has its own address, not its node's and not one that may
-// already belong to another pod.
+// isAddressed reports whether the pod has an address that belongs to no node and to no other pod.
 func (p policyPod) isAddressed() bool {
 	address, err := netip.ParseAddr(p.Status.PodIP)
 	return err == nil && address.Is4() && !p.Spec.HostNetwork && p.Status.Phase != "Succeeded" && p.Status.Phase != "Failed"
@@ -196,9 +194,9 @@ func (r policyRule) ports(target *policyPod) ([]string, error) {
 	return matches, nil
 }
 
-// chains returns the packet filter's chains for the pods of a node, by name.
+// chains returns the packet filter's chains for the pods of a node, keyed by name.
 func (w policyInputs) chains(node string) (map[string][]string, error) {
-	// Established connections and their answers pass.
+	// Accept packets of established connections.
 	chains := map[string][]string{policiesChain: {"-m conntrack --ctstate ESTABLISHED,RELATED -j RETURN"}}
 	for _, pod := range w.pods {
 		if pod.Spec.NodeName != node || !pod.isAddressed() {
@@ -235,7 +233,7 @@ func (w policyInputs) chains(node string) (map[string][]string, error) {
 			if isolated {
 				chain := fmt.Sprintf("%s-%s-%s", policiesChain, direction.name[:1], strings.ReplaceAll(pod.Status.PodIP, ".", "-"))
 				chains[policiesChain] = append(chains[policiesChain], fmt.Sprintf("%s %s/32 -j %s", direction.mine, pod.Status.PodIP, chain))
-				// REJECT sends an answer, so that the sender does not wait.
+				// Use REJECT, which sends an answer, so that the sender does not wait.
 				chains[chain] = append(allowed, "-j REJECT")
 			}
 		}
@@ -382,8 +380,8 @@ func applyFilter(holder process, rules string) error {
 	if err := netns.Set(node); err != nil {
 		return err
 	}
-	// A thread that cannot leave the namespace must not be reused. It exits with the locked goroutine,
-	// here with the process.
+	// Exit the process if the thread cannot leave the namespace, because no other goroutine may run on
+	// that thread.
 	defer func() {
 		if err := netns.Set(machine); err != nil {
 			panic(err)

@@ -19,7 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// process identifies a process permanently: a PID can be reused, but not with the same start
+// process identifies a process permanently. The kernel can reuse a PID, but not with the same start
 // time in the same boot.
 type process struct {
 	PID   int    `json:"pid"`
@@ -78,7 +78,7 @@ func (p process) isRunning() bool {
 	return err == nil && boot == p.Boot
 }
 
-// signal sends a signal, and never to another process with the same id.
+// signal sends a signal, but never to another process with the same PID.
 func (p process) signal(number unix.Signal) error {
 	descriptor, err := p.open()
 	if err != nil || descriptor < 0 {
@@ -94,13 +94,14 @@ func (p process) signal(number unix.Signal) error {
 // open returns a pidfd, or -1 if the process has exited.
 func (p process) open() (int, error) {
 	descriptor, err := unix.PidfdOpen(p.PID, 0)
-	// New kernels return ENOENT for the id of a process that is being reaped, or of a thread.
+	// New kernels return ENOENT for the PID of a process that is being reaped, and for the ID of a
+	// thread.
 	if errors.Is(err, unix.ESRCH) || errors.Is(err, unix.ENOENT) {
 		return -1, nil
 	} else if err != nil {
 		return -1, fmt.Errorf("open process %d: %w", p.PID, err)
 	}
-	// The descriptor pins the id, so one check is enough.
+	// The descriptor pins the PID, so one check is enough.
 	if !p.isRunning() {
 		unix.Close(descriptor)
 		return -1, nil
@@ -119,7 +120,7 @@ func (p process) waitUntilExited(ctx context.Context) error {
 		if err := ctx.Err(); err != nil {
 			return fmt.Errorf("process %d still runs: %w", p.PID, err)
 		}
-		// Readable after the exit, reaped or not.
+		// The descriptor becomes readable when the process exits, whether or not it is reaped.
 		ready, err := unix.Poll([]unix.PollFd{{Fd: int32(descriptor), Events: unix.POLLIN}}, 100)
 		if err != nil && !errors.Is(err, unix.EINTR) {
 			return err
@@ -177,7 +178,7 @@ func spawn(s spawnSpec) error {
 		return err
 	}
 	defer log.Close()
-	// Open these before joining the namespaces: they are written from within.
+	// Open these files before joining the namespaces, in which their paths do not exist.
 	record, err := os.Open(filepath.Dir(s.ProcessFile))
 	if err != nil {
 		return err
@@ -199,7 +200,7 @@ func spawn(s spawnSpec) error {
 	if err := command.Start(); err != nil {
 		return err
 	}
-	// The id is the machine's, because this process is still in the machine's PID namespace.
+	// The PID is valid on the machine, because this process is still in the machine's PID namespace.
 	stat, err := readAt(machineProc, fmt.Sprintf("%d/stat", command.Process.Pid))
 	if err != nil {
 		return err
@@ -247,7 +248,7 @@ func writeAt(dir *os.File, name string, value any) error {
 }
 
 // enterNamespaces moves this thread into a cgroup of every hierarchy and into the namespaces of a
-// process. The change is permanent and applies to children started later.
+// process. The change is permanent and applies to children that start later.
 func enterNamespaces(cgroup string, pid int) error {
 	if err := joinCgroup(cgroup); err != nil {
 		return err

@@ -13,8 +13,8 @@ const (
 	toolkitClass   = "class"   // for pods whose RuntimeClass has the handler nvidia
 )
 
-// toolkitConfig is the part of containerd's configuration that `nvidia-ctk runtime configure`
-// would add.
+// toolkitConfig is the part of containerd's configuration that `nvidia-ctk runtime configure` adds
+// on a real node.
 func toolkitConfig(use string) string {
 	if use == "" {
 		return ""
@@ -54,7 +54,7 @@ func installToolkit(usr, driver, toolkit string) error {
 			return fmt.Errorf("copy %s: %w", source, err)
 		}
 	}
-	// Directories that hide the machine's own must have its modes.
+	// These directories hide the machine's directories, so they must have the same modes.
 	return filepath.WalkDir(usr, func(path string, entry fs.DirEntry, err error) error {
 		if err == nil && entry.IsDir() {
 			err = os.Chmod(path, 0o755)

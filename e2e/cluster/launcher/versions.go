@@ -10,7 +10,7 @@ import (
 	"strings"
 )
 
-// versionVariable selects the version of Kubernetes, such as 1.34.4.
+// versionVariable is the environment variable with the version of Kubernetes, such as 1.34.4.
 const versionVariable = "CLEAVE_KUBERNETES"
 
 // kubernetes is a version of Kubernetes 1 that the launcher can build.
@@ -45,7 +45,7 @@ func parseKubernetes(text string) (kubernetes, error) {
 }
 
 // kubernetesVersions returns the versions that the launcher can build, from the oldest to the
-// newest: the default version and those with a directory in kube/versions.
+// newest: the default version and each version with a directory in kube/versions.
 func kubernetesVersions(source string) ([]kubernetes, error) {
 	entries, err := os.ReadDir(filepath.Join(source, "kube", "versions"))
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -66,7 +66,7 @@ func kubernetesVersions(source string) ([]kubernetes, error) {
 	return found, nil
 }
 
-// selectKubernetes returns the available version with this name, and the default version for "".
+// selectKubernetes returns the available version with this name, or the default version for "".
 func selectKubernetes(name string, available []kubernetes) (kubernetes, error) {
 	if name == "" {
 		return defaultKubernetes, nil

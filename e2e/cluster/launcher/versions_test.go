@@ -68,7 +68,8 @@ func TestVersionsAreTheDefaultAndTheDirectories(t *testing.T) {
 	}
 }
 
-// Each go.mod requires its version of Kubernetes and replaces all staging modules by that version.
+// Each go.mod must require its version of Kubernetes and replace all staging modules by that
+// version.
 func TestGoModsHaveTheirVersion(t *testing.T) {
 	for _, k := range allVersions(t) {
 		u := units(k)[0]

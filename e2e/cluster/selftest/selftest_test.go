@@ -1,7 +1,7 @@
 //go:build selftest
 
-// Package selftest tests the local cluster: it creates, uses, breaks and removes one. It needs
-// root, and no other cluster may run on the machine. Run it with go test -tags selftest -count 1 -v
+// Package selftest creates, uses, breaks and removes a local cluster. The tests need root, and no
+// other cluster may run on the machine. Run the tests with go test -tags selftest -count 1 -v
 // ./selftest
 package selftest
 
@@ -41,7 +41,7 @@ func execute(input string, argv ...string) result {
 	return result{strings.TrimSpace(stdout.String()), strings.TrimSpace(stderr.String()), err}
 }
 
-// must runs a program that must succeed and returns its output.
+// must runs a program, fails the test if the program fails, and returns its output.
 func must(t *testing.T, argv ...string) string {
 	t.Helper()
 	r := execute("", argv...)
@@ -69,7 +69,7 @@ func kubectl(t *testing.T, arguments ...string) string {
 	return must(t, kubectlArgv(arguments...)...)
 }
 
-// eventually repeats a program until it prints the desired text.
+// eventually runs a program repeatedly until it prints the desired text.
 func eventually(t *testing.T, want string, argv ...string) {
 	t.Helper()
 	var last result
@@ -142,7 +142,7 @@ func machineProperties(t *testing.T) string {
 	return all.String()
 }
 
-// testAnotherCluster runs another cluster beside the first, which must not be affected.
+// testAnotherCluster runs a second cluster, which must not affect the first.
 func testAnotherCluster(t *testing.T) {
 	argv := func(arguments ...string) []string {
 		return append([]string{"../cluster", "--name", "another"}, arguments...)
@@ -244,7 +244,7 @@ func testImage(t *testing.T) {
 	if output, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, output)
 	}
-	// The dynamically linked program shows that its libraries are added.
+	// Use a dynamically linked program, which runs only if its libraries are added.
 	must(t, clusterArgv("image", "build", "--tag", image, "--shell", "--ldd", "--dir", "/tmp:1777",
 		"--add", client+":/usr/bin/client", "--add", "/usr/bin/env:/usr/bin/dynamic", "--entrypoint", "/bin/sh", "-o", dir+"/image.tar")...)
 	cluster(t, "image", "import", dir+"/image.tar")
@@ -258,7 +258,7 @@ func testPod(t *testing.T) {
 	if got := kubectl(t, "exec", "one", "--", "/usr/bin/dynamic", "echo", "linked"); got != "linked" {
 		t.Errorf("exec: %q", got)
 	}
-	// This checks the pod's token, the service's address and the node's packet filter.
+	// This query checks the pod's token, the service's address and the node's packet filter.
 	if got := kubectl(t, "exec", "one", "--", "client"); got != "system:serviceaccount:default:default" {
 		t.Errorf("the API server identifies the pod as %q", got)
 	}
@@ -297,7 +297,7 @@ func testCDI(t *testing.T) {
 			t.Errorf("%s: a container with the device has %q", dir, got)
 		}
 	}
-	// The kubelet's interface of containerd has the same configuration.
+	// Check the configuration that containerd uses for the kubelet.
 	config := cluster(t, "exec-node", "node1", "containerd", "--config", "/etc/containerd/config.toml", "config", "dump")
 	if !strings.Contains(config, "cdi_spec_dirs = ['/etc/cdi', '/var/run/cdi']") {
 		t.Errorf("containerd's configuration:\n%s", config)
@@ -313,7 +313,7 @@ func testAdmissionPolicies(t *testing.T) {
 
 func testSecondNode(t *testing.T) {
 	cluster(t, "up", "--nodes", "2")
-	// The node has the image although the image was imported before the node was added.
+	// The new node has the image, which was imported before the node was added.
 	runPod(t, "two", "node2", "echo mine >/kubelet/selftest; mkdir /www; echo served >/www/index.html; exec httpd -f -p 80 -h /www")
 	if got := kubectl(t, "exec", "one", "--", "sh", "-c", "ls /kubelet/selftest 2>&1 || true"); !strings.Contains(got, "No such file") {
 		t.Errorf("node1's pod sees the file of node2's /var/lib/kubelet: %s", got)
@@ -343,7 +343,8 @@ func testSecondNode(t *testing.T) {
 	}
 }
 
-// untouchedCheck returns a check that the pods' containers have not changed or restarted since.
+// untouchedCheck returns a check that the pods' containers have not changed or restarted since this
+// call.
 func untouchedCheck(t *testing.T) func() {
 	t.Helper()
 	const format = "jsonpath={range .items[*]}{.metadata.name} {.status.containerStatuses[0].containerID} {.status.containerStatuses[0].restartCount}{\"\\n\"}{end}"
@@ -434,7 +435,7 @@ func testDriverRoot(t *testing.T) {
 	if got := cluster(t, "exec-node", "node1", "ls", "/opt/simgpu"); got != "" {
 		t.Errorf("without a driver root there is %q", got)
 	}
-	// A test's device is visible on its node only.
+	// A device that a test creates is visible only on its node.
 	cluster(t, "exec-node", "node1", "mknod", "-m", "666", "/dev/nvidia0", "c", "1", "3")
 	if _, err := os.Stat("/dev/nvidia0"); err == nil {
 		t.Error("the machine sees the node's device")
@@ -490,7 +491,7 @@ func testErrors(t *testing.T) {
 	}
 }
 
-// testInterruptedUp interrupts a first up. The next up continues.
+// testInterruptedUp interrupts the first up, and checks that the next up continues.
 func testInterruptedUp(t *testing.T) {
 	cluster(t, "down")
 	argv := clusterArgv("up")
@@ -507,7 +508,7 @@ func testInterruptedUp(t *testing.T) {
 			t.Fatal("the API server was never started")
 		}
 	}
-	// The script was replaced by the launcher, so this kills the launcher.
+	// The script has replaced itself with the launcher, so this signal kills the launcher.
 	if err := command.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}

@@ -1,5 +1,5 @@
 //! Runs one target on many inputs: first on its samples and its corpus, then on mutations.
-//! Mutations start from these inputs and from other inputs that the target could read.
+//! Mutations start from these inputs and from further inputs that the target could read.
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use std::{fs, io};
@@ -9,13 +9,13 @@ use fastrand::Rng;
 use crate::mutate::mutated_input;
 use crate::{ReadResult, Target, guard};
 
-/// Maximum number of samples kept in addition to the initial ones.
+/// Maximum number of mutated inputs that become samples.
 const MAX_KEPT_SAMPLES: usize = 200;
 
 /// The limit of a run.
 #[derive(Debug, Clone, Copy)]
 pub enum RunLimit {
-    /// Ends the run after this many inputs. The inputs depend only on the seed.
+    /// Ends the run after this number of inputs. The inputs depend only on the seed.
     Inputs(u64),
     /// Ends the run after this time.
     Time(Duration),
@@ -43,8 +43,8 @@ impl Progress {
     }
 }
 
-/// Reads the committed inputs of a target: samples, and inputs that failed once. Returns them
-/// sorted by name. Returns none if the target has no directory.
+/// Reads the committed inputs of a target, which include inputs that once failed. Returns the
+/// inputs sorted by name, or none if the target has no directory.
 ///
 /// # Errors
 /// Returns an error if a file cannot be read.
@@ -65,7 +65,7 @@ pub fn read_corpus(target: &Target) -> io::Result<Vec<(PathBuf, Vec<u8>)>> {
 /// Returns an error if the corpus cannot be read.
 ///
 /// # Panics
-/// Panics if an input fails, after the input was printed and kept.
+/// Panics if an input fails, after printing the input and writing it to a file.
 pub fn fuzz(target: &Target, seed: u64, budget: RunLimit, mut report: impl FnMut(&Progress)) -> io::Result<Progress> {
     let started = Instant::now();
     let mut reported = started;
@@ -94,8 +94,8 @@ pub fn fuzz(target: &Target, seed: u64, budget: RunLimit, mut report: impl FnMut
         };
         let seen = guard::run(target, &input);
         progress.count_input(seen);
-        // Some valid inputs become samples, so that mutations accumulate. Long inputs do not,
-        // because they are slow.
+        // Some valid inputs become samples, so that mutations accumulate. Long inputs are slow, so
+        // they do not become samples.
         if seen == ReadResult::Read && rng.u8(..8) == 0 && input.len() < 8192 {
             if samples.len() < first + MAX_KEPT_SAMPLES {
                 samples.push(input);

@@ -11,14 +11,13 @@ use std::time::{Duration, Instant};
 
 use crate::{ReadResult, Target};
 
-/// Time limit of one input. The limit is high, because the build may be unoptimized and the machine
-/// busy.
+/// Time limit of one input. The limit allows for an unoptimized build on a busy machine.
 const TIME_LIMIT_PER_INPUT: Duration = Duration::from_secs(20);
 /// Memory limit of the whole program, in bytes.
 const MEMORY_LIMIT_BYTES: u64 = 2 << 30;
 /// Interval between checks of both limits.
 const CHECK_INTERVAL: Duration = Duration::from_millis(20);
-/// Maximum number of bytes of an input that are printed. The file has the whole input.
+/// Maximum number of bytes of an input that the guard prints. The file has the whole input.
 const MAX_PRINTED_BYTES: usize = 512;
 
 /// The target and input that a thread runs.
@@ -39,7 +38,7 @@ fn lock_running() -> MutexGuard<'static, Option<HashMap<ThreadId, RunningTarget>
 /// Runs a target on an input.
 ///
 /// # Panics
-/// Panics if the target panics, after the input was printed and kept.
+/// Panics if the target panics, after printing the input and writing it to a file.
 pub fn run(target: &Target, input: &[u8]) -> ReadResult {
     static WATCH: Once = Once::new();
     WATCH.call_once(watch_running_targets);
@@ -56,7 +55,8 @@ pub fn failures_directory() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/fuzz-failures")
 }
 
-/// Writes an input to a file, and returns its path. The name depends only on target and input.
+/// Writes an input to a file, and returns the file's path. The name depends only on the target and
+/// the input.
 ///
 /// # Errors
 /// Returns an error if the file cannot be written.
@@ -69,7 +69,8 @@ pub fn save_input(directory: &Path, target: &str, input: &[u8]) -> io::Result<Pa
     path.canonicalize()
 }
 
-/// Keeps a failing input, and returns a message with the command that repeats the failure.
+/// Writes a failing input to a file, and returns a message with the command that repeats the
+/// failure.
 fn failure_message(target: &str, input: &[u8], why: &str) -> String {
     let hex = input.iter().take(MAX_PRINTED_BYTES).fold(String::new(), |mut hex, byte| {
         let _ = write!(hex, "{byte:02x}");
@@ -130,7 +131,7 @@ fn watch_running_targets() {
 /// Returns the resident memory of this process, in bytes.
 fn resident_bytes() -> Option<u64> {
     let pages: u64 = std::fs::read_to_string("/proc/self/statm").ok()?.split(' ').nth(1)?.parse().ok()?;
-    // On machines with larger pages, the limit is less strict.
+    // Assumes pages of 4 KiB. On machines with larger pages, the limit is less strict.
     Some(pages * 4096)
 }
 
@@ -153,7 +154,7 @@ mod tests {
     };
 
     #[test]
-    fn only_an_input_that_panics_is_kept() {
+    fn only_an_input_that_panics_is_written_to_a_file() {
         assert_eq!(run(&FAILING_TARGET, b"good"), ReadResult::Read);
         let kept = save_input(&failures_directory(), FAILING_TARGET.name, b"bad").unwrap();
         std::fs::remove_file(&kept).unwrap();

@@ -2,8 +2,8 @@
 //! objects.
 //!
 //! A [`Target`] is a function that reads bytes. A target must not panic, hang or use unbounded
-//! memory. A target asserts properties of what it reads. For example, a value is the same after it
-//! is encoded and read again, a plan passes `check`, and an error has a printable message.
+//! memory. A target asserts properties of the values that it reads. For example, encoding and
+//! decoding preserve a value, a plan passes `check`, and an error has a printable message.
 //! [`mutate`] changes samples at random. The samples come from the types' own encoders and from
 //! `corpus/<target>/`. An input that a target can read may become a sample itself ([`engine`]).
 //!
@@ -11,11 +11,12 @@
 //! seed. `make fuzz` and the program of this crate run targets for a given time. They write a
 //! failing input to a file. Commit the file to the corpus with the fix.
 //!
-//! The engine is part of this crate: about 300 lines on `fastrand` and `serde_json`, which the
-//! workspace uses anyway. The alternatives have disadvantages. Coverage feedback (libFuzzer,
-//! `fuzzcheck`) needs a nightly compiler. Without coverage feedback, `bolero` generates random
-//! bytes; it also needs about forty more crates, and does not know JSON. `mutatis` changes Rust
-//! values, so it generates no malformed text, and it needs a newer compiler than the workspace.
+//! The engine is part of this crate. It has about 300 lines and depends on `fastrand` and
+//! `serde_json`, which the workspace uses anyway. The alternatives have disadvantages. Coverage
+//! feedback (libFuzzer, `fuzzcheck`) needs a nightly compiler. Without coverage feedback, `bolero`
+//! generates only random bytes. It also needs about forty more crates, and does not know JSON.
+//! `mutatis` changes Rust values, so it generates no malformed text, and it needs a newer compiler
+//! than the workspace.
 pub mod engine;
 pub mod guard;
 pub mod mutate;
@@ -25,12 +26,12 @@ pub use targets::{all_targets, target_named};
 
 use crate::mutate::InputShape;
 
-/// Whether a target could read its input.
+/// The result of reading an input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReadResult {
     /// The input is valid for the target.
     Read,
-    /// The input is invalid, and was refused with an error.
+    /// The input is invalid, and the target refused it with an error.
     Refused,
 }
 
@@ -43,11 +44,11 @@ pub struct Target {
     pub what: &'static str,
     /// Format of the input.
     pub shape: InputShape,
-    /// Words of the format, which mutations insert.
+    /// Words of the input format, which mutations insert.
     pub words: &'static [&'static str],
     /// Valid inputs.
     pub samples: fn() -> Vec<Vec<u8>>,
-    /// Number of inputs that `cargo test` runs: about a second without optimization.
+    /// Number of inputs that `cargo test` runs. An unoptimized build runs them in about a second.
     pub inputs: u32,
     /// Reads an input. Panics if an assertion fails.
     pub run: fn(&[u8]) -> ReadResult,

@@ -9,7 +9,7 @@ use cleave_fuzz::{Target, all_targets, guard, target_named};
 
 /// Run fuzz targets, which read input from outside Cleave.
 ///
-/// Targets run one after the other. The first input that fails ends the run with status 101. An
+/// Runs the targets one after another. The first input that fails ends the run with status 101. An
 /// input fails if its target panics, takes more than 20 s, or uses too much memory. The run prints
 /// a failing input and writes it to target/fuzz-failures. Commit the input to
 /// e2e/fuzz/corpus/TARGET with the fix.
@@ -29,7 +29,7 @@ struct Args {
     /// Run one target once, on the content of a file.
     #[arg(long, value_name = "FILE", conflicts_with = "seed")]
     input: Option<PathBuf>,
-    /// List the targets and what each one reads.
+    /// List the targets and the input of each one.
     #[arg(long)]
     list: bool,
 }

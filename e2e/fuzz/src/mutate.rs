@@ -67,12 +67,12 @@ const SPECIAL_TEXTS: &[&str] = &[
     "\u{fffd}", "\u{202e}", "ä", "🦀", "NaN", "inf", "null", "true",
 ];
 
-/// Returns a mutation of `sample`. Some mutations take a part of `other`.
+/// Returns a mutation of `sample`. Some mutations insert a part of `other`.
 pub fn mutated_input(shape: InputShape, words: &[&str], sample: &[u8], other: &[u8], rng: &mut Rng) -> Vec<u8> {
     let changes = 1 + rng.usize(..4) * rng.usize(..3);
     let mut input = None;
-    // One document in eight is mutated as text. Only text can have duplicate keys, numbers that are
-    // too large, and truncated strings.
+    // Mutate one document in eight as text. Only mutations of text produce duplicate keys, numbers
+    // that are too large, and truncated strings.
     if shape == InputShape::Json
         && rng.u8(..8) > 0
         && let Ok(mut tree) = serde_json::from_slice::<Value>(sample)
@@ -95,7 +95,7 @@ fn pick_random<'a, T>(from: &'a [T], rng: &mut Rng) -> Option<&'a T> {
     rng.choice(from)
 }
 
-/// Returns a random text: mostly one of the words of the format.
+/// Returns a random text, usually one of the words of the format.
 fn random_text(words: &[&str], rng: &mut Rng) -> String {
     let from = match rng.u8(..8) {
         0 => SPECIAL_TEXTS,
@@ -170,7 +170,7 @@ fn count_values(tree: &Value) -> usize {
     }
 }
 
-/// Returns the value with this number, in the order of [`count_values`].
+/// Returns the value at position `number`, in the order of [`count_values`].
 fn value_at<'a>(tree: &'a mut Value, number: &mut usize) -> Option<&'a mut Value> {
     if *number == 0 {
         return Some(tree);
@@ -183,8 +183,8 @@ fn value_at<'a>(tree: &'a mut Value, number: &mut usize) -> Option<&'a mut Value
     }
 }
 
-/// Picks a value of a document. Either each value is equally likely, or the choice descends from
-/// the root at random, so that long lists do not dominate.
+/// Picks a value of a document. Uses one of two methods at random. In the first, each value is
+/// equally likely. The second descends from the root at random, so that long lists do not dominate.
 fn random_subvalue<'a>(tree: &'a mut Value, rng: &mut Rng) -> Option<&'a mut Value> {
     if rng.bool() {
         let mut number = rng.usize(..count_values(tree));
@@ -220,7 +220,7 @@ fn digits_of_number(rng: &mut Rng) -> &'static str {
     pick_random(if rng.u8(..3) == 0 { LARGEST_NUMBERS } else { NUMBERS }, rng).copied().unwrap_or_default()
 }
 
-/// Returns the JSON number of [`digits_of_number`].
+/// Returns one of [`NUMBERS`] as a JSON number.
 fn random_number(rng: &mut Rng) -> Value {
     serde_json::from_str(digits_of_number(rng)).unwrap_or_default()
 }
@@ -243,7 +243,7 @@ fn change_tree(tree: &mut Value, donor: &Value, words: &[&str], rng: &mut Rng) {
         0 => *value = whole,
         1 => *value = random_scalar(words, rng),
         2 => {
-            // The depths include some that a reader refuses.
+            // Some of these depths exceed the limit of a reader.
             let depth = [1, 2, 100, 200][rng.usize(..4)];
             for _ in 0..depth {
                 *value = Value::Array(vec![value.take()]);

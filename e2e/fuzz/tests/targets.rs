@@ -18,7 +18,7 @@ fn run_target(name: &str) -> io::Result<()> {
         );
     }
     let progress = fuzz(target, SEED, RunLimit::Inputs(target.inputs.into()), |_| ())?;
-    // Mutations find nothing if almost none or almost all of them are valid.
+    // Mutations find no errors if almost none or almost all of them are valid.
     assert!(
         (5..100).contains(&progress.read_percent()),
         "{name} reads {} % of {} inputs",

@@ -6,7 +6,7 @@ const MAX_COMMENT_WIDTH: usize = 100;
 
 /// Characters that start a comment in Rust and Go.
 const SLASH_MARKER: &str = "//";
-/// Characters that start a comment in YAML, TOML, make and scripts.
+/// Characters that start a comment in YAML, TOML, makefiles and scripts.
 const HASH_MARKER: &str = "#";
 
 /// Returns the files with comments over 100 characters wide, each with the number of such lines.

@@ -5,7 +5,8 @@ use crate::model::Finding;
 use crate::modules::ModuleTree;
 use crate::uses::Uses;
 
-/// Finds the cycles of a crate. Each use that is part of a cycle is in at least one of them.
+/// Finds the cycles of a crate. At least one of the returned cycles contains each use that is part
+/// of a cycle.
 pub fn module_cycles(name: &str, tree: &ModuleTree, uses: &Uses) -> Vec<Finding> {
     let finding = |cycle: &Vec<usize>| {
         let steps = || cycle.iter().zip(cycle.iter().cycle().skip(1));
@@ -22,9 +23,9 @@ pub fn module_cycles(name: &str, tree: &ModuleTree, uses: &Uses) -> Vec<Finding>
     found
 }
 
-/// Returns the shortest cycle through every use that is part of a cycle. Each cycle is returned
-/// once, starting at its lowest file. A use is part of a cycle if it is within a strongly
-/// connected component.
+/// Returns the shortest cycle through every use that is part of a cycle. Each cycle starts at its
+/// lowest file and appears once. A use is part of a cycle if it is within a strongly connected
+/// component.
 fn shortest_cycles(uses: &Uses) -> BTreeSet<Vec<usize>> {
     let mut graph: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for &(from, to) in uses.keys() {

@@ -1,5 +1,5 @@
-//! Reads the repository: its Rust files, the crates they belong to, and other files with comments.
-//! No other module of this crate does I/O.
+//! Reads the repository: its Rust files, their crates, and other files with comments. No other
+//! module of this crate does I/O.
 use std::fs;
 use std::path::Path;
 
@@ -62,7 +62,8 @@ pub fn read_sources(root: &Path) -> Result<Sources> {
         if files.contains_key(&path) {
             return Ok(());
         }
-        // The first line can determine whether a file has comments. Binary files have none.
+        // Read the content, because the first line can show whether a file has comments. Binary
+        // files have none.
         let Ok(content) = String::from_utf8(read_bytes(file)?) else { return Ok(()) };
         if comments::comment_marker(&path, &content).is_some() {
             other_files.insert(path, content);
@@ -72,8 +73,9 @@ pub fn read_sources(root: &Path) -> Result<Sources> {
     Ok(sources)
 }
 
-/// Calls `visit` with the path of each file in the repository and on this machine. `prefix` is the
-/// path of `directory` in the repository: empty, or ending in `/`. Symbolic links are not followed.
+/// Calls `visit` for each file, with its path in the repository and its path on this machine.
+/// `prefix` is the path of `directory` in the repository: empty, or ending in `/`. Does not follow
+/// symbolic links.
 fn visit_files(directory: &Path, prefix: &str, visit: &mut impl FnMut(String, &Path) -> Result<()>) -> Result<()> {
     let failed = || format!("failed to read {}", directory.display());
     for entry in fs::read_dir(directory).with_context(failed)? {

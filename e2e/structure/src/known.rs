@@ -18,7 +18,7 @@ pub fn format_list(findings: &[Finding]) -> String {
 pub struct Difference<'a> {
     /// Findings that the list does not contain.
     pub new: Vec<&'a Finding>,
-    /// Lines of the list without a finding.
+    /// Lines of the list that match no finding.
     pub obsolete: Vec<&'a str>,
 }
 

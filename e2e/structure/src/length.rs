@@ -40,7 +40,7 @@ pub fn long_functions(sources: &Sources, parsed: &Parsed) -> Vec<Finding> {
 struct FunctionVisitor<'a> {
     path: &'a str,
     lines: Vec<&'a str>,
-    /// The type or trait that the function belongs to.
+    /// The type or trait that contains the function.
     owner: Option<String>,
     found: &'a mut Vec<Finding>,
 }
@@ -60,8 +60,8 @@ impl FunctionVisitor<'_> {
         });
     }
 
-    /// Returns whether a comment above the function states a reason: above its attributes, or
-    /// between them and the signature.
+    /// Returns whether a comment states a reason. The comment may be above the function's
+    /// attributes, or between them and the signature.
     fn has_reason(&self, attributes: &[Attribute], first: usize) -> bool {
         let top = attributes.iter().map(|attribute| attribute.span().start().line).min().unwrap_or(first).min(first);
         let between = self.lines.get(top - 1..first - 1).unwrap_or_default();

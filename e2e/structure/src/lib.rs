@@ -1,7 +1,7 @@
-//! Checks the structure of the workspace's code: modules of a crate do not use each other in a
-//! cycle, files and functions stay short, and comments wrap at 100 columns.
+//! Checks the structure of the workspace's code. Modules of a crate must not use each other in a
+//! cycle, files and functions must be short, and comments must wrap at 100 columns.
 //!
-//! Everything except [`files`] is pure: sources are passed in as text, and findings are returned.
+//! All modules except [`files`] are pure: they receive sources as text and return findings.
 //!
 //! ```text
 //! files ── Sources ──► parse ──► modules ──► uses ──► cycles ──┐
@@ -9,13 +9,13 @@
 //!            └─────────────────► comments ─────────────────────┘
 //! ```
 //!
-//! In the graph, each file is a node. A file depends on the files that define the items it names;
-//! re-exports are followed to the definition. Test code is ignored. The checks also ignore `mod`
+//! In the graph, each file is a node. A file depends on the files that define the items it names.
+//! The resolver follows re-exports to the definition. The checks ignore test code, `mod`
 //! declarations, and a parent's `pub use` of items that its children define.
 //!
 //! Limits: a method call on a value does not name a module. A call of an inherent method that
-//! another file defines therefore does not count as a use of that file. Macros are not expanded:
-//! only their arguments are checked.
+//! another file defines therefore does not count as a use of that file. The checks do not expand
+//! macros and see only their arguments.
 pub mod comments;
 pub mod cycles;
 pub mod files;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 /// The code of a workspace, as text.
 #[derive(Debug, Default)]
 pub struct Sources {
-    /// All Rust files of members by path in the repository, with `/` between names.
+    /// All Rust files of workspace members, by path in the repository. Paths use `/`.
     pub files: BTreeMap<String, String>,
     /// Other files with comments to check, by path in the repository.
     pub other_files: BTreeMap<String, String>,
@@ -15,7 +15,7 @@ pub struct Sources {
 /// One library or program: a tree of modules.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Crate {
-    /// The package's name, and for a program `/` and the name of its root file.
+    /// The name of the package. For a program, `/` and the name of its root file follow.
     pub name: String,
     /// The path of the root file.
     pub root: String,
@@ -24,7 +24,7 @@ pub struct Crate {
 /// A violation of the rules for the structure of the code.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
-    /// The finding without line numbers, as in a line of the list of known findings.
+    /// The finding without line numbers, as the list of known findings contains it.
     pub what: String,
     /// Locations of the finding. Each is one line that starts with the file and the line number.
     pub locations: Vec<String>,

@@ -6,7 +6,7 @@ use syn::{Attribute, File, Meta, Token};
 
 use crate::model::Sources;
 
-/// Why the sources cannot be checked.
+/// The reason why the sources cannot be checked.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file is not valid Rust.

@@ -1,7 +1,7 @@
 //! Finds paths in tokens that are not parsed: the arguments of macros and attributes.
 use proc_macro2::{TokenStream, TokenTree};
 
-/// A path and the line it starts on.
+/// A path, and the line on which it starts.
 pub(crate) type PathAtLine = (Vec<String>, usize);
 
 /// Returns every path of two or more segments in `tokens`, and every single name that starts with

@@ -3,11 +3,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::modules::{Import, ItemName, ModuleTree};
 
-/// Uses of one file by another, by index, each with the line of the first use. The line of a `use`
-/// item takes precedence.
+/// Uses of one file by another. Maps the indices of both files to the line of the first use. The
+/// line of a `use` item takes precedence.
 pub type Uses = BTreeMap<(usize, usize), usize>;
 
-/// The definition that a path leads to.
+/// The definition to which a path resolves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum ResolvedPath {
     /// A module itself, by index.
@@ -21,7 +21,8 @@ pub fn uses_between_files(tree: &ModuleTree) -> Uses {
     let mut lines: BTreeMap<(usize, usize), (bool, usize)> = BTreeMap::new();
     let resolver = Resolver { tree };
     let mut add = |from: usize, target: ResolvedPath, in_code: bool, line: usize| {
-        // A mention of a module does not use its content. A path through the module does.
+        // A mention of a module does not use its content. Only a path through the module uses its
+        // content.
         let ResolvedPath::Item(to) = target else { return };
         let (from, to) = (tree.modules[from].file, tree.modules[to].file);
         if from != to {
@@ -65,8 +66,9 @@ impl Resolver<'_> {
         false
     }
 
-    /// Returns the definitions that `path` leads to from `module`. Returns none if the path leads
-    /// to another crate. `followed` contains the imports on the path, so that circular imports end.
+    /// Returns the definitions to which `path` resolves from `module`. Returns none if the path
+    /// leads to another crate. `followed` contains the imports on the path, so that the search of
+    /// circular imports ends.
     fn resolve_path(&self, module: usize, path: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<ResolvedPath> {
         let Some((first, mut rest)) = path.split_first() else { return BTreeSet::new() };
         let mut start = module;
@@ -88,8 +90,8 @@ impl Resolver<'_> {
         self.tree.modules[module].parent.unwrap_or(module)
     }
 
-    /// Returns the definitions that `path` leads to within `module`. If a name is not found, a
-    /// macro is assumed to define it there.
+    /// Returns the definitions to which `path` resolves within `module`. Assumes that a macro
+    /// defines a name that is not found.
     fn resolve_within(&self, module: usize, path: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<ResolvedPath> {
         let Some((first, rest)) = path.split_first() else { return BTreeSet::from([ResolvedPath::Module(module)]) };
         let found = self.resolve_name(module, first, rest, followed);
@@ -104,7 +106,8 @@ impl Resolver<'_> {
         self.tree.modules[module].names.contains_key(name)
     }
 
-    /// Returns the definitions that `name` and then `rest` lead to in the scope of `module`.
+    /// Returns the definitions to which `name` followed by `rest` resolves in the scope of
+    /// `module`.
     fn resolve_name(
         &self,
         module: usize,

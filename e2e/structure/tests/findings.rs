@@ -146,13 +146,13 @@ fn a_function_is_distinguished_from_a_module_of_the_same_name() {
 }
 
 #[test]
-fn circular_imports_are_resolved() {
+fn circular_imports_do_not_prevent_the_check() {
     assert!(findings_of_two_modules("pub use crate::b::X;", "pub use crate::a::X;").is_empty());
     assert!(findings_of_two_modules("pub use crate::b::*; fn f() { x() }", "pub use crate::a::*;").is_empty());
 }
 
 #[test]
-fn test_code_is_ignored() {
+fn uses_in_test_code_do_not_cause_findings() {
     let a = "use crate::b::B; pub struct A;";
     for b in [
         "pub struct B; #[cfg(test)] mod tests { use crate::a::A; }",
@@ -222,7 +222,7 @@ fn paths_of_other_crates_in_macros_are_not_uses() {
 }
 
 #[test]
-fn the_file_of_each_module_is_found() {
+fn nested_and_redirected_modules_are_read_from_their_files() {
     let files = [
         ("src/bin/it.rs", "#[path = \"../common.rs\"] mod common; mod outer { pub mod inner; } struct Root;"),
         ("src/common.rs", "use crate::outer::inner::I; pub struct C;"),

@@ -66,7 +66,7 @@ impl Cluster {
     pub fn by_token(token: &str, impersonating: Option<&str>) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let mut config = runtime.block_on(kube::Config::infer())?;
-        // Replaces the kubeconfig's client certificate, which would take precedence over the token.
+        // Replace the kubeconfig's client certificate, which takes precedence over a token.
         config.auth_info = kube::config::AuthInfo {
             token: Some(token.into()),
             impersonate: impersonating.map(str::to_owned),
@@ -193,7 +193,7 @@ pub fn wait_for<T>(what: &str, patience: Duration, mut probe: impl FnMut() -> Re
     }
 }
 
-/// Polls a condition until it holds, for at most [`WAIT_TIMEOUT`].
+/// Polls a condition until it is true, for at most [`WAIT_TIMEOUT`].
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
     wait_for(what, WAIT_TIMEOUT, || Ok(condition()?.then_some(())))
 }
@@ -247,8 +247,8 @@ pub fn program_output(program: &str, args: &[&str]) -> Result<Output> {
 
 /// Runs the launcher of the local cluster.
 pub fn run_launcher(args: &[&str]) -> Result<String> {
-    // Use the running cluster's launcher, which is in `PATH`. The script e2e/cluster/cluster would
-    // first check whether the launcher is up to date.
+    // Use the running cluster's launcher, which is in `PATH`. The script e2e/cluster/cluster checks
+    // first whether the launcher is up to date.
     run_program("cluster", args)
 }
 
@@ -283,8 +283,8 @@ pub const AGENT_SUPERVISOR: &str = "cleave-supervise /usr/bin/cleave-agent";
 /// Returns the PID of one of Cleave's programs on a node. `program` may also name the program's
 /// first argument. Fails unless exactly one such process runs.
 pub fn find_pid(node: &str, program: &str) -> Result<String> {
-    // Compare only the first arguments: other processes, including this search, have the name among
-    // their later arguments.
+    // Compare only the first arguments, because other processes, including this search, have the
+    // name among their later arguments.
     let find = "for p in $(grep -azl \"^${0%% *}\\$\" /proc/[0-9]*/cmdline 2>/dev/null); do \
         [ \"$(tr '\\0' '\\n' <$p 2>/dev/null | head -n $1 | paste -sd ' ')\" = \"$0\" ] && echo $p; done | cut -d/ -f3";
     let words = program.split(' ').count().to_string();
@@ -294,8 +294,8 @@ pub fn find_pid(node: &str, program: &str) -> Result<String> {
     Ok(found[0].to_owned())
 }
 
-/// Waits until one process of one of Cleave's programs runs on a node, and returns its PID. A child
-/// that has not executed its own program yet looks like a second process.
+/// Waits until exactly one process of one of Cleave's programs runs on a node, and returns its PID.
+/// A forked child that has not yet executed its own program looks like a second process.
 pub fn wait_for_pid(node: &str, program: &str) -> Result<String> {
     wait_for(&format!("one {program} runs on {node}"), WAIT_TIMEOUT, || find_pid(node, program).map(Some))
 }
@@ -305,7 +305,7 @@ pub fn signal_program(node: &str, program: &str, signal: &str) -> Result<()> {
     on_node(node, &["kill", &format!("-{signal}"), &wait_for_pid(node, program)?]).map(drop)
 }
 
-/// Injects faults into a node's simulated hardware. Dropping the value clears them.
+/// Injects faults into a node's simulated hardware. Dropping this value clears the faults.
 pub struct Faults<'a> {
     node: &'a str,
 }
@@ -351,7 +351,7 @@ pub fn apply_manifest(manifest: &str) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// The namespace and the policies of one test. Dropping the value deletes them.
+/// The namespace and the policies of one test. Dropping this value deletes both.
 pub struct Scope<'a> {
     /// Client of the cluster's API server.
     pub cluster: &'a Cluster,
@@ -378,15 +378,16 @@ impl<'a> Scope<'a> {
     }
 
     /// Deletes the namespace and the policies of all tests. Waits until the namespace has no pods
-    /// and all GPUs are offered as whole GPUs. Other objects of the namespace may remain longer.
+    /// and the nodes advertise all GPUs as whole GPUs. Other objects of the namespace may remain
+    /// longer.
     fn delete_test_objects(&self) -> Result<()> {
         for policy in self.cluster.list(&format!("{POLICIES_PATH}?labelSelector={TEST_LABEL}"))? {
             self.cluster.delete(&format!("{POLICIES_PATH}/{}", text(&policy["metadata"]["name"])), None)?;
         }
         let namespace = format!("/api/v1/namespaces/{}", self.namespace);
         if self.cluster.find(&namespace)?.is_some() {
-            // Delete the namespace first: in a terminating namespace no controller can recreate
-            // pods. Such pods would use GPUs of the next test.
+            // Delete the namespace first, because no controller can recreate pods in a terminating
+            // namespace. Recreated pods would use GPUs of the next test.
             self.cluster.delete(&namespace, None)?;
             wait_until("the namespace has no pods", || {
                 let pods = self.pods()?;
@@ -398,11 +399,11 @@ impl<'a> Scope<'a> {
         }
         // The kubelet updates its node's status up to 10 s later. Without this wait, the next test
         // could read the earlier state.
-        wait_until("all GPUs are offered as whole GPUs", || {
+        wait_until("the nodes advertise all GPUs as whole GPUs", || {
             for node in self.cluster.nodes()? {
                 let gpus = self.cluster.gpunode(&node)?["status"]["gpus"].as_array().map_or(0, Vec::len);
                 let whole = self.cluster.allocatable(&node, "nvidia.com/gpu")?;
-                ensure!(usize::try_from(whole)? == gpus, "{node} offers {whole} whole GPUs of {gpus}");
+                ensure!(usize::try_from(whole)? == gpus, "{node} advertises {whole} whole GPUs of {gpus}");
             }
             Ok(true)
         })

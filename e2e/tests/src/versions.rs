@@ -50,8 +50,8 @@ impl Cluster {
     }
 }
 
-/// Reports that the running test is skipped. The test must return after this call. The reason is
-/// printed, and written to the file that [`SKIP_FILE_VARIABLE`] names.
+/// Reports that the running test is skipped. Prints the reason, and writes the reason to the file
+/// that [`SKIP_FILE_VARIABLE`] names. The test must return after this call.
 pub fn report_skipped(reason: &str) -> Result<()> {
     // libtest captures the output of macros such as `eprintln!`, but not this one.
     writeln!(std::io::stderr(), "skipped: {reason}")?;

@@ -50,8 +50,8 @@ impl PodContext<'_> {
         refusing
     }
 
-    /// Suggests pods to remove so that the pod fits. Ignores priorities, because users can delete
-    /// any of these pods, and some pods end by themselves.
+    /// Suggests pods to remove so that the pod fits. Ignores priorities: users can delete any of
+    /// these pods, and some pods end by themselves.
     fn suggest_removals(&self, usable: &BTreeSet<&str>) -> Option<String> {
         let holders = self.removable_pods();
         let lowered = |holder: &Holder<'static>| Holder { priority: holder.priority.min(i32::MAX - 1), ..*holder };
@@ -121,8 +121,8 @@ impl PodContext<'_> {
         holders
     }
 
-    /// Returns the requested resources that no usable node offers, or that no GPU offers in this
-    /// amount.
+    /// Returns a line for each requested resource that no usable node serves, or that no GPU serves
+    /// in the requested amount.
     fn missing_resource_lines(&self, nodes: &[NodeView], usable: &BTreeSet<&str>) -> Vec<String> {
         let resources: BTreeSet<&str> = self.device_requests.iter().map(|request| request.resource.as_str()).collect();
         resources.into_iter().filter_map(|resource| self.missing_resource_line(resource, nodes, usable)).collect()
@@ -153,7 +153,7 @@ impl PodContext<'_> {
         })
     }
 
-    /// Returns the name of a device for messages.
+    /// Returns how messages name a device.
     fn gpu_or_device_name(&self, node: &str, device: &str) -> String {
         let has = |gpu: &GpuStatus| gpu.uuid == device || gpu.slices.iter().any(|slice| slice.device == device);
         let found = self.gpus().find(|(on, gpu)| *on == node && has(gpu));

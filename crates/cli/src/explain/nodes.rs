@@ -1,4 +1,4 @@
-//! Describes the nodes and GPUs from the view of one pod.
+//! Describes the nodes and GPUs as one pod sees them.
 use std::collections::BTreeMap;
 
 use cleave_api::cordon::Cordons;
@@ -161,8 +161,7 @@ fn shortage(free: Option<&Free>, requests: &BTreeMap<String, Quantity>) -> Optio
     })
 }
 
-/// Returns whether a device is the GPU, a part of it, or a part that the GPU will be partitioned
-/// into.
+/// Returns whether a device is the GPU, or a part of the GPU's current or planned partition.
 fn is_device_of(usage: &DeviceUsage, gpu: &GpuStatus) -> bool {
     usage.device.starts_with(&gpu.uuid) || gpu.slices.iter().any(|slice| slice.device == usage.device)
 }

@@ -1,4 +1,4 @@
-//! The content of `cleave explain pod`. The fields are those of `--output json`.
+//! The result of `cleave explain pod`. `--output json` prints the same fields.
 use serde::Serialize;
 
 /// The requests of a pod, its state, and the reasons.
@@ -9,13 +9,13 @@ pub struct Explanation {
     pub pod: String,
     /// Priority of the pod.
     pub priority: i32,
-    /// Scheduling gates that the pod still has.
+    /// The pod's remaining scheduling gates.
     pub gates: Vec<String>,
-    /// The resources that the pod requests. Each amount must come from one device.
+    /// The resources that the pod requests. Each amount must be available on one device.
     pub requests: Vec<RequestedUnits>,
     /// The state of the pod.
     pub verdict: PodVerdict,
-    /// Allocations, or the reservation of a pod that does not run yet.
+    /// Allocations, or the reservation of a pod that is not yet running.
     pub assignments: Vec<Assignment>,
     /// The nodes on which Cleave manages GPUs.
     pub nodes: Vec<NodeView>,
@@ -25,7 +25,7 @@ pub struct Explanation {
     pub help: Vec<String>,
 }
 
-/// An amount of a resource that must come from one device.
+/// An amount of a resource that must be available on one device.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RequestedUnits {
     /// Name of the resource.
@@ -60,7 +60,7 @@ pub enum PodState {
     OtherGate,
     /// The pod waits for the scheduler without a reservation.
     Scheduler,
-    /// The pod requests nothing that Cleave serves.
+    /// The pod requests no resource that Cleave serves.
     NotManaged,
     /// The pod has ended, or is being deleted.
     Ended,
@@ -78,7 +78,7 @@ impl PodState {
     }
 }
 
-/// An amount of one device that is allocated to the pod, or reserved for it.
+/// An amount of one device, either allocated to the pod or reserved for it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Assignment {
     /// Name of the node.
@@ -97,7 +97,7 @@ pub struct Assignment {
     pub container: Option<String>,
 }
 
-/// A node, from the view of the pod.
+/// A node, as the pod sees it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeView {
@@ -110,7 +110,7 @@ pub struct NodeView {
     pub gpus: Vec<GpuView>,
 }
 
-/// A GPU, from the view of the pod.
+/// A GPU, as the pod sees it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuView {
@@ -142,9 +142,9 @@ pub struct DeviceView {
     pub resource: String,
     /// Total number of units.
     pub total: u32,
-    /// Number of units that pods use, or that are unavailable now.
+    /// Number of units that pods use or that are currently unavailable.
     pub used: u32,
-    /// Number of units reserved for pods that do not run yet.
+    /// Number of units reserved for pods that are not yet running.
     pub reserved: u32,
     /// Number of free units.
     pub free: u32,

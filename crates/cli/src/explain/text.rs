@@ -105,7 +105,7 @@ fn node_table(explanation: &Explanation) -> String {
     table.render()
 }
 
-/// Adds a row for each resource of a GPU, or one row if it has none.
+/// Adds a row for each resource of a GPU, or one row for a GPU without resources.
 fn add_gpu(table: &mut Table, node: &str, gpu: &GpuView) {
     let index = gpu.index.to_string();
     if gpu.devices.is_empty() {

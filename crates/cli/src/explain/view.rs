@@ -13,7 +13,7 @@ use cleave_plan::snapshot::Pod as PlanPod;
 use super::live::{LiveCluster, run_placement_gate};
 use super::report::{Assignment, Explanation, PodState, PodVerdict, RequestedUnits};
 
-/// The cluster, from the view of one pod.
+/// The cluster, as one pod sees it.
 pub(super) struct PodContext<'a> {
     pub(super) live: &'a LiveCluster,
     /// Allocations and reservations, except those of pods that still have the placement gate.
@@ -21,7 +21,7 @@ pub(super) struct PodContext<'a> {
     pub(super) pod: &'a PodObject,
     /// `namespace/name` of the pod.
     pub(super) name: &'a str,
-    /// The requests of the pod. The units of each request must be on one device.
+    /// The requests of the pod. One device must have all units of a request.
     pub(super) device_requests: &'a [DeviceRequest],
 }
 
@@ -95,8 +95,8 @@ impl PodContext<'_> {
         let mut decide = |up| run_placement_gate(&mut keeper, &self.live.cluster, &demand, up, self.live.now);
         let mut decisions = decide(Duration::ZERO);
         if !decisions.released.contains_key(self.name) {
-            // The gatekeeper delays the release of a pod that fits nowhere: a policy may have been
-            // applied only recently.
+            // The gatekeeper delays the release of a pod that fits nowhere, because a policy may be
+            // new.
             decisions = decide(UNSCHEDULABLE_AFTER);
         }
         match decisions.released.get(self.name) {
@@ -133,7 +133,7 @@ impl PodContext<'_> {
                     Some(left @ 1..) => format!(
                         "The pod has a reservation on {nodes} for another {left} s and waits for the scheduler."
                     ),
-                    // The annotation still states the first expiry.
+                    // The annotation still contains the first expiry.
                     _ => format!("The pod has a renewed reservation on {nodes} and waits for the scheduler."),
                 };
                 new_verdict(PodState::Reserved, message)
@@ -153,8 +153,7 @@ impl PodContext<'_> {
     }
 
     /// Returns whether the operator keeps the reservation of a released pod. The operator renews an
-    /// expired reservation without a change of the annotation, unless the scheduler has refused the
-    /// pod.
+    /// expired reservation without changing the annotation, unless the scheduler refused the pod.
     fn has_reservation(&self) -> bool {
         self.ledger.claim(self.name).is_some()
     }
@@ -188,8 +187,8 @@ impl PodContext<'_> {
         }
         let mut assignments = Vec::new();
         let Some(placement) = self.pod.placement.as_ref() else { return assignments };
-        // The reservations of an unbound pod are valid until they expire. Once the pod is bound,
-        // only the reservation on its node is valid.
+        // Reservations of an unbound pod are valid until they expire. After the pod is bound, only
+        // the reservation on its node is valid.
         let valid = |node: &str| self.pod.node().map_or(self.has_reservation(), |bound| bound == node);
         for (node, reserved) in placement.nodes.iter().filter(|(node, _)| valid(node)) {
             assignments.extend(reserved.iter().map(|reserved| Assignment {
@@ -217,7 +216,7 @@ impl PodContext<'_> {
     }
 }
 
-/// Returns a message without its full stop, for use within a sentence.
+/// Returns a message without its full stop, so that a sentence can contain the message.
 fn without_full_stop(message: &str) -> &str {
     message.trim_end().trim_end_matches('.')
 }

@@ -1,4 +1,4 @@
-//! Reads mappings of the input key by key, so that no key is ignored silently. Pure.
+//! Reads mappings of the input key by key, so that `cleave migrate` ignores no key silently. Pure.
 use anyhow::{Context as _, Result, bail};
 use serde_json::{Map, Value};
 
@@ -7,7 +7,8 @@ use super::report::{Notes, Outcome, Place};
 /// Maximum number of characters of a value in the report.
 const MAX_VALUE: usize = 60;
 
-/// A mapping of the input. [`Section::finish`] reports the keys that nothing has taken.
+/// A mapping of the input. Readers remove the keys that they know. [`Section::finish`] reports the
+/// remaining keys as unknown.
 #[derive(Debug, Clone)]
 pub(super) struct Section {
     source: String,
@@ -16,10 +17,10 @@ pub(super) struct Section {
 }
 
 impl Section {
-    /// Returns the top of a source.
+    /// Returns the section for the root mapping of a source.
     ///
     /// # Errors
-    /// The value is not a mapping.
+    /// Returns an error if the value is not a mapping.
     pub(super) fn top(source: &str, value: Value) -> Result<Self> {
         Self::below(source, String::new(), value)
     }
@@ -42,7 +43,7 @@ impl Section {
         self.keys.get(key).is_some_and(|value| !value.is_null())
     }
 
-    /// Returns a value without taking it.
+    /// Returns a value without removing it.
     pub(super) fn value(&self, key: &str) -> Option<&Value> {
         self.keys.get(key)
     }
@@ -55,16 +56,17 @@ impl Section {
         Place { source: self.source.clone(), setting: self.path_of(key), value: shorten(value) }
     }
 
-    /// Takes a value of any type. A null is the same as no value.
+    /// Removes and returns a value of any type, with its place. A null counts as no value.
     pub(super) fn take(&mut self, key: &str) -> Option<(Place, Value)> {
         let value = self.keys.remove(key).filter(|value| !value.is_null())?;
         Some((self.place_of(key, &value), value))
     }
 
-    /// Takes a text. Numbers and booleans are texts too, because YAML reads `1` as a number.
+    /// Removes and returns a string. Accepts numbers and booleans, because YAML reads `1` as a
+    /// number.
     ///
     /// # Errors
-    /// The value is a list or a mapping.
+    /// Returns an error if the value is a list or a mapping.
     pub(super) fn text(&mut self, key: &str) -> Result<Option<(Place, String)>> {
         let Some((place, value)) = self.take(key) else { return Ok(None) };
         let text = match value {
@@ -76,10 +78,10 @@ impl Section {
         Ok(Some((place, text)))
     }
 
-    /// Takes a boolean. The texts `true` and `false` are booleans too.
+    /// Removes and returns a boolean. Accepts the strings `true` and `false`.
     ///
     /// # Errors
-    /// The value is something else.
+    /// Returns an error if the value has another type or is out of range.
     pub(super) fn flag(&mut self, key: &str) -> Result<Option<(Place, bool)>> {
         let Some((place, value)) = self.take(key) else { return Ok(None) };
         let flag = value.as_bool().or_else(|| value.as_str().and_then(|text| text.parse().ok()));
@@ -87,10 +89,10 @@ impl Section {
         Ok(Some((place, flag)))
     }
 
-    /// Takes a whole number from `least` to `u32::MAX`.
+    /// Removes and returns a whole number from `least` to `u32::MAX`.
     ///
     /// # Errors
-    /// The value is something else.
+    /// Returns an error if the value has another type or is out of range.
     pub(super) fn number(&mut self, key: &str, least: u32) -> Result<Option<(Place, u32)>> {
         let Some((place, value)) = self.take(key) else { return Ok(None) };
         let number = value.as_u64().or_else(|| value.as_str().and_then(|text| text.parse().ok()));
@@ -106,19 +108,19 @@ impl Section {
         Ok(Some((place, number)))
     }
 
-    /// Takes a mapping.
+    /// Removes and returns a mapping.
     ///
     /// # Errors
-    /// The value is not a mapping.
+    /// Returns an error if the value is not a mapping.
     pub(super) fn section(&mut self, key: &str) -> Result<Option<Self>> {
         let Some((place, value)) = self.take(key) else { return Ok(None) };
         Self::below(&self.source, place.setting, value).map(Some)
     }
 
-    /// Takes a list of mappings.
+    /// Removes and returns a list of mappings.
     ///
     /// # Errors
-    /// The value is not a list of mappings.
+    /// Returns an error if the value is not a list of mappings.
     pub(super) fn sections(&mut self, key: &str) -> Result<Option<Vec<Self>>> {
         let Some((place, value)) = self.take(key) else { return Ok(None) };
         let Value::Array(items) = value else { bail!("{}: {} must be a list", self.source, place.setting) };
@@ -127,10 +129,10 @@ impl Section {
         sections.collect::<Result<_>>().map(Some)
     }
 
-    /// Takes a text or a list of texts.
+    /// Removes and returns a string or a list of strings.
     ///
     /// # Errors
-    /// The value is something else.
+    /// Returns an error if the value has another type or is out of range.
     pub(super) fn texts(&mut self, key: &str) -> Result<Option<(Place, Vec<String>)>> {
         let Some((place, value)) = self.take(key) else { return Ok(None) };
         let items = match value {
@@ -143,17 +145,17 @@ impl Section {
         Ok(Some((place, texts)))
     }
 
-    /// Returns the remaining keys, in order.
+    /// Returns the keys that no reader has removed, in order.
     pub(super) fn keys(&self) -> Vec<String> {
         self.keys.keys().cloned().collect()
     }
 
-    /// Takes keys that have no effect on how GPUs are shared, and reports them.
+    /// Removes keys that do not affect how GPUs are shared, and reports them as dropped.
     pub(super) fn drop_keys(&mut self, known: &[(&str, &str)], notes: &mut Notes) {
         self.take_keys(Outcome::Dropped, known, notes);
     }
 
-    /// Takes keys, and reports all with one outcome.
+    /// Removes the known keys, and reports all of them with one outcome.
     pub(super) fn take_keys(&mut self, outcome: Outcome, known: &[(&str, &str)], notes: &mut Notes) {
         for (key, reason) in known {
             if let Some((place, _)) = self.take(key) {
@@ -162,7 +164,7 @@ impl Section {
         }
     }
 
-    /// Reports the keys that nothing has taken.
+    /// Reports the remaining keys as unknown.
     pub(super) fn finish(self, notes: &mut Notes) {
         for (key, value) in &self.keys {
             if !value.is_null() {
@@ -172,7 +174,7 @@ impl Section {
     }
 }
 
-/// Formats a value for the report.
+/// Formats a value for the report, with at most [`MAX_VALUE`] characters.
 fn shorten(value: &Value) -> String {
     let text = match value {
         Value::String(text) => text.clone(),

@@ -1,4 +1,4 @@
-//! Groups nodes whose GPUs other software divides alike. Pure.
+//! Groups nodes whose GPUs other software divides in the same way. Pure.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::sharingpolicy::{GpuSelector, MAX_REPLICAS, ThreadPolicy};
@@ -13,19 +13,19 @@ use super::sources::mig_parted::{MigRule, MigState};
 use super::sources::nos::{self, Partitioning};
 use super::sources::plugin::{GPU, MIG_PREFIX, MigStrategy, PluginConfig, SharedBy, Sharing};
 
-/// The node label of policies for node pools of GKE: new pools do not have GKE's own labels.
+/// The node label that policies for GKE node pools select. New pools do not have GKE's own labels.
 const POOL_LABEL: &str = "pool";
-/// The label that Kubernetes gives each node.
+/// The label by which a policy selects a single node.
 const HOSTNAME: &str = "kubernetes.io/hostname";
 
-/// Nodes whose GPUs other software divides alike.
+/// Nodes whose GPUs other software divides in the same way.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Group {
     /// Name of the group's policies.
     pub(super) name: String,
-    /// How the report names the nodes.
+    /// The nodes, as the report names them.
     pub(super) nodes: String,
-    /// Labels of the nodes today, by which pods select them. Empty for nodes without a label.
+    /// Current labels of the nodes, by which pods select them. Empty for nodes without a label.
     pub(super) labels: Labels,
     /// `nodeSelector` of the policies. Empty to select all nodes.
     pub(super) selector: Labels,
@@ -38,13 +38,13 @@ pub(super) struct Group {
 /// How some of a node's GPUs are divided.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Rule {
-    /// The GPUs. `None` for all that no other rule selects.
+    /// The GPUs. `None` selects all GPUs that no other rule selects.
     pub(super) gpus: Option<GpuSelector>,
     /// How each GPU is divided.
     pub(super) share: Share,
-    /// The resource of whole GPUs, or of what replaces them, as pods request it today.
+    /// The resource that pods currently request for a whole GPU or for a share that replaces it.
     pub(super) name: String,
-    /// Whether the software refuses requests above 1 today.
+    /// Whether the software currently refuses requests above 1.
     pub(super) refuses_above_one: bool,
 }
 
@@ -61,12 +61,12 @@ pub(super) enum Share {
         layout: Option<Vec<String>>,
         /// How each instance is shared.
         shared: Option<(SharedBy, u32)>,
-        /// The resources of the instances today, by profile.
+        /// The current resources of the instances, by profile.
         names: BTreeMap<String, String>,
     },
-    /// Sized slices on demand.
+    /// Sized slices, created on demand.
     Sizes,
-    /// Sized slices, instances and whole GPUs on demand.
+    /// Sized slices, MIG instances and whole GPUs, created on demand.
     Auto(Option<ThreadPolicy>),
 }
 
@@ -76,7 +76,7 @@ impl Rule {
     }
 }
 
-/// Returns the groups, in an order that depends on the input only.
+/// Returns the groups. Their order depends only on the input.
 pub(super) fn build(input: &Input, notes: &mut Notes) -> Vec<Group> {
     let mut groups = nvidia_groups(input, notes);
     groups.extend(nos_groups(input, notes));
@@ -91,7 +91,7 @@ pub(super) fn build(input: &Input, notes: &mut Notes) -> Vec<Group> {
     groups
 }
 
-/// The names of the configurations that a group of nodes has: of the plugin and of mig-parted.
+/// The configurations of a group of nodes: the name of the plugin's and the name of mig-parted's.
 type ConfigNames = (Option<String>, Option<String>);
 
 fn nvidia_groups(input: &Input, notes: &mut Notes) -> Vec<Group> {
@@ -113,7 +113,7 @@ fn nvidia_groups(input: &Input, notes: &mut Notes) -> Vec<Group> {
     groups
 }
 
-/// Returns the combinations of configurations of the nodes.
+/// Returns the combinations of configurations that the nodes' labels select.
 fn keys_of_nodes(input: &Input, notes: &mut Notes) -> BTreeSet<ConfigNames> {
     let mut missing = BTreeSet::new();
     let mut keys = BTreeSet::new();
@@ -142,7 +142,7 @@ fn keys_of_nodes(input: &Input, notes: &mut Notes) -> BTreeSet<ConfigNames> {
     keys
 }
 
-/// Returns whether a node has a label that GPU nodes have.
+/// Returns whether a node has a label that identifies GPU nodes.
 fn has_gpu(node: &Node) -> bool {
     let of_gpu = ["nvidia.com/", "feature.node.kubernetes.io/pci-10de", "feature.node.kubernetes.io/pci-0302_10de"];
     node.labels.keys().any(|label| of_gpu.iter().any(|start| label.starts_with(start)))
@@ -207,7 +207,7 @@ fn nvidia_group(input: &Input, (plugin, mig): ConfigNames, notes: &mut Notes) ->
     Group { name, nodes: source, selector: labels.clone(), labels, rules, hami: None }
 }
 
-/// Returns how a report names the nodes with these labels.
+/// Returns the name by which the report refers to the nodes with these labels.
 fn group_name(labels: &Labels) -> String {
     if labels.is_empty() {
         return "Nodes without a label of another configuration".to_owned();
@@ -243,7 +243,7 @@ fn equal_rule(gpus: Option<GpuSelector>, sharing: &Sharing, count: u32, source: 
     }
 }
 
-/// Returns a number of shares or replicas that Cleave can serve.
+/// Returns `count`, reduced to the number of shares or replicas that Cleave can serve.
 fn limited(by: SharedBy, count: u32, source: &str, notes: &mut Notes) -> u32 {
     let (most, what, why) = match by {
         SharedBy::TimeSlicing => (MAX_REPLICAS, "replicas", "each needs memory for its CUDA context"),
@@ -434,7 +434,7 @@ fn hami_groups(config: &HamiConfig) -> Vec<Group> {
     groups
 }
 
-/// Adds a rule for whole GPUs where a policy for more nodes would divide them.
+/// Adds a rule that keeps GPUs whole on nodes on which a less specific policy would divide them.
 fn add_whole_rules(groups: &mut [Group]) {
     let general: Vec<Labels> =
         groups.iter().filter(|group| !group.rules.is_empty()).map(|group| group.selector.clone()).collect();

@@ -14,9 +14,9 @@ use super::sources::mig_parted::{self, MigRule};
 use super::sources::nos::{self, NosValues};
 use super::sources::plugin::{self, MigStrategy, PluginConfig};
 
-/// Label of a node with the name of the plugin's configuration.
+/// The node label whose value is the name of the plugin's configuration.
 pub(super) const PLUGIN_LABEL: &str = "nvidia.com/device-plugin.config";
-/// Label of a node with the name of mig-parted's configuration.
+/// The node label whose value is the name of mig-parted's configuration.
 pub(super) const MIG_LABEL: &str = "nvidia.com/mig.config";
 /// Name of the configuration that the plugin's chart prefers for nodes without a label.
 const FALLBACK: &str = "default";
@@ -24,11 +24,12 @@ const FALLBACK: &str = "default";
 /// A document of the input.
 #[derive(Debug, Clone)]
 pub(super) struct Document {
-    /// Where it was read, for the report.
+    /// The file or cluster that contains the document, for the report.
     pub(super) origin: String,
-    /// Its content.
+    /// The content of the document.
     pub(super) value: Value,
-    /// Whether the user chose it. Of a cluster's `ConfigMap`s, only a few contain configurations.
+    /// Whether the user passed the document in a file. `cleave migrate` skips unknown `ConfigMap`s
+    /// of a cluster, because only a few contain configurations.
     pub(super) chosen: bool,
 }
 
@@ -41,18 +42,18 @@ pub(super) struct Node {
     pub(super) labels: Labels,
 }
 
-/// Everything that the input says.
+/// The parsed input.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Input {
     /// The plugin's configurations, by name. The name is empty for a file without a `ConfigMap`.
     pub(super) plugin: BTreeMap<String, PluginConfig>,
-    /// Name of the plugin's configuration of nodes without a label.
+    /// Name of the plugin's configuration for nodes without a label.
     pub(super) default_plugin: Option<String>,
-    /// How a chart names MIG instances, if the input has one.
+    /// How NVIDIA's chart names MIG instances, if the input contains such a chart's values.
     pub(super) mig_strategy: Option<MigStrategy>,
     /// mig-parted's configurations, by name.
     pub(super) mig: BTreeMap<String, Vec<MigRule>>,
-    /// Name of mig-parted's configuration of nodes without a label.
+    /// Name of mig-parted's configuration for nodes without a label.
     pub(super) default_mig: Option<String>,
     /// Values of Nos.
     pub(super) nos: Option<NosValues>,
@@ -60,13 +61,13 @@ pub(super) struct Input {
     pub(super) pools: BTreeSet<Pool>,
     /// HAMi's settings.
     pub(super) hami: Option<HamiConfig>,
-    /// Nodes, by name. Empty if the input has none.
+    /// Nodes, sorted by name. Empty if the input has no nodes.
     pub(super) nodes: Vec<Node>,
-    /// Pods and what creates them.
+    /// Pods, and the objects that create pods.
     pub(super) workloads: Vec<Workload>,
 }
 
-/// The documents of the input, by what they are.
+/// The documents of the input, by type.
 #[derive(Debug, Default)]
 struct Sorted {
     /// Source, name of the `ConfigMap`, name of the configuration, content.
@@ -86,7 +87,7 @@ struct Sorted {
 /// Parses the documents of the input.
 ///
 /// # Errors
-/// A document is not recognized, or its software would refuse it.
+/// Returns an error if a document is not recognized, or its own software refuses the document.
 pub(super) fn parse(documents: Vec<Document>, notes: &mut Notes) -> Result<Input> {
     let mut sorted = Sorted::default();
     for document in documents {
@@ -142,8 +143,8 @@ impl Sorted {
         Ok(())
     }
 
-    /// Adds a document without a kind. `config` is the name of the `ConfigMap` and of the key that
-    /// contain it. Returns a document that is not recognized.
+    /// Adds a document without a kind. `config` is the `ConfigMap` and the key that contain the
+    /// document. Returns the document if it is not recognized.
     fn add_by_shape(&mut self, source: &str, config: Option<(&str, &str)>, value: Value) -> Option<Value> {
         let list = if mig_parted::is_mig_config(&value) {
             &mut self.mig
@@ -237,7 +238,7 @@ impl Sorted {
             input.pools.extend(gke::parse(&source, &value, notes)?);
         }
         for node in input.nodes.iter().filter(|node| gke::is_gke_node(&node.labels)) {
-            // Nodes of one pool have the same labels, which are reported once.
+            // Nodes of one pool have the same labels. Report these labels once.
             let mut lines = Notes::default();
             let name = node
                 .labels
@@ -263,12 +264,12 @@ impl Sorted {
     }
 }
 
-/// What `cleave migrate` reads, for the error about other documents.
+/// The documents that `cleave migrate` reads, for the error about any other document.
 const KNOWN: &str = "`cleave migrate` reads configurations of NVIDIA's device plugin and of mig-parted, values of the \
                      charts of NVIDIA's device plugin, the GPU Operator, Nos and HAMi, configurations of HAMi, node \
                      pools of GKE, and Kubernetes objects.";
 
-/// Joins the facts of two charts. Facts that are set twice must be equal.
+/// Adds the facts of another chart. A fact that both charts set must be equal.
 fn merge(chart: &mut ChartFacts, other: ChartFacts, source: &str) -> Result<()> {
     fn join<T: PartialEq>(first: &mut Option<T>, second: Option<T>, what: &str, source: &str) -> Result<()> {
         ensure!(first.is_none() || second.is_none() || *first == second, "{source}: two charts set {what} differently");
@@ -315,7 +316,7 @@ impl Input {
                 Some(name.clone())
             }
             None if self.plugin.contains_key("") => Some(String::new()),
-            // Unlike the plugin's chart, the GPU Operator has no fallback.
+            // The GPU Operator has no fallback, unlike the plugin's chart.
             None if chart.gpu_operator => None,
             None if self.plugin.contains_key(FALLBACK) => Some(FALLBACK.to_owned()),
             None if self.plugin.len() == 1 => self.plugin.keys().next().cloned(),

@@ -1,4 +1,4 @@
-//! The whole translation: from documents to the report, policies and values. Pure.
+//! Translates documents into a report, policies and values. Pure.
 use std::collections::BTreeMap;
 
 use anyhow::Result;
@@ -11,11 +11,11 @@ use super::policies::{self, Rename};
 use super::preview::{self, PodPreview};
 use super::report::{Line, Notes};
 
-/// The result.
+/// The result of a translation.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Migration {
-    /// What became of each setting, in the order in which the input was read.
+    /// The outcome for each setting, in the order of the input.
     pub(super) report: Vec<Line>,
     /// The policies.
     pub(super) policies: Vec<Value>,
@@ -27,12 +27,12 @@ pub(super) struct Migration {
     pub(super) nested_values: Value,
     /// Values files in the chart's directory. Later files take precedence.
     pub(super) values_files: Vec<&'static str>,
-    /// Resources that pods must request by another name.
+    /// Resources that pods must request by a new name.
     pub(super) renames: Vec<Rename>,
     /// Whether the input configures HAMi, whose requests consist of several resources.
     #[serde(skip)]
     pub(super) from_hami: bool,
-    /// What each pod gets, if it was requested.
+    /// What each pod gets, if the user requested a preview.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) pods: Option<Vec<PodPreview>>,
 }
@@ -40,7 +40,7 @@ pub(super) struct Migration {
 /// Translates documents.
 ///
 /// # Errors
-/// The input contains something that its own software refuses.
+/// Returns an error if the software that owns an input setting would refuse the setting.
 pub(super) fn migrate(documents: Vec<Document>, preview: bool) -> Result<Migration> {
     let mut notes = Notes::default();
     let input = input::parse(documents, &mut notes)?;

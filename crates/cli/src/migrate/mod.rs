@@ -1,7 +1,7 @@
 //! `cleave migrate`: translates the configuration of other software that shares GPUs.
 //!
-//! The command writes nothing to a cluster. Each setting of the input has a line in the report:
-//! what it became, or why it has no counterpart. No key is ignored.
+//! The command writes nothing to a cluster. The report has a line for each setting of the input,
+//! with the counterpart in Cleave or the reason why there is none. The command ignores no key.
 //!
 //! ```text
 //!  files ───┐          ┌▶[fields, sources]──▶ Notes: the report
@@ -90,7 +90,7 @@ enum MigrateFormat {
 /// Runs `cleave migrate`.
 ///
 /// # Errors
-/// The input cannot be read, or contains something that its own software refuses.
+/// Returns an error if the input cannot be read, or its own software refuses a setting.
 pub(crate) async fn run(args: MigrateArgs) -> Result<()> {
     let mut documents = read::from_files(&args.files)?;
     if args.from_cluster {
@@ -105,10 +105,10 @@ pub(crate) async fn run(args: MigrateArgs) -> Result<()> {
     })
 }
 
-/// The result of [`translate`], rendered.
+/// The rendered result of [`translate`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Translation {
-    /// What became of each setting, and what each pod gets.
+    /// The outcome for each setting, and what each pod gets.
     pub report: String,
     /// The `SharingPolicy`s, as a YAML stream.
     pub policies: String,
@@ -116,11 +116,11 @@ pub struct Translation {
     pub values: String,
 }
 
-/// Translates texts and shows what each of their pods would get. Each text has the name of its
-/// file.
+/// Translates the contents of files, and shows what each pod of the input would get. Each entry of
+/// `files` is a file name and its content.
 ///
 /// # Errors
-/// A text is not valid YAML, or contains something that its own software refuses.
+/// Returns an error if a text is not valid YAML, or its own software refuses a setting.
 pub fn translate(files: &[(&str, &str)]) -> Result<Translation> {
     let mut documents = Vec::new();
     for (name, text) in files {

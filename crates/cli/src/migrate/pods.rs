@@ -7,7 +7,7 @@ use cleave_plan::constraints::Labels;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Start of the resources that count.
+/// Prefixes of the resources that the preview includes.
 const RESOURCES: [&str; 2] = ["nvidia.com/", "nos.nebuly.com/"];
 
 /// A pod, or an object that creates pods.
@@ -15,26 +15,26 @@ const RESOURCES: [&str; 2] = ["nvidia.com/", "nos.nebuly.com/"];
 pub(super) struct Workload {
     /// Kind, namespace and name.
     pub(super) what: String,
-    /// The fields of the pod that matter.
+    /// The fields of the pod that affect the preview.
     pub(super) spec: PodSpec,
     /// Annotations of the pod.
     pub(super) annotations: BTreeMap<String, String>,
 }
 
-/// The fields of a pod that matter.
+/// The fields of a pod that affect the preview.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct PodSpec {
-    /// The node that the pod runs on.
+    /// The node on which the pod runs.
     pub(super) node_name: Option<String>,
-    /// Labels of the nodes that the pod may run on.
+    /// Labels of the nodes on which the pod may run.
     pub(super) node_selector: Labels,
     /// The scheduler that the pod names.
     pub(super) scheduler_name: String,
     /// Whether the pod uses the inter-process communication of the host.
     #[serde(rename = "hostIPC")]
     pub(super) host_ipc: bool,
-    /// The containers that run one after another before the others.
+    /// The init containers, which run one after another before the containers.
     pub(super) init_containers: Vec<Container>,
     /// The containers.
     pub(super) containers: Vec<Container>,
@@ -46,9 +46,9 @@ pub(super) struct PodSpec {
 pub(super) struct Container {
     /// Name of the container.
     pub(super) name: String,
-    /// Names of the environment variables.
+    /// The environment variables, without their values.
     pub(super) env: Vec<Variable>,
-    /// Limits of resources.
+    /// The container's resource limits.
     resources: Resources,
 }
 
@@ -67,8 +67,8 @@ struct Resources {
 }
 
 impl Container {
-    /// Returns the requests of GPU resources that are not zero. An amount that is no whole number
-    /// counts as zero.
+    /// Returns the requests of GPU resources that are not zero. An amount that is not a whole
+    /// number counts as zero.
     pub(super) fn requests(&self) -> BTreeMap<&str, u64> {
         let of_gpus = |name: &str| RESOURCES.iter().any(|start| name.starts_with(start));
         let requests = self.resources.limits.iter().filter(|(name, _)| of_gpus(name));
@@ -81,7 +81,7 @@ impl Workload {
     /// Parses an object. Returns `None` if objects of its kind create no pods.
     ///
     /// # Errors
-    /// The object has fields of a wrong type.
+    /// Returns an error if a field of the object has a wrong type.
     pub(super) fn parse(object: &Value) -> Result<Option<Self>> {
         let text = |pointer: &str| object.pointer(pointer).and_then(Value::as_str).unwrap_or_default();
         let template = match text("/kind") {

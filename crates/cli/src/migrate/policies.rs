@@ -1,4 +1,4 @@
-//! Writes the policies of groups of nodes, and finds the names that their shares have. Pure.
+//! Creates the policies for groups of nodes, and finds the resource names of their shares. Pure.
 use std::collections::BTreeSet;
 
 use anyhow::{Context as _, Result, ensure};
@@ -17,76 +17,76 @@ use super::sources::hami::Names;
 use super::sources::nos::NosValues;
 use super::sources::plugin::{GPU, SharedBy};
 
-/// Maximum length of a policy's name, without the number of a second policy.
+/// Maximum length of a policy's name in bytes, without the numeric suffix of further policies.
 const MAX_NAME: usize = 60;
 
-/// The policies, and what pods get from them.
+/// The policies, and the resources that pods get from them.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Plan {
-    /// The policies, as objects without fields that have their default.
+    /// The policies, as objects without the fields that have default values.
     pub(super) policies: Vec<Value>,
-    /// What pods get, by group of nodes.
+    /// The resources that pods get, by group of nodes.
     pub(super) groups: Vec<GroupOffers>,
 }
 
-/// What pods get on a group of nodes.
+/// The resources that pods get on a group of nodes.
 #[derive(Debug, Clone)]
 pub(super) struct GroupOffers {
-    /// How the report names the nodes.
+    /// The nodes, as the report names them.
     pub(super) nodes: String,
-    /// Labels of the nodes today.
+    /// Current labels of the nodes.
     pub(super) labels: Labels,
-    /// What pods get for each resource that they request today.
+    /// The counterpart of each resource that pods currently request.
     pub(super) offers: Vec<Offer>,
     /// The names of HAMi's resources, if HAMi manages the nodes.
     pub(super) hami: Option<Names>,
 }
 
-/// What pods get for a resource that they request today.
+/// The counterpart in Cleave of a resource that pods currently request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Offer {
-    /// The resource that pods request today. A final `*` stands for any text.
+    /// The resource that pods currently request. A final `*` stands for any text.
     pub(super) was: String,
     /// The resource that pods request from Cleave. A final `*` stands for the same text.
     pub(super) now: String,
-    /// What one unit is.
+    /// The meaning of one unit of the new resource.
     pub(super) unit: Unit,
-    /// Whether requests above 1 are refused today.
+    /// Whether the other software currently refuses requests above 1.
     pub(super) refuses_above_one: bool,
 }
 
-/// What one unit of a resource is.
+/// The meaning of one unit of a resource.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Unit {
     /// A GPU.
     Gpu,
-    /// One of this many shares of a GPU.
+    /// One share of a GPU that has this number of shares.
     Share(u32),
-    /// One of this many replicas of a GPU.
+    /// One replica of a GPU that has this number of replicas.
     Replica(u32),
     /// A MIG instance.
     Instance,
-    /// One of this many shares of a MIG instance.
+    /// One share of a MIG instance that has this number of shares.
     InstanceShare(u32),
-    /// One of this many replicas of a MIG instance.
+    /// One replica of a MIG instance that has this number of replicas.
     InstanceReplica(u32),
-    /// A slice whose size is in its name.
+    /// A sized slice. The name of the resource contains its size.
     Sized,
 }
 
-/// A resource that pods must request by another name.
+/// A resource that pods must request by a new name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub(super) struct Rename {
-    /// The name today.
+    /// The current name.
     pub(super) was: String,
     /// The name in Cleave.
     pub(super) now: String,
-    /// The nodes on which it has this name.
+    /// The nodes on which the resource has the new name.
     pub(super) nodes: String,
 }
 
 impl Plan {
-    /// Returns the resources that pods must request by another name, in order.
+    /// Returns the resources that pods must request by a new name, in order.
     pub(super) fn renames(&self) -> Vec<Rename> {
         let mut renames = BTreeSet::new();
         for group in self.groups.iter().filter(|group| group.hami.is_none()) {
@@ -98,10 +98,11 @@ impl Plan {
     }
 }
 
-/// Writes the policies.
+/// Creates the policies.
 ///
 /// # Errors
-/// The operator would refuse a policy, because the input contains something that no GPU can have.
+/// Returns an error if the operator would refuse a policy, because no GPU can have such a
+/// partition.
 pub(super) fn plan(groups: &[Group], input: &Input, notes: &mut Notes) -> Result<Plan> {
     let mut plan = Plan::default();
     let mut names = BTreeSet::new();
@@ -151,7 +152,7 @@ fn is_label_value(text: &str) -> bool {
     allowed && text.len() <= 63 && ends(text.chars().next()) && ends(text.chars().last())
 }
 
-/// Returns whether the operator accepts a policy.
+/// Returns an error if the operator would refuse the policy.
 fn check(name: &str, spec: &Value) -> Result<()> {
     let spec = SharingPolicySpec::deserialize(spec).with_context(|| format!("policy {name} is malformed"))?;
     validate(name, None, &spec).with_context(|| format!("policy {name} is not valid"))?;
@@ -169,7 +170,7 @@ fn selector_json(gpus: &GpuSelector) -> Value {
     Value::Object(selector)
 }
 
-/// Returns the part of a policy that divides GPUs, without fields that have their default.
+/// Returns the part of a policy that divides GPUs, without the fields that have default values.
 fn spec_of(rule: &Rule, nos: Option<NosValues>) -> Value {
     let mut spec = match &rule.share {
         Share::Whole => json!({"mode": "Whole"}),
@@ -212,13 +213,14 @@ fn spec_of(rule: &Rule, nos: Option<NosValues>) -> Value {
     spec
 }
 
-/// Returns equal shares with the limits of NVIDIA's plugin and GKE: each has its part of the SMs.
+/// Returns the settings of equal shares. As with NVIDIA's plugin and GKE, each share has an equal
+/// part of the SMs.
 fn equal_mps(count: u32) -> Value {
     json!({"units": count, "threads": "Strict"})
 }
 
-/// Keeps the names that pods request today, if the operator accepts them, and returns what pods
-/// get.
+/// Keeps the resource names that pods currently request, if the operator accepts the names. Returns
+/// the counterparts of the names.
 fn keep_names(rule: &Rule, spec: &mut Value) -> Vec<Offer> {
     let refuses_above_one = rule.refuses_above_one;
     match &rule.share {
@@ -267,8 +269,8 @@ fn keep_names(rule: &Rule, spec: &mut Value) -> Vec<Offer> {
     }
 }
 
-/// Sets the name that pods request today as the policy's `resourceName`, if the operator accepts
-/// it. Returns the name that pods have to request.
+/// Sets the policy's `resourceName` to the name that pods currently request, if the operator
+/// accepts that name. Returns the name that pods must request.
 fn keep_name(was: &str, default: &str, spec: &mut Value) -> String {
     if was == default {
         return default.to_owned();
@@ -290,7 +292,7 @@ impl Offer {
     }
 }
 
-/// Returns a name for a policy that no other policy has.
+/// Returns a unique name for a policy.
 fn unique_name(wanted: &str, names: &mut BTreeSet<String>) -> String {
     let allowed = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' };
     let name: String = wanted.chars().map(allowed).take(MAX_NAME).collect();

@@ -1,4 +1,4 @@
-//! What each pod of the input would get from Cleave. Pure.
+//! Determines what each pod of the input would get from Cleave. Pure.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_plan::constraints::Labels;
@@ -11,29 +11,29 @@ use super::sources::gke;
 use super::sources::hami::{self, Names};
 use super::sources::plugin::{GPU, MIG_PREFIX};
 
-/// Start of Nos's resources, which only its quotas count.
+/// Prefix of the Nos resources that only Nos's quotas count.
 const NOS_PREFIX: &str = "nos.nebuly.com/";
 
-/// A pod with GPUs.
+/// The preview of a pod with GPUs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(super) struct PodPreview {
     /// Kind, namespace and name.
     pub(super) pod: String,
     /// The result for each request.
     pub(super) requests: Vec<RequestPreview>,
-    /// What else must change in the pod.
+    /// Other changes that the pod needs, one sentence each.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(super) notes: Vec<String>,
 }
 
-/// A request of a container.
+/// The preview of one container's request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(super) struct RequestPreview {
     /// Name of the container.
     pub(super) container: String,
-    /// The request today.
+    /// The current request.
     pub(super) was: String,
-    /// The result, by nodes on which the pod may run. Entries that are equal are one.
+    /// The results on the nodes on which the pod may run. Equal results are merged into one entry.
     pub(super) becomes: Vec<Becomes>,
 }
 
@@ -44,7 +44,7 @@ pub(super) struct Becomes {
     pub(super) now: Option<String>,
     /// What the container gets, or why there is no counterpart.
     pub(super) text: String,
-    /// The nodes on which this holds. Empty if it holds on all nodes on which the pod may run.
+    /// The nodes to which the result applies. Empty for all nodes on which the pod may run.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub(super) nodes: String,
 }
@@ -79,9 +79,9 @@ pub(super) fn preview(workloads: &[Workload], nodes: &[Node], plan: &Plan) -> Ve
     previews
 }
 
-/// Returns the groups of nodes on which a pod may run. For a pod on a node of the input, this is
-/// the node's group. Otherwise the pod's node selector must not name other values of the labels
-/// that distinguish groups.
+/// Returns the groups of nodes on which a pod may run. For a pod on a node of the input, returns
+/// the node's group. For another pod, excludes a group if the pod's node selector contradicts the
+/// group's labels.
 fn candidates<'a>(workload: &Workload, nodes: &[Node], groups: &'a [GroupOffers]) -> Vec<&'a GroupOffers> {
     let node = workload.spec.node_name.as_ref().and_then(|name| nodes.iter().find(|node| node.name == *name));
     if let Some(node) = node {
@@ -144,7 +144,7 @@ fn container_preview(container: &Container, groups: &[&GroupOffers]) -> Vec<Requ
     previews.into_iter().map(request).collect()
 }
 
-/// Joins equal entries, and names the nodes if entries differ.
+/// Merges equal entries. Names the nodes of each entry if the entries differ.
 fn merge(all: &[(String, Becomes)]) -> Vec<Becomes> {
     let distinct: BTreeSet<&Becomes> = all.iter().map(|(_, becomes)| becomes).collect();
     if distinct.len() == 1 {
@@ -158,7 +158,7 @@ fn merge(all: &[(String, Becomes)]) -> Vec<Becomes> {
     with_nodes.collect()
 }
 
-/// Returns the new name of a resource, if the offer is for this resource.
+/// Returns the new name of a resource, if the offer replaces this resource.
 fn renamed(offer: &Offer, name: &str) -> Option<String> {
     match (offer.was.strip_suffix('*'), offer.now.strip_suffix('*')) {
         (Some(was), Some(now)) => name.strip_prefix(was).map(|rest| format!("{now}{rest}")),
@@ -166,7 +166,7 @@ fn renamed(offer: &Offer, name: &str) -> Option<String> {
     }
 }
 
-/// Returns what a request gets.
+/// Returns the result for a request.
 fn becomes(offer: &Offer, now: &str, amount: u64) -> Becomes {
     let request = format!("{now}: {amount}");
     let text = match offer.unit {
@@ -193,7 +193,7 @@ fn becomes(offer: &Offer, now: &str, amount: u64) -> Becomes {
     Becomes::new(request, format!("{text}{refused}"))
 }
 
-/// Describes shares. Returns why if no device has as many.
+/// Describes shares. Returns the reason as an error if no device has enough shares.
 fn shares(amount: u64, count: u32, device: &str) -> Result<String, String> {
     if amount > u64::from(count) {
         return Err(format!("A {device} has {count} shares, and all shares of a container are of one {device}."));
@@ -217,7 +217,7 @@ fn counted(count: u64, noun: &str) -> String {
     if count == 1 { format!("1 {noun}") } else { format!("{count} {noun}s") }
 }
 
-/// Returns what a request gets for which no group has an offer.
+/// Returns the result for a request for which no group has an offer.
 fn without_offer(name: &str, amount: u64, no_group: bool) -> Becomes {
     if no_group && name == GPU {
         let text = format!("{} for this container alone: no policy selects the nodes.", counted(amount, "whole GPU"));
@@ -233,14 +233,14 @@ fn without_offer(name: &str, amount: u64, no_group: bool) -> Becomes {
     Becomes::nothing("None of the policies serves this resource.")
 }
 
-/// Returns the request of a container to HAMi: several resources that belong together.
+/// Describes the request of a container to HAMi, which consists of several resources.
 fn hami_request(requests: &BTreeMap<&str, u64>, names: &Names) -> String {
     let all = [&names.count, &names.memory, &names.percentage, &names.cores];
     let parts = all.iter().filter_map(|name| requests.get(name.as_str()).map(|amount| format!("{name}: {amount}")));
     parts.collect::<Vec<_>>().join(", ")
 }
 
-/// Returns what a request to HAMi gets.
+/// Returns the result for a request to HAMi.
 fn hami_becomes(requests: &BTreeMap<&str, u64>, names: &Names, group: &GroupOffers) -> Becomes {
     const MEBIBYTES_PER_GIBIBYTE: u64 = 1024;
     let get = |name: &String| requests.get(name.as_str()).copied();
@@ -275,7 +275,7 @@ fn hami_becomes(requests: &BTreeMap<&str, u64>, names: &Names, group: &GroupOffe
     }
 }
 
-/// Returns what else must change in a pod.
+/// Returns the other changes that a pod needs.
 fn pod_notes(workload: &Workload, from_hami: bool) -> Vec<String> {
     let mut notes = Vec::new();
     let spec = &workload.spec;

@@ -11,19 +11,19 @@ use serde_json::Value;
 use super::input::Document;
 use super::yaml;
 
-/// Objects per request of a list.
+/// Number of objects per request of a list.
 const PAGE_SIZE: u32 = 500;
-/// The lists that are always read.
+/// The lists that `cleave migrate` always reads: the path and the kind of the objects.
 const LISTS: [(&str, &str); 2] = [("/api/v1/nodes", "Node"), ("/api/v1/configmaps", "ConfigMap")];
-/// The list with the settings of the GPU Operator, which may not be installed.
+/// The list of the GPU Operator's settings. The list does not exist without the GPU Operator.
 const OPERATOR: (&str, &str) = ("/apis/nvidia.com/v1/clusterpolicies", "ClusterPolicy");
-/// The list for the preview.
+/// The list that only the preview needs.
 const PODS: (&str, &str) = ("/api/v1/pods", "Pod");
 
-/// Reads the documents of files; `-` is standard input.
+/// Reads the documents of files. The file `-` is standard input.
 ///
 /// # Errors
-/// A file cannot be read, or is not valid YAML.
+/// Returns an error if a file cannot be read, or is not valid YAML.
 pub(super) fn from_files(files: &[PathBuf]) -> Result<Vec<Document>> {
     let mut documents = Vec::new();
     for path in files {
@@ -34,10 +34,10 @@ pub(super) fn from_files(files: &[PathBuf]) -> Result<Vec<Document>> {
     Ok(documents)
 }
 
-/// Returns the documents of a text.
+/// Parses the documents of a YAML stream.
 ///
 /// # Errors
-/// The text is not valid YAML.
+/// Returns an error if the text is not valid YAML.
 pub(super) fn documents(origin: &str, text: &str) -> Result<Vec<Document>> {
     let values = yaml::parse_all(text).with_context(|| origin.to_owned())?;
     Ok(values.into_iter().map(|value| Document { origin: origin.to_owned(), value, chosen: true }).collect())
@@ -54,7 +54,7 @@ fn read_text(path: &Path) -> std::io::Result<String> {
 /// Reads nodes, `ConfigMap`s and the settings of the GPU Operator, and pods for the preview.
 ///
 /// # Errors
-/// The API server does not answer, or refuses a list.
+/// Returns an error if the API server does not answer, or refuses a list.
 pub(super) async fn from_cluster(client: &Client, preview: bool) -> Result<Vec<Document>> {
     let mut documents = Vec::new();
     for (path, kind) in LISTS.into_iter().chain(preview.then_some(PODS)) {
@@ -68,7 +68,7 @@ pub(super) async fn from_cluster(client: &Client, preview: bool) -> Result<Vec<D
     Ok(documents)
 }
 
-/// Reads a list page by page. Objects in a list do not name their kind.
+/// Reads a list page by page. Sets the `kind` of each object, which a list omits.
 async fn list(client: &Client, path: &str, kind: &str, documents: &mut Vec<Document>) -> kube::Result<()> {
     let mut options = ListParams::default().limit(PAGE_SIZE);
     loop {

@@ -1,21 +1,22 @@
-//! The report: what became of each setting of the input. Pure.
+//! The report, with the outcome for each setting of the input. Pure.
 use std::collections::BTreeMap;
 
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-/// What became of a setting.
+/// The outcome for a setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub(super) enum Outcome {
-    /// A policy, a value of the chart or Cleave's default has the same effect.
+    /// A policy, a chart value or a default of Cleave has the same effect.
     Translated,
-    /// The setting belongs to software that stays, and does not change.
+    /// The setting belongs to software that remains installed, and does not change.
     Kept,
-    /// Nothing in Cleave corresponds to the setting, and nothing has to be done.
+    /// The setting has no counterpart in Cleave and needs no action.
     Dropped,
-    /// Somebody has to choose: the effect cannot be kept, or the input does not determine it.
+    /// The administrator must decide: Cleave cannot keep the effect, or the input does not
+    /// determine it.
     Decide,
-    /// The setting is not known to `cleave migrate`.
+    /// `cleave migrate` does not know the setting.
     Unknown,
 }
 
@@ -23,7 +24,7 @@ impl Outcome {
     /// All outcomes, in the order of the summary.
     pub(super) const ALL: [Self; 5] = [Self::Translated, Self::Kept, Self::Dropped, Self::Decide, Self::Unknown];
 
-    /// Returns the word for the outcome in the report.
+    /// Returns the outcome's name in the report.
     pub(super) const fn word(self) -> &'static str {
         match self {
             Self::Translated => "translated",
@@ -45,13 +46,13 @@ pub(super) struct Line {
     /// Value of the setting, as JSON. Empty if the value does not matter.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub(super) value: String,
-    /// What became of the setting.
+    /// The outcome for the setting.
     pub(super) outcome: Outcome,
     /// The reason, in sentences.
     pub(super) text: String,
 }
 
-/// Where a setting is.
+/// The location of a setting.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Place {
     /// The object or file that contains the setting.
@@ -69,7 +70,7 @@ impl Place {
     }
 }
 
-/// Lines and values of the chart, in the order in which the input was read.
+/// The report's lines and the chart values, in the order of the input.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Notes {
     /// The report's lines.
@@ -102,8 +103,8 @@ impl Notes {
         self.add(place, Outcome::Decide, text);
     }
 
-    /// Sets a value of the chart. The first setting of the input wins, and another value of a later
-    /// setting needs a decision.
+    /// Sets a chart value. The first setting of the input wins. A later setting with another value
+    /// needs a decision.
     pub(super) fn set(&mut self, place: Place, path: &str, value: Value) {
         match self.values.get(path) {
             Some(first) if *first != value => {
@@ -135,7 +136,7 @@ impl Notes {
     }
 }
 
-/// Sets the value at a path of names, separated by dots. No path is the start of another path.
+/// Sets the value at a path of names, separated by dots. No path may be a prefix of another path.
 fn insert(object: &mut Map<String, Value>, path: &str, value: &Value) {
     let Some((first, rest)) = path.split_once('.') else {
         object.insert(path.to_owned(), value.clone());

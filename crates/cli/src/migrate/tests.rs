@@ -1,4 +1,4 @@
-//! Tests that a cluster is read.
+//! Tests how `cleave migrate` reads a cluster.
 use http::{Request, Response};
 use kube::Client;
 use kube::client::Body;
@@ -28,8 +28,8 @@ fn failure(code: u16) -> (u16, Value) {
     (code, json!({"kind": "Status", "status": "Failure", "code": code, "message": message, "reason": "Failure"}))
 }
 
-/// A cluster with a configuration of NVIDIA's plugin, a `ConfigMap` that is no YAML, and no GPU
-/// Operator. The list of nodes has two pages.
+/// Answers as a cluster with a configuration of NVIDIA's plugin and a `ConfigMap` that is not YAML.
+/// The GPU Operator is not installed. The list of nodes has two pages.
 fn cluster(path: &str, query: &str) -> (u16, Value) {
     let node = |name: &str, config: &str| json!({"metadata": {"name": name, "labels": {"nvidia.com/device-plugin.config": config}}});
     let (items, next) = match path {

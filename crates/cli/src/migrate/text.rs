@@ -8,7 +8,7 @@ use super::preview::PodPreview;
 use super::report::{Line, Outcome};
 use crate::preflight::text::write_wrapped;
 
-/// Columns of the outcome.
+/// Width of the outcome column, in characters.
 const OUTCOME_WIDTH: usize = 12;
 
 /// Renders the report, the renamed resources, and the preview.
@@ -79,7 +79,7 @@ fn write_policies(text: &mut String, migration: &Migration) {
     }
 }
 
-/// Writes the names that manifests must change.
+/// Writes the resource names that manifests must change.
 fn write_renames(text: &mut String, migration: &Migration) {
     let renames = &migration.renames;
     if migration.from_hami {
@@ -136,7 +136,7 @@ fn write_pods(text: &mut String, pods: &[PodPreview]) {
 /// Renders the policies as a YAML stream.
 ///
 /// # Errors
-/// A policy cannot be written as YAML.
+/// Returns an error if a policy cannot be written as YAML.
 pub(super) fn policies_yaml(migration: &Migration) -> Result<String> {
     let mut text = String::new();
     if migration.policies.is_empty() {
@@ -156,7 +156,7 @@ pub(super) fn policies_yaml(migration: &Migration) -> Result<String> {
 /// Renders the values as a values file for Helm. A file without values is a comment.
 ///
 /// # Errors
-/// The values cannot be written as YAML.
+/// Returns an error if the values cannot be written as YAML.
 pub(super) fn values_yaml(migration: &Migration) -> Result<String> {
     let mut text = String::new();
     for file in &migration.values_files {

@@ -1,13 +1,13 @@
-//! Reads YAML, and with it JSON. Pure.
+//! Parses YAML and JSON. Pure.
 use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
 
-/// Parses the documents of a stream. Duplicate keys are errors.
+/// Parses the documents of a stream. Rejects duplicate keys.
 ///
 /// # Errors
-/// The text is not valid YAML.
+/// Returns an error if the text is not valid YAML.
 pub(super) fn parse_all(text: &str) -> Result<Vec<Value>> {
-    // In YAML 1.1 the name `n` is a boolean.
+    // YAML 1.1 reads the name `n` as a boolean.
     let options = serde_saphyr::options! { strict_booleans: true };
     serde_saphyr::from_multiple_with_options(text, options).context("not valid YAML")
 }
@@ -15,7 +15,7 @@ pub(super) fn parse_all(text: &str) -> Result<Vec<Value>> {
 /// Parses one document. An empty text is an empty document.
 ///
 /// # Errors
-/// The text is not valid YAML, or a stream of documents.
+/// Returns an error if the text is not valid YAML, or contains several documents.
 pub(super) fn parse_one(text: &str) -> Result<Value> {
     let mut documents = parse_all(text)?;
     ensure!(documents.len() <= 1, "more than one YAML document");

@@ -64,7 +64,7 @@ impl Metadata {
     }
 }
 
-/// An object without fields other than its metadata.
+/// An object of which preflight reads only the metadata.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct NamedObject {
@@ -83,7 +83,7 @@ pub(super) struct ServerVersion {
 }
 
 impl ServerVersion {
-    /// Returns the version as the server formats it.
+    /// Returns the version, as the server formats it.
     pub(super) fn text(&self) -> &str {
         self.server_version.as_ref().map_or(&self.git_version, |server| &server.git_version)
     }
@@ -121,13 +121,13 @@ pub(super) struct NodeSpec {
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct NodeStatus {
-    /// The kubelet keeps a resource here for some minutes after its device plugin has ended.
+    /// The kubelet reports a resource here for some minutes after its device plugin has stopped.
     pub(super) capacity: BTreeMap<String, Quantity>,
     pub(super) allocatable: BTreeMap<String, Quantity>,
     pub(super) node_info: NodeInfo,
 }
 
-/// What the kubelet reports about its node.
+/// The facts that the kubelet reports about its node.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct NodeInfo {

@@ -1,4 +1,4 @@
-//! Detects the platform of a node, and where its driver is.
+//! Detects the platform of a node and the location of its driver.
 use super::facts::Node;
 
 /// A Kubernetes distribution with its operating system. Distinguishes only platforms that need
@@ -48,7 +48,7 @@ impl Platform {
         Self::Kubeadm,
     ];
 
-    /// Returns the name in reports.
+    /// Returns the platform's name in reports.
     pub(super) const fn name(self) -> &'static str {
         match self {
             Self::Gke => "GKE",
@@ -90,8 +90,8 @@ impl Platform {
         }
     }
 
-    /// Returns whether Cleave's pods use the `RuntimeClass` of NVIDIA's runtime, without NVIDIA's
-    /// GPU Operator.
+    /// Returns whether Cleave's pods use the `RuntimeClass` of NVIDIA's runtime, on nodes without
+    /// NVIDIA's GPU Operator.
     pub(super) const fn runtime_class(self) -> RuntimeClassUse {
         match self {
             Self::Gke | Self::EksAl2023 | Self::EksBottlerocket | Self::Aks => RuntimeClassUse::Never,
@@ -100,9 +100,9 @@ impl Platform {
         }
     }
 
-    /// Returns the configuration of containerd, if the platform creates the `RuntimeClass` of
-    /// NVIDIA's runtime on every cluster. On such a platform, only this file shows whether a node
-    /// has the runtime.
+    /// Returns the path of containerd's configuration, if the platform creates the `RuntimeClass`
+    /// of NVIDIA's runtime on every cluster. On such a platform, only this file shows whether a
+    /// node has the runtime.
     pub(super) const fn containerd_configuration(self) -> Option<&'static str> {
         match self {
             Self::K3s => Some("/var/lib/rancher/k3s/agent/etc/containerd/config.toml"),
@@ -111,7 +111,7 @@ impl Platform {
         }
     }
 
-    /// Detects the platform of a node. First checks for platforms that run on every cloud, by
+    /// Detects the platform of a node. First checks for platforms that run on every cloud, by their
     /// labels and operating system. Returns `None` if nothing identifies a platform.
     pub(super) fn of(node: &Node) -> Option<Self> {
         let info = &node.status.node_info;
@@ -147,7 +147,7 @@ impl Platform {
     }
 }
 
-/// Where the NVIDIA driver is on a node.
+/// The location of the NVIDIA driver on a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DriverLocation {
     /// NVIDIA's GPU Operator runs the driver in a container.
@@ -158,7 +158,7 @@ pub(super) enum DriverLocation {
     TalosExtension,
     /// The image of Bottlerocket contains the driver.
     BottlerocketImage,
-    /// The driver is assumed to be in the host's usual directories.
+    /// Preflight assumes that the driver is in the host's usual directories.
     Host,
 }
 

@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 
 use super::facts::{Facts, Known};
 
-/// Objects per request of a list.
+/// Number of objects per request of a list.
 const PAGE_SIZE: u32 = 500;
 
 /// A list that preflight reads.
@@ -21,13 +21,13 @@ pub(super) struct Source {
     pub(super) group: &'static str,
     /// Name of the resource. The file is `RESOURCE.json`.
     pub(super) resource: &'static str,
-    /// Whether only the objects of the target namespace matter.
+    /// Whether preflight reads only the objects of the target namespace.
     namespaced: bool,
-    /// Whether only the metadata of the objects matters.
+    /// Whether preflight reads only the metadata of the objects.
     metadata_only: bool,
 }
 
-/// All lists. The `ClusterRole` of `deploy/preflight.yaml` allows them.
+/// All lists that preflight reads. The `ClusterRole` of `deploy/preflight.yaml` allows these lists.
 #[cfg(test)]
 pub(super) const SOURCES: [&Source; 10] = [
     &NODES,
@@ -69,7 +69,7 @@ impl Source {
         Self { metadata_only: true, ..self }
     }
 
-    /// Returns the path of the list on the API server. All of these APIs have version v1.
+    /// Returns the path of the list on the API server. All of these APIs are at version v1.
     pub(super) fn path(&self, namespace: &str) -> String {
         let group = if self.group.is_empty() { "/api/v1".to_owned() } else { format!("/apis/{}/v1", self.group) };
         let scope = if self.namespaced { format!("/namespaces/{namespace}") } else { String::new() };
@@ -82,7 +82,7 @@ impl Source {
     }
 }
 
-/// One part of a list.
+/// One page of a list.
 #[derive(Deserialize)]
 struct Page<T> {
     #[serde(default)]
@@ -90,7 +90,7 @@ struct Page<T> {
     items: Vec<T>,
 }
 
-/// Reads the facts from the API server. Reports a list that the API server refuses as unknown.
+/// Reads the facts from the API server. Marks a list that the API server refuses as unknown.
 ///
 /// # Errors
 /// Returns an error if the API server does not answer.
@@ -152,7 +152,8 @@ fn describe(error: &kube::Error) -> String {
     }
 }
 
-/// Reads the facts from the files of a directory. Reports a missing or malformed file as unknown.
+/// Reads the facts from the files of a directory. Marks the list of a missing or malformed file as
+/// unknown.
 pub(super) fn from_directory(directory: &Path) -> Facts {
     Facts {
         server: file(directory, VERSION_FILE),

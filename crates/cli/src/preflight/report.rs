@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 /// Severity of a finding. Errors sort first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub(super) enum Level {
-    /// The installation would fail, or would harm pods.
+    /// The installation fails, or harms pods.
     Error,
     /// Something may not work, or needs a decision.
     Warning,
@@ -15,10 +15,10 @@ pub(super) enum Level {
     Info,
 }
 
-/// Declares [`Reason`] and the list of all reasons.
+/// Declares [`Reason`] and [`Reason::ALL`].
 macro_rules! reasons {
     ($($name:ident: $doc:literal,)*) => {
-        /// Reason of a finding. The names are stable, so scripts may depend on them.
+        /// The reason for a finding. The names are stable, so that scripts can depend on them.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
         pub(super) enum Reason { $(#[doc = $doc] $name,)* }
 
@@ -79,9 +79,9 @@ reasons! {
 pub(super) struct Finding {
     pub(super) level: Level,
     pub(super) reason: Reason,
-    /// What was found, in sentences.
+    /// A description of the finding, in sentences.
     pub(super) message: String,
-    /// What to do. Empty if nothing needs to be done.
+    /// The recommended action. Empty if no action is needed.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub(super) action: String,
 }
@@ -119,7 +119,7 @@ impl Report {
         self.add(Level::Warning, reason, message, action);
     }
 
-    /// Adds a fact.
+    /// Adds a finding that needs no decision.
     pub(super) fn info(&mut self, reason: Reason, message: impl Into<String>, action: impl Into<String>) {
         self.add(Level::Info, reason, message, action);
     }

@@ -1,4 +1,4 @@
-//! The content of `cleave status`. The fields are those of `--output json`.
+//! The result of `cleave status`. `--output json` prints the same fields.
 use std::collections::BTreeMap;
 
 use cleave_api::gpunode::{AllocationStatus, GpuNode, GpuNodeStatus, GpuStatus, SliceStatus};
@@ -129,7 +129,7 @@ pub struct Policy {
     pub name: String,
     /// Sharing mode of the policy. The mode is empty if the policy is malformed.
     pub mode: String,
-    /// Number of GPUs that the policy applies to.
+    /// Number of GPUs to which the policy applies.
     pub gpus: u32,
     /// Number of nodes with these GPUs.
     pub nodes: u32,
@@ -143,7 +143,7 @@ pub struct Policy {
     pub conflict: Option<String>,
 }
 
-/// The slices of one device that one container uses.
+/// Slices of one device that are allocated to one container.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Allocation {
@@ -165,7 +165,7 @@ pub struct Allocation {
     pub threads: Option<u8>,
     /// Maximum number of SMs.
     pub sms: Option<u32>,
-    /// Maximum memory, in MiB.
+    /// Memory limit, in MiB.
     pub memory_mib: Option<u64>,
     /// The part of the memory limit that one program can allocate: the limit without the CUDA
     /// context, in MiB. `None` if the size of the context is unknown.
@@ -177,7 +177,8 @@ pub struct Allocation {
 }
 
 impl StatusReport {
-    /// Builds the report of the node `only`, or of all nodes. Reports malformed objects as such.
+    /// Builds the report of the node `only`, or of all nodes. Reports malformed objects as
+    /// malformed.
     pub fn new(
         nodes: Vec<DeserializeGuard<GpuNode>>,
         policies: Vec<DeserializeGuard<SharingPolicy>>,

@@ -1,4 +1,4 @@
-//! The report of `cleave status` as tables.
+//! Renders the report of `cleave status` as tables.
 use super::report::{Allocation, ConditionValue, Gpu, StatusReport};
 use crate::table::Table;
 
@@ -36,7 +36,7 @@ fn gpu_table(report: &StatusReport, wide: bool) -> String {
     table.render()
 }
 
-/// Adds a row for each resource of a GPU, or one row if it has none.
+/// Adds a row for each resource of a GPU, or one row for a GPU without resources.
 fn add_gpu(table: &mut Table, node: &str, gpu: &Gpu) {
     let health = health_text(gpu);
     let (index, memory, sms) = (gpu.index.to_string(), gpu.memory_mib.to_string(), gpu.sms.to_string());
@@ -134,7 +134,7 @@ fn problem_lines(report: &StatusReport) -> Vec<String> {
     remarks
 }
 
-/// Joins the distinct words, sorted, with commas.
+/// Sorts the words, removes duplicates, and joins them with commas.
 fn join_distinct(mut words: Vec<&str>) -> String {
     words.sort_unstable();
     words.dedup();

@@ -34,7 +34,8 @@ fn count_unhealthy(endpoint: &Endpoint, uuid: &str) -> (usize, usize) {
     (here.len(), there.len())
 }
 
-/// Waits until all devices of a GPU are unhealthy. Returns how long that took, and the endpoint.
+/// Waits until all devices of a GPU are unhealthy. Returns the time since `since`, and the
+/// endpoint.
 async fn wait_until_unhealthy(plugin: &mut Plugin, uuid: &str, since: Instant) -> Result<(Duration, Endpoint)> {
     let units = plugin.endpoint().devices.iter().filter(|device| gpu_of_id(&device.id) == uuid).count();
     ensure!(units > 0, "no devices of {uuid}");
@@ -43,7 +44,7 @@ async fn wait_until_unhealthy(plugin: &mut Plugin, uuid: &str, since: Instant) -
     Ok((since.elapsed(), endpoint))
 }
 
-/// Waits until all devices are healthy. Returns how long that took, in milliseconds.
+/// Waits until all devices are healthy. Returns the time since `since`, in milliseconds.
 async fn wait_until_healthy(plugin: &mut Plugin, since: Instant) -> Result<f64> {
     plugin.wait_until_served().await?;
     Ok(to_milliseconds(since.elapsed()))
@@ -134,7 +135,7 @@ pub(super) async fn measure_lost_gpu(launcher: &Launcher, report: &mut Benchmark
     Ok(())
 }
 
-/// Measures the effect of NVML event waits that all fail at once.
+/// Measures the effect of NVML event waits that always fail.
 pub(super) async fn measure_event_wait(
     launcher: &Launcher,
     over: Duration,

@@ -15,7 +15,7 @@ use super::report::{BenchmarkReport, Figure, SortedDurations};
 /// Number of calls before the measured calls, so that caches and the connection's windows settle.
 const WARM_UP_CALLS: usize = 50;
 
-/// Number of calls after each start that measure how fast the machine is at that time.
+/// Number of empty calls after each start. They measure the speed of the machine at that time.
 const FLOOR_CALLS_PER_START: usize = 100;
 
 /// Median of `GetDevicePluginOptions` in the published measurement, in milliseconds.
@@ -63,8 +63,8 @@ pub(super) async fn measure_starts_and_stops(
         floors.push(measure_floor(&client, FLOOR_CALLS_PER_START).await?.quantile(0.5));
         exits.push(plugin.stop().await?);
     }
-    // A busy machine slows both the start and the empty call, so the goal grows with the empty
-    // call's time. A fast empty call never makes the goal stricter.
+    // A busy machine slows both the start and the empty call, so scale the goal by the empty call's
+    // time. A fast empty call does not make the goal stricter.
     floors.sort_by(f64::total_cmp);
     let floor = floors.get(floors.len() / 2).copied().unwrap_or(PUBLISHED_FLOOR_MEDIAN);
     let slowdown = (floor / PUBLISHED_FLOOR_MEDIAN).max(1.0);
@@ -148,8 +148,8 @@ async fn measure_calls<T, F: Future<Output = Result<T, Status>>>(
     mut call: impl FnMut(usize) -> F,
     mut check: impl FnMut(usize, T) -> Result<()>,
 ) -> Result<SortedDurations> {
-    // Keep this thread awake: the time of its own wake-up is not part of the plugin's latency. The
-    // kubelet's Go runtime also spins before it sleeps.
+    // Keep this thread awake, so that the latency excludes the thread's own wake-up. The kubelet's
+    // Go runtime also spins before it sleeps.
     let awake = tokio::spawn(async {
         loop {
             tokio::task::yield_now().await;
@@ -330,7 +330,7 @@ async fn measure_preferred_calls(
         report.add(
             Figure::new(CALL_LATENCIES_CASE_NAME, format!("{what}, answers that differ"), different, "").with_goal(0.0),
         );
-        // The published figure is for the policy `packed`; the policy `distributed` splits each
+        // The published figure is for the policy `packed`. The policy `distributed` splits each
         // request.
         report.add(
             Figure::new(CALL_LATENCIES_CASE_NAME, format!("{what}, split"), count_to_f64(split), "")
@@ -369,8 +369,8 @@ pub(super) async fn request_preferred(
     Ok(ids)
 }
 
-/// Measures how often a request of five units is split over GPUs although one GPU could serve it,
-/// on random occupancies.
+/// Measures, on random occupancies, how often the plugin splits a request of five units although
+/// one GPU could serve it.
 pub(super) async fn measure_random_occupancy(
     plugin: &Plugin,
     states: usize,
@@ -404,7 +404,7 @@ pub(super) async fn measure_random_occupancy(
     Ok(())
 }
 
-/// Measures splits while pods arrive and leave. As in the published measurement, a pod is allocated
+/// Measures splits while pods arrive and end. As in the published measurement, each pod receives
 /// the preferred devices even if no single GPU can serve it.
 pub(super) async fn measure_churn(
     plugin: &Plugin,
@@ -418,8 +418,8 @@ pub(super) async fn measure_churn(
     let (gpus, shape) = describe_plugin(&all);
     let mut client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
     let mut churn = PodChurn::new(&all, seed);
-    // Counts for pods of 2 and of 5 units: placed, split, split although one GPU could serve it,
-    // and split but granted by Allocate.
+    // Counts for pods of 2 and of 5 units: placed, split, split although one GPU could serve the
+    // pod, and split but accepted by Allocate.
     let mut tally = [[0_usize; 4]; 2];
     for _ in 0..arrivals {
         let (units, Some(free)) = churn.next_pod() else { continue };
@@ -563,7 +563,7 @@ pub(super) async fn measure_deleted_socket(plugin: &Plugin, report: &mut Benchma
     let took = tokio::time::timeout(PLUGIN_REACTION_TIMEOUT, answered)
         .await
         .context("the plugin did not notice the deleted socket")?;
-    // Published figure: not within 20 s.
+    // The published plugin did not answer within 20 s.
     report.add(
         Figure::new(CASE_NAME, "own socket deleted → answers again", to_milliseconds(took), "ms")
             .with_published(f64::INFINITY),

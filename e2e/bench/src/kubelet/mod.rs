@@ -71,8 +71,8 @@ pub(crate) struct KubeletArgs {
     #[arg(long, default_value_t = 10)]
     units: u32,
     /// Command of the plugin. The plugin finds its directories in `CLEAVE_DEVICE_PLUGIN_DIR`,
-    /// `CLEAVE_POD_RESOURCES_SOCKET`, `CLEAVE_RUN_DIR`, `CLEAVE_STATE_DIR` and `CLEAVE_CDI_DIR`;
-    /// `{dir}` in an argument is the directory above them, new for each start.
+    /// `CLEAVE_POD_RESOURCES_SOCKET`, `CLEAVE_RUN_DIR`, `CLEAVE_STATE_DIR` and `CLEAVE_CDI_DIR`.
+    /// `{dir}` in an argument is their parent directory, which is new for each start.
     #[arg(last = true)]
     command: Vec<String>,
 }

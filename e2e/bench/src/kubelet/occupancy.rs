@@ -1,4 +1,4 @@
-//! Free shares, and arrivals and departures of pods. Pure, with seeded random numbers.
+//! Generates occupancies, and arrivals and departures of pods. Pure, with seeded random numbers.
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Returns the GPU of a share: the part of the share's id before the number.
@@ -11,7 +11,7 @@ pub(super) fn count_gpus<'a>(ids: impl IntoIterator<Item = &'a str>) -> usize {
     ids.into_iter().map(gpu_of_id).collect::<BTreeSet<_>>().len()
 }
 
-/// Returns whether one GPU has at least this many of the shares.
+/// Returns whether one GPU has at least `units` of the free shares.
 pub(super) fn fits_on_one_gpu(free: &[&str], units: usize) -> bool {
     let mut count: BTreeMap<&str, usize> = BTreeMap::new();
     free.iter().any(|id| {
@@ -21,7 +21,7 @@ pub(super) fn fits_on_one_gpu(free: &[&str], units: usize) -> bool {
     })
 }
 
-/// Draws free shares in random order: for each GPU a uniformly distributed number of random shares.
+/// Draws free shares in random order. The number of shares of each GPU is uniformly distributed.
 pub(super) fn random_free_shares<'a>(all: &[&'a str], rng: &mut fastrand::Rng) -> Vec<&'a str> {
     let mut by_gpu: BTreeMap<&str, Vec<&'a str>> = BTreeMap::new();
     for id in all {
@@ -37,15 +37,15 @@ pub(super) fn random_free_shares<'a>(all: &[&'a str], rng: &mut fastrand::Rng) -
     free
 }
 
-/// Shares that pods request, each with equal probability.
+/// Numbers of shares that pods request, each with equal probability.
 const POD_SIZES_IN_SHARES: [usize; 4] = [1, 1, 2, 5];
 
-/// Pods that arrive one by one, and leave after some further arrivals.
+/// Pods that arrive one by one, and end after some further arrivals.
 pub(super) struct PodChurn<'a> {
     free: BTreeSet<&'a str>,
     total: usize,
-    /// Allocated shares, by the number of the arrival before which they are freed.
-    leaving: BTreeMap<usize, Vec<&'a str>>,
+    /// Allocated shares, by the number of the arrival before which the simulation frees them.
+    departures: BTreeMap<usize, Vec<&'a str>>,
     longest: usize,
     arrivals: usize,
     used: usize,
@@ -59,7 +59,7 @@ impl<'a> PodChurn<'a> {
         Self {
             free: all.iter().copied().collect(),
             total: all.len(),
-            leaving: BTreeMap::new(),
+            departures: BTreeMap::new(),
             longest: all.len() * 24 / 40,
             arrivals: 0,
             used: 0,
@@ -71,8 +71,8 @@ impl<'a> PodChurn<'a> {
     /// pod needs more shares than are free.
     pub(super) fn next_pod(&mut self) -> (usize, Option<Vec<&'a str>>) {
         self.arrivals += 1;
-        let remaining = self.leaving.split_off(&(self.arrivals + 1));
-        let left = std::mem::replace(&mut self.leaving, remaining);
+        let remaining = self.departures.split_off(&(self.arrivals + 1));
+        let left = std::mem::replace(&mut self.departures, remaining);
         self.free.extend(left.into_values().flatten());
         self.used += self.total - self.free.len();
         let size = self.rng.choice(POD_SIZES_IN_SHARES).unwrap_or(1);
@@ -84,12 +84,12 @@ impl<'a> PodChurn<'a> {
         (size, Some(free))
     }
 
-    /// Allocates these shares to the pod. Returns whether all were free and different.
+    /// Allocates these shares to the pod. Returns whether all shares were free and distinct.
     pub(super) fn allocate(&mut self, ids: &[String]) -> bool {
         let allocated: Vec<_> = ids.iter().filter_map(|id| self.free.take(id.as_str())).collect();
         let sound = allocated.len() == ids.len();
         let lifetime = self.rng.usize(1..=self.longest.max(1));
-        self.leaving.entry(self.arrivals + lifetime).or_default().extend(allocated);
+        self.departures.entry(self.arrivals + lifetime).or_default().extend(allocated);
         sound
     }
 

@@ -15,7 +15,7 @@ use super::simulated::{Sharing, SimulatedHardware};
 /// Time limit for any reaction of the plugin. NVIDIA's plugin retries after 30 s.
 pub(super) const PLUGIN_REACTION_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The settings that the benchmark starts a plugin with.
+/// The settings with which the benchmark starts a plugin.
 pub(super) struct Launcher {
     resource: String,
     program: PathBuf,
@@ -43,7 +43,8 @@ pub(super) struct Plugin {
     _run_directory: tempfile::TempDir,
 }
 
-/// A file system in memory, if the machine has one here. On a node, `/run` is one.
+/// The directory of a file system in memory, which not every machine has. On a node, `/run` is such
+/// a file system.
 const MEMORY_FILE_SYSTEM: &str = "/dev/shm";
 
 /// Name of the directory in which the plugin registers at the relay.
@@ -92,7 +93,7 @@ impl Launcher {
         })
     }
 
-    /// Starts this kubelet relay between the kubelet and the plugin, as the chart does.
+    /// Adds a kubelet relay between the kubelet and the plugin, as the chart does.
     pub(super) fn with_relay(self, relay: Option<&Path>) -> Self {
         Self { relay: relay.map(Path::to_owned), ..self }
     }
@@ -245,7 +246,7 @@ impl Plugin {
         Ok(())
     }
 
-    /// Terminates the plugin, its relay and its MPS host. Returns how long the plugin took to exit.
+    /// Terminates the plugin, its relay and its MPS host. Returns the time until the plugin exited.
     pub(super) async fn stop(mut self) -> Result<Duration> {
         let took = terminate(&mut self.child).await?;
         if let Some(mut relay) = self.relay.take() {
@@ -270,7 +271,7 @@ async fn wait_for_socket(path: &Path) -> Result<()> {
         .with_context(|| format!("nothing listens at {}", path.display()))
 }
 
-/// Sends SIGTERM to a process, and waits until it exits. Returns how long it took.
+/// Sends SIGTERM to a process, and waits until the process exits. Returns the time to the exit.
 async fn terminate(child: &mut Child) -> Result<Duration> {
     let pid = child.id().and_then(|pid| i32::try_from(pid).ok()).and_then(rustix::process::Pid::from_raw);
     let sent = Instant::now();

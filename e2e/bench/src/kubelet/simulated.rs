@@ -1,4 +1,4 @@
-//! Simulated GPUs for the agent: a new machine for each start, and a spec that replaces the
+//! Simulated GPUs for the agent: a new machine for each start, and a spec in place of the
 //! operator's.
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -58,7 +58,8 @@ impl SimulatedHardware {
         directory.join("machine")
     }
 
-    /// Returns the environment that lets the agent and the MPS host find the simulated hardware.
+    /// Returns the environment variables with which the agent and the MPS host find the simulated
+    /// hardware.
     pub(super) fn environment(&self, directory: &Path) -> [(&'static str, OsString); 3] {
         [
             (STATE_DIRECTORY_ENV, Self::machine_directory(directory).into()),

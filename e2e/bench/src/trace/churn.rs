@@ -1,5 +1,5 @@
-//! Simulates a cluster with departures and drift. Policies learn typical demands from arrivals,
-//! without a list in advance.
+//! Simulates a cluster with departures and drift. Policies learn typical demands from arrivals, and
+//! receive no list of pods in advance.
 use std::collections::{BTreeMap, VecDeque};
 
 use anyhow::{Result, ensure};
@@ -19,17 +19,17 @@ const ARRIVAL_COUNT: usize = 200_000;
 const MAX_LIFETIME_SECONDS: f64 = 6.0 * 3600.0;
 /// Mean GPU demand relative to the capacity.
 const OFFERED_LOAD_PER_CAPACITY: f64 = 1.05;
-/// Number of arrivals after which an arrival has half of its weight.
+/// Number of further arrivals after which an arrival has half of its weight.
 const HALF_LIFE_ARRIVALS: f64 = 4_000.0;
 /// Number of arrivals between updates of the typical demands.
 const RELEARN_INTERVAL_ARRIVALS: usize = 500;
-/// Number of first arrivals that fill the cluster and are not measured.
+/// Number of arrivals that fill the cluster before the measurement starts.
 const WARM_UP_ARRIVALS: usize = ARRIVAL_COUNT / 3;
-/// Maximum number of waiting pods considered on a departure: the first ones, like in a scheduler's
-/// queue.
+/// Maximum number of waiting pods considered on a departure. As in a scheduler's queue, the first
+/// pods are considered.
 const MAX_WAITING_PODS_CONSIDERED: usize = 64;
 
-/// Converts seconds since the start to milliseconds, to be used as a key.
+/// Converts seconds since the start to milliseconds, for use as a key.
 fn to_milliseconds(seconds: f64) -> u64 {
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a run lasts far less than 2^53 ms")]
     let milliseconds = (seconds.max(0.0) * 1000.0) as u64;
@@ -44,7 +44,7 @@ pub(super) fn run<P: PlacementPolicy>(policy: Policy, seed: u64, mut cluster: Cl
         .collect();
     ensure!(!pods.is_empty(), "the list has no creation and deletion times");
     let capacity: u64 = cluster.hosts().iter().map(|host| u64::from(host.free_gpu_thousandths())).sum();
-    // Little's law gives the arrivals per second for which demand · lifetime is the offered load
+    // By Little's law, this rate of arrivals per second causes a mean demand of the offered load
     // times the capacity.
     let work: f64 = pods.iter().map(|(pod, life)| f64::from(pod.demand.total()) * life).sum::<f64>()
         / f64::from(u32::try_from(pods.len())?);

@@ -13,7 +13,7 @@ use super::lists::{Host, Pod};
 /// The resource of the simulated GPUs. Each GPU has [`GPU`] units.
 pub(super) const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
-/// Where a pod was placed.
+/// The node and the GPUs of a placed pod.
 #[derive(Debug, Clone)]
 pub(super) struct PodPlacement {
     pod: String,
@@ -29,16 +29,16 @@ pub(super) struct Cluster<S: Score> {
     by_name: BTreeMap<String, usize>,
     ledger: Ledger,
     pub(super) chooser: Chooser<S>,
-    /// The initial score, until the policy has learned one.
+    /// The initial score, used until the policy has learned a score.
     score: S,
     /// Allocations of each node, as its agent reports them.
     allocations: Vec<Vec<Allocation>>,
     pods: usize,
-    /// How pods without GPUs are placed.
+    /// How the benchmark places pods without GPUs.
     without_gpus: CpuPodPlacement,
 }
 
-/// How pods without GPUs are placed.
+/// How the benchmark places pods without GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(super) enum CpuPodPlacement {
     /// The placement policy under test also places these pods, as the published policies do.

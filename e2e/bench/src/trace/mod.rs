@@ -1,9 +1,9 @@
 //! `cleave-bench trace`: compares placement policies on a public GPU trace, as in "Beware of
 //! Fragmentation" (USENIX ATC'23).
 //!
-//! The workload is all pods of a list, plus pods drawn from the list at random. Drawing ends when
-//! the GPU demand would exceed 130 % of the cluster's capacity. The pods are shuffled and placed
-//! one by one. A pod that fits nowhere is dropped.
+//! The workload is all pods of a list, plus pods drawn from the list at random. Drawing ends before
+//! the GPU demand exceeds 130 % of the cluster's capacity. The pods are shuffled and placed one by
+//! one. A pod that fits nowhere is dropped.
 mod chooser;
 mod churn;
 mod cluster;
@@ -26,8 +26,8 @@ use policies::{BestFitScore, FgdScore, RandomScore};
 use random::Rng;
 use serde_json::json;
 
-/// Replays a list of pods on a list of nodes, and prints how much of the GPUs a placement policy
-/// allocates.
+/// Replays a list of pods on a list of nodes, and prints the fraction of the GPUs that a placement
+/// policy allocates.
 #[derive(clap::Args)]
 pub(crate) struct TraceArgs {
     /// CSV file of nodes: `sn,cpu_milli,memory_mib,gpu,model`.

@@ -1,4 +1,4 @@
-//! The placement policies that Cleave's policy is compared with.
+//! The placement policies to which the benchmark compares Cleave's policy.
 use std::cell::RefCell;
 
 use cleave_plan::placement::demand::TypicalPod;

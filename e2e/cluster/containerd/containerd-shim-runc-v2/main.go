@@ -1,5 +1,5 @@
-// Command containerd-shim-runc-v2 supervises the containers of one pod for containerd. It is a
-// separate program, because its plugins and containerd's use the same registry.
+// Command containerd-shim-runc-v2 supervises the containers of one pod for containerd. The shim is
+// a separate program, because its plugins and containerd's plugins use the same registry.
 package main
 
 import (

@@ -1,5 +1,5 @@
-//! Input of the agent: its checkpoint, its node's spec, the status of the MPS host, pods and
-//! `/proc`.
+//! Targets for input of the agent: its checkpoint, the spec of its `GpuNode`, the status of the MPS
+//! host, pods and `/proc`.
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -52,12 +52,12 @@ pub(super) fn sample_actions() -> Actions {
     run_agent(Some(checkpoint), GpuNodeState::Present(3, sample_spec()), HostView::default())
 }
 
-/// Runs an agent's model on all of its inputs, and returns its last actions.
+/// Passes all inputs to the agent's model, and returns its last actions.
 ///
-/// Checks after each step that the MPS host, the API server and the next agent accept what the
-/// agent writes. The checks are weaker if the checkpoint has GPUs that NVML does not list. Such
-/// GPUs count as lost and keep their layout, so an instance may appear twice. The next agent
-/// refuses a checkpoint with such an instance.
+/// Checks after each step that the MPS host, the API server and the next agent accept the agent's
+/// output. The checks are weaker if the checkpoint has GPUs that NVML does not list. Such GPUs
+/// count as lost and keep their layout, so the model may contain the same instance twice. The next
+/// agent refuses a checkpoint with a duplicate instance.
 fn run_agent(checkpoint: Option<Checkpoint>, object: GpuNodeState, view: HostView) -> Actions {
     let listed: BTreeSet<String> = (0..fixtures::GPUS_PER_NODE).map(fixtures::gpu_uuid).collect();
     let contradicts = |known: &Checkpoint| {
@@ -70,7 +70,7 @@ fn run_agent(checkpoint: Option<Checkpoint>, object: GpuNodeState, view: HostVie
     let held: Vec<ContainerDevices> = allocations.iter().map(|(_, allocation)| container_devices(allocation)).collect();
     let mut table =
         AllocationTable { pending: PendingAllocations::with_watch(), allocations, ..AllocationTable::default() };
-    // Before the first result of NVML the agent relies on the checkpoint.
+    // Before the first result from NVML, the agent relies on the checkpoint.
     check_actions(&node.reconcile(&mut table, start), true);
     node.record_gpu_node(object);
     node.record_mps_view(view);
@@ -98,7 +98,7 @@ fn container_devices(allocation: &Allocation) -> ContainerDevices {
     }
 }
 
-/// Checks that the MPS host and the API server accept what the agent writes. If `is_consistent` is
+/// Checks that the MPS host and the API server accept the agent's output. If `is_consistent` is
 /// true, also checks the checkpoint and the lists of devices, which a contradictory checkpoint can
 /// break.
 fn check_actions(actions: &Actions, is_consistent: bool) {

@@ -1,4 +1,4 @@
-//! A small cluster, as each of its components reports it. Samples are derived from it.
+//! A small cluster, as each of its components reports it. Most samples come from this cluster.
 use std::fmt::Debug;
 
 use cleave_api::gpunode::{GpuStatus, Health, MigStatus, SliceStatus};
@@ -20,7 +20,8 @@ pub(super) const GPU_MEMORY_MIB: u64 = 81_079;
 /// Number of GPUs per node.
 pub(super) const GPUS_PER_NODE: u32 = 5;
 
-/// Encodes a value as JSON. If that fails, returns an empty sample, which no target can read.
+/// Encodes a value as JSON. Returns an empty sample, which no target can read, if the encoding
+/// fails.
 pub(super) fn to_json(value: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(value).unwrap_or_default()
 }
@@ -41,7 +42,7 @@ pub(super) fn gpu_uuid(index: u32) -> String {
 /// Returns the GPUs of a node, as NVML describes them. The last one is divided into two MIG
 /// instances.
 pub(super) fn gpus() -> Vec<Gpu> {
-    // Only two profiles, so that mutations also hit other fields.
+    // Keep only two profiles, so that mutations also change other fields.
     let profiles: Vec<MigProfile> = built_in(GPU_MODEL, GPU_MEMORY_MIB)
         .unwrap_or_default()
         .into_iter()
@@ -84,7 +85,7 @@ pub(super) fn gpus() -> Vec<Gpu> {
     (0..GPUS_PER_NODE).map(gpu).collect()
 }
 
-/// Returns the status of an MPS host that has applied all of `desired`.
+/// Returns the status of an MPS host that has applied the whole desired state.
 pub(super) fn mps_host_status(desired: &Desired) -> MpsHostStatus {
     let client = Client { pid: 579, allocation: desired.allocations.keys().next().cloned() };
     let daemon = |device: &String| {
@@ -114,7 +115,8 @@ pub(super) fn mps_host_status(desired: &Desired) -> MpsHostStatus {
     }
 }
 
-/// Returns a pod that requests slices. `more` sets further fields, by `SECTION/FIELD`.
+/// Returns a pod that requests slices. `more` contains further fields, whose keys have the form
+/// `SECTION/FIELD`.
 pub(super) fn pod(name: &str, resource: &str, count: u32, more: &Value) -> Value {
     let mut pod = json!({
         "apiVersion": "v1",
@@ -198,8 +200,8 @@ pub(super) fn policies() -> Vec<Value> {
     ]
 }
 
-/// Returns a cluster of two nodes with these GPUs, as lists of the objects that the operator
-/// watches.
+/// Returns a cluster of two nodes with the GPUs of [`gpus`], as lists of the objects that the
+/// operator watches.
 pub(super) fn cluster() -> Value {
     let profiles: Vec<Value> = built_in(GPU_MODEL, GPU_MEMORY_MIB)
         .unwrap_or_default()

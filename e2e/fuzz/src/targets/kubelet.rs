@@ -1,4 +1,5 @@
-//! Input from the kubelet: requests to a plugin, the list of allocations, and its checkpoint.
+//! Targets for input from the kubelet: requests to a device plugin, the list of allocations, and
+//! the kubelet's checkpoint.
 use std::collections::BTreeSet;
 use std::fmt::Debug;
 
@@ -17,7 +18,7 @@ use crate::{ReadResult, Target, assert_printable};
 
 const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
-/// Checks that decoding an encoded message returns the same message.
+/// Decodes a message. Checks that encoding and decoding it again returns the same message.
 fn decode_message<T: Message + Default + PartialEq + Debug>(bytes: &[u8]) -> Option<T> {
     let read = T::decode(bytes).ok()?;
     assert_eq!(T::decode(read.encode_to_vec().as_slice()).as_ref(), Ok(&read));

@@ -1,4 +1,5 @@
-//! Input from MPS daemons and their clients, and the messages between agent and MPS host.
+//! Targets for input from MPS daemons and their clients, and for messages between the agent and the
+//! MPS host.
 use cleave_gpu::mps::log::{LogEvent, parse_log_line};
 use cleave_gpu::mps::protocol::{
     Command, PeerKind, ReplyPacket, command_packets, is_answer_with_memory_limit, is_answer_with_percentage,
@@ -75,7 +76,7 @@ fn read_control_packet(packet: &[u8]) -> ReadResult {
     }
 }
 
-/// Passes this answer to every parser of answers.
+/// Passes an answer to every parser of answers, and checks their results.
 fn parse_answer(text: &str) {
     if let Ok(read) = parse_pids(text) {
         let written: Vec<String> = read.iter().map(u32::to_string).collect();
@@ -168,7 +169,7 @@ fn read_log(bytes: &[u8]) -> ReadResult {
         for pid in named.into_iter().chain(read.pid) {
             assert!(line.contains(&pid.to_string()), "{line:?} does not name {pid}");
         }
-        // The line that the daemon prints for these values.
+        // Format the line that the daemon prints for these values.
         let again = format!("[2026-11-21 10:38:36.269 {} {}] {}", read.source, read.pid.unwrap_or(0), read.text);
         if !read.source.is_empty() && read.pid.is_some() {
             assert_eq!(parse_log_line(&again), read, "{again:?}");

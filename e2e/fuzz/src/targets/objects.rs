@@ -1,4 +1,4 @@
-//! Input of the operator: objects of the API server, and its admission requests.
+//! Targets for input of the operator: objects and admission requests from the API server.
 use cleave_api::{GpuNode, SharingPolicy, SharingPolicySpec};
 use cleave_operator::admission::webhook::{PodChange, review};
 use cleave_operator::dry;
@@ -116,8 +116,8 @@ pub(super) fn read_cluster(cluster: &Value) -> Option<Observed> {
     FuzzedCluster::deserialize(cluster).ok().map(FuzzedCluster::into_observed)
 }
 
-/// Runs the operator's planning. Checks that the plan breaks no rule, and that the written objects
-/// can be read again.
+/// Runs the operator's planning. Checks that the plan passes `check`, and that the operator's
+/// readers accept the written objects.
 pub(super) fn plan_cluster(observed: &Observed) -> dry::DryRun {
     let mut plan = plan::plan(observed);
     let outcome: Outcome =

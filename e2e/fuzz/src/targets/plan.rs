@@ -1,4 +1,4 @@
-//! Input of `cleave plan --snapshot`.
+//! The target for input of `cleave plan --snapshot`.
 use cleave_plan::{Policy, Snapshot, check, plan};
 use serde_json::json;
 

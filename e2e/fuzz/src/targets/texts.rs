@@ -1,4 +1,4 @@
-//! Short texts with a grammar: annotations, quantities, names.
+//! Targets for short texts with a grammar: annotations, quantities and names.
 use cleave_agent::gpu::layout::{parse_slice_id, slice_id};
 use cleave_api::cordon::{ClearedFaults, Cordons, check_reason};
 use cleave_api::placement::Placement;
@@ -84,7 +84,7 @@ pub(super) const QUANTITY: Target = Target {
                 assert!(count <= milli);
             }
         }
-        // Ten times a quantity must not be smaller than the quantity.
+        // Appending a digit must not make a quantity smaller.
         if let (Some(milli), true) = (read.milli(), text.bytes().all(|byte| byte.is_ascii_digit())) {
             let tenfold = Quantity::new(&format!("{text}0")).milli();
             assert!(tenfold.is_none_or(|tenfold| tenfold >= milli), "{text}");

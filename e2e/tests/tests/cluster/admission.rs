@@ -1,5 +1,5 @@
-//! Tests that admission policies refuse pods that would break a promise, and explain why. Other
-//! pods are not affected.
+//! Tests that admission policies refuse pods that would break a promise, with an explanation, and
+//! do not affect other pods.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Refused, Scope, kubectl, pod, text, wait_until};
 use serde_json::{Value, json};
@@ -35,7 +35,8 @@ pub(crate) fn extra_container(name: &str, env: &Value) -> Value {
     json!({"name": name, "image": "localhost/cleave-client:dev", "imagePullPolicy": "Never", "env": [env]})
 }
 
-/// Creates a pod in a dry run. Returns the message of the refusal, or `None` if it is admitted.
+/// Creates a pod in a dry run. Returns the message of the refusal, or `None` if the pod is
+/// admitted.
 fn refusal_message(scope: &Scope, pod: &Value) -> Result<Option<String>> {
     refusal_of(scope.cluster.create(&format!("/api/v1/namespaces/{}/pods?dryRun=All", scope.namespace), pod))
 }
@@ -139,7 +140,7 @@ fn a_pod_with_shares_cannot_set_what_cleave_sets() -> Result<()> {
 fn an_ephemeral_container_cannot_set_what_cleave_sets() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "ephemeral")?;
-    // No node offers shares, so the pod remains Pending, which is sufficient for this test.
+    // No node advertises shares, so the pod remains Pending, which is sufficient for this test.
     scope.create_pod("waits", &json!({SHARES_RESOURCE: 1}), "true")?;
     let path = format!("{}/ephemeralcontainers", scope.pod_path("waits"));
     let debug = |env: &Value| json!({"spec": {"ephemeralContainers": [extra_container("debug", env)]}});
@@ -252,7 +253,7 @@ fn pods_without_shares_are_not_affected() -> Result<()> {
 }
 
 #[test]
-fn a_label_on_the_namespace_makes_exceptions() -> Result<()> {
+fn a_label_on_the_namespace_excepts_its_pods_from_the_named_rules() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "allow")?;
     let shares = json!({SHARES_RESOURCE: 1});

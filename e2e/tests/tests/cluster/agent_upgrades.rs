@@ -8,9 +8,9 @@ use cleave_e2e::{Cluster, SYSTEM_NAMESPACE, Scope, text, wait_until, wait_withou
 use serde_json::{Value, json};
 
 use crate::restarts::is_ready;
-use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, ten_shares, wait_until_offered};
+use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, ten_shares, wait_until_advertised};
 
-/// The `DaemonSet` of the agents. Dropping the value restores its containers, and waits until all
+/// The `DaemonSet` of the agents. Dropping this value restores the containers, and waits until all
 /// agents match.
 struct Agents<'a> {
     cluster: &'a Cluster,
@@ -43,7 +43,7 @@ impl<'a> Agents<'a> {
         self.set_containers(&containers)
     }
 
-    /// Returns whether all agents match the template and are ready, and no other agent is left.
+    /// Returns whether all agents match the template and are ready, and no other agent exists.
     fn is_rolled_out(&self) -> Result<bool> {
         let set = self.cluster.get(&self.path)?;
         let (status, all) = (&set["status"], &set["status"]["desiredNumberScheduled"]);
@@ -85,7 +85,7 @@ fn a_roll_out_of_agents_that_fail_after_they_take_over_stops_at_the_first_node()
     scope.create_policy("shares-on-all-nodes", &spec)?;
     let old = agents.pods()?;
     for node in old.values().map(|pod| text(&pod["spec"]["nodeName"])) {
-        wait_until(&format!("{node} offers shares"), || Ok(cluster.allocatable(&node, SHARES_RESOURCE)? > 0))?;
+        wait_until(&format!("{node} advertises shares"), || Ok(cluster.allocatable(&node, SHARES_RESOURCE)? > 0))?;
     }
     // With this setting, an agent takes over but never serves.
     agents.set_env(&[("CLEAVE_RELAY_DIR", "/run/none"), ("CLEAVE_PROBATION", "5")])?;
@@ -146,5 +146,5 @@ fn a_roll_out_of_agents_while_pods_arrive_rejects_none() -> Result<()> {
         let path = format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{}", text(&pod["metadata"]["name"]));
         wait_until(&format!("the old agent {uid} has ended"), || Ok(cluster.find(&path)?.is_none()))?;
     }
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE).with_context(|| NODE)
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE).with_context(|| NODE)
 }

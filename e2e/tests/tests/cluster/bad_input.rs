@@ -7,13 +7,13 @@ use cleave_e2e::{Cluster, POLICIES_PATH, Scope, pod, text, wait_until};
 use serde_json::{Value, json};
 
 use crate::gate::{SLEEP_FOREVER_SCRIPT, is_gated, wait_for_event};
-use crate::stranded::{check_runs_soon, node_path, offers_shares};
+use crate::stranded::{check_runs_soon, node_path, advertises_shares};
 use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, ten_shares};
 
 const MANY_PODS: usize = 500;
 const HOSTNAME: &str = "kubernetes.io/hostname";
 
-/// Creates [`MANY_PODS`] pods on [`NODE`] that request this many shares.
+/// Creates [`MANY_PODS`] pods on [`NODE`], each of which requests this number of shares.
 fn create_many_pods(scope: &Scope, shares: u32) -> Result<()> {
     for index in 0..MANY_PODS {
         scope.create_pod_on_node(
@@ -26,7 +26,7 @@ fn create_many_pods(scope: &Scope, shares: u32) -> Result<()> {
     Ok(())
 }
 
-/// Creates a pod of one share on [`NODE`], and checks that it runs soon.
+/// Creates a pod with one share on [`NODE`], and checks that the pod runs soon.
 fn check_another_pod(scope: &Scope, name: &str) -> Result<()> {
     scope.create_pod_on_node(NODE, name, &json!({SHARES_RESOURCE: 1}), SLEEP_FOREVER_SCRIPT)?;
     check_runs_soon(scope, name)
@@ -68,8 +68,8 @@ fn five_hundred_pods_that_can_never_run_delay_no_pod_that_can() -> Result<()> {
     create_many_pods(&scope, 11)?;
     check_another_pod(&scope, "first")?;
     wait_for_event(&scope, "many-0", "the largest has 10")?;
-    // The operator releases all of these pods as unschedulable. The size of a patch does not depend
-    // on the cluster's size.
+    // The operator releases all of these pods as unschedulable. The size of each release's patch
+    // does not depend on the cluster's size.
     let last = format!("many-{}", MANY_PODS - 1);
     wait_until("the last of them is released", || Ok(!is_gated(&cluster.get(&scope.pod_path(&last))?)))?;
     wait_until("the scheduler has examined the last of them", || {
@@ -116,7 +116,7 @@ fn a_policy_that_is_deleted_while_five_hundred_pods_wait_delays_no_other_pod() -
     })
 }
 
-/// A hostname label that differs from the node's name. Dropping the value restores the label.
+/// A hostname label that differs from the node's name. Dropping this value restores the label.
 struct OtherHostname<'a>(&'a Cluster, &'a str);
 
 impl OtherHostname<'_> {
@@ -138,7 +138,7 @@ fn a_node_whose_hostname_label_differs_from_its_name_serves_pods() -> Result<()>
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "hostname")?;
     scope.create_policy("ten-shares", &json!({"mode": "Mps", "mps": {"units": 10}}))?;
-    wait_until("node2 offers shares", || offers_shares(&cluster, "node2"))?;
+    wait_until("node2 advertises shares", || advertises_shares(&cluster, "node2"))?;
     let hostname = OtherHostname(&cluster, "node2");
     hostname.set("ip-10-0-0-2")?;
     scope.create_pod_on_node("ip-10-0-0-2", "runs", &json!({SHARES_RESOURCE: 2}), SLEEP_FOREVER_SCRIPT)?;

@@ -5,7 +5,7 @@ use anyhow::Result;
 use cleave_e2e::{SYSTEM_NAMESPACE, run_program};
 use serde_json::Value;
 
-/// A changed chart value. Dropping it restores the earlier value.
+/// A changed chart value. Dropping this setting restores the earlier value.
 pub(crate) struct Setting {
     earlier_values: Vec<(&'static str, Value)>,
 }

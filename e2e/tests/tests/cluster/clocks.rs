@@ -20,7 +20,7 @@ use crate::health::{RepairGuard, cleave_path, gpu_status, wait_for_health};
 use crate::restarts::{component_pod, is_ready};
 use crate::{
     GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, allocations, container_and_restarts, daemon_pids,
-    ten_shares, wait_until_offered,
+    ten_shares, wait_until_advertised,
 };
 
 const CLOCK_LIBRARY_PATH: &str = "/usr/lib/libsim_clock.so";
@@ -30,11 +30,11 @@ const HOUR_SECONDS: i64 = 3600;
 /// Script of a client that ignores SIGTERM, so that it uses its whole grace period.
 const IGNORE_SIGTERM_SCRIPT: &str = "trap '' TERM; exec cleave-client --hold forever";
 
-/// Sets the clock that Cleave's programs read. Dropping the value restores the machine's clock.
+/// Sets the clock that Cleave's programs read. Dropping this value restores the machine's clock.
 struct Clocks<'a> {
     cluster: &'a Cluster,
-    /// Runs one operator, because tests find a process by its node and two operators may be on one
-    /// node. Restored after the clock.
+    /// Limits the operator to one replica, because tests find a process by its node, and two
+    /// operators may be on one node. Restored after the clock.
     _operators: Setting,
 }
 
@@ -64,7 +64,8 @@ impl<'a> Clocks<'a> {
             let pods = self.cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods"))?;
             let is_settled = |pod: &Value| pod["metadata"]["deletionTimestamp"].is_null() && is_ready(pod);
             let settled = pods.len() == 3 * self.cluster.nodes()?.len() + 1 && pods.iter().all(is_settled);
-            // The DaemonSet's controller may have recreated a pod from the former template.
+            // Check the revision, because the DaemonSet's controller may have recreated a pod from
+            // the former template.
             let hosts =
                 self.cluster.get(&format!("/apis/apps/v1/namespaces/{SYSTEM_NAMESPACE}/daemonsets/cleave-mps-host"))?;
             let (status, nodes) = (&hosts["status"], self.cluster.nodes()?.len());
@@ -89,10 +90,11 @@ impl<'a> Clocks<'a> {
         Ok(all)
     }
 
-    /// Sets the clock of all programs this many seconds ahead of the correct time.
+    /// Sets the clock of all programs to this number of seconds ahead of the correct time.
     fn set_offset(&self, seconds: i64) -> Result<()> {
         for (node, pid) in self.processes()? {
-            // Write atomically: a program that reads half a number would use a wrong time.
+            // Write atomically, because a program that reads a partial number would use a wrong
+            // time.
             let write = "printf '%s' \"$1\" >\"$0.new\" && mv \"$0.new\" \"$0\"";
             let file = format!("/proc/{pid}/root/dev/shm/sim-clock");
             on_node(&node, &["sh", "-c", write, &file, &seconds.to_string()])?;
@@ -103,7 +105,7 @@ impl<'a> Clocks<'a> {
 
 impl Drop for Clocks<'_> {
     fn drop(&mut self) {
-        // The file with the offset is deleted with the pods.
+        // Kubernetes deletes the file with the offset together with the pods.
         if let Err(error) = self.change_environment("LD_PRELOAD-") {
             let _ = writeln!(std::io::stderr(), "failed to restore the clock of Cleave's programs: {error:#}");
         }
@@ -196,8 +198,8 @@ fn clock_jumps_lose_no_share_reservation_or_grace_period_and_restart_nothing() -
             "{leaving} got {took:?} of its grace of {GRACE_SECONDS} s while the clock is off by {off} s"
         );
         wait_until(&format!("{leaving} no longer exists"), || Ok(cluster.find(&scope.pod_path(&leaving))?.is_none()))?;
-        // A pod that is released and runs shows that the operator and the agent have worked since
-        // the jump.
+        // A pod that is released and runs shows that the operator and the agent work after the
+        // jump.
         let probe = format!("probe-{at}");
         scope.create_pod_on_node(NODE, &probe, &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
         scope.wait_until_running(&probe)?;
@@ -211,7 +213,7 @@ fn clock_jumps_lose_no_share_reservation_or_grace_period_and_restart_nothing() -
     }
     scope.delete_pod("reserved", 0)?;
     scope.wait_until_running("next")?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)
 }
 
 #[test]
@@ -237,10 +239,10 @@ fn a_fault_after_an_uncordon_lasts_although_the_clock_was_set_back() -> Result<(
     run_program(&cleave_path(), &["uncordon", NODE, "2"])?;
     wait_for_health(&cluster, 2, "")?;
     wait_for_health(&cluster, 3, "NeedsReset")?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
     run_program(&cleave_path(), &["uncordon", NODE, "3"])?;
     wait_for_health(&cluster, 3, "")?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     drop(scope);
     Ok(())
 }

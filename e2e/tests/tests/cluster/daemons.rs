@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::restarts::{component_pod, is_ready};
 use crate::{
-    GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, allocations, daemon_pids, ten_shares, wait_until_offered,
+    GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, allocations, daemon_pids, ten_shares, wait_until_advertised,
 };
 
 #[test]
@@ -27,7 +27,7 @@ fn a_killed_daemon_restarts_with_its_limits_and_clients_wait_for_it() -> Result<
     let faults = Faults::on(NODE);
     faults.simgpu(&["fail", "mps:start", "--gpu", &device])?;
     on_node(NODE, &["kill", "-9", &daemon.to_string()])?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
     scope.exec_in_pod("two", &["sh", "-c", "cleave-client --once >/report 2>&1 & echo started"])?;
     wait_until("the client waits at the door", || {
         ensure!(scope.exec_in_pod("two", &["cat", "/report"])?.is_empty(), "the client ran without a daemon");
@@ -37,7 +37,7 @@ fn a_killed_daemon_restarts_with_its_limits_and_clients_wait_for_it() -> Result<
     wait_until("the client runs", || Ok(!scope.exec_in_pod("two", &["cat", "/report"])?.trim().is_empty()))?;
     let report: serde_json::Value = serde_json::from_str(scope.exec_in_pod("two", &["cat", "/report"])?.trim())?;
     ensure!(report["viaMps"] == true && report["sms"] == 26, "the client reports {report}");
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     wait_until("an Event reports that the daemon does not serve", || {
         Ok(mps_events(&cluster, &device)?.difference(&events_before).next().is_some())
     })?;
@@ -46,8 +46,8 @@ fn a_killed_daemon_restarts_with_its_limits_and_clients_wait_for_it() -> Result<
     Ok(())
 }
 
-/// Returns the resource versions of the Events about a device's MPS daemon. A repeated Event gets
-/// a new version.
+/// Returns the resource versions of the Events about a device's MPS daemon. A repeated Event has a
+/// new version.
 fn mps_events(cluster: &Cluster, device: &str) -> Result<BTreeSet<String>> {
     let events = cluster.list("/api/v1/events")?;
     let of_device = events

@@ -1,5 +1,5 @@
-//! Tests that GPUs are repartitioned as pods request slices, and that allocated slices do not
-//! change.
+//! Tests that Cleave repartitions GPUs as pods request slices, and does not change allocated
+//! slices.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -20,8 +20,8 @@ const WHOLE_GPU_RESOURCE: &str = "nvidia.com/gpu";
 const SLICE_10GB_RESOURCE: &str = "nvidia.com/gpu-10gb";
 const SLICE_20GB_RESOURCE: &str = "nvidia.com/gpu-20gb";
 
-/// Creates a namespace, and a policy that repartitions these GPUs of [`NODE`] as pods request
-/// slices. `rest` contains the policy's other fields.
+/// Creates a namespace, and a policy with which the operator repartitions these GPUs of [`NODE`] as
+/// pods request slices. `rest` contains the policy's other fields.
 fn dynamic_scope<'a>(cluster: &'a Cluster, name: &str, indices: &[u32], rest: &Value) -> Result<Scope<'a>> {
     dynamic_scope_on_node(cluster, NODE, name, indices, rest)
 }
@@ -186,7 +186,7 @@ fn sized_slices_are_split_and_merged_and_a_waiting_pod_gets_an_event() -> Result
         "the client reports {report}, and its limit is {limit} MiB"
     );
     ensure!(before == pod_states(&cluster, &scope, &stay)?, "a running pod was disturbed");
-    // In reverse, two small slices replace the large slice.
+    // Then two small slices replace the large slice.
     scope.delete_pod("twenty", 0)?;
     for name in ["again-0", "again-1"] {
         create_pod(&scope, name, SLICE_10GB_RESOURCE, 1)?;
@@ -240,7 +240,7 @@ fn an_instance_that_nvml_refuses_is_rolled_back_and_retried() -> Result<()> {
     scope.wait_until_running("mig").map(drop)
 }
 
-/// Keeps the agent of [`NODE`] stopped until the value is dropped.
+/// Keeps the agent of [`NODE`] stopped until this value is dropped.
 struct StoppedAgent;
 
 impl Drop for StoppedAgent {
@@ -381,7 +381,7 @@ fn agent_or_operator_killed_at_any_step_of_a_repartitioning_loses_no_allocation(
     })
 }
 
-/// Times from a pod's creation.
+/// Durations from a pod's creation until each step of its start.
 #[derive(Debug, Default, Clone, Copy)]
 struct StartDurations {
     /// Time until the plan is in the `GpuNode`'s spec.
@@ -389,10 +389,10 @@ struct StartDurations {
     /// Time until the node has applied the plan.
     applied: Duration,
     /// Time until the kubelet reports the resource as allocatable.
-    offered: Duration,
+    advertised: Duration,
     /// Time until the scheduler has bound the pod.
     bound: Duration,
-    /// Time until its container runs.
+    /// Time until the pod's container runs.
     running: Duration,
 }
 
@@ -413,7 +413,7 @@ fn measure_start(scope: &Scope, node_name: &str, name: &str, resource: &str) -> 
         let planned = text(&node["spec"]["planId"]) != before;
         first(&mut times.planned, planned);
         first(&mut times.applied, planned && node["status"]["planId"] == node["spec"]["planId"]);
-        first(&mut times.offered, cluster.allocatable(node_name, resource)? > 0);
+        first(&mut times.advertised, cluster.allocatable(node_name, resource)? > 0);
         let pod = cluster.get(&scope.pod_path(name))?;
         first(&mut times.bound, pod["spec"]["nodeName"].is_string());
         first(&mut times.running, pod["status"]["containerStatuses"][0]["state"]["running"].is_object());
@@ -422,12 +422,12 @@ fn measure_start(scope: &Scope, node_name: &str, name: &str, resource: &str) -> 
     Ok(times)
 }
 
-/// Prints the measured times. Fails only if a request was served without a repartitioning.
+/// Prints the measured times. Fails if the pod does not run, or runs without a repartitioning.
 #[test]
 fn a_pod_that_needs_a_repartitioning_runs_and_its_start_times_are_printed() -> Result<()> {
     const ADDED_NODE: &str = "node3";
     let cluster = Cluster::connect()?;
-    // This node's kubelet reports at Kubernetes' default interval. The kubelets of the other nodes
+    // This node's kubelet reports at Kubernetes' default interval. The kubelets of other nodes
     // report more often.
     let _added = AddedNodes::new(&cluster, &[ADDED_NODE])?;
     let scope = dynamic_scope_on_node(&cluster, ADDED_NODE, "times", &[0], &json!({"mode": "Auto"}))?;
@@ -441,8 +441,8 @@ fn a_pod_that_needs_a_repartitioning_runs_and_its_start_times_are_printed() -> R
         "the slice was served without a repartitioning: {times:?}"
     );
     println!(
-        "planned after {:?}, applied after {:?}, offered by the kubelet after {:?}, bound after {:?}, running after {:?}",
-        times.planned, times.applied, times.offered, times.bound, times.running
+        "planned after {:?}, applied after {:?}, advertised by the kubelet after {:?}, bound after {:?}, running after {:?}",
+        times.planned, times.applied, times.advertised, times.bound, times.running
     );
     scope.delete_pod("mig", 1)
 }

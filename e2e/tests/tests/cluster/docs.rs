@@ -1,7 +1,7 @@
 //! Tests that the commands on the tutorial and how-to pages run on this cluster and print the
-//! output on the pages.
+//! output that the pages show.
 //!
-//! Comments on the pages mark the blocks to run; `cleave_docs_commands` parses these comments.
+//! Comments on the pages mark the blocks to run. `cleave_docs_commands` parses these comments.
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -14,11 +14,11 @@ use cleave_e2e::{Cluster, GPU_NODES_PATH, Scope, apply_manifest, kubectl, wait_u
 use serde_json::json;
 
 use crate::health::cleave_path;
-use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, wait_until_offered};
+use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, wait_until_advertised};
 
 /// Timeout of one block, in seconds. The longest block waits a minute for a pod.
 const BLOCK_SECONDS: u64 = 90;
-/// Maximum time until a block marked `retry` prints the output on the page.
+/// Maximum time until a block marked `retry` prints the output that the page shows.
 const RETRY_TIMEOUT: Duration = Duration::from_secs(30);
 /// The namespace of the demo's pods, which the tutorial uses.
 const DEMO_NAMESPACE: &str = "demo";
@@ -83,7 +83,7 @@ fn the_api_server_accepts_the_policies_on_the_pages() -> Result<()> {
 }
 
 #[test]
-fn each_guide_runs() -> Result<()> {
+fn commands_of_each_guide_run_and_print_what_the_guide_shows() -> Result<()> {
     let mut expected: Vec<String> = GUIDES.iter().map(|guide| format!("{guide}.md")).collect();
     expected.sort();
     let mut found: Vec<String> = list_pages("how-to")?
@@ -96,8 +96,8 @@ fn each_guide_runs() -> Result<()> {
 }
 
 /// Deletes objects that the pages' commands create. Construction deletes the objects of an earlier,
-/// killed run, and dropping the value deletes those of this run. Declare the value after the scope,
-/// so that it is dropped first: dropping the scope waits until all GPUs are whole.
+/// killed run. Dropping this value deletes the objects of this run. Declare the value after the
+/// scope, so that it is dropped first, because dropping the scope waits until all GPUs are whole.
 struct Cleanup<'a>(&'a Cluster);
 
 impl<'a> Cleanup<'a> {
@@ -133,7 +133,7 @@ fn start_demo(cluster: &Cluster) -> Result<()> {
     delete_demo(cluster)?;
     let policy = std::fs::read_to_string(repository_root().join("e2e/demo.yaml"))?;
     apply_manifest(&format!("{}\n  nodeSelector: {{kubernetes.io/hostname: {NODE}}}\n", policy.trim_end()))?;
-    wait_until_offered(cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+    wait_until_advertised(cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     let pods = repository_root().join("e2e/demo-pods.yaml");
     // Pods can be created only when the new namespace has its service account.
     wait_until("the demo's pods are created", || kubectl(&["apply", "-f", &pods.to_string_lossy()]).map(|_| true))?;

@@ -1,6 +1,6 @@
-//! Tests that the termination of one pod does not break its neighbours. Cleave adds to containers
-//! with shares a `preStop` hook that sleeps before SIGTERM. During the sleep the agent terminates
-//! their GPU programs through MPS.
+//! Tests that the termination of one pod does not break its neighbours. Cleave adds a `preStop`
+//! hook to containers with shares. The hook sleeps before SIGTERM. During the sleep, the agent
+//! terminates the containers' GPU programs through MPS.
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
@@ -16,11 +16,12 @@ use crate::{NODE, SHARES_RESOURCE, allocations, ten_shares, ten_shares_of};
 
 /// Number of pods deleted for each combination of grace period and program.
 const DELETION_ROUNDS: usize = 2;
-/// Script that runs long kernels. Killing the program during a kernel always breaks its neighbours.
+/// Script of a program with long kernels. Killing the program during a kernel always breaks its
+/// neighbours.
 const BUSY_SCRIPT: &str = "exec cleave-client --kernel-ms 1000 --busy-forever";
-/// Script that runs long kernels, and exits cleanly on SIGTERM.
+/// Script of a program with long kernels that exits cleanly on SIGTERM.
 const BUSY_UNTIL_SIGTERM_SCRIPT: &str = "exec cleave-client --kernel-ms 1000 --busy-forever --handle-sigterm";
-/// Script that runs short kernels.
+/// Script of a program with short kernels.
 const NEIGHBOUR_SCRIPT: &str = "exec cleave-client --kernel-ms 1 --busy-forever";
 /// Chart value: seconds that an injected `preStop` hook sleeps.
 const PRE_STOP_VALUE: &str = "admission.preStopSeconds";
@@ -32,8 +33,8 @@ fn pod_requesting(limits: &Value) -> Value {
     pod
 }
 
-/// Returns the sleep of each `preStop` hook in seconds, first of the containers, then of the init
-/// containers.
+/// Returns the sleep of each `preStop` hook in seconds: first the containers', then the init
+/// containers'.
 fn prestop_sleep_seconds(pod: &Value) -> Vec<Option<i64>> {
     let all = ["containers", "initContainers"].map(|list| pod["spec"][list].as_array().cloned().unwrap_or_default());
     all.concat().iter().map(|container| container["lifecycle"]["preStop"]["sleep"]["seconds"].as_i64()).collect()
@@ -51,7 +52,7 @@ fn wait_for_prestop_sleeps(scope: &Scope, pod: &Value, expected: &[Option<i64>])
     })
 }
 
-/// Checks which containers get a hook. The rules are the same for the policy and the webhook.
+/// Checks which containers get a hook. The policy and the webhook follow the same rules.
 fn check_which_containers_get_sleeps(scope: &Scope) -> Result<()> {
     wait_for_prestop_sleeps(scope, &pod_requesting(&json!({SHARES_RESOURCE: 2})), &[Some(1)])?;
     for limits in
@@ -103,7 +104,7 @@ fn check_which_containers_get_sleeps(scope: &Scope) -> Result<()> {
 
 /// Checks which pods with shares get no hook, and which invalid pods are refused.
 fn check_which_pods_get_no_sleeps(scope: &Scope) -> Result<()> {
-    // No hook is injected if its sleep would use up the grace period.
+    // Cleave injects no hook whose sleep would consume the whole grace period.
     for (grace, expected) in [(0, None), (1, None), (2, Some(1))] {
         let mut pod = pod_requesting(&json!({SHARES_RESOURCE: 1}));
         pod["spec"]["terminationGracePeriodSeconds"] = json!(grace);
@@ -181,7 +182,8 @@ struct DeletionCount {
     broken: usize,
 }
 
-/// Creates the neighbour unless a working one exists. Returns whether the existing one was broken.
+/// Creates the neighbour unless a working neighbour exists. Returns whether the existing neighbour
+/// was broken.
 fn ensure_neighbour(scope: &Scope) -> Result<bool> {
     let broken = neighbour_error(scope)?.is_some();
     if broken || scope.cluster.find(&scope.pod_path("neighbour"))?.is_none() {
@@ -218,7 +220,7 @@ fn ten_shares_of_one_gpu<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'
     ten_shares_of(cluster, name, Some(&[0]))
 }
 
-/// Creates and deletes busy pods beside the neighbour, one after the other.
+/// Creates and deletes busy pods on the neighbour's GPU, one after another.
 fn delete_busy_pods(scope: &Scope, deletion: Deletion) -> Result<DeletionCount> {
     let Deletion { grace, script, without_hook } = deletion;
     let mut count = DeletionCount::default();
@@ -245,14 +247,14 @@ fn delete_busy_pods(scope: &Scope, deletion: Deletion) -> Result<DeletionCount> 
             Ok(all.find(|allocation| text(&allocation["pod"]) == own).unwrap_or(Value::Null))
         };
         scope.cluster.delete(&path, Some(grace))?;
-        // After a deletion with grace 0 the program outlives the object.
+        // After a deletion with grace 0, the program outlives the object.
         wait_until(&format!("{name} and its client no longer exist"), || {
             Ok(scope.cluster.find(&path)?.is_none() && allocation()?["clients"].as_u64().unwrap_or(0) == 0)
         })?;
         count.deletions += 1;
-        // Wait by running a command in the neighbour's container. A broken neighbour reports its
-        // error within milliseconds of the client's death, which is less time than the command
-        // takes. Ignore errors: the command fails if the neighbour has exited.
+        // Run a command in the neighbour's container to wait. A broken neighbour reports its error
+        // within milliseconds of the client's death, before the command ends. Ignore errors: the
+        // command fails if the neighbour has exited.
         let _ = scope.exec_in_pod("neighbour", &["true"]);
         count.broken += usize::from(ensure_neighbour(scope)?);
     }
@@ -282,7 +284,7 @@ fn deleting_busy_pods_does_not_break_their_neighbour() -> Result<()> {
     Ok(())
 }
 
-/// Keeps the agent of [`NODE`] stopped until the value is dropped.
+/// Keeps the agent of [`NODE`] stopped until this value is dropped.
 struct StoppedAgent;
 
 impl StoppedAgent {
@@ -328,8 +330,8 @@ fn without_the_agent_deleting_a_busy_pod_breaks_its_neighbours() -> Result<()> {
 /// File in which a kubelet records that it terminates pods for a node shutdown.
 const SHUTDOWN_STATE_PATH: &str = "/var/lib/kubelet/graceful_node_shutdown_state";
 
-/// Configures the agents with these shutdown periods. Dropping the value restores the
-/// configuration, and ends the simulated shutdown.
+/// Configures the agents with shutdown periods. Dropping this value restores the configuration, and
+/// ends the simulated shutdown.
 struct ShutdownPeriods(#[expect(dead_code, reason = "dropped with this value")] Setting);
 
 impl ShutdownPeriods {
@@ -355,7 +357,7 @@ fn count_clients(scope: &Scope, name: &str) -> Result<u64> {
 }
 
 /// Writes the kubelet's file instead of shutting the node down, which would require systemd on the
-/// node. The kubelet therefore kills no pod, so only the agent terminates programs.
+/// node. The kubelet therefore kills no pod, and only the agent terminates programs.
 #[test]
 fn at_a_node_shutdown_pods_are_terminated_through_mps_in_order_of_priority() -> Result<()> {
     const PRIORITY_CLASSES_PATH: &str = "/apis/scheduling.k8s.io/v1/priorityclasses";

@@ -1,12 +1,12 @@
-//! Tests a fatal GPU error, which breaks every program on the GPU. Each pod has an Event, programs
-//! that do not exit are killed, and the GPU serves new pods.
+//! Tests a fatal GPU error, which breaks every program on the GPU. Each pod gets an Event, the
+//! agent kills programs that do not exit, and the GPU then serves new pods.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Scope, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
-use crate::{HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, wait_until_offered};
+use crate::{HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, wait_until_advertised};
 
-/// A program that ignores SIGTERM and CUDA errors.
+/// Script of a program that ignores SIGTERM and CUDA errors.
 const IGNORE_SIGTERM_AND_ERRORS_SCRIPT: &str = "trap '' TERM; exec cleave-client --hold forever --linger forever";
 
 /// Waits for an Event of this reason on a pod, and returns its message.
@@ -29,7 +29,7 @@ fn an_illegal_access_is_reported_on_each_affected_pod_and_programs_that_do_not_e
         "one-gpu",
         &json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": [0]}, "mode": "Mps", "mps": {"units": 10, "threads": "Strict"}}),
     )?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10)?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10)?;
     scope.create_pod("near", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
     other.create_pod("far", &json!({SHARES_RESOURCE: 3}), IGNORE_SIGTERM_AND_ERRORS_SCRIPT)?;
     scope.client_report("near")?;
@@ -43,7 +43,7 @@ fn an_illegal_access_is_reported_on_each_affected_pod_and_programs_that_do_not_e
     let exit = far["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"].as_u64();
     ensure!(exit == Some(137), "the container was not killed: {}", far["status"]);
     // All shares are healthy, and the next pod has the limits of its share.
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10)?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10)?;
     scope.create_pod("next", &json!({SHARES_RESOURCE: 5}), HOLD_CLIENT_SCRIPT)?;
     ensure!(scope.client_report("next")?["sms"] == 66);
 
@@ -67,7 +67,7 @@ fn an_illegal_access_is_reported_on_each_affected_pod_and_programs_that_do_not_e
             .context("no GpuFault Event names the culprit")?;
         Ok(event.contains(&format!("{}/near", scope.namespace)) && event.contains(&format!("{}/far", other.namespace)))
     })?;
-    // Delete this pod first: dropping `scope` deletes the policy, and then waits until no pod has
-    // shares.
+    // Delete this pod first, because dropping `scope` deletes the policy, and then waits until no
+    // pod has shares.
     other.delete_pod("far", 0)
 }

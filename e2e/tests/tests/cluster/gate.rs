@@ -1,5 +1,5 @@
-//! Tests the placement gate: it releases a pod once one GPU has a reservation for it, and does not
-//! delay a pod that could run.
+//! Tests the placement gate. The operator releases a pod once the pod has a reservation on one GPU,
+//! and delays no pod that can run.
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use crate::gate_admission::GATE_NAME;
 use crate::restarts::component_pod;
-use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, allocations, ten_shares, wait_until_offered};
+use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, allocations, ten_shares, wait_until_advertised};
 
 /// Script of a pod that keeps its shares without using the GPU. Hundreds of clients would overload
 /// the machine.
@@ -43,8 +43,8 @@ pub(crate) fn wait_for_event(scope: &Scope, pod: &str, words: &str) -> Result<()
     })
 }
 
-/// Waits until a pod has an allocation. Checks that the allocation consists of this many shares of
-/// one GPU, and returns that GPU.
+/// Waits until a pod has an allocation. Checks that the allocation consists of this number of
+/// shares of one GPU, and returns that GPU.
 pub(crate) fn wait_for_shares_of_one_gpu(cluster: &Cluster, scope: &Scope, pod: &str, shares: usize) -> Result<String> {
     wait_for(&format!("{pod} has an allocation"), WAIT_TIMEOUT, || {
         let allocated = allocations(cluster, scope, pod)?;
@@ -71,7 +71,8 @@ fn a_pod_waits_until_one_gpu_has_enough_free_shares() -> Result<()> {
         devices.insert(wait_for_shares_of_one_gpu(&cluster, &scope, &name, 7)?);
     }
     ensure!(devices.len() as u64 == GPUS_PER_NODE, "two pods of 7 of 10 shares are on one GPU: {devices:?}");
-    // Twelve shares are free, three on each GPU: a scheduler that sums them would bind the pod.
+    // Twelve shares are free, three on each GPU. Without the gate, the scheduler sums the shares
+    // and binds the pod.
     scope.create_pod("five", &json!({SHARES_RESOURCE: 5}), SLEEP_FOREVER_SCRIPT)?;
     wait_for_event(&scope, "five", "no device has 5 nvidia.com/gpu-mps free: the emptiest has 3")?;
     let waiting = cluster.get(&scope.pod_path("five"))?;
@@ -105,14 +106,14 @@ fn a_pod_that_no_gpu_can_ever_serve_is_reported_as_unschedulable() -> Result<()>
     })?;
     ensure!(condition["status"] == "False", "{condition}");
     wait_for_event(&scope, "eleven", "the largest has 10")?;
-    // The release adds a requirement that names no node, so its size does not depend on the
-    // cluster's size.
+    // The released pod has a node affinity requirement that names no node, so its size does not
+    // depend on the cluster's size.
     let affinity = cluster.get(&scope.pod_path("eleven"))?["spec"]["affinity"].to_string();
     ensure!(!affinity.contains("kubernetes.io/hostname") && !affinity.contains("NotIn"), "{affinity}");
     Ok(())
 }
 
-/// Autoscalers read the condition, and not the gate.
+/// Autoscalers read the pod's condition and not its gates.
 #[test]
 fn a_pod_that_needs_another_node_is_reported_to_autoscalers_and_stays_gated() -> Result<()> {
     let cluster = Cluster::connect()?;
@@ -129,8 +130,8 @@ fn a_pod_that_needs_another_node_is_reported_to_autoscalers_and_stays_gated() ->
     }
     scope.create_pod("eleven", &json!({SHARES_RESOURCE: 11}), SLEEP_FOREVER_SCRIPT)?;
     scope.create_pod("more", &json!({SHARES_RESOURCE: 5}), SLEEP_FOREVER_SCRIPT)?;
-    // A node of the same kind would not help "eleven", so no node must be added for this pod. The
-    // operator may have released the pod meanwhile.
+    // A node of the same kind does not help "eleven", so autoscalers must not add a node for this
+    // pod. The operator may have released the pod meanwhile.
     let reported = (true, "Unschedulable".to_owned());
     wait_without_violation(
         "the pod is reported",
@@ -141,12 +142,12 @@ fn a_pod_that_needs_another_node_is_reported_to_autoscalers_and_stays_gated() ->
     scope.wait_until_running("more").map(drop)
 }
 
-/// Only one test uses this resource, so no earlier pod affects the operator's choice of GPUs: the
-/// operator learns from pods of the same resource.
+/// Resource that only one test uses. The operator learns from earlier pods of the same resource, so
+/// no earlier pod affects its choice of GPUs in this test.
 const REPLICAS_RESOURCE: &str = "nvidia.com/gpu-replicas";
 
-/// Creates a Deployment with two replicas of half a GPU each. Checks that they use this number of
-/// GPUs.
+/// Creates a Deployment with two replicas of half a GPU each. Checks that the replicas use this
+/// number of GPUs.
 fn check_gpus_of_two_replicas(scope: &Scope, name: &str, gpus: usize, annotations: &Value) -> Result<()> {
     let mut template = pod_template(name, 5);
     template["spec"]["containers"][0]["resources"]["limits"] = json!({REPLICAS_RESOURCE: 5});
@@ -179,7 +180,7 @@ fn replicas_use_different_gpus_unless_an_annotation_packs_them() -> Result<()> {
         "mps": {"units": 10, "threads": "Strict"},
     });
     scope.create_policy("ten-replicas", &spec)?;
-    wait_until_offered(&cluster, REPLICAS_RESOURCE, 10 * GPUS_PER_NODE)?;
+    wait_until_advertised(&cluster, REPLICAS_RESOURCE, 10 * GPUS_PER_NODE)?;
     check_gpus_of_two_replicas(&scope, "packed", 1, &json!({"cleave.dev/replica-placement": "Pack"}))?;
     check_gpus_of_two_replicas(&scope, "spread", 2, &json!({}))
 }
@@ -335,7 +336,7 @@ struct StormObservations {
     /// Pods that nobody deleted and whose container ended, with the container's state. Every
     /// container sleeps, so only a failure ends it.
     ended: BTreeMap<String, String>,
-    /// Pods with shares of two GPUs, and GPUs with too many shares allocated.
+    /// Descriptions of pods with shares of two GPUs, and of GPUs with too many shares allocated.
     errors: BTreeSet<String>,
 }
 
@@ -386,7 +387,7 @@ fn observe(scope: &Scope, observed: &mut StormObservations) -> Result<Vec<Value>
 const PODS_BETWEEN_KILLS: u64 = 12;
 
 /// Creates and deletes pods of 1 to 10 shares in bursts. Calls `kill` after every
-/// [`PODS_BETWEEN_KILLS`] pods, with the number of earlier calls. At the end waits until each
+/// [`PODS_BETWEEN_KILLS`] pods, with the number of earlier calls. At the end, waits until each
 /// remaining pod has run.
 fn run_storm(
     scope: &Scope,
@@ -443,9 +444,10 @@ fn run_storm(
     Ok(observed)
 }
 
-/// Kills the agent at once, even while it handles a request. Its supervisor restarts it.
+/// Kills the agent with SIGKILL, even while the agent handles a request. Its supervisor restarts
+/// the agent.
 fn kill_agent() -> Result<()> {
-    // A replaced agent starts within seconds.
+    // Retry, because a replaced agent starts within seconds.
     wait_until("an agent is killed", || Ok(signal_program(NODE, "cleave-agent", "KILL").is_ok()))
 }
 
@@ -461,11 +463,11 @@ fn wait_for_rollout() -> Result<()> {
 }
 
 /// Intervals at which the leading operator is killed: in a storm of the default size, and in a
-/// storm whose size `STORM` sets. A new leader reserves nothing for 5 s, so kills make a storm
+/// storm whose size `STORM` sets. A new leader makes no reservations for 5 s, so kills make a storm
 /// longer.
 const LEADER_KILL_INTERVALS: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(10));
 
-/// Kills the leading operator at an interval, on a separate thread. The other replica takes over.
+/// Kills the leading operator at an interval, on a separate thread. The other replica then leads.
 struct LeaderKiller {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<Result<u32>>,

@@ -1,5 +1,5 @@
-//! Tests that pods that request GPUs are gated when they are created, in the same way by the
-//! admission policy and by the webhook, and that other pods are not affected.
+//! Tests that pods that request GPUs are gated at their creation, and that other pods are not
+//! affected. The admission policy and the webhook must behave in the same way.
 //!
 //! Most tests create pods in dry runs, so they check each pod as admitted, before the operator can
 //! release it.
@@ -58,9 +58,9 @@ fn pod_requesting(limits: &Value) -> Value {
     pod("t", limits, "true")
 }
 
-/// Returns a pod whose init container or sidecar has these limits, and whose main container has
-/// none.
-fn requesting_in_init(limits: &Value, sidecar: bool) -> Value {
+/// Returns a pod whose init container or sidecar has these limits. The main container has no
+/// limits.
+fn pod_requesting_in_init_container(limits: &Value, sidecar: bool) -> Value {
     let mut pod = pod_requesting(&json!({}));
     let mut first = pod["spec"]["containers"][0].clone();
     first["name"] = json!("first");
@@ -95,8 +95,7 @@ fn check_gates(scope: &Scope, pod: &Value, expected: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Checks that exactly the pods that request GPUs are gated. The rules are the same for both
-/// mechanisms.
+/// Checks that exactly the pods that request GPUs are gated. Both mechanisms follow the same rules.
 fn check_which_pods_are_gated(scope: &Scope) -> Result<()> {
     let two = json!({SHARES_RESOURCE: 2});
     wait_for_gates(scope, &pod_requesting(&two), &[GATE_NAME])?;
@@ -114,8 +113,8 @@ fn check_which_pods_are_gated(scope: &Scope) -> Result<()> {
     let mut both = pod_requesting(&two);
     both["spec"]["containers"][0]["resources"]["requests"] = two.clone();
     check_gates(scope, &both, &[GATE_NAME])?;
-    check_gates(scope, &requesting_in_init(&two, false), &[GATE_NAME])?;
-    check_gates(scope, &requesting_in_init(&two, true), &[GATE_NAME])?;
+    check_gates(scope, &pod_requesting_in_init_container(&two, false), &[GATE_NAME])?;
+    check_gates(scope, &pod_requesting_in_init_container(&two, true), &[GATE_NAME])?;
     // The gate is added once, and other gates are kept.
     for (given, expected) in [
         (&[GATE_NAME][..], &[GATE_NAME][..]),
@@ -134,7 +133,7 @@ fn check_which_pods_are_gated(scope: &Scope) -> Result<()> {
         json!({"example.com/gpu-mps": 1}),
     ] {
         check_gates(scope, &pod_requesting(&limits), &[])?;
-        check_gates(scope, &requesting_in_init(&limits, true), &[])?;
+        check_gates(scope, &pod_requesting_in_init_container(&limits, true), &[])?;
     }
     let mut pinned = pod_requesting(&json!({}));
     pinned["spec"]["nodeName"] = json!(NODE);
@@ -195,7 +194,7 @@ fn check_exceptions(scope: &Scope) -> Result<()> {
         set_exceptions(scope, allow)?;
         wait_for_gates(scope, &pod_requesting(&two), expected)?;
     }
-    // A pod with an explicit node is not scheduled, so it is not gated.
+    // The scheduler ignores a pod with an explicit node, so the pod is not gated.
     let mut pinned = pod_requesting(&two);
     pinned["spec"]["nodeName"] = json!(NODE);
     set_exceptions(scope, "node-name")?;
@@ -331,7 +330,7 @@ fn replacing_the_webhooks_certificate_refuses_no_pod() -> Result<()> {
     let certificate = || Ok::<_, anyhow::Error>(text(&cluster.get(&secret)?["data"]["tls.crt"]));
     let before = certificate()?;
     ensure!(!before.is_empty(), "the Secret is empty");
-    // The operator replaces an invalid certificate like one that expires soon.
+    // The operator treats an invalid certificate like a certificate that expires soon.
     cluster.patch(&secret, &json!({"data": {"tls.crt": "bm9uZQ=="}}))?;
     wait_without_violation(
         "the Secret has another certificate",

@@ -1,5 +1,5 @@
-//! Tests GPUs that fail and GPUs that an administrator cordons: which shares are withdrawn, which
-//! pods continue, and which event makes the GPU schedulable again.
+//! Tests GPUs that fail and GPUs that an administrator cordons: which shares become unhealthy,
+//! which pods continue, and which event makes the GPU schedulable again.
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -13,7 +13,7 @@ use crate::chart::Setting;
 use crate::restarts::wait_until_agent_serves;
 use crate::{
     GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, allocations, container_and_restarts, daemon_pids,
-    gpus_without_ten_shares, ten_shares, wait_until_offered,
+    gpus_without_ten_shares, ten_shares, wait_until_advertised,
 };
 
 /// Quiet time of a suspect GPU: `agent.suspectQuietSeconds` in e2e/values.yaml.
@@ -21,7 +21,7 @@ const QUIET_TIME: Duration = Duration::from_secs(20);
 
 /// Returns the path of the `cleave` program, which an administrator uses.
 pub(crate) fn cleave_path() -> String {
-    // The profile is chosen as in e2e/lib.sh.
+    // Choose the build profile as e2e/lib.sh does.
     let profile = match std::env::var("CLEAVE_PROFILE").as_deref() {
         Ok("dev") => "debug".to_owned(),
         Ok(profile) => profile.to_owned(),
@@ -30,7 +30,7 @@ pub(crate) fn cleave_path() -> String {
     format!("{}/../../target/{profile}/cleave", env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Repairs and uncordons all GPUs of [`NODE`] when it is dropped.
+/// Repairs and uncordons all GPUs of [`NODE`] when dropped.
 pub(crate) struct RepairGuard<'a> {
     cluster: &'a Cluster,
     pub(crate) faults: Faults<'a>,
@@ -66,7 +66,7 @@ pub(crate) fn gpu_status(cluster: &Cluster, index: u64) -> Result<Value> {
     gpus.into_iter().find(|gpu| gpu["index"] == index).with_context(|| format!("{NODE} reports no GPU {index}"))
 }
 
-/// Waits until a GPU has this health class; an empty class means healthy.
+/// Waits until a GPU has this health class. An empty class means healthy.
 pub(crate) fn wait_for_health(cluster: &Cluster, index: u64, class: &str) -> Result<()> {
     wait_until(&format!("GPU {index} has health class {class:?}"), || {
         let health = gpu_status(cluster, index)?["health"].clone();
@@ -75,7 +75,8 @@ pub(crate) fn wait_for_health(cluster: &Cluster, index: u64, class: &str) -> Res
     })
 }
 
-/// Creates a pod of ten shares, and checks that it runs on a GPU other than the unhealthy one.
+/// Creates a pod with ten shares, and checks that the pod runs on a GPU other than the unhealthy
+/// one.
 fn check_runs_elsewhere(cluster: &Cluster, scope: &Scope, name: &str, unhealthy: u64) -> Result<()> {
     scope.create_pod_on_node(NODE, name, &json!({SHARES_RESOURCE: 10}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running(name)?;
@@ -98,7 +99,7 @@ fn xids_of_each_class_withdraw_shares_and_recover_as_documented() -> Result<()> 
     // so the effect of the second one shows that it has handled the first.
     repair.faults.simgpu(&["xid", "0", "31"])?;
     repair.faults.simgpu(&["xid", "1", "999"])?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
     wait_for_health(&cluster, 1, "Suspect")?;
     let message = text(&gpu_status(&cluster, 1)?["health"]["message"]);
     ensure!(message.contains(&format!("after {} s without another", QUIET_TIME.as_secs())), "{message}");
@@ -110,14 +111,14 @@ fn xids_of_each_class_withdraw_shares_and_recover_as_documented() -> Result<()> 
     let quiet = Instant::now();
     repair.faults.simgpu(&["xid", "1", "999"])?;
     repair.faults.simgpu(&["xid", "2", "48"])?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 2))?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 2))?;
     wait_for_health(&cluster, 2, "NeedsReset")?;
     check_runs_elsewhere(&cluster, &scope, "beside-unhealthy", 2)?;
 
     // GPU 1 recovers after the quiet time, when NVML answers.
     wait_for_health(&cluster, 1, "")?;
     ensure!(quiet.elapsed() >= QUIET_TIME, "GPU 1 was healthy again after {:?}", quiet.elapsed());
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
     wait_for_health(&cluster, 2, "NeedsReset")?;
     ensure!(before == container_and_restarts(&cluster, &scope, "stays")?, "a running pod was disturbed");
     Ok(())
@@ -129,7 +130,7 @@ fn a_restart_of_the_agent_clears_no_fault_and_uncordon_does() -> Result<()> {
     let scope = ten_shares(&cluster, "heals")?;
     let repair = RepairGuard::new(&cluster);
     repair.faults.simgpu(&["xid", "3", "119"])?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
     wait_for_health(&cluster, 3, "NeedsReset")?;
     let old = find_pid(NODE, "cleave-agent")?;
     signal_program(NODE, "cleave-agent", "KILL")?;
@@ -139,12 +140,12 @@ fn a_restart_of_the_agent_clears_no_fault_and_uncordon_does() -> Result<()> {
     repair.faults.simgpu(&["xid", "1", "48"])?;
     wait_for_health(&cluster, 1, "NeedsReset")?;
     wait_for_health(&cluster, 3, "NeedsReset")?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 2))?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 2))?;
     run_program(&cleave_path(), &["uncordon", NODE, "3"])?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
     wait_for_health(&cluster, 1, "NeedsReset")?;
     run_program(&cleave_path(), &["uncordon", NODE, "1"])?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     drop(scope);
     Ok(())
 }
@@ -157,22 +158,22 @@ fn one_lost_gpu_fails_no_pod_on_another_gpu_and_recovers_by_itself() -> Result<(
     repair.faults.simgpu(&["lose", "1"])?;
     repair.faults.simgpu(&["xid", "1", "79"])?;
     wait_for_health(&cluster, 1, "Lost")?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
     for (at, shares) in [10, 1, 5, 3].into_iter().enumerate() {
         let name = format!("p{at}");
         scope.create_pod_on_node(NODE, &name, &json!({SHARES_RESOURCE: shares}), HOLD_CLIENT_SCRIPT)?;
-        // Fails at once if the pod fails.
+        // This wait fails at once if the pod fails.
         scope.wait_until_running(&name)?;
     }
     wait_for_health(&cluster, 1, "Lost")?;
     repair.faults.simgpu(&["restore", "1"])?;
     wait_for_health(&cluster, 1, "")?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     Ok(())
 }
 
-/// Time for which one GPU hangs while the test watches the others. Longer than the deadline of NVML
-/// calls and several later health checks.
+/// Time for which one GPU hangs while the test watches the other GPUs. This time exceeds the
+/// deadline of NVML calls and includes several later health checks.
 const HANG_DURATION: Duration = Duration::from_secs(40);
 
 #[test]
@@ -187,11 +188,11 @@ fn only_a_hanging_gpu_is_unreachable_and_it_recovers_by_itself() -> Result<()> {
 
     repair.faults.simgpu(&["hang", "nvmlDeviceGetMemoryInfo*", "--gpu", "3"])?;
     let begun = Instant::now();
-    // Checked repeatedly during the hang.
+    // Check this condition repeatedly during the hang.
     let violation = || {
-        let offered = cluster.allocatable(NODE, SHARES_RESOURCE)?;
-        if offered < 10 * (GPUS_PER_NODE - 1) {
-            return Ok(Some(format!("{NODE} offers {offered} {SHARES_RESOURCE}")));
+        let advertised = cluster.allocatable(NODE, SHARES_RESOURCE)?;
+        if advertised < 10 * (GPUS_PER_NODE - 1) {
+            return Ok(Some(format!("{NODE} advertises {advertised} {SHARES_RESOURCE}")));
         }
         let others = gpus_without_ten_shares(&cluster, |gpu| gpu["index"] != 3)?;
         Ok((!others.is_empty()).then(|| format!("other GPUs: {others:?}")))
@@ -203,10 +204,10 @@ fn only_a_hanging_gpu_is_unreachable_and_it_recovers_by_itself() -> Result<()> {
     wait_without_violation("GPU 3 is unreachable", unreachable, violation)?;
     let message = text(&gpu_status(&cluster, 3)?["health"]["message"]);
     ensure!(message.contains("NVML did not answer for"), "{message}");
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
 
     scope.create_pod_on_node(NODE, "new", &json!({SHARES_RESOURCE: 5}), HOLD_CLIENT_SCRIPT)?;
-    // Fails at once if the pod fails.
+    // This wait fails at once if the pod fails.
     scope.wait_until_running("new")?;
     ensure!(text(&scope.client_report("new")?["uuid"]) != uuid, "the new pod is on the GPU that hangs");
     wait_without_violation(
@@ -214,15 +215,15 @@ fn only_a_hanging_gpu_is_unreachable_and_it_recovers_by_itself() -> Result<()> {
         || Ok(begun.elapsed() >= HANG_DURATION && unreachable()?),
         violation,
     )?;
-    // XIDs of other GPUs still arrive.
+    // The agent still receives XIDs of other GPUs.
     repair.faults.simgpu(&["xid", "2", "48"])?;
     wait_for_health(&cluster, 2, "NeedsReset")?;
     run_program(&cleave_path(), &["uncordon", NODE, "2"])?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
 
     repair.faults.simgpu(&["clear"])?;
     wait_for_health(&cluster, 3, "")?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     ensure!(before == container_and_restarts(&cluster, &scope, "stays")?, "a running pod was disturbed");
     Ok(())
 }
@@ -243,7 +244,7 @@ fn a_cordoned_gpu_gets_no_new_pod_a_drain_empties_it_and_uncordon_makes_it_sched
     ensure!(printed.contains("is cordoned"), "{printed}");
     ensure!(run_program(&cleave_path(), &["cordon", NODE, &device])?.contains("already"));
     // Shares in use on the cordoned GPU still count as allocatable.
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1) + 3)?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1) + 3)?;
     let index = gpu_index(&cluster, &device)?;
     for name in ["one", "two"] {
         check_runs_elsewhere(&cluster, &scope, name, index)?;
@@ -252,8 +253,8 @@ fn a_cordoned_gpu_gets_no_new_pod_a_drain_empties_it_and_uncordon_makes_it_sched
     ensure!(daemons == daemon_pids(&cluster)?, "an MPS daemon was restarted");
     let status = run_program(&cleave_path(), &["status"])?;
     ensure!(status.contains("Healthy,Cordoned") && status.contains("is cordoned: new fan"), "{status}");
-    // The pods request more shares than the other GPUs have: one pod waits, and `explain` reports
-    // the reason.
+    // The pods request more shares than the other GPUs have. One pod must wait, and `explain` must
+    // report the reason.
     for name in ["a", "b", "c"] {
         scope.create_pod_on_node(NODE, name, &json!({SHARES_RESOURCE: 10}), HOLD_CLIENT_SCRIPT)?;
         scope.wait_until_running(name)?;
@@ -272,7 +273,7 @@ fn a_cordoned_gpu_gets_no_new_pod_a_drain_empties_it_and_uncordon_makes_it_sched
         Ok(pod.is_none_or(|pod| matches!(text(&pod["status"]["phase"]).as_str(), "Failed" | "Succeeded")))
     })?;
     run_program(&cleave_path(), &["uncordon", NODE, &device])?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     let unknown = program_output(&cleave_path(), &["cordon", NODE, "77"])?;
     let stderr = String::from_utf8_lossy(&unknown.stderr).into_owned();
     ensure!(!unknown.status.success() && stderr.contains("has no GPU \"77\""), "{stderr}");
@@ -286,7 +287,7 @@ fn gpu_index(cluster: &Cluster, uuid: &str) -> Result<u64> {
     found.with_context(|| format!("{NODE} reports no GPU {uuid}"))
 }
 
-/// Makes the operator taint nodes on which all GPUs are unhealthy. Dropping the value disables the
+/// Makes the operator taint nodes on which all GPUs are unhealthy. Dropping this value disables the
 /// taint.
 struct TaintSetting(#[expect(dead_code, reason = "dropped with this value")] Setting);
 
@@ -332,5 +333,5 @@ fn a_node_without_a_healthy_gpu_is_tainted_if_enabled_and_other_taints_stay() ->
     kubectl(&["taint", "node", NODE, "e2e.cleave.dev/other-"])?;
     drop(repair);
     drop(tainting);
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)
 }

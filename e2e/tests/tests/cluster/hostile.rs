@@ -1,9 +1,9 @@
 //! Tests attempts by hostile tenants, by hostile programs in their pods and by a compromised agent.
-//! `docs/explanation/attempts.md` has the same list.
+//! `docs/explanation/attempts.md` lists the same attempts.
 //!
-//! An attempt with the expected outcome `NoEffect` must describe what it did not change. No attempt
-//! may affect Cleave's pods and programs, an MPS daemon, or a neighbour that computes on the same
-//! GPU.
+//! An attempt with the expected outcome `NoEffect` must describe the state that did not change. No
+//! attempt may affect Cleave's pods and programs, an MPS daemon, or a neighbour that computes on
+//! the same GPU.
 mod floods;
 mod programs;
 mod requests;
@@ -20,9 +20,10 @@ use crate::{NODE, container_and_restarts, daemon_pids};
 /// The expected outcome of an attempt.
 #[derive(Debug, Clone, Copy)]
 enum ExpectedOutcome {
-    /// The attempt is refused. Each refusal contains all of these texts.
+    /// Cleave, Kubernetes or the kernel refuses the attempt. Each refusal contains all of these
+    /// texts.
     Refused(&'static [&'static str]),
-    /// The attempt is permitted, and changes nothing.
+    /// The attempt is permitted, but has no effect.
     NoEffect,
     /// The attempt succeeds, and the agent reports this finding on the pod.
     Found(&'static str),
@@ -31,13 +32,13 @@ enum ExpectedOutcome {
 /// The outcome of an attempt.
 #[derive(Debug)]
 enum Outcome {
-    /// The attempt was refused: the message of each refusal.
+    /// The attempt was refused. Contains the message of each refusal.
     Refused(Vec<String>),
-    /// The attempt had no effect: a description of what did not change.
+    /// The attempt had no effect. Contains a description of the unchanged state.
     NoEffect(String),
     /// The agent reported this finding on the pod.
     Found(&'static str),
-    /// The attempt succeeded: a description of what it achieved.
+    /// The attempt succeeded. Contains a description of its effect.
     Succeeded(String),
 }
 
@@ -81,7 +82,7 @@ impl Attempt {
     }
 }
 
-/// The namespace and the accounts from which attempts are made.
+/// The namespace and the accounts that make the attempts.
 struct TestBed<'a> {
     scope: Scope<'a>,
     /// A client with the rights of the namespace's owner: the role `admin`, and all verbs on pods.
@@ -123,7 +124,7 @@ impl<'a> TestBed<'a> {
         })
     }
 
-    /// Runs all attempts and prints their outcomes. Fails if one is not the expected one.
+    /// Runs all attempts and prints their outcomes. Fails if an outcome is not the expected one.
     fn run(&self, attempts: &[Attempt]) -> Result<()> {
         let mut out = std::io::stderr();
         // The state does not show a restart of the agent by its supervisor, so also compare PIDs.
@@ -156,7 +157,7 @@ impl<'a> TestBed<'a> {
 }
 
 /// Identities of Cleave's pods, of the MPS daemons and of the neighbour's container. A disturbance
-/// changes them.
+/// changes these identities.
 #[derive(Debug, PartialEq)]
 struct State {
     pods: Vec<(String, u64)>,
@@ -178,8 +179,8 @@ fn create_owner(scope: &Scope, account: &str) -> Result<String> {
     }
     let token = cluster.token(ns, account, None)?;
     let owner = Cluster::by_token(&token, None)?;
-    // The API server applies roles with a short delay. Before the role applies, the API server
-    // would refuse an attempt for lack of rights.
+    // The API server applies roles with a short delay. Wait for the role, because the API server
+    // refuses attempts for lack of rights before the role applies.
     for (resource, subresource) in [("configmaps", ""), ("pods", "binding")] {
         let attributes = json!({"namespace": ns, "verb": "create", "resource": resource, "subresource": subresource});
         let review = json!({

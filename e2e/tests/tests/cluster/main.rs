@@ -1,8 +1,8 @@
 //! Tests of Cleave's promises on a real Kubernetes with simulated GPUs: node1 has 4 H100-80, node2
 //! has 2 A100-40.
 //!
-//! Run one test at a time (`--test-threads=1`): the tests share the cluster, and each test restores
-//! it.
+//! Run one test at a time (`--test-threads=1`), because the tests share the cluster. Each test
+//! restores the cluster.
 mod admission;
 mod agent_upgrades;
 mod bad_input;
@@ -61,7 +61,7 @@ fn ten_shares_of<'a>(cluster: &'a Cluster, name: &str, indices: Option<&[u64]>) 
     }
     scope.create_policy("ten-shares", &spec)?;
     let count = indices.map_or(GPUS_PER_NODE, |indices| indices.len() as u64);
-    wait_until_offered(cluster, SHARES_RESOURCE, 10 * count)?;
+    wait_until_advertised(cluster, SHARES_RESOURCE, 10 * count)?;
     let is_selected = |gpu: &Value| indices.is_none_or(|indices| indices.iter().any(|index| gpu["index"] == *index));
     // The agent updates the kubelet first, and the `GpuNode`'s status up to 0.2 s later.
     wait_until("the node reports ten shares of each GPU", || {
@@ -80,16 +80,16 @@ fn gpus_without_ten_shares(cluster: &Cluster, selects: impl Fn(&Value) -> bool) 
     Ok(others.map(|gpu| format!("GPU {}: {}", gpu["index"], gpu["slices"])).collect())
 }
 
-/// Waits until [`NODE`]'s allocatable count of a resource has this value.
-fn wait_until_offered(cluster: &Cluster, resource: &str, count: u64) -> Result<()> {
-    wait_until(&format!("{NODE} offers {count} {resource}"), || {
-        let offered = cluster.allocatable(NODE, resource)?;
-        anyhow::ensure!(offered == count, "the node offers {offered}");
+/// Waits until [`NODE`] advertises exactly this count of a resource as allocatable.
+fn wait_until_advertised(cluster: &Cluster, resource: &str, count: u64) -> Result<()> {
+    wait_until(&format!("{NODE} advertises {count} {resource}"), || {
+        let advertised = cluster.allocatable(NODE, resource)?;
+        anyhow::ensure!(advertised == count, "the node advertises {advertised}");
         Ok(true)
     })
 }
 
-/// Returns a pod's allocations in the status of [`NODE`]: one for each container and device.
+/// Returns a pod's allocations in the status of [`NODE`], one for each container and device.
 fn allocations(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<Vec<Value>> {
     let name = format!("{}/{pod}", scope.namespace);
     let node = cluster.gpunode(NODE)?;

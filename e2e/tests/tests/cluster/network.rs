@@ -1,12 +1,12 @@
-//! Tests the chart's network policies on a network that enforces them: who can read metrics, and
-//! which addresses Cleave can connect to. Cleave must work with the policies.
+//! Tests the chart's network policies on a network that enforces them: which pods can read metrics,
+//! and to which addresses Cleave can connect. Cleave must work with the policies.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, SYSTEM_NAMESPACE, Scope, on_node, text, wait_for_pid, wait_until};
 use serde_json::{Value, json};
 
 use crate::chart::Setting;
 use crate::restarts::{component_pod, is_ready};
-use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, ten_shares, wait_until_offered};
+use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, ten_shares, wait_until_advertised};
 
 /// Port of `/metrics`.
 const METRICS_PORT: &str = "8080";
@@ -19,7 +19,7 @@ fn pod_address(pod: &Value) -> Result<String> {
     Ok(address)
 }
 
-/// Returns a shell command that prints `yes` if it can connect to an address, else `no`.
+/// Returns a shell command that prints `yes` if it can connect to an address, and `no` otherwise.
 fn connect_command(address: &str, port: &str) -> String {
     // Send a request, so that a server of any protocol answers and closes the connection.
     format!(
@@ -42,7 +42,7 @@ fn can_program_connect(program: &str, address: &str, port: &str) -> Result<bool>
 }
 
 /// Creates a namespace with a pod `caller`, in which tests run commands. If `labelled` is true, the
-/// namespace has the label that lets its pods read metrics.
+/// namespace has the label that permits its pods to read metrics.
 fn scope_for_caller<'a>(cluster: &'a Cluster, name: &str, labelled: bool) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
     if labelled {
@@ -67,7 +67,7 @@ fn only_labelled_namespaces_can_read_metrics_and_cleave_connects_only_to_the_api
     let cluster = Cluster::connect()?;
     let stranger = scope_for_caller(&cluster, "network-stranger", false)?;
     let reader = scope_for_caller(&cluster, "network-reader", true)?;
-    // A server that no policy protects.
+    // This server is not protected by a policy.
     stranger.create_pod_on_node("node2", "listener", &json!({}), LISTEN_ON_8081_SCRIPT)?;
     let listener = pod_address(&stranger.wait_until_running("listener")?)?;
     wait_until("the listener accepts connections", || can_connect(&reader, "caller", &listener, "8081"))?;
@@ -100,11 +100,11 @@ fn only_labelled_namespaces_can_read_metrics_and_cleave_connects_only_to_the_api
     let scope = ten_shares(&cluster, "network")?;
     scope.create_pod("two", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
     ensure!(scope.client_report("two")?["sms"] == 26, "the client reports {}", scope.client_report("two")?);
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)
 }
 
-/// Shows that the policies cause the refusals of the other test: without them all connections
-/// succeed.
+/// Shows that the policies cause the refusals of the other test. Without the policies, all
+/// connections succeed.
 #[test]
 fn without_the_policies_every_namespace_reads_metrics_and_the_agent_connects_anywhere() -> Result<()> {
     let cluster = Cluster::connect()?;

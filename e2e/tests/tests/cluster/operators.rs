@@ -1,5 +1,5 @@
-//! Tests the replicas of the operator: where they run, and how another replica takes over. Also
-//! tests what the tokens of the operator and the agents can change.
+//! Tests the replicas of the operator: their nodes, and the change of the leader. Also tests which
+//! changes the tokens of the operator and the agents permit.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Refused, SYSTEM_NAMESPACE, Scope, pod, text, wait_until};
 use serde_json::{Value, json};
@@ -56,7 +56,7 @@ fn the_other_operator_takes_over_when_the_leader_is_killed() -> Result<()> {
     // The new leader must count the shares of both pods, regardless of which replica releases them.
     scope.create_pod("first", &json!({SHARES_RESOURCE: 7}), HOLD_CLIENT_SCRIPT)?;
     scope.create_pod("second", &json!({SHARES_RESOURCE: 7}), HOLD_CLIENT_SCRIPT)?;
-    // The standby, or the new replica that replaces the old leader.
+    // The new leader is the standby, or the replica that replaces the old leader.
     wait_until("another operator leads", || {
         let leader = leader_identity(&cluster)?;
         Ok(!leader.is_empty() && leader != old)
@@ -123,7 +123,7 @@ fn the_operators_token_changes_only_what_placement_needs() -> Result<()> {
     check_forbidden(operator.patch(&status, &with("Ready")), "status.conditions[Ready]")?;
     check_forbidden(operator.patch(&status, &json!({"status": {"phase": "Failed"}})), "status.phase")?;
     operator.patch(&status, &with("cleave.dev/Placed"))?;
-    // The changes that a release makes to a pod.
+    // These are the changes that a release makes to a pod.
     operator.patch(
         &path,
         &json!({

@@ -1,4 +1,4 @@
-//! Tests that an invalid sharing policy is refused with an explanation, and that a valid one is
+//! Tests that an invalid sharing policy is refused with an explanation, and that a valid policy is
 //! applied without a restart.
 use anyhow::{Result, ensure};
 use cleave_e2e::{Cluster, POLICIES_PATH, Refused, Scope, text, wait_until, wait_without_violation};
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::{
     GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, container_and_restarts, daemon_pids,
-    gpus_without_ten_shares, ten_shares, wait_until_offered,
+    gpus_without_ten_shares, ten_shares, wait_until_advertised,
 };
 
 /// Reads the status, reason and message of a policy's condition. Returns `None` if the condition is
@@ -26,7 +26,7 @@ fn units_change_on_idle_gpus_without_a_restart() -> Result<()> {
     let pods = cleave_pods(&cluster)?;
     ensure!(before.len() == 4, "daemons: {before:?}");
     cluster.patch(&format!("{POLICIES_PATH}/ten-shares"), &json!({"spec": {"mps": {"units": 5}}}))?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 5 * GPUS_PER_NODE)?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 5 * GPUS_PER_NODE)?;
     ensure!(pods == cleave_pods(&cluster)?, "a pod of Cleave was restarted");
     scope.create_pod("one", &json!({SHARES_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;
     let report = scope.client_report("one")?;
@@ -57,7 +57,7 @@ fn units_do_not_change_under_a_running_pod_and_the_policy_names_the_pod() -> Res
     let before = container_and_restarts(&cluster, &scope, "holder")?;
     cluster.patch(&format!("{POLICIES_PATH}/ten-shares"), &json!({"spec": {"mps": {"units": 5}}}))?;
     // The three idle GPUs change. The GPU in use keeps its ten shares.
-    wait_until_offered(&cluster, SHARES_RESOURCE, 5 * (GPUS_PER_NODE - 1) + 10)?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 5 * (GPUS_PER_NODE - 1) + 10)?;
     wait_until("the policy names the pod that it waits for", || {
         let Some((status, reason, message)) = read_condition(&cluster, "ten-shares", "Ready")? else {
             return Ok(false);
@@ -67,7 +67,7 @@ fn units_do_not_change_under_a_running_pod_and_the_policy_names_the_pod() -> Res
     })?;
     ensure!(before == container_and_restarts(&cluster, &scope, "holder")?, "the running pod was disturbed");
     scope.delete_pod("holder", 0)?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 5 * GPUS_PER_NODE)?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 5 * GPUS_PER_NODE)?;
     wait_until("the policy is Ready", || {
         Ok(read_condition(&cluster, "ten-shares", "Ready")?.is_some_and(|(status, ..)| status == "True"))
     })
@@ -87,9 +87,9 @@ fn one_node_serves_whole_gpus_shares_and_replicas_at_the_same_time() -> Result<(
         &on(json!([0, 1]), json!({"mode": "Mps", "mps": {"units": 4, "threads": "Strict"}})),
     )?;
     scope.create_policy("turns", &on(json!([2]), json!({"mode": "TimeSlicing", "timeSlicing": {"replicas": 6}})))?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 8)?;
-    wait_until_offered(&cluster, "nvidia.com/gpu-timeslice", 6)?;
-    wait_until_offered(&cluster, "nvidia.com/gpu", 1)?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 8)?;
+    wait_until_advertised(&cluster, "nvidia.com/gpu-timeslice", 6)?;
+    wait_until_advertised(&cluster, "nvidia.com/gpu", 1)?;
     let pods = [("mps", SHARES_RESOURCE), ("turn", "nvidia.com/gpu-timeslice"), ("whole", "nvidia.com/gpu")];
     for (name, resource) in pods {
         scope.create_pod_on_node(NODE, name, &json!({resource: 1}), HOLD_CLIENT_SCRIPT)?;
@@ -139,7 +139,7 @@ fn a_policy_that_selects_no_gpu_is_not_accepted_and_changes_nothing() -> Result<
         Ok(read_condition(&cluster, "unknown", "Accepted")?
             .is_some_and(|(status, _, message)| status == "False" && message.contains("RTX 9999")))
     })?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)
 }
 
 #[test]
@@ -150,23 +150,23 @@ fn of_two_policies_on_a_gpu_the_more_specific_wins_and_the_other_reports_a_confl
         "first-gpu",
         &json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": [0]}, "mode": "TimeSlicing", "timeSlicing": {"replicas": 3}}),
     )?;
-    wait_until_offered(&cluster, "nvidia.com/gpu-timeslice", 3)?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
+    wait_until_advertised(&cluster, "nvidia.com/gpu-timeslice", 3)?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
     wait_until("the wider policy names the one that overrides it", || {
         Ok(read_condition(&cluster, "ten-shares", "Conflict")?
             .is_some_and(|(status, _, message)| status == "True" && message.contains("first-gpu")))
     })?;
     cluster.delete(&format!("{POLICIES_PATH}/first-gpu"), None)?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)
 }
 
 #[test]
-fn without_a_policy_gpus_are_offered_whole() -> Result<()> {
+fn without_a_policy_gpus_are_advertised_as_whole_gpus() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "whole")?;
     cluster.delete(&format!("{POLICIES_PATH}/ten-shares"), None)?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 0)?;
-    wait_until_offered(&cluster, "nvidia.com/gpu", GPUS_PER_NODE)?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 0)?;
+    wait_until_advertised(&cluster, "nvidia.com/gpu", GPUS_PER_NODE)?;
     scope.create_pod_on_node(NODE, "whole", &json!({"nvidia.com/gpu": 2}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("whole")?;
     let report = scope.client_report("whole")?;

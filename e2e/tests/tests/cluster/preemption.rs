@@ -1,5 +1,5 @@
-//! Tests preemption: pods of lower priority are evicted for a pod of higher priority, on one GPU
-//! and within disruption budgets.
+//! Tests preemption: the operator evicts pods of lower priority for a pod of higher priority, on
+//! one GPU and within disruption budgets.
 use std::io::Write as _;
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use crate::gate::{SLEEP_FOREVER_SCRIPT, is_gated, wait_for_event, wait_for_shares_of_one_gpu};
 use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, container_and_restarts, ten_shares};
 
-/// Two priority classes, `e2e-high` and `e2e-patient`. Dropping the value deletes them.
+/// Two priority classes, `e2e-high` and `e2e-patient`. Dropping this value deletes both.
 struct Priorities<'a>(&'a Cluster);
 
 const PRIORITY_CLASSES_PATH: &str = "/apis/scheduling.k8s.io/v1/priorityclasses";
@@ -54,8 +54,8 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
             pod["metadata"]["labels"] = json!({"keep": "me"});
         }
         cluster.create(&pods, &pod)?;
-        // Among pods with equal priority, the youngest is evicted first. The protected pods must be
-        // younger than the other pods, and start times are whole seconds.
+        // Among pods with equal priority, the operator evicts the youngest first. Wait, because the
+        // protected pods must be younger than the other pods, and start times are whole seconds.
         std::thread::sleep(Duration::from_millis(1100));
     }
     cluster.create(
@@ -79,14 +79,14 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
         pod["spec"]["priorityClassName"] = json!(class);
         pod
     };
-    // A pod with the preemption policy `Never` waits, regardless of its priority.
+    // A pod with the preemption policy `Never` waits, whatever its priority.
     cluster.create(&pods, &with("patient", "e2e-patient"))?;
     wait_for_event(&scope, "patient", "the emptiest has 3")?;
     cluster.delete(&scope.pod_path("patient"), Some(0))?;
     cluster.create(&pods, &with("high", "e2e-high"))?;
     scope.wait_until_running("high")?;
     // The node reports free shares before the API server deletes the pod.
-    wait_until("the pod without a budget is gone", || Ok(cluster.find(&scope.pod_path("seven-0"))?.is_none()))?;
+    wait_until("the pod without a budget no longer exists", || Ok(cluster.find(&scope.pod_path("seven-0"))?.is_none()))?;
     for (index, before) in before.iter().enumerate().skip(1) {
         ensure!(
             container_and_restarts(&cluster, &scope, &format!("seven-{index}"))? == *before,
@@ -146,7 +146,7 @@ fn a_pod_preempts_on_a_node_without_free_cpu() -> Result<()> {
     wait_for_shares_of_one_gpu(&cluster, &scope, "low", 1)?;
     create_pod(&scope, &pod_with_high_priority(pod_with_cpu("high", 1, free / 2)))?;
     scope.wait_until_running("high")?;
-    // Wait for the deletion: a pod whose containers have exited still exists briefly.
+    // Wait for the deletion, because a pod whose containers have exited still exists briefly.
     let low = cluster.find(&scope.pod_path("low"))?;
     let is_evicted = low.is_none_or(|low| !low["metadata"]["deletionTimestamp"].is_null());
     ensure!(is_evicted, "both pods fit, so the test proves nothing");
@@ -168,7 +168,7 @@ fn eight_waiting_pods_that_no_eviction_helps_do_not_block_the_ninth() -> Result<
         scope.wait_until_running(name)?;
         wait_for_shares_of_one_gpu(&cluster, &scope, name, 1)?;
     }
-    // Each pod requests a different amount, so that each needs a separate search.
+    // Each pod requests a different amount, so that the operator needs a separate search for each.
     for index in 0..8 {
         let name = format!("hopeless-{index}");
         create_pod(&scope, &pod_with_high_priority(pod_with_cpu(&name, 1, free * 3 / 4 + 50 + index)))?;
@@ -199,8 +199,8 @@ fn a_pod_with_two_disruption_budgets_does_not_block_preemption() -> Result<()> {
             pod["metadata"]["labels"] = json!({"app": "twice"});
         }
         create_pod(&scope, &pod)?;
-        // Among pods with equal priority, the youngest is preferred as a victim, and creation times
-        // are whole seconds. Only the first pod has no budget.
+        // Among pods with equal priority, the operator evicts the youngest first. Wait, because
+        // creation times are whole seconds. Only the first pod has no budget.
         std::thread::sleep(Duration::from_millis(1100));
     }
     for index in 0..GPUS_PER_NODE {
@@ -211,7 +211,7 @@ fn a_pod_with_two_disruption_budgets_does_not_block_preemption() -> Result<()> {
     create_pod(&scope, &pod_with_high_priority(pod("high", &json!({SHARES_RESOURCE: 6}), SLEEP_FOREVER_SCRIPT)))?;
     scope.wait_until_running("high")?;
     // The node reports free shares before the API server deletes the pod.
-    wait_until("the pod without a budget is gone", || Ok(cluster.find(&scope.pod_path("seven-0"))?.is_none()))?;
+    wait_until("the pod without a budget no longer exists", || Ok(cluster.find(&scope.pod_path("seven-0"))?.is_none()))?;
     for index in 1..GPUS_PER_NODE {
         ensure!(cluster.find(&scope.pod_path(&format!("seven-{index}")))?.is_some(), "seven-{index} was evicted");
     }

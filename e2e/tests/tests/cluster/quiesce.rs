@@ -10,10 +10,10 @@ use crate::{HOLD_CLIENT_SCRIPT, SHARES_RESOURCE, container_and_restarts};
 /// The node that fewer tests use, and the number of its simulated GPUs.
 const NODE: &str = "node2";
 const GPUS: u64 = 2;
-/// A label with which the GPU Operator starts and pauses programs that use GPUs.
+/// The label with which the GPU Operator starts and pauses programs that use GPUs.
 const DEPLOY_LABEL: &str = "nvidia.com/gpu.deploy.device-plugin";
 
-/// Returns [`NODE`] to service when it is dropped.
+/// Returns [`NODE`] to service when dropped.
 struct ServiceGuard<'a> {
     cluster: &'a Cluster,
     simulator: Faults<'a>,
@@ -24,7 +24,7 @@ impl<'a> ServiceGuard<'a> {
         Self { cluster, simulator: Faults::on(NODE) }
     }
 
-    /// Checks that the driver refuses a change of the hardware because of this use.
+    /// Checks that the driver refuses a change of the hardware, with an error that contains `why`.
     fn check_refused(&self, args: &[&str], why: &str) -> Result<()> {
         match self.simulator.simgpu(args) {
             Ok(_) => anyhow::bail!("simgpu {args:?} succeeded"),
@@ -50,15 +50,15 @@ fn shares_of_node<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
     let selector = json!({"kubernetes.io/hostname": NODE});
     scope.create_policy("quiesce", &json!({"nodeSelector": selector, "mode": "Mps", "mps": {"units": 10}}))?;
-    wait_until_offered(cluster, 10 * GPUS)?;
+    wait_until_advertised(cluster, 10 * GPUS)?;
     Ok(scope)
 }
 
-/// Waits until [`NODE`]'s allocatable count of shares has this value.
-fn wait_until_offered(cluster: &Cluster, count: u64) -> Result<()> {
-    wait_until(&format!("{NODE} offers {count} shares"), || {
-        let offered = cluster.allocatable(NODE, SHARES_RESOURCE)?;
-        ensure!(offered == count, "the node offers {offered}");
+/// Waits until [`NODE`] advertises exactly this count of shares as allocatable.
+fn wait_until_advertised(cluster: &Cluster, count: u64) -> Result<()> {
+    wait_until(&format!("{NODE} advertises {count} shares"), || {
+        let advertised = cluster.allocatable(NODE, SHARES_RESOURCE)?;
+        ensure!(advertised == count, "the node advertises {advertised}");
         Ok(true)
     })
 }
@@ -89,7 +89,7 @@ fn a_quiesced_gpu_is_reset_while_pods_use_and_start_on_the_other_one() -> Result
         run_program(&cleave_path(), &[&command, options].concat())
     };
     service.check_refused(&["reset", &gpu], "in use")?;
-    // The agent reports an allocation shortly after the pod has started.
+    // Wait, because the agent reports an allocation only after the pod has started.
     wait_until("the node reports the pod that leaves", || {
         let gpus = gpu_statuses(&cluster)?;
         Ok(gpus.iter().any(|status| status["uuid"] == *gpu && status["allocations"] != json!([])))
@@ -100,7 +100,7 @@ fn a_quiesced_gpu_is_reset_while_pods_use_and_start_on_the_other_one() -> Result
     ensure!(printed.contains("quiesced: its MPS daemons have exited"), "{printed}");
     service.simulator.simgpu(&["reset", &gpu])?;
 
-    wait_until_offered(&cluster, 10)?;
+    wait_until_advertised(&cluster, 10)?;
     ensure!(run_pod(&scope, "new", 5)? == kept, "the new pod is on the quiesced GPU");
     ensure!(before == container_and_restarts(&cluster, &scope, "stays")?, "a running pod was disturbed");
     let status = gpu_statuses(&cluster)?.into_iter().find(|status| status["uuid"] == *gpu);
@@ -108,7 +108,7 @@ fn a_quiesced_gpu_is_reset_while_pods_use_and_start_on_the_other_one() -> Result
     ensure!(quiesce["quiesced"] == true, "the new pod ended the quiesce: {quiesce}");
 
     run_program(&cleave_path(), &["uncordon", NODE, &gpu])?;
-    wait_until_offered(&cluster, 10 * GPUS)?;
+    wait_until_advertised(&cluster, 10 * GPUS)?;
     ensure!(run_pod(&scope, "returns", 10)? == gpu, "the new pod is on the other GPU");
     ensure!(before == container_and_restarts(&cluster, &scope, "stays")?, "a running pod was disturbed");
     Ok(())
@@ -118,9 +118,9 @@ fn a_quiesced_gpu_is_reset_while_pods_use_and_start_on_the_other_one() -> Result
 fn check_driver_reload(service: &ServiceGuard, scope: &Scope, resume: impl FnOnce() -> Result<()>) -> Result<()> {
     service.simulator.simgpu(&["unload"])?;
     service.simulator.simgpu(&["driver", "--present", "true"])?;
-    wait_until_offered(service.cluster, 0)?;
+    wait_until_advertised(service.cluster, 0)?;
     resume()?;
-    wait_until_offered(service.cluster, 10 * GPUS)?;
+    wait_until_advertised(service.cluster, 10 * GPUS)?;
     let gpus = [run_pod(scope, "first", 10)?, run_pod(scope, "second", 10)?];
     ensure!(gpus[0] != gpus[1], "both pods are on GPU {}", gpus[0]);
     Ok(())

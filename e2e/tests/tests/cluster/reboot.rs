@@ -1,9 +1,9 @@
-//! Tests a node that reboots after a power cut. State that a boot clears is lost, and the files on
-//! the node's disk remain.
+//! Tests a node that reboots after a power cut. The node loses the state that a boot clears, but
+//! keeps the files on its disk.
 //!
-//! The test cannot change the machine's boot id. The agent compares it with the boot id in its
-//! checkpoint, so the test changes the checkpoint while the node is down. The kubelet also reads
-//! the boot id, but these tests do not depend on that.
+//! The test cannot change the machine's boot id. The agent compares the machine's boot id with the
+//! one in its checkpoint, so the test changes the checkpoint while the node is down. The kubelet
+//! also reads the boot id, but these tests do not depend on the kubelet's use of it.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::Write as _;
@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 use crate::health::{RepairGuard, wait_for_health};
 use crate::{
     GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, allocations, container_and_restarts, ten_shares,
-    wait_until_offered,
+    wait_until_advertised,
 };
 
 /// The node that does not reboot.
@@ -39,11 +39,12 @@ fn node_file(path: &str) -> Result<PathBuf> {
     Ok(state.join("nodes").join(NODE).join("host").join(path.trim_start_matches('/')))
 }
 
-/// Keeps [`NODE`] powered off. Dropping the value starts the node if it is still down.
+/// Keeps [`NODE`] powered off. Dropping this value starts the node if it is still down.
 struct PowerCut;
 
 impl PowerCut {
-    /// Cuts the power of [`NODE`], and makes its GPUs and its checkpoint look rebooted.
+    /// Cuts the power of [`NODE`], and changes its simulated GPUs and its checkpoint as a reboot
+    /// would.
     fn new() -> Result<Self> {
         let guard = Self;
         run_launcher(&["kill", NODE_COMPONENT])?;
@@ -68,7 +69,7 @@ impl Drop for PowerCut {
     }
 }
 
-/// Keeps the API server down until the value is dropped.
+/// Keeps the API server down until this value is dropped.
 struct ApiServerDown;
 
 impl ApiServerDown {
@@ -160,8 +161,8 @@ fn wait_for_outcome(scope: &Scope, name: &str, before: &BTreeSet<String>) -> Res
     })
 }
 
-/// Returns whether a pod's reason means that the kubelet did not admit it: because of its device
-/// manager, or for lack of a resource.
+/// Returns whether a pod's reason means that the kubelet's admission rejected the pod, because of
+/// the device manager or for lack of a resource.
 fn is_rejection(reason: &str) -> bool {
     reason == "UnexpectedAdmissionError" || reason.starts_with("OutOf")
 }
@@ -181,9 +182,9 @@ fn kubelet_allocations() -> Result<BTreeMap<String, BTreeSet<String>>> {
     Ok(shares)
 }
 
-/// Waits until kubelet, agent and MPS host agree. The node's status must list exactly the
-/// allocations that the kubelet has for its running pods, without an allocation error. Each
-/// allocation must have a door.
+/// Waits until the kubelet, the agent and the MPS host agree. The node's status must list exactly
+/// the kubelet's allocations of its running pods, without an allocation error. Each allocation must
+/// have a door.
 fn wait_until_consistent(scope: &Scope) -> Result<()> {
     wait_until("kubelet, agent and MPS host agree about allocations", || {
         let mut running = scope.pods()?;
@@ -234,14 +235,14 @@ fn sms_of_shares(shares: u64) -> u64 {
 /// Pods without a controller, and the shares that each requests.
 const BARE_POD_SHARES: [(&str, u64); 2] = [("two", 2), ("five", 5)];
 
-/// Makes two GPUs unhealthy: a reboot clears the fault of GPU 3, but not that of GPU 2.
+/// Makes two GPUs unhealthy. A reboot clears the fault of GPU 3, but not the fault of GPU 2.
 fn break_gpus(cluster: &Cluster, repair: &RepairGuard) -> Result<()> {
     // A boot clears a fault that needs a reset, but does not repair failed hardware.
     repair.faults.simgpu(&["set", "2", "remap-failed=on"])?;
-    // After an XID the agent reads all of NVML's health information, so it also finds the fault of
-    // GPU 2.
+    // After an XID, the agent reads all of NVML's health information, so the agent also finds the
+    // fault of GPU 2.
     repair.faults.simgpu(&["xid", "3", "48"])?;
-    wait_until_offered(cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 2))?;
+    wait_until_advertised(cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 2))?;
     wait_for_health(cluster, 3, "NeedsReset")?;
     wait_for_health(cluster, 2, "NeedsReset")
 }
@@ -273,8 +274,8 @@ fn share_ids(scope: &Scope, name: &str) -> Result<Vec<Value>> {
     Ok(allocated.into_iter().map(|allocation| allocation["ids"].clone()).collect())
 }
 
-/// Waits until each pod of [`BARE_POD_SHARES`] is restarted with the shares and limits that it had,
-/// or is rejected. Returns how many were restarted.
+/// Waits until each pod of [`BARE_POD_SHARES`] is restarted with its earlier shares and limits, or
+/// is rejected. Returns the number of restarted pods.
 fn check_bare_pods(
     scope: &Scope,
     containers: &BTreeSet<String>,
@@ -329,7 +330,7 @@ fn a_reboot_loses_no_share_and_allocates_none_twice() -> Result<()> {
         "five-shares",
         &json!({"nodeSelector": {"kubernetes.io/hostname": OTHER_NODE}, "mode": "Mps", "mps": {"units": 5, "threads": "Strict"}}),
     )?;
-    wait_until(&format!("{OTHER_NODE} offers ten shares"), || {
+    wait_until(&format!("{OTHER_NODE} advertises ten shares"), || {
         Ok(cluster.allocatable(OTHER_NODE, SHARES_RESOURCE)? == 10)
     })?;
     let repair = RepairGuard::new(&cluster);
@@ -356,7 +357,7 @@ fn a_reboot_loses_no_share_and_allocates_none_twice() -> Result<()> {
     wait_until_consistent(&scope)?;
     wait_for_health(&cluster, 3, "")?;
     wait_for_health(&cluster, 2, "NeedsReset")?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
     ensure!(beside == container_and_restarts(&cluster, &scope, "beside")?, "a pod of another node was disturbed");
     scope.create_pod_on_node(NODE, "new", &json!({SHARES_RESOURCE: 5}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("new")?;
@@ -377,8 +378,8 @@ fn a_rebooted_node_starts_no_pod_until_the_api_server_is_back() -> Result<()> {
     let power_cut = PowerCut::new()?;
     let api_server_down = ApiServerDown::new()?;
     let old = identity(&socket);
-    // Run this in the background: it waits for the node to be Ready, which requires the API server.
-    // No other `cluster start` can run until it returns.
+    // Run this command in the background, because it waits for the node to be Ready, which requires
+    // the API server. No other `cluster start` can run until the command exits.
     let mut starting = Command::new("cluster").args(["start", NODE_COMPONENT]).spawn()?;
     let started =
         wait_until("the kubelet accepts device plugins", || Ok(identity(&socket).is_some_and(|new| Some(new) != old)));
@@ -390,13 +391,13 @@ fn a_rebooted_node_starts_no_pod_until_the_api_server_is_back() -> Result<()> {
     let tasks = on_node(NODE, &["ctr", "tasks", "list", "--quiet"])?;
     ensure!(tasks.trim().is_empty(), "without an API server the kubelet has started {tasks}");
     drop(api_server_down);
-    // Starts the components of the node that do not run yet.
+    // Start the node's remaining components.
     run_launcher(&["start", NODE_COMPONENT])?;
     drop(power_cut);
     for name in wait_until_deployed(&scope, &before)? {
         check_limits(&scope, &name, SHARES_PER_REPLICA)?;
     }
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     wait_until_consistent(&scope)?;
     let rejected = rejected_pods_of_cleave(&cluster)?;
     let new: Vec<_> = rejected.difference(&rejected_before).collect();

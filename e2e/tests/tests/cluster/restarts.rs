@@ -11,10 +11,10 @@ use serde_json::{Value, json};
 
 use crate::{
     GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, container_and_restarts, daemon_pids, ten_shares,
-    wait_until_offered,
+    wait_until_advertised,
 };
 
-/// State that must not change: two pods with seven shares in total, and the MPS daemons.
+/// The state that must not change: two pods with seven shares in total, and the MPS daemons.
 struct RunningState {
     pods: Vec<(String, u64)>,
     daemons: Vec<(String, u64)>,
@@ -23,7 +23,7 @@ struct RunningState {
 const POD_NAMES: [&str; 2] = ["two", "five"];
 const SHARES_IN_USE: u64 = 7;
 
-/// Creates the pods, and returns their state once they run.
+/// Creates the pods, waits until they run, and returns their state.
 fn start_pods(cluster: &Cluster, scope: &Scope) -> Result<RunningState> {
     for (name, shares) in POD_NAMES.into_iter().zip([2, 5]) {
         scope.create_pod(name, &json!({SHARES_RESOURCE: shares}), HOLD_CLIENT_SCRIPT)?;
@@ -49,7 +49,7 @@ impl RunningState {
             on_node(NODE, &["test", "-d", &format!("/proc/{pid}")])
                 .with_context(|| format!("the daemon of {device} has exited"))?;
         }
-        wait_until_offered(cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+        wait_until_advertised(cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
         scope.create_pod("new", &json!({SHARES_RESOURCE: 3}), HOLD_CLIENT_SCRIPT)?;
         scope.wait_until_running("new")?;
         ensure!(scope.client_report("new")?["sms"] == 38, "the new pod has other limits");
@@ -57,12 +57,12 @@ impl RunningState {
     }
 }
 
-/// Returns a check that reports a violation if the node offers fewer shares than are in use.
-fn fewer_than_in_use(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
+/// Returns a check that reports a violation if the node advertises fewer shares than are in use.
+fn check_for_fewer_shares_than_in_use(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
     || {
-        let offered = cluster.allocatable(NODE, SHARES_RESOURCE)?;
-        Ok((offered < SHARES_IN_USE)
-            .then(|| format!("{offered} shares were offered while {SHARES_IN_USE} were in use")))
+        let advertised = cluster.allocatable(NODE, SHARES_RESOURCE)?;
+        Ok((advertised < SHARES_IN_USE)
+            .then(|| format!("{advertised} shares were advertised while {SHARES_IN_USE} were in use")))
     }
 }
 
@@ -97,8 +97,8 @@ pub(crate) fn query_agent(cluster: &Cluster, path: &str) -> Result<String> {
     kubectl(&["get", "--raw", &format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{name}:8080/proxy/{path}")])
 }
 
-/// Waits until the agent on [`NODE`] serves. The pod's readiness and the kubelet's report may be
-/// those of an earlier process.
+/// Waits until the agent on [`NODE`] serves. Queries the agent, because the pod's readiness and the
+/// kubelet's report may describe an earlier process.
 pub(crate) fn wait_until_agent_serves(cluster: &Cluster) -> Result<()> {
     wait_until("the agent serves", || query_agent(cluster, "readyz").map(|_| true))
 }
@@ -123,17 +123,17 @@ fn a_killed_kubelet_disturbs_no_pod() -> Result<()> {
     running.check_unchanged(&cluster, &scope)
 }
 
-/// Returns a check that reports a violation if the node does not offer all its shares. The kubelet
-/// relay also serves the shares while the agent is absent.
-fn fewer_than_all(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
+/// Returns a check that reports a violation if the node does not advertise all of its shares. The
+/// kubelet relay serves the shares even while no agent runs.
+fn check_for_missing_shares(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
     || {
-        let offered = cluster.allocatable(NODE, SHARES_RESOURCE)?;
-        Ok((offered != 10 * GPUS_PER_NODE).then(|| format!("{offered} shares were offered")))
+        let advertised = cluster.allocatable(NODE, SHARES_RESOURCE)?;
+        Ok((advertised != 10 * GPUS_PER_NODE).then(|| format!("{advertised} shares were advertised")))
     }
 }
 
 #[test]
-fn a_killed_agent_restarts_at_once_and_offers_its_shares() -> Result<()> {
+fn a_killed_agent_restarts_at_once_and_its_shares_stay_advertised() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "agent")?;
     let running = start_pods(&cluster, &scope)?;
@@ -149,7 +149,7 @@ fn a_killed_agent_restarts_at_once_and_offers_its_shares() -> Result<()> {
                 let all = cluster.allocatable(NODE, SHARES_RESOURCE)? == 10 * GPUS_PER_NODE;
                 Ok(all && another && component_pod(&cluster, "agent").is_ok_and(|pod| is_ready(&pod)))
             },
-            fewer_than_all(&cluster),
+            check_for_missing_shares(&cluster),
         )?;
     }
     wait_until_agent_serves(&cluster)?;
@@ -159,8 +159,8 @@ fn a_killed_agent_restarts_at_once_and_offers_its_shares() -> Result<()> {
     Ok(())
 }
 
-/// A second agent on [`NODE`]. During an upgrade two agents overlap; with a wrong configuration
-/// they overlap for longer. Dropping the value deletes the second agent.
+/// A second agent on [`NODE`]. During an upgrade, two agents overlap. With a wrong configuration,
+/// they overlap for longer. Dropping this value deletes the second agent.
 struct SecondAgent<'a> {
     cluster: &'a Cluster,
     path: String,
@@ -169,7 +169,8 @@ struct SecondAgent<'a> {
 impl<'a> SecondAgent<'a> {
     fn start(cluster: &'a Cluster) -> Result<Self> {
         let pods = format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods");
-        // Omit the labels of the DaemonSet: with them, the DaemonSet would delete the pod.
+        // Omit the labels of the DaemonSet, because the DaemonSet would delete a pod with its
+        // labels.
         let spec = component_pod(cluster, "agent")?["spec"].take();
         let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "second-agent"}, "spec": spec});
         let second = Self { cluster, path: format!("{pods}/second-agent") };
@@ -197,7 +198,7 @@ impl Drop for SecondAgent<'_> {
 }
 
 #[test]
-fn a_second_agent_on_a_node_takes_over_and_gives_the_node_back() -> Result<()> {
+fn a_second_agent_on_a_node_takes_over_and_the_first_serves_again_after_its_deletion() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "two-agents")?;
     let running = start_pods(&cluster, &scope)?;
@@ -210,7 +211,7 @@ fn a_second_agent_on_a_node_takes_over_and_gives_the_node_back() -> Result<()> {
     wait_without_violation(
         "the second agent serves",
         || Ok(second.has_logged("this agent serves the node") && second.is_ready()?),
-        fewer_than_all(&cluster),
+        check_for_missing_shares(&cluster),
     )?;
     ensure!(is_first_ready()?, "Kubernetes would delete an old agent that is not ready");
     running.check_unchanged(&cluster, &scope)?;
@@ -219,7 +220,7 @@ fn a_second_agent_on_a_node_takes_over_and_gives_the_node_back() -> Result<()> {
     wait_without_violation(
         "a pod runs on the node of the first agent",
         || Ok(cluster.get(&scope.pod_path("last"))?["status"]["phase"] == "Running"),
-        fewer_than_all(&cluster),
+        check_for_missing_shares(&cluster),
     )?;
     ensure!(is_first_ready()?, "the first agent does not serve again");
     wait_until_agent_serves(&cluster)?;
@@ -231,8 +232,8 @@ fn a_second_agent_on_a_node_takes_over_and_gives_the_node_back() -> Result<()> {
 fn a_killed_container_of_the_agent_disturbs_no_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "container")?;
-    // Replace the pod first: the kubelet's back-off grows with each restart of a container, and
-    // other tests have restarted this container.
+    // Replace the pod first, because the kubelet's back-off grows with each restart of a container,
+    // and other tests have restarted this container.
     let uid = |pod: &Value| text(&pod["metadata"]["uid"]);
     let old = component_pod(&cluster, "agent")?;
     cluster.delete(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{}", text(&old["metadata"]["name"])), None)?;
@@ -245,7 +246,7 @@ fn a_killed_container_of_the_agent_disturbs_no_pod() -> Result<()> {
     wait_without_violation(
         "the agent is ready",
         || component_pod(&cluster, "agent").map(|pod| restart_count(&pod) > before && is_ready(&pod)),
-        fewer_than_all(&cluster),
+        check_for_missing_shares(&cluster),
     )?;
     running.check_unchanged(&cluster, &scope)
 }
@@ -263,7 +264,7 @@ fn a_killed_operator_disturbs_no_pod() -> Result<()> {
             Ok(component_pod(&cluster, "operator")
                 .is_ok_and(|pod| text(&pod["metadata"]["name"]) != old && is_ready(&pod)))
         },
-        fewer_than_in_use(&cluster),
+        check_for_fewer_shares_than_in_use(&cluster),
     )?;
     running.check_unchanged(&cluster, &scope)
 }
@@ -276,8 +277,8 @@ fn an_upgrade_of_the_chart_disturbs_no_pod() -> Result<()> {
     let host = text(&component_pod(&cluster, "mps-host")?["metadata"]["uid"]);
     let relay = text(&component_pod(&cluster, "kubelet-relay")?["metadata"]["uid"]);
     let old = text(&component_pod(&cluster, "agent")?["metadata"]["uid"]);
-    // `mpsHost.upgrade=Never` keeps the DaemonSet unchanged. Otherwise `--wait` would wait for pods
-    // that use MPS.
+    // `mpsHost.upgrade=Never` keeps the DaemonSet unchanged. Otherwise `--wait` waits for pods that
+    // use MPS.
     let helm = |tag: &str, upgrade: &str| {
         let chart = concat!(env!("CARGO_MANIFEST_DIR"), "/../../charts/cleave");
         run_program(

@@ -9,11 +9,11 @@ use serde_json::json;
 use crate::gate::wait_for_event;
 use crate::{HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, SMS_PER_GPU, allocations, ten_shares};
 
-/// Upper bound of the memory of a CUDA context, in MiB. A client reports its limit minus its
-/// context as free.
+/// Upper bound of the memory of a CUDA context, in MiB. A client reports its limit minus the memory
+/// of its context as free.
 const MAX_CONTEXT_MIB: u64 = 600;
 
-/// Returns the limits in SMs and MiB of `shares` of ten, on a GPU with `total` MiB.
+/// Returns the limits of `shares` of ten shares, on a GPU with `total` MiB.
 pub(crate) fn limits_of_shares(shares: u32, total: u64) -> (Sms, Mebibytes) {
     let threads = mps::thread_percentage(shares, 10, Threads::Strict);
     (mps::usable_sms(threads, Sms(SMS_PER_GPU)), mps::memory_limit(shares, 10, Mebibytes(total)))

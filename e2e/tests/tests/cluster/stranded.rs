@@ -1,5 +1,5 @@
 //! Tests that no pod is stranded. A temporary condition keeps a pod gated only while the condition
-//! lasts, and a pod is released only to a node that the scheduler accepts.
+//! lasts. The operator releases a pod only to a node that the scheduler accepts.
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
 use std::time::{Duration, Instant};
@@ -16,10 +16,10 @@ use crate::{NODE, SHARES_RESOURCE, ten_shares};
 
 const SLEEP_FOREVER_SCRIPT: &str = "exec sleep 1000000";
 /// Maximum time from a node's acceptance of a pod until the operator releases the pod. A failed
-/// probe of an MPS host delays it by 10 s.
+/// probe of an MPS host delays the release by 10 s.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Cordons a node until the value is dropped.
+/// Cordons a node until this value is dropped.
 struct Cordon<'a> {
     cluster: &'a Cluster,
     node: &'a str,
@@ -90,15 +90,15 @@ fn a_pod_that_waits_while_its_policy_is_deleted_and_applied_again_runs() -> Resu
     let scope = ten_shares(&cluster, "policy-again")?;
     let spec = cluster.get(&format!("{POLICIES_PATH}/ten-shares"))?["spec"].clone();
     cluster.delete(&format!("{POLICIES_PATH}/ten-shares"), None)?;
-    wait_until("the node offers no shares", || Ok(cluster.allocatable(NODE, SHARES_RESOURCE)? == 0))?;
+    wait_until("the node advertises no shares", || Ok(cluster.allocatable(NODE, SHARES_RESOURCE)? == 0))?;
     scope.create_pod("waits", &json!({SHARES_RESOURCE: 2}), SLEEP_FOREVER_SCRIPT)?;
     check_stays_gated(&scope, "waits", Duration::from_secs(6))?;
     scope.create_policy("ten-shares", &spec)?;
-    wait_until("the node offers its shares again", || Ok(cluster.allocatable(NODE, SHARES_RESOURCE)? == 40))?;
+    wait_until("the node advertises its shares again", || Ok(cluster.allocatable(NODE, SHARES_RESOURCE)? == 40))?;
     check_runs_soon(&scope, "waits")
 }
 
-/// Nodes that a test adds, each with one GPU. Dropping the value removes them.
+/// Nodes that a test adds, each with one GPU. Dropping this value removes the nodes.
 pub(crate) struct AddedNodes<'a> {
     cluster: &'a Cluster,
     names: Vec<String>,
@@ -119,8 +119,8 @@ impl<'a> AddedNodes<'a> {
 }
 
 impl AddedNodes<'_> {
-    /// Removes the nodes and their pods. Kubernetes itself would keep the pods for a minute, and a
-    /// later test would count an MPS host that has no node.
+    /// Removes the nodes and their pods. Otherwise Kubernetes would keep the pods for a minute, and
+    /// a later test would count an MPS host without a node.
     fn remove_all(&mut self) -> Result<()> {
         while let Some(name) = self.names.pop() {
             run_launcher(&["node", "remove", &name])?;
@@ -145,7 +145,7 @@ impl AddedNodes<'_> {
 
 impl Drop for AddedNodes<'_> {
     fn drop(&mut self) {
-        // Each call removes at least one node, or fails to.
+        // Each call removes at least one node or fails.
         while !self.names.is_empty() {
             if let Err(error) = self.remove_all() {
                 let _ = writeln!(std::io::stderr(), "failed to remove a node: {error:#}");
@@ -154,8 +154,8 @@ impl Drop for AddedNodes<'_> {
     }
 }
 
-/// Returns whether a node exists and offers shares.
-pub(crate) fn offers_shares(cluster: &Cluster, node: &str) -> Result<bool> {
+/// Returns whether a node exists and advertises shares.
+pub(crate) fn advertises_shares(cluster: &Cluster, node: &str) -> Result<bool> {
     Ok(cluster.find(&node_path(node))?.is_some() && cluster.allocatable(node, SHARES_RESOURCE)? > 0)
 }
 
@@ -179,7 +179,7 @@ fn replicas_with_required_anti_affinity_run_on_different_nodes() -> Result<()> {
     let added = AddedNodes::new(&cluster, &["node3", "node4", "node5", "node6"])?;
     let nodes: Vec<&str> = ["node1", "node2"].into_iter().chain(added.names.iter().map(String::as_str)).collect();
     for node in &nodes {
-        wait_until(&format!("{node} offers shares"), || offers_shares(&cluster, node))?;
+        wait_until(&format!("{node} advertises shares"), || advertises_shares(&cluster, node))?;
     }
     cluster.create(
         &format!("/apis/apps/v1/namespaces/{}/deployments", scope.namespace),
@@ -203,8 +203,8 @@ fn replicas_with_required_anti_affinity_run_on_different_nodes() -> Result<()> {
     Ok(())
 }
 
-/// Keeps the scheduler stopped until the value is dropped. A starting scheduler lists nodes before
-/// it binds a pod.
+/// Keeps the scheduler stopped until this value is dropped. A scheduler that starts lists the nodes
+/// before it binds a pod.
 struct StoppedScheduler;
 
 impl StoppedScheduler {
@@ -237,7 +237,7 @@ fn a_released_pod_whose_node_is_cordoned_before_binding_is_recreated() -> Result
     let scope = Scope::new(&cluster, "stranded")?;
     scope.create_policy("ten-shares", &json!({"mode": "Mps", "mps": {"units": 10}}))?;
     for node in ["node1", "node2"] {
-        wait_until(&format!("{node} offers shares"), || offers_shares(&cluster, node))?;
+        wait_until(&format!("{node} advertises shares"), || advertises_shares(&cluster, node))?;
     }
     let stopped = StoppedScheduler::new()?;
     let apps = format!("/apis/apps/v1/namespaces/{}/deployments", scope.namespace);
@@ -253,7 +253,7 @@ fn a_released_pod_whose_node_is_cordoned_before_binding_is_recreated() -> Result
     // The scheduler binds the replacement pod to the other node, unless both are cordoned.
     if let Some(other) = other {
         wait_for_advice(&scope, "bare")?;
-        // The scheduler can bind the pod now.
+        // Uncordon the other node, so that the scheduler can bind the pod.
         other.set(false)?;
     }
     wait_until("the replacement runs elsewhere", || {
@@ -280,7 +280,7 @@ fn a_released_pod_whose_node_is_deleted_before_binding_is_recreated() -> Result<
     let mut added = AddedNodes::new(&cluster, &["node3"])?;
     scope.create_policy("ten-shares", &json!({"mode": "Mps", "mps": {"units": 10}}))?;
     for node in ["node1", "node2", "node3"] {
-        wait_until(&format!("{node} offers shares"), || offers_shares(&cluster, node))?;
+        wait_until(&format!("{node} advertises shares"), || advertises_shares(&cluster, node))?;
     }
     let stopped = StoppedScheduler::new()?;
     let cordons = ["node1", "node2"].map(|node| Cordon::new(&cluster, node));
@@ -302,7 +302,7 @@ fn a_released_pod_whose_node_is_deleted_before_binding_is_recreated() -> Result<
     wait_for_advice(&scope, "bare")
 }
 
-/// Returns the condition of a pod that states whether it can be bound.
+/// Returns the condition of a pod that reports whether the pod can be bound.
 fn placed_condition(scope: &Scope, pod: &str) -> Result<Option<Value>> {
     let conditions = scope.cluster.get(&scope.pod_path(pod))?["status"]["conditions"].as_array().cloned();
     Ok(conditions.unwrap_or_default().into_iter().find(|condition| condition["type"] == "cleave.dev/Placed"))

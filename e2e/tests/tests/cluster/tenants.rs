@@ -1,21 +1,22 @@
-//! Tests tenants that use more memory than their shares, or compute outside MPS. Cleave sets a
-//! condition, writes an Event, and evicts the pod if the policy requires it. Neighbours are not
-//! affected. Programs can evade the simulated MPS in the same ways as the real one.
+//! Tests tenants that use more memory than their shares permit, or compute outside MPS. Cleave sets
+//! a condition, writes an Event, and evicts the pod if the policy requires eviction. Neighbours are
+//! not affected. Programs can evade the simulated MPS in the same ways as the real MPS.
 use anyhow::{Result, ensure};
 use cleave_e2e::{Cluster, Scope, WAIT_TIMEOUT, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
 use crate::restarts::query_agent;
-use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, wait_until_offered};
+use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, wait_until_advertised};
 
-/// Sets a memory limit that MPS cannot parse, so that the program can use all of the memory.
+/// Script that sets a memory limit that MPS cannot parse, so that the program can use all of the
+/// memory.
 const ESCAPE_MEMORY_LIMIT_SCRIPT: &str =
     "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=junk exec cleave-client --allocate 20000 --hold forever";
-/// A program that does not find its door runs without MPS.
+/// Script of a program that does not find its door, and therefore runs without MPS.
 const RUN_OUTSIDE_MPS_SCRIPT: &str = "CUDA_MPS_PIPE_DIRECTORY=/nowhere exec cleave-client --hold forever";
 
-/// Creates a policy with ten shares of each GPU, about 8 GiB each. The compute mode does not
-/// prevent programs outside MPS.
+/// Creates a policy with ten shares of each GPU, about 8 GiB each. The policy's compute mode
+/// permits programs outside MPS.
 fn scope_with_enforcement<'a>(cluster: &'a Cluster, name: &str, enforcement: &str) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
     let spec = json!({
@@ -23,7 +24,7 @@ fn scope_with_enforcement<'a>(cluster: &'a Cluster, name: &str, enforcement: &st
         "mps": {"units": 10, "threads": "Strict", "computeMode": "Default"},
     });
     scope.create_policy("watched", &spec)?;
-    wait_until_offered(cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+    wait_until_advertised(cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     Ok(scope)
 }
 

@@ -9,7 +9,7 @@ use crate::{HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE};
 
 const GPU_RESOURCE: &str = "nvidia.com/gpu";
 const SLEEP_SCRIPT: &str = "exec sleep infinity";
-/// Prints the device nodes of GPUs and the driver's libraries that a container sees.
+/// Prints the device nodes of GPUs and the driver's libraries that a container visible_driver_and_gpus.
 const LIST_SCRIPT: &str = "ls /dev | grep -E '^nvidia[0-9]+$' || true; find / -xdev -name 'libcuda.so*' 2>/dev/null; \
                            grep -o '/[^ ]*libcuda.so[^ ]*' /proc/mounts || true";
 
@@ -33,7 +33,7 @@ impl Layout {
     }
 }
 
-/// Creates a pod of a `RuntimeClass`.
+/// Creates a pod with a `RuntimeClass`, or with the default runtime if `class` is `None`.
 fn create(scope: &Scope, cluster: &Cluster, pod: &Value, class: Option<&str>) -> Result<Value> {
     let mut pod = pod.clone();
     if let Some(class) = class {
@@ -42,19 +42,20 @@ fn create(scope: &Scope, cluster: &Cluster, pod: &Value, class: Option<&str>) ->
     cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &pod)
 }
 
-/// Divides one GPU into ten shares, and leaves the other whole.
+/// Creates a namespace and a policy that divides one GPU into ten shares. The other GPU stays
+/// whole.
 fn one_gpu_of_shares<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
     let mps = json!({"units": 10, "threads": "Strict"});
     scope.create_policy("shares", &json!({"mode": "Mps", "mps": mps, "gpus": {"indices": [0]}}))?;
-    wait_until("the node offers ten shares and one GPU", || {
+    wait_until("the node advertises ten shares and one GPU", || {
         Ok(cluster.allocatable(NODE, SHARES_RESOURCE)? == 10 && cluster.allocatable(NODE, GPU_RESOURCE)? == 1)
     })?;
     Ok(scope)
 }
 
-/// Returns whether a container sees the driver, and the device nodes of which GPUs.
-fn sees(scope: &Scope, name: &str) -> Result<(bool, Vec<String>)> {
+/// Returns whether a container visible_driver_and_gpus the driver, and the names of the GPU device nodes that it visible_driver_and_gpus.
+fn visible_driver_and_gpus(scope: &Scope, name: &str) -> Result<(bool, Vec<String>)> {
     let listed = scope.exec_in_pod(name, &["sh", "-c", LIST_SCRIPT])?;
     let gpus = listed.lines().filter(|line| line.starts_with("nvidia")).map(str::to_owned).collect();
     Ok((listed.contains("libcuda.so"), gpus))
@@ -75,11 +76,11 @@ fn containers_get_the_driver_and_only_their_own_gpus() -> Result<()> {
     let (sms, _) = limits_of_shares(3, 1);
     ensure!(report["viaMps"] == true && report["sms"] == sms.0, "the pod with shares reports {report}");
     for (name, node) in [("shares", "nvidia0"), ("whole", "nvidia1")] {
-        let (driver, gpus) = sees(&scope, name)?;
-        ensure!(driver && gpus == [node], "{name}: sees the driver: {driver}; GPUs: {gpus:?}");
+        let (driver, gpus) = visible_driver_and_gpus(&scope, name)?;
+        ensure!(driver && gpus == [node], "{name}: visible_driver_and_gpus the driver: {driver}; GPUs: {gpus:?}");
     }
-    let (driver, gpus) = sees(&scope, "nothing")?;
-    ensure!(!driver && gpus.is_empty(), "a pod without GPUs sees the driver: {driver}; GPUs: {gpus:?}");
+    let (driver, gpus) = visible_driver_and_gpus(&scope, "nothing")?;
+    ensure!(!driver && gpus.is_empty(), "a pod without GPUs visible_driver_and_gpus the driver: {driver}; GPUs: {gpus:?}");
     Ok(())
 }
 
@@ -128,14 +129,14 @@ fn without_the_policy_visible_devices_gives_every_gpu() -> Result<()> {
     all["spec"]["containers"][0]["env"] = json!([{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]);
     create(&scope, &cluster, &all, layout.nvidia)?;
     scope.wait_until_running("all")?;
-    let (driver, gpus) = sees(&scope, "all")?;
-    ensure!(driver && gpus == ["nvidia0", "nvidia1"], "sees the driver: {driver}; GPUs: {gpus:?}");
+    let (driver, gpus) = visible_driver_and_gpus(&scope, "all")?;
+    ensure!(driver && gpus == ["nvidia0", "nvidia1"], "visible_driver_and_gpus the driver: {driver}; GPUs: {gpus:?}");
     if layout.nvidia.is_some() {
         all["metadata"]["name"] = json!("runc");
         create(&scope, &cluster, &all, None)?;
         scope.wait_until_running("runc")?;
-        let (driver, gpus) = sees(&scope, "runc")?;
-        ensure!(!driver && gpus.is_empty(), "under runc: sees the driver: {driver}; GPUs: {gpus:?}");
+        let (driver, gpus) = visible_driver_and_gpus(&scope, "runc")?;
+        ensure!(!driver && gpus.is_empty(), "under runc: visible_driver_and_gpus the driver: {driver}; GPUs: {gpus:?}");
     }
     Ok(())
 }

@@ -11,13 +11,13 @@ use crate::health::cleave_path;
 use crate::restarts::{component_pod, is_ready};
 use crate::{
     GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, container_and_restarts, daemon_pids, ten_shares,
-    wait_until_offered,
+    wait_until_advertised,
 };
 
-/// Annotation of the template. The tests change it to simulate an upgrade of the chart.
+/// Annotation of the template. The tests change the annotation to simulate an upgrade of the chart.
 const RELEASE_ANNOTATION: &str = "e2e/release";
 
-/// The `DaemonSet` of the MPS hosts. Dropping the value restores the `DaemonSet`, and waits until
+/// The `DaemonSet` of the MPS hosts. Dropping this value restores the `DaemonSet`, and waits until
 /// all MPS hosts match.
 struct Template<'a> {
     cluster: &'a Cluster,
@@ -30,7 +30,7 @@ impl<'a> Template<'a> {
         let path = format!("/apis/apps/v1/namespaces/{SYSTEM_NAMESPACE}/daemonsets/cleave-mps-host");
         let image = text(&cluster.get(&path)?["spec"]["template"]["spec"]["containers"][0]["image"]);
         let template = Self { cluster, path, image };
-        // An earlier run may have been killed.
+        // Reset the annotation, because an earlier run may have been killed.
         template.set_release(&Value::Null)?;
         template.wait_until_rolled_out()?;
         Ok(template)
@@ -155,7 +155,7 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_on_its_node_ends(
         scope.client_report("next")?
     );
     template.wait_until_rolled_out()?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     wait_until("the DaemonSet has an Event of the replacement", || {
         let events = cluster.list(&format!("/apis/events.k8s.io/v1/namespaces/{SYSTEM_NAMESPACE}/events"))?;
         let names =
@@ -194,7 +194,7 @@ fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_all_drained() -> Result<()> 
     let outcome = drained();
     uncordon()?;
     outcome?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     scope.create_pod_on_node(NODE, "next", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("next")?;
     scope.delete_pod("next", 0)
@@ -215,8 +215,8 @@ fn an_image_that_cannot_be_pulled_affects_one_node_until_the_next_change() -> Re
         || Ok(mps_host_pods(&cluster)?.values().any(cannot_start)),
         more_than_one_down(&cluster, old.len()),
     )?;
-    // With the old image the unaffected MPS hosts are up to date, and the affected one is replaced
-    // again.
+    // With the old image, the unaffected MPS hosts are up to date, and only the affected MPS host
+    // is replaced.
     let affected: Vec<String> =
         mps_host_pods(&cluster)?.into_iter().filter(|(_, pod)| cannot_start(pod)).map(|(node, _)| node).collect();
     template.set_image(&template.image)?;

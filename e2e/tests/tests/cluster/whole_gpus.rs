@@ -1,5 +1,5 @@
-//! Tests that pods for whole GPUs wait at the gate, and that GPUs of nodes with another device
-//! plugin stay usable.
+//! Tests that pods for whole GPUs wait at the placement gate, and that pods can still use nodes
+//! with another device plugin.
 use std::io::Write as _;
 use std::time::Duration;
 
@@ -9,13 +9,13 @@ use serde_json::{Value, json};
 
 use crate::gate::{is_gated, wait_for_event};
 use crate::stranded::check_stays_gated;
-use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, ten_shares, wait_until_offered};
+use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, ten_shares, wait_until_advertised};
 
 const WHOLE_GPU_RESOURCE: &str = "nvidia.com/gpu";
 const SLEEP_FOREVER_SCRIPT: &str = "exec sleep 1000000";
-/// The node that has the other device plugin.
+/// The node with the other device plugin.
 const OTHER_NODE: &str = "other-plugin";
-/// GPUs of [`OTHER_NODE`].
+/// Number of GPUs of [`OTHER_NODE`].
 const OTHER_GPUS: u64 = 2;
 
 #[test]
@@ -45,26 +45,26 @@ fn no_pod_for_whole_gpus_is_refused_while_gpus_are_repartitioned() -> Result<()>
         let name = format!("whole-{round}");
         // The kubelet still reports whole GPUs for some time after the policy is applied.
         cluster.delete(&format!("{POLICIES_PATH}/ten-shares"), None)?;
-        wait_until_offered(&cluster, WHOLE_GPU_RESOURCE, GPUS_PER_NODE)?;
+        wait_until_advertised(&cluster, WHOLE_GPU_RESOURCE, GPUS_PER_NODE)?;
         scope.create_policy("ten-shares", &spec)?;
         wait_until("the operator has decided to repartition the GPUs", || {
             let gpus = cluster.gpunode(NODE)?["spec"]["gpus"].as_array().cloned().unwrap_or_default();
             Ok(gpus.len() as u64 == GPUS_PER_NODE && gpus.iter().all(|gpu| !gpu["partition"]["mps"].is_null()))
         })?;
         scope.create_pod_on_node(NODE, &name, &json!({WHOLE_GPU_RESOURCE: GPUS_PER_NODE}), SLEEP_FOREVER_SCRIPT)?;
-        wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+        wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
         ensure!(is_gated(&cluster.get(&scope.pod_path(&name))?), "{name} was released");
         cluster.delete(&format!("{POLICIES_PATH}/ten-shares"), None)?;
         scope.wait_until_running(&name)?;
         scope.delete_pod(&name, 0)?;
         scope.create_policy("ten-shares", &spec)?;
-        wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+        wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     }
     Ok(())
 }
 
-/// A node without a kubelet, on which another device plugin serves whole GPUs. Agents do not run on
-/// it, because it has no label `kubernetes.io/os`. Dropping the value deletes the node.
+/// A node without a kubelet, on which another device plugin serves whole GPUs. No agent runs on the
+/// node, because the node has no label `kubernetes.io/os`. Dropping this value deletes the node.
 struct OtherNode<'a>(&'a Cluster);
 
 impl<'a> OtherNode<'a> {
@@ -136,7 +136,7 @@ fn pods_use_nodes_of_another_plugin_when_cleaves_nodes_are_full() -> Result<()> 
     scope.delete_pod(&format!("all-{NODE}"), 0)?;
     scope.wait_until_running("third")?;
     ensure!(wait_until_bound(&scope, "third")?.0 == NODE, "the pod is not on {NODE}");
-    // No kubelet ends these pods.
+    // Delete these pods without grace, because no kubelet terminates them.
     for name in ["first", "second"] {
         cluster.delete(&format!("{pods}/{name}"), Some(0)).context("failed to delete a pod")?;
     }

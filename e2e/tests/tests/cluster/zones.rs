@@ -1,5 +1,5 @@
-//! Tests pods with rules about zones: a pod is released only to nodes that the scheduler accepts,
-//! and waits at the gate while those nodes are full.
+//! Tests pods with rules about zones. The operator releases a pod only to nodes that the scheduler
+//! accepts, and the pod waits at the gate while those nodes are full.
 use std::collections::BTreeMap;
 use std::io::Write as _;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::SHARES_RESOURCE;
 use crate::gate::{SLEEP_FOREVER_SCRIPT, wait_for_event};
-use crate::stranded::{AddedNodes, check_stays_gated, node_path, offers_shares};
+use crate::stranded::{AddedNodes, check_stays_gated, node_path, advertises_shares};
 
 const ZONE: &str = "topology.kubernetes.io/zone";
 const STORAGE_CLASSES_PATH: &str = "/apis/storage.k8s.io/v1/storageclasses";
@@ -18,7 +18,7 @@ const VOLUMES_PATH: &str = "/api/v1/persistentvolumes";
 /// Storage class whose volumes are bound when the scheduler has chosen a node.
 const LATE_CLASS: &str = "e2e-late";
 
-/// Zones of nodes. Dropping the value removes the labels.
+/// Zone labels of nodes. Dropping this value removes the labels.
 struct Zones<'a> {
     cluster: &'a Cluster,
     nodes: Vec<&'a str>,
@@ -50,7 +50,8 @@ impl Drop for Zones<'_> {
     }
 }
 
-/// Volumes, and a storage class without a provisioner. Dropping the value deletes them.
+/// Volumes, and a storage class without a provisioner. Dropping this value deletes the volumes and
+/// the class.
 struct Volumes<'a> {
     cluster: &'a Cluster,
     names: Vec<&'static str>,
@@ -60,7 +61,7 @@ impl<'a> Volumes<'a> {
     fn new(cluster: &'a Cluster) -> Result<Self> {
         let class = format!("{STORAGE_CLASSES_PATH}/{LATE_CLASS}");
         cluster.delete(&class, None)?;
-        wait_until("the storage class of an earlier run is gone", || Ok(cluster.find(&class)?.is_none()))?;
+        wait_until("the storage class of an earlier run no longer exists", || Ok(cluster.find(&class)?.is_none()))?;
         let volumes = Self { cluster, names: Vec::new() };
         let class = json!({
             "metadata": {"name": LATE_CLASS}, "provisioner": "kubernetes.io/no-provisioner",
@@ -74,7 +75,7 @@ impl<'a> Volumes<'a> {
     fn create(&mut self, scope: &Scope, name: &'static str, zone: &str, class: &str) -> Result<()> {
         let path = format!("{VOLUMES_PATH}/{name}");
         self.cluster.delete(&path, None)?;
-        wait_until("the volume of an earlier run is gone", || Ok(self.cluster.find(&path)?.is_none()))?;
+        wait_until("the volume of an earlier run no longer exists", || Ok(self.cluster.find(&path)?.is_none()))?;
         self.names.push(name);
         let affinity = json!({"required": {"nodeSelectorTerms": [
             {"matchExpressions": [{"key": ZONE, "operator": "In", "values": [zone]}]}]}});
@@ -128,7 +129,7 @@ fn pods_with_zonal_volumes_run_in_their_zone_and_wait_while_it_is_full() -> Resu
     scope.create_policy("ten-shares", &json!({"mode": "Mps", "mps": {"units": 10}}))?;
     // Node1 has four GPUs, node2 has two.
     for (node, shares) in [("node1", 40), ("node2", 20)] {
-        wait_until(&format!("{node} offers shares"), || Ok(cluster.allocatable(node, SHARES_RESOURCE)? == shares))?;
+        wait_until(&format!("{node} advertises shares"), || Ok(cluster.allocatable(node, SHARES_RESOURCE)? == shares))?;
     }
     volumes.create(&scope, "e2e-bound", "b", "")?;
     let claim = format!("/api/v1/namespaces/{}/persistentvolumeclaims/e2e-bound", scope.namespace);
@@ -171,10 +172,10 @@ fn replicas_with_a_spread_constraint_use_three_zones_evenly() -> Result<()> {
     let zones = Zones::new(&cluster, &[("node1", "a"), ("node2", "b"), ("node3", "c")])?;
     scope.create_policy("ten-shares", &json!({"mode": "Mps", "mps": {"units": 10}}))?;
     for node in ["node1", "node2", "node3"] {
-        wait_until(&format!("{node} offers shares"), || offers_shares(&cluster, node))?;
+        wait_until(&format!("{node} advertises shares"), || advertises_shares(&cluster, node))?;
     }
     let deployments = format!("/apis/apps/v1/namespaces/{}/deployments", scope.namespace);
-    // The nodes have 4, 2 and 1 GPUs. Without the constraint each replica would use its own GPU.
+    // The nodes have 4, 2 and 1 GPUs. Without the constraint, each replica uses a separate GPU.
     cluster.create(&deployments, &deployment_over_zones("spread", 6))?;
     let evenly = wait_until("two replicas run in each zone", || {
         let pods = scope.pods()?;
@@ -188,7 +189,7 @@ fn replicas_with_a_spread_constraint_use_three_zones_evenly() -> Result<()> {
     });
     // Delete the Deployment before its node is removed.
     cluster.delete(&format!("{deployments}/spread"), None)?;
-    wait_until("the replicas are gone", || Ok(scope.pods()?.is_empty()))?;
+    wait_until("the replicas no longer exist", || Ok(scope.pods()?.is_empty()))?;
     drop(zones);
     drop(added);
     evenly

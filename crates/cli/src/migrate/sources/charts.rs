@@ -7,24 +7,25 @@ use super::plugin::{MigStrategy, read_flags, read_plugin_flags};
 use crate::migrate::fields::Section;
 use crate::migrate::report::{Notes, Outcome, Place};
 
-/// What a chart says about configurations.
+/// The facts about configurations in a chart's values.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(in crate::migrate) struct ChartFacts {
-    /// The MIG strategy, which overrides that of all configurations.
+    /// The MIG strategy, which overrides the strategy of each configuration.
     pub(in crate::migrate) mig_strategy: Option<MigStrategy>,
     /// Name of the `ConfigMap` with the plugin's configurations.
     pub(in crate::migrate) config_map: Option<String>,
     /// Configurations in the values themselves, by name.
     pub(in crate::migrate) configs: Vec<(String, Value)>,
-    /// The plugin's configuration of nodes without a label.
+    /// The plugin's configuration for nodes without a label.
     pub(in crate::migrate) default_config: Option<String>,
-    /// The MIG manager's configuration of nodes without a label.
+    /// The MIG manager's configuration for nodes without a label.
     pub(in crate::migrate) default_mig: Option<String>,
-    /// Whether the GPU Operator is installed. It has no fallback for nodes without a label.
+    /// Whether the GPU Operator is installed. The GPU Operator has no fallback for nodes without a
+    /// label.
     pub(in crate::migrate) gpu_operator: bool,
 }
 
-/// The reason for settings of the plugin's own pods.
+/// The report's text about settings of the plugin's own pods.
 const POD: &str = "A property of the plugin's own pods. Cleave's pods have their own settings.";
 
 /// Returns whether a mapping is a values file of NVIDIA's device plugin.
@@ -46,7 +47,7 @@ pub(in crate::migrate) fn is_operator_values(value: &Value) -> bool {
 /// Parses a values file of NVIDIA's device plugin.
 ///
 /// # Errors
-/// A value has a wrong type.
+/// Returns an error if a value has a wrong type.
 pub(in crate::migrate) fn parse_plugin_values(source: &str, value: Value, notes: &mut Notes) -> Result<ChartFacts> {
     let mut top = Section::top(source, value)?;
     let mut facts = ChartFacts::default();
@@ -100,8 +101,8 @@ pub(in crate::migrate) fn parse_plugin_values(source: &str, value: Value, notes:
     Ok(facts)
 }
 
-/// Reads which configurations exist and which is the default. `inline` is the key of those in the
-/// values themselves.
+/// Reads the names of the configurations and the default. `inline` is the key of the configurations
+/// that the values themselves contain.
 fn read_config(config: &mut Section, inline: &str, facts: &mut ChartFacts, notes: &mut Notes) -> Result<()> {
     if let Some((place, name)) = config.text("name")?
         && !name.is_empty()
@@ -130,7 +131,8 @@ fn read_config(config: &mut Section, inline: &str, facts: &mut ChartFacts, notes
     Ok(())
 }
 
-/// Components of the GPU Operator that stay.
+/// Sections of the GPU Operator's values for components that may remain, and the report's text
+/// about each.
 const COMPONENTS: [(&str, &str); 30] = [
     ("clusterPolicy", "It does not serve GPUs."),
     ("gpuCluster", "It does not serve GPUs."),
@@ -167,7 +169,7 @@ const COMPONENTS: [(&str, &str); 30] = [
 /// Parses a values file of the GPU Operator, or the `spec` of its `ClusterPolicy`.
 ///
 /// # Errors
-/// A value has a wrong type.
+/// Returns an error if a value has a wrong type.
 pub(in crate::migrate) fn parse_operator(source: &str, value: Value, notes: &mut Notes) -> Result<ChartFacts> {
     let mut top = Section::top(source, value)?;
     let mut facts = ChartFacts { gpu_operator: true, ..ChartFacts::default() };
@@ -240,7 +242,7 @@ fn read_device_plugin(plugin: &mut Section, facts: &mut ChartFacts, notes: &mut 
     Ok(())
 }
 
-/// Reads environment variables of the plugin. They override its configurations.
+/// Reads environment variables of the plugin, which override its configurations.
 fn read_env(place: &Place, value: &Value, notes: &mut Notes) {
     for variable in value.as_array().into_iter().flatten() {
         let text = |key: &str| variable.get(key).and_then(Value::as_str).unwrap_or_default();

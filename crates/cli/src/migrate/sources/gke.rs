@@ -1,5 +1,5 @@
-//! Node pools of GKE, from the labels of nodes or from `gcloud container node-pools describe`.
-//! Pure.
+//! Parses GKE node pools, from the labels of nodes or from the output of `gcloud container
+//! node-pools describe`. Pure.
 use anyhow::{Context as _, Result, bail, ensure};
 use cleave_plan::constraints::Labels;
 use cleave_plan::mig;
@@ -9,18 +9,18 @@ use super::plugin::SharedBy;
 use crate::migrate::fields::Section;
 use crate::migrate::report::{Notes, Place};
 
-/// Label of the nodes of a pool.
+/// Label with the name of a node's pool.
 pub(in crate::migrate) const POOL: &str = "cloud.google.com/gke-nodepool";
 /// Label with the model of a node's GPUs.
 pub(in crate::migrate) const ACCELERATOR: &str = "cloud.google.com/gke-accelerator";
-/// Label with the way in which GPUs are shared.
+/// Label with the strategy by which GPUs are shared.
 pub(in crate::migrate) const STRATEGY: &str = "cloud.google.com/gke-gpu-sharing-strategy";
 /// Label with the number of clients of each GPU.
 pub(in crate::migrate) const CLIENTS: &str = "cloud.google.com/gke-max-shared-clients-per-gpu";
 /// Label with the profile of the MIG instances.
 pub(in crate::migrate) const PARTITION: &str = "cloud.google.com/gke-gpu-partition-size";
 
-/// GKE's names of models that support MIG, with NVML's name and the memory in MiB.
+/// GKE's names of models that support MIG, each with NVML's name and the memory in MiB.
 const MODELS: [(&str, &str, u64); 6] = [
     ("nvidia-tesla-a100", "NVIDIA A100-SXM4-40GB", 40_960),
     ("nvidia-a100-80gb", "NVIDIA A100-SXM4-80GB", 81_920),
@@ -37,11 +37,11 @@ pub(in crate::migrate) struct Pool {
     pub(in crate::migrate) name: String,
     /// The labels by which pods select the pool.
     pub(in crate::migrate) labels: Labels,
-    /// How GPUs, or MIG instances, are shared, with the number of clients of each.
+    /// How GPUs or MIG instances are shared, and the number of clients of each.
     pub(in crate::migrate) shared: Option<(Strategy, u32)>,
     /// Profile of the MIG instances.
     pub(in crate::migrate) partition: Option<String>,
-    /// The MIG instances of each GPU. `None` if the model is not known.
+    /// The number of MIG instances of each GPU. `None` if the model is unknown.
     pub(in crate::migrate) instances: Option<usize>,
 }
 
@@ -74,7 +74,7 @@ pub(in crate::migrate) fn is_gke_node(labels: &Labels) -> bool {
 /// Parses a description of a node pool.
 ///
 /// # Errors
-/// A field has a wrong type, or names no known strategy.
+/// Returns an error if a field has a wrong type or names an unknown strategy.
 pub(in crate::migrate) fn parse(source: &str, value: &Value, notes: &mut Notes) -> Result<Vec<Pool>> {
     let name = value.get("name").and_then(Value::as_str).unwrap_or_default();
     let accelerators = value.pointer("/config/accelerators").cloned().unwrap_or_default();
@@ -120,7 +120,7 @@ pub(in crate::migrate) fn parse(source: &str, value: &Value, notes: &mut Notes) 
 /// Returns the pool of a node with these labels, and reports the labels.
 ///
 /// # Errors
-/// A label has a value that GKE does not set.
+/// Returns an error if a label has a value that GKE does not set.
 pub(in crate::migrate) fn from_labels(source: &str, labels: &Labels, notes: &mut Notes) -> Result<Pool> {
     let place = |label: &str| Place {
         source: source.to_owned(),
@@ -165,7 +165,7 @@ pub(in crate::migrate) fn from_labels(source: &str, labels: &Labels, notes: &mut
     Ok(Pool { name, labels, shared, partition, instances })
 }
 
-/// Returns how many instances of a profile a GPU can have.
+/// Returns the maximum number of instances of a profile on a GPU.
 fn instances_of(accelerator: &str, profile: &str) -> Option<usize> {
     let (_, model, memory) = MODELS.iter().find(|(name, ..)| *name == accelerator)?;
     let profiles = mig::built_in(model, *memory)?;

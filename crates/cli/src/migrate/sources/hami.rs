@@ -1,4 +1,4 @@
-//! Values of the HAMi chart, and the configurations in its `ConfigMap`s. Pure.
+//! Parses values of the HAMi chart and the configurations in its `ConfigMap`s. Pure.
 use std::collections::BTreeMap;
 
 use anyhow::{Context as _, Result, bail};
@@ -36,10 +36,10 @@ impl Default for Names {
     }
 }
 
-/// What HAMi does on one node.
+/// How HAMi limits programs on one node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::migrate) enum OperatingMode {
-    /// Limits by a library that is loaded into each program.
+    /// A library that HAMi loads into each program enforces the limits.
     Core,
     /// MIG instances, created on demand.
     Mig,
@@ -52,7 +52,7 @@ pub(in crate::migrate) struct HamiConfig {
     pub(in crate::migrate) names: Names,
     /// Labels of the nodes that HAMi manages.
     pub(in crate::migrate) node_selector: Option<Labels>,
-    /// How strictly SMs are limited.
+    /// How strictly HAMi limits SMs.
     pub(in crate::migrate) threads: Option<ThreadPolicy>,
     /// Nodes with an operating mode of their own.
     pub(in crate::migrate) nodes: BTreeMap<String, OperatingMode>,
@@ -76,13 +76,13 @@ pub(in crate::migrate) fn is_node_config(value: &Value) -> bool {
     value.get("nodeconfig").is_some()
 }
 
-/// The reason for settings of HAMi's own pods and of other vendors.
+/// The report's text about settings of HAMi's own pods.
 const POD: &str = "A property of HAMi's own pods.";
 
 /// Parses a values file.
 ///
 /// # Errors
-/// A value has a wrong type.
+/// Returns an error if a value has a wrong type.
 pub(in crate::migrate) fn parse_values(
     source: &str,
     value: Value,
@@ -145,7 +145,7 @@ pub(in crate::migrate) fn parse_values(
 /// Parses the configuration of the scheduler (`device-config.yaml`).
 ///
 /// # Errors
-/// A value has a wrong type.
+/// Returns an error if a value has a wrong type.
 pub(in crate::migrate) fn parse_device_config(
     source: &str,
     value: Value,
@@ -189,7 +189,7 @@ pub(in crate::migrate) fn parse_device_config(
 /// Parses the configuration of nodes (`config.json`).
 ///
 /// # Errors
-/// A value has a wrong type, or a node is described twice.
+/// Returns an error if a value has a wrong type, or two entries describe the same node.
 pub(in crate::migrate) fn parse_node_config(
     source: &str,
     value: Value,
@@ -257,7 +257,7 @@ pub(in crate::migrate) fn parse_node_config(
     Ok(())
 }
 
-/// Reads the names of resources: count, memory, percentage, cores and priority.
+/// Reads the resource names, in the order count, memory, percentage, cores and priority.
 fn read_names(section: &mut Section, keys: [&str; 5], into: &mut HamiConfig, notes: &mut Notes) -> Result<()> {
     let [count, memory, percentage, cores, priority] = keys;
     let texts = [
@@ -278,7 +278,7 @@ fn read_names(section: &mut Section, keys: [&str; 5], into: &mut HamiConfig, not
     Ok(())
 }
 
-/// Reads how many pods share a GPU, and over-commitment.
+/// Reads the number of pods per GPU and the over-commitment factors.
 fn read_limits(section: &mut Section, notes: &mut Notes) -> Result<()> {
     for key in [
         "deviceSplitCount",
@@ -343,7 +343,7 @@ fn read_nvidia(nvidia: &mut Section, into: &mut HamiConfig, notes: &mut Notes) -
     Ok(())
 }
 
-/// Settings of the device plugin without an effect on policies.
+/// Settings of the device plugin that do not affect policies, and the report's text about them.
 const PLUGIN_KEYS: [(&[&str], &str); 4] = [
     (&["migStrategy"], "Cleave serves MIG instances as nvidia.com/mig-<profile> where a policy has mode Mig."),
     (

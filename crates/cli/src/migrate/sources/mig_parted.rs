@@ -1,4 +1,4 @@
-//! Configurations of NVIDIA's mig-parted and MIG manager (`mig-configs:`). Pure.
+//! Parses configurations of NVIDIA's mig-parted and MIG manager (`mig-configs:`). Pure.
 use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Result, bail, ensure};
@@ -9,10 +9,10 @@ use crate::migrate::report::{Notes, Place};
 
 /// Maximum number of MIG instances of a GPU.
 const MAX_INSTANCES: u64 = 8;
-/// Vendor part of a PCI device id.
+/// NVIDIA's vendor ID, the lower half of a PCI device ID.
 const NVIDIA: u32 = 0x10DE;
 
-/// PCI devices, and the part of NVML's product name that identifies them.
+/// PCI device IDs, each with the part of NVML's product name that identifies the model.
 const MODELS: [(u32, &str); 18] = [
     (0x20B0, "A100-SXM4-40GB"),
     (0x20B2, "A100-SXM4-80GB"),
@@ -34,25 +34,25 @@ const MODELS: [(u32, &str); 18] = [
     (0x2BB5, "RTX PRO 6000 Blackwell Server Edition"),
 ];
 
-/// Whether MIG mode is on, and the instances.
+/// The MIG mode of a GPU and its instances.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::migrate) enum MigState {
     /// MIG mode is off.
     Off,
-    /// MIG mode is on, and there are no instances.
+    /// MIG mode is on, without instances.
     Empty,
     /// MIG mode is on, with instances of these profiles.
     Layout(Vec<String>),
 }
 
-/// What a configuration does with some of a node's GPUs.
+/// The part of a configuration for some of a node's GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::migrate) struct MigRule {
     /// The models of the GPUs. Empty for every model.
     pub(in crate::migrate) models: Vec<String>,
     /// The indices of the GPUs. Empty for all.
     pub(in crate::migrate) indices: Vec<u32>,
-    /// The state of each GPU.
+    /// The MIG state that each of these GPUs must have.
     pub(in crate::migrate) state: MigState,
 }
 
@@ -61,11 +61,12 @@ pub(in crate::migrate) fn is_mig_config(value: &Value) -> bool {
     value.get("mig-configs").is_some()
 }
 
-/// Parses the named configurations. `wanted` tells which of them matter: others are not reported
-/// line by line.
+/// Parses the named configurations. `wanted` selects the configurations whose settings the report
+/// lists. The report summarizes all other configurations in one line.
 ///
 /// # Errors
-/// mig-parted would refuse the configuration, or an entry is not a number of instances.
+/// Returns an error if mig-parted would refuse the configuration, or an entry is not a number of
+/// instances.
 pub(in crate::migrate) fn parse(
     source: &str,
     value: Value,
@@ -178,7 +179,7 @@ fn parse_indices(place: &Place, value: &Value) -> Result<Vec<u32>> {
     items.iter().map(|item| index(item).ok_or_else(wrong)).collect()
 }
 
-/// The models of a device filter. Ids of unknown models need a decision.
+/// Returns the models of a device filter. Reports the IDs of unknown models as needing a decision.
 fn models_of(place: &Place, ids: &[String], notes: &mut Notes) -> Result<Vec<String>> {
     let mut models = BTreeSet::new();
     let mut unknown = Vec::new();
@@ -218,7 +219,7 @@ fn models_of(place: &Place, ids: &[String], notes: &mut Notes) -> Result<Vec<Str
     Ok(models.into_iter().collect())
 }
 
-/// The instances of an entry.
+/// The MIG instances of an entry.
 enum Layout {
     Profiles(Vec<String>),
     /// A profile that divides an instance.

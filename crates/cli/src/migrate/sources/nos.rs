@@ -1,14 +1,14 @@
-//! Values of the Nos chart. Pure.
+//! Parses values of the Nos chart. Pure.
 use anyhow::{Result, ensure};
 use serde_json::Value;
 
 use crate::migrate::fields::Section;
 use crate::migrate::report::{Notes, Place};
 
-/// Label of the nodes that Nos partitions.
+/// Node label that selects how Nos partitions the node's GPUs.
 pub(in crate::migrate) const LABEL: &str = "nos.nebuly.com/gpu-partitioning";
 
-/// Maximum number of seconds in a policy.
+/// Maximum number of seconds that a policy accepts.
 const MAX_SECONDS: u32 = 999_999;
 
 /// How Nos partitions the GPUs of a node.
@@ -16,7 +16,7 @@ const MAX_SECONDS: u32 = 999_999;
 pub(in crate::migrate) enum Partitioning {
     Mig,
     Mps,
-    /// Nos accepts the word, and does nothing.
+    /// Nos accepts this value, and does nothing.
     Hybrid,
 }
 
@@ -44,9 +44,9 @@ impl Partitioning {
 /// The values that affect policies.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(in crate::migrate) struct NosValues {
-    /// Seconds without a further pod before Nos plans.
+    /// Seconds without another new pod before Nos plans.
     pub(in crate::migrate) idle_seconds: Option<u32>,
-    /// Maximum number of seconds before Nos plans.
+    /// Maximum number of seconds that Nos waits before it plans.
     pub(in crate::migrate) timeout_seconds: Option<u32>,
 }
 
@@ -60,7 +60,7 @@ pub(in crate::migrate) fn is_values(value: &Value) -> bool {
 /// Parses a values file.
 ///
 /// # Errors
-/// A value has a wrong type.
+/// Returns an error if a value has a wrong type.
 pub(in crate::migrate) fn parse(source: &str, value: Value, notes: &mut Notes) -> Result<NosValues> {
     const QUOTAS: &str =
         "Nos's quotas. `cleave quotas import` translates ElasticQuota and CompositeElasticQuota objects.";

@@ -1,4 +1,4 @@
-//! Configurations of NVIDIA's device plugin (`version: v1`). Pure.
+//! Parses configurations of NVIDIA's device plugin (`version: v1`). Pure.
 use std::collections::BTreeMap;
 
 use anyhow::{Result, bail, ensure};
@@ -7,32 +7,32 @@ use serde_json::{Value, json};
 use crate::migrate::fields::Section;
 use crate::migrate::report::{Notes, Outcome, Place};
 
-/// The resource of whole GPUs, and of what replaces them unless it is renamed.
+/// The resource of whole GPUs, and of shares that the plugin does not rename.
 pub(in crate::migrate) const GPU: &str = "nvidia.com/gpu";
 /// Prefix of the resources of MIG instances.
 pub(in crate::migrate) const MIG_PREFIX: &str = "nvidia.com/mig-";
-/// The reason for settings of GPU feature discovery.
+/// The report's text about settings of GPU feature discovery.
 const DISCOVERY: &str = "It belongs to GPU feature discovery, which may stay installed.";
-/// End of renamed resources.
+/// Suffix that the plugin adds to renamed resources.
 const SHARED: &str = ".shared";
 
 /// How the plugin names MIG instances.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(in crate::migrate) enum MigStrategy {
-    /// MIG instances are not served.
+    /// The plugin does not serve MIG instances.
     #[default]
     None,
-    /// MIG instances are served as `nvidia.com/gpu`.
+    /// The plugin serves MIG instances as `nvidia.com/gpu`.
     Single,
-    /// MIG instances are served as `nvidia.com/mig-<profile>`.
+    /// The plugin serves MIG instances as `nvidia.com/mig-<profile>`.
     Mixed,
 }
 
 impl MigStrategy {
-    /// Parses the value of `migStrategy`, and reports what it means for pods.
+    /// Parses the value of `migStrategy`, and reports its effect on pods.
     ///
     /// # Errors
-    /// The text is not a strategy.
+    /// Returns an error if the text is not a strategy.
     pub(in crate::migrate) fn read(place: Place, text: &str, notes: &mut Notes) -> Result<Self> {
         let strategy = match text {
             "none" => Self::None,
@@ -64,12 +64,12 @@ pub(in crate::migrate) enum SharedBy {
     Mps,
 }
 
-/// The `sharing` section.
+/// The `sharing` section of a configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::migrate) struct Sharing {
     /// How devices are shared.
     pub(in crate::migrate) by: SharedBy,
-    /// Whether shared resources end in `.shared`.
+    /// Whether names of shared resources end in `.shared`.
     pub(in crate::migrate) renamed: bool,
     /// Whether the plugin refuses requests above 1.
     pub(in crate::migrate) refuses_above_one: bool,
@@ -84,12 +84,12 @@ impl Sharing {
     }
 }
 
-/// One configuration.
+/// One configuration of the plugin.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(in crate::migrate) struct PluginConfig {
-    /// How MIG instances are named, if the configuration says so.
+    /// The MIG strategy, if the configuration sets one.
     pub(in crate::migrate) mig_strategy: Option<MigStrategy>,
-    /// How devices are shared. `None` if they are not.
+    /// How devices are shared. `None` if they are not shared.
     pub(in crate::migrate) sharing: Option<Sharing>,
 }
 
@@ -106,7 +106,7 @@ pub(in crate::migrate) fn is_plugin_config(value: &Value) -> bool {
 /// Parses a configuration. Returns `None` for a configuration that Nos wrote.
 ///
 /// # Errors
-/// NVIDIA's plugin would refuse the configuration.
+/// Returns an error if NVIDIA's plugin would refuse the configuration.
 pub(in crate::migrate) fn parse(source: &str, value: Value, notes: &mut Notes) -> Result<Option<PluginConfig>> {
     let mut top = Section::top(source, value)?;
     if let Some((place, version)) = top.text("version")? {
@@ -140,7 +140,7 @@ pub(in crate::migrate) fn parse(source: &str, value: Value, notes: &mut Notes) -
 /// Reads `flags`, in a configuration or at the top of a chart's values.
 ///
 /// # Errors
-/// A flag has a wrong type or value.
+/// Returns an error if a flag has a wrong type or value.
 pub(in crate::migrate) fn read_flags(flags: &mut Section, notes: &mut Notes) -> Result<Option<MigStrategy>> {
     let strategy = match flags.text("migStrategy")? {
         Some((place, text)) => Some(MigStrategy::read(place, &text, notes)?),
@@ -187,7 +187,7 @@ pub(in crate::migrate) fn read_flags(flags: &mut Section, notes: &mut Notes) -> 
     Ok(strategy)
 }
 
-/// Reports the location of the driver.
+/// Reports what the driver's location means for Cleave.
 fn driver_root(place: Place, root: &str, notes: &mut Notes) {
     match root {
         "/" => notes.translated(place, "The agent finds a driver that is installed on the host."),
@@ -206,7 +206,7 @@ fn driver_root(place: Place, root: &str, notes: &mut Notes) {
 /// Reads how containers get their devices, in `flags.plugin` or at the top of a chart's values.
 ///
 /// # Errors
-/// A flag has a wrong type or value.
+/// Returns an error if a flag has a wrong type or value.
 pub(in crate::migrate) fn read_plugin_flags(plugin: &mut Section, notes: &mut Notes) -> Result<()> {
     if let Some((place, strategies)) = plugin.texts("deviceListStrategy")? {
         for strategy in strategies.iter().flat_map(|text| text.split(',')) {
@@ -265,11 +265,11 @@ fn device_list(place: Place, strategy: &str, notes: &mut Notes) -> Result<()> {
     Ok(())
 }
 
-/// What a `sharing` section contains.
+/// The content of a `sharing` section.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum ReadSharing {
     Parsed(Option<Sharing>),
-    /// Slices of a plan of Nos.
+    /// Slices that Nos wrote as part of its plan.
     OfNos,
 }
 
@@ -318,7 +318,7 @@ fn read_sharing(sharing: &mut Section, notes: &mut Notes) -> Result<ReadSharing>
     Ok(ReadSharing::Parsed(Some(Sharing { by, renamed: renamed_value, refuses_above_one, replicas })))
 }
 
-/// Returns what a request above 1 gets from Cleave.
+/// Describes what a request above 1 gets from Cleave.
 const fn above_one(by: SharedBy) -> &'static str {
     match by {
         SharedBy::Mps => {
@@ -340,7 +340,7 @@ fn read_resource(
 ) -> Result<()> {
     let source = resource.source().to_owned();
     let Some((_, name)) = resource.text("name")? else { bail!("{source}: a shared resource has no name") };
-    // The plugin adds the prefix where it is missing.
+    // The plugin adds a missing prefix.
     let name = if name.contains('/') { name } else { format!("nvidia.com/{name}") };
     ensure!(
         name == GPU || name.strip_prefix(MIG_PREFIX).is_some_and(|profile| !profile.is_empty()),

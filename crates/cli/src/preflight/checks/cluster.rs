@@ -11,7 +11,8 @@ pub(in super::super) const OLDEST_SUPPORTED: MajorMinor = MajorMinor(1, 34);
 pub(in super::super) const NEWEST_TESTED: MajorMinor = MajorMinor(1, 36);
 /// The first Kubernetes version in which `MutatingAdmissionPolicies` are enabled by default.
 const MUTATING_POLICIES_SINCE: MajorMinor = MajorMinor(1, 36);
-/// Priority classes of Cleave's pods: first of the `DaemonSets`, then of the operator.
+/// Priority classes of Cleave's pods. The `DaemonSets` use the first, and the operator uses the
+/// second.
 pub(in super::super) const SYSTEM_PRIORITY_CLASSES: [&str; 2] = ["system-node-critical", "system-cluster-critical"];
 
 /// Adds the findings about the cluster as a whole.
@@ -130,8 +131,8 @@ fn check_platform(view: &View<'_>, report: &mut Report) {
     check_autopilot(view, report);
 }
 
-/// Reports nodes of GKE Autopilot. Their names start with `gk3-`, and no label distinguishes them.
-/// A Standard cluster may have some such nodes.
+/// Reports nodes of GKE Autopilot. Only their names, which start with `gk3-`, identify such nodes.
+/// A Standard cluster may have some of them.
 fn check_autopilot(view: &View<'_>, report: &mut Report) {
     let autopilot = |node: &&&Node| Platform::of(node) == Some(Platform::Gke) && node.metadata.name.starts_with("gk3-");
     if !view.nodes.is_empty() && view.nodes.iter().all(|node| autopilot(&node)) {

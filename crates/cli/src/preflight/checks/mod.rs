@@ -1,4 +1,4 @@
-//! The checks. Pure: facts about a cluster become a report.
+//! The checks of preflight. Pure: they turn facts about a cluster into a report.
 mod cluster;
 mod namespace;
 mod nodes;
@@ -19,7 +19,7 @@ pub(super) use nodes::OPERATOR_TOLERATIONS;
 #[cfg(test)]
 pub(super) use view::{GPU_LABELS, TALOS_GPU_LABELS};
 
-/// Checks a cluster.
+/// Runs all checks on the facts about a cluster.
 pub(super) fn check(facts: &Facts, target: &Target) -> Report {
     let view = View::new(facts, target);
     let mut report = Report {

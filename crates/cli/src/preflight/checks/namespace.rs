@@ -133,8 +133,8 @@ fn check_quotas(view: &View<'_>, report: &mut Report) {
     }
 }
 
-/// Returns whether a quota applies to Cleave's pods of a priority class. These pods have requests
-/// and no deadline.
+/// Returns whether a quota applies to Cleave's pods of a priority class. These pods have resource
+/// requests and no deadline.
 fn quota_applies(quota: &ResourceQuota, class: &str) -> bool {
     let scope = |scope: &str| matches!(scope, "NotTerminating" | "NotBestEffort" | PRIORITY_SCOPE);
     quota.spec.scopes.iter().all(|name| scope(name))

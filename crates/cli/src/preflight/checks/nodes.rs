@@ -19,7 +19,7 @@ const ARCHITECTURES: [&str; 2] = ["amd64", "arm64"];
 /// The first containerd that supports CDI.
 const CONTAINERD_WITH_CDI: MajorMinor = MajorMinor(1, 7);
 /// The oldest kernel that Cleave supports. The MPS host detects the exit of clients with
-/// `pidfd_open`, which Linux has since 5.3.
+/// `pidfd_open`, which Linux has provided since version 5.3.
 const OLDEST_KERNEL: MajorMinor = MajorMinor(5, 4);
 
 /// Returns whether a device plugin serves GPUs on the node now.
@@ -30,7 +30,7 @@ pub(super) fn serves_gpus(node: &Node) -> bool {
     node.status.allocatable.iter().any(served)
 }
 
-/// Returns the names of nodes.
+/// Returns the names of nodes, shortened for a sentence.
 pub(super) fn names<'a>(nodes: impl IntoIterator<Item = &'a Node>) -> String {
     join_names(nodes.into_iter().map(|node| node.metadata.name.as_str()))
 }
@@ -206,7 +206,7 @@ fn check_taints(view: &View<'_>, report: &mut Report) {
     }
 }
 
-/// Returns the taints of a node that exclude pods, and that no controller removes.
+/// Returns the taints of a node that exclude pods permanently, because no controller removes them.
 fn lasting_taints(node: &Node) -> impl Iterator<Item = &Taint> {
     node.spec.taints.iter().filter(|taint| {
         let refusal = NodeRefusal::Taint { key: taint.key.clone(), value: taint.value.clone() };
@@ -214,7 +214,7 @@ fn lasting_taints(node: &Node) -> impl Iterator<Item = &Taint> {
     })
 }
 
-/// Checks whether enough nodes can run the operator's replicas.
+/// Checks that enough nodes can run the operator's replicas.
 fn check_operator(view: &View<'_>, report: &mut Report) {
     if view.nodes.is_empty() {
         return;

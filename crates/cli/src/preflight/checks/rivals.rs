@@ -5,7 +5,7 @@ use super::super::report::{Reason, Report};
 use super::nodes::{is_eks_auto, names, serves_gpus};
 use super::view::{View, can_run, is_cleave, items};
 
-/// Function of a `DaemonSet`.
+/// The role of a `DaemonSet` on GPU nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Role {
     /// Advertises GPUs to the kubelet.
@@ -50,8 +50,8 @@ const DEFINITIONS: [(&str, &str, &str); 3] = [
 /// `ComputeDomain`s.
 const DRA_GPU_CONTAINER: &str = "gpus";
 
-/// The products that the preflight recognizes, special cases first. GPU operators put their own
-/// labels on nodes, and these labels identify an operator more reliably than its name.
+/// The products that preflight recognizes, special cases first. GPU operators put their own labels
+/// on nodes, and these labels identify an operator more reliably than its name.
 static PRODUCTS: [Product; 12] = [
     Product {
         role: Role::Driver,
@@ -162,7 +162,7 @@ fn is_feature_discovery(set: &DaemonSet) -> bool {
         || set.spec.template.spec.containers.iter().any(|container| container.command.iter().any(command))
 }
 
-/// A `DaemonSet` that was recognized.
+/// A recognized `DaemonSet` and the GPU nodes on which it runs.
 struct RecognizedDaemonSet<'a> {
     daemon_set: &'a DaemonSet,
     product: &'static Product,
@@ -198,7 +198,7 @@ fn with_role<'f, 'a>(
     found.iter().filter(move |found| found.product.role == role)
 }
 
-/// Reports other device plugins. Two plugins on a node must not serve the same GPUs.
+/// Reports other device plugins. Two plugins on a node must not advertise the same GPUs.
 fn check_plugins(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
     for plugin in with_role(found, Role::Plugin) {
         let (set, name) = (plugin.daemon_set.metadata.full_name(), plugin.product.name);

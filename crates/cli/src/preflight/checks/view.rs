@@ -87,7 +87,7 @@ impl<'a> View<'a> {
     }
 }
 
-/// Returns the objects of a list. Returns no objects if the list could not be read.
+/// Returns the objects of a list, or an empty slice if the list could not be read.
 pub(super) fn items<T>(known: &Result<Vec<T>, String>) -> &[T] {
     known.as_deref().unwrap_or_default()
 }

@@ -9,7 +9,7 @@ use super::view::{View, items};
 
 /// The label that the API server adds to each namespace.
 const NAMESPACE_NAME_LABEL: &str = "kubernetes.io/metadata.name";
-/// The components of Cleave with pods.
+/// The components of Cleave that run in pods.
 const COMPONENTS: [&str; 3] = ["agent", "mps-host", "operator"];
 
 /// Adds a finding for each configuration with a webhook that can block Cleave's pods.
@@ -46,7 +46,7 @@ fn is_cleave(configuration: &WebhookConfiguration) -> bool {
     configuration.metadata.labels.get("app.kubernetes.io/name").is_some_and(|name| name == "cleave")
 }
 
-/// Returns whether Cleave's pods cannot be created if the webhook does not answer. Does not
+/// Returns whether a webhook that does not answer prevents the creation of Cleave's pods. Does not
 /// evaluate match conditions.
 fn blocks_pods(webhook: &Webhook, namespace: &Labels) -> bool {
     let pod = |component: &str| -> Labels {

@@ -1,4 +1,4 @@
-//! Tests that lists are read from files, and how a report is rendered.
+//! Tests how preflight reads lists from files and renders a report.
 use std::path::PathBuf;
 
 use serde_json::json;
@@ -8,7 +8,7 @@ use crate::preflight::facts::MajorMinor;
 use crate::preflight::read::{from_directory, parse_labels};
 use crate::preflight::text::{render, values_yaml};
 
-/// A directory that the test removes at its end.
+/// A temporary directory. Drop removes it.
 struct Directory(PathBuf);
 
 impl Directory {

@@ -1,4 +1,4 @@
-//! Tests that lists are read from an API server.
+//! Tests how preflight reads lists from an API server.
 use http::{Request, Response};
 use kube::Client;
 use kube::client::Body;
@@ -23,7 +23,7 @@ async fn read(answer: impl Fn(&str, &str) -> (u16, Value)) -> anyhow::Result<Fac
     tokio::join!(reading, serving).0
 }
 
-/// Drop the client after the last read, so that the server stops.
+/// Takes the client by value to drop it after the last read, so that the server stops.
 async fn from_cluster_with(client: Client) -> anyhow::Result<Facts> {
     from_cluster(&client, super::NAMESPACE).await
 }

@@ -17,8 +17,8 @@ use super::report::{Finding, Level, Reason, Report};
 /// The namespace of the release in tests.
 const NAMESPACE: &str = "cleave-system";
 
-/// Returns the facts of a cluster with these objects, by resource. Missing resources are empty
-/// lists.
+/// Returns the facts about a cluster with these objects, grouped by resource. A missing resource is
+/// an empty list.
 fn facts(objects: &Value) -> Facts {
     fn list<T: DeserializeOwned>(objects: &Value, resource: &str) -> Vec<T> {
         match &objects[resource] {
@@ -60,12 +60,12 @@ fn namespace(labels: &Value) -> Value {
     json!({"metadata": {"name": NAMESPACE, "labels": labels}})
 }
 
-/// Two healthy GPU nodes of a cluster of kubeadm, without a device plugin.
+/// Two healthy GPU nodes of a kubeadm cluster, without a device plugin.
 fn healthy_nodes() -> Value {
     json!([gpu_node("gpu-1"), gpu_node("gpu-2")])
 }
 
-/// A healthy GPU node of a cluster of kubeadm, with the recommended label.
+/// A healthy GPU node of a kubeadm cluster, with the recommended label.
 fn gpu_node(name: &str) -> Value {
     json!({
         "metadata": {"name": name, "labels": {"cleave.dev/gpu": "true"}},
@@ -110,12 +110,12 @@ fn report_with(facts: &Facts, node_selector: &[(&str, &str)]) -> Report {
     check(facts, &Target { namespace: NAMESPACE.to_owned(), node_selector })
 }
 
-/// Checks a cluster with one GPU node that differs from a healthy one.
+/// Checks a cluster of one healthy GPU node with these changes.
 fn report_of_node(changes: &Value) -> Report {
     report_of(&json!({"nodes": [with(gpu_node("gpu-1"), changes), gpu_node("gpu-2")]}))
 }
 
-/// Returns the only finding with a reason. Panics if the report has none or several.
+/// Returns the only finding with this reason. Panics if the report has no such finding or several.
 #[track_caller]
 fn finding(report: &Report, reason: Reason) -> &Finding {
     let found: Vec<&Finding> = report.findings.iter().filter(|finding| finding.reason == reason).collect();

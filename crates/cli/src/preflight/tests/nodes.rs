@@ -41,7 +41,7 @@ fn gpus_without_a_label_of_the_chart_are_reported() {
     let talos = json!({"metadata": {"labels": {"extensions.talos.dev/nonfree-kmod-nvidia-lts": "1"}}});
     let report = report_of_node(&with(unlabelled.clone(), &talos));
     assert_eq!((report.gpu_nodes, problems(&report)), (2, vec![]));
-    // GPUs of another manufacturer.
+    // A node with GPUs of another manufacturer.
     let amd = json!({"metadata": {"labels": {"karpenter.k8s.aws/instance-gpu-manufacturer": "amd"}}});
     assert_eq!(report_of_node(&with(unlabelled, &amd)).gpu_nodes, 1);
 }
@@ -81,7 +81,7 @@ fn only_resources_of_gpus_show_gpus() {
         ("nvidia.com/vgpu", 2),
         ("nvidia.com/GRID_T4-1Q", 2),
         ("nvidia.com/NVIDIA_A10-24Q", 2),
-        // Devices of NVIDIA's network operator.
+        // The NVIDIA Network Operator advertises these devices.
         ("nvidia.com/hostdev", 1),
         ("nvidia.com/rdma_shared_device_a", 1),
         ("nvidia.com/sriovrdma", 1),
@@ -156,7 +156,7 @@ fn taints_that_pods_do_not_tolerate_are_reported() {
         ("sku", "NoSchedule", vec![Reason::TaintNotTolerated]),
         ("team", "NoExecute", vec![Reason::TaintNotTolerated]),
         ("sku", "PreferNoSchedule", vec![]),
-        // Admission adds a toleration.
+        // Admission adds a toleration of this taint.
         ("nvidia.com/gpu", "NoSchedule", vec![]),
         // Kubernetes removes this taint itself.
         ("node.kubernetes.io/not-ready", "NoExecute", vec![]),
@@ -177,7 +177,7 @@ fn the_operator_needs_a_node() {
     let tolerates = |key: &str| tolerations.contains(&json!({"key": key, "operator": "Exists"}));
     assert!(tolerates("team") && tolerates("nvidia.com/gpu"), "{tolerations:?}");
 
-    // The operator tolerates these taints, and others are temporary or soft.
+    // These taints do not exclude the operator: it tolerates them, or they are temporary or soft.
     for (key, effect) in [
         ("node-role.kubernetes.io/control-plane", "NoSchedule"),
         ("nvidia.com/gpu", "NoSchedule"),

@@ -1,4 +1,4 @@
-//! Tests that each platform is detected, from descriptions of clusters in `e2e/platforms`.
+//! Tests the detection of each platform, with descriptions of clusters in `e2e/platforms`.
 use std::path::PathBuf;
 
 use serde_json::{Value, json};
@@ -59,7 +59,7 @@ fn described_platforms_have_only_the_problems_of_their_platform() {
         ("gpu-operator", vec![Reason::GpuLabelNotStable]),
     ] {
         let mut found = problems(&report_of_fixture(name));
-        // Ignore lists without a file: the descriptions omit some lists.
+        // Ignore unread lists: the descriptions of clusters omit some files.
         found.retain(|reason| *reason != Reason::NotChecked);
         assert_eq!(found, expected, "{name}");
     }

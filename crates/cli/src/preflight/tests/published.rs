@@ -27,7 +27,8 @@ fn yaml(path: &str) -> Value {
 fn supported_versions_are_those_of_the_chart_and_of_the_cluster_tests() {
     let chart = yaml("charts/cleave/Chart.yaml");
     assert_eq!(chart["kubeVersion"], format!(">={OLDEST_SUPPORTED}.0-0"));
-    // All cluster tests run on the module's version. `make test-versions` adds results of others.
+    // All cluster tests run on the module's version. `make test-versions` adds results of other
+    // versions.
     let module = repository_file("e2e/cluster/kube/go.mod");
     let default = module.lines().find_map(|line| line.trim().strip_prefix("k8s.io/kubernetes ")).unwrap();
     let results: Vec<Value> = serde_json::from_str(&repository_file("docs/data/kubernetes-versions.json")).unwrap();

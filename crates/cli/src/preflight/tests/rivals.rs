@@ -130,7 +130,7 @@ fn gpus_that_no_known_daemon_set_serves_are_errors() {
 
 #[test]
 fn resources_of_a_removed_plugin_are_not_served() {
-    // The kubelet keeps the capacity after the plugin has ended, but nothing is allocatable.
+    // The kubelet reports the capacity after the plugin has stopped, but no device is allocatable.
     let left = json!({"status": {"capacity": {"nvidia.com/gpu": "8"}, "allocatable": {"nvidia.com/gpu": "0"}}});
     assert_eq!(problems(&report_of(&json!({"nodes": [with(gpu_node("a"), &left), gpu_node("b")]}))), []);
 }
@@ -211,7 +211,8 @@ fn a_platform_whose_runtime_is_not_the_default_needs_the_runtime_class() {
     assert_eq!(finding(&report, Reason::RuntimeClassMissing).level, Level::Error);
 }
 
-/// Two GPU nodes with the version of a platform's kubelet, and a `RuntimeClass`.
+/// Checks a cluster of two GPU nodes with a platform's kubelet version and operating system, and a
+/// `RuntimeClass`.
 fn report_of_kubelet(version: &str, os: &str, runtime_class: &str, sets: &[Value]) -> Report {
     let info = json!({"status": {"nodeInfo": {"kubeletVersion": version, "osImage": os}}});
     let nodes = json!([with(gpu_node("a"), &info), with(gpu_node("b"), &info)]);

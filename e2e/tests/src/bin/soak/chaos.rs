@@ -20,7 +20,7 @@ pub(crate) struct Disruption {
     pub(crate) breaks_clients: bool,
 }
 
-/// Carries out disruptions and counts them. Dropping the value repairs lasting disruptions.
+/// Carries out disruptions and counts them. Dropping this value repairs lasting disruptions.
 #[derive(Debug, Default)]
 pub(crate) struct Chaos {
     done: Counts,
@@ -79,7 +79,7 @@ impl Drop for Chaos {
     }
 }
 
-/// Runs `simgpu` on a node: it injects faults into the simulated GPUs.
+/// Runs `simgpu` on a node, to inject faults into the simulated GPUs.
 fn simgpu(node: &str, args: &[&str]) -> Result<String> {
     let mut command = vec!["/opt/simgpu/bin/simgpu"];
     command.extend_from_slice(args);

@@ -1,9 +1,9 @@
 //! Runs pod churn and component failures for a given time, and checks Cleave's promises throughout.
-//! At the end it checks for leftover objects on the nodes, and for programs with growing memory or
-//! with more memory than their goal.
+//! At the end, the soak checks for leftover objects on the nodes, and for programs whose memory
+//! grows or exceeds its goal.
 //!
 //! `make soak MINUTES=30 SEED=1` starts a cluster of two nodes with four GPUs each and runs this
-//! program. The seed determines all random choices; their effects depend on timing.
+//! program. The seed determines all random choices, but their effects depend on timing.
 mod chaos;
 mod common;
 mod promises;
@@ -92,7 +92,8 @@ fn main() -> Result<()> {
     }
     wait_until("no pod exists", || Ok(scope.pods()?.is_empty()))?;
     wait_until_settled(&scope).context("slices were lost")?;
-    // Wait: the kubelet needs a minute or two to clean up after a killed container runtime.
+    // Wait, because the kubelet needs up to two minutes to clean up after a killed container
+    // runtime.
     let mut left = Vec::new();
     let _ = wait_for("nothing remains", 2 * WAIT_TIMEOUT, || {
         left = resources::remaining_objects(&before, &ObjectCounts::count_on_nodes()?);
@@ -142,16 +143,17 @@ fn create_policies(scope: &Scope) -> Result<()> {
     Ok(())
 }
 
-/// Waits until both nodes offer all of their GPUs, and all GPUs are healthy without allocations.
+/// Waits until both nodes advertise all of their slices, and all GPUs are healthy without
+/// allocations.
 fn wait_until_settled(scope: &Scope) -> Result<()> {
     let cluster = scope.cluster;
-    wait_until("both nodes offer all of their slices", || {
+    wait_until("both nodes advertise all of their slices", || {
         let gpus = |node: &str| -> Result<u64> {
             Ok(cluster.gpunode(node)?["status"]["gpus"].as_array().map_or(0, Vec::len) as u64)
         };
-        let (all, offered) =
+        let (all, advertised) =
             (SHARES_PER_GPU as u64 * gpus(SHARES_NODE)?, cluster.allocatable(SHARES_NODE, SHARES_RESOURCE)?);
-        ensure!(all > 0 && offered == all, "{SHARES_NODE} offers {offered} of {all} shares");
+        ensure!(all > 0 && advertised == all, "{SHARES_NODE} advertises {advertised} of {all} shares");
         for node in [SHARES_NODE, DYNAMIC_NODE] {
             let object = cluster.gpunode(node)?;
             for gpu in object["status"]["gpus"].as_array().into_iter().flatten() {

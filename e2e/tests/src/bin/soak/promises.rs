@@ -1,5 +1,5 @@
-//! Tracks the pods of the soak and checks the promises that must hold at every observation,
-//! regardless of disruptions.
+//! Tracks the pods of the soak, and checks Cleave's promises at every observation, regardless of
+//! disruptions.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::chaos::Disruption;
 use crate::common::{Counts, DYNAMIC_NODE, SHARES_NODE, SHARES_PER_GPU, SHARES_RESOURCE, format_counts};
 
-/// The pods and the `GpuNode`s at one moment.
+/// The pods and the `GpuNode`s at one time.
 pub(crate) struct Observation {
     pods: Vec<Value>,
     nodes: BTreeMap<&'static str, Value>,
@@ -28,7 +28,8 @@ impl Observation {
         Ok(Self { pods, nodes })
     }
 
-    /// Returns whether the scheduler or a kubelet is about to start a pod.
+    /// Returns whether a pod is on its way to a node: the scheduler has yet to bind it, or a
+    /// kubelet has yet to start it.
     pub(crate) fn has_pod_in_transit(&self) -> bool {
         self.pods.iter().any(|pod| {
             let gated = pod["spec"]["schedulingGates"].as_array().is_some_and(|gates| !gates.is_empty());
@@ -45,11 +46,11 @@ fn requests_shares(pod: &Value) -> bool {
     limits.is_some_and(|limits| limits.keys().any(|name| name == SHARES_RESOURCE))
 }
 
-/// Time after a disruption in which slices may still be unhealthy. The agent retries a failed NVML
-/// call after 10 s.
+/// Time after a disruption during which slices may still be unhealthy. The agent retries a failed
+/// NVML call after 10 s.
 const AFTERMATH_DURATION: Duration = Duration::from_secs(40);
 
-/// Time from the start of a disruption until the component has recovered.
+/// The period from the start of a disruption until the component has recovered.
 type Period = std::ops::Range<Timestamp>;
 
 /// Returns whether a disruption or its aftermath explains a kubelet's rejection at this time. The
@@ -71,7 +72,8 @@ struct TrackedPod {
     gated: bool,
     /// Whether the pod runs an MPS client.
     client: bool,
-    /// Whether the pod's end is already counted, or expected because the soak deleted the pod.
+    /// Whether the tracker has counted the pod's end, or expects the end because the soak deleted
+    /// the pod.
     done: bool,
     /// Whether an MPS process of its node was killed while the pod existed.
     mps_killed: bool,
@@ -100,7 +102,7 @@ impl Tracker {
         self.pods.insert(name.to_owned(), pod);
     }
 
-    /// Records that the soak deletes a pod, so that the pod's end is expected.
+    /// Records that the soak deletes a pod, so that the tracker expects the pod's end.
     pub(crate) fn record_deleted_pod(&mut self, name: &str) {
         if let Some(pod) = self.pods.get_mut(name) {
             pod.done = true;
@@ -150,8 +152,8 @@ impl Tracker {
             }
             "Failed" if !tracked.done => {
                 tracked.done = true;
-                // Use the time of the failure, not of the observation: on a busy machine
-                // observations are rare.
+                // Use the time of the failure, not of the observation, because observations are
+                // rare on a busy machine.
                 let failed = text(&pod["status"]["startTime"]).parse().unwrap_or_else(|_| Timestamp::now());
                 let is_recent = self.disruptions.get(tracked.node).is_some_and(|periods| is_aftermath(periods, failed));
                 let rejected = text(&pod["status"]["reason"]) == "UnexpectedAdmissionError";

@@ -10,9 +10,10 @@ use crate::common::{DYNAMIC_NODE, SHARES_NODE};
 /// Counts of objects that are created and deleted with pods, by node and kind.
 pub(crate) struct ObjectCounts(BTreeMap<(&'static str, String), u64>);
 
-/// What is counted on all nodes together, because an operator's pod may move to the other node.
+/// The kind of object that is counted for all nodes together, because an operator's pod may move to
+/// the other node.
 const OPERATOR_CONTAINERS: &str = "operator-containers";
-/// Name under which [`OPERATOR_CONTAINERS`] are counted instead of a node's.
+/// Replaces the node's name in the count of [`OPERATOR_CONTAINERS`].
 const ALL_NODES: &str = "all nodes";
 
 /// Prints one line `KIND COUNT` for each kind of object. A container and a sandbox are one
@@ -96,13 +97,13 @@ pub(crate) fn format_memory_over_time(memory: &[Memory]) -> String {
 }
 
 /// Maximum growth of a program's memory in the second half of the run, in KiB. An allocator may
-/// retain this much after a burst.
+/// retain this amount after a burst.
 const MAX_GROWTH_KIB: u64 = 4096;
 
 /// Maximum resident memory of each program at the end of the run, in KiB.
 const MEMORY_GOALS_KIB: [(&str, u64); 3] = [("agent", 12 << 10), ("mps-host", 4 << 10), ("operator", 25 << 10)];
 
-/// Describes the programs that have more than their goal at the end of the run.
+/// Describes the programs whose memory exceeds its goal at the end of the run.
 pub(crate) fn programs_above_goal(memory: &[Memory]) -> Vec<String> {
     let Some(last) = memory.last() else { return Vec::new() };
     let above = |((node, program), now): (&(&'static str, String), &u64)| {

@@ -75,14 +75,14 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
 ];
 
-/// Checks that another pod of one share starts and has its limits. `outcome_prefix` precedes the
-/// description of the outcome.
+/// Creates another pod with one share, and checks that the pod starts with its limits.
+/// `outcome_prefix` precedes the description of the outcome.
 fn check_that_new_pod_runs(bed: &TestBed<'_>, name: &str, outcome_prefix: &str) -> Result<Outcome> {
     bed.scope.create_pod(name, &json!({SHARES_RESOURCE: 1}), RUN_ONCE_SCRIPT)?;
     check_that_pod_runs(bed, name, outcome_prefix)
 }
 
-/// Checks that a pod of one share succeeds and has its limits.
+/// Checks that a pod with one share succeeds and has its limits.
 fn check_that_pod_runs(bed: &TestBed<'_>, name: &str, outcome_prefix: &str) -> Result<Outcome> {
     let (phase, log) = bed.scope.wait_until_finished(name)?;
     ensure!(phase == "Succeeded", "{name} is {phase}: {log}");
@@ -92,13 +92,14 @@ fn check_that_pod_runs(bed: &TestBed<'_>, name: &str, outcome_prefix: &str) -> R
     }
 }
 
-/// Opens more silent connections than the agent keeps open. The agent closes some of them, and
-/// still answers other requests.
+/// Opens more silent connections than the agent keeps open. The agent must close some of them and
+/// still answer other requests.
 fn open_silent_connections(bed: &TestBed<'_>) -> Result<Outcome> {
     let agent = component_pod(bed.scope.cluster, "agent")?;
     let address = text(&agent["status"]["podIP"]);
     let request = format!("{{ printf 'GET /readyz HTTP/1.0\\r\\n\\r\\n'; sleep 1; }} | timeout 20 nc {address} 8080");
-    // Without the label the chart's NetworkPolicy blocks the connections; see the module `network`.
+    // Without the label, the chart's NetworkPolicy blocks the connections. See the module
+    // `network`.
     let label = json!({"metadata": {"labels": {"metrics": "enabled"}}});
     bed.scope.cluster.patch(&format!("/api/v1/namespaces/{}", bed.scope.namespace), &label)?;
     wait_until("the agent's port can be reached", || {
@@ -113,7 +114,7 @@ fn open_silent_connections(bed: &TestBed<'_>) -> Result<Outcome> {
         done"
     );
     run_script(bed, FLOODING_POD, &flood)?;
-    // Connections that are opened at the same time may displace one request.
+    // Retry, because simultaneous connections may displace one request.
     wait_until("the agent answers another request", || {
         let answer = run_script(bed, FLOODING_POD, &request)?;
         ensure!(answer.contains("200 OK"), "{answer}");
@@ -130,8 +131,8 @@ fn open_silent_connections(bed: &TestBed<'_>) -> Result<Outcome> {
     Ok(outcome)
 }
 
-/// Creates a pod with a forged annotation. The operator releases it with a reservation, which
-/// replaces the forged value.
+/// Creates a pod with a forged annotation. The operator must release the pod with a reservation
+/// that replaces the forged value.
 fn create_pod_with_forged_placement(bed: &TestBed<'_>, name: &str, value: &str) -> Result<Outcome> {
     let mut object = pod(name, &json!({SHARES_RESOURCE: 1}), RUN_ONCE_SCRIPT);
     object["metadata"]["annotations"] = json!({PLACEMENT_ANNOTATION: value});
@@ -204,7 +205,7 @@ fn create_too_many_pods(bed: &TestBed<'_>) -> Result<Outcome> {
         there += 1;
         bound += usize::from(pod["spec"]["nodeName"].is_string());
     }
-    // At most two pods fit: on the other two GPUs, pods use some of the shares.
+    // At most two pods fit, because other pods use some of the shares of the other two GPUs.
     ensure!(there == FLOOD_PODS && bound <= 2, "{there} of {FLOOD_PODS} pods exist, and {bound} are bound");
     for name in flood {
         bed.scope.cluster.delete(&bed.scope.pod_path(&name), Some(0))?;

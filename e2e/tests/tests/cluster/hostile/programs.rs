@@ -12,16 +12,16 @@ use serde_json::{Value, json};
 use super::{Attempt, ExpectedOutcome, Outcome, TestBed, parse_json_lines};
 use crate::shares::limits_of_shares;
 use crate::tenants::wait_for_condition_and_event;
-use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, allocations, wait_until_offered};
+use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, allocations, wait_until_advertised};
 
 /// The pod in which most attempts run, and its shares.
 const HOSTILE_POD: &str = "hostile";
 const HOSTILE_SHARES: u32 = 3;
-/// A pod that computes on the same GPU, and its shares.
+/// The pod that computes on the same GPU, and its shares.
 pub(super) const NEIGHBOUR_POD: &str = "neighbour";
 const NEIGHBOUR_SHARES: u32 = 2;
-/// A pod that violates the protocol of the door in several simultaneous connections, from its
-/// start.
+/// The pod that, from its start, violates the protocol of the door on several simultaneous
+/// connections.
 const LIAR_POD: &str = "liar";
 /// Maximum number of GPU processes of a pod, by the policy.
 const MAX_CLIENTS: usize = 8;
@@ -51,15 +51,15 @@ const VIOLATIONS: [&str; 18] = [
     "last-word=7",
 ];
 
-/// The door closes the connection.
+/// Outcome if the door closes the connection.
 const REFUSED_AS_CLOSED: ExpectedOutcome = ExpectedOutcome::Refused(&["closed"]);
-/// The kernel refuses the credentials.
+/// Outcome if the kernel refuses the credentials.
 const REFUSED_BY_THE_KERNEL: ExpectedOutcome = ExpectedOutcome::Refused(&["\"outcome\":\"refused\""]);
-/// CUDA's error when the compute mode `EXCLUSIVE_PROCESS` refuses a context.
+/// Outcome if the compute mode `EXCLUSIVE_PROCESS` refuses a context.
 const REFUSED_WITHOUT_CONTEXT: ExpectedOutcome = ExpectedOutcome::Refused(&["CUDA_ERROR_DEVICE_UNAVAILABLE"]);
 const REFUSED_AS_READ_ONLY: ExpectedOutcome = ExpectedOutcome::Refused(&["Read-only file system"]);
 
-/// Creates a policy with ten shares of each GPU, the neighbour, and the pods that attempts run in.
+/// Creates a policy with ten shares of each GPU, the neighbour, and the pods in which attempts run.
 pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
     let scope = Scope::new(cluster, "hostile")?;
     let spec = json!({
@@ -67,7 +67,7 @@ pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
         "mps": {"units": 10, "threads": "Strict", "clients": {"max": MAX_CLIENTS}},
     });
     scope.create_policy("hostile", &spec)?;
-    wait_until_offered(cluster, SHARES_RESOURCE, 10)?;
+    wait_until_advertised(cluster, SHARES_RESOURCE, 10)?;
     let bed = TestBed::new(scope)?;
     let scope = &bed.scope;
     // Only one GPU has shares until these three pods run, so they are neighbours.
@@ -86,7 +86,7 @@ pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
     scope.wait_until_running(LIAR_POD)?;
     gpu_of_pod(&bed, LIAR_POD)?;
     cluster.patch(&format!("{POLICIES_PATH}/hostile"), &json!({"spec": {"gpus": null}}))?;
-    wait_until_offered(cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+    wait_until_advertised(cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     for (name, data) in [
         ("more", json!({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=1000G"})),
         ("away", json!({"CUDA_MPS_PIPE_DIRECTORY": "/nowhere", "NVIDIA_VISIBLE_DEVICES": "all"})),
@@ -116,8 +116,8 @@ fn other_pods() -> Vec<Value> {
         pod
     };
     let from = |name: &str| json!([{"configMapRef": {"name": name}}]);
-    // The order matters: the kernel refuses the first attempt at once, and the flood waits until
-    // its connections are closed.
+    // Keep this order: the kernel refuses the first attempt at once, but the flood waits until its
+    // connections are closed.
     let user = format!(
         "cleave-client --lie root --hold 10 >/tmp/root 2>&1; \
          cleave-client --lie flood=200 --hold 60 >/tmp/flood=200 2>&1; {SLEEP_FOREVER_SCRIPT}"
@@ -133,7 +133,8 @@ fn other_pods() -> Vec<Value> {
         json!([{"name": "over", "mountPath": DOOR_DIRECTORY}]),
     );
     over["spec"]["volumes"] = json!([{"name": "over", "emptyDir": {}}]);
-    // Another node's kubelet may remember the resource without devices, and would reject the pod.
+    // Select the node, because another node's kubelet may still know the resource without devices,
+    // and then rejects the pod.
     let mut none = pod("none", &json!({SHARES_RESOURCE: 0}), SLEEP_FOREVER_SCRIPT);
     none["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
     vec![
@@ -427,7 +428,7 @@ pub(super) fn run_script(bed: &TestBed<'_>, pod: &str, script: &str) -> Result<S
     Ok(String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr))
 }
 
-/// Checks that this many programs reported at most the limits of this many shares.
+/// Checks that `programs` programs reported at most the limits of `shares` shares.
 pub(super) fn check_limits(bed: &TestBed<'_>, shares: u32, printed: &str, programs: usize) -> Result<Outcome> {
     let node = bed.scope.cluster.gpunode(NODE)?;
     let total = node["status"]["gpus"][0]["memoryMib"].as_u64().context("no memory in the status")?;
@@ -445,7 +446,7 @@ pub(super) fn check_limits(bed: &TestBed<'_>, shares: u32, printed: &str, progra
     }
 }
 
-/// Checks that this many programs failed to create a CUDA context.
+/// Checks that `programs` programs failed to create a CUDA context.
 fn check_no_context(printed: &str, programs: usize) -> Result<Outcome> {
     let reports = parse_json_lines(printed);
     ensure!(reports.len() == programs, "expected reports of {programs} programs: {printed}");
@@ -484,8 +485,8 @@ fn run_on_other_gpus(bed: &TestBed<'_>, environment: &str) -> Result<Outcome> {
     check_no_context(&run_script(bed, HOSTILE_POD, &script)?, others.len())
 }
 
-/// Starts an MPS daemon in the pod. The simulated client is also the simulated daemon and server,
-/// under other names.
+/// Starts an MPS daemon in the pod. Under other names, the simulated client acts as the simulated
+/// daemon and server.
 fn start_own_daemon(bed: &TestBed<'_>) -> Result<Outcome> {
     let said = run_script(
         bed,

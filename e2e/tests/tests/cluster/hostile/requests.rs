@@ -1,5 +1,5 @@
-//! Lists attempts by requests to the API server, by the owner of a namespace and with an agent's
-//! token.
+//! Lists attempts that consist of requests to the API server, by the owner of a namespace and with
+//! an agent's token.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
     Cluster, GPU_NODES_PATH, POLICIES_PATH, SYSTEM_NAMESPACE, Scope, WAIT_TIMEOUT, pod, text, wait_for, wait_until,
@@ -22,19 +22,19 @@ pub(super) const FORGED_PLACEMENT: &str = concat!(
 const AGENT_ACCOUNT: &str = "cleave-agent";
 const OPERATOR_ACCOUNT: &str = "cleave-operator";
 
-/// Refusal of a write to the annotation.
+/// Expected refusal of a write to the annotation.
 const ANNOTATION_REFUSED: ExpectedOutcome =
     ExpectedOutcome::Refused(&["(cleave.dev/placement)", "only the Cleave operator may write annotations"]);
-/// Refusal to remove the gate.
+/// Expected refusal to remove the gate.
 const GATE_REFUSED: ExpectedOutcome =
     ExpectedOutcome::Refused(&["only the Cleave operator may remove the scheduling gate", GATE_NAME]);
-/// Refusal by RBAC of a write to `GpuNode`s.
+/// Expected refusal by RBAC of a write to `GpuNode`s.
 const GPU_NODES_REFUSED: ExpectedOutcome = ExpectedOutcome::Refused(&["cannot patch resource \"gpunodes"]);
 
 /// Creates a namespace with a gated pod `waits`. The operator does not release the pod, because the
 /// pod also has another gate.
 pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
-    // The status may briefly still name the daemons of the previous test.
+    // Wait, because the status may briefly still name the daemons of the previous test.
     wait_until("the node reports no MPS daemons", || Ok(daemon_pids(cluster)?.is_empty()))?;
     let bed = TestBed::new(Scope::new(cluster, "hostile-requests")?)?;
     let mut waits = pod("waits", &json!({SHARES_RESOURCE: 1}), "true");
@@ -333,7 +333,7 @@ fn create_in_dry_run(bed: &TestBed<'_>, pod: &Value) -> Result<Value> {
     bed.tenant.create(&format!("{}?dryRun=All", bed.pods_path()), pod)
 }
 
-/// Expects that a pod is refused.
+/// Creates a pod as the tenant, and collects the refusal.
 fn expect_refusal(bed: &TestBed<'_>, pod: &Value) -> Result<Outcome> {
     refusals([create_in_dry_run(bed, pod)])
 }
@@ -343,7 +343,7 @@ fn pod_requesting(limits: &Value) -> Value {
     pod("t", limits, "true")
 }
 
-/// Expects that a pod with shares and this environment variable is refused.
+/// Creates a pod with shares and this environment variable as the tenant, and collects the refusal.
 fn expect_refusal_of_env(bed: &TestBed<'_>, env: &Value) -> Result<Outcome> {
     expect_refusal(bed, &pod_with_env(&json!({SHARES_RESOURCE: 1}), env))
 }
@@ -358,12 +358,12 @@ fn forged_annotation_patch() -> Value {
     json!({"metadata": {"annotations": {PLACEMENT_ANNOTATION: FORGED_PLACEMENT}}})
 }
 
-/// Returns a patch of a status without GPUs.
+/// Returns a patch that removes all GPUs from a status.
 fn patch_without_gpus() -> Value {
     json!({"status": {"gpus": []}})
 }
 
-/// Returns a patch of labels, finalizers and owner references.
+/// Returns a patch that sets labels, finalizers and owner references.
 fn metadata_patch() -> Value {
     json!({"metadata": {"labels": {"hostile": "yes"}, "finalizers": ["example.com/hostile"], "ownerReferences": []}})
 }
