@@ -56,7 +56,7 @@ fn gpu_name(gpu: usize) -> String {
 }
 
 fn topology(count: usize, link: Link) -> Topology {
-    Topology::new((0..count).map(name).collect(), link)
+    Topology::new((0..count).map(gpu_name).collect(), link)
 }
 
 /// Calls the function under test with numbers of GPUs.

@@ -7,7 +7,7 @@ use cleave_e2e::{Cluster, POLICIES_PATH, Scope, pod, text, wait_until};
 use serde_json::{Value, json};
 
 use crate::gate::{SLEEP_FOREVER_SCRIPT, is_gated, wait_for_event};
-use crate::stranded::{check_runs_soon, node_path, advertises_shares};
+use crate::stranded::{advertises_shares, check_runs_soon, node_path};
 use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, ten_shares};
 
 const MANY_PODS: usize = 500;

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    Cluster, SYSTEM_NAMESPACE, Scope, allocation_errors, find_pid, kubectl, live_pods, on_node, pod, run_program,
-    text, wait_until,
+    Cluster, SYSTEM_NAMESPACE, Scope, allocation_errors, find_pid, kubectl, live_pods, on_node, pod, run_program, text,
+    wait_until,
 };
 use serde_json::{Value, json};
 

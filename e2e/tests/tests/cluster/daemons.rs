@@ -10,7 +10,8 @@ use serde_json::{Value, json};
 
 use crate::restarts::{component_pod, is_ready};
 use crate::{
-    GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, allocations, daemon_pids, ten_shares, wait_until_advertised,
+    GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, allocations, daemon_pids, ten_shares,
+    wait_until_advertised,
 };
 
 #[test]

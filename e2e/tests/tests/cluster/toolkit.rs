@@ -80,7 +80,10 @@ fn containers_get_the_driver_and_only_their_own_gpus() -> Result<()> {
         ensure!(driver && gpus == [node], "{name}: visible_driver_and_gpus the driver: {driver}; GPUs: {gpus:?}");
     }
     let (driver, gpus) = visible_driver_and_gpus(&scope, "nothing")?;
-    ensure!(!driver && gpus.is_empty(), "a pod without GPUs visible_driver_and_gpus the driver: {driver}; GPUs: {gpus:?}");
+    ensure!(
+        !driver && gpus.is_empty(),
+        "a pod without GPUs visible_driver_and_gpus the driver: {driver}; GPUs: {gpus:?}"
+    );
     Ok(())
 }
 

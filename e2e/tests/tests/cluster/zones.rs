@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::SHARES_RESOURCE;
 use crate::gate::{SLEEP_FOREVER_SCRIPT, wait_for_event};
-use crate::stranded::{AddedNodes, check_stays_gated, node_path, advertises_shares};
+use crate::stranded::{AddedNodes, advertises_shares, check_stays_gated, node_path};
 
 const ZONE: &str = "topology.kubernetes.io/zone";
 const STORAGE_CLASSES_PATH: &str = "/apis/storage.k8s.io/v1/storageclasses";
