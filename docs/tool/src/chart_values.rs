@@ -16,7 +16,7 @@ pub(crate) fn render_page(values: &str, schema: &str) -> Result<String> {
         "# Chart values\n\n<!-- Generated from charts/cleave/values.yaml by `make docs`. Do not edit. -->\n\n\
          Values of the Helm chart `charts/cleave`, with their defaults. The chart refuses other values.\n",
     );
-    let keys = chart_values(values, &schema)?;
+    let keys = parse_keys(values, &schema)?;
     out.push_str("\n## General\n\n");
     for key in keys.iter().filter(|key| key.path.len() == 1 && !key.is_section) {
         write_entry(&mut out, key);
@@ -46,7 +46,7 @@ struct ChartValue {
 }
 
 /// Returns all keys that the schema describes, in the file's order.
-fn chart_values(values: &str, schema: &Value) -> Result<Vec<ChartValue>> {
+fn parse_keys(values: &str, schema: &Value) -> Result<Vec<ChartValue>> {
     let mut keys: Vec<ChartValue> = Vec::new();
     let mut comment: Vec<String> = Vec::new();
     let mut path: Vec<(usize, String)> = Vec::new();
