@@ -640,7 +640,7 @@ mod tests {
         let nodes = names().map(|name| (name, Node::default())).collect();
         let observed = Observed { policies: BTreeMap::new(), nodes, pods: Vec::new() };
         let (all_written, ()) =
-            tokio::join!(passes.apply(&plan, &observed, Instant::now()), answer_in_groups(&mut server));
+            tokio::join!(passes.apply_specs(&plan, &observed, Instant::now()), answer_in_groups(&mut server));
         assert!(all_written);
     }
 }
