@@ -56,7 +56,7 @@ pub type BudgetStore = Store<BudgetObject>;
 /// Labels of namespaces.
 pub type NamespaceStore = Store<NamespaceObject>;
 
-/// A namespace, of which only the metadata is stored.
+/// The metadata of a namespace.
 pub type NamespaceObject = PartialObjectMeta<Namespace>;
 
 /// The fields of a `PersistentVolumeClaim` that the operator reads.

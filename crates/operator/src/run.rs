@@ -119,12 +119,8 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         taint_fragmented: args.taint_fragmented,
     });
     let tenants = TenantController::new(context.clone(), wakes.clone());
-    let passes = GpuController::new(passes::ControllerInputs {
-        context: context.clone(),
-        wakes,
-        demand,
-        taint: args.taint_unhealthy,
-    });
+    let inputs = passes::ControllerInputs { context: context.clone(), wakes, demand, taint: args.taint_unhealthy };
+    let passes = GpuController::new(inputs);
     tasks.spawn(async move {
         let (passes, placement, tenants) = tokio::join!(
             task::run(passes, context.clone(), passes_wake),

@@ -160,7 +160,7 @@ pub struct ReplicaRules {
 /// Time to wait for further pods before GPUs are repartitioned.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct BatchRules {
-    /// How long no further pod must arrive before the operator plans.
+    /// Time without further pods after which the operator plans.
     pub idle: Option<Duration>,
     /// Maximum time to wait for further pods. Also the deadline for a node to change.
     pub timeout: Option<Duration>,
