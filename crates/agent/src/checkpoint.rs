@@ -131,7 +131,7 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// Checks the values that other code trusts. Numbers and names must be as
+    /// Checks the values that other code does not check again. Numbers and names must be as
     /// [`crate::gpu::layout`] creates them.
     fn check(&self) -> Result<(), String> {
         let mut desired = Desired { version: wire::FILE_FORMAT_VERSION, ..Desired::default() };

@@ -71,7 +71,7 @@ impl ShutdownPeriods {
         self.0.iter().rposition(|period| period.priority <= priority).unwrap_or(0)
     }
 
-    /// Returns the time that a group of pods has to terminate.
+    /// Returns the period in which a group of pods must terminate.
     fn duration(&self, group: usize) -> Duration {
         self.0.get(group).map_or(Duration::ZERO, |period| Duration::from_secs(period.seconds.into()))
     }
