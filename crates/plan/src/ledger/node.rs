@@ -53,7 +53,7 @@ pub(super) struct AllocatedUnits {
 /// Allocations on a node, by pod.
 pub(super) type Allocations = BTreeMap<Arc<str>, Box<[AllocatedUnits]>>;
 
-/// NominatedUnits units by resource and device.
+/// Nominated units by resource and device.
 pub(super) type NominatedUnits = BTreeMap<(String, String), u32>;
 
 impl Node {
