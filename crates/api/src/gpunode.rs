@@ -260,7 +260,7 @@ pub struct GpuNodeStatus {
 
 impl GpuNodeStatus {
     /// Moves MIG profiles from the GPUs to `models`, once for each model. If GPUs of one model
-    /// differ in their profiles, the profiles stay with the GPUs. [`Self::move_profiles_to_gpus`]
+    /// differ in their profiles, the profiles remain with the GPUs. [`Self::move_profiles_to_gpus`]
     /// is the inverse.
     #[must_use]
     pub fn move_profiles_to_models(mut self) -> Self {
@@ -324,7 +324,7 @@ pub struct Summary {
 
 impl Summary {
     /// Summarizes GPUs that are sorted by index.
-    pub fn of(gpus: &[GpuStatus]) -> Self {
+    pub fn from_gpus(gpus: &[GpuStatus]) -> Self {
         let mut products: Vec<&str> = Vec::new();
         let mut by_mode: BTreeMap<&str, u32> = BTreeMap::new();
         let (mut in_use, mut total) = (0_u32, 0_u32);
@@ -660,14 +660,14 @@ mod tests {
 
     #[test]
     fn a_summary_counts_models_modes_and_slices() {
-        let same = Summary::of(&[gpu("A", "Mps", 3, 10), gpu("A", "Mps", 4, 10)]);
+        let same = Summary::from_gpus(&[gpu("A", "Mps", 3, 10), gpu("A", "Mps", 4, 10)]);
         assert_eq!(
             (same.gpus, same.models.as_str(), same.modes.as_str(), same.slices.as_str()),
             (2, "A", "Mps", "7/20")
         );
-        let mixed = Summary::of(&[gpu("B", "Whole", 1, 1), gpu("A", "Mps", 0, 10), gpu("B", "Mps", 0, 10)]);
+        let mixed = Summary::from_gpus(&[gpu("B", "Whole", 1, 1), gpu("A", "Mps", 0, 10), gpu("B", "Mps", 0, 10)]);
         assert_eq!((mixed.models.as_str(), mixed.modes.as_str()), ("B, A", "Mps=2,Whole=1"));
-        let none = Summary::of(&[]);
+        let none = Summary::from_gpus(&[]);
         assert_eq!((none.gpus, none.models.as_str(), none.modes.as_str(), none.slices.as_str()), (0, "", "", "0/0"));
     }
 }

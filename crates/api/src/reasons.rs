@@ -1,7 +1,7 @@
 //! Reasons of the Events and conditions that Cleave writes: what each means, and what to do.
 //!
-//! The reference page of Events is generated from these tables. A test of the documentation checks
-//! that the code writes no other reason.
+//! The documentation tool generates the reference page of Events from these tables. A test of the
+//! documentation checks that the code writes no other reason.
 
 /// A reason, as `kubectl describe` shows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -317,7 +317,7 @@ pub enum MpsEnforcement {
 }
 
 impl MpsEnforcement {
-    /// Returns whether this is the default, which is not written.
+    /// Returns whether this is the default value, which serialization omits.
     pub fn is_hard(&self) -> bool {
         *self == Self::Hard
     }
@@ -446,7 +446,7 @@ pub struct Rollout {
     /// Maximum number of nodes that are repartitioned at a time, or a percentage of the policy's
     /// nodes, rounded up. Nodes that wait for pods count separately, up to the same number.
     #[serde(default = "default_max_unavailable")]
-    #[schemars(schema_with = "nodes_or_percentage")]
+    #[schemars(schema_with = "nodes_or_percentage_schema")]
     pub max_unavailable: IntOrString,
     /// Whether the change is paused: nodes keep the partition that they have.
     #[serde(default)]
@@ -471,7 +471,7 @@ fn default_max_unavailable() -> IntOrString {
 
 /// Returns the schema of a number of nodes or a percentage. CEL cannot check a field of two types
 /// at a bounded cost, so the schema itself has the limits.
-fn nodes_or_percentage(_: &mut SchemaGenerator) -> Schema {
+fn nodes_or_percentage_schema(_: &mut SchemaGenerator) -> Schema {
     json_schema!({
         "x-kubernetes-int-or-string": true,
         "minimum": 1,

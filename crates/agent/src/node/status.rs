@@ -159,7 +159,7 @@ pub fn build_status(input: &StatusInput<'_>) -> GpuNodeStatus {
         .flatten()
         .map(|(type_, content)| condition(type_, generation, content))
         .collect(),
-        summary: Some(Summary::of(&gpus)),
+        summary: Some(Summary::from_gpus(&gpus)),
         models: Vec::new(),
         gpus,
         steps: steps.to_vec(),
@@ -589,7 +589,7 @@ mod tests {
         let mut gpu = GpuStatus { allocations: pods.iter().map(row).collect(), slices, ..GpuStatus::default() };
         change(&mut gpu);
         let gpus = vec![gpu];
-        GpuNodeStatus { summary: Some(Summary::of(&gpus)), gpus, ..GpuNodeStatus::default() }
+        GpuNodeStatus { summary: Some(Summary::from_gpus(&gpus)), gpus, ..GpuNodeStatus::default() }
     }
 
     #[test]

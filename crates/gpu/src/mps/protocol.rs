@@ -1,10 +1,10 @@
 //! The MPS control protocol, version 2 as driver 580 speaks it. Pure: packets and texts, no I/O.
 //!
-//! When a peer connects, the daemon sends [`HELLO_PACKET`]. The peer answers with [`CREDENTIALS_PACKET`] and
-//! `SCM_CREDENTIALS`, then sends its [`PeerKind`]. A client receives [`DESCRIPTOR_PACKET`] with a socket
-//! to the server, introduces itself there, and finally sends the daemon 4 bytes: the resulting
-//! `CUresult`. An administrator sends [`command_packets`] and reads replies until
-//! [`END_OF_REPLIES`]. Each line of output is one packet.
+//! When a peer connects, the daemon sends [`HELLO_PACKET`]. The peer answers with
+//! [`CREDENTIALS_PACKET`] and `SCM_CREDENTIALS`, then sends its [`PeerKind`]. A client receives
+//! [`DESCRIPTOR_PACKET`] with a socket to the server, introduces itself there, and finally sends
+//! the daemon 4 bytes: the resulting `CUresult`. An administrator sends [`command_packets`] and
+//! reads replies until [`END_OF_REPLIES`]. Each line of output is one packet.
 use std::fmt;
 
 use super::text::shorten;

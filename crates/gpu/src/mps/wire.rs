@@ -222,9 +222,10 @@ pub struct DaemonSettings {
     /// Whether to set the GPU to `EXCLUSIVE_PROCESS` while the daemon runs and restore the previous
     /// mode afterwards. False does not change the mode. Always false for MIG instances.
     pub exclusive: bool,
-    /// `set_default_active_thread_percentage`, 1 to 100: the limit of a client that no door limits.
+    /// Default active thread percentage, 1 to 100 (`set_default_active_thread_percentage`). It
+    /// limits clients for which no door sets a limit.
     pub default_threads: Option<u8>,
-    /// `set_default_device_pinned_mem_limit`, in MiB.
+    /// Default memory limit in MiB (`set_default_device_pinned_mem_limit`).
     pub default_memory_mib: Option<u64>,
     /// Whether the daemon serves even if its handshake is unknown, so that doors cannot enforce
     /// limits. The agent omits the field if it is false, as older agents do.

@@ -144,9 +144,10 @@ pub enum WhenUnsatisfiable {
     /// The pod cannot run on the node.
     #[default]
     DoNotSchedule,
-    /// The scheduler prefers other nodes. The node is not refused.
+    /// The scheduler prefers other nodes, but does not refuse the node.
     ScheduleAnyway,
-    /// An action that this version does not support. The node is not refused, as in the scheduler.
+    /// An action that this version does not support. Like the scheduler, the checker does not
+    /// refuse the node.
     #[serde(other)]
     Unknown,
 }
@@ -154,12 +155,12 @@ pub enum WhenUnsatisfiable {
 /// Whether a spread constraint ignores nodes that the pod cannot run on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize)]
 pub enum NodePolicy {
-    /// Nodes that the pod cannot run on are ignored.
+    /// The checker ignores nodes that the pod cannot run on.
     Honor,
-    /// Nodes that the pod cannot run on are counted.
+    /// The checker counts nodes that the pod cannot run on.
     Ignore,
-    /// A policy that this version does not support. Nodes that the pod cannot run on are counted,
-    /// as in the scheduler.
+    /// A policy that this version does not support. Like the scheduler, the checker counts nodes
+    /// that the pod cannot run on.
     #[serde(other)]
     Unknown,
 }

@@ -94,7 +94,7 @@ struct NodeRow {
     devices: Vec<String>,
 }
 
-/// TableLimits of the tables' size.
+/// Limits of the tables' size.
 #[derive(Debug, Clone, Copy)]
 struct TableLimits {
     /// Number of tables above which tables without nodes are dropped. GPUs that are partitioned on

@@ -125,7 +125,7 @@ impl Ledger {
     /// would prevent another request from fitting. If a placement exists, it is found. Nothing is
     /// reserved. A pod without requests fits on every node.
     ///
-    /// [NominatedUnits](Self::nominate) units are not free here. Use [`Self::fit_for`] for a pod with a
+    /// [Nominated](Self::nominate) units are not free here. Use [`Self::fit_for`] for a pod with a
     /// priority or a nomination.
     ///
     /// # Errors
@@ -461,7 +461,7 @@ impl Ledger {
     /// Nominates units for a pod: free units, and units that terminating pods will free. Replaces
     /// an earlier nomination.
     ///
-    /// NominatedUnits units are not reserved: agents do not read nominations, no pod is released to use
+    /// Nominated units are not reserved: agents do not read nominations, no pod is released to use
     /// the units, and released pods take precedence.
     ///
     /// # Errors

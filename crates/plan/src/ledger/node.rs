@@ -38,8 +38,8 @@ pub(super) struct Node {
     pub(super) short: Vec<DeviceRequest>,
 }
 
-/// Units of one device that the kubelet has allocated to a pod. The strings are shared with other
-/// allocations of the node, because a large cluster has many allocations.
+/// Units of one device that the kubelet has allocated to a pod. Allocations of a node share their
+/// strings to save memory, because a large cluster has many allocations.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct AllocatedUnits {
     /// Name of the extended resource.
@@ -53,7 +53,7 @@ pub(super) struct AllocatedUnits {
 /// Allocations on a node, by pod.
 pub(super) type Allocations = BTreeMap<Arc<str>, Box<[AllocatedUnits]>>;
 
-/// NominatedUnits units by resource and device.
+/// Nominated units by resource and device.
 pub(super) type NominatedUnits = BTreeMap<(String, String), u32>;
 
 impl Node {

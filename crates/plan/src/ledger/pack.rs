@@ -94,8 +94,8 @@ mod tests {
 
     #[test]
     fn the_search_backtracks_from_the_tightest_device() {
-        // The tightest device for 4 has 6 free units. This choice leaves 2 and 7, and the third
-        // size of 3 does not fit.
+        // The tightest device for 4 has 6 free units. This choice leaves 2 and 7 free units, so the
+        // third size of 3 does not fit.
         assert_eq!(assign_to_devices(&[3, 4, 3, 3], &[7, 6], &mut tightest_devices), Some(vec![0, 0, 1, 1]));
     }
 

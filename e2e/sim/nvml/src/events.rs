@@ -21,7 +21,7 @@ struct EventSet {
     seen: u64,
 }
 
-/// The last number of a set, and the sets by number.
+/// The number of the newest set, and all sets by number.
 static EVENT_SETS: Mutex<Option<(u64, HashMap<u64, EventSet>)>> = Mutex::new(None);
 
 fn lock_event_sets() -> MutexGuard<'static, Option<(u64, HashMap<u64, EventSet>)>> {

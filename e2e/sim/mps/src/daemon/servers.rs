@@ -15,7 +15,7 @@ use crate::seqpacket::Connection;
 use crate::wire::{self, FromServer, ServerStatus, ToServer};
 
 /// Number of failed server starts after which a waiting client is refused.
-const SERVER_START_RETRIES: u32 = 5;
+const MAX_FAILED_SERVER_STARTS: u32 = 5;
 
 impl Daemon {
     /// Retries the queued clients in the order of their arrival.
@@ -34,7 +34,7 @@ impl Daemon {
         if client.connection.is_closed() {
             return None;
         }
-        if state.failed_starts - client.failed_before > SERVER_START_RETRIES {
+        if state.failed_starts - client.failed_before > MAX_FAILED_SERVER_STARTS {
             self.log(&format!("CLIENT {pid} from user {uid} is rejected: no server starts"));
             return None;
         }
