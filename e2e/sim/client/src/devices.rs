@@ -87,18 +87,24 @@ impl DeviceSelection {
         match (state, self.container_devices()) {
             (Some(state), _) => {
                 let visible = self.visible_devices(&state);
-                server_devices.iter().filter(|offer| visible.iter().any(|device| device.uuid == offer.uuid)).cloned().collect()
+                server_devices
+                    .iter()
+                    .filter(|offer| visible.iter().any(|device| device.uuid == offer.uuid))
+                    .cloned()
+                    .collect()
             }
             (None, ContainerDevices::Nothing) => Vec::new(),
-            (None, ContainerDevices::All | ContainerDevices::Nodes(_)) => self.selected_devices(server_devices.to_vec()),
-            (None, ContainerDevices::List(list)) => self.selected_devices(select(server_devices, list)),
+            (None, ContainerDevices::All | ContainerDevices::Nodes(_)) => {
+                self.selected_devices(server_devices.to_vec())
+            }
+            (None, ContainerDevices::List(list)) => self.selected_devices(select_devices(server_devices, list)),
         }
     }
 
     /// Returns the devices that the program's own environment selects.
     fn selected_devices(&self, given: Vec<Device>) -> Vec<Device> {
         match self.program.as_deref() {
-            Some(list) => select(&given, list),
+            Some(list) => select_devices(&given, list),
             None => given,
         }
     }
@@ -106,7 +112,7 @@ impl DeviceSelection {
 
 /// Returns the devices in a list of ordinals, UUIDs and prefixes of UUIDs. The list ends before the
 /// first entry that names no device.
-fn select(devices: &[Device], list: &str) -> Vec<Device> {
+fn select_devices(devices: &[Device], list: &str) -> Vec<Device> {
     let find = |entry: &str| match entry.parse::<usize>() {
         Ok(ordinal) => devices.get(ordinal).cloned(),
         Err(_) if entry.len() > 4 => devices.iter().find(|device| device.uuid.starts_with(entry)).cloned(),
@@ -132,7 +138,7 @@ mod tests {
         MachineDescription { name: "test".into(), gpus, ..MachineDescription::default() }.state().unwrap()
     }
 
-    fn indices(given: &DeviceSelection) -> Vec<u32> {
+    fn visible_indices(given: &DeviceSelection) -> Vec<u32> {
         let state = state();
         let index = |device: &Device| state.gpus.iter().find(|gpu| gpu.uuid == device.uuid).unwrap().index;
         given.visible_devices(&state).iter().map(index).collect()
@@ -149,23 +155,23 @@ mod tests {
     #[test]
     fn a_program_sees_the_devices_of_its_container() {
         let second = state().gpus[1].uuid.clone();
-        assert_eq!(indices(&device_selection(None, &[], None)), [] as [u32; 0]);
-        assert_eq!(indices(&device_selection(Some("none"), &[], Some("0"))), [] as [u32; 0]);
-        assert_eq!(indices(&device_selection(Some("void"), &[], None)), [] as [u32; 0]);
-        assert_eq!(indices(&device_selection(Some("all"), &[], None)), [0, 1]);
-        assert_eq!(indices(&device_selection(Some(&second), &[], None)), [1]);
-        assert_eq!(indices(&device_selection(Some("void"), &[1], None)), [1]);
-        assert_eq!(indices(&device_selection(None, &[1], None)), [1]);
+        assert_eq!(visible_indices(&device_selection(None, &[], None)), [] as [u32; 0]);
+        assert_eq!(visible_indices(&device_selection(Some("none"), &[], Some("0"))), [] as [u32; 0]);
+        assert_eq!(visible_indices(&device_selection(Some("void"), &[], None)), [] as [u32; 0]);
+        assert_eq!(visible_indices(&device_selection(Some("all"), &[], None)), [0, 1]);
+        assert_eq!(visible_indices(&device_selection(Some(&second), &[], None)), [1]);
+        assert_eq!(visible_indices(&device_selection(Some("void"), &[1], None)), [1]);
+        assert_eq!(visible_indices(&device_selection(None, &[1], None)), [1]);
     }
 
     #[test]
     fn a_program_selects_among_the_devices_of_its_container() {
         let second = state().gpus[1].uuid.clone();
-        assert_eq!(indices(&device_selection(Some(&second), &[], Some("0"))), [1]);
-        assert_eq!(indices(&device_selection(Some(&second), &[], Some("1"))), [] as [u32; 0]);
-        assert_eq!(indices(&device_selection(Some("all"), &[], Some(&second))), [1]);
-        assert_eq!(indices(&device_selection(None, &[], Some("1,0"))), [1, 0]);
-        assert_eq!(indices(&device_selection(None, &[], Some(""))), [] as [u32; 0]);
+        assert_eq!(visible_indices(&device_selection(Some(&second), &[], Some("0"))), [1]);
+        assert_eq!(visible_indices(&device_selection(Some(&second), &[], Some("1"))), [] as [u32; 0]);
+        assert_eq!(visible_indices(&device_selection(Some("all"), &[], Some(&second))), [1]);
+        assert_eq!(visible_indices(&device_selection(None, &[], Some("1,0"))), [1, 0]);
+        assert_eq!(visible_indices(&device_selection(None, &[], Some(""))), [] as [u32; 0]);
     }
 
     #[test]
@@ -174,9 +180,15 @@ mod tests {
         let server_devices = state.gpus.iter().map(|gpu| Device { uuid: gpu.uuid.clone(), sms: 132, memory: 0 });
         let server_devices: Vec<Device> = server_devices.take(1).collect();
         let first = server_devices[0].uuid.clone();
-        assert_eq!(device_selection(Some(&first), &[], None).visible_server_devices(&server_devices, None), server_devices);
+        assert_eq!(
+            device_selection(Some(&first), &[], None).visible_server_devices(&server_devices, None),
+            server_devices
+        );
         assert_eq!(device_selection(Some("GPU-other"), &[], None).visible_server_devices(&server_devices, None), []);
         assert_eq!(device_selection(None, &[], None).visible_server_devices(&server_devices, None), []);
-        assert_eq!(device_selection(Some("void"), &[0], None).visible_server_devices(&server_devices, None), server_devices);
+        assert_eq!(
+            device_selection(Some("void"), &[0], None).visible_server_devices(&server_devices, None),
+            server_devices
+        );
     }
 }

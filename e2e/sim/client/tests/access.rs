@@ -61,7 +61,7 @@ fn the_control_tool_uses_the_privileged_socket_if_accessible() {
 }
 
 #[test]
-fn a_program_can_be_an_administrator() {
+fn a_program_can_send_administrators_commands() {
     let node = Node::with_daemon(&[]);
     let mut client = node.start_client(&["--admin", "set_default_active_thread_percentage 10"]);
     assert!(client.read_line()["reply"].as_str().unwrap().contains(PRIVILEGE_ERROR));
@@ -180,7 +180,7 @@ fn protocol_violations_are_rejected_and_affect_no_client() {
 }
 
 #[test]
-fn a_silent_peer_blocks_the_daemon_for_all() {
+fn a_silent_peer_blocks_the_daemon_for_all_other_peers() {
     for lie in ["stall=0", "stall=9", "flood=3", "no-last-word"] {
         let node = Node::with_daemon(&[]);
         node.wait_for_server();

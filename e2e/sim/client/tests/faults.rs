@@ -10,7 +10,7 @@ use sim_machine::{ComputeMode, FaultEffect};
 use sim_mps::seqpacket::{Connection, Listener};
 
 #[test]
-fn without_a_daemon_a_program_is_plain_cuda() {
+fn without_a_daemon_a_program_runs_as_plain_cuda() {
     let mut node = Node::without_daemon();
     let plain = |node: &Node| {
         let line = node.run_and_read_line(&[("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "10")]);
@@ -28,7 +28,7 @@ fn without_a_daemon_a_program_is_plain_cuda() {
 }
 
 #[test]
-fn exclusive_process_rejects_programs_without_mps() {
+fn the_compute_mode_exclusive_process_rejects_programs_without_mps() {
     let mut node = Node::without_daemon();
     node.set_compute_mode(ComputeMode::ExclusiveProcess);
     let nowhere = [("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")];
@@ -250,7 +250,7 @@ fn an_injected_hang_of_a_command_blocks_the_daemon() {
 }
 
 #[test]
-fn an_injected_fault_fails_the_daemons_start() {
+fn an_injected_fault_causes_the_daemons_start_to_fail() {
     let mut node = Node::without_daemon();
     node.inject_fault("mps:start", FaultEffect::Code(3), Some(2));
     for _ in 0..2 {

@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_summed_over_processes_and_freed() {
+    fn memory_use_is_the_sum_over_processes_and_freed_memory_is_available() {
         let (_dir, machine, gpu) = machine("H200-141");
         let other = OtherProcess::new();
         let mib = |context: &Context| context.memory().unwrap().free >> 20;
@@ -344,14 +344,14 @@ mod tests {
         let context = machine.register_context(&gpu, ProcessKind::Compute, elsewhere, "pod".to_owned(), 0).unwrap();
         assert_eq!(machine.processes().unwrap().len(), 1);
         assert!(machine.open_context(&gpu, ContextKind::Compute, 0).is_err());
-        // When the owner is killed, the kernel also only releases the lock.
+        // When the owner is killed, the kernel does nothing but release the lock.
         flock(&context.lock, FlockOperation::Unlock).unwrap();
         assert!(machine.processes().unwrap().is_empty());
         machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();
     }
 
     #[test]
-    fn a_lost_gpu_fails_new_and_open_contexts() {
+    fn new_and_open_contexts_fail_on_a_lost_gpu() {
         let (_dir, machine, gpu) = machine("T4");
         let context = machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();
         machine.change(|s| s.gpus[0].lost = true).unwrap();

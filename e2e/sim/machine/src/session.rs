@@ -15,7 +15,7 @@ use crate::store::{Machine, io_error, open_shared};
 
 const SESSIONS_DIRECTORY: &str = "sessions";
 /// The directory of the sessions that use the driver.
-const DRIVER: &str = "driver";
+const DRIVER_DIRECTORY: &str = "driver";
 
 /// One use of the driver or of a GPU. Dropping this value ends the use.
 #[derive(Debug)]
@@ -30,11 +30,11 @@ impl Machine {
     /// # Errors
     /// Returns an error if the directory cannot be written.
     pub fn open_session(&self, gpu: Option<&str>) -> Result<SessionLease, Error> {
-        static LAST: AtomicU64 = AtomicU64::new(0);
+        static LAST_SESSION_NUMBER: AtomicU64 = AtomicU64::new(0);
         let directory = self.sessions_of(gpu);
         create_shared_directory(&self.path(SESSIONS_DIRECTORY))?;
         create_shared_directory(&directory)?;
-        let path = directory.join(format!("{}{}", own_prefix(), LAST.fetch_add(1, Ordering::Relaxed)));
+        let path = directory.join(format!("{}{}", own_prefix(), LAST_SESSION_NUMBER.fetch_add(1, Ordering::Relaxed)));
         let lock = open_shared(&path, false).map_err(io_error("make", &path))?;
         flock(&lock, FlockOperation::NonBlockingLockExclusive).map_err(|e| io_error("lock", &path)(e.into()))?;
         Ok(SessionLease { path, lock })
@@ -60,7 +60,7 @@ impl Machine {
     }
 
     fn sessions_of(&self, gpu: Option<&str>) -> PathBuf {
-        self.path(SESSIONS_DIRECTORY).join(gpu.unwrap_or(DRIVER))
+        self.path(SESSIONS_DIRECTORY).join(gpu.unwrap_or(DRIVER_DIRECTORY))
     }
 }
 

@@ -174,7 +174,7 @@ pub enum ComputeMode {
     Default,
     /// No process.
     Prohibited,
-    /// One process at a time. The MPS server counts as one.
+    /// One process at a time. The MPS server counts as one process.
     ExclusiveProcess,
 }
 

@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn commands_that_change_something_are_privileged() {
+    fn commands_that_change_state_are_privileged() {
         let changing = [
             "start_server -uid 0",
             "shutdown_server 1",

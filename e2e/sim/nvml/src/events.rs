@@ -22,11 +22,11 @@ struct EventSet {
     seen: u64,
 }
 
-/// The last number of a set, and the sets by number.
-static SETS: Mutex<Option<(u64, HashMap<u64, EventSet>)>> = Mutex::new(None);
+/// The number of the latest set, and the sets keyed by number.
+static EVENT_SETS: Mutex<Option<(u64, HashMap<u64, EventSet>)>> = Mutex::new(None);
 
 fn lock_event_sets() -> MutexGuard<'static, Option<(u64, HashMap<u64, EventSet>)>> {
-    SETS.lock().unwrap_or_else(PoisonError::into_inner)
+    EVENT_SETS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Creates an empty set.

@@ -59,9 +59,9 @@ fn test_command(name: &str) -> Command {
 }
 
 /// A process that uses memory of a GPU until killed.
-struct Holder(Child);
+struct GpuMemoryHolder(Child);
 
-impl Holder {
+impl GpuMemoryHolder {
     fn new(machine: &Machine, device: &str) -> Self {
         let before = machine.processes().unwrap().len();
         let mut command = test_command("hold_gpu_memory_until_killed");
@@ -76,7 +76,7 @@ impl Holder {
     }
 }
 
-impl Drop for Holder {
+impl Drop for GpuMemoryHolder {
     fn drop(&mut self) {
         self.kill();
     }
@@ -111,12 +111,12 @@ fn library_path() -> PathBuf {
     std::env::current_exe().unwrap().with_file_name("libnvidia_ml.so")
 }
 
-fn load() -> Result<Nvml, NvmlError> {
+fn load_nvml() -> Result<Nvml, NvmlError> {
     Nvml::builder().lib_path(library_path().as_os_str()).init()
 }
 
 fn nvml() -> Nvml {
-    load().unwrap()
+    load_nvml().unwrap()
 }
 
 fn change_state(machine: &Machine, change: impl FnOnce(&mut State)) {
@@ -341,7 +341,7 @@ fn mig_instances_are_created_used_and_destroyed() {
         assert!(matches!(gpu.attributes(), Err(NvmlError::NotSupported)));
         assert!(gpu.set_compute_mode(ComputeMode::ExclusiveProcess).is_err());
 
-        let mut user = Holder::new(machine, &uuid);
+        let mut user = GpuMemoryHolder::new(machine, &uuid);
         let listed = mig.running_compute_processes().unwrap();
         assert_eq!((listed.len(), listed[0].pid), (1, user.0.id()));
         let on_gpu = gpu.running_compute_processes().unwrap();
@@ -494,7 +494,7 @@ fn processes_are_listed_with_their_memory_until_killed() {
         let gpu = nvml.device_by_index(0).unwrap();
         let uuid = gpu.uuid().unwrap();
         assert!(gpu.running_compute_processes().unwrap().is_empty());
-        let mut other = Holder::new(machine, &uuid);
+        let mut other = GpuMemoryHolder::new(machine, &uuid);
         let server = machine.open_context(&uuid, ContextKind::MpsServer, 66 << 20).unwrap();
         let client = machine.register_client(&uuid, other.0.id(), 274 << 20).unwrap();
         let listed = |list: Vec<nvml_wrapper::struct_wrappers::device::ProcessInfo>| {
@@ -535,7 +535,7 @@ fn settings_are_visible_to_other_processes() {
         let mut gpu = nvml.device_by_index(0).unwrap();
         gpu.set_compute_mode(ComputeMode::ExclusiveProcess).unwrap();
         assert_eq!(machine.snapshot().unwrap().gpus[0].compute_mode, sim_machine::ComputeMode::ExclusiveProcess);
-        let _holder = Holder::new(machine, &gpu.uuid().unwrap());
+        let _holder = GpuMemoryHolder::new(machine, &gpu.uuid().unwrap());
         assert!(machine.open_context(&gpu.uuid().unwrap(), ContextKind::Compute, 0).is_err());
         change_state(machine, |s| s.gpus[0].compute_mode = sim_machine::ComputeMode::Prohibited);
         assert_eq!(gpu.compute_mode().unwrap(), ComputeMode::Prohibited);
@@ -627,7 +627,7 @@ fn injected_errors_and_hangs_take_precedence() {
             assert_eq!(hanging.join().unwrap(), "Tesla T4");
         });
         inject(3, "nvmlInit*", None, FaultEffect::Code(18), None);
-        assert!(matches!(load(), Err(NvmlError::LibRmVersionMismatch)));
+        assert!(matches!(load_nvml(), Err(NvmlError::LibRmVersionMismatch)));
     });
 }
 
@@ -636,9 +636,9 @@ fn nvml_fails_without_a_driver() {
     run_in_separate_process("nvml_fails_without_a_driver", &[], |machine| {
         assert_eq!(nvml().device_count().unwrap(), 0, "a driver without a GPU");
         change_state(machine, |s| s.driver.present = false);
-        assert!(matches!(load(), Err(NvmlError::DriverNotLoaded)));
+        assert!(matches!(load_nvml(), Err(NvmlError::DriverNotLoaded)));
         std::fs::remove_dir_all(machine.dir()).unwrap();
-        assert!(matches!(load(), Err(NvmlError::DriverNotLoaded)));
+        assert!(matches!(load_nvml(), Err(NvmlError::DriverNotLoaded)));
         std::fs::create_dir(machine.dir()).unwrap();
     });
 }

@@ -89,7 +89,7 @@ fn init_creates_the_described_machine() {
 }
 
 #[test]
-fn a_file_describes_more_than_the_options() {
+fn a_description_file_can_set_more_than_the_options() {
     let simgpu = Simgpu::new(&[]);
     let file = simgpu.0.path().join("machine.json");
     let text = r#"{"name":"numa","gpus":[{"model":"A30","uuid":"GPU-a","numaNode":1},{"model":"Own"}],

@@ -294,7 +294,7 @@ fn every_kind_of_pod_gets_its_shares_of_one_gpu() -> Result<()> {
 
 /// Returns the number of shares of [`NODE`] that are in use.
 fn count_shares_in_use(cluster: &Cluster) -> Result<u64> {
-    let node = cluster.gpunode(NODE)?;
+    let node = cluster.gpu_node(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
     let slices = gpus.iter().flat_map(|gpu| gpu["slices"].as_array().cloned().unwrap_or_default());
     Ok(slices.filter_map(|slices| slices["inUse"].as_u64()).sum())
@@ -353,7 +353,7 @@ fn observe(scope: &Scope, observed: &mut StormObservations) -> Result<Vec<Value>
             _ => {}
         }
     }
-    observed.errors.extend(allocation_errors(&scope.cluster.gpunode(NODE)?, &not_deleted(&pods), Some(10)));
+    observed.errors.extend(allocation_errors(&scope.cluster.gpu_node(NODE)?, &not_deleted(&pods), Some(10)));
     Ok(pods)
 }
 

@@ -86,7 +86,9 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
     cluster.create(&pods, &with("high", "e2e-high"))?;
     scope.wait_until_running("high")?;
     // The node reports free shares before the API server deletes the pod.
-    wait_until("the pod without a budget no longer exists", || Ok(cluster.find(&scope.pod_path("seven-0"))?.is_none()))?;
+    wait_until("the pod without a budget no longer exists", || {
+        Ok(cluster.find(&scope.pod_path("seven-0"))?.is_none())
+    })?;
     for (index, before) in before.iter().enumerate().skip(1) {
         ensure!(
             container_and_restarts(&cluster, &scope, &format!("seven-{index}"))? == *before,
@@ -211,7 +213,9 @@ fn a_pod_with_two_disruption_budgets_does_not_block_preemption() -> Result<()> {
     create_pod(&scope, &pod_with_high_priority(pod("high", &json!({SHARES_RESOURCE: 6}), SLEEP_FOREVER_SCRIPT)))?;
     scope.wait_until_running("high")?;
     // The node reports free shares before the API server deletes the pod.
-    wait_until("the pod without a budget no longer exists", || Ok(cluster.find(&scope.pod_path("seven-0"))?.is_none()))?;
+    wait_until("the pod without a budget no longer exists", || {
+        Ok(cluster.find(&scope.pod_path("seven-0"))?.is_none())
+    })?;
     for index in 1..GPUS_PER_NODE {
         ensure!(cluster.find(&scope.pod_path(&format!("seven-{index}")))?.is_some(), "seven-{index} was evicted");
     }

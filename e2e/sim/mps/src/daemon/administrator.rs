@@ -24,7 +24,7 @@ const SERVER_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 const CONDITION_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The lines of an answer, or of an error.
-type Answer = Result<Vec<String>, Vec<String>>;
+type CommandAnswer = Result<Vec<String>, Vec<String>>;
 
 impl Daemon {
     /// Answers an administrator's commands until the last one.
@@ -69,7 +69,7 @@ impl Daemon {
         }
     }
 
-    fn execute(self: &Arc<Self>, command: &Command) -> Answer {
+    fn execute(self: &Arc<Self>, command: &Command) -> CommandAnswer {
         let one = |line: String| Ok(vec![line]);
         match command {
             Command::GetServerList => Ok(self.lock().servers.keys().map(u32::to_string).collect()),
@@ -195,7 +195,7 @@ impl Daemon {
         Ok(())
     }
 
-    fn start_server_for(self: &Arc<Self>, uid: u32) -> Answer {
+    fn start_server_for(self: &Arc<Self>, uid: u32) -> CommandAnswer {
         let mut state = self.lock();
         if let Some((pid, server)) = state.servers.iter().next() {
             return Err(vec![format!("Server {pid} of user {} already exists", server.uid)]);
@@ -205,7 +205,7 @@ impl Daemon {
         started.map(|_| Vec::new()).map_err(|error| vec![format!("Failed to start a server: {error}")])
     }
 
-    fn shutdown_server(&self, pid: u32, force: bool) -> Answer {
+    fn shutdown_server(&self, pid: u32, force: bool) -> CommandAnswer {
         let mut state = self.lock();
         state.servers.get_mut(&pid).ok_or_else(|| no_server_error(pid))?.is_exiting = true;
         while !force && state.servers.get(&pid).is_some_and(|server| !server.clients.is_empty()) {

@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn terminate_waits_for_every_context_of_the_process_only() {
+    fn terminate_waits_only_for_the_contexts_of_the_process() {
         let mut clients = clients_with_contexts(2);
         add_context(&mut clients, 3, 101, 2);
         assert_eq!(clients.terminate(7, 101), [ServerAction::RequestEnd(1), ServerAction::RequestEnd(3)]);

@@ -126,7 +126,11 @@ fn served_devices(machine: &Machine, visible: Option<&str>) -> anyhow::Result<Ve
     let state = machine.snapshot()?;
     let devices: Vec<ServedDevice> = (state.visible_devices(visible).into_iter())
         .map(|device| ServedDevice {
-            advertised: Device { uuid: device.uuid().to_owned(), sms: device.sms(), memory: device.cuda_memory_bytes() },
+            advertised: Device {
+                uuid: device.uuid().to_owned(),
+                sms: device.sms(),
+                memory: device.cuda_memory_bytes(),
+            },
             name: device.model.name.clone(),
             gpu: device.gpu.uuid.clone(),
             instance: device.mig.map(|(gpu, compute)| (gpu.id, compute.id)),
