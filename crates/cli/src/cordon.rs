@@ -63,7 +63,7 @@ pub struct UncordonArgs {
 type Annotations = Vec<(&'static str, Option<String>)>;
 
 /// GPUs, each with whether it needs a change.
-type Changes = Vec<(NodeGpu, bool)>;
+type GpuChanges = Vec<(NodeGpu, bool)>;
 
 /// Runs `cleave cordon`.
 pub(crate) async fn run_cordon(args: CordonArgs) -> Result<()> {
@@ -126,7 +126,7 @@ async fn update_annotations(
     node: &str,
     find: impl Fn(&GpuNode) -> Result<Vec<NodeGpu>>,
     wanted: impl Fn(&GpuNode, &str) -> Annotations,
-) -> Result<Changes> {
+) -> Result<GpuChanges> {
     let api = Api::<DeserializeGuard<GpuNode>>::all(client.clone());
     let manager = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
     for _ in 0..MAX_WRITE_ATTEMPTS {
@@ -154,7 +154,7 @@ fn changes_of_gpus(
     object: &GpuNode,
     gpus: Vec<NodeGpu>,
     wanted: impl Fn(&GpuNode, &str) -> Annotations,
-) -> (Changes, Annotations) {
+) -> (GpuChanges, Annotations) {
     let mut object = object.clone();
     let mut all = BTreeMap::new();
     let changes = gpus.into_iter().map(|gpu| {
@@ -241,7 +241,7 @@ mod tests {
         .unwrap()
     }
 
-    fn with_annotations(annotations: &Annotations, mut object: GpuNode) -> GpuNode {
+    fn apply_annotations(annotations: &Annotations, mut object: GpuNode) -> GpuNode {
         let all = object.metadata.annotations.get_or_insert_default();
         for (name, value) in annotations {
             match value {
@@ -253,12 +253,12 @@ mod tests {
     }
 
     #[test]
-    fn uncordon_ends_the_quiesce_of_this_gpu_alone() {
-        let first = with_annotations(&annotations_with_quiesce(&node(), "GPU-a"), node());
+    fn uncordon_ends_only_the_quiesce_of_the_uncordoned_gpu() {
+        let first = apply_annotations(&annotations_with_quiesce(&node(), "GPU-a"), node());
         assert!(annotations_with_quiesce(&first, "GPU-a").is_empty());
-        let both = with_annotations(&annotations_with_quiesce(&first, "GPU-b"), first);
+        let both = apply_annotations(&annotations_with_quiesce(&first, "GPU-b"), first);
         assert_eq!(annotation(&both, QUIESCE_ANNOTATION).unwrap(), "GPU-a,GPU-b");
-        let resumed = with_annotations(&annotations_without_cordon(&both, "GPU-a"), both);
+        let resumed = apply_annotations(&annotations_without_cordon(&both, "GPU-a"), both);
         assert_eq!(annotation(&resumed, QUIESCE_ANNOTATION).unwrap(), "GPU-b");
     }
 
@@ -268,11 +268,11 @@ mod tests {
             let (changes, annotations) = changes_of_gpus(object, find_gpus(object, "n", None).unwrap(), wanted);
             (changes.into_iter().map(|(_, changed)| changed).collect::<Vec<_>>(), annotations)
         };
-        let first = with_annotations(&annotations_with_quiesce(&node(), "GPU-a"), node());
+        let first = apply_annotations(&annotations_with_quiesce(&node(), "GPU-a"), node());
         let (changed, annotations) = all(&first, annotations_with_quiesce);
         assert_eq!(changed, [false, true]);
         assert_eq!(annotations, [(QUIESCE_ANNOTATION, Some("GPU-a,GPU-b".to_owned()))]);
-        let both = with_annotations(&annotations, first);
+        let both = apply_annotations(&annotations, first);
         let (changed, annotations) = all(&both, annotations_without_cordon);
         assert_eq!(changed, [true, true]);
         let cleared = "GPU-a=2026-11-21T20:00:00Z,GPU-b=2026-11-21T20:00:05Z".to_owned();
@@ -281,10 +281,10 @@ mod tests {
 
     #[test]
     fn cordon_writes_once_and_keeps_other_gpus_and_reasons() {
-        let first = with_annotations(&annotations_with_cordon(&node(), "GPU-a", "new fan"), node());
+        let first = apply_annotations(&annotations_with_cordon(&node(), "GPU-a", "new fan"), node());
         assert!(annotations_with_cordon(&first, "GPU-a", "new fan").is_empty());
         assert!(annotations_with_cordon(&first, "GPU-a", "").is_empty(), "an empty reason keeps the existing one");
-        let both = with_annotations(&annotations_with_cordon(&first, "GPU-b", ""), first);
+        let both = apply_annotations(&annotations_with_cordon(&first, "GPU-b", ""), first);
         assert_eq!(annotation(&both, CORDON_ANNOTATION).unwrap(), "GPU-a=new fan,GPU-b");
         assert_eq!(
             annotations_with_cordon(&both, "GPU-b", "x"),
@@ -294,12 +294,12 @@ mod tests {
 
     #[test]
     fn uncordon_keeps_other_gpus_and_clears_faults_once() {
-        let both = with_annotations(&annotations_with_cordon(&node(), "GPU-a", "new fan"), node());
-        let both = with_annotations(&annotations_with_cordon(&both, "GPU-b", ""), both);
+        let both = apply_annotations(&annotations_with_cordon(&node(), "GPU-a", "new fan"), node());
+        let both = apply_annotations(&annotations_with_cordon(&both, "GPU-b", ""), both);
         let after = annotations_without_cordon(&both, "GPU-a");
         assert_eq!(after[0], (CORDON_ANNOTATION, Some("GPU-b".to_owned())));
         assert_eq!(after[1], (CLEARED_ANNOTATION, Some("GPU-a=2026-11-21T20:00:00Z".to_owned())));
-        assert!(annotations_without_cordon(&with_annotations(&after, both), "GPU-a").is_empty());
+        assert!(annotations_without_cordon(&apply_annotations(&after, both), "GPU-a").is_empty());
         let instance = annotations_without_cordon(&node(), "GPU-b");
         assert_eq!(instance, [(CLEARED_ANNOTATION, Some("GPU-b=2026-11-21T20:00:05Z".to_owned()))]);
     }

@@ -70,7 +70,7 @@ pub enum Command {
 
     /// Stop new pods from using one GPU.
     ///
-    /// Pods that already use the GPU keep running. The GPU's free shares are reported to the
+    /// Pods that already use the GPU keep running. The agent reports the GPU's free shares to the
     /// kubelet as Unhealthy.
     #[command(after_long_help = cordon::HELP_EXAMPLES)]
     Cordon(cordon::CordonArgs),

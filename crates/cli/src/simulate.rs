@@ -26,8 +26,8 @@ pub(crate) const INPUT_HELP: &str = r#"Input:
   The files contain SharingPolicy, Pod, Deployment, ReplicaSet, StatefulSet,
   Job, PriorityClass, Node and GpuNode objects and Lists of them, as printed by
   `kubectl get -o yaml`. Other kinds are ignored. Pods arrive in the order of
-  the files. A node has the GPUs of the GpuNode with the same name, or the whole
-  GPUs that the Node object describes:
+  the files. A node has the GPUs of the GpuNode with the same name. Without such
+  a GpuNode, it has the whole GPUs that the Node object describes:
 
     kind: Node
     metadata: {name: n1, labels: {zone: a}}
@@ -36,10 +36,10 @@ pub(crate) const INPUT_HELP: &str = r#"Input:
 
 Input of --quotas:
   One JSON object. Amounts are tenths of a GPU. `-` is the quota of pods without
-  a quota. A GPU of size 0 is unhealthy. Passes run until nothing changes. An
-  evicted pod is replaced at once by a waiting pod. The result lists who left
-  for whom, who runs within a guarantee (in), who borrows (over), and why others
-  wait.
+  a quota. A GPU of size 0 is unhealthy. Passes run until nothing changes. A new
+  waiting pod replaces each evicted pod at once. The result lists the evicted pods
+  with their preemptors, the pods within a guarantee (in), the pods that borrow
+  (over), and the reasons why other pods wait.
 
     {"gpus": [10, 10],
      "quotas": {"a": {"min": 10, "max": 20, "lend": 10, "weight": 1,
@@ -47,9 +47,9 @@ Input of --quotas:
      "running": [["a1", "a", 5, 0, 1, 0]],
      "waiting": [["a2", "a", 5, 0, 2, {"borrow": false}]]}
 
-  A running pod has the columns name, quota, amount, priority, since and GPU; a
-  waiting pod name, quota, amount, priority and created. Optional flags follow:
-  borrow, protected (by a disruption budget), preempts, exempt.
+  A running pod has the columns name, quota, amount, priority, since and GPU. A
+  waiting pod has the columns name, quota, amount, priority and created. Optional
+  flags follow: borrow, protected (by a disruption budget), preempts, exempt.
 
 Examples:
   cleave simulate policy.yaml pods.yaml nodes.yaml

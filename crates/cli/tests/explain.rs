@@ -42,7 +42,7 @@ fn output_matches_the_committed_files() {
 }
 
 #[test]
-fn each_pod_has_its_state() {
+fn each_pod_has_the_expected_state() {
     for (name, state) in [
         ("a", PodState::Bound),
         ("soon", PodState::Reserved),

@@ -59,7 +59,7 @@ fn published_configurations_are_translated_as_expected() {
 }
 
 #[test]
-fn each_source_has_several_cases() {
+fn each_migration_source_has_several_cases() {
     let mut counts: BTreeMap<String, usize> = BTreeMap::new();
     for case in cases() {
         *counts.entry(case.split('/').next().unwrap().to_owned()).or_default() += 1;
@@ -70,7 +70,7 @@ fn each_source_has_several_cases() {
 
 /// The CRD's rules and the operator accept every policy, and the names are unique.
 #[test]
-fn policies_are_accepted_by_the_crd_and_by_the_operator() {
+fn the_crd_and_the_operator_accept_every_policy() {
     let crd = serde_json::to_value(SharingPolicy::crd()).unwrap();
     let schema = &crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
     let mut checked = 0;

@@ -39,7 +39,7 @@ items:
 ";
 
 #[test]
-fn text_names_the_gpu_of_each_pod_or_why_it_has_none() {
+fn the_text_names_the_gpu_of_each_pod_or_the_reason_for_none() {
     let text = simulate(CLUSTER_YAML, OutputFormat::Text).unwrap();
     for line in [
         "1 of 2 GPUs changes:",
@@ -56,7 +56,7 @@ fn text_names_the_gpu_of_each_pod_or_why_it_has_none() {
 }
 
 #[test]
-fn json_has_the_plan_and_what_would_be_written() {
+fn the_json_contains_the_plan_and_the_writes() {
     let json: Value = serde_json::from_str(&simulate(CLUSTER_YAML, OutputFormat::Json).unwrap()).unwrap();
     let keys: Vec<&str> = json.as_object().unwrap().keys().map(String::as_str).collect();
     assert_eq!(keys, ["changed", "changing", "gpus", "notes", "placements", "unplaced", "writes"]);
@@ -81,7 +81,7 @@ fn malformed_input_is_an_error_that_names_it() {
 }
 
 #[test]
-fn an_invalid_policy_is_named() {
+fn an_invalid_policy_is_reported_by_name() {
     let policy = "kind: SharingPolicy\napiVersion: cleave.dev/v1alpha1\nmetadata: {name: p}\n\
                   spec: {mode: Mps, mps: {units: 49}}";
     let text = simulate(policy, OutputFormat::Text).unwrap();

@@ -18,7 +18,7 @@ fn read_report(only: Option<&str>) -> StatusReport {
 }
 
 #[test]
-fn tables_match_the_committed_files() {
+fn status_tables_match_the_committed_files() {
     assert_matches_file("status/table.txt", &render(&read_report(None), false));
     assert_matches_file("status/wide.txt", &render(&read_report(None), true));
 }

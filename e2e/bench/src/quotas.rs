@@ -105,8 +105,8 @@ fn random_pool(seed: u64, quotas: usize, gpus: usize, args: &QuotasArgs) -> anyh
         let min = Amount(GPU.0 * part);
         let quota = Quota::new(min).with_weight(numbers.i64(1..4))?;
         let lend = (numbers.usize(0..10) == 0).then_some(Amount(min.0 / 10 * 9));
-        let is_of_cells = args.cells > 0 && number % args.cells == 0;
-        let guarantee = if is_of_cells { Guarantee::Cells } else { Guarantee::Count };
+        let guarantees_whole_gpus = args.cells > 0 && number % args.cells == 0;
+        let guarantee = if guarantees_whole_gpus { Guarantee::Cells } else { Guarantee::Count };
         let quota = quota.with_lend(lend)?.with_max(Some(Amount(min.0 * 2)))?.with_guarantee(guarantee)?;
         world.quotas.insert(format!("team-{number:03}"), quota);
     }

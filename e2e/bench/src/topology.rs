@@ -95,7 +95,8 @@ pub(crate) fn run(args: &TopologyArgs) -> anyhow::Result<()> {
         let rounded = |value: f64, digits: f64| (value * digits).round() / digits;
         let mut quality = BTreeMap::new();
         if gpus == 8 {
-            let policies: [(&str, Policy); 3] = [("uuid", first_by_uuid), ("nvidia", nvidia), ("cleave", cleave)];
+            let policies: [(&str, Policy); 3] =
+                [("uuid", choose_first_by_uuid), ("nvidia", choose_as_nvidia), ("cleave", choose_as_cleave)];
             for (name, policy) in policies {
                 quality.insert(name, rounded(simulate(&machine, policy, args), 10_000.0));
             }
@@ -160,21 +161,21 @@ fn measure_choices(machine: &Machine) -> Vec<f64> {
 /// Chooses GPUs among the free ones.
 type Policy = fn(&Machine, GpuSet, u32) -> GpuSet;
 
-fn cleave(machine: &Machine, free: GpuSet, size: u32) -> GpuSet {
+fn choose_as_cleave(machine: &Machine, free: GpuSet, size: u32) -> GpuSet {
     let chosen = machine.topology.choose(&machine.names_of(free), &[], size as usize);
     let gpus = machine.names.iter().enumerate().filter(|(_, name)| chosen.contains(&name.as_str()));
     gpus.fold(0, |set, (gpu, _)| set | 1 << gpu)
 }
 
 /// Returns the first free GPUs by UUID. UUIDs are random, so their order is unrelated to the links.
-fn first_by_uuid(_: &Machine, free: GpuSet, size: u32) -> GpuSet {
+fn choose_first_by_uuid(_: &Machine, free: GpuSet, size: u32) -> GpuSet {
     let order = [5, 0, 3, 6, 1, 7, 2, 4_u32].into_iter().filter(|gpu| free >> gpu & 1 == 1);
     order.take(size as usize).fold(0, |set, gpu| set | 1 << gpu)
 }
 
 /// Divides all free GPUs into sets of `size` and a remainder so that the sum of the scores is
 /// maximal. Returns the set with the highest score.
-fn nvidia(machine: &Machine, free: GpuSet, size: u32) -> GpuSet {
+fn choose_as_nvidia(machine: &Machine, free: GpuSet, size: u32) -> GpuSet {
     fn divide(machine: &Machine, free: GpuSet, size: u32, sets: &mut Vec<GpuSet>, best: &mut (u32, Vec<GpuSet>)) {
         if free == 0 {
             let sum = sets.iter().map(|&set| machine.score(set)).sum();
@@ -205,7 +206,7 @@ fn nvidia(machine: &Machine, free: GpuSet, size: u32) -> GpuSet {
 
 /// Returns the mean quality of a policy's choices for random pods. Drops a pod that does not fit.
 fn simulate(machine: &Machine, policy: Policy, args: &TopologyArgs) -> f64 {
-    const SIZES: [u32; 9] = [1, 1, 1, 1, 2, 2, 2, 4, 4];
+    const POD_SIZES_IN_GPUS: [u32; 9] = [1, 1, 1, 1, 2, 2, 2, 4, 4];
     let mut numbers = fastrand::Rng::with_seed(1);
     let (mut free, mut running, mut now): (GpuSet, Vec<(f64, GpuSet)>, f64) = (0xff, Vec::new(), 0.0);
     let (mut sum, mut count) = (0.0, 0_u32);
@@ -219,7 +220,7 @@ fn simulate(machine: &Machine, policy: Policy, args: &TopologyArgs) -> f64 {
             free |= if runs { 0 } else { set };
             runs
         });
-        let size = numbers.choice(SIZES).unwrap_or(1);
+        let size = numbers.choice(POD_SIZES_IN_GPUS).unwrap_or(1);
         if free.count_ones() < size {
             continue;
         }

@@ -94,7 +94,8 @@ fn a_variable_does_not_use_a_function_of_the_same_name() {
 
 #[test]
 fn re_exports_are_followed_to_the_definition() {
-    // `c` names `a::B`, which `b` defines. No use leads back to `c`, or from `b` to `a`.
+    // `c` names `a::B`, which `b` defines. No use leads back to `c`, and no use leads from `b` to
+    // `a`.
     let root = ("src/lib.rs", "mod a; mod b; mod c; pub use c::C;");
     let re_export = ("src/a.rs", "pub use crate::b::B; use crate::C; pub struct A(C);");
     assert!(

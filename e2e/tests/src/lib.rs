@@ -162,7 +162,7 @@ impl Cluster {
     }
 
     /// Reads the `GpuNode` of a node.
-    pub fn gpunode(&self, node: &str) -> Result<Value> {
+    pub fn gpu_node(&self, node: &str) -> Result<Value> {
         self.get(&format!("{GPU_NODES_PATH}/{node}"))
     }
 }
@@ -401,7 +401,7 @@ impl<'a> Scope<'a> {
         // could read the earlier state.
         wait_until("the nodes advertise all GPUs as whole GPUs", || {
             for node in self.cluster.nodes()? {
-                let gpus = self.cluster.gpunode(&node)?["status"]["gpus"].as_array().map_or(0, Vec::len);
+                let gpus = self.cluster.gpu_node(&node)?["status"]["gpus"].as_array().map_or(0, Vec::len);
                 let whole = self.cluster.allocatable(&node, "nvidia.com/gpu")?;
                 ensure!(usize::try_from(whole)? == gpus, "{node} advertises {whole} whole GPUs of {gpus}");
             }

@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn policies_mutate_from_1_36() -> Result<()> {
+    fn mutating_policies_are_available_from_kubernetes_1_36() -> Result<()> {
         for (minor, expected) in [("34", false), ("35", false), ("36", true), ("37", true)] {
             assert_eq!(version("1", minor)?.has_mutating_policies(), expected, "1.{minor}");
         }

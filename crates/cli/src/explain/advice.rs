@@ -138,17 +138,17 @@ impl PodContext<'_> {
             let elsewhere = nodes.iter().any(|node| !totals(node).is_empty());
             return Some(if elsewhere {
                 format!(
-                    "{resource} is offered only on nodes that refuse the pod. A SharingPolicy can offer it on other nodes."
+                    "Only nodes that refuse the pod serve {resource}. Apply a SharingPolicy that serves it on other nodes."
                 )
             } else {
-                format!("No GPU offers {resource}. A SharingPolicy can offer it.")
+                format!("No GPU serves {resource}. Apply a SharingPolicy that serves it.")
             });
         };
         let of_resource = self.device_requests.iter().filter(|request| request.resource == resource);
         let most = of_resource.map(|request| request.units.get()).max().unwrap_or(0);
         (most > largest).then(|| {
             format!(
-                "A container requests {most} {resource} of one GPU, and the largest GPU has {largest}. Request at most {largest}, or apply a SharingPolicy that offers more on each GPU."
+                "A container requests {most} {resource} of one GPU, and the largest GPU has {largest}. Request at most {largest}, or apply a SharingPolicy that serves more on each GPU."
             )
         })
     }

@@ -110,7 +110,7 @@ mod tests {
     use super::full_pod_name;
 
     #[test]
-    fn a_pod_name_has_a_namespace_or_gets_one() {
+    fn a_pod_name_without_a_namespace_gets_the_default_namespace() {
         assert_eq!(full_pod_name("team/p", None, "mine").unwrap(), "team/p");
         assert_eq!(full_pod_name("p", None, "mine").unwrap(), "mine/p");
         assert_eq!(full_pod_name("p", Some("team"), "mine").unwrap(), "team/p");

@@ -15,7 +15,7 @@ use super::report::{Assignment, DeviceView, GpuView, NodeView, PodState};
 use super::view::PodContext;
 
 /// Free amounts by resource, in thousandths.
-type Free<'a> = BTreeMap<&'a str, u64>;
+type FreeAmounts<'a> = BTreeMap<&'a str, u64>;
 
 impl PodContext<'_> {
     /// Returns the nodes on which Cleave manages GPUs.
@@ -95,8 +95,8 @@ impl PodContext<'_> {
 
     /// Returns the free amounts, by node, of resources that Cleave does not manage. Resources that
     /// the pod itself uses count as free.
-    fn free_amounts(&self) -> BTreeMap<&str, Free<'_>> {
-        let mut free: BTreeMap<&str, Free> = BTreeMap::new();
+    fn free_amounts(&self) -> BTreeMap<&str, FreeAmounts<'_>> {
+        let mut free: BTreeMap<&str, FreeAmounts> = BTreeMap::new();
         for (name, node) in &self.live.observed.nodes {
             let amounts = node.allocatable.iter().filter(|(resource, _)| !is_served(resource));
             let amounts = amounts.map(|(resource, amount)| (resource.as_str(), amount.milli().unwrap_or(0)));
@@ -149,7 +149,7 @@ fn to_plan_node(name: &str, node: &Node) -> PlanNode {
 
 /// Returns the first resource, apart from GPUs, that is insufficient on a node. Returns `None` if
 /// all are sufficient.
-fn shortage(free: Option<&Free>, requests: &BTreeMap<String, Quantity>) -> Option<String> {
+fn shortage(free: Option<&FreeAmounts>, requests: &BTreeMap<String, Quantity>) -> Option<String> {
     let free = |resource: &str| free.and_then(|free| free.get(resource)).copied();
     let amount = |milli: u64| if milli.is_multiple_of(1000) { (milli / 1000).to_string() } else { format!("{milli}m") };
     if free(PODS_RESOURCE).is_some_and(|left| left < 1000) {

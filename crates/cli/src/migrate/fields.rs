@@ -2,10 +2,10 @@
 use anyhow::{Context as _, Result, bail};
 use serde_json::{Map, Value};
 
-use super::report::{Notes, Outcome, Place};
+use super::report::{Notes, Outcome, SettingPlace};
 
 /// Maximum number of characters of a value in the report.
-const MAX_VALUE: usize = 60;
+const MAX_VALUE_CHARS: usize = 60;
 
 /// A mapping of the input. Readers remove the keys that they know. [`Section::finish`] reports the
 /// remaining keys as unknown.
@@ -21,11 +21,11 @@ impl Section {
     ///
     /// # Errors
     /// Returns an error if the value is not a mapping.
-    pub(super) fn top(source: &str, value: Value) -> Result<Self> {
-        Self::below(source, String::new(), value)
+    pub(super) fn root(source: &str, value: Value) -> Result<Self> {
+        Self::nested(source, String::new(), value)
     }
 
-    fn below(source: &str, path: String, value: Value) -> Result<Self> {
+    fn nested(source: &str, path: String, value: Value) -> Result<Self> {
         let Value::Object(keys) = value else {
             let at = if path.is_empty() { source.to_owned() } else { format!("{source}: {path}") };
             bail!("{at} must be a mapping");
@@ -39,7 +39,7 @@ impl Section {
     }
 
     /// Returns whether the section has a key with a value.
-    pub(super) fn has(&self, key: &str) -> bool {
+    pub(super) fn has_value(&self, key: &str) -> bool {
         self.keys.get(key).is_some_and(|value| !value.is_null())
     }
 
@@ -52,12 +52,12 @@ impl Section {
         if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) }
     }
 
-    fn place_of(&self, key: &str, value: &Value) -> Place {
-        Place { source: self.source.clone(), setting: self.path_of(key), value: shorten(value) }
+    fn place_of(&self, key: &str, value: &Value) -> SettingPlace {
+        SettingPlace { source: self.source.clone(), setting: self.path_of(key), value: shorten(value) }
     }
 
     /// Removes and returns a value of any type, with its place. A null counts as no value.
-    pub(super) fn take(&mut self, key: &str) -> Option<(Place, Value)> {
+    pub(super) fn take_value(&mut self, key: &str) -> Option<(SettingPlace, Value)> {
         let value = self.keys.remove(key).filter(|value| !value.is_null())?;
         Some((self.place_of(key, &value), value))
     }
@@ -67,13 +67,13 @@ impl Section {
     ///
     /// # Errors
     /// Returns an error if the value is a list or a mapping.
-    pub(super) fn text(&mut self, key: &str) -> Result<Option<(Place, String)>> {
-        let Some((place, value)) = self.take(key) else { return Ok(None) };
+    pub(super) fn take_string(&mut self, key: &str) -> Result<Option<(SettingPlace, String)>> {
+        let Some((place, value)) = self.take_value(key) else { return Ok(None) };
         let text = match value {
             Value::String(text) => text,
             Value::Number(number) => number.to_string(),
             Value::Bool(flag) => flag.to_string(),
-            _ => bail!("{}: {} must be a text", self.source, place.setting),
+            _ => bail!("{}: {} must be a string", self.source, place.setting),
         };
         Ok(Some((place, text)))
     }
@@ -82,8 +82,8 @@ impl Section {
     ///
     /// # Errors
     /// Returns an error if the value has another type or is out of range.
-    pub(super) fn flag(&mut self, key: &str) -> Result<Option<(Place, bool)>> {
-        let Some((place, value)) = self.take(key) else { return Ok(None) };
+    pub(super) fn take_bool(&mut self, key: &str) -> Result<Option<(SettingPlace, bool)>> {
+        let Some((place, value)) = self.take_value(key) else { return Ok(None) };
         let flag = value.as_bool().or_else(|| value.as_str().and_then(|text| text.parse().ok()));
         let flag = flag.with_context(|| format!("{}: {} must be true or false", self.source, place.setting))?;
         Ok(Some((place, flag)))
@@ -93,8 +93,8 @@ impl Section {
     ///
     /// # Errors
     /// Returns an error if the value has another type or is out of range.
-    pub(super) fn number(&mut self, key: &str, least: u32) -> Result<Option<(Place, u32)>> {
-        let Some((place, value)) = self.take(key) else { return Ok(None) };
+    pub(super) fn take_number(&mut self, key: &str, least: u32) -> Result<Option<(SettingPlace, u32)>> {
+        let Some((place, value)) = self.take_value(key) else { return Ok(None) };
         let number = value.as_u64().or_else(|| value.as_str().and_then(|text| text.parse().ok()));
         let number = number.and_then(|number| u32::try_from(number).ok()).filter(|number| *number >= least);
         let number = number.with_context(|| {
@@ -112,20 +112,20 @@ impl Section {
     ///
     /// # Errors
     /// Returns an error if the value is not a mapping.
-    pub(super) fn section(&mut self, key: &str) -> Result<Option<Self>> {
-        let Some((place, value)) = self.take(key) else { return Ok(None) };
-        Self::below(&self.source, place.setting, value).map(Some)
+    pub(super) fn take_section(&mut self, key: &str) -> Result<Option<Self>> {
+        let Some((place, value)) = self.take_value(key) else { return Ok(None) };
+        Self::nested(&self.source, place.setting, value).map(Some)
     }
 
     /// Removes and returns a list of mappings.
     ///
     /// # Errors
     /// Returns an error if the value is not a list of mappings.
-    pub(super) fn sections(&mut self, key: &str) -> Result<Option<Vec<Self>>> {
-        let Some((place, value)) = self.take(key) else { return Ok(None) };
+    pub(super) fn take_sections(&mut self, key: &str) -> Result<Option<Vec<Self>>> {
+        let Some((place, value)) = self.take_value(key) else { return Ok(None) };
         let Value::Array(items) = value else { bail!("{}: {} must be a list", self.source, place.setting) };
         let items = items.into_iter().enumerate();
-        let sections = items.map(|(at, item)| Self::below(&self.source, format!("{}[{at}]", place.setting), item));
+        let sections = items.map(|(at, item)| Self::nested(&self.source, format!("{}[{at}]", place.setting), item));
         sections.collect::<Result<_>>().map(Some)
     }
 
@@ -133,15 +133,15 @@ impl Section {
     ///
     /// # Errors
     /// Returns an error if the value has another type or is out of range.
-    pub(super) fn texts(&mut self, key: &str) -> Result<Option<(Place, Vec<String>)>> {
-        let Some((place, value)) = self.take(key) else { return Ok(None) };
+    pub(super) fn take_strings(&mut self, key: &str) -> Result<Option<(SettingPlace, Vec<String>)>> {
+        let Some((place, value)) = self.take_value(key) else { return Ok(None) };
         let items = match value {
             Value::Array(items) => items,
             single => vec![single],
         };
         let texts: Option<Vec<String>> = items.iter().map(|item| item.as_str().map(str::to_owned)).collect();
-        let texts =
-            texts.with_context(|| format!("{}: {} must be a text or a list of texts", self.source, place.setting))?;
+        let texts = texts
+            .with_context(|| format!("{}: {} must be a string or a list of strings", self.source, place.setting))?;
         Ok(Some((place, texts)))
     }
 
@@ -158,7 +158,7 @@ impl Section {
     /// Removes the known keys, and reports all of them with one outcome.
     pub(super) fn take_keys(&mut self, outcome: Outcome, known: &[(&str, &str)], notes: &mut Notes) {
         for (key, reason) in known {
-            if let Some((place, _)) = self.take(key) {
+            if let Some((place, _)) = self.take_value(key) {
                 notes.add(place, outcome, *reason);
             }
         }
@@ -168,22 +168,22 @@ impl Section {
     pub(super) fn finish(self, notes: &mut Notes) {
         for (key, value) in &self.keys {
             if !value.is_null() {
-                notes.add(self.place_of(key, value), Outcome::Unknown, "Not known to `cleave migrate`.");
+                notes.add(self.place_of(key, value), Outcome::Unknown, "`cleave migrate` does not know this setting.");
             }
         }
     }
 }
 
-/// Formats a value for the report, with at most [`MAX_VALUE`] characters.
+/// Formats a value for the report, with at most [`MAX_VALUE_CHARS`] characters.
 fn shorten(value: &Value) -> String {
     let text = match value {
         Value::String(text) => text.clone(),
         other => other.to_string(),
     };
     let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
-    if line.chars().count() <= MAX_VALUE {
+    if line.chars().count() <= MAX_VALUE_CHARS {
         return line;
     }
-    let start: String = line.chars().take(MAX_VALUE - 1).collect();
+    let start: String = line.chars().take(MAX_VALUE_CHARS - 1).collect();
     format!("{start}…")
 }

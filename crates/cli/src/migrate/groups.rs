@@ -6,9 +6,9 @@ use cleave_plan::constraints::Labels;
 use cleave_plan::mps::MAX_CLIENTS;
 
 use super::input::{Input, MIG_LABEL, Node, PLUGIN_LABEL};
-use super::report::{Notes, Place};
+use super::report::{Notes, SettingPlace};
 use super::sources::gke::{self, Pool};
-use super::sources::hami::{HamiConfig, Names, OperatingMode};
+use super::sources::hami::{HamiConfig, HamiResources, OperatingMode};
 use super::sources::mig_parted::{MigRule, MigState};
 use super::sources::nos::{self, Partitioning};
 use super::sources::plugin::{GPU, MIG_PREFIX, MigStrategy, PluginConfig, SharedBy, Sharing};
@@ -16,11 +16,11 @@ use super::sources::plugin::{GPU, MIG_PREFIX, MigStrategy, PluginConfig, SharedB
 /// The node label that policies for GKE node pools select. New pools do not have GKE's own labels.
 const POOL_LABEL: &str = "pool";
 /// The label by which a policy selects a single node.
-const HOSTNAME: &str = "kubernetes.io/hostname";
+const HOSTNAME_LABEL: &str = "kubernetes.io/hostname";
 
 /// Nodes whose GPUs other software divides in the same way.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Group {
+pub(super) struct NodeGroup {
     /// Name of the group's policies.
     pub(super) name: String,
     /// The nodes, as the report names them.
@@ -30,18 +30,18 @@ pub(super) struct Group {
     /// `nodeSelector` of the policies. Empty to select all nodes.
     pub(super) selector: Labels,
     /// How GPUs are divided. GPUs that no rule selects are whole.
-    pub(super) rules: Vec<Rule>,
+    pub(super) rules: Vec<DivisionRule>,
     /// The names of HAMi's resources, if HAMi manages the nodes.
-    pub(super) hami: Option<Names>,
+    pub(super) hami: Option<HamiResources>,
 }
 
 /// How some of a node's GPUs are divided.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Rule {
+pub(super) struct DivisionRule {
     /// The GPUs. `None` selects all GPUs that no other rule selects.
     pub(super) gpus: Option<GpuSelector>,
     /// How each GPU is divided.
-    pub(super) share: Share,
+    pub(super) division: Division,
     /// The resource that pods currently request for a whole GPU or for a share that replaces it.
     pub(super) name: String,
     /// Whether the software currently refuses requests above 1.
@@ -50,7 +50,7 @@ pub(super) struct Rule {
 
 /// How a GPU is divided.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Share {
+pub(super) enum Division {
     /// Not divided.
     Whole,
     /// Equal shares or replicas of the GPU.
@@ -70,14 +70,14 @@ pub(super) enum Share {
     Auto(Option<ThreadPolicy>),
 }
 
-impl Rule {
-    fn all(share: Share) -> Self {
-        Self { gpus: None, share, name: GPU.to_owned(), refuses_above_one: false }
+impl DivisionRule {
+    fn for_all_gpus(division: Division) -> Self {
+        Self { gpus: None, division, name: GPU.to_owned(), refuses_above_one: false }
     }
 }
 
 /// Returns the groups. Their order depends only on the input.
-pub(super) fn build(input: &Input, notes: &mut Notes) -> Vec<Group> {
+pub(super) fn group_nodes(input: &Input, notes: &mut Notes) -> Vec<NodeGroup> {
     let mut groups = nvidia_groups(input, notes);
     groups.extend(nos_groups(input, notes));
     groups.extend(gke_groups(&input.pools, notes));
@@ -94,19 +94,20 @@ pub(super) fn build(input: &Input, notes: &mut Notes) -> Vec<Group> {
 /// The configurations of a group of nodes: the name of the plugin's and the name of mig-parted's.
 type ConfigNames = (Option<String>, Option<String>);
 
-fn nvidia_groups(input: &Input, notes: &mut Notes) -> Vec<Group> {
+fn nvidia_groups(input: &Input, notes: &mut Notes) -> Vec<NodeGroup> {
     if input.plugin.is_empty() && input.mig.is_empty() {
         return Vec::new();
     }
     let keys = if input.nodes.is_empty() { keys_without_nodes(input, notes) } else { keys_of_nodes(input, notes) };
-    let groups: Vec<Group> = keys.into_iter().map(|key| nvidia_group(input, key, notes)).collect();
+    let groups: Vec<NodeGroup> = keys.into_iter().map(|key| nvidia_group(input, key, notes)).collect();
     let has_instances =
-        groups.iter().flat_map(|group| &group.rules).any(|rule| matches!(rule.share, Share::Mig { .. }));
+        groups.iter().flat_map(|group| &group.rules).any(|rule| matches!(rule.division, Division::Mig { .. }));
     let strategies = input.plugin.values().filter_map(|config| config.mig_strategy).chain(input.mig_strategy);
     if has_instances && strategies.count() == 0 {
         notes.decide(
-            Place { source: "Nodes".to_owned(), setting: "migStrategy".to_owned(), value: String::new() },
-            "The input does not say how NVIDIA's plugin names instances. With single, the default of the GPU Operator, \
+            SettingPlace { source: "Nodes".to_owned(), setting: "migStrategy".to_owned(), value: String::new() },
+            "The input does not specify how NVIDIA's plugin names instances. With single, the default of the GPU \
+             Operator, \
              pods request nvidia.com/gpu, and have to request nvidia.com/mig-<profile> instead.",
         );
     }
@@ -117,7 +118,7 @@ fn nvidia_groups(input: &Input, notes: &mut Notes) -> Vec<Group> {
 fn keys_of_nodes(input: &Input, notes: &mut Notes) -> BTreeSet<ConfigNames> {
     let mut missing = BTreeSet::new();
     let mut keys = BTreeSet::new();
-    for node in input.nodes.iter().filter(|node| has_gpu(node) && !node.labels.contains_key(nos::LABEL)) {
+    for node in input.nodes.iter().filter(|node| has_gpu(node) && !node.labels.contains_key(nos::PARTITIONING_LABEL)) {
         let mut named = |label: &'static str, exists: &dyn Fn(&str) -> bool| {
             let name = node.labels.get(label)?;
             if exists(name) {
@@ -135,8 +136,8 @@ fn keys_of_nodes(input: &Input, notes: &mut Notes) -> BTreeSet<ConfigNames> {
     }
     for (label, name) in missing {
         notes.decide(
-            Place { source: "Nodes".to_owned(), setting: label.to_owned(), value: name },
-            "The input contains no configuration of this name. Give the ConfigMap that contains it.",
+            SettingPlace { source: "Nodes".to_owned(), setting: label.to_owned(), value: name },
+            "The input contains no configuration of this name. Add the ConfigMap that contains it to the input.",
         );
     }
     keys
@@ -161,9 +162,9 @@ fn keys_without_nodes(input: &Input, notes: &mut Notes) -> BTreeSet<ConfigNames>
     let (plugin, mig) = (keys.iter().any(|(plugin, _)| plugin.is_some()), keys.iter().any(|(_, mig)| mig.is_some()));
     if plugin && mig {
         notes.decide(
-            Place::whole("Nodes"),
+            SettingPlace::of_whole_source("Nodes"),
             format!(
-                "The input has no nodes, so it is not known which nodes have both {PLUGIN_LABEL} and {MIG_LABEL}. Of \
+                "The input has no nodes, so `cleave migrate` cannot find nodes with both {PLUGIN_LABEL} and {MIG_LABEL}. Of \
                  two policies that select such a node by one label each, the older one wins. Add the output of \
                  `kubectl get nodes -o yaml` to the input."
             ),
@@ -172,7 +173,7 @@ fn keys_without_nodes(input: &Input, notes: &mut Notes) -> BTreeSet<ConfigNames>
     keys
 }
 
-fn nvidia_group(input: &Input, (plugin, mig): ConfigNames, notes: &mut Notes) -> Group {
+fn nvidia_group(input: &Input, (plugin, mig): ConfigNames, notes: &mut Notes) -> NodeGroup {
     let config_name = plugin.as_ref().or(input.default_plugin.as_ref());
     let empty = PluginConfig::default();
     let config = config_name.and_then(|name| input.plugin.get(name)).unwrap_or(&empty);
@@ -204,7 +205,7 @@ fn nvidia_group(input: &Input, (plugin, mig): ConfigNames, notes: &mut Notes) ->
             report_unknown_instances(sharing, &source, notes);
         }
     }
-    Group { name, nodes: source, selector: labels.clone(), labels, rules, hami: None }
+    NodeGroup { name, nodes: source, selector: labels.clone(), labels, rules, hami: None }
 }
 
 /// Returns the name by which the report refers to the nodes with these labels.
@@ -224,34 +225,40 @@ fn report_unknown_instances(sharing: &Sharing, source: &str, notes: &mut Notes) 
             SharedBy::Mps => format!("mps: {{units: {count}}}"),
         };
         notes.decide(
-            Place { source: source.to_owned(), setting: resource.clone(), value: count.to_string() },
+            SettingPlace { source: source.to_owned(), setting: resource.clone(), value: count.to_string() },
             format!(
-                "The input does not say which GPUs have these instances. Give the configuration of mig-parted and the \
-                 nodes, or write a policy with mode: Mig, mig.layout and mig.sharing: {{{section}}}."
+                "The input does not specify which GPUs have these instances. Add the configuration of mig-parted and \
+                 the nodes to the input, or write a policy with mode: Mig, mig.layout and mig.sharing: {{{section}}}."
             ),
         );
     }
 }
 
-fn equal_rule(gpus: Option<GpuSelector>, sharing: &Sharing, count: u32, source: &str, notes: &mut Notes) -> Rule {
-    let count = limited(sharing.by, count, source, notes);
-    Rule {
+fn equal_rule(
+    gpus: Option<GpuSelector>,
+    sharing: &Sharing,
+    count: u32,
+    source: &str,
+    notes: &mut Notes,
+) -> DivisionRule {
+    let count = limit_count(sharing.by, count, source, notes);
+    DivisionRule {
         gpus,
-        share: Share::Equal(sharing.by, count),
-        name: sharing.served_name(GPU),
+        division: Division::Equal(sharing.by, count),
+        name: sharing.served_resource(GPU),
         refuses_above_one: sharing.refuses_above_one,
     }
 }
 
 /// Returns `count`, reduced to the number of shares or replicas that Cleave can serve.
-fn limited(by: SharedBy, count: u32, source: &str, notes: &mut Notes) -> u32 {
+fn limit_count(by: SharedBy, count: u32, source: &str, notes: &mut Notes) -> u32 {
     let (most, what, why) = match by {
         SharedBy::TimeSlicing => (MAX_REPLICAS, "replicas", "each needs memory for its CUDA context"),
-        SharedBy::Mps => (MAX_CLIENTS, "shares", "an MPS server has no more clients"),
+        SharedBy::Mps => (MAX_CLIENTS, "shares", "an MPS server accepts no more clients"),
     };
     if count > most {
         notes.decide(
-            Place { source: source.to_owned(), setting: what.to_owned(), value: count.to_string() },
+            SettingPlace { source: source.to_owned(), setting: what.to_owned(), value: count.to_string() },
             format!("A GPU has at most {most} {what} in Cleave: {why}. The policy has {most}."),
         );
     }
@@ -265,7 +272,7 @@ fn mig_rule(
     strategy: Option<MigStrategy>,
     source: &str,
     notes: &mut Notes,
-) -> Rule {
+) -> DivisionRule {
     let selector = GpuSelector { models: rule.models.clone(), indices: rule.indices.clone(), ..GpuSelector::default() };
     let gpus = (selector != GpuSelector::default()).then_some(selector);
     let profiles: BTreeSet<&String> = match &rule.state {
@@ -273,7 +280,7 @@ fn mig_rule(
             let count = config.sharing.as_ref().and_then(|sharing| Some((sharing, *sharing.replicas.get(GPU)?)));
             return match count {
                 Some((sharing, count)) => equal_rule(gpus, sharing, count, source, notes),
-                None => Rule { gpus, ..Rule::all(Share::Whole) },
+                None => DivisionRule { gpus, ..DivisionRule::for_all_gpus(Division::Whole) },
             };
         }
         MigState::Empty => BTreeSet::new(),
@@ -282,7 +289,7 @@ fn mig_rule(
     let single = strategy == Some(MigStrategy::Single);
     if single && profiles.len() > 1 {
         notes.decide(
-            Place { source: source.to_owned(), setting: "migStrategy".to_owned(), value: "single".to_owned() },
+            SettingPlace { source: source.to_owned(), setting: "migStrategy".to_owned(), value: "single".to_owned() },
             "The instances have different profiles, which NVIDIA's plugin refuses with this strategy. Choose the \
              instance for each pod.",
         );
@@ -295,13 +302,13 @@ fn mig_rule(
         .collect();
     let shared = match (sharing, counts.iter().next()) {
         (Some(sharing), Some(Some(count))) if counts.len() == 1 => {
-            Some((sharing.by, limited(sharing.by, *count, source, notes)))
+            Some((sharing.by, limit_count(sharing.by, *count, source, notes)))
         }
         (Some(_), _) if counts.len() > 1 => {
             notes.decide(
-                Place { source: source.to_owned(), setting: "sharing".to_owned(), value: String::new() },
-                "The instances of a GPU have different numbers of replicas. A policy shares all instances of a GPU \
-                 alike, so it has no mig.sharing. Choose one number, or other layouts.",
+                SettingPlace { source: source.to_owned(), setting: "sharing".to_owned(), value: String::new() },
+                "The instances of a GPU have different numbers of replicas. A policy shares all instances of a GPU in \
+                 the same way, so this policy has no mig.sharing. Choose one number, or other layouts.",
             );
             None
         }
@@ -312,7 +319,7 @@ fn mig_rule(
         .map(|profile| {
             let base = base(profile);
             let name = match (sharing, shared) {
-                (Some(sharing), Some(_)) => sharing.served_name(&base),
+                (Some(sharing), Some(_)) => sharing.served_resource(&base),
                 _ => base,
             };
             ((*profile).clone(), name)
@@ -323,47 +330,53 @@ fn mig_rule(
         _ => None,
     };
     let refuses_above_one = shared.is_some() && sharing.is_some_and(|sharing| sharing.refuses_above_one);
-    Rule { gpus, refuses_above_one, ..Rule::all(Share::Mig { layout, shared, names }) }
+    DivisionRule { gpus, refuses_above_one, ..DivisionRule::for_all_gpus(Division::Mig { layout, shared, names }) }
 }
 
-fn nos_groups(input: &Input, notes: &mut Notes) -> Vec<Group> {
+fn nos_groups(input: &Input, notes: &mut Notes) -> Vec<NodeGroup> {
     let mut words: BTreeSet<String> =
-        input.nodes.iter().filter_map(|node| node.labels.get(nos::LABEL)).cloned().collect();
+        input.nodes.iter().filter_map(|node| node.labels.get(nos::PARTITIONING_LABEL)).cloned().collect();
     if words.is_empty() && input.nos.is_some() && input.nodes.is_empty() {
         words = [Partitioning::Mig, Partitioning::Mps].map(|one| one.word().to_owned()).into();
     }
     let mut groups = Vec::new();
     for word in words {
-        let place = Place { source: "Nodes".to_owned(), setting: nos::LABEL.to_owned(), value: word.clone() };
+        let place = SettingPlace {
+            source: "Nodes".to_owned(),
+            setting: nos::PARTITIONING_LABEL.to_owned(),
+            value: word.clone(),
+        };
         let Some(partitioning) = Partitioning::parse(&word) else {
-            notes.decide(place, "Nos knows mig, mps and hybrid. No policy is written for these nodes.");
+            notes.decide(place, "Nos knows mig, mps and hybrid. `cleave migrate` writes no policy for these nodes.");
             continue;
         };
-        let (share, text) = match partitioning {
+        let (division, text) = match partitioning {
             Partitioning::Mig => (
-                Share::Mig { layout: None, shared: None, names: BTreeMap::new() },
+                Division::Mig { layout: None, shared: None, names: BTreeMap::new() },
                 "The policy has mode Mig, which creates the instances that pods request.",
             ),
             Partitioning::Mps => {
-                (Share::Sizes, "The policy creates the slices nvidia.com/gpu-<G>gb that pods request.")
+                (Division::Sizes, "The policy creates the slices nvidia.com/gpu-<G>gb that pods request.")
             }
-            Partitioning::Hybrid => (Share::Auto(None), "Nos does nothing for hybrid. The policy has mode Auto."),
+            Partitioning::Hybrid => {
+                (Division::Auto(None), "Nos ignores nodes with the value hybrid. The policy has mode Auto.")
+            }
         };
         notes.translated(place, text);
-        let labels = Labels::from([(nos::LABEL.to_owned(), word)]);
-        groups.push(Group {
+        let labels = Labels::from([(nos::PARTITIONING_LABEL.to_owned(), word)]);
+        groups.push(NodeGroup {
             name: format!("nos-{}", partitioning.word()),
             nodes: group_name(&labels),
             selector: labels.clone(),
             labels,
-            rules: vec![Rule::all(share)],
+            rules: vec![DivisionRule::for_all_gpus(division)],
             hami: None,
         });
     }
     groups
 }
 
-fn gke_groups(pools: &BTreeSet<Pool>, notes: &mut Notes) -> Vec<Group> {
+fn gke_groups(pools: &BTreeSet<Pool>, notes: &mut Notes) -> Vec<NodeGroup> {
     let mut groups = Vec::new();
     for pool in pools {
         notes.use_values_file("platforms/gke.yaml");
@@ -371,7 +384,7 @@ fn gke_groups(pools: &BTreeSet<Pool>, notes: &mut Notes) -> Vec<Group> {
         let selector = if pool.name.is_empty() {
             pool.labels
                 .iter()
-                .filter(|(label, _)| *label == gke::ACCELERATOR)
+                .filter(|(label, _)| *label == gke::ACCELERATOR_LABEL)
                 .map(|(k, v)| (k.clone(), v.clone()))
                 .collect()
         } else {
@@ -379,21 +392,21 @@ fn gke_groups(pools: &BTreeSet<Pool>, notes: &mut Notes) -> Vec<Group> {
         };
         let shared = pool.shared.map(|(strategy, count)| {
             let by = SharedBy::from(strategy);
-            (by, limited(by, count, &source, notes))
+            (by, limit_count(by, count, &source, notes))
         });
-        let share = match (&pool.partition, shared) {
+        let division = match (&pool.partition, shared) {
             (None, None) => None,
-            (None, Some((by, count))) => Some(Share::Equal(by, count)),
+            (None, Some((by, count))) => Some(Division::Equal(by, count)),
             (Some(profile), shared) => {
                 let layout = pool.instances.map(|count| vec![profile.clone(); count]);
                 let names = BTreeMap::from([(profile.clone(), GPU.to_owned())]);
-                Some(Share::Mig { layout, shared, names })
+                Some(Division::Mig { layout, shared, names })
             }
         };
-        if share.is_some() {
+        if division.is_some() {
             let label = selector.iter().map(|(label, value)| format!("{label}={value}")).collect::<Vec<_>>().join(",");
             notes.decide(
-                Place::whole(&source),
+                SettingPlace::of_whole_source(&source),
                 format!(
                     "Create a new pool without GKE's sharing and partitions, with \
                      --node-labels={label},gke-no-default-nvidia-gpu-device-plugin=true and gpu-driver-version=disabled. \
@@ -402,40 +415,43 @@ fn gke_groups(pools: &BTreeSet<Pool>, notes: &mut Notes) -> Vec<Group> {
             );
         }
         let refuses_above_one = pool.shared.is_some_and(|(strategy, _)| strategy == gke::Strategy::TimeSharing);
-        groups.push(Group {
+        groups.push(NodeGroup {
             name: if pool.name.is_empty() { "gke-gpus".to_owned() } else { pool.name.clone() },
             nodes: source,
             labels: pool.labels.clone(),
             selector,
-            rules: share.map(|share| Rule { refuses_above_one, ..Rule::all(share) }).into_iter().collect(),
+            rules: division
+                .map(|division| DivisionRule { refuses_above_one, ..DivisionRule::for_all_gpus(division) })
+                .into_iter()
+                .collect(),
             hami: None,
         });
     }
     groups
 }
 
-fn hami_groups(config: &HamiConfig) -> Vec<Group> {
+fn hami_groups(config: &HamiConfig) -> Vec<NodeGroup> {
     let labels = config.node_selector.clone().unwrap_or_else(|| Labels::from([("gpu".to_owned(), "on".to_owned())]));
-    let group = |name: String, labels: Labels, share| Group {
+    let group = |name: String, labels: Labels, division| NodeGroup {
         name,
         nodes: group_name(&labels),
         selector: labels.clone(),
         labels,
-        rules: vec![Rule { name: config.names.count.clone(), ..Rule::all(share) }],
+        rules: vec![DivisionRule { name: config.names.count.clone(), ..DivisionRule::for_all_gpus(division) }],
         hami: Some(config.names.clone()),
     };
-    let mut groups = vec![group("hami".to_owned(), labels.clone(), Share::Auto(config.threads))];
+    let mut groups = vec![group("hami".to_owned(), labels.clone(), Division::Auto(config.threads))];
     for (node, _) in config.nodes.iter().filter(|(_, mode)| **mode == OperatingMode::Mig) {
         let mut labels = labels.clone();
-        labels.insert(HOSTNAME.to_owned(), node.clone());
-        let share = Share::Mig { layout: None, shared: None, names: BTreeMap::new() };
-        groups.push(group(format!("hami-{node}"), labels, share));
+        labels.insert(HOSTNAME_LABEL.to_owned(), node.clone());
+        let division = Division::Mig { layout: None, shared: None, names: BTreeMap::new() };
+        groups.push(group(format!("hami-{node}"), labels, division));
     }
     groups
 }
 
 /// Adds a rule that keeps GPUs whole on nodes on which a less specific policy would divide them.
-fn add_whole_rules(groups: &mut [Group]) {
+fn add_whole_rules(groups: &mut [NodeGroup]) {
     let general: Vec<Labels> =
         groups.iter().filter(|group| !group.rules.is_empty()).map(|group| group.selector.clone()).collect();
     for group in groups.iter_mut().filter(|group| group.rules.iter().all(|rule| rule.gpus.is_some())) {
@@ -444,7 +460,7 @@ fn add_whole_rules(groups: &mut [Group]) {
                 && labels.iter().all(|(key, value)| group.selector.get(key) == Some(value))
         };
         if general.iter().any(|labels| is_more_general(&labels)) {
-            group.rules.push(Rule::all(Share::Whole));
+            group.rules.push(DivisionRule::for_all_gpus(Division::Whole));
         }
     }
 }

@@ -6,7 +6,7 @@ use cleave_plan::constraints::Labels;
 use serde_json::Value;
 
 use super::pods::Workload;
-use super::report::{Notes, Outcome, Place};
+use super::report::{Notes, Outcome, SettingPlace};
 use super::sources::charts::{self, ChartFacts};
 use super::sources::gke::{self, Pool};
 use super::sources::hami::{self, HamiConfig};
@@ -19,7 +19,7 @@ pub(super) const PLUGIN_LABEL: &str = "nvidia.com/device-plugin.config";
 /// The node label whose value is the name of mig-parted's configuration.
 pub(super) const MIG_LABEL: &str = "nvidia.com/mig.config";
 /// Name of the configuration that the plugin's chart prefers for nodes without a label.
-const FALLBACK: &str = "default";
+const FALLBACK_CONFIG_NAME: &str = "default";
 
 /// A document of the input.
 #[derive(Debug, Clone)]
@@ -69,7 +69,7 @@ pub(super) struct Input {
 
 /// The documents of the input, by type.
 #[derive(Debug, Default)]
-struct Sorted {
+struct SortedDocuments {
     /// Source, name of the `ConfigMap`, name of the configuration, content.
     plugin: Vec<(String, Option<String>, String, Value)>,
     mig: Vec<(String, Value)>,
@@ -89,14 +89,14 @@ struct Sorted {
 /// # Errors
 /// Returns an error if a document is not recognized, or its own software refuses the document.
 pub(super) fn parse(documents: Vec<Document>, notes: &mut Notes) -> Result<Input> {
-    let mut sorted = Sorted::default();
+    let mut sorted = SortedDocuments::default();
     for document in documents {
         sorted.add(document, notes)?;
     }
     sorted.into_input(notes)
 }
 
-impl Sorted {
+impl SortedDocuments {
     fn add(&mut self, document: Document, notes: &mut Notes) -> Result<()> {
         let Document { origin, value, chosen } = document;
         if value.is_null() {
@@ -115,9 +115,9 @@ impl Sorted {
         }
         match kind.as_str() {
             "" => {
-                if let Some(value) = self.add_by_shape(&source, None, value) {
+                if let Some(value) = self.add_document_without_kind(&source, None, value) {
                     ensure!(value.is_object(), "{source}: a document is not a mapping");
-                    bail!("{source}: a document was not recognized. {KNOWN}");
+                    bail!("{source}: a document was not recognized. {ACCEPTED_DOCUMENTS}");
                 }
             }
             "ConfigMap" => return self.add_config_map(&source, &name, &value, chosen, notes),
@@ -133,11 +133,14 @@ impl Sorted {
                 self.nodes.push(Node { name, labels: labels.unwrap_or_default() });
             }
             "ElasticQuota" | "CompositeElasticQuota" => {
-                notes.dropped(Place::whole(&source), "`cleave quotas import` translates quotas.");
+                notes.dropped(SettingPlace::of_whole_source(&source), "`cleave quotas import` translates quotas.");
             }
             _ => match Workload::parse(&value)? {
                 Some(workload) => self.workloads.push(workload),
-                None => notes.dropped(Place::whole(&source), format!("Objects of the kind {kind} are not read.")),
+                None => notes.dropped(
+                    SettingPlace::of_whole_source(&source),
+                    format!("`cleave migrate` ignores objects of the kind {kind}."),
+                ),
             },
         }
         Ok(())
@@ -145,7 +148,7 @@ impl Sorted {
 
     /// Adds a document without a kind. `config` is the `ConfigMap` and the key that contain the
     /// document. Returns the document if it is not recognized.
-    fn add_by_shape(&mut self, source: &str, config: Option<(&str, &str)>, value: Value) -> Option<Value> {
+    fn add_document_without_kind(&mut self, source: &str, config: Option<(&str, &str)>, value: Value) -> Option<Value> {
         let list = if mig_parted::is_mig_config(&value) {
             &mut self.mig
         } else if plugin::is_plugin_config(&value) {
@@ -184,15 +187,19 @@ impl Sorted {
         let data = value.get("data").and_then(Value::as_object);
         for (key, text) in data.into_iter().flatten() {
             let source = format!("{source}, {key}");
-            let Some(text) = text.as_str() else { bail!("{source}: the value must be a text") };
+            let Some(text) = text.as_str() else { bail!("{source}: the value must be a string") };
             let parsed = super::yaml::parse_one(text);
             let value = match parsed {
                 Ok(value) => value,
                 Err(_) if !chosen => continue,
                 Err(error) => return Err(error).context(source),
             };
-            if self.add_by_shape(&source, Some((name, key)), value).is_some() && chosen {
-                notes.add(Place::whole(&source), Outcome::Unknown, "Not recognized, and not read.");
+            if self.add_document_without_kind(&source, Some((name, key)), value).is_some() && chosen {
+                notes.add(
+                    SettingPlace::of_whole_source(&source),
+                    Outcome::Unknown,
+                    "`cleave migrate` does not recognize this document, and ignores it.",
+                );
             }
         }
         Ok(())
@@ -203,14 +210,14 @@ impl Sorted {
         input.nodes.sort_by(|a, b| a.name.cmp(&b.name));
         let mut chart = ChartFacts::default();
         for (source, value) in self.plugin_values {
-            merge(&mut chart, charts::parse_plugin_values(&source, value, notes)?, &source)?;
+            merge_chart_facts(&mut chart, charts::parse_plugin_values(&source, value, notes)?, &source)?;
         }
         for (source, value) in self.operator {
-            merge(&mut chart, charts::parse_operator(&source, value, notes)?, &source)?;
+            merge_chart_facts(&mut chart, charts::parse_operator(&source, value, notes)?, &source)?;
         }
         if chart.gpu_operator && chart.mig_strategy.is_none() && !self.mig.is_empty() {
             chart.mig_strategy = Some(MigStrategy::read(
-                Place {
+                SettingPlace {
                     source: "GPU Operator".to_owned(),
                     setting: "mig.strategy".to_owned(),
                     value: "single".to_owned(),
@@ -242,7 +249,7 @@ impl Sorted {
             let mut lines = Notes::default();
             let name = node
                 .labels
-                .get(gke::POOL)
+                .get(gke::GKE_POOL_LABEL)
                 .map_or_else(|| format!("Node {}", node.name), |pool| format!("Node pool {pool}"));
             if input.pools.insert(gke::from_labels(&name, &node.labels, &mut lines)?) {
                 notes.lines.append(&mut lines.lines);
@@ -265,13 +272,13 @@ impl Sorted {
 }
 
 /// The documents that `cleave migrate` reads, for the error about any other document.
-const KNOWN: &str = "`cleave migrate` reads configurations of NVIDIA's device plugin and of mig-parted, values of the \
+const ACCEPTED_DOCUMENTS: &str = "`cleave migrate` reads configurations of NVIDIA's device plugin and of mig-parted, values of the \
                      charts of NVIDIA's device plugin, the GPU Operator, Nos and HAMi, configurations of HAMi, node \
                      pools of GKE, and Kubernetes objects.";
 
 /// Adds the facts of another chart. A fact that both charts set must be equal.
-fn merge(chart: &mut ChartFacts, other: ChartFacts, source: &str) -> Result<()> {
-    fn join<T: PartialEq>(first: &mut Option<T>, second: Option<T>, what: &str, source: &str) -> Result<()> {
+fn merge_chart_facts(chart: &mut ChartFacts, other: ChartFacts, source: &str) -> Result<()> {
+    fn set_once<T: PartialEq>(first: &mut Option<T>, second: Option<T>, what: &str, source: &str) -> Result<()> {
         ensure!(first.is_none() || second.is_none() || *first == second, "{source}: two charts set {what} differently");
         if second.is_some() {
             *first = second;
@@ -279,10 +286,10 @@ fn merge(chart: &mut ChartFacts, other: ChartFacts, source: &str) -> Result<()> 
         Ok(())
     }
     let ChartFacts { mig_strategy, config_map, configs, default_config, default_mig, gpu_operator } = other;
-    join(&mut chart.mig_strategy, mig_strategy, "the MIG strategy", source)?;
-    join(&mut chart.config_map, config_map, "the plugin's ConfigMap", source)?;
-    join(&mut chart.default_config, default_config, "the plugin's default configuration", source)?;
-    join(&mut chart.default_mig, default_mig, "the MIG manager's default configuration", source)?;
+    set_once(&mut chart.mig_strategy, mig_strategy, "the MIG strategy", source)?;
+    set_once(&mut chart.config_map, config_map, "the plugin's ConfigMap", source)?;
+    set_once(&mut chart.default_config, default_config, "the plugin's default configuration", source)?;
+    set_once(&mut chart.default_mig, default_mig, "the MIG manager's default configuration", source)?;
     chart.configs.extend(configs);
     chart.gpu_operator |= gpu_operator;
     Ok(())
@@ -299,7 +306,10 @@ impl Input {
             if let (Some(map), Some(used)) = (&map, &chart.config_map)
                 && map != used
             {
-                notes.dropped(Place::whole(&source), format!("The plugin uses the ConfigMap {used}, not this one."));
+                notes.dropped(
+                    SettingPlace::of_whole_source(&source),
+                    format!("The plugin uses the ConfigMap {used}, not this one."),
+                );
                 continue;
             }
             let Some(mut config) = plugin::parse(&source, value, notes)? else { continue };
@@ -318,7 +328,7 @@ impl Input {
             None if self.plugin.contains_key("") => Some(String::new()),
             // The GPU Operator has no fallback, unlike the plugin's chart.
             None if chart.gpu_operator => None,
-            None if self.plugin.contains_key(FALLBACK) => Some(FALLBACK.to_owned()),
+            None if self.plugin.contains_key(FALLBACK_CONFIG_NAME) => Some(FALLBACK_CONFIG_NAME.to_owned()),
             None if self.plugin.len() == 1 => self.plugin.keys().next().cloned(),
             None => None,
         };

@@ -9,14 +9,14 @@ use super::groups;
 use super::input::{self, Document};
 use super::policies::{self, Rename};
 use super::preview::{self, PodPreview};
-use super::report::{Line, Notes};
+use super::report::{Notes, ReportLine};
 
 /// The result of a translation.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Migration {
     /// The outcome for each setting, in the order of the input.
-    pub(super) report: Vec<Line>,
+    pub(super) report: Vec<ReportLine>,
     /// The policies.
     pub(super) policies: Vec<Value>,
     /// Values of the chart, by path.
@@ -44,7 +44,7 @@ pub(super) struct Migration {
 pub(super) fn migrate(documents: Vec<Document>, preview: bool) -> Result<Migration> {
     let mut notes = Notes::default();
     let input = input::parse(documents, &mut notes)?;
-    let groups = groups::build(&input, &mut notes);
+    let groups = groups::group_nodes(&input, &mut notes);
     let plan = policies::plan(&groups, &input, &mut notes)?;
     let pods = preview.then(|| preview::preview(&input.workloads, &input.nodes, &plan));
     let nested_values = notes.nested_values();

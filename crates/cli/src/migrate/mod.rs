@@ -40,12 +40,12 @@ Input:
   - configurations of NVIDIA's device plugin, also in ConfigMaps
   - configurations of mig-parted (mig-configs), also in ConfigMaps
   - values of the charts of NVIDIA's device plugin, the GPU Operator, Nos and
-    HAMi; ClusterPolicy objects
+    HAMi, and ClusterPolicy objects
   - configurations of HAMi's scheduler and nodes, also in ConfigMaps
   - node pools of GKE, as `gcloud container node-pools describe --format yaml`
     prints them
-  - Nodes, whose labels say which configuration they use. Without Nodes, all
-    configurations are translated.
+  - Nodes, whose labels select their configurations. Without Nodes, the command
+    translates all configurations.
   - for --preview: Pods, Deployments and other objects that create pods
 
 Examples:
@@ -98,7 +98,7 @@ pub(crate) async fn run(args: MigrateArgs) -> Result<()> {
     }
     let migration = migrate(documents, args.preview)?;
     print(&match args.output {
-        MigrateFormat::Text => text::report(&migration),
+        MigrateFormat::Text => text::render_report(&migration),
         MigrateFormat::Json => to_json(&migration)?,
         MigrateFormat::Policies => text::policies_yaml(&migration)?,
         MigrateFormat::Values => text::values_yaml(&migration)?,
@@ -124,11 +124,11 @@ pub struct Translation {
 pub fn translate(files: &[(&str, &str)]) -> Result<Translation> {
     let mut documents = Vec::new();
     for (name, text) in files {
-        documents.extend(read::documents(name, text)?);
+        documents.extend(read::parse_documents(name, text)?);
     }
     let migration = migrate(documents, true)?;
     Ok(Translation {
-        report: text::report(&migration),
+        report: text::render_report(&migration),
         policies: text::policies_yaml(&migration)?,
         values: text::values_yaml(&migration)?,
     })

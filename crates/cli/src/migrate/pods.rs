@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 /// Prefixes of the resources that the preview includes.
-const RESOURCES: [&str; 2] = ["nvidia.com/", "nos.nebuly.com/"];
+const RESOURCE_PREFIXES: [&str; 2] = ["nvidia.com/", "nos.nebuly.com/"];
 
 /// A pod, or an object that creates pods.
 #[derive(Debug, Clone, PartialEq)]
@@ -70,7 +70,7 @@ impl Container {
     /// Returns the requests of GPU resources that are not zero. An amount that is not a whole
     /// number counts as zero.
     pub(super) fn requests(&self) -> BTreeMap<&str, u64> {
-        let of_gpus = |name: &str| RESOURCES.iter().any(|start| name.starts_with(start));
+        let of_gpus = |name: &str| RESOURCE_PREFIXES.iter().any(|start| name.starts_with(start));
         let requests = self.resources.limits.iter().filter(|(name, _)| of_gpus(name));
         let requests = requests.map(|(name, amount)| (name.as_str(), amount.count().unwrap_or_default()));
         requests.filter(|(_, amount)| *amount > 0).collect()

@@ -10,15 +10,15 @@ use cleave_plan::constraints::Labels;
 use serde::{Deserialize as _, Serialize};
 use serde_json::{Value, json};
 
-use super::groups::{Group, Rule, Share};
+use super::groups::{Division, DivisionRule, NodeGroup};
 use super::input::Input;
-use super::report::{Notes, Place};
-use super::sources::hami::Names;
+use super::report::{Notes, SettingPlace};
+use super::sources::hami::HamiResources;
 use super::sources::nos::NosValues;
 use super::sources::plugin::{GPU, SharedBy};
 
 /// Maximum length of a policy's name in bytes, without the numeric suffix of further policies.
-const MAX_NAME: usize = 60;
+const MAX_NAME_BYTES: usize = 60;
 
 /// The policies, and the resources that pods get from them.
 #[derive(Debug, Clone, Default)]
@@ -26,25 +26,25 @@ pub(super) struct Plan {
     /// The policies, as objects without the fields that have default values.
     pub(super) policies: Vec<Value>,
     /// The resources that pods get, by group of nodes.
-    pub(super) groups: Vec<GroupOffers>,
+    pub(super) groups: Vec<GroupCounterparts>,
 }
 
 /// The resources that pods get on a group of nodes.
 #[derive(Debug, Clone)]
-pub(super) struct GroupOffers {
+pub(super) struct GroupCounterparts {
     /// The nodes, as the report names them.
     pub(super) nodes: String,
     /// Current labels of the nodes.
     pub(super) labels: Labels,
     /// The counterpart of each resource that pods currently request.
-    pub(super) offers: Vec<Offer>,
+    pub(super) counterparts: Vec<Counterpart>,
     /// The names of HAMi's resources, if HAMi manages the nodes.
-    pub(super) hami: Option<Names>,
+    pub(super) hami: Option<HamiResources>,
 }
 
 /// The counterpart in Cleave of a resource that pods currently request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Offer {
+pub(super) struct Counterpart {
     /// The resource that pods currently request. A final `*` stands for any text.
     pub(super) was: String,
     /// The resource that pods request from Cleave. A final `*` stands for the same text.
@@ -90,7 +90,9 @@ impl Plan {
     pub(super) fn renames(&self) -> Vec<Rename> {
         let mut renames = BTreeSet::new();
         for group in self.groups.iter().filter(|group| group.hami.is_none()) {
-            for Offer { was, now, .. } in group.offers.iter().filter(|offer| offer.was != offer.now) {
+            for Counterpart { was, now, .. } in
+                group.counterparts.iter().filter(|counterpart| counterpart.was != counterpart.now)
+            {
                 renames.insert(Rename { was: was.clone(), now: now.clone(), nodes: group.nodes.clone() });
             }
         }
@@ -103,16 +105,16 @@ impl Plan {
 /// # Errors
 /// Returns an error if the operator would refuse a policy, because no GPU can have such a
 /// partition.
-pub(super) fn plan(groups: &[Group], input: &Input, notes: &mut Notes) -> Result<Plan> {
+pub(super) fn plan(groups: &[NodeGroup], input: &Input, notes: &mut Notes) -> Result<Plan> {
     let mut plan = Plan::default();
     let mut names = BTreeSet::new();
     for group in groups {
         for value in group.selector.values() {
             ensure!(is_label_value(value), "{value:?} cannot be the value of a node label");
         }
-        let mut offers = Vec::new();
+        let mut counterparts = Vec::new();
         for rule in &group.rules {
-            let mut spec = spec_of(rule, input.nos.filter(|_| group.name.starts_with("nos-")));
+            let mut spec = policy_spec(rule, input.nos.filter(|_| group.name.starts_with("nos-")));
             if let Some(object) = spec.as_object_mut() {
                 if !group.selector.is_empty() {
                     object.insert("nodeSelector".to_owned(), json!(group.selector));
@@ -122,8 +124,8 @@ pub(super) fn plan(groups: &[Group], input: &Input, notes: &mut Notes) -> Result
                 }
             }
             let name = unique_name(&group.name, &mut names);
-            check(&name, &spec).with_context(|| group.nodes.clone())?;
-            offers.extend(keep_names(rule, &mut spec));
+            validate_spec(&name, &spec).with_context(|| group.nodes.clone())?;
+            counterparts.extend(keep_resource_names(rule, &mut spec));
             plan.policies.push(json!({
                 "apiVersion": "cleave.dev/v1alpha1",
                 "kind": "SharingPolicy",
@@ -132,12 +134,12 @@ pub(super) fn plan(groups: &[Group], input: &Input, notes: &mut Notes) -> Result
             }));
         }
         if group.rules.iter().all(|rule| rule.gpus.is_some()) {
-            offers.push(Offer::new(GPU, GPU, Unit::Gpu));
+            counterparts.push(Counterpart::new(GPU, GPU, Unit::Gpu));
         }
-        plan.groups.push(GroupOffers {
+        plan.groups.push(GroupCounterparts {
             nodes: group.nodes.clone(),
             labels: group.labels.clone(),
-            offers,
+            counterparts,
             hami: group.hami.clone(),
         });
     }
@@ -153,7 +155,7 @@ fn is_label_value(text: &str) -> bool {
 }
 
 /// Returns an error if the operator would refuse the policy.
-fn check(name: &str, spec: &Value) -> Result<()> {
+fn validate_spec(name: &str, spec: &Value) -> Result<()> {
     let spec = SharingPolicySpec::deserialize(spec).with_context(|| format!("policy {name} is malformed"))?;
     validate(name, None, &spec).with_context(|| format!("policy {name} is not valid"))?;
     Ok(())
@@ -171,21 +173,21 @@ fn selector_json(gpus: &GpuSelector) -> Value {
 }
 
 /// Returns the part of a policy that divides GPUs, without the fields that have default values.
-fn spec_of(rule: &Rule, nos: Option<NosValues>) -> Value {
-    let mut spec = match &rule.share {
-        Share::Whole => json!({"mode": "Whole"}),
-        Share::Equal(SharedBy::Mps, count) => json!({"mode": "Mps", "mps": equal_mps(*count)}),
-        Share::Equal(SharedBy::TimeSlicing, count) => {
+fn policy_spec(rule: &DivisionRule, nos: Option<NosValues>) -> Value {
+    let mut spec = match &rule.division {
+        Division::Whole => json!({"mode": "Whole"}),
+        Division::Equal(SharedBy::Mps, count) => json!({"mode": "Mps", "mps": equal_mps_shares(*count)}),
+        Division::Equal(SharedBy::TimeSlicing, count) => {
             json!({"mode": "TimeSlicing", "timeSlicing": {"replicas": count}})
         }
-        Share::Mig { layout, shared, .. } => {
+        Division::Mig { layout, shared, .. } => {
             let mut mig = serde_json::Map::new();
             if let Some(layout) = layout {
                 mig.insert("layout".to_owned(), json!(layout));
             }
             match shared {
                 Some((SharedBy::Mps, count)) => {
-                    mig.insert("sharing".to_owned(), json!({"mps": equal_mps(*count)}));
+                    mig.insert("sharing".to_owned(), json!({"mps": equal_mps_shares(*count)}));
                 }
                 Some((SharedBy::TimeSlicing, count)) => {
                     mig.insert("sharing".to_owned(), json!({"timeSlicing": {"replicas": count}}));
@@ -194,9 +196,9 @@ fn spec_of(rule: &Rule, nos: Option<NosValues>) -> Value {
             }
             if mig.is_empty() { json!({"mode": "Mig"}) } else { json!({"mode": "Mig", "mig": mig}) }
         }
-        Share::Sizes => json!({"mode": "Mps", "mps": {"sizes": "Dynamic"}}),
-        Share::Auto(None) => json!({"mode": "Auto"}),
-        Share::Auto(Some(threads)) => json!({"mode": "Auto", "mps": {"threads": threads}}),
+        Division::Sizes => json!({"mode": "Mps", "mps": {"sizes": "Dynamic"}}),
+        Division::Auto(None) => json!({"mode": "Auto"}),
+        Division::Auto(Some(threads)) => json!({"mode": "Auto", "mps": {"threads": threads}}),
     };
     let mut dynamic = serde_json::Map::new();
     let NosValues { idle_seconds, timeout_seconds } = nos.unwrap_or_default();
@@ -215,55 +217,55 @@ fn spec_of(rule: &Rule, nos: Option<NosValues>) -> Value {
 
 /// Returns the settings of equal shares. As with NVIDIA's plugin and GKE, each share has an equal
 /// part of the SMs.
-fn equal_mps(count: u32) -> Value {
+fn equal_mps_shares(count: u32) -> Value {
     json!({"units": count, "threads": "Strict"})
 }
 
 /// Keeps the resource names that pods currently request, if the operator accepts the names. Returns
 /// the counterparts of the names.
-fn keep_names(rule: &Rule, spec: &mut Value) -> Vec<Offer> {
+fn keep_resource_names(rule: &DivisionRule, spec: &mut Value) -> Vec<Counterpart> {
     let refuses_above_one = rule.refuses_above_one;
-    match &rule.share {
-        Share::Whole => vec![Offer::new(&rule.name, GPU, Unit::Gpu)],
-        Share::Equal(by, count) => {
+    match &rule.division {
+        Division::Whole => vec![Counterpart::new(&rule.name, GPU, Unit::Gpu)],
+        Division::Equal(by, count) => {
             let (default, unit) = match by {
                 SharedBy::Mps => (RESOURCE_MPS, Unit::Share(*count)),
                 SharedBy::TimeSlicing => (RESOURCE_TIMESLICE, Unit::Replica(*count)),
             };
-            let now = keep_name(&rule.name, default, spec);
-            vec![Offer { refuses_above_one, ..Offer::new(&rule.name, &now, unit) }]
+            let now = keep_resource_name(&rule.name, default, spec);
+            vec![Counterpart { refuses_above_one, ..Counterpart::new(&rule.name, &now, unit) }]
         }
-        Share::Mig { shared, names, .. } if names.is_empty() => {
+        Division::Mig { shared, names, .. } if names.is_empty() => {
             let any = mig_resource("*");
             let unit = match shared {
                 None => Unit::Instance,
                 Some((SharedBy::Mps, count)) => Unit::InstanceShare(*count),
                 Some((SharedBy::TimeSlicing, count)) => Unit::InstanceReplica(*count),
             };
-            vec![Offer::new(&any, &any, unit)]
+            vec![Counterpart::new(&any, &any, unit)]
         }
-        Share::Mig { shared, names, .. } => {
-            let offer = |(profile, was): (&String, &String)| match shared {
-                None => Offer::new(was, &mig_resource(profile), Unit::Instance),
+        Division::Mig { shared, names, .. } => {
+            let counterpart = |(profile, was): (&String, &String)| match shared {
+                None => Counterpart::new(was, &mig_resource(profile), Unit::Instance),
                 Some((by, count)) => {
                     let default = shared_instance_resource(profile, None);
-                    let now = if names.len() == 1 { keep_name(was, &default, spec) } else { default };
+                    let now = if names.len() == 1 { keep_resource_name(was, &default, spec) } else { default };
                     let unit = match by {
                         SharedBy::Mps => Unit::InstanceShare(*count),
                         SharedBy::TimeSlicing => Unit::InstanceReplica(*count),
                     };
-                    Offer { refuses_above_one, ..Offer::new(was, &now, unit) }
+                    Counterpart { refuses_above_one, ..Counterpart::new(was, &now, unit) }
                 }
             };
-            names.iter().map(offer).collect()
+            names.iter().map(counterpart).collect()
         }
-        Share::Sizes => vec![Offer::new("nvidia.com/gpu-*", "nvidia.com/gpu-*", Unit::Sized)],
-        Share::Auto(_) => {
+        Division::Sizes => vec![Counterpart::new("nvidia.com/gpu-*", "nvidia.com/gpu-*", Unit::Sized)],
+        Division::Auto(_) => {
             let any = mig_resource("*");
             vec![
-                Offer::new(&rule.name, GPU, Unit::Gpu),
-                Offer::new("nvidia.com/gpu-*", "nvidia.com/gpu-*", Unit::Sized),
-                Offer::new(&any, &any, Unit::Instance),
+                Counterpart::new(&rule.name, GPU, Unit::Gpu),
+                Counterpart::new("nvidia.com/gpu-*", "nvidia.com/gpu-*", Unit::Sized),
+                Counterpart::new(&any, &any, Unit::Instance),
             ]
         }
     }
@@ -271,7 +273,7 @@ fn keep_names(rule: &Rule, spec: &mut Value) -> Vec<Offer> {
 
 /// Sets the policy's `resourceName` to the name that pods currently request, if the operator
 /// accepts that name. Returns the name that pods must request.
-fn keep_name(was: &str, default: &str, spec: &mut Value) -> String {
+fn keep_resource_name(was: &str, default: &str, spec: &mut Value) -> String {
     if was == default {
         return default.to_owned();
     }
@@ -279,14 +281,14 @@ fn keep_name(was: &str, default: &str, spec: &mut Value) -> String {
     if let Some(object) = named.as_object_mut() {
         object.insert("resourceName".to_owned(), json!(was));
     }
-    if check("renamed", &named).is_ok() {
+    if validate_spec("renamed", &named).is_ok() {
         *spec = named;
         return was.to_owned();
     }
     default.to_owned()
 }
 
-impl Offer {
+impl Counterpart {
     fn new(was: &str, now: &str, unit: Unit) -> Self {
         Self { was: was.to_owned(), now: now.to_owned(), unit, refuses_above_one: false }
     }
@@ -295,7 +297,7 @@ impl Offer {
 /// Returns a unique name for a policy.
 fn unique_name(wanted: &str, names: &mut BTreeSet<String>) -> String {
     let allowed = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' };
-    let name: String = wanted.chars().map(allowed).take(MAX_NAME).collect();
+    let name: String = wanted.chars().map(allowed).take(MAX_NAME_BYTES).collect();
     let name = match name.trim_matches('-') {
         "" => "migrated",
         name => name,
@@ -308,7 +310,7 @@ fn unique_name(wanted: &str, names: &mut BTreeSet<String>) -> String {
 }
 
 /// Reports policies that apply to nodes of a more specific group, because they select GPUs.
-fn report_overruled(groups: &[Group], notes: &mut Notes) {
+fn report_overruled(groups: &[NodeGroup], notes: &mut Notes) {
     for general in groups {
         let selects_gpus = general.rules.iter().any(|rule| rule.gpus.is_some());
         for special in groups.iter().filter(|_| selects_gpus) {
@@ -318,7 +320,7 @@ fn report_overruled(groups: &[Group], notes: &mut Notes) {
                 && special.rules.iter().any(|rule| rule.gpus.is_none())
             {
                 notes.decide(
-                    Place::whole(&special.nodes),
+                    SettingPlace::of_whole_source(&special.nodes),
                     format!(
                         "The policies {0} select GPUs by index or model, so they win over the policies {1} on these \
                          nodes. Give the nodes of {0} a label of their own.",

@@ -6,9 +6,9 @@ use serde::Serialize;
 
 use super::input::Node;
 use super::pods::{Container, Workload};
-use super::policies::{GroupOffers, Offer, Plan, Unit};
+use super::policies::{Counterpart, GroupCounterparts, Plan, Unit};
 use super::sources::gke;
-use super::sources::hami::{self, Names};
+use super::sources::hami::{self, HamiResources};
 use super::sources::plugin::{GPU, MIG_PREFIX};
 
 /// Prefix of the Nos resources that only Nos's quotas count.
@@ -34,12 +34,12 @@ pub(super) struct RequestPreview {
     /// The current request.
     pub(super) was: String,
     /// The results on the nodes on which the pod may run. Equal results are merged into one entry.
-    pub(super) becomes: Vec<Becomes>,
+    pub(super) becomes: Vec<RequestResult>,
 }
 
 /// The result for a request.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-pub(super) struct Becomes {
+pub(super) struct RequestResult {
     /// The request to Cleave. `None` if there is no counterpart.
     pub(super) now: Option<String>,
     /// What the container gets, or why there is no counterpart.
@@ -49,12 +49,12 @@ pub(super) struct Becomes {
     pub(super) nodes: String,
 }
 
-impl Becomes {
+impl RequestResult {
     fn new(now: String, text: impl Into<String>) -> Self {
         Self { now: Some(now), text: text.into(), nodes: String::new() }
     }
 
-    fn nothing(text: impl Into<String>) -> Self {
+    fn without_counterpart(text: impl Into<String>) -> Self {
         Self { now: None, text: text.into(), nodes: String::new() }
     }
 }
@@ -65,7 +65,7 @@ pub(super) fn preview(workloads: &[Workload], nodes: &[Node], plan: &Plan) -> Ve
     let names = plan.groups.iter().find_map(|group| group.hami.as_ref());
     let mut previews: Vec<PodPreview> = Vec::new();
     for workload in workloads {
-        let groups = candidates(workload, nodes, &plan.groups);
+        let groups = groups_for_workload(workload, nodes, &plan.groups);
         let requests: Vec<RequestPreview> =
             workload.containers().flat_map(|container| container_preview(container, &groups)).collect();
         if requests.is_empty() {
@@ -82,7 +82,11 @@ pub(super) fn preview(workloads: &[Workload], nodes: &[Node], plan: &Plan) -> Ve
 /// Returns the groups of nodes on which a pod may run. For a pod on a node of the input, returns
 /// the node's group. For another pod, excludes a group if the pod's node selector contradicts the
 /// group's labels.
-fn candidates<'a>(workload: &Workload, nodes: &[Node], groups: &'a [GroupOffers]) -> Vec<&'a GroupOffers> {
+fn groups_for_workload<'a>(
+    workload: &Workload,
+    nodes: &[Node],
+    groups: &'a [GroupCounterparts],
+) -> Vec<&'a GroupCounterparts> {
     let node = workload.spec.node_name.as_ref().and_then(|name| nodes.iter().find(|node| node.name == *name));
     if let Some(node) = node {
         let contained = |labels: &Labels| labels.iter().all(|(key, value)| node.labels.get(key) == Some(value));
@@ -99,23 +103,23 @@ fn candidates<'a>(workload: &Workload, nodes: &[Node], groups: &'a [GroupOffers]
     groups.iter().filter(|group| selected.iter().all(|(key, value)| group.labels.get(*key) == Some(*value))).collect()
 }
 
-fn container_preview(container: &Container, groups: &[&GroupOffers]) -> Vec<RequestPreview> {
+fn container_preview(container: &Container, groups: &[&GroupCounterparts]) -> Vec<RequestPreview> {
     let requests = container.requests();
-    let mut previews: BTreeMap<String, Vec<(String, Becomes)>> = BTreeMap::new();
-    let mut add = |was: String, group: Option<&GroupOffers>, becomes: Becomes| {
+    let mut previews: BTreeMap<String, Vec<(String, RequestResult)>> = BTreeMap::new();
+    let mut add = |was: String, group: Option<&GroupCounterparts>, becomes: RequestResult| {
         let nodes = group.map(|group| group.nodes.clone()).unwrap_or_default();
         previews.entry(was).or_default().push((nodes, becomes));
     };
-    let (of_hami, others): (Vec<&&GroupOffers>, Vec<&&GroupOffers>) = groups
+    let (of_hami, others): (Vec<&&GroupCounterparts>, Vec<&&GroupCounterparts>) = groups
         .iter()
         .partition(|group| group.hami.as_ref().is_some_and(|names| requests.contains_key(names.count.as_str())));
     for group in &of_hami {
         if let Some(names) = &group.hami {
-            add(hami_request(&requests, names), Some(group), hami_becomes(&requests, names, group));
+            add(hami_request(&requests, names), Some(group), hami_result(&requests, names, group));
         }
     }
     let handled = |name: &str| {
-        let of = |names: &Names| {
+        let of = |names: &HamiResources| {
             [&names.count, &names.memory, &names.percentage, &names.cores].iter().any(|own| *own == name)
         };
         others.is_empty() && of_hami.iter().any(|group| group.hami.as_ref().is_some_and(of))
@@ -124,77 +128,77 @@ fn container_preview(container: &Container, groups: &[&GroupOffers]) -> Vec<Requ
         let was = format!("{name}: {amount}");
         let mut found = false;
         for group in &others {
-            for offer in &group.offers {
-                if let Some(now) = renamed(offer, name) {
+            for counterpart in &group.counterparts {
+                if let Some(now) = new_name(counterpart, name) {
                     found = true;
-                    add(was.clone(), Some(group), becomes(offer, &now, amount));
+                    add(was.clone(), Some(group), request_result(counterpart, &now, amount));
                 }
             }
         }
         if !found {
-            add(was, None, without_offer(name, amount, groups.is_empty()));
+            add(was, None, result_without_counterpart(name, amount, groups.is_empty()));
         }
     }
     let name = &container.name;
-    let request = |(was, all): (String, Vec<(String, Becomes)>)| RequestPreview {
+    let request = |(was, all): (String, Vec<(String, RequestResult)>)| RequestPreview {
         container: name.clone(),
         was,
-        becomes: merge(&all),
+        becomes: merge_equal_results(&all),
     };
     previews.into_iter().map(request).collect()
 }
 
 /// Merges equal entries. Names the nodes of each entry if the entries differ.
-fn merge(all: &[(String, Becomes)]) -> Vec<Becomes> {
-    let distinct: BTreeSet<&Becomes> = all.iter().map(|(_, becomes)| becomes).collect();
+fn merge_equal_results(all: &[(String, RequestResult)]) -> Vec<RequestResult> {
+    let distinct: BTreeSet<&RequestResult> = all.iter().map(|(_, becomes)| becomes).collect();
     if distinct.len() == 1 {
         return distinct.into_iter().cloned().collect();
     }
     let with_nodes = distinct.into_iter().map(|becomes| {
         let nodes: BTreeSet<&str> =
             all.iter().filter(|(_, other)| other == becomes).map(|(nodes, _)| nodes.as_str()).collect();
-        Becomes { nodes: nodes.into_iter().collect::<Vec<_>>().join("; "), ..becomes.clone() }
+        RequestResult { nodes: nodes.into_iter().collect::<Vec<_>>().join("; "), ..becomes.clone() }
     });
     with_nodes.collect()
 }
 
-/// Returns the new name of a resource, if the offer replaces this resource.
-fn renamed(offer: &Offer, name: &str) -> Option<String> {
-    match (offer.was.strip_suffix('*'), offer.now.strip_suffix('*')) {
+/// Returns the new name of a resource, if the counterpart replaces this resource.
+fn new_name(counterpart: &Counterpart, name: &str) -> Option<String> {
+    match (counterpart.was.strip_suffix('*'), counterpart.now.strip_suffix('*')) {
         (Some(was), Some(now)) => name.strip_prefix(was).map(|rest| format!("{now}{rest}")),
-        _ => (offer.was == name).then(|| offer.now.clone()),
+        _ => (counterpart.was == name).then(|| counterpart.now.clone()),
     }
 }
 
 /// Returns the result for a request.
-fn becomes(offer: &Offer, now: &str, amount: u64) -> Becomes {
+fn request_result(counterpart: &Counterpart, now: &str, amount: u64) -> RequestResult {
     let request = format!("{now}: {amount}");
-    let text = match offer.unit {
-        Unit::Gpu => format!("{} for this container alone.", counted(amount, "whole GPU")),
-        Unit::Instance => format!("{} for this container alone.", counted(amount, "MIG instance")),
-        Unit::Share(count) => match shares(amount, count, "GPU") {
+    let text = match counterpart.unit {
+        Unit::Gpu => format!("{} for this container alone.", format_count(amount, "whole GPU")),
+        Unit::Instance => format!("{} for this container alone.", format_count(amount, "MIG instance")),
+        Unit::Share(count) => match describe_shares(amount, count, "GPU") {
             Ok(text) => text,
-            Err(text) => return Becomes::nothing(text),
+            Err(text) => return RequestResult::without_counterpart(text),
         },
-        Unit::InstanceShare(count) => match shares(amount, count, "MIG instance") {
+        Unit::InstanceShare(count) => match describe_shares(amount, count, "MIG instance") {
             Ok(text) => text,
-            Err(text) => return Becomes::nothing(text),
+            Err(text) => return RequestResult::without_counterpart(text),
         },
-        Unit::Replica(count) => replicas(amount, count, "GPU"),
-        Unit::InstanceReplica(count) => replicas(amount, count, "MIG instance"),
+        Unit::Replica(count) => describe_replicas(amount, count, "GPU"),
+        Unit::InstanceReplica(count) => describe_replicas(amount, count, "MIG instance"),
         Unit::Sized => match now.strip_prefix("nvidia.com/gpu-").and_then(|size| size.strip_suffix("gb")) {
             Some(size) if size.parse::<u64>().is_ok() => {
                 format!("{size} GiB of one GPU and the same part of its SMs, created for the pod.")
             }
-            _ => return Becomes::nothing("No policy serves this resource."),
+            _ => return RequestResult::without_counterpart("No policy serves this resource."),
         },
     };
-    let refused = if offer.refuses_above_one && amount > 1 { " Requests above 1 are refused today." } else { "" };
-    Becomes::new(request, format!("{text}{refused}"))
+    let refused = if counterpart.refuses_above_one && amount > 1 { " Requests above 1 are refused today." } else { "" };
+    RequestResult::new(request, format!("{text}{refused}"))
 }
 
 /// Describes shares. Returns the reason as an error if no device has enough shares.
-fn shares(amount: u64, count: u32, device: &str) -> Result<String, String> {
+fn describe_shares(amount: u64, count: u32, device: &str) -> Result<String, String> {
     if amount > u64::from(count) {
         return Err(format!("A {device} has {count} shares, and all shares of a container are of one {device}."));
     }
@@ -204,63 +208,64 @@ fn shares(amount: u64, count: u32, device: &str) -> Result<String, String> {
     ))
 }
 
-fn replicas(amount: u64, count: u32, device: &str) -> String {
+fn describe_replicas(amount: u64, count: u32, device: &str) -> String {
     if amount == 1 {
-        return format!("A whole {device} in turns with up to {} others, without limits.", count - 1);
+        return format!("A whole {device} in turns with up to {} other replicas, without limits.", count - 1);
     }
     format!(
-        "{amount} of the {count} replicas of one {device} if possible. That is not more time or memory than 1 replica."
+        "{amount} of the {count} replicas of one {device} if possible. They have no more time or memory than 1 replica."
     )
 }
 
-fn counted(count: u64, noun: &str) -> String {
+fn format_count(count: u64, noun: &str) -> String {
     if count == 1 { format!("1 {noun}") } else { format!("{count} {noun}s") }
 }
 
-/// Returns the result for a request for which no group has an offer.
-fn without_offer(name: &str, amount: u64, no_group: bool) -> Becomes {
+/// Returns the result for a request for which no group has a counterpart.
+fn result_without_counterpart(name: &str, amount: u64, no_group: bool) -> RequestResult {
     if no_group && name == GPU {
-        let text = format!("{} for this container alone: no policy selects the nodes.", counted(amount, "whole GPU"));
-        return Becomes::new(format!("{name}: {amount}"), text);
+        let text =
+            format!("{} for this container alone: no policy selects the nodes.", format_count(amount, "whole GPU"));
+        return RequestResult::new(format!("{name}: {amount}"), text);
     }
     if no_group && name.starts_with(MIG_PREFIX) && !name.ends_with(".shared") {
         let text = "Cleave serves instances that exist already. No policy selects the nodes.";
-        return Becomes::new(format!("{name}: {amount}"), text);
+        return RequestResult::new(format!("{name}: {amount}"), text);
     }
     if name.starts_with(NOS_PREFIX) {
-        return Becomes::nothing("It counts only in Nos's quotas. Remove it.");
+        return RequestResult::without_counterpart("Only Nos's quotas count this resource. Remove it.");
     }
-    Becomes::nothing("None of the policies serves this resource.")
+    RequestResult::without_counterpart("None of the policies serves this resource.")
 }
 
 /// Describes the request of a container to HAMi, which consists of several resources.
-fn hami_request(requests: &BTreeMap<&str, u64>, names: &Names) -> String {
+fn hami_request(requests: &BTreeMap<&str, u64>, names: &HamiResources) -> String {
     let all = [&names.count, &names.memory, &names.percentage, &names.cores];
     let parts = all.iter().filter_map(|name| requests.get(name.as_str()).map(|amount| format!("{name}: {amount}")));
     parts.collect::<Vec<_>>().join(", ")
 }
 
 /// Returns the result for a request to HAMi.
-fn hami_becomes(requests: &BTreeMap<&str, u64>, names: &Names, group: &GroupOffers) -> Becomes {
+fn hami_result(requests: &BTreeMap<&str, u64>, names: &HamiResources, group: &GroupCounterparts) -> RequestResult {
     const MEBIBYTES_PER_GIBIBYTE: u64 = 1024;
     let get = |name: &String| requests.get(name.as_str()).copied();
     let count = get(&names.count).unwrap_or_default();
-    let sliced = group.offers.iter().any(|offer| offer.unit == Unit::Sized);
+    let sliced = group.counterparts.iter().any(|counterpart| counterpart.unit == Unit::Sized);
     match (get(&names.memory), get(&names.percentage)) {
-        _ if !sliced => Becomes::nothing(
+        _ if !sliced => RequestResult::without_counterpart(
             "The node's policy creates MIG instances. Request one that is large enough: nvidia.com/mig-<profile>: 1.",
         ),
-        (None, None | Some(100)) => Becomes::new(
+        (None, None | Some(100)) => RequestResult::new(
             format!("{GPU}: {count}"),
-            format!("{} for this container alone.", counted(count, "whole GPU")),
+            format!("{} for this container alone.", format_count(count, "whole GPU")),
         ),
-        (Some(_), _) | (_, Some(_)) if count > 1 => Becomes::nothing(
-            "Cleave gives a container shares of one GPU only. Split the container, or request whole GPUs.",
+        (Some(_), _) | (_, Some(_)) if count > 1 => RequestResult::without_counterpart(
+            "Cleave allocates shares of only one GPU to a container. Split the container, or request whole GPUs.",
         ),
         (Some(memory), _) => {
             let gibibytes = memory.div_ceil(MEBIBYTES_PER_GIBIBYTE).max(1);
             let cores = get(&names.cores).map(|cores| format!(" {} {cores} has no counterpart.", names.cores));
-            Becomes::new(
+            RequestResult::new(
                 format!("nvidia.com/gpu-{gibibytes}gb: 1"),
                 format!(
                     "{gibibytes} GiB of one GPU, rounded up from {memory} MiB. The SMs follow the memory.{}",
@@ -268,7 +273,7 @@ fn hami_becomes(requests: &BTreeMap<&str, u64>, names: &Names, group: &GroupOffe
                 ),
             )
         }
-        (None, Some(percentage)) => Becomes::nothing(format!(
+        (None, Some(percentage)) => RequestResult::without_counterpart(format!(
             "{percentage} % depends on the model of the GPU. Request nvidia.com/gpu-<G>gb: 1 with G in GiB, or give these \
              nodes a policy with equal shares."
         )),
@@ -281,11 +286,11 @@ fn pod_notes(workload: &Workload, from_hami: bool) -> Vec<String> {
     let spec = &workload.spec;
     match spec.scheduler_name.as_str() {
         "" | "default-scheduler" => {}
-        hami::SCHEDULER => notes.push("Remove schedulerName: hami-scheduler.".to_owned()),
+        hami::SCHEDULER_NAME => notes.push("Remove schedulerName: hami-scheduler.".to_owned()),
         "nos-scheduler" | "scheduler" => notes.push(format!("Remove schedulerName: {}.", spec.scheduler_name)),
-        other => notes.push(format!("It keeps the scheduler {other}, which must respect scheduling gates.")),
+        other => notes.push(format!("The pod keeps the scheduler {other}, which must respect scheduling gates.")),
     }
-    for label in [gke::STRATEGY, gke::CLIENTS, gke::PARTITION] {
+    for label in [gke::STRATEGY_LABEL, gke::CLIENTS_LABEL, gke::PARTITION_LABEL] {
         if spec.node_selector.contains_key(label) {
             notes.push(format!("Remove {label} from nodeSelector: new node pools do not have it."));
         }
@@ -299,7 +304,7 @@ fn pod_notes(workload: &Workload, from_hami: bool) -> Vec<String> {
     if !variables.is_empty() {
         let names: Vec<&str> = variables.into_iter().collect();
         notes.push(format!(
-            "Remove the environment variables {}: admission refuses them beside shares.",
+            "Remove the environment variables {}: admission refuses them in containers with shares.",
             names.join(", ")
         ));
     }

@@ -14,11 +14,11 @@ use super::yaml;
 /// Number of objects per request of a list.
 const PAGE_SIZE: u32 = 500;
 /// The lists that `cleave migrate` always reads: the path and the kind of the objects.
-const LISTS: [(&str, &str); 2] = [("/api/v1/nodes", "Node"), ("/api/v1/configmaps", "ConfigMap")];
+const ALWAYS_READ_LISTS: [(&str, &str); 2] = [("/api/v1/nodes", "Node"), ("/api/v1/configmaps", "ConfigMap")];
 /// The list of the GPU Operator's settings. The list does not exist without the GPU Operator.
-const OPERATOR: (&str, &str) = ("/apis/nvidia.com/v1/clusterpolicies", "ClusterPolicy");
+const CLUSTER_POLICY_LIST: (&str, &str) = ("/apis/nvidia.com/v1/clusterpolicies", "ClusterPolicy");
 /// The list that only the preview needs.
-const PODS: (&str, &str) = ("/api/v1/pods", "Pod");
+const POD_LIST: (&str, &str) = ("/api/v1/pods", "Pod");
 
 /// Reads the documents of files. The file `-` is standard input.
 ///
@@ -29,7 +29,7 @@ pub(super) fn from_files(files: &[PathBuf]) -> Result<Vec<Document>> {
     for path in files {
         let origin = if path == Path::new("-") { "standard input".to_owned() } else { path.display().to_string() };
         let text = read_text(path).with_context(|| format!("failed to read {origin}"))?;
-        documents.extend(self::documents(&origin, &text)?);
+        documents.extend(self::parse_documents(&origin, &text)?);
     }
     Ok(documents)
 }
@@ -38,7 +38,7 @@ pub(super) fn from_files(files: &[PathBuf]) -> Result<Vec<Document>> {
 ///
 /// # Errors
 /// Returns an error if the text is not valid YAML.
-pub(super) fn documents(origin: &str, text: &str) -> Result<Vec<Document>> {
+pub(super) fn parse_documents(origin: &str, text: &str) -> Result<Vec<Document>> {
     let values = yaml::parse_all(text).with_context(|| origin.to_owned())?;
     Ok(values.into_iter().map(|value| Document { origin: origin.to_owned(), value, chosen: true }).collect())
 }
@@ -57,11 +57,11 @@ fn read_text(path: &Path) -> std::io::Result<String> {
 /// Returns an error if the API server does not answer, or refuses a list.
 pub(super) async fn from_cluster(client: &Client, preview: bool) -> Result<Vec<Document>> {
     let mut documents = Vec::new();
-    for (path, kind) in LISTS.into_iter().chain(preview.then_some(PODS)) {
-        list(client, path, kind, &mut documents).await.with_context(|| format!("failed to list {path}"))?;
+    for (path, kind) in ALWAYS_READ_LISTS.into_iter().chain(preview.then_some(POD_LIST)) {
+        read_list(client, path, kind, &mut documents).await.with_context(|| format!("failed to list {path}"))?;
     }
-    let (path, kind) = OPERATOR;
-    match list(client, path, kind, &mut documents).await {
+    let (path, kind) = CLUSTER_POLICY_LIST;
+    match read_list(client, path, kind, &mut documents).await {
         Err(kube::Error::Api(status)) if status.code == 404 => {}
         other => other.with_context(|| format!("failed to list {path}"))?,
     }
@@ -69,7 +69,7 @@ pub(super) async fn from_cluster(client: &Client, preview: bool) -> Result<Vec<D
 }
 
 /// Reads a list page by page. Sets the `kind` of each object, which a list omits.
-async fn list(client: &Client, path: &str, kind: &str, documents: &mut Vec<Document>) -> kube::Result<()> {
+async fn read_list(client: &Client, path: &str, kind: &str, documents: &mut Vec<Document>) -> kube::Result<()> {
     let mut options = ListParams::default().limit(PAGE_SIZE);
     loop {
         let request = Request::new(path).list(&options).map_err(kube::Error::BuildRequest)?;

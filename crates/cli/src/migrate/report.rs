@@ -38,7 +38,7 @@ impl Outcome {
 
 /// The report's line about one setting.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub(super) struct Line {
+pub(super) struct ReportLine {
     /// The object or file that contains the setting.
     pub(super) source: String,
     /// Path of the setting in the source. Empty if the line is about the whole source.
@@ -54,7 +54,7 @@ pub(super) struct Line {
 
 /// The location of a setting.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct SettingPlace {
     /// The object or file that contains the setting.
     pub(super) source: String,
     /// Path of the setting in the source.
@@ -63,9 +63,9 @@ pub(super) struct Place {
     pub(super) value: String,
 }
 
-impl Place {
+impl SettingPlace {
     /// Returns the place of a whole source.
-    pub(super) fn whole(source: &str) -> Self {
+    pub(super) fn of_whole_source(source: &str) -> Self {
         Self { source: source.to_owned(), setting: String::new(), value: String::new() }
     }
 }
@@ -74,7 +74,7 @@ impl Place {
 #[derive(Debug, Clone, Default)]
 pub(super) struct Notes {
     /// The report's lines.
-    pub(super) lines: Vec<Line>,
+    pub(super) lines: Vec<ReportLine>,
     /// Values of Cleave's chart, by path.
     pub(super) values: BTreeMap<String, Value>,
     /// Values files in the chart's directory, without duplicates.
@@ -83,29 +83,29 @@ pub(super) struct Notes {
 
 impl Notes {
     /// Adds a line.
-    pub(super) fn add(&mut self, place: Place, outcome: Outcome, text: impl Into<String>) {
-        let Place { source, setting, value } = place;
-        self.lines.push(Line { source, setting, value, outcome, text: text.into() });
+    pub(super) fn add(&mut self, place: SettingPlace, outcome: Outcome, text: impl Into<String>) {
+        let SettingPlace { source, setting, value } = place;
+        self.lines.push(ReportLine { source, setting, value, outcome, text: text.into() });
     }
 
     /// Adds a line about a setting with the same effect in Cleave.
-    pub(super) fn translated(&mut self, place: Place, text: impl Into<String>) {
+    pub(super) fn translated(&mut self, place: SettingPlace, text: impl Into<String>) {
         self.add(place, Outcome::Translated, text);
     }
 
     /// Adds a line about a setting without a counterpart.
-    pub(super) fn dropped(&mut self, place: Place, text: impl Into<String>) {
+    pub(super) fn dropped(&mut self, place: SettingPlace, text: impl Into<String>) {
         self.add(place, Outcome::Dropped, text);
     }
 
     /// Adds a line about a setting that needs a decision.
-    pub(super) fn decide(&mut self, place: Place, text: impl Into<String>) {
+    pub(super) fn decide(&mut self, place: SettingPlace, text: impl Into<String>) {
         self.add(place, Outcome::Decide, text);
     }
 
     /// Sets a chart value. The first setting of the input wins. A later setting with another value
     /// needs a decision.
-    pub(super) fn set(&mut self, place: Place, path: &str, value: Value) {
+    pub(super) fn set(&mut self, place: SettingPlace, path: &str, value: Value) {
         match self.values.get(path) {
             Some(first) if *first != value => {
                 let text = format!("The chart's value {path} is already {first}, from another setting.");
@@ -130,20 +130,20 @@ impl Notes {
     pub(super) fn nested_values(&self) -> Value {
         let mut root = Map::new();
         for (path, value) in &self.values {
-            insert(&mut root, path, value);
+            insert_at_path(&mut root, path, value);
         }
         Value::Object(root)
     }
 }
 
 /// Sets the value at a path of names, separated by dots. No path may be a prefix of another path.
-fn insert(object: &mut Map<String, Value>, path: &str, value: &Value) {
+fn insert_at_path(object: &mut Map<String, Value>, path: &str, value: &Value) {
     let Some((first, rest)) = path.split_once('.') else {
         object.insert(path.to_owned(), value.clone());
         return;
     };
     let below = object.entry(first).or_insert_with(|| Value::Object(Map::new()));
     if let Value::Object(below) = below {
-        insert(below, rest, value);
+        insert_at_path(below, rest, value);
     }
 }

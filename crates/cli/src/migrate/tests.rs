@@ -75,7 +75,7 @@ async fn pods_are_read_for_the_preview_only() {
 }
 
 #[tokio::test]
-async fn only_a_missing_gpu_operator_is_no_error() {
+async fn a_missing_gpu_operator_is_the_only_missing_list_that_is_no_error() {
     let error = read(false, |path, query| match path {
         "/apis/nvidia.com/v1/clusterpolicies" => failure(403),
         path => cluster(path, query),

@@ -5,14 +5,14 @@ use anyhow::{Context as _, Result};
 
 use super::migration::Migration;
 use super::preview::PodPreview;
-use super::report::{Line, Outcome};
+use super::report::{Outcome, ReportLine};
 use crate::preflight::text::write_wrapped;
 
 /// Width of the outcome column, in characters.
 const OUTCOME_WIDTH: usize = 12;
 
 /// Renders the report, the renamed resources, and the preview.
-pub(super) fn report(migration: &Migration) -> String {
+pub(super) fn render_report(migration: &Migration) -> String {
     let mut text = String::new();
     let mut source = None;
     for line in &migration.report {
@@ -36,7 +36,7 @@ pub(super) fn report(migration: &Migration) -> String {
     text
 }
 
-fn write_line(text: &mut String, line: &Line) {
+fn write_line(text: &mut String, line: &ReportLine) {
     let setting = match (line.setting.as_str(), line.value.as_str()) {
         ("", _) => String::new(),
         (setting, "") => setting.to_owned(),

@@ -7,7 +7,7 @@ use cleave_plan::snapshot::{NodeSelectorTerm, Taint, Toleration};
 use serde::Deserialize;
 
 /// A part of the cluster, or the reason why it could not be read.
-pub(super) type Known<T> = Result<T, String>;
+pub(super) type ReadResult<T> = Result<T, String>;
 
 /// Namespace and nodes of the planned installation.
 #[derive(Debug, Clone, Default)]
@@ -22,29 +22,29 @@ pub(super) struct Target {
 #[derive(Debug, Clone)]
 pub(super) struct Facts {
     /// The version of the API server.
-    pub(super) server: Known<ServerVersion>,
+    pub(super) server: ReadResult<ServerVersion>,
     /// The resources of the API group `admissionregistration.k8s.io/v1`.
-    pub(super) admission: Known<ApiResources>,
+    pub(super) admission: ReadResult<ApiResources>,
     /// All nodes.
-    pub(super) nodes: Known<Vec<Node>>,
+    pub(super) nodes: ReadResult<Vec<Node>>,
     /// The `DaemonSets` of all namespaces.
-    pub(super) daemon_sets: Known<Vec<DaemonSet>>,
+    pub(super) daemon_sets: ReadResult<Vec<DaemonSet>>,
     /// All `RuntimeClasses`.
-    pub(super) runtime_classes: Known<Vec<NamedObject>>,
+    pub(super) runtime_classes: ReadResult<Vec<NamedObject>>,
     /// The `ResourceQuotas` of the target namespace. May include quotas of other namespaces.
-    pub(super) quotas: Known<Vec<ResourceQuota>>,
+    pub(super) quotas: ReadResult<Vec<ResourceQuota>>,
     /// The `LimitRanges` of the target namespace. May include `LimitRanges` of other namespaces.
-    pub(super) limit_ranges: Known<Vec<LimitRange>>,
+    pub(super) limit_ranges: ReadResult<Vec<LimitRange>>,
     /// The target namespace, if it exists. May include other namespaces.
-    pub(super) namespaces: Known<Vec<NamedObject>>,
+    pub(super) namespaces: ReadResult<Vec<NamedObject>>,
     /// All `PriorityClasses`.
-    pub(super) priority_classes: Known<Vec<NamedObject>>,
+    pub(super) priority_classes: ReadResult<Vec<NamedObject>>,
     /// The names of all custom resource definitions.
-    pub(super) definitions: Known<Vec<NamedObject>>,
+    pub(super) definitions: ReadResult<Vec<NamedObject>>,
     /// All `MutatingWebhookConfigurations`.
-    pub(super) mutating_webhooks: Known<Vec<WebhookConfiguration>>,
+    pub(super) mutating_webhooks: ReadResult<Vec<WebhookConfiguration>>,
     /// All `ValidatingWebhookConfigurations`.
-    pub(super) validating_webhooks: Known<Vec<WebhookConfiguration>>,
+    pub(super) validating_webhooks: ReadResult<Vec<WebhookConfiguration>>,
 }
 
 /// The metadata of an object.

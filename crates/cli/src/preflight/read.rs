@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use super::facts::{Facts, Known};
+use super::facts::{Facts, ReadResult};
 
 /// Number of objects per request of a list.
 const PAGE_SIZE: u32 = 500;
@@ -77,7 +77,7 @@ impl Source {
     }
 
     /// Returns the name of the file with the list.
-    pub(super) fn file(&self) -> String {
+    pub(super) fn file_name(&self) -> String {
         format!("{}.json", self.resource)
     }
 }
@@ -103,28 +103,31 @@ pub(super) async fn from_cluster(client: &Client, namespace: &str) -> Result<Fac
     let path = format!("/apis/{ADMISSION_API}");
     Ok(Facts {
         server,
-        admission: read(client, &path, &ListParams::default(), false).await.map_err(|error| describe(&error)),
-        nodes: list(client, &NODES, namespace).await,
-        daemon_sets: list(client, &DAEMON_SETS, namespace).await,
-        runtime_classes: list(client, &RUNTIME_CLASSES, namespace).await,
-        quotas: list(client, &QUOTAS, namespace).await,
-        limit_ranges: list(client, &LIMIT_RANGES, namespace).await,
-        namespaces: list(client, &NAMESPACES, namespace).await,
-        priority_classes: list(client, &PRIORITY_CLASSES, namespace).await,
-        definitions: list(client, &DEFINITIONS, namespace).await,
-        mutating_webhooks: list(client, &MUTATING_WEBHOOKS, namespace).await,
-        validating_webhooks: list(client, &VALIDATING_WEBHOOKS, namespace).await,
+        admission: request_page(client, &path, &ListParams::default(), false)
+            .await
+            .map_err(|error| describe_error(&error)),
+        nodes: read_list(client, &NODES, namespace).await,
+        daemon_sets: read_list(client, &DAEMON_SETS, namespace).await,
+        runtime_classes: read_list(client, &RUNTIME_CLASSES, namespace).await,
+        quotas: read_list(client, &QUOTAS, namespace).await,
+        limit_ranges: read_list(client, &LIMIT_RANGES, namespace).await,
+        namespaces: read_list(client, &NAMESPACES, namespace).await,
+        priority_classes: read_list(client, &PRIORITY_CLASSES, namespace).await,
+        definitions: read_list(client, &DEFINITIONS, namespace).await,
+        mutating_webhooks: read_list(client, &MUTATING_WEBHOOKS, namespace).await,
+        validating_webhooks: read_list(client, &VALIDATING_WEBHOOKS, namespace).await,
     })
 }
 
 /// Reads a list page by page.
-async fn list<T: DeserializeOwned>(client: &Client, source: &Source, namespace: &str) -> Known<Vec<T>> {
+async fn read_list<T: DeserializeOwned>(client: &Client, source: &Source, namespace: &str) -> ReadResult<Vec<T>> {
     let path = source.path(namespace);
     let mut options = ListParams::default().limit(PAGE_SIZE);
     let mut items = Vec::new();
     loop {
-        let page: Page<T> =
-            read(client, &path, &options, source.metadata_only).await.map_err(|error| describe(&error))?;
+        let page: Page<T> = request_page(client, &path, &options, source.metadata_only)
+            .await
+            .map_err(|error| describe_error(&error))?;
         items.extend(page.items);
         match page.metadata.continue_.filter(|token| !token.is_empty()) {
             Some(token) => options = options.continue_token(&token),
@@ -133,7 +136,7 @@ async fn list<T: DeserializeOwned>(client: &Client, source: &Source, namespace: 
     }
 }
 
-async fn read<T: DeserializeOwned>(
+async fn request_page<T: DeserializeOwned>(
     client: &Client,
     path: &str,
     options: &ListParams,
@@ -145,7 +148,7 @@ async fn read<T: DeserializeOwned>(
 }
 
 /// Describes why a list could not be read.
-fn describe(error: &kube::Error) -> String {
+fn describe_error(error: &kube::Error) -> String {
     match error {
         kube::Error::Api(status) => status.message.clone(),
         error => error.to_string(),
@@ -156,25 +159,25 @@ fn describe(error: &kube::Error) -> String {
 /// unknown.
 pub(super) fn from_directory(directory: &Path) -> Facts {
     Facts {
-        server: file(directory, VERSION_FILE),
-        admission: file(directory, ADMISSION_FILE),
-        nodes: list_file(directory, &NODES),
-        daemon_sets: list_file(directory, &DAEMON_SETS),
-        runtime_classes: list_file(directory, &RUNTIME_CLASSES),
-        quotas: list_file(directory, &QUOTAS),
-        limit_ranges: list_file(directory, &LIMIT_RANGES),
-        namespaces: list_file(directory, &NAMESPACES),
-        priority_classes: list_file(directory, &PRIORITY_CLASSES),
-        definitions: list_file(directory, &DEFINITIONS),
-        mutating_webhooks: list_file(directory, &MUTATING_WEBHOOKS),
-        validating_webhooks: list_file(directory, &VALIDATING_WEBHOOKS),
+        server: read_file(directory, VERSION_FILE),
+        admission: read_file(directory, ADMISSION_FILE),
+        nodes: read_list_file(directory, &NODES),
+        daemon_sets: read_list_file(directory, &DAEMON_SETS),
+        runtime_classes: read_list_file(directory, &RUNTIME_CLASSES),
+        quotas: read_list_file(directory, &QUOTAS),
+        limit_ranges: read_list_file(directory, &LIMIT_RANGES),
+        namespaces: read_list_file(directory, &NAMESPACES),
+        priority_classes: read_list_file(directory, &PRIORITY_CLASSES),
+        definitions: read_list_file(directory, &DEFINITIONS),
+        mutating_webhooks: read_list_file(directory, &MUTATING_WEBHOOKS),
+        validating_webhooks: read_list_file(directory, &VALIDATING_WEBHOOKS),
     }
 }
 
 /// Reads a list of objects, or one object, as `kubectl get -o json` writes it.
-fn list_file<T: DeserializeOwned>(directory: &Path, source: &Source) -> Known<Vec<T>> {
-    let name = source.file();
-    let mut document: Map<String, Value> = file(directory, &name)?;
+fn read_list_file<T: DeserializeOwned>(directory: &Path, source: &Source) -> ReadResult<Vec<T>> {
+    let name = source.file_name();
+    let mut document: Map<String, Value> = read_file(directory, &name)?;
     let items = match document.remove("items") {
         Some(items) => items,
         None if document.contains_key("metadata") => Value::Array(vec![Value::Object(document)]),
@@ -183,7 +186,7 @@ fn list_file<T: DeserializeOwned>(directory: &Path, source: &Source) -> Known<Ve
     serde_json::from_value(items).map_err(|error| format!("{name} is malformed: {error}"))
 }
 
-fn file<T: DeserializeOwned>(directory: &Path, name: &str) -> Known<T> {
+fn read_file<T: DeserializeOwned>(directory: &Path, name: &str) -> ReadResult<T> {
     let path = directory.join(name);
     let text = std::fs::read(&path).map_err(|error| format!("failed to read {}: {error}", path.display()))?;
     serde_json::from_slice(&text).map_err(|error| format!("{} is malformed: {error}", path.display()))

@@ -15,14 +15,14 @@ pub(super) enum Level {
     Info,
 }
 
-/// Declares [`Reason`] and [`Reason::ALL`].
+/// Declares [`FindingReason`] and [`FindingReason::ALL`].
 macro_rules! reasons {
     ($($name:ident: $doc:literal,)*) => {
         /// The reason for a finding. The names are stable, so that scripts can depend on them.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-        pub(super) enum Reason { $(#[doc = $doc] $name,)* }
+        pub(super) enum FindingReason { $(#[doc = $doc] $name,)* }
 
-        impl Reason {
+        impl FindingReason {
             /// All reasons, in the order of the documentation.
             #[cfg(test)]
             pub(super) const ALL: &'static [Self] = &[$(Self::$name,)*];
@@ -78,7 +78,7 @@ reasons! {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(super) struct Finding {
     pub(super) level: Level,
-    pub(super) reason: Reason,
+    pub(super) reason: FindingReason,
     /// A description of the finding, in sentences.
     pub(super) message: String,
     /// The recommended action. Empty if no action is needed.
@@ -110,22 +110,28 @@ pub(super) struct Report {
 
 impl Report {
     /// Adds an error.
-    pub(super) fn error(&mut self, reason: Reason, message: impl Into<String>, action: impl Into<String>) {
+    pub(super) fn add_error(&mut self, reason: FindingReason, message: impl Into<String>, action: impl Into<String>) {
         self.add(Level::Error, reason, message, action);
     }
 
     /// Adds a warning.
-    pub(super) fn warning(&mut self, reason: Reason, message: impl Into<String>, action: impl Into<String>) {
+    pub(super) fn add_warning(&mut self, reason: FindingReason, message: impl Into<String>, action: impl Into<String>) {
         self.add(Level::Warning, reason, message, action);
     }
 
     /// Adds a finding that needs no decision.
-    pub(super) fn info(&mut self, reason: Reason, message: impl Into<String>, action: impl Into<String>) {
+    pub(super) fn add_info(&mut self, reason: FindingReason, message: impl Into<String>, action: impl Into<String>) {
         self.add(Level::Info, reason, message, action);
     }
 
     /// Adds a finding.
-    pub(super) fn add(&mut self, level: Level, reason: Reason, message: impl Into<String>, action: impl Into<String>) {
+    pub(super) fn add(
+        &mut self,
+        level: Level,
+        reason: FindingReason,
+        message: impl Into<String>,
+        action: impl Into<String>,
+    ) {
         self.findings.push(Finding { level, reason, message: message.into(), action: action.into() });
     }
 
@@ -143,40 +149,40 @@ impl Report {
     pub(super) fn nested_values(&self) -> Value {
         let mut root = Map::new();
         for (path, value) in &self.values {
-            insert(&mut root, path, value);
+            insert_at_path(&mut root, path, value);
         }
         Value::Object(root)
     }
 }
 
 /// Sets the value at a path of names, separated by dots. No path may be a prefix of another path.
-fn insert(object: &mut Map<String, Value>, path: &str, value: &Value) {
+fn insert_at_path(object: &mut Map<String, Value>, path: &str, value: &Value) {
     let Some((first, rest)) = path.split_once('.') else {
         object.insert(path.to_owned(), value.clone());
         return;
     };
     let below = object.entry(first).or_insert_with(|| Value::Object(Map::new()));
     if let Value::Object(below) = below {
-        insert(below, rest, value);
+        insert_at_path(below, rest, value);
     }
 }
 
 /// Maximum number of names in a sentence.
-const MAX_NAMES: usize = 5;
+const MAX_LISTED_NAMES: usize = 5;
 
 /// Joins names, for example `a, b and 3 more`.
 pub(super) fn join_names<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
     let mut names: Vec<&str> = names.into_iter().collect();
     names.sort_unstable();
     names.dedup();
-    let shown = names.get(..MAX_NAMES).unwrap_or(&names).join(", ");
-    match names.len().saturating_sub(MAX_NAMES) {
+    let shown = names.get(..MAX_LISTED_NAMES).unwrap_or(&names).join(", ");
+    match names.len().saturating_sub(MAX_LISTED_NAMES) {
         0 => shown,
         more => format!("{shown} and {more} more"),
     }
 }
 
 /// Returns `1 node`, or `3 nodes`.
-pub(super) fn counted(count: usize, noun: &str) -> String {
+pub(super) fn format_count(count: usize, noun: &str) -> String {
     if count == 1 { format!("1 {noun}") } else { format!("{count} {noun}s") }
 }

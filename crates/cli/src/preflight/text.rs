@@ -3,10 +3,10 @@ use std::fmt::Write as _;
 
 use anyhow::{Context as _, Result};
 
-use super::report::{Level, Report, counted};
+use super::report::{Level, Report, format_count};
 
 /// Maximum number of characters of a line.
-const WIDTH: usize = 100;
+const MAX_LINE_CHARS: usize = 100;
 
 /// Renders a report.
 ///
@@ -31,9 +31,9 @@ pub(super) fn render(report: &Report) -> Result<String> {
     let _ = writeln!(
         text,
         "\n{}, {}, {}.",
-        counted(report.count(Level::Error), "error"),
-        counted(report.count(Level::Warning), "warning"),
-        counted(report.count(Level::Info), "fact")
+        format_count(report.count(Level::Error), "error"),
+        format_count(report.count(Level::Warning), "warning"),
+        format_count(report.count(Level::Info), "fact")
     );
     text.push_str(&install_text(report)?);
     Ok(text)
@@ -47,8 +47,8 @@ const fn level_name(level: Level) -> &'static str {
     }
 }
 
-/// Writes words in lines of at most [`WIDTH`] characters. The first line starts with `start`, and
-/// the other lines have the same indentation.
+/// Writes words in lines of at most [`MAX_LINE_CHARS`] characters. The first line starts with
+/// `start`, and the other lines have the same indentation.
 pub(crate) fn write_wrapped(text: &mut String, start: &str, words: &str) {
     let indent = start.chars().count();
     let mut column = 0;
@@ -57,7 +57,7 @@ pub(crate) fn write_wrapped(text: &mut String, start: &str, words: &str) {
         if column == 0 {
             text.push_str(start);
             column = indent;
-        } else if column + 1 + length > WIDTH {
+        } else if column + 1 + length > MAX_LINE_CHARS {
             let _ = write!(text, "\n{:indent$}", "");
             column = indent;
         } else {

@@ -16,13 +16,13 @@ const CASE_NAME: &str = "faults";
 const NVML_ERROR_GPU_IS_LOST: i32 = 15;
 
 /// Returns the simulated machine of a plugin.
-fn machine_of(plugin: &Plugin) -> Result<&Machine> {
+fn simulated_machine(plugin: &Plugin) -> Result<&Machine> {
     plugin.machine.as_ref().context("no simulated machine")
 }
 
 /// Returns the UUID of the GPU that fails: one in the middle of the list.
 fn uuid_of_gpu_to_fail(plugin: &Plugin) -> Result<String> {
-    let state = machine_of(plugin)?.snapshot()?;
+    let state = simulated_machine(plugin)?.snapshot()?;
     let found = state.gpus.get(state.gpus.len() / 2).map(|gpu| gpu.uuid.clone());
     found.context("no GPU")
 }
@@ -55,7 +55,7 @@ pub(super) async fn measure_xid(launcher: &Launcher, report: &mut BenchmarkRepor
     let mut plugin = launcher.start().await?;
     let uuid = uuid_of_gpu_to_fail(&plugin)?;
     let since = Instant::now();
-    machine_of(&plugin)?.change(|state| state.push_event(&uuid, EventKind::Xid, 79, None))?;
+    simulated_machine(&plugin)?.change(|state| state.push_event(&uuid, EventKind::Xid, 79, None))?;
     let (took, endpoint) = wait_until_unhealthy(&mut plugin, &uuid, since).await?;
     let (here, there) = count_unhealthy(&endpoint, &uuid);
     report.add(Figure::new(CASE_NAME, "XID 79: its devices unhealthy", count_to_f64(here), "").with_published(1.0));
@@ -75,7 +75,7 @@ pub(super) async fn measure_lost_gpu(launcher: &Launcher, report: &mut Benchmark
     let uuid = uuid_of_gpu_to_fail(&plugin)?;
     let lists = plugin.endpoint().lists;
     let since = Instant::now();
-    machine_of(&plugin)?.change(|state| {
+    simulated_machine(&plugin)?.change(|state| {
         if let Ok(gpu) = state.gpu_mut(&uuid) {
             gpu.lost = true;
         }
@@ -124,7 +124,7 @@ pub(super) async fn measure_lost_gpu(launcher: &Launcher, report: &mut Benchmark
     report.add(Figure::new(CASE_NAME, format!("GPU lost: {label}"), healthy, "").with_published(0.0));
 
     let since = Instant::now();
-    machine_of(&plugin)?.change(|state| {
+    simulated_machine(&plugin)?.change(|state| {
         if let Ok(gpu) = state.gpu_mut(&uuid) {
             gpu.lost = false;
         }
@@ -149,7 +149,7 @@ pub(super) async fn measure_event_wait(
         effect: FaultEffect::Code(NVML_ERROR_GPU_IS_LOST),
         remaining: None,
     };
-    machine_of(&plugin)?.change(|state| {
+    simulated_machine(&plugin)?.change(|state| {
         let id = state.next_id();
         state.faults.push(fault(id));
     })?;

@@ -378,7 +378,7 @@ pub(super) async fn measure_random_occupancy(
     report: &mut BenchmarkReport,
 ) -> Result<()> {
     const CASE_NAME: &str = "splits";
-    const UNITS: usize = 5;
+    const REQUESTED_UNITS: usize = 5;
     let endpoint = plugin.endpoint();
     let all = endpoint.healthy_ids();
     let (gpus, shape) = describe_plugin(&all);
@@ -387,11 +387,11 @@ pub(super) async fn measure_random_occupancy(
     let (mut could, mut split) = (0, 0);
     for _ in 0..states {
         let free = random_free_shares(&all, &mut rng);
-        if !fits_on_one_gpu(&free, UNITS) {
+        if !fits_on_one_gpu(&free, REQUESTED_UNITS) {
             continue;
         }
         could += 1;
-        let ids = request_preferred(&mut client, &free, UNITS).await?;
+        let ids = request_preferred(&mut client, &free, REQUESTED_UNITS).await?;
         split += usize::from(count_gpus(ids.iter().map(String::as_str)) > 1);
     }
     let label = format!("{shape}, random occupancy, {could} states with room on one GPU: 5 units split");

@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantiles_are_ranks() {
+    fn a_quantile_is_the_smallest_value_with_its_rank() {
         let sorted = SortedDurations::new([3, 1, 2, 4].map(std::time::Duration::from_millis));
         let shown = [0.0, 0.25, 0.5, 0.99, 1.0].map(|part| format_number(sorted.quantile(part)));
         assert_eq!(shown, ["1", "1", "2", "4", "4"]);

@@ -308,7 +308,7 @@ pub(super) const PODS: Target = Target {
     },
 };
 
-pub(super) const PROC: Target = Target {
+pub(super) const PROC_FILES: Target = Target {
     name: "proc",
     what: "a process's cgroup and stat files; a tenant controls its name and the cgroups below its container's",
     shape: InputShape::Bytes,

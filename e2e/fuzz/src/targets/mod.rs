@@ -21,7 +21,7 @@ pub fn all_targets() -> &'static [Target] {
         agent::MPS_STATUS,
         agent::SHUTDOWN_NOTE,
         agent::PODS,
-        agent::PROC,
+        agent::PROC_FILES,
         kubelet::DEVICE_PLUGIN,
         kubelet::POD_RESOURCES,
         kubelet::KUBELET_CHECKPOINT,
@@ -32,7 +32,7 @@ pub fn all_targets() -> &'static [Target] {
         texts::PLACEMENT,
         texts::CORDON_ANNOTATIONS,
         texts::QUANTITY,
-        texts::NAMES,
+        texts::RESOURCE_AND_DEVICE_NAMES,
     ]
 }
 

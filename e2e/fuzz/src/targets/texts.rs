@@ -93,7 +93,7 @@ pub(super) const QUANTITY: Target = Target {
     },
 };
 
-pub(super) const NAMES: Target = Target {
+pub(super) const RESOURCE_AND_DEVICE_NAMES: Target = Target {
     name: "names",
     what: "names of resources, and ids of devices",
     shape: InputShape::Bytes,

@@ -12,13 +12,13 @@ use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, ten_shares
 
 /// The `DaemonSet` of the agents. Dropping this value restores the containers, and waits until all
 /// agents match.
-struct Agents<'a> {
+struct AgentDaemonSet<'a> {
     cluster: &'a Cluster,
     path: String,
     containers: Value,
 }
 
-impl<'a> Agents<'a> {
+impl<'a> AgentDaemonSet<'a> {
     fn read(cluster: &'a Cluster) -> Result<Self> {
         let path = format!("/apis/apps/v1/namespaces/{SYSTEM_NAMESPACE}/daemonsets/cleave-agent");
         let containers = cluster.get(&path)?["spec"]["template"]["spec"]["containers"].take();
@@ -66,7 +66,7 @@ impl<'a> Agents<'a> {
     }
 }
 
-impl Drop for Agents<'_> {
+impl Drop for AgentDaemonSet<'_> {
     fn drop(&mut self) {
         let restored = self.set_containers(&self.containers).and_then(|()| self.wait_until_rolled_out());
         if let Err(error) = restored {
@@ -76,9 +76,9 @@ impl Drop for Agents<'_> {
 }
 
 #[test]
-fn a_roll_out_of_agents_that_fail_after_they_take_over_stops_at_the_first_node() -> Result<()> {
+fn a_rollout_of_agents_that_fail_after_they_take_over_stops_at_the_first_node() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let agents = Agents::read(&cluster)?;
+    let agents = AgentDaemonSet::read(&cluster)?;
     // The rollout may begin on any node.
     let scope = Scope::new(&cluster, "broken-agents")?;
     let spec = json!({"nodeSelector": {"kubernetes.io/os": "linux"}, "mode": "Mps", "mps": {"units": 10}});
@@ -120,9 +120,9 @@ fn a_roll_out_of_agents_that_fail_after_they_take_over_stops_at_the_first_node()
 }
 
 #[test]
-fn a_roll_out_of_agents_while_pods_arrive_rejects_none() -> Result<()> {
+fn a_rollout_of_agents_while_pods_arrive_rejects_no_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let agents = Agents::read(&cluster)?;
+    let agents = AgentDaemonSet::read(&cluster)?;
     let scope = ten_shares(&cluster, "agents-and-pods")?;
     let old = agents.pods()?;
     agents.set_env(&[("CLEAVE_E2E_RELEASE", "next")])?;

@@ -10,12 +10,12 @@ use crate::gate::{SLEEP_FOREVER_SCRIPT, is_gated, wait_for_event};
 use crate::stranded::{advertises_shares, check_runs_soon, node_path};
 use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, ten_shares};
 
-const MANY_PODS: usize = 500;
-const HOSTNAME: &str = "kubernetes.io/hostname";
+const WAITING_POD_COUNT: usize = 500;
+const HOSTNAME_LABEL: &str = "kubernetes.io/hostname";
 
-/// Creates [`MANY_PODS`] pods on [`NODE`], each of which requests this number of shares.
+/// Creates [`WAITING_POD_COUNT`] pods on [`NODE`], each of which requests this number of shares.
 fn create_many_pods(scope: &Scope, shares: u32) -> Result<()> {
-    for index in 0..MANY_PODS {
+    for index in 0..WAITING_POD_COUNT {
         scope.create_pod_on_node(
             NODE,
             &format!("many-{index}"),
@@ -70,7 +70,7 @@ fn five_hundred_pods_that_can_never_run_delay_no_pod_that_can() -> Result<()> {
     wait_for_event(&scope, "many-0", "the largest has 10")?;
     // The operator releases all of these pods as unschedulable. The size of each release's patch
     // does not depend on the cluster's size.
-    let last = format!("many-{}", MANY_PODS - 1);
+    let last = format!("many-{}", WAITING_POD_COUNT - 1);
     wait_until("the last of them is released", || Ok(!is_gated(&cluster.get(&scope.pod_path(&last))?)))?;
     wait_until("the scheduler has examined the last of them", || {
         let pod = cluster.get(&scope.pod_path(&last))?;
@@ -100,7 +100,7 @@ fn a_policy_that_is_deleted_while_five_hundred_pods_wait_delays_no_other_pod() -
     // The idle GPU becomes a whole GPU, although hundreds of pods wait for its shares.
     scope.create_pod_on_node(NODE, "whole", &json!({"nvidia.com/gpu": 1}), SLEEP_FOREVER_SCRIPT)?;
     wait_until("the operator has planned without the policy", || {
-        let gpus = cluster.gpunode(NODE)?["spec"]["gpus"].as_array().cloned().unwrap_or_default();
+        let gpus = cluster.gpu_node(NODE)?["spec"]["gpus"].as_array().cloned().unwrap_or_default();
         Ok(gpus.iter().all(|gpu| gpu["partition"]["mps"].is_null()))
     })?;
     scope.delete_pod("full-0", 0)?;
@@ -121,7 +121,7 @@ struct OtherHostname<'a>(&'a Cluster, &'a str);
 
 impl OtherHostname<'_> {
     fn set(&self, hostname: &str) -> Result<()> {
-        self.0.patch(&node_path(self.1), &json!({"metadata": {"labels": {HOSTNAME: hostname}}})).map(drop)
+        self.0.patch(&node_path(self.1), &json!({"metadata": {"labels": {HOSTNAME_LABEL: hostname}}})).map(drop)
     }
 }
 

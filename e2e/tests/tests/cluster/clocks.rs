@@ -205,7 +205,7 @@ fn clock_jumps_lose_no_share_reservation_or_grace_period_and_restart_nothing() -
         scope.wait_until_running(&probe)?;
         ensure!(scope.client_report(&probe)?["sms"] == 26, "{probe} has other limits");
         check_gated(&scope, "next")?;
-        let errors = allocation_errors(&cluster.gpunode(NODE)?, &live_pods(&scope.pods()?), Some(10));
+        let errors = allocation_errors(&cluster.gpu_node(NODE)?, &live_pods(&scope.pods()?), Some(10));
         ensure!(errors.is_empty(), "off by {off} s: {errors:#?}");
         scope.delete_pod(&probe, 0)?;
         let now = invariant_state(&clocks, &scope, &full)?;

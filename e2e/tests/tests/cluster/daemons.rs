@@ -126,7 +126,7 @@ fn pods_created_while_daemons_or_servers_restart_wait_and_are_not_refused() -> R
                 Ok(others && read_daemon_fields("state")?.iter().all(|(_, state)| state == "Active"))
             },
             || {
-                let gpus = cluster.gpunode(NODE)?["status"]["gpus"].as_array().cloned().unwrap_or_default();
+                let gpus = cluster.gpu_node(NODE)?["status"]["gpus"].as_array().cloned().unwrap_or_default();
                 let slices = gpus.iter().flat_map(|gpu| gpu["slices"].as_array().cloned().unwrap_or_default());
                 let unhealthy: u64 = slices.filter_map(|slice| slice["unhealthy"].as_u64()).sum();
                 let violation = (unhealthy > 0).then(|| format!("{unhealthy} shares were reported as unhealthy"));

@@ -52,13 +52,13 @@ fn create_pod(scope: &Scope, name: &str, resource: &str, count: u32) -> Result<(
 }
 
 fn read_gpu(cluster: &Cluster, index: usize) -> Result<Value> {
-    Ok(cluster.gpunode(NODE)?["status"]["gpus"][index].clone())
+    Ok(cluster.gpu_node(NODE)?["status"]["gpus"][index].clone())
 }
 
 /// Returns the devices of [`NODE`] on which a pod has an allocation, without duplicates.
 fn devices_of_pod(cluster: &Cluster, scope: &Scope, name: &str) -> Result<Vec<String>> {
     let name = format!("{}/{name}", scope.namespace);
-    let gpus = cluster.gpunode(NODE)?["status"]["gpus"].as_array().cloned().unwrap_or_default();
+    let gpus = cluster.gpu_node(NODE)?["status"]["gpus"].as_array().cloned().unwrap_or_default();
     let rows = gpus.iter().flat_map(|gpu| gpu["allocations"].as_array().cloned().unwrap_or_default());
     let mine: BTreeSet<String> = rows.filter(|row| row["pod"] == name).map(|row| text(&row["device"])).collect();
     Ok(mine.into_iter().collect())
@@ -205,7 +205,7 @@ fn shares_inside_a_mig_instance_run_with_their_limits() -> Result<()> {
     let shared = "nvidia.com/mig-3g.20gb.shared";
     create_pod(&scope, "two", shared, 2)?;
     create_pod(&scope, "one", shared, 1)?;
-    let models = cluster.gpunode(NODE)?["status"]["models"].as_array().cloned().unwrap_or_default();
+    let models = cluster.gpu_node(NODE)?["status"]["models"].as_array().cloned().unwrap_or_default();
     let mut profiles = models.iter().filter_map(|model| model["migProfiles"].as_array()).flatten();
     let profile = profiles.find(|profile| profile["name"] == "3g.20gb").context("the model has no profile 3g.20gb")?;
     let total = Sms(u32::try_from(profile["sms"].as_u64().context("the profile has no SMs")?)?);
@@ -281,14 +281,14 @@ fn a_node_whose_agent_is_stopped_delays_no_other_pod_and_is_used_again_later() -
 
 /// The component to kill.
 #[derive(Debug, Clone, Copy)]
-enum Victim {
+enum KilledComponent {
     Agent,
     Operator,
 }
 
 /// The step of a repartitioning at which to kill the component.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Step {
+enum RepartitioningStep {
     /// The pod exists.
     Requested,
     /// The plan is in the `GpuNode`'s spec.
@@ -302,13 +302,13 @@ enum Step {
 /// Kills a component: the operator's pod, or the agent's supervisor and with it the agent. Also
 /// deletes the agent's pod, because the kubelet delays restarts of an often-killed container by
 /// minutes.
-fn kill_component(cluster: &Cluster, victim: Victim) -> Result<()> {
+fn kill_component(cluster: &Cluster, victim: KilledComponent) -> Result<()> {
     let component = match victim {
-        Victim::Agent => {
+        KilledComponent::Agent => {
             signal_program(NODE, AGENT_SUPERVISOR, "KILL")?;
             "agent"
         }
-        Victim::Operator => "operator",
+        KilledComponent::Operator => "operator",
     };
     let pods = format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods");
     for pod in cluster.list(&format!("{pods}?labelSelector=app.kubernetes.io/component={component}"))? {
@@ -316,7 +316,7 @@ fn kill_component(cluster: &Cluster, victim: Victim) -> Result<()> {
             cluster.delete(&format!("{pods}/{}", text(&pod["metadata"]["name"])), Some(0))?;
         }
     }
-    if let Victim::Agent = victim {
+    if let KilledComponent::Agent = victim {
         wait_until("an agent runs", || signal_program(NODE, "cleave-agent", "CONT").map(|()| true))?;
     }
     Ok(())
@@ -324,22 +324,22 @@ fn kill_component(cluster: &Cluster, victim: Victim) -> Result<()> {
 
 /// Waits until the repartitioning of [`NODE`] that follows the plan in `before` reaches a step or
 /// finishes, or until `pod` is bound without a repartitioning.
-fn wait_for_step(scope: &Scope, pod: &str, step: Step, before: &Value) -> Result<()> {
+fn wait_for_step(scope: &Scope, pod: &str, step: RepartitioningStep, before: &Value) -> Result<()> {
     let cluster = scope.cluster;
     let plan = |node: &Value| text(&node["spec"]["planId"]);
     wait_until(&format!("the repartitioning is {step:?}"), || {
-        let node = cluster.gpunode(NODE)?;
+        let node = cluster.gpu_node(NODE)?;
         let planned = plan(&node) != plan(before);
         let applied = planned && node["status"]["planId"] == node["spec"]["planId"];
         let started =
             node["status"]["steps"] != before["status"]["steps"] || node["status"]["gpus"] != before["status"]["gpus"];
         let bound = cluster.find(&scope.pod_path(pod))?.is_some_and(|pod| pod["spec"]["nodeName"].is_string());
         Ok(match step {
-            Step::Requested => true,
+            RepartitioningStep::Requested => true,
             _ if bound => true,
-            Step::Planned => planned,
-            Step::Started => planned && started || applied,
-            Step::Applied => applied,
+            RepartitioningStep::Planned => planned,
+            RepartitioningStep::Started => planned && started || applied,
+            RepartitioningStep::Applied => applied,
         })
     })
 }
@@ -354,11 +354,16 @@ fn agent_or_operator_killed_at_any_step_of_a_repartitioning_loses_no_allocation(
     // Each repartitioning has a different target: MIG, MPS, or a whole GPU.
     let wants = ["nvidia.com/mig-3g.20gb", "nvidia.com/gpu-30gb", "nvidia.com/mig-1g.5gb", WHOLE_GPU_RESOURCE];
     let mut resources = wants.iter().cycle();
-    for victim in [Victim::Agent, Victim::Operator] {
-        for step in [Step::Requested, Step::Planned, Step::Started, Step::Applied] {
+    for victim in [KilledComponent::Agent, KilledComponent::Operator] {
+        for step in [
+            RepartitioningStep::Requested,
+            RepartitioningStep::Planned,
+            RepartitioningStep::Started,
+            RepartitioningStep::Applied,
+        ] {
             let resource = resources.next().context("no further resource")?;
             println!("killing the {victim:?} when the repartitioning for {resource} is {step:?}");
-            let node = cluster.gpunode(NODE)?;
+            let node = cluster.gpu_node(NODE)?;
             create_pod(&scope, "next", resource, 1)?;
             wait_for_step(&scope, "next", step, &node)?;
             kill_component(&cluster, victim)?;
@@ -376,7 +381,7 @@ fn agent_or_operator_killed_at_any_step_of_a_repartitioning_loses_no_allocation(
         }
     }
     wait_until("the node has applied its plan", || {
-        let node = cluster.gpunode(NODE)?;
+        let node = cluster.gpu_node(NODE)?;
         Ok(node["status"]["planId"] == node["spec"]["planId"])
     })
 }
@@ -399,7 +404,7 @@ struct StartDurations {
 /// Creates a pod on a node, and measures its times until it runs.
 fn measure_start(scope: &Scope, node_name: &str, name: &str, resource: &str) -> Result<StartDurations> {
     let cluster = scope.cluster;
-    let before = text(&cluster.gpunode(node_name)?["spec"]["planId"]);
+    let before = text(&cluster.gpu_node(node_name)?["spec"]["planId"]);
     let started = Instant::now();
     scope.create_pod_on_node(node_name, name, &json!({resource: 1}), HOLD_CLIENT_SCRIPT)?;
     let mut times = StartDurations::default();
@@ -409,7 +414,7 @@ fn measure_start(scope: &Scope, node_name: &str, name: &str, resource: &str) -> 
         }
     };
     wait_until(&format!("{name} runs"), || {
-        let node = cluster.gpunode(node_name)?;
+        let node = cluster.gpu_node(node_name)?;
         let planned = text(&node["spec"]["planId"]) != before;
         first(&mut times.planned, planned);
         first(&mut times.applied, planned && node["status"]["planId"] == node["spec"]["planId"]);

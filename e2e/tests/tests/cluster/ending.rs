@@ -240,7 +240,7 @@ fn delete_busy_pods(scope: &Scope, deletion: Deletion) -> Result<DeletionCount> 
         let (one, other) = (one?, other?);
         ensure!(one == other, "{name} is on {one}, its neighbour on {other}");
         let allocation = || -> Result<Value> {
-            let node = scope.cluster.gpunode(NODE)?;
+            let node = scope.cluster.gpu_node(NODE)?;
             let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
             let mut all = gpus.iter().flat_map(|gpu| gpu["allocations"].as_array().cloned().unwrap_or_default());
             let own = format!("{}/{name}", scope.namespace);

@@ -294,7 +294,7 @@ fn every_kind_of_pod_gets_its_shares_of_one_gpu() -> Result<()> {
 
 /// Returns the number of shares of [`NODE`] that are in use.
 fn count_shares_in_use(cluster: &Cluster) -> Result<u64> {
-    let node = cluster.gpunode(NODE)?;
+    let node = cluster.gpu_node(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
     let slices = gpus.iter().flat_map(|gpu| gpu["slices"].as_array().cloned().unwrap_or_default());
     Ok(slices.filter_map(|slices| slices["inUse"].as_u64()).sum())
@@ -350,7 +350,7 @@ fn lasting_allocation_errors(scope: &Scope, pods: &[Value]) -> Result<BTreeSet<S
     let start = Instant::now();
     let mut live = live_pods(pods);
     loop {
-        let errors = allocation_errors(&scope.cluster.gpunode(NODE)?, &live, Some(10));
+        let errors = allocation_errors(&scope.cluster.gpu_node(NODE)?, &live, Some(10));
         if errors.is_empty() || start.elapsed() >= END_REPORT_TIMEOUT {
             return Ok(errors);
         }

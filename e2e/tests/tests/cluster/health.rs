@@ -61,7 +61,7 @@ impl Drop for RepairGuard<'_> {
 
 /// Returns the status of a GPU of [`NODE`].
 pub(crate) fn gpu_status(cluster: &Cluster, index: u64) -> Result<Value> {
-    let node = cluster.gpunode(NODE)?;
+    let node = cluster.gpu_node(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
     gpus.into_iter().find(|gpu| gpu["index"] == index).with_context(|| format!("{NODE} reports no GPU {index}"))
 }
@@ -125,7 +125,7 @@ fn xids_of_each_class_withdraw_shares_and_recover_as_documented() -> Result<()> 
 }
 
 #[test]
-fn a_restart_of_the_agent_clears_no_fault_and_uncordon_does() -> Result<()> {
+fn a_restart_of_the_agent_keeps_faults_and_uncordon_clears_them() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "heals")?;
     let repair = RepairGuard::new(&cluster);
@@ -281,7 +281,7 @@ fn a_cordoned_gpu_gets_no_new_pod_a_drain_empties_it_and_uncordon_makes_it_sched
 }
 
 fn gpu_index(cluster: &Cluster, uuid: &str) -> Result<u64> {
-    let node = cluster.gpunode(NODE)?;
+    let node = cluster.gpu_node(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
     let found = gpus.iter().find(|gpu| text(&gpu["uuid"]) == uuid).and_then(|gpu| gpu["index"].as_u64());
     found.with_context(|| format!("{NODE} reports no GPU {uuid}"))

@@ -73,7 +73,7 @@ fn ten_shares_of<'a>(cluster: &'a Cluster, name: &str, indices: Option<&[u64]>) 
 /// Describes the GPUs of [`NODE`] that do not have ten healthy shares in the `GpuNode`'s status.
 /// Considers only the GPUs that `selects` accepts.
 fn gpus_without_ten_shares(cluster: &Cluster, selects: impl Fn(&Value) -> bool) -> Result<Vec<String>> {
-    let node = cluster.gpunode(NODE)?;
+    let node = cluster.gpu_node(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
     let healthy = |gpu: &Value| gpu["slices"][0]["total"] == 10 && gpu["slices"][0]["unhealthy"] == 0;
     let others = gpus.iter().filter(|gpu| selects(gpu) && !healthy(gpu));
@@ -92,7 +92,7 @@ fn wait_until_advertised(cluster: &Cluster, resource: &str, count: u64) -> Resul
 /// Returns a pod's allocations in the status of [`NODE`], one for each container and device.
 fn allocations(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<Vec<Value>> {
     let name = format!("{}/{pod}", scope.namespace);
-    let node = cluster.gpunode(NODE)?;
+    let node = cluster.gpu_node(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
     let all = gpus.iter().flat_map(|gpu| gpu["allocations"].as_array().cloned().unwrap_or_default());
     Ok(all.filter(|allocation| text(&allocation["pod"]) == name).collect())
@@ -100,7 +100,7 @@ fn allocations(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<Vec<Value>
 
 /// Returns the device and PID of the MPS daemons of [`NODE`].
 fn daemon_pids(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
-    let node = cluster.gpunode(NODE)?;
+    let node = cluster.gpu_node(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
     let daemons = gpus.iter().flat_map(|gpu| gpu["mps"].as_array().cloned().unwrap_or_default());
     let mut pids: Vec<(String, u64)> =

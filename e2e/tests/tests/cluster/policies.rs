@@ -197,7 +197,7 @@ fn a_change_of_one_gpu_does_not_affect_other_gpus() -> Result<()> {
 /// Returns the number of shares per GPU in the spec of each node, in order of the nodes' names.
 fn shares_in_specs(cluster: &Cluster, nodes: &[String]) -> Result<Vec<Value>> {
     let shares = |node: &String| {
-        let gpus = cluster.gpunode(node)?["spec"]["gpus"].as_array().cloned().unwrap_or_default();
+        let gpus = cluster.gpu_node(node)?["spec"]["gpus"].as_array().cloned().unwrap_or_default();
         Ok(gpus.first().map_or(Value::Null, |gpu| gpu["partition"]["mps"]["slices"][0]["count"].clone()))
     };
     nodes.iter().map(shares).collect()
@@ -215,7 +215,7 @@ fn wait_for_rollout(cluster: &Cluster, policy: &str, reason: &str, counts: &Valu
 }
 
 #[test]
-fn a_changed_policy_reaches_one_node_after_the_other_and_can_be_paused_and_changed_back() -> Result<()> {
+fn a_changed_policy_reaches_one_node_after_another_and_can_be_paused_and_changed_back() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "waves")?;
     let mut nodes = cluster.nodes()?;
@@ -232,12 +232,12 @@ fn a_changed_policy_reaches_one_node_after_the_other_and_can_be_paused_and_chang
     }
     wait_until("each node reports its pod", || {
         let in_use = |node: &String| {
-            let gpus = cluster.gpunode(node)?["status"]["gpus"].as_array().cloned().unwrap_or_default();
+            let gpus = cluster.gpu_node(node)?["status"]["gpus"].as_array().cloned().unwrap_or_default();
             Ok(gpus.iter().any(|gpu| gpu["slices"][0]["inUse"] == 1))
         };
         Ok(nodes.iter().map(in_use).collect::<Result<Vec<bool>>>()?.into_iter().all(|reported| reported))
     })?;
-    let unchanged = cluster.gpunode(&nodes[1])?["metadata"]["generation"].clone();
+    let unchanged = cluster.gpu_node(&nodes[1])?["metadata"]["generation"].clone();
 
     cluster.patch(&path, &json!({"spec": {"mps": {"units": 10}, "rollout": {"paused": true}}}))?;
     wait_for_rollout(&cluster, "staged", "RolloutPaused", &counts(0, 0, 2))?;
@@ -252,7 +252,7 @@ fn a_changed_policy_reaches_one_node_after_the_other_and_can_be_paused_and_chang
     cluster.patch(&path, &json!({"spec": {"mps": {"units": 5}}}))?;
     wait_for_rollout(&cluster, "staged", "RolledOut", &counts(2, 0, 0))?;
     ensure!(shares_in_specs(&cluster, &nodes)? == [json!(5), json!(5)], "the change was not undone");
-    let generation = cluster.gpunode(&nodes[1])?["metadata"]["generation"].clone();
+    let generation = cluster.gpu_node(&nodes[1])?["metadata"]["generation"].clone();
     ensure!(generation == unchanged, "the node that never changed was written: {generation}, not {unchanged}");
 
     cluster.patch(&path, &json!({"spec": {"mps": {"units": 10}}}))?;

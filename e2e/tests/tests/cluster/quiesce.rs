@@ -9,7 +9,7 @@ use crate::{HOLD_CLIENT_SCRIPT, SHARES_RESOURCE, container_and_restarts};
 
 /// The node that fewer tests use, and the number of its simulated GPUs.
 const NODE: &str = "node2";
-const GPUS: u64 = 2;
+const GPU_COUNT: u64 = 2;
 /// The label with which the GPU Operator starts and pauses programs that use GPUs.
 const DEPLOY_LABEL: &str = "nvidia.com/gpu.deploy.device-plugin";
 
@@ -50,7 +50,7 @@ fn shares_of_node<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
     let selector = json!({"kubernetes.io/hostname": NODE});
     scope.create_policy("quiesce", &json!({"nodeSelector": selector, "mode": "Mps", "mps": {"units": 10}}))?;
-    wait_until_advertised(cluster, 10 * GPUS)?;
+    wait_until_advertised(cluster, 10 * GPU_COUNT)?;
     Ok(scope)
 }
 
@@ -71,11 +71,11 @@ fn run_pod(scope: &Scope, name: &str, shares: u64) -> Result<String> {
 }
 
 fn gpu_statuses(cluster: &Cluster) -> Result<Vec<Value>> {
-    Ok(cluster.gpunode(NODE)?["status"]["gpus"].as_array().cloned().unwrap_or_default())
+    Ok(cluster.gpu_node(NODE)?["status"]["gpus"].as_array().cloned().unwrap_or_default())
 }
 
 #[test]
-fn a_quiesced_gpu_is_reset_while_pods_use_and_start_on_the_other_one() -> Result<()> {
+fn a_quiesced_gpu_is_reset_while_pods_run_and_start_on_the_other_gpu() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = shares_of_node(&cluster, "reset")?;
     let service = ServiceGuard::new(&cluster);
@@ -108,7 +108,7 @@ fn a_quiesced_gpu_is_reset_while_pods_use_and_start_on_the_other_one() -> Result
     ensure!(quiesce["quiesced"] == true, "the new pod ended the quiesce: {quiesce}");
 
     run_program(&cleave_path(), &["uncordon", NODE, &gpu])?;
-    wait_until_advertised(&cluster, 10 * GPUS)?;
+    wait_until_advertised(&cluster, 10 * GPU_COUNT)?;
     ensure!(run_pod(&scope, "returns", 10)? == gpu, "the new pod is on the other GPU");
     ensure!(before == container_and_restarts(&cluster, &scope, "stays")?, "a running pod was disturbed");
     Ok(())
@@ -120,7 +120,7 @@ fn check_driver_reload(service: &ServiceGuard, scope: &Scope, resume: impl FnOnc
     service.simulator.simgpu(&["driver", "--present", "true"])?;
     wait_until_advertised(service.cluster, 0)?;
     resume()?;
-    wait_until_advertised(service.cluster, 10 * GPUS)?;
+    wait_until_advertised(service.cluster, 10 * GPU_COUNT)?;
     let gpus = [run_pod(scope, "first", 10)?, run_pod(scope, "second", 10)?];
     ensure!(gpus[0] != gpus[1], "both pods are on GPU {}", gpus[0]);
     Ok(())

@@ -29,7 +29,7 @@ const OTHER_NODE: &str = "node2";
 /// [`NODE`]'s first process. All other processes of the node exit with it.
 const NODE_COMPONENT: &str = "node@node1";
 /// Pods of the Deployment, and the shares that each requests.
-const REPLICAS: usize = 3;
+const REPLICA_COUNT: usize = 3;
 const SHARES_PER_REPLICA: u64 = 3;
 
 /// Returns the path of a node's file on the machine. The file can be read while the node is down.
@@ -88,7 +88,7 @@ impl Drop for ApiServerDown {
     }
 }
 
-/// Creates a Deployment `deployed` of [`REPLICAS`] pods on [`NODE`].
+/// Creates a Deployment `deployed` of [`REPLICA_COUNT`] pods on [`NODE`].
 fn create_deployment(scope: &Scope) -> Result<()> {
     let mut spec = pod("deployed", &json!({SHARES_RESOURCE: SHARES_PER_REPLICA}), HOLD_CLIENT_SCRIPT)["spec"].take();
     spec["restartPolicy"] = json!("Always");
@@ -97,7 +97,7 @@ fn create_deployment(scope: &Scope) -> Result<()> {
     let deployment = json!({
         "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "deployed", "labels": {TEST_LABEL: "true"}},
         "spec": {
-            "replicas": REPLICAS, "selector": {"matchLabels": labels},
+            "replicas": REPLICA_COUNT, "selector": {"matchLabels": labels},
             "template": {"metadata": {"labels": labels}, "spec": spec},
         },
     });
@@ -129,7 +129,7 @@ fn wait_until_deployed(scope: &Scope, before: &BTreeSet<String>) -> Result<Vec<S
             .filter(|pod| belongs_to_deployment(pod) && runs_in_new_container(pod, before))
             .map(|pod| text(&pod["metadata"]["name"]))
             .collect();
-        ensure!(names.len() == REPLICAS, "{} of {REPLICAS} run", names.len());
+        ensure!(names.len() == REPLICA_COUNT, "{} of {REPLICA_COUNT} run", names.len());
         Ok(Some(names))
     })
 }
@@ -141,7 +141,7 @@ fn container_ids(scope: &Scope) -> Result<BTreeSet<String>> {
 
 /// The effect of a reboot on a pod of the node.
 #[derive(Debug, PartialEq, Eq)]
-enum Outcome {
+enum RebootOutcome {
     /// The kubelet started a new container for the pod.
     Restarted,
     /// The kubelet permanently rejected the pod.
@@ -149,14 +149,14 @@ enum Outcome {
 }
 
 /// Waits until the kubelet has restarted or rejected a pod.
-fn wait_for_outcome(scope: &Scope, name: &str, before: &BTreeSet<String>) -> Result<Outcome> {
+fn wait_for_outcome(scope: &Scope, name: &str, before: &BTreeSet<String>) -> Result<RebootOutcome> {
     wait_for(&format!("{name} is restarted or rejected"), 2 * WAIT_TIMEOUT, || {
         let pod = scope.cluster.get(&scope.pod_path(name))?;
         let (phase, reason) = (text(&pod["status"]["phase"]), text(&pod["status"]["reason"]));
         match phase.as_str() {
-            "Failed" if is_rejection(&reason) => Ok(Some(Outcome::Rejected)),
+            "Failed" if is_rejection(&reason) => Ok(Some(RebootOutcome::Rejected)),
             "Failed" => bail!("the pod failed for another reason: {}", pod["status"]),
-            _ => Ok(runs_in_new_container(&pod, before).then_some(Outcome::Restarted)),
+            _ => Ok(runs_in_new_container(&pod, before).then_some(RebootOutcome::Restarted)),
         }
     })
 }
@@ -189,7 +189,7 @@ fn wait_until_consistent(scope: &Scope) -> Result<()> {
     wait_until("kubelet, agent and MPS host agree about allocations", || {
         let mut running = scope.pods()?;
         running.retain(|pod| text(&pod["spec"]["nodeName"]) == NODE && runs_in_new_container(pod, &BTreeSet::new()));
-        let node = scope.cluster.gpunode(NODE)?;
+        let node = scope.cluster.gpu_node(NODE)?;
         let errors = allocation_errors(&node, &live_pods(&running), Some(10));
         ensure!(errors.is_empty(), "{errors:#?}");
         let mut reported: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
@@ -283,7 +283,7 @@ fn check_bare_pods(
 ) -> Result<usize> {
     let mut restarted = 0;
     for (name, shares) in BARE_POD_SHARES {
-        if wait_for_outcome(scope, name, containers)? == Outcome::Restarted {
+        if wait_for_outcome(scope, name, containers)? == RebootOutcome::Restarted {
             restarted += 1;
             check_limits(scope, name, shares)?;
             wait_until(&format!("the node reports the shares of {name} from before the reboot"), || {
@@ -311,14 +311,14 @@ fn check_deployment(scope: &Scope, first: &[String], containers: &BTreeSet<Strin
         std::io::stderr(),
         "of {} pods with shares on a rebooted node, {} were restarted, {} were rejected by the kubelet and replaced \
          ({rejected} rejections), {} were rejected and have no controller to replace them",
-        BARE_POD_SHARES.len() + REPLICAS,
+        BARE_POD_SHARES.len() + REPLICA_COUNT,
         bare + restarted,
-        REPLICAS - restarted,
+        REPLICA_COUNT - restarted,
         BARE_POD_SHARES.len() - bare,
     )?;
     // The operator releases no replacement pods to the node until the node's agent serves, so few
     // pods are rejected.
-    ensure!(rejected <= 3 * REPLICAS, "the kubelet rejected {rejected} pods for {REPLICAS} replicas");
+    ensure!(rejected <= 3 * REPLICA_COUNT, "the kubelet rejected {rejected} pods for {REPLICA_COUNT} replicas");
     Ok(())
 }
 

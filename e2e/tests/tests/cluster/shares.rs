@@ -23,7 +23,8 @@ pub(crate) fn limits_of_shares(shares: u32, total: u64) -> (Sms, Mebibytes) {
 fn each_pod_sees_its_shares_of_one_gpu() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "shares")?;
-    let total = cluster.gpunode(NODE)?["status"]["gpus"][0]["memoryMib"].as_u64().context("no memory in the status")?;
+    let total =
+        cluster.gpu_node(NODE)?["status"]["gpus"][0]["memoryMib"].as_u64().context("no memory in the status")?;
     let sizes = [1, 2, 3, 5];
     for shares in sizes {
         scope.create_pod(&format!("p{shares}"), &json!({SHARES_RESOURCE: shares}), HOLD_CLIENT_SCRIPT)?;

@@ -127,7 +127,7 @@ fn a_pod_that_exceeds_its_share_is_evicted_if_the_policy_sets_evict() -> Result<
     scope.wait_until_running("neighbour")?;
     ensure!(within_share_condition(&cluster, &scope, "neighbour")?.is_none(), "the neighbour has a finding");
     wait_until("the status has no finding", || {
-        let node = cluster.gpunode(NODE)?;
+        let node = cluster.gpu_node(NODE)?;
         Ok(node["status"]["findings"].as_array().is_none_or(Vec::is_empty))
     })
 }

@@ -9,19 +9,19 @@ use crate::{HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE};
 
 const GPU_RESOURCE: &str = "nvidia.com/gpu";
 const SLEEP_SCRIPT: &str = "exec sleep infinity";
-/// Prints the device nodes of GPUs and the driver's libraries that a container visible_driver_and_gpus.
+/// Prints the device nodes of GPUs and the driver's libraries that a container sees.
 const LIST_SCRIPT: &str = "ls /dev | grep -E '^nvidia[0-9]+$' || true; find / -xdev -name 'libcuda.so*' 2>/dev/null; \
                            grep -o '/[^ ]*libcuda.so[^ ]*' /proc/mounts || true";
 
 /// How the cluster uses the toolkit. `e2e/toolkit/test` describes the layouts.
-struct Layout {
+struct ToolkitLayout {
     /// The `RuntimeClass` of pods with GPUs.
     class: Option<&'static str>,
     /// The `RuntimeClass` with which NVIDIA's runtime handles a pod. `None` for the default.
     nvidia: Option<&'static str>,
 }
 
-impl Layout {
+impl ToolkitLayout {
     fn from_environment() -> Result<Self> {
         let name = std::env::var("TOOLKIT_LAYOUT").context("run e2e/toolkit/test, which sets TOOLKIT_LAYOUT")?;
         match name.as_str() {
@@ -34,7 +34,7 @@ impl Layout {
 }
 
 /// Creates a pod with a `RuntimeClass`, or with the default runtime if `class` is `None`.
-fn create(scope: &Scope, cluster: &Cluster, pod: &Value, class: Option<&str>) -> Result<Value> {
+fn create_pod_with_class(scope: &Scope, cluster: &Cluster, pod: &Value, class: Option<&str>) -> Result<Value> {
     let mut pod = pod.clone();
     if let Some(class) = class {
         pod["spec"]["runtimeClassName"] = json!(class);
@@ -54,7 +54,8 @@ fn one_gpu_of_shares<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'a>> 
     Ok(scope)
 }
 
-/// Returns whether a container visible_driver_and_gpus the driver, and the names of the GPU device nodes that it visible_driver_and_gpus.
+/// Returns whether a container sees the driver, and the names of the GPU device nodes that the
+/// container sees.
 fn visible_driver_and_gpus(scope: &Scope, name: &str) -> Result<(bool, Vec<String>)> {
     let listed = scope.exec_in_pod(name, &["sh", "-c", LIST_SCRIPT])?;
     let gpus = listed.lines().filter(|line| line.starts_with("nvidia")).map(str::to_owned).collect();
@@ -64,11 +65,16 @@ fn visible_driver_and_gpus(scope: &Scope, name: &str) -> Result<(bool, Vec<Strin
 #[test]
 #[ignore = "e2e/toolkit/test runs it"]
 fn containers_get_the_driver_and_only_their_own_gpus() -> Result<()> {
-    let (layout, cluster) = (Layout::from_environment()?, Cluster::connect()?);
+    let (layout, cluster) = (ToolkitLayout::from_environment()?, Cluster::connect()?);
     let scope = one_gpu_of_shares(&cluster, "toolkit")?;
-    create(&scope, &cluster, &pod("shares", &json!({SHARES_RESOURCE: 3}), HOLD_CLIENT_SCRIPT), layout.class)?;
-    create(&scope, &cluster, &pod("whole", &json!({GPU_RESOURCE: 1}), SLEEP_SCRIPT), layout.class)?;
-    create(&scope, &cluster, &pod("nothing", &json!({}), SLEEP_SCRIPT), layout.class)?;
+    create_pod_with_class(
+        &scope,
+        &cluster,
+        &pod("shares", &json!({SHARES_RESOURCE: 3}), HOLD_CLIENT_SCRIPT),
+        layout.class,
+    )?;
+    create_pod_with_class(&scope, &cluster, &pod("whole", &json!({GPU_RESOURCE: 1}), SLEEP_SCRIPT), layout.class)?;
+    create_pod_with_class(&scope, &cluster, &pod("nothing", &json!({}), SLEEP_SCRIPT), layout.class)?;
     for name in ["shares", "whole", "nothing"] {
         scope.wait_until_running(name)?;
     }
@@ -77,20 +83,17 @@ fn containers_get_the_driver_and_only_their_own_gpus() -> Result<()> {
     ensure!(report["viaMps"] == true && report["sms"] == sms.0, "the pod with shares reports {report}");
     for (name, node) in [("shares", "nvidia0"), ("whole", "nvidia1")] {
         let (driver, gpus) = visible_driver_and_gpus(&scope, name)?;
-        ensure!(driver && gpus == [node], "{name}: visible_driver_and_gpus the driver: {driver}; GPUs: {gpus:?}");
+        ensure!(driver && gpus == [node], "{name}: sees the driver: {driver}; GPUs: {gpus:?}");
     }
     let (driver, gpus) = visible_driver_and_gpus(&scope, "nothing")?;
-    ensure!(
-        !driver && gpus.is_empty(),
-        "a pod without GPUs visible_driver_and_gpus the driver: {driver}; GPUs: {gpus:?}"
-    );
+    ensure!(!driver && gpus.is_empty(), "a pod without GPUs sees the driver: {driver}; GPUs: {gpus:?}");
     Ok(())
 }
 
 #[test]
 #[ignore = "e2e/toolkit/test runs it"]
 fn a_pod_without_shares_cannot_set_visible_devices() -> Result<()> {
-    let (layout, cluster) = (Layout::from_environment()?, Cluster::connect()?);
+    let (layout, cluster) = (ToolkitLayout::from_environment()?, Cluster::connect()?);
     let scope = Scope::new(&cluster, "visible")?;
     let with_env = |name: &str, env: Value, from: Value| {
         let mut pod = pod(name, &json!({}), SLEEP_SCRIPT);
@@ -107,15 +110,15 @@ fn a_pod_without_shares_cannot_set_visible_devices() -> Result<()> {
     for (what, pod) in
         [("a value", &all), ("a field", &from_field), ("a ConfigMap", &from_map), ("a whole GPU", &whole)]
     {
-        let refused = create(&scope, &cluster, pod, layout.nvidia).map(|_| ());
+        let refused = create_pod_with_class(&scope, &cluster, pod, layout.nvidia).map(|_| ());
         let message = refused.as_ref().map_or_else(|error| format!("{error:#}"), |()| String::new());
         ensure!(message.contains("sets NVIDIA_VISIBLE_DEVICES"), "{what}: {refused:?}");
     }
     let void = with_env("void", json!([{"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}]), json!([]));
-    create(&scope, &cluster, &void, layout.nvidia)?;
+    create_pod_with_class(&scope, &cluster, &void, layout.nvidia)?;
     let plain =
         with_env("plain", json!([]), json!([{"prefix": "APP_", "configMapRef": {"name": "m", "optional": true}}]));
-    create(&scope, &cluster, &plain, layout.nvidia)?;
+    create_pod_with_class(&scope, &cluster, &plain, layout.nvidia)?;
     Ok(())
 }
 
@@ -123,23 +126,23 @@ fn a_pod_without_shares_cannot_set_visible_devices() -> Result<()> {
 /// the same access.
 #[test]
 #[ignore = "e2e/toolkit/test runs it"]
-fn without_the_policy_visible_devices_gives_every_gpu() -> Result<()> {
-    let (layout, cluster) = (Layout::from_environment()?, Cluster::connect()?);
+fn without_the_policy_visible_devices_grants_every_gpu() -> Result<()> {
+    let (layout, cluster) = (ToolkitLayout::from_environment()?, Cluster::connect()?);
     let scope = Scope::new(&cluster, "exempt")?;
     let namespace = format!("/api/v1/namespaces/{}", scope.namespace);
     cluster.patch(&namespace, &json!({"metadata": {"labels": {"cleave.dev/allow": "environment"}}}))?;
     let mut all = pod("all", &json!({}), SLEEP_SCRIPT);
     all["spec"]["containers"][0]["env"] = json!([{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]);
-    create(&scope, &cluster, &all, layout.nvidia)?;
+    create_pod_with_class(&scope, &cluster, &all, layout.nvidia)?;
     scope.wait_until_running("all")?;
     let (driver, gpus) = visible_driver_and_gpus(&scope, "all")?;
-    ensure!(driver && gpus == ["nvidia0", "nvidia1"], "visible_driver_and_gpus the driver: {driver}; GPUs: {gpus:?}");
+    ensure!(driver && gpus == ["nvidia0", "nvidia1"], "sees the driver: {driver}; GPUs: {gpus:?}");
     if layout.nvidia.is_some() {
         all["metadata"]["name"] = json!("runc");
-        create(&scope, &cluster, &all, None)?;
+        create_pod_with_class(&scope, &cluster, &all, None)?;
         scope.wait_until_running("runc")?;
         let (driver, gpus) = visible_driver_and_gpus(&scope, "runc")?;
-        ensure!(!driver && gpus.is_empty(), "under runc: visible_driver_and_gpus the driver: {driver}; GPUs: {gpus:?}");
+        ensure!(!driver && gpus.is_empty(), "under runc: sees the driver: {driver}; GPUs: {gpus:?}");
     }
     Ok(())
 }

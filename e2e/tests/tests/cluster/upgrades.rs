@@ -19,13 +19,13 @@ const RELEASE_ANNOTATION: &str = "e2e/release";
 
 /// The `DaemonSet` of the MPS hosts. Dropping this value restores the `DaemonSet`, and waits until
 /// all MPS hosts match.
-struct Template<'a> {
+struct MpsHostDaemonSet<'a> {
     cluster: &'a Cluster,
     path: String,
     image: String,
 }
 
-impl<'a> Template<'a> {
+impl<'a> MpsHostDaemonSet<'a> {
     fn read(cluster: &'a Cluster) -> Result<Self> {
         let path = format!("/apis/apps/v1/namespaces/{SYSTEM_NAMESPACE}/daemonsets/cleave-mps-host");
         let image = text(&cluster.get(&path)?["spec"]["template"]["spec"]["containers"][0]["image"]);
@@ -72,7 +72,7 @@ impl<'a> Template<'a> {
     }
 }
 
-impl Drop for Template<'_> {
+impl Drop for MpsHostDaemonSet<'_> {
     fn drop(&mut self) {
         let restored = self
             .set_release(&Value::Null)
@@ -109,7 +109,7 @@ fn more_than_one_down(cluster: &Cluster, nodes: usize) -> impl FnMut() -> Result
 #[test]
 fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_on_its_node_ends() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let template = Template::read(&cluster)?;
+    let template = MpsHostDaemonSet::read(&cluster)?;
     let scope = ten_shares(&cluster, "idle-upgrade")?;
     scope.create_pod_on_node(NODE, "holder", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("holder")?;
@@ -169,7 +169,7 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_on_its_node_ends(
 #[test]
 fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_all_drained() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let template = Template::read(&cluster)?;
+    let template = MpsHostDaemonSet::read(&cluster)?;
     let scope = ten_shares(&cluster, "drained-upgrade")?;
     scope.create_pod_on_node(NODE, "holder", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("holder")?;
@@ -203,7 +203,7 @@ fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_all_drained() -> Result<()> 
 #[test]
 fn an_image_that_cannot_be_pulled_affects_one_node_until_the_next_change() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let template = Template::read(&cluster)?;
+    let template = MpsHostDaemonSet::read(&cluster)?;
     let old = mps_host_uids(&cluster)?;
     template.set_image("localhost/cleave:none")?;
     let cannot_start = |pod: &Value| {

@@ -16,7 +16,7 @@ const SLEEP_FOREVER_SCRIPT: &str = "exec sleep 1000000";
 /// The node with the other device plugin.
 const OTHER_NODE: &str = "other-plugin";
 /// Number of GPUs of [`OTHER_NODE`].
-const OTHER_GPUS: u64 = 2;
+const OTHER_NODE_GPU_COUNT: u64 = 2;
 
 #[test]
 fn a_pod_for_a_whole_gpu_waits_while_the_gpu_has_shares_in_use() -> Result<()> {
@@ -48,7 +48,7 @@ fn no_pod_for_whole_gpus_is_refused_while_gpus_are_repartitioned() -> Result<()>
         wait_until_advertised(&cluster, WHOLE_GPU_RESOURCE, GPUS_PER_NODE)?;
         scope.create_policy("ten-shares", &spec)?;
         wait_until("the operator has decided to repartition the GPUs", || {
-            let gpus = cluster.gpunode(NODE)?["spec"]["gpus"].as_array().cloned().unwrap_or_default();
+            let gpus = cluster.gpu_node(NODE)?["spec"]["gpus"].as_array().cloned().unwrap_or_default();
             Ok(gpus.len() as u64 == GPUS_PER_NODE && gpus.iter().all(|gpu| !gpu["partition"]["mps"].is_null()))
         })?;
         scope.create_pod_on_node(NODE, &name, &json!({WHOLE_GPU_RESOURCE: GPUS_PER_NODE}), SLEEP_FOREVER_SCRIPT)?;
@@ -78,7 +78,8 @@ impl<'a> OtherNode<'a> {
             json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": OTHER_NODE, "labels": labels}, "spec": {}});
         cluster.create("/api/v1/nodes", &node)?;
         let added = Self(cluster);
-        let amounts = json!({"cpu": "8", "memory": "8Gi", "pods": "110", WHOLE_GPU_RESOURCE: OTHER_GPUS.to_string()});
+        let amounts =
+            json!({"cpu": "8", "memory": "8Gi", "pods": "110", WHOLE_GPU_RESOURCE: OTHER_NODE_GPU_COUNT.to_string()});
         let conditions = json!([{"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "ready"}]);
         let status = json!({"capacity": amounts, "allocatable": amounts, "conditions": conditions});
         cluster.patch(&format!("{path}/status"), &json!({"status": status}))?;

@@ -12,7 +12,7 @@ use crate::SHARES_RESOURCE;
 use crate::gate::{SLEEP_FOREVER_SCRIPT, wait_for_event};
 use crate::stranded::{AddedNodes, advertises_shares, check_stays_gated, node_path};
 
-const ZONE: &str = "topology.kubernetes.io/zone";
+const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
 const STORAGE_CLASSES_PATH: &str = "/apis/storage.k8s.io/v1/storageclasses";
 const VOLUMES_PATH: &str = "/api/v1/persistentvolumes";
 /// Storage class whose volumes are bound when the scheduler has chosen a node.
@@ -36,7 +36,7 @@ impl<'a> Zones<'a> {
     }
 
     fn label(&self, node: &str, zone: &Value) -> Result<()> {
-        self.cluster.patch(&node_path(node), &json!({"metadata": {"labels": {ZONE: zone}}})).map(drop)
+        self.cluster.patch(&node_path(node), &json!({"metadata": {"labels": {ZONE_LABEL: zone}}})).map(drop)
     }
 }
 
@@ -78,7 +78,7 @@ impl<'a> Volumes<'a> {
         wait_until("the volume of an earlier run no longer exists", || Ok(self.cluster.find(&path)?.is_none()))?;
         self.names.push(name);
         let affinity = json!({"required": {"nodeSelectorTerms": [
-            {"matchExpressions": [{"key": ZONE, "operator": "In", "values": [zone]}]}]}});
+            {"matchExpressions": [{"key": ZONE_LABEL, "operator": "In", "values": [zone]}]}]}});
         let size = json!({"storage": "1Mi"});
         let volume = json!({"metadata": {"name": name}, "spec": {
             "capacity": size, "accessModes": ["ReadWriteOnce"], "persistentVolumeReclaimPolicy": "Retain",
@@ -158,7 +158,7 @@ fn deployment_over_zones(name: &str, replicas: u32) -> Value {
     let mut template = pod(name, &json!({SHARES_RESOURCE: 2}), SLEEP_FOREVER_SCRIPT);
     template["spec"]["restartPolicy"] = json!("Always");
     template["spec"]["topologySpreadConstraints"] = json!([{
-        "maxSkew": 1, "topologyKey": ZONE, "whenUnsatisfiable": "DoNotSchedule", "labelSelector": {"matchLabels": labels},
+        "maxSkew": 1, "topologyKey": ZONE_LABEL, "whenUnsatisfiable": "DoNotSchedule", "labelSelector": {"matchLabels": labels},
     }]);
     let template = json!({"metadata": {"labels": labels}, "spec": template["spec"]});
     json!({"metadata": {"name": name}, "spec": {"replicas": replicas, "selector": {"matchLabels": labels}, "template": template}})

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use super::plugin::{MigStrategy, read_flags, read_plugin_flags};
 use crate::migrate::fields::Section;
-use crate::migrate::report::{Notes, Outcome, Place};
+use crate::migrate::report::{Notes, Outcome, SettingPlace};
 
 /// The facts about configurations in a chart's values.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -26,7 +26,7 @@ pub(in crate::migrate) struct ChartFacts {
 }
 
 /// The report's text about settings of the plugin's own pods.
-const POD: &str = "A property of the plugin's own pods. Cleave's pods have their own settings.";
+const OWN_POD_NOTE: &str = "A property of the plugin's own pods. Cleave's pods have their own settings.";
 
 /// Returns whether a mapping is a values file of NVIDIA's device plugin.
 pub(in crate::migrate) fn is_plugin_values(value: &Value) -> bool {
@@ -49,24 +49,24 @@ pub(in crate::migrate) fn is_operator_values(value: &Value) -> bool {
 /// # Errors
 /// Returns an error if a value has a wrong type.
 pub(in crate::migrate) fn parse_plugin_values(source: &str, value: Value, notes: &mut Notes) -> Result<ChartFacts> {
-    let mut top = Section::top(source, value)?;
+    let mut top = Section::root(source, value)?;
     let mut facts = ChartFacts::default();
-    if let Some(mut config) = top.section("config")? {
+    if let Some(mut config) = top.take_section("config")? {
         read_config(&mut config, "map", &mut facts, notes)?;
         config.finish(notes);
     }
     facts.mig_strategy = read_flags(&mut top, notes)?;
     read_plugin_flags(&mut top, notes)?;
-    if let Some((place, _)) = top.flag("compatWithCPUManager")? {
+    if let Some((place, _)) = top.take_bool("compatWithCPUManager")? {
         notes.dropped(place, "The agent adds device nodes itself under deviceListStrategy DeviceNodes.");
     }
-    if let Some((place, class)) = top.text("runtimeClassName")? {
+    if let Some((place, class)) = top.take_string("runtimeClassName")? {
         notes.set(place, "driver.runtimeClassName", json!(class));
     }
-    if let Some((place, selector)) = top.take("nodeSelector") {
+    if let Some((place, selector)) = top.take_value("nodeSelector") {
         notes.set(place, "nodes.nodeSelector", selector);
     }
-    if let Some((place, _)) = top.take("affinity") {
+    if let Some((place, _)) = top.take_value("affinity") {
         notes.decide(
             place,
             "Cleave's agents run on nodes with one of the labels in nodes.gpuLabels. Set nodes.nodeSelector or \
@@ -80,20 +80,20 @@ pub(in crate::migrate) fn parse_plugin_values(source: &str, value: Value, notes:
             ("mps", "Cleave's MPS host has its own directory: the chart's value paths.run."),
             ("cdi", "The agent finds NVIDIA's container toolkit itself."),
             ("devicePlugin", "Uninstall the chart, or keep its DaemonSet off the nodes that Cleave manages."),
-            ("legacyDaemonsetAPI", POD),
-            ("nameOverride", POD),
-            ("fullnameOverride", POD),
-            ("namespaceOverride", POD),
-            ("selectorLabelsOverride", POD),
-            ("allowDefaultNamespace", POD),
-            ("imagePullSecrets", POD),
-            ("image", POD),
-            ("updateStrategy", POD),
-            ("podAnnotations", POD),
-            ("podSecurityContext", POD),
-            ("securityContext", POD),
-            ("resources", POD),
-            ("priorityClassName", POD),
+            ("legacyDaemonsetAPI", OWN_POD_NOTE),
+            ("nameOverride", OWN_POD_NOTE),
+            ("fullnameOverride", OWN_POD_NOTE),
+            ("namespaceOverride", OWN_POD_NOTE),
+            ("selectorLabelsOverride", OWN_POD_NOTE),
+            ("allowDefaultNamespace", OWN_POD_NOTE),
+            ("imagePullSecrets", OWN_POD_NOTE),
+            ("image", OWN_POD_NOTE),
+            ("updateStrategy", OWN_POD_NOTE),
+            ("podAnnotations", OWN_POD_NOTE),
+            ("podSecurityContext", OWN_POD_NOTE),
+            ("securityContext", OWN_POD_NOTE),
+            ("resources", OWN_POD_NOTE),
+            ("priorityClassName", OWN_POD_NOTE),
         ],
         notes,
     );
@@ -104,21 +104,21 @@ pub(in crate::migrate) fn parse_plugin_values(source: &str, value: Value, notes:
 /// Reads the names of the configurations and the default. `inline` is the key of the configurations
 /// that the values themselves contain.
 fn read_config(config: &mut Section, inline: &str, facts: &mut ChartFacts, notes: &mut Notes) -> Result<()> {
-    if let Some((place, name)) = config.text("name")?
+    if let Some((place, name)) = config.take_string("name")?
         && !name.is_empty()
     {
         notes.translated(place, format!("The plugin's configurations are in the ConfigMap {name}."));
         facts.config_map = Some(name);
     }
-    if let Some((place, name)) = config.text("default")?
+    if let Some((place, name)) = config.take_string("default")?
         && !name.is_empty()
     {
         notes.translated(place, "The policies of this configuration select nodes by no label.");
         facts.default_config = Some(name);
     }
-    if let Some(mut map) = config.section(inline)? {
+    if let Some(mut map) = config.take_section(inline)? {
         for name in map.keys() {
-            facts.configs.extend(map.take(&name).map(|(_, value)| (name, value)));
+            facts.configs.extend(map.take_value(&name).map(|(_, value)| (name, value)));
         }
     }
     config.drop_keys(
@@ -133,7 +133,7 @@ fn read_config(config: &mut Section, inline: &str, facts: &mut ChartFacts, notes
 
 /// Sections of the GPU Operator's values for components that may remain, and the report's text
 /// about each.
-const COMPONENTS: [(&str, &str); 30] = [
+const OTHER_COMPONENTS: [(&str, &str); 30] = [
     ("clusterPolicy", "It does not serve GPUs."),
     ("gpuCluster", "It does not serve GPUs."),
     ("platform", "It does not serve GPUs."),
@@ -162,8 +162,8 @@ const COMPONENTS: [(&str, &str); 30] = [
     ("kataManager", "Cleave does not serve confidential containers."),
     ("ccManager", "Cleave does not serve confidential containers."),
     ("sandboxWorkloads", "Cleave does not serve virtual machines: keep their nodes out of Cleave."),
-    ("sandboxDevicePlugin", "It serves virtual machines, on other nodes than Cleave."),
-    ("kataSandboxDevicePlugin", "It serves virtual machines, on other nodes than Cleave."),
+    ("sandboxDevicePlugin", "It serves virtual machines on nodes that Cleave does not manage."),
+    ("kataSandboxDevicePlugin", "It serves virtual machines on nodes that Cleave does not manage."),
 ];
 
 /// Parses a values file of the GPU Operator, or the `spec` of its `ClusterPolicy`.
@@ -171,71 +171,71 @@ const COMPONENTS: [(&str, &str); 30] = [
 /// # Errors
 /// Returns an error if a value has a wrong type.
 pub(in crate::migrate) fn parse_operator(source: &str, value: Value, notes: &mut Notes) -> Result<ChartFacts> {
-    let mut top = Section::top(source, value)?;
+    let mut top = Section::root(source, value)?;
     let mut facts = ChartFacts { gpu_operator: true, ..ChartFacts::default() };
     notes.use_values_file("platforms/gpu-operator.yaml");
     let is_off = |part: &str| top.value(part).and_then(|part| part.get("enabled")) == Some(&Value::Bool(false));
     if !(is_off("devicePlugin") && is_off("migManager")) {
         notes.decide(
-        Place::whole(source),
+        SettingPlace::of_whole_source(source),
         "Set devicePlugin.enabled and migManager.enabled to false, so that the GPU Operator neither serves GPUs nor \
          changes MIG. To move node by node, label each node nvidia.com/gpu.deploy.device-plugin=false and \
          nvidia.com/gpu.deploy.mig-manager=false instead.",
         );
     }
-    if let Some(mut plugin) = top.section("devicePlugin")? {
+    if let Some(mut plugin) = top.take_section("devicePlugin")? {
         read_device_plugin(&mut plugin, &mut facts, notes)?;
         plugin.finish(notes);
     }
-    if let Some(mut mig) = top.section("mig")? {
-        if let Some((place, text)) = mig.text("strategy")? {
+    if let Some(mut mig) = top.take_section("mig")? {
+        if let Some((place, text)) = mig.take_string("strategy")? {
             facts.mig_strategy = Some(MigStrategy::read(place, &text, notes)?);
         }
         mig.finish(notes);
     }
-    if let Some(mut manager) = top.section("migManager")? {
+    if let Some(mut manager) = top.take_section("migManager")? {
         read_mig_manager(&mut manager, &mut facts, notes)?;
         manager.finish(notes);
     }
-    if let Some((place, _)) = top.take("draDriver") {
+    if let Some((place, _)) = top.take_value("draDriver") {
         notes.decide(
             place,
             "NVIDIA's DRA driver may stay for ComputeDomains. It must not allocate GPUs of nodes that Cleave manages \
              (resources.gpus.enabled=false).",
         );
     }
-    top.take_keys(Outcome::Kept, &COMPONENTS, notes);
+    top.take_keys(Outcome::Kept, &OTHER_COMPONENTS, notes);
     top.finish(notes);
     Ok(facts)
 }
 
 fn read_device_plugin(plugin: &mut Section, facts: &mut ChartFacts, notes: &mut Notes) -> Result<()> {
-    if let Some((place, enabled)) = plugin.flag("enabled")? {
+    if let Some((place, enabled)) = plugin.take_bool("enabled")? {
         let (outcome, text) = if enabled {
-            (Outcome::Decide, "Switch it off: two plugins must not serve the same GPUs.")
+            (Outcome::Decide, "Disable it: two plugins must not advertise the same GPUs.")
         } else {
             (Outcome::Translated, "It is already disabled, as Cleave requires.")
         };
         notes.add(place, outcome, text);
     }
-    if let Some(mut config) = plugin.section("config")? {
+    if let Some(mut config) = plugin.take_section("config")? {
         read_config(&mut config, "data", facts, notes)?;
         config.finish(notes);
     }
-    if let Some((place, value)) = plugin.take("env") {
+    if let Some((place, value)) = plugin.take_value("env") {
         read_env(&place, &value, notes);
     }
     plugin.drop_keys(
         &[
             ("mps", "Cleave's MPS host has its own directory: the chart's value paths.run."),
             ("args", "Arguments of NVIDIA's plugin."),
-            ("hostNetwork", POD),
-            ("repository", POD),
-            ("image", POD),
-            ("version", POD),
-            ("imagePullPolicy", POD),
-            ("imagePullSecrets", POD),
-            ("resources", POD),
+            ("hostNetwork", OWN_POD_NOTE),
+            ("repository", OWN_POD_NOTE),
+            ("image", OWN_POD_NOTE),
+            ("version", OWN_POD_NOTE),
+            ("imagePullPolicy", OWN_POD_NOTE),
+            ("imagePullSecrets", OWN_POD_NOTE),
+            ("resources", OWN_POD_NOTE),
         ],
         notes,
     );
@@ -243,11 +243,12 @@ fn read_device_plugin(plugin: &mut Section, facts: &mut ChartFacts, notes: &mut 
 }
 
 /// Reads environment variables of the plugin, which override its configurations.
-fn read_env(place: &Place, value: &Value, notes: &mut Notes) {
+fn read_env(place: &SettingPlace, value: &Value, notes: &mut Notes) {
     for variable in value.as_array().into_iter().flatten() {
         let text = |key: &str| variable.get(key).and_then(Value::as_str).unwrap_or_default();
         let (name, value) = (text("name"), text("value"));
-        let here = Place { setting: format!("{}.{name}", place.setting), value: value.to_owned(), ..place.clone() };
+        let here =
+            SettingPlace { setting: format!("{}.{name}", place.setting), value: value.to_owned(), ..place.clone() };
         match name {
             "DP_DISABLE_HEALTHCHECKS" => {
                 let xids: Option<Vec<u32>> = value.split(',').map(|xid| xid.trim().parse().ok()).collect();
@@ -264,23 +265,23 @@ fn read_env(place: &Place, value: &Value, notes: &mut Notes) {
             | "DP_ENABLE_HEALTHCHECKS"
             | "NVIDIA_VISIBLE_DEVICES"
             | "NVIDIA_DRIVER_CAPABILITIES" => notes.dropped(here, "A property of NVIDIA's plugin."),
-            _ => notes.add(here, Outcome::Unknown, "Not known to `cleave migrate`."),
+            _ => notes.add(here, Outcome::Unknown, "`cleave migrate` does not know this setting."),
         }
     }
 }
 
 fn read_mig_manager(manager: &mut Section, facts: &mut ChartFacts, notes: &mut Notes) -> Result<()> {
     const OF_MANAGER: &str = "A property of the MIG manager's own pods.";
-    if let Some((place, enabled)) = manager.flag("enabled")? {
+    if let Some((place, enabled)) = manager.take_bool("enabled")? {
         let (outcome, text) = if enabled {
-            (Outcome::Decide, "Switch it off, or set agent.migMode to Never: only one of them may change MIG.")
+            (Outcome::Decide, "Disable it, or set agent.migMode to Never: only one of the two may change MIG.")
         } else {
             (Outcome::Translated, "It is already disabled, as Cleave requires.")
         };
         notes.add(place, outcome, text);
     }
-    if let Some(mut config) = manager.section("config")? {
-        if let Some((place, name)) = config.text("default")?
+    if let Some(mut config) = manager.take_section("config")? {
+        if let Some((place, name)) = config.take_string("default")?
             && !name.is_empty()
         {
             notes.translated(place, "The policies of this configuration select nodes by no label.");
@@ -288,9 +289,9 @@ fn read_mig_manager(manager: &mut Section, facts: &mut ChartFacts, notes: &mut N
         }
         config.drop_keys(
             &[
-                ("name", "Give this ConfigMap to `cleave migrate` too."),
+                ("name", "Add this ConfigMap to the input of `cleave migrate` too."),
                 ("create", "Cleave's policies replace the ConfigMap."),
-                ("data", "Give these configurations to `cleave migrate` as a file."),
+                ("data", "Pass these configurations to `cleave migrate` as a file."),
             ],
             notes,
         );
@@ -298,7 +299,7 @@ fn read_mig_manager(manager: &mut Section, facts: &mut ChartFacts, notes: &mut N
     }
     manager.drop_keys(
         &[
-            ("gpuClientsConfig", "Cleave changes MIG only where nothing uses the GPU. No client has to be stopped."),
+            ("gpuClientsConfig", "Cleave changes MIG only on GPUs that no program uses. You need not stop any client."),
             ("env", OF_MANAGER),
             ("args", OF_MANAGER),
             ("hostNetwork", OF_MANAGER),

@@ -7,18 +7,18 @@ use serde_json::Value;
 
 use super::plugin::SharedBy;
 use crate::migrate::fields::Section;
-use crate::migrate::report::{Notes, Place};
+use crate::migrate::report::{Notes, SettingPlace};
 
 /// Label with the name of a node's pool.
-pub(in crate::migrate) const POOL: &str = "cloud.google.com/gke-nodepool";
+pub(in crate::migrate) const GKE_POOL_LABEL: &str = "cloud.google.com/gke-nodepool";
 /// Label with the model of a node's GPUs.
-pub(in crate::migrate) const ACCELERATOR: &str = "cloud.google.com/gke-accelerator";
+pub(in crate::migrate) const ACCELERATOR_LABEL: &str = "cloud.google.com/gke-accelerator";
 /// Label with the strategy by which GPUs are shared.
-pub(in crate::migrate) const STRATEGY: &str = "cloud.google.com/gke-gpu-sharing-strategy";
+pub(in crate::migrate) const STRATEGY_LABEL: &str = "cloud.google.com/gke-gpu-sharing-strategy";
 /// Label with the number of clients of each GPU.
-pub(in crate::migrate) const CLIENTS: &str = "cloud.google.com/gke-max-shared-clients-per-gpu";
+pub(in crate::migrate) const CLIENTS_LABEL: &str = "cloud.google.com/gke-max-shared-clients-per-gpu";
 /// Label with the profile of the MIG instances.
-pub(in crate::migrate) const PARTITION: &str = "cloud.google.com/gke-gpu-partition-size";
+pub(in crate::migrate) const PARTITION_LABEL: &str = "cloud.google.com/gke-gpu-partition-size";
 
 /// GKE's names of models that support MIG, each with NVML's name and the memory in MiB.
 const MODELS: [(&str, &str, u64); 6] = [
@@ -68,7 +68,7 @@ pub(in crate::migrate) fn is_pool(value: &Value) -> bool {
 
 /// Returns whether a node with these labels belongs to a node pool of GKE with GPUs.
 pub(in crate::migrate) fn is_gke_node(labels: &Labels) -> bool {
-    labels.contains_key(ACCELERATOR)
+    labels.contains_key(ACCELERATOR_LABEL)
 }
 
 /// Parses a description of a node pool.
@@ -78,26 +78,26 @@ pub(in crate::migrate) fn is_gke_node(labels: &Labels) -> bool {
 pub(in crate::migrate) fn parse(source: &str, value: &Value, notes: &mut Notes) -> Result<Vec<Pool>> {
     let name = value.get("name").and_then(Value::as_str).unwrap_or_default();
     let accelerators = value.pointer("/config/accelerators").cloned().unwrap_or_default();
-    let mut wrapper = Section::top(source, serde_json::json!({"accelerators": accelerators}))?;
+    let mut wrapper = Section::root(source, serde_json::json!({"accelerators": accelerators}))?;
     let mut pools = Vec::new();
-    for mut accelerator in wrapper.sections("accelerators")?.unwrap_or_default() {
+    for mut accelerator in wrapper.take_sections("accelerators")?.unwrap_or_default() {
         let mut labels = Labels::new();
-        labels.insert(POOL.to_owned(), name.to_owned());
-        let kind = accelerator.text("acceleratorType")?;
+        labels.insert(GKE_POOL_LABEL.to_owned(), name.to_owned());
+        let kind = accelerator.take_string("acceleratorType")?;
         if let Some((_, kind)) = &kind {
-            labels.insert(ACCELERATOR.to_owned(), kind.clone());
+            labels.insert(ACCELERATOR_LABEL.to_owned(), kind.clone());
         }
-        if let Some((_, size)) = accelerator.text("gpuPartitionSize")?
+        if let Some((_, size)) = accelerator.take_string("gpuPartitionSize")?
             && !size.is_empty()
         {
-            labels.insert(PARTITION.to_owned(), size);
+            labels.insert(PARTITION_LABEL.to_owned(), size);
         }
-        if let Some(mut sharing) = accelerator.section("gpuSharingConfig")? {
-            if let Some((_, strategy)) = sharing.text("gpuSharingStrategy")? {
-                labels.insert(STRATEGY.to_owned(), strategy.to_lowercase().replace('_', "-"));
+        if let Some(mut sharing) = accelerator.take_section("gpuSharingConfig")? {
+            if let Some((_, strategy)) = sharing.take_string("gpuSharingStrategy")? {
+                labels.insert(STRATEGY_LABEL.to_owned(), strategy.to_lowercase().replace('_', "-"));
             }
-            if let Some((_, clients)) = sharing.text("maxSharedClientsPerGpu")? {
-                labels.insert(CLIENTS.to_owned(), clients);
+            if let Some((_, clients)) = sharing.take_string("maxSharedClientsPerGpu")? {
+                labels.insert(CLIENTS_LABEL.to_owned(), clients);
             }
             sharing.finish(notes);
         }
@@ -106,7 +106,7 @@ pub(in crate::migrate) fn parse(source: &str, value: &Value, notes: &mut Notes) 
                 ("acceleratorCount", "The agent finds the GPUs of a node."),
                 (
                     "gpuDriverInstallationConfig",
-                    "Create the pool with gpu-driver-version=disabled, and install the driver by Google's DaemonSet.",
+                    "Create the pool with gpu-driver-version=disabled, and install the driver with Google's DaemonSet.",
                 ),
             ],
             notes,
@@ -122,51 +122,58 @@ pub(in crate::migrate) fn parse(source: &str, value: &Value, notes: &mut Notes) 
 /// # Errors
 /// Returns an error if a label has a value that GKE does not set.
 pub(in crate::migrate) fn from_labels(source: &str, labels: &Labels, notes: &mut Notes) -> Result<Pool> {
-    let place = |label: &str| Place {
+    let place = |label: &str| SettingPlace {
         source: source.to_owned(),
         setting: label.to_owned(),
         value: labels.get(label).cloned().unwrap_or_default(),
     };
-    let strategy = match labels.get(STRATEGY).map(String::as_str) {
+    let strategy = match labels.get(STRATEGY_LABEL).map(String::as_str) {
         None => None,
         Some("time-sharing") => Some(Strategy::TimeSharing),
         Some("mps") => Some(Strategy::Mps),
-        Some(other) => bail!("{source}: {STRATEGY} is {other:?}; it must be time-sharing or mps"),
+        Some(other) => bail!("{source}: {STRATEGY_LABEL} is {other:?}; it must be time-sharing or mps"),
     };
     let shared = match strategy {
         None => None,
         Some(strategy) => {
-            let clients = labels.get(CLIENTS).with_context(|| format!("{source}: {STRATEGY} needs {CLIENTS}"))?;
+            let clients = labels
+                .get(CLIENTS_LABEL)
+                .with_context(|| format!("{source}: {STRATEGY_LABEL} needs {CLIENTS_LABEL}"))?;
             let parsed = clients.parse().ok().filter(|clients| (2..=u32::from(u16::MAX)).contains(clients));
-            let clients: u32 = parsed
-                .with_context(|| format!("{source}: {CLIENTS} is {clients:?}; it must be a number, at least 2"))?;
-            notes.translated(place(STRATEGY), "The mode of the policy.");
-            notes.translated(place(CLIENTS), "The number of shares or replicas of each GPU.");
+            let clients: u32 = parsed.with_context(|| {
+                format!("{source}: {CLIENTS_LABEL} is {clients:?}; it must be a number, at least 2")
+            })?;
+            notes.translated(place(STRATEGY_LABEL), "The mode of the policy.");
+            notes.translated(place(CLIENTS_LABEL), "The number of shares or replicas of each GPU.");
             Some((strategy, clients))
         }
     };
-    let accelerator = labels.get(ACCELERATOR).map(String::as_str).unwrap_or_default();
-    notes.dropped(place(ACCELERATOR), "New pools have this label too. Pods may keep selecting by it.");
-    let partition = labels.get(PARTITION).cloned();
+    let accelerator = labels.get(ACCELERATOR_LABEL).map(String::as_str).unwrap_or_default();
+    notes.dropped(
+        place(ACCELERATOR_LABEL),
+        "New pools have this label too. Pods may continue to select nodes by this label.",
+    );
+    let partition = labels.get(PARTITION_LABEL).cloned();
     let mut instances = None;
     if let Some(size) = &partition {
-        ensure!(!size.is_empty(), "{source}: {PARTITION} is empty");
-        instances = instances_of(accelerator, size);
+        ensure!(!size.is_empty(), "{source}: {PARTITION_LABEL} is empty");
+        instances = max_instances_of_profile(accelerator, size);
         let text = match instances {
-            Some(count) => format!("A layout of {count} instances, as many as the model can have."),
-            None => "The model is not known to `cleave migrate`, so instances are created on demand.".to_owned(),
+            Some(count) => format!("A layout of {count} instances, the maximum for the model."),
+            None => "`cleave migrate` does not know the model, so the operator creates instances on demand.".to_owned(),
         };
-        notes.translated(place(PARTITION), text);
+        notes.translated(place(PARTITION_LABEL), text);
     }
-    let labels =
-        labels.iter().filter(|(label, _)| [POOL, ACCELERATOR, STRATEGY, CLIENTS, PARTITION].contains(&label.as_str()));
+    let labels = labels.iter().filter(|(label, _)| {
+        [GKE_POOL_LABEL, ACCELERATOR_LABEL, STRATEGY_LABEL, CLIENTS_LABEL, PARTITION_LABEL].contains(&label.as_str())
+    });
     let labels: Labels = labels.map(|(label, value)| (label.clone(), value.clone())).collect();
-    let name = labels.get(POOL).cloned().unwrap_or_default();
+    let name = labels.get(GKE_POOL_LABEL).cloned().unwrap_or_default();
     Ok(Pool { name, labels, shared, partition, instances })
 }
 
 /// Returns the maximum number of instances of a profile on a GPU.
-fn instances_of(accelerator: &str, profile: &str) -> Option<usize> {
+fn max_instances_of_profile(accelerator: &str, profile: &str) -> Option<usize> {
     let (_, model, memory) = MODELS.iter().find(|(name, ..)| *name == accelerator)?;
     let profiles = mig::built_in(model, *memory)?;
     let profile = profiles.into_iter().find(|known| known.name == profile)?;

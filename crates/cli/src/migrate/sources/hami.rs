@@ -7,14 +7,14 @@ use cleave_plan::constraints::Labels;
 use serde_json::Value;
 
 use crate::migrate::fields::Section;
-use crate::migrate::report::{Notes, Outcome, Place};
+use crate::migrate::report::{Notes, Outcome, SettingPlace};
 
 /// Name of HAMi's scheduler in pods.
-pub(in crate::migrate) const SCHEDULER: &str = "hami-scheduler";
+pub(in crate::migrate) const SCHEDULER_NAME: &str = "hami-scheduler";
 
 /// The resources that pods request from HAMi.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(in crate::migrate) struct Names {
+pub(in crate::migrate) struct HamiResources {
     /// Number of GPUs.
     pub(in crate::migrate) count: String,
     /// Memory of each GPU, in MiB.
@@ -25,7 +25,7 @@ pub(in crate::migrate) struct Names {
     pub(in crate::migrate) cores: String,
 }
 
-impl Default for Names {
+impl Default for HamiResources {
     fn default() -> Self {
         Self {
             count: "nvidia.com/gpu".to_owned(),
@@ -49,7 +49,7 @@ pub(in crate::migrate) enum OperatingMode {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(in crate::migrate) struct HamiConfig {
     /// The names of resources.
-    pub(in crate::migrate) names: Names,
+    pub(in crate::migrate) names: HamiResources,
     /// Labels of the nodes that HAMi manages.
     pub(in crate::migrate) node_selector: Option<Labels>,
     /// How strictly HAMi limits SMs.
@@ -77,7 +77,7 @@ pub(in crate::migrate) fn is_node_config(value: &Value) -> bool {
 }
 
 /// The report's text about settings of HAMi's own pods.
-const POD: &str = "A property of HAMi's own pods.";
+const OWN_POD_NOTE: &str = "A property of HAMi's own pods.";
 
 /// Parses a values file.
 ///
@@ -89,44 +89,44 @@ pub(in crate::migrate) fn parse_values(
     into: &mut HamiConfig,
     notes: &mut Notes,
 ) -> Result<()> {
-    let mut top = Section::top(source, value)?;
+    let mut top = Section::root(source, value)?;
     read_names(
         &mut top,
         ["resourceName", "resourceMem", "resourceMemPercentage", "resourceCores", "resourcePriority"],
         into,
         notes,
     )?;
-    if let Some(mut plugin) = top.section("devicePlugin")? {
+    if let Some(mut plugin) = top.take_section("devicePlugin")? {
         read_device_plugin(&mut plugin, into, notes)?;
         plugin.finish(notes);
     }
-    if let Some(mut scheduler) = top.section("scheduler")? {
+    if let Some(mut scheduler) = top.take_section("scheduler")? {
         read_scheduler(&mut scheduler, notes)?;
     }
-    if let Some(mut devices) = top.section("devices")? {
-        if let Some(mut nvidia) = devices.section("nvidia")? {
+    if let Some(mut devices) = top.take_section("devices")? {
+        if let Some(mut nvidia) = devices.take_section("nvidia")? {
             read_nvidia(&mut nvidia, into, notes)?;
             nvidia.finish(notes);
         }
         for key in devices.keys() {
-            devices.drop_keys(&[(&key, "Cleave shares GPUs of NVIDIA only.")], notes);
+            devices.drop_keys(&[(&key, "Cleave shares only NVIDIA's GPUs.")], notes);
         }
     }
     top.drop_keys(
         &[
             ("schedulerName", "Cleave needs no scheduler of its own. Remove schedulerName from pods."),
-            ("global", POD),
-            ("nameOverride", POD),
-            ("fullnameOverride", POD),
-            ("namespaceOverride", POD),
+            ("global", OWN_POD_NOTE),
+            ("nameOverride", OWN_POD_NOTE),
+            ("fullnameOverride", OWN_POD_NOTE),
+            ("namespaceOverride", OWN_POD_NOTE),
             ("platform", "`cleave preflight` detects the platform."),
             ("openshift", "The chart's value openshift.enabled."),
             ("selinux", "The chart's value nodes.seLinuxOptions."),
-            ("podSecurityPolicy", POD),
-            ("mockDevicePlugin", POD),
-            ("legacyMetrics", POD),
+            ("podSecurityPolicy", OWN_POD_NOTE),
+            ("mockDevicePlugin", OWN_POD_NOTE),
+            ("legacyMetrics", OWN_POD_NOTE),
             ("prometheus", "See the how-to guide on monitoring."),
-            ("device-config", "Give this configuration to `cleave migrate` as a file."),
+            ("device-config", "Pass this configuration to `cleave migrate` as a file."),
         ],
         notes,
     );
@@ -135,7 +135,7 @@ pub(in crate::migrate) fn parse_values(
             .iter()
             .any(|vendor| key.starts_with(vendor))
         {
-            top.drop_keys(&[(&key, "Cleave shares GPUs of NVIDIA only.")], notes);
+            top.drop_keys(&[(&key, "Cleave shares only NVIDIA's GPUs.")], notes);
         }
     }
     top.finish(notes);
@@ -152,8 +152,8 @@ pub(in crate::migrate) fn parse_device_config(
     into: &mut HamiConfig,
     notes: &mut Notes,
 ) -> Result<()> {
-    let mut top = Section::top(source, value)?;
-    if let Some(mut nvidia) = top.section("nvidia")? {
+    let mut top = Section::root(source, value)?;
+    if let Some(mut nvidia) = top.take_section("nvidia")? {
         read_names(
             &mut nvidia,
             [
@@ -181,7 +181,7 @@ pub(in crate::migrate) fn parse_device_config(
         nvidia.finish(notes);
     }
     for key in top.keys() {
-        top.drop_keys(&[(&key, "Cleave shares GPUs of NVIDIA only.")], notes);
+        top.drop_keys(&[(&key, "Cleave shares only NVIDIA's GPUs.")], notes);
     }
     Ok(())
 }
@@ -196,10 +196,10 @@ pub(in crate::migrate) fn parse_node_config(
     into: &mut HamiConfig,
     notes: &mut Notes,
 ) -> Result<()> {
-    let mut top = Section::top(source, value)?;
-    for mut node in top.sections("nodeconfig")?.unwrap_or_default() {
-        let Some((_, name)) = node.text("name")? else { bail!("{source}: an entry of nodeconfig has no name") };
-        let mode = match node.text("operatingmode")? {
+    let mut top = Section::root(source, value)?;
+    for mut node in top.take_sections("nodeconfig")?.unwrap_or_default() {
+        let Some((_, name)) = node.take_string("name")? else { bail!("{source}: an entry of nodeconfig has no name") };
+        let mode = match node.take_string("operatingmode")? {
             None => OperatingMode::Core,
             Some((place, mode)) => match mode.as_str() {
                 "" | "hami-core" => {
@@ -221,17 +221,17 @@ pub(in crate::migrate) fn parse_node_config(
             },
         };
         for (key, name) in [("devicesplitcount", "deviceSplitCount"), ("devicememoryscaling", "deviceMemoryScaling")] {
-            if let Some((place, value)) = node.take(key) {
+            if let Some((place, value)) = node.take_value(key) {
                 report_limit(place, name, &value, notes)?;
             }
         }
-        if let Some((place, value)) = node.take("filterdevices") {
+        if let Some((place, value)) = node.take_value("filterdevices") {
             let lists = value.as_object().into_iter().flat_map(serde_json::Map::values);
             let (outcome, text) = if lists.into_iter().any(|list| list.as_array().is_some_and(|list| !list.is_empty()))
             {
                 (
                     Outcome::Decide,
-                    "Cleave serves all GPUs of a node. Give these GPUs a policy of their own, by gpus.uuids or gpus.indices.",
+                    "Cleave serves all GPUs of a node. Create a separate policy for these GPUs, with gpus.uuids or gpus.indices.",
                 )
             } else {
                 (Outcome::Translated, "Cleave serves all GPUs of a node.")
@@ -243,7 +243,7 @@ pub(in crate::migrate) fn parse_node_config(
                 ("devicecorescaling", "SMs of sized slices follow their memory."),
                 ("preconfigureddevicememory", "Cleave reads the memory of GPUs from NVML."),
                 ("enablenumatopology", "Cleave's hints to the kubelet include the NUMA node."),
-                ("enablegetpreferredallocation", "Cleave answers the kubelet's question for preferred devices."),
+                ("enablegetpreferredallocation", "Cleave answers the kubelet's requests for preferred devices."),
                 ("migstrategy", "The policy has mode Mig if the node's operatingmode is mig."),
             ],
             notes,
@@ -267,12 +267,12 @@ fn read_names(section: &mut Section, keys: [&str; 5], into: &mut HamiConfig, not
         (cores, &mut into.names.cores, "SMs of sized slices follow their memory."),
     ];
     for (key, name, text) in texts {
-        if let Some((place, value)) = section.text(key)? {
+        if let Some((place, value)) = section.take_string(key)? {
             *name = value;
             notes.translated(place, text);
         }
     }
-    if let Some((place, _)) = section.text(priority)? {
+    if let Some((place, _)) = section.take_string(priority)? {
         notes.dropped(place, "Cleave has no priority within a GPU. Use the pod's priority class for placement.");
     }
     Ok(())
@@ -288,7 +288,7 @@ fn read_limits(section: &mut Section, notes: &mut Notes) -> Result<()> {
         "defaultCores",
         "defaultGPUNum",
     ] {
-        if let Some((place, value)) = section.take(key) {
+        if let Some((place, value)) = section.take_value(key) {
             report_limit(place, key, &value, notes)?;
         }
     }
@@ -302,7 +302,7 @@ fn read_limits(section: &mut Section, notes: &mut Notes) -> Result<()> {
     Ok(())
 }
 
-fn report_limit(place: Place, key: &str, value: &Value, notes: &mut Notes) -> Result<()> {
+fn report_limit(place: SettingPlace, key: &str, value: &Value, notes: &mut Notes) -> Result<()> {
     let number = value.as_f64().or_else(|| value.as_str().and_then(|text| text.parse().ok()));
     let number = number
         .filter(|number| *number >= 0.0)
@@ -313,13 +313,15 @@ fn report_limit(place: Place, key: &str, value: &Value, notes: &mut Notes) -> Re
         }
         "deviceMemoryScaling" if number > 1.0 => notes.decide(
             place,
-            "Cleave gives out no more memory than a GPU has. Pods that relied on more must request less, or share by \
+            "Cleave allocates no more memory than a GPU has. Pods that relied on more must request less, or share by \
              time-slicing, which limits no memory.",
         ),
         "deviceCoreScaling" if number > 1.0 => {
             notes.decide(place, "SMs follow memory. mps.threads: Burst gives up to twice that, and Uncapped all SMs.");
         }
-        "deviceMemoryScaling" | "deviceCoreScaling" => notes.translated(place, "Nothing is over-committed."),
+        "deviceMemoryScaling" | "deviceCoreScaling" => {
+            notes.translated(place, "The setting causes no over-commitment.")
+        }
         "defaultMemory" | "defaultCores" if number > 0.0 => {
             notes.decide(place, "Cleave has no default request. Pods that request only nvidia.com/gpu get whole GPUs.");
         }
@@ -329,10 +331,10 @@ fn report_limit(place: Place, key: &str, value: &Value, notes: &mut Notes) -> Re
 }
 
 fn read_nvidia(nvidia: &mut Section, into: &mut HamiConfig, notes: &mut Notes) -> Result<()> {
-    if let Some((place, policy)) = nvidia.text("gpuCorePolicy")? {
+    if let Some((place, policy)) = nvidia.take_string("gpuCorePolicy")? {
         let (threads, text) = match policy.as_str() {
-            "default" | "" => (ThreadPolicy::Burst, "mps.threads: Burst, up to twice the part of the SMs."),
-            "force" => (ThreadPolicy::Strict, "mps.threads: Strict, exactly the part of the SMs."),
+            "default" | "" => (ThreadPolicy::Burst, "mps.threads: Burst, up to twice a share's part of the SMs."),
+            "force" => (ThreadPolicy::Strict, "mps.threads: Strict, exactly a share's part of the SMs."),
             "disable" => (ThreadPolicy::Uncapped, "mps.threads: Uncapped, no limit of SMs."),
             _ => bail!("{}: {} is {policy:?}; it must be default, force or disable", place.source, place.setting),
         };
@@ -373,19 +375,19 @@ const PLUGIN_KEYS: [(&[&str], &str); 4] = [
             "updateStrategy",
             "resources",
         ],
-        POD,
+        OWN_POD_NOTE,
     ),
 ];
 
 fn read_device_plugin(plugin: &mut Section, into: &mut HamiConfig, notes: &mut Notes) -> Result<()> {
     read_limits(plugin, notes)?;
-    if let Some((place, selector)) = plugin.take("nvidiaNodeSelector") {
+    if let Some((place, selector)) = plugin.take_value("nvidiaNodeSelector") {
         let labels = serde_json::from_value(selector)
             .with_context(|| format!("{}: {} must be labels", place.source, place.setting))?;
         into.node_selector = Some(labels);
-        notes.translated(place, "nodeSelector of the policy. Nodes must keep the labels, or get others.");
+        notes.translated(place, "nodeSelector of the policy. If the nodes lose these labels, change nodeSelector.");
     }
-    if let Some((place, flag)) = plugin.flag("disablecorelimit")? {
+    if let Some((place, flag)) = plugin.take_bool("disablecorelimit")? {
         if flag {
             into.threads = Some(ThreadPolicy::Uncapped);
             notes.translated(place, "mps.threads: Uncapped, no limit of SMs.");
@@ -393,18 +395,18 @@ fn read_device_plugin(plugin: &mut Section, into: &mut HamiConfig, notes: &mut N
             notes.translated(place, "SMs are limited.");
         }
     }
-    if let Some((place, class)) = plugin.text("runtimeClassName")?
+    if let Some((place, class)) = plugin.take_string("runtimeClassName")?
         && !class.is_empty()
     {
         notes.set(place, "driver.runtimeClassName", class.into());
     }
-    if let Some(mut nodes) = plugin.section("nodeConfiguration")? {
-        if let Some((place, config)) = nodes.text("config")?
+    if let Some(mut nodes) = plugin.take_section("nodeConfiguration")? {
+        if let Some((place, config)) = nodes.take_string("config")?
             && !config.trim().is_empty()
         {
-            notes.decide(place, "Give this configuration to `cleave migrate` as a file of its own.");
+            notes.decide(place, "Pass this configuration to `cleave migrate` as a separate file.");
         }
-        nodes.drop_keys(&[("externalConfigName", "Give this ConfigMap to `cleave migrate` too.")], notes);
+        nodes.drop_keys(&[("externalConfigName", "Add this ConfigMap to the input of `cleave migrate` too.")], notes);
         nodes.finish(notes);
     }
     for (keys, text) in PLUGIN_KEYS {
@@ -416,9 +418,9 @@ fn read_device_plugin(plugin: &mut Section, into: &mut HamiConfig, notes: &mut N
 }
 
 fn read_scheduler(scheduler: &mut Section, notes: &mut Notes) -> Result<()> {
-    if let Some(mut policy) = scheduler.section("defaultSchedulerPolicy")? {
+    if let Some(mut policy) = scheduler.take_section("defaultSchedulerPolicy")? {
         for key in ["nodeSchedulerPolicy", "gpuSchedulerPolicy"] {
-            match policy.text(key)? {
+            match policy.take_string(key)? {
                 Some((place, word)) if word == "binpack" => {
                     notes.translated(place, "Cleave fills nodes and GPUs that are in use first.");
                 }

@@ -5,15 +5,15 @@ use anyhow::{Result, bail, ensure};
 use serde_json::Value;
 
 use crate::migrate::fields::Section;
-use crate::migrate::report::{Notes, Place};
+use crate::migrate::report::{Notes, SettingPlace};
 
 /// Maximum number of MIG instances of a GPU.
 const MAX_INSTANCES: u64 = 8;
 /// NVIDIA's vendor ID, the lower half of a PCI device ID.
-const NVIDIA: u32 = 0x10DE;
+const NVIDIA_VENDOR_ID: u32 = 0x10DE;
 
 /// PCI device IDs, each with the part of NVML's product name that identifies the model.
-const MODELS: [(u32, &str); 18] = [
+const MODELS_BY_DEVICE_ID: [(u32, &str); 18] = [
     (0x20B0, "A100-SXM4-40GB"),
     (0x20B2, "A100-SXM4-80GB"),
     (0x20B5, "A100 80GB PCIe"),
@@ -73,16 +73,16 @@ pub(in crate::migrate) fn parse(
     wanted: &dyn Fn(&str) -> bool,
     notes: &mut Notes,
 ) -> Result<BTreeMap<String, Vec<MigRule>>> {
-    let mut top = Section::top(source, value)?;
-    if let Some((place, version)) = top.text("version")? {
+    let mut top = Section::root(source, value)?;
+    if let Some((place, version)) = top.take_string("version")? {
         ensure!(version == "v1", "{source}: version is {version:?}; mig-parted reads v1 only");
         notes.translated(place, "A configuration of mig-parted.");
     }
     let mut configs = BTreeMap::new();
     let mut unused = Vec::new();
-    if let Some(mut named) = top.section("mig-configs")? {
+    if let Some(mut named) = top.take_section("mig-configs")? {
         for name in named.keys() {
-            let entries = named.sections(&name)?.unwrap_or_default();
+            let entries = named.take_sections(&name)?.unwrap_or_default();
             let mut ignored = Notes::default();
             let notes = if wanted(&name) {
                 &mut *notes
@@ -95,7 +95,7 @@ pub(in crate::migrate) fn parse(
     }
     if !unused.is_empty() {
         notes.dropped(
-            Place { source: source.to_owned(), setting: "mig-configs".to_owned(), value: String::new() },
+            SettingPlace { source: source.to_owned(), setting: "mig-configs".to_owned(), value: String::new() },
             format!("No node has the label nvidia.com/mig.config with one of: {}.", unused.join(", ")),
         );
     }
@@ -125,19 +125,19 @@ fn parse_entries(source: &str, name: &str, entries: Vec<Section>, notes: &mut No
 
 fn parse_entry(entry: &mut Section, notes: &mut Notes) -> Result<Option<MigRule>> {
     let source = entry.source().to_owned();
-    let filter = entry.texts("device-filter")?;
-    let indices = match entry.take("devices") {
+    let filter = entry.take_strings("device-filter")?;
+    let indices = match entry.take_value("devices") {
         None => bail!("{source}: an entry of mig-configs has no devices"),
         Some((_, Value::String(all))) if all == "all" => Vec::new(),
         Some((place, value)) => parse_indices(&place, &value)?,
     };
-    let Some((place, enabled)) = entry.flag("mig-enabled")? else {
+    let Some((place, enabled)) = entry.take_bool("mig-enabled")? else {
         bail!("{source}: an entry of mig-configs has no mig-enabled");
     };
-    let devices = entry.take("mig-devices");
+    let devices = entry.take_value("mig-devices");
     let models = match filter {
         None => Vec::new(),
-        Some((place, ids)) => match models_of(&place, &ids, notes)? {
+        Some((place, ids)) => match models_of_device_ids(&place, &ids, notes)? {
             models if models.is_empty() => return Ok(None),
             models => models,
         },
@@ -147,9 +147,9 @@ fn parse_entry(entry: &mut Section, notes: &mut Notes) -> Result<Option<MigRule>
             notes.translated(place, "The policy has mode Whole, or the mode that shares whole GPUs.");
             MigState::Off
         }
-        (true, None) => empty_mig(place, notes),
+        (true, None) => report_empty_mig(place, notes),
         (true, Some((place, value))) => match parse_layout(&place, &value)? {
-            Layout::Profiles(profiles) if profiles.is_empty() => empty_mig(place, notes),
+            Layout::Profiles(profiles) if profiles.is_empty() => report_empty_mig(place, notes),
             Layout::Profiles(profiles) => {
                 notes.translated(place, "The policy has mode Mig with this layout.");
                 MigState::Layout(profiles)
@@ -157,7 +157,7 @@ fn parse_entry(entry: &mut Section, notes: &mut Notes) -> Result<Option<MigRule>
             Layout::ComputeInstances(profile) => {
                 notes.decide(
                     place,
-                    format!("Cleave does not divide instances into compute instances such as {profile}. No policy is written for these GPUs."),
+                    format!("Cleave does not divide instances into compute instances such as {profile}. `cleave migrate` writes no policy for these GPUs."),
                 );
                 return Ok(None);
             }
@@ -166,12 +166,12 @@ fn parse_entry(entry: &mut Section, notes: &mut Notes) -> Result<Option<MigRule>
     Ok(Some(MigRule { models, indices, state }))
 }
 
-fn empty_mig(place: Place, notes: &mut Notes) -> MigState {
+fn report_empty_mig(place: SettingPlace, notes: &mut Notes) -> MigState {
     notes.translated(place, "MIG mode without instances: the policy has mode Mig, which creates instances on demand.");
     MigState::Empty
 }
 
-fn parse_indices(place: &Place, value: &Value) -> Result<Vec<u32>> {
+fn parse_indices(place: &SettingPlace, value: &Value) -> Result<Vec<u32>> {
     let wrong =
         || anyhow::anyhow!("{}: {} must be all, or a list of indices from 0 to 63", place.source, place.setting);
     let items = value.as_array().filter(|items| !items.is_empty()).ok_or_else(wrong)?;
@@ -180,7 +180,7 @@ fn parse_indices(place: &Place, value: &Value) -> Result<Vec<u32>> {
 }
 
 /// Returns the models of a device filter. Reports the IDs of unknown models as needing a decision.
-fn models_of(place: &Place, ids: &[String], notes: &mut Notes) -> Result<Vec<String>> {
+fn models_of_device_ids(place: &SettingPlace, ids: &[String], notes: &mut Notes) -> Result<Vec<String>> {
     let mut models = BTreeSet::new();
     let mut unknown = Vec::new();
     for id in ids {
@@ -192,7 +192,7 @@ fn models_of(place: &Place, ids: &[String], notes: &mut Notes) -> Result<Vec<Str
                 place.setting
             );
         };
-        let known = MODELS.iter().find(|(device, _)| number == device << 16 | NVIDIA);
+        let known = MODELS_BY_DEVICE_ID.iter().find(|(device, _)| number == device << 16 | NVIDIA_VENDOR_ID);
         match known {
             Some((_, model)) => drop(models.insert((*model).to_owned())),
             None => unknown.push(id.as_str()),
@@ -206,7 +206,7 @@ fn models_of(place: &Place, ids: &[String], notes: &mut Notes) -> Result<Vec<Str
         notes.decide(
             place.clone(),
             format!(
-                "The models of these PCI devices are not known to `cleave migrate`: {}. If a node has one, {}",
+                "`cleave migrate` does not know the models of these PCI devices: {}. If a node has one, {}",
                 unknown.join(", "),
                 if models.is_empty() {
                     "write a policy with its name in gpus.models, as `nvidia-smi -L` prints it."
@@ -226,7 +226,7 @@ enum Layout {
     ComputeInstances(String),
 }
 
-fn parse_layout(place: &Place, value: &Value) -> Result<Layout> {
+fn parse_layout(place: &SettingPlace, value: &Value) -> Result<Layout> {
     let Value::Object(counts) = value else { bail!("{}: {} must be a mapping", place.source, place.setting) };
     let mut total = 0_u64;
     let mut profiles = Vec::new();

@@ -3,10 +3,10 @@ use anyhow::{Result, ensure};
 use serde_json::Value;
 
 use crate::migrate::fields::Section;
-use crate::migrate::report::{Notes, Place};
+use crate::migrate::report::{Notes, SettingPlace};
 
 /// Node label that selects how Nos partitions the node's GPUs.
-pub(in crate::migrate) const LABEL: &str = "nos.nebuly.com/gpu-partitioning";
+pub(in crate::migrate) const PARTITIONING_LABEL: &str = "nos.nebuly.com/gpu-partitioning";
 
 /// Maximum number of seconds that a policy accepts.
 const MAX_SECONDS: u32 = 999_999;
@@ -21,7 +21,7 @@ pub(in crate::migrate) enum Partitioning {
 }
 
 impl Partitioning {
-    /// Parses a value of [`LABEL`].
+    /// Parses a value of [`PARTITIONING_LABEL`].
     pub(in crate::migrate) fn parse(text: &str) -> Option<Self> {
         match text {
             "mig" => Some(Self::Mig),
@@ -31,7 +31,7 @@ impl Partitioning {
         }
     }
 
-    /// Returns the value of [`LABEL`].
+    /// Returns the value of [`PARTITIONING_LABEL`].
     pub(in crate::migrate) const fn word(self) -> &'static str {
         match self {
             Self::Mig => "mig",
@@ -62,23 +62,20 @@ pub(in crate::migrate) fn is_values(value: &Value) -> bool {
 /// # Errors
 /// Returns an error if a value has a wrong type.
 pub(in crate::migrate) fn parse(source: &str, value: Value, notes: &mut Notes) -> Result<NosValues> {
-    const QUOTAS: &str =
+    const QUOTAS_NOTE: &str =
         "Nos's quotas. `cleave quotas import` translates ElasticQuota and CompositeElasticQuota objects.";
-    let mut top = Section::top(source, value)?;
+    let mut top = Section::root(source, value)?;
     let mut values = NosValues::default();
-    if let Some(mut partitioner) = top.section("gpuPartitioner")? {
+    if let Some(mut partitioner) = top.take_section("gpuPartitioner")? {
         values = read_partitioner(&mut partitioner, notes)?;
         partitioner.finish(notes);
     }
-    if let Some((place, _)) = top.take("nvidiaGpuResourceMemoryGB") {
-        notes.dropped(
-            place,
-            "It converts nvidia.com/gpu to nos.nebuly.com/gpu-memory in quotas. See the quotas of Cleave.",
-        );
+    if let Some((place, _)) = top.take_value("nvidiaGpuResourceMemoryGB") {
+        notes.dropped(place, "It converts nvidia.com/gpu to nos.nebuly.com/gpu-memory in quotas. See Cleave's quotas.");
     }
     top.drop_keys(
         &[
-            ("operator", QUOTAS),
+            ("operator", QUOTAS_NOTE),
             ("scheduler", "Cleave needs no scheduler of its own. Remove schedulerName: nos-scheduler from pods."),
             ("shareTelemetry", "Cleave sends no telemetry."),
             ("allowDefaultNamespace", "Cleave runs in the namespace of its release."),
@@ -92,9 +89,9 @@ pub(in crate::migrate) fn parse(source: &str, value: Value, notes: &mut Notes) -
 }
 
 fn read_partitioner(partitioner: &mut Section, notes: &mut Notes) -> Result<NosValues> {
-    const POD: &str = "A property of Nos's own pods.";
+    const OWN_POD_NOTE: &str = "A property of Nos's own pods.";
     let mut values = NosValues::default();
-    let check = |place: &Place, seconds: u32| {
+    let check = |place: &SettingPlace, seconds: u32| {
         ensure!(
             seconds <= MAX_SECONDS,
             "{}: {} is {seconds}; it must be at most {MAX_SECONDS}",
@@ -103,12 +100,12 @@ fn read_partitioner(partitioner: &mut Section, notes: &mut Notes) -> Result<NosV
         );
         Ok(())
     };
-    if let Some((place, seconds)) = partitioner.number("batchWindowIdleSeconds", 1)? {
+    if let Some((place, seconds)) = partitioner.take_number("batchWindowIdleSeconds", 1)? {
         check(&place, seconds)?;
         notes.translated(place, "dynamic.idle of the policies. Omit it to plan as soon as pods wait.");
         values.idle_seconds = Some(seconds);
     }
-    if let Some((place, seconds)) = partitioner.number("batchWindowTimeoutSeconds", 1)? {
+    if let Some((place, seconds)) = partitioner.take_number("batchWindowTimeoutSeconds", 1)? {
         check(&place, seconds)?;
         notes.translated(
             place,
@@ -116,7 +113,7 @@ fn read_partitioner(partitioner: &mut Section, notes: &mut Notes) -> Result<NosV
         );
         values.timeout_seconds = Some(seconds);
     }
-    if let Some((place, _)) = partitioner.take("knownMigGeometries") {
+    if let Some((place, _)) = partitioner.take_value("knownMigGeometries") {
         notes.dropped(place, "Cleave reads the profiles and placements of each GPU from NVML.");
     }
     partitioner.drop_keys(
@@ -125,20 +122,20 @@ fn read_partitioner(partitioner: &mut Section, notes: &mut Notes) -> Result<NosV
             ("scheduler", "Cleave plans for the cluster's own scheduler."),
             ("migAgent", "Cleave's agent creates instances and reports changes at once."),
             ("gpuAgent", "Cleave's agent reports changes at once."),
-            ("enabled", POD),
-            ("logLevel", POD),
-            ("replicaCount", POD),
-            ("nameOverride", POD),
-            ("fullnameOverride", POD),
-            ("image", POD),
-            ("kubeRbacProxy", POD),
-            ("leaderElection", POD),
-            ("podSecurityContext", POD),
-            ("resources", POD),
-            ("podAnnotations", POD),
-            ("tolerations", POD),
-            ("affinity", POD),
-            ("nodeSelector", POD),
+            ("enabled", OWN_POD_NOTE),
+            ("logLevel", OWN_POD_NOTE),
+            ("replicaCount", OWN_POD_NOTE),
+            ("nameOverride", OWN_POD_NOTE),
+            ("fullnameOverride", OWN_POD_NOTE),
+            ("image", OWN_POD_NOTE),
+            ("kubeRbacProxy", OWN_POD_NOTE),
+            ("leaderElection", OWN_POD_NOTE),
+            ("podSecurityContext", OWN_POD_NOTE),
+            ("resources", OWN_POD_NOTE),
+            ("podAnnotations", OWN_POD_NOTE),
+            ("tolerations", OWN_POD_NOTE),
+            ("affinity", OWN_POD_NOTE),
+            ("nodeSelector", OWN_POD_NOTE),
         ],
         notes,
     );

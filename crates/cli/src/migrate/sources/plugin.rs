@@ -5,16 +5,16 @@ use anyhow::{Result, bail, ensure};
 use serde_json::{Value, json};
 
 use crate::migrate::fields::Section;
-use crate::migrate::report::{Notes, Outcome, Place};
+use crate::migrate::report::{Notes, Outcome, SettingPlace};
 
 /// The resource of whole GPUs, and of shares that the plugin does not rename.
 pub(in crate::migrate) const GPU: &str = "nvidia.com/gpu";
 /// Prefix of the resources of MIG instances.
 pub(in crate::migrate) const MIG_PREFIX: &str = "nvidia.com/mig-";
 /// The report's text about settings of GPU feature discovery.
-const DISCOVERY: &str = "It belongs to GPU feature discovery, which may stay installed.";
+const FEATURE_DISCOVERY_NOTE: &str = "The setting belongs to GPU feature discovery, which may stay installed.";
 /// Suffix that the plugin adds to renamed resources.
-const SHARED: &str = ".shared";
+const SHARED_SUFFIX: &str = ".shared";
 
 /// How the plugin names MIG instances.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -33,7 +33,7 @@ impl MigStrategy {
     ///
     /// # Errors
     /// Returns an error if the text is not a strategy.
-    pub(in crate::migrate) fn read(place: Place, text: &str, notes: &mut Notes) -> Result<Self> {
+    pub(in crate::migrate) fn read(place: SettingPlace, text: &str, notes: &mut Notes) -> Result<Self> {
         let strategy = match text {
             "none" => Self::None,
             "single" => Self::Single,
@@ -79,8 +79,8 @@ pub(in crate::migrate) struct Sharing {
 
 impl Sharing {
     /// Returns the resource under which the plugin serves the shares of a resource.
-    pub(in crate::migrate) fn served_name(&self, resource: &str) -> String {
-        if self.renamed { format!("{resource}{SHARED}") } else { resource.to_owned() }
+    pub(in crate::migrate) fn served_resource(&self, resource: &str) -> String {
+        if self.renamed { format!("{resource}{SHARED_SUFFIX}") } else { resource.to_owned() }
     }
 }
 
@@ -108,17 +108,17 @@ pub(in crate::migrate) fn is_plugin_config(value: &Value) -> bool {
 /// # Errors
 /// Returns an error if NVIDIA's plugin would refuse the configuration.
 pub(in crate::migrate) fn parse(source: &str, value: Value, notes: &mut Notes) -> Result<Option<PluginConfig>> {
-    let mut top = Section::top(source, value)?;
-    if let Some((place, version)) = top.text("version")? {
+    let mut top = Section::root(source, value)?;
+    if let Some((place, version)) = top.take_string("version")? {
         ensure!(version == "v1", "{source}: version is {version:?}; NVIDIA's device plugin reads v1 only");
         notes.translated(place, "A configuration of NVIDIA's device plugin.");
     }
     let mut config = PluginConfig::default();
-    if let Some(mut flags) = top.section("flags")? {
+    if let Some(mut flags) = top.take_section("flags")? {
         config.mig_strategy = read_flags(&mut flags, notes)?;
         flags.finish(notes);
     }
-    if let Some(mut sharing) = top.section("sharing")? {
+    if let Some(mut sharing) = top.take_section("sharing")? {
         let parsed = read_sharing(&mut sharing, notes)?;
         sharing.finish(notes);
         match parsed {
@@ -129,7 +129,7 @@ pub(in crate::migrate) fn parse(source: &str, value: Value, notes: &mut Notes) -
     top.drop_keys(
         &[
             ("resources", "NVIDIA's plugin ignores this section too. A policy's resourceName names shares."),
-            ("imex", "Cleave does not give IMEX channels to pods."),
+            ("imex", "Cleave does not support IMEX channels."),
         ],
         notes,
     );
@@ -142,18 +142,18 @@ pub(in crate::migrate) fn parse(source: &str, value: Value, notes: &mut Notes) -
 /// # Errors
 /// Returns an error if a flag has a wrong type or value.
 pub(in crate::migrate) fn read_flags(flags: &mut Section, notes: &mut Notes) -> Result<Option<MigStrategy>> {
-    let strategy = match flags.text("migStrategy")? {
+    let strategy = match flags.take_string("migStrategy")? {
         Some((place, text)) => Some(MigStrategy::read(place, &text, notes)?),
         None => None,
     };
-    if let Some((place, _)) = flags.flag("failOnInitError")? {
-        notes.dropped(place, "Without a driver, Cleave's agent reports that in its GpuNode, and waits.");
+    if let Some((place, _)) = flags.take_bool("failOnInitError")? {
+        notes.dropped(place, "Cleave's agent reports a missing driver in its GpuNode, and waits for the driver.");
     }
-    if let Some((place, root)) = flags.text("nvidiaDriverRoot")? {
-        driver_root(place, &root, notes);
+    if let Some((place, root)) = flags.take_string("nvidiaDriverRoot")? {
+        report_driver_root(place, &root, notes);
     }
     for (key, what) in [("gdrcopyEnabled", "GDRCopy"), ("gdsEnabled", "GPUDirect Storage"), ("mofedEnabled", "MOFED")] {
-        match flags.flag(key)? {
+        match flags.take_bool(key)? {
             Some((place, true)) => notes.decide(
                 place,
                 format!(
@@ -165,7 +165,7 @@ pub(in crate::migrate) fn read_flags(flags: &mut Section, notes: &mut Notes) -> 
             None => {}
         }
     }
-    match flags.text("deviceDiscoveryStrategy")? {
+    match flags.take_string("deviceDiscoveryStrategy")? {
         Some((place, text)) if text == "tegra" => {
             notes.decide(place, "Cleave finds GPUs by NVML only. It does not support Tegra.");
         }
@@ -179,8 +179,12 @@ pub(in crate::migrate) fn read_flags(flags: &mut Section, notes: &mut Notes) -> 
         ],
         notes,
     );
-    flags.take_keys(Outcome::Kept, &[("useNodeFeatureAPI", DISCOVERY), ("gfd", DISCOVERY)], notes);
-    if let Some(mut plugin) = flags.section("plugin")? {
+    flags.take_keys(
+        Outcome::Kept,
+        &[("useNodeFeatureAPI", FEATURE_DISCOVERY_NOTE), ("gfd", FEATURE_DISCOVERY_NOTE)],
+        notes,
+    );
+    if let Some(mut plugin) = flags.take_section("plugin")? {
         read_plugin_flags(&mut plugin, notes)?;
         plugin.finish(notes);
     }
@@ -188,7 +192,7 @@ pub(in crate::migrate) fn read_flags(flags: &mut Section, notes: &mut Notes) -> 
 }
 
 /// Reports what the driver's location means for Cleave.
-fn driver_root(place: Place, root: &str, notes: &mut Notes) {
+fn report_driver_root(place: SettingPlace, root: &str, notes: &mut Notes) {
     match root {
         "/" => notes.translated(place, "The agent finds a driver that is installed on the host."),
         "/run/nvidia/driver" => {
@@ -208,12 +212,12 @@ fn driver_root(place: Place, root: &str, notes: &mut Notes) {
 /// # Errors
 /// Returns an error if a flag has a wrong type or value.
 pub(in crate::migrate) fn read_plugin_flags(plugin: &mut Section, notes: &mut Notes) -> Result<()> {
-    if let Some((place, strategies)) = plugin.texts("deviceListStrategy")? {
+    if let Some((place, strategies)) = plugin.take_strings("deviceListStrategy")? {
         for strategy in strategies.iter().flat_map(|text| text.split(',')) {
-            device_list(place.clone(), strategy.trim(), notes)?;
+            report_device_list(place.clone(), strategy.trim(), notes)?;
         }
     }
-    match plugin.text("deviceIDStrategy")? {
+    match plugin.take_string("deviceIDStrategy")? {
         Some((place, id)) if id == "index" => {
             notes.dropped(place, "Containers get GPUs by UUID. Indices change when a GPU is lost.");
         }
@@ -223,7 +227,7 @@ pub(in crate::migrate) fn read_plugin_flags(plugin: &mut Section, notes: &mut No
         }
         None => {}
     }
-    if let Some((place, policy)) = plugin.text("sharedDevicesAllocationPolicy")? {
+    if let Some((place, policy)) = plugin.take_string("sharedDevicesAllocationPolicy")? {
         match policy.as_str() {
             "packed" => notes.translated(place, "Cleave fills GPUs that are in use first."),
             "distributed" => notes.decide(
@@ -247,11 +251,11 @@ pub(in crate::migrate) fn read_plugin_flags(plugin: &mut Section, notes: &mut No
     Ok(())
 }
 
-fn device_list(place: Place, strategy: &str, notes: &mut Notes) -> Result<()> {
-    const PATH: &str = "agent.deviceListStrategy";
+fn report_device_list(place: SettingPlace, strategy: &str, notes: &mut Notes) -> Result<()> {
+    const CHART_VALUE_PATH: &str = "agent.deviceListStrategy";
     match strategy {
-        "envvar" => notes.set(place, PATH, json!("Envvar")),
-        "cdi-cri" | "cdi-annotations" => notes.set(place, PATH, json!("Cdi")),
+        "envvar" => notes.set(place, CHART_VALUE_PATH, json!("Envvar")),
+        "cdi-cri" | "cdi-annotations" => notes.set(place, CHART_VALUE_PATH, json!("Cdi")),
         "volume-mounts" => notes.decide(
             place,
             "Cleave does not list devices as volume mounts. Choose Envvar or Cdi for agent.deviceListStrategy.",
@@ -274,8 +278,8 @@ enum ReadSharing {
 }
 
 fn read_sharing(sharing: &mut Section, notes: &mut Notes) -> Result<ReadSharing> {
-    let slicing = sharing.section("timeSlicing")?;
-    let mps = sharing.section("mps")?;
+    let slicing = sharing.take_section("timeSlicing")?;
+    let mps = sharing.take_section("mps")?;
     let (by, mut section) = match (slicing, mps) {
         (Some(_), Some(_)) => bail!(
             "{}: sharing.timeSlicing and sharing.mps exclude each other: the plugin would use mps",
@@ -285,14 +289,14 @@ fn read_sharing(sharing: &mut Section, notes: &mut Notes) -> Result<ReadSharing>
         (None, Some(mps)) => (SharedBy::Mps, mps),
         (None, None) => return Ok(ReadSharing::Parsed(None)),
     };
-    let renamed = section.flag("renameByDefault")?;
-    let refuses = section.flag("failRequestsGreaterThanOne")?;
+    let renamed = section.take_bool("renameByDefault")?;
+    let refuses = section.take_bool("failRequestsGreaterThanOne")?;
     let refuses_above_one = refuses.as_ref().map_or(by == SharedBy::Mps, |(_, refuses)| *refuses);
-    let resources = section.sections("resources")?.unwrap_or_default();
+    let resources = section.take_sections("resources")?.unwrap_or_default();
     ensure!(!resources.is_empty(), "{}: {by:?} lists no resources: the plugin refuses that", section.source());
-    if resources.iter().any(|resource| resource.has("memoryGB")) {
+    if resources.iter().any(|resource| resource.has_value("memoryGB")) {
         notes.dropped(
-            Place::whole(section.source()),
+            SettingPlace::of_whole_source(section.source()),
             "Nos wrote this configuration as a part of its plan. Cleave's operator makes its own plan.",
         );
         return Ok(ReadSharing::OfNos);
@@ -300,14 +304,14 @@ fn read_sharing(sharing: &mut Section, notes: &mut Notes) -> Result<ReadSharing>
     let renamed_value = renamed.as_ref().is_some_and(|(_, renamed)| *renamed);
     if let Some((place, renamed)) = renamed {
         let text = if renamed {
-            "The names that pods request end in .shared. See below for the names of Cleave."
+            "The names that pods request end in .shared. See below for Cleave's names."
         } else {
-            "Pods request shares by the name of whole devices. See below for the names of Cleave."
+            "Pods request shares by the name of whole devices. See below for Cleave's names."
         };
         notes.translated(place, text);
     }
     if let Some((place, _)) = refuses {
-        notes.dropped(place, above_one(by));
+        notes.dropped(place, describe_requests_above_one(by));
     }
     let mut replicas = BTreeMap::new();
     for mut resource in resources {
@@ -319,15 +323,13 @@ fn read_sharing(sharing: &mut Section, notes: &mut Notes) -> Result<ReadSharing>
 }
 
 /// Describes what a request above 1 gets from Cleave.
-const fn above_one(by: SharedBy) -> &'static str {
+const fn describe_requests_above_one(by: SharedBy) -> &'static str {
     match by {
         SharedBy::Mps => {
-            "A request for N shares gets N shares of one GPU from Cleave: N times the memory and SMs. It is never \
-             refused for that."
+            "A request for N shares gets N shares of one GPU from Cleave: N times the memory and SMs. Cleave never refuses it for its amount."
         }
         SharedBy::TimeSlicing => {
-            "A request for N replicas gets N replicas of one GPU if possible, but not N times the GPU's time. It is \
-             never refused for that."
+            "A request for N replicas gets N replicas of one GPU if possible, but not N times the GPU's time. Cleave never refuses it for its amount."
         }
     }
 }
@@ -339,14 +341,14 @@ fn read_resource(
     notes: &mut Notes,
 ) -> Result<()> {
     let source = resource.source().to_owned();
-    let Some((_, name)) = resource.text("name")? else { bail!("{source}: a shared resource has no name") };
+    let Some((_, name)) = resource.take_string("name")? else { bail!("{source}: a shared resource has no name") };
     // The plugin adds a missing prefix.
     let name = if name.contains('/') { name } else { format!("nvidia.com/{name}") };
     ensure!(
         name == GPU || name.strip_prefix(MIG_PREFIX).is_some_and(|profile| !profile.is_empty()),
         "{source}: {name:?} is not a resource that the plugin can share: it must be {GPU} or {MIG_PREFIX}<profile>"
     );
-    let Some((place, replicas)) = resource.number("replicas", 2)? else {
+    let Some((place, replicas)) = resource.take_number("replicas", 2)? else {
         bail!("{source}: {name} has no replicas");
     };
     ensure!(all.insert(name.clone(), replicas).is_none(), "{source}: {name} is listed twice");
@@ -358,9 +360,12 @@ fn read_resource(
     };
     notes.translated(place, what);
     if by == SharedBy::Mps && name != GPU {
-        notes.translated(Place::whole(&source), format!("NVIDIA's plugin refuses MPS on {name}. Cleave serves it."));
+        notes.translated(
+            SettingPlace::of_whole_source(&source),
+            format!("NVIDIA's plugin refuses MPS on {name}. Cleave serves it."),
+        );
     }
-    match resource.take("devices") {
+    match resource.take_value("devices") {
         Some((place, Value::String(all))) if all == "all" => notes.translated(place, "The policy selects all GPUs."),
         Some((place, _)) => notes.dropped(
             place,
@@ -369,7 +374,7 @@ fn read_resource(
         ),
         None => {}
     }
-    if let Some((place, _)) = resource.take("rename") {
+    if let Some((place, _)) = resource.take_value("rename") {
         notes.dropped(place, "NVIDIA's plugin ignores this name. A policy's resourceName sets a name.");
     }
     Ok(())

@@ -3,7 +3,7 @@ use cleave_plan::Quantity;
 
 use super::super::facts::{LimitRange, NamedObject, ResourceQuota};
 use super::super::platform::Platform;
-use super::super::report::{Level, Reason, Report, counted};
+use super::super::report::{FindingReason, Level, Report, format_count};
 use super::cluster::SYSTEM_PRIORITY_CLASSES;
 use super::view::{View, items};
 
@@ -38,16 +38,16 @@ fn check_pod_security(view: &View<'_>, report: &mut Report) {
     let action = format!("Run `kubectl label namespace {name} {POD_SECURITY_LABEL}=privileged`.");
     let found = namespace(view);
     if found.is_none() {
-        report.info(
-            Reason::NamespaceMissing,
+        report.add_info(
+            FindingReason::NamespaceMissing,
             format!("The namespace {name} does not exist yet."),
             format!("Run `kubectl create namespace {name}`."),
         );
     }
     match found.and_then(|namespace| namespace.metadata.labels.get(POD_SECURITY_LABEL)).map(String::as_str) {
         Some("privileged") => {}
-        Some(standard) => report.error(
-            Reason::PodSecurityTooStrict,
+        Some(standard) => report.add_error(
+            FindingReason::PodSecurityTooStrict,
             format!(
                 "The namespace {name} enforces the Pod Security Standard {standard}. It refuses the agent and the \
                  MPS host, which are privileged."
@@ -55,16 +55,16 @@ fn check_pod_security(view: &View<'_>, report: &mut Report) {
             action,
         ),
         // Talos enforces `baseline` in namespaces without the label.
-        None if view.platforms.contains(&Platform::Talos) => report.error(
-            Reason::PodSecurityTooStrict,
+        None if view.platforms.contains(&Platform::Talos) => report.add_error(
+            FindingReason::PodSecurityTooStrict,
             format!(
                 "The namespace {name} has no Pod Security label, and Talos then enforces the standard baseline. It \
                  refuses the agent and the MPS host, which are privileged."
             ),
             action,
         ),
-        None => report.info(
-            Reason::PodSecurityNotSet,
+        None => report.add_info(
+            FindingReason::PodSecurityNotSet,
             format!(
                 "The namespace {name} has no Pod Security label. The API server's default applies, which is usually \
                  privileged."
@@ -93,8 +93,8 @@ fn check_mesh(view: &View<'_>, report: &mut Report) {
         None
     };
     if let Some((mesh, setting)) = mesh {
-        report.warning(
-            Reason::MeshInjection,
+        report.add_warning(
+            FindingReason::MeshInjection,
             format!(
                 "{mesh} adds sidecars to the pods of the namespace {}. Cleave's pods talk only to the API server, \
                  and the webhook's TLS would end at the sidecar.",
@@ -122,8 +122,8 @@ fn check_quotas(view: &View<'_>, report: &mut Report) {
     let is_gke = view.platforms.contains(&Platform::Gke);
     if is_gke && name != "kube-system" && !SYSTEM_PRIORITY_CLASSES.into_iter().all(covers) {
         report.set("priorityClass.quota", true);
-        report.info(
-            Reason::PriorityQuotaMissing,
+        report.add_info(
+            FindingReason::PriorityQuotaMissing,
             format!(
                 "GKE admits the priority classes of Cleave's pods only in namespaces with a ResourceQuota that \
                  selects them. The namespace {name} has none. The chart creates one if priorityClass.quota is true."
@@ -168,8 +168,8 @@ fn check_required_limits(quota: &ResourceQuota, limit_ranges: &[&LimitRange], re
     for resource in ["cpu", "memory"] {
         let limit = format!("limits.{resource}");
         if quota.spec.hard.contains_key(&limit) && !has_default(resource) {
-            report.error(
-                Reason::QuotaRefusesPods,
+            report.add_error(
+                FindingReason::QuotaRefusesPods,
                 format!(
                     "ResourceQuota {} limits {limit}, so it refuses pods without a limit of {resource}. The MPS host \
                      has none.",
@@ -196,14 +196,14 @@ fn check_pod_count(view: &View<'_>, quota: &ResourceQuota, report: &mut Report) 
             continue;
         }
         let (level, reason) = match room {
-            0 => (Level::Error, Reason::QuotaRefusesPods),
-            _ => (Level::Warning, Reason::QuotaTooSmall),
+            0 => (Level::Error, FindingReason::QuotaRefusesPods),
+            _ => (Level::Warning, FindingReason::QuotaTooSmall),
         };
         let message = format!(
             "ResourceQuota {} has room for {}. Cleave needs {needed} for {}.",
             quota.metadata.full_name(),
-            counted(usize::try_from(room).unwrap_or(usize::MAX), "pod"),
-            counted(view.gpu_nodes.len(), "GPU node"),
+            format_count(usize::try_from(room).unwrap_or(usize::MAX), "pod"),
+            format_count(view.gpu_nodes.len(), "GPU node"),
         );
         report.add(
             level,

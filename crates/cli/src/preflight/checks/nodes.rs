@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::super::facts::{MajorMinor, Node, PodSpec};
 use super::super::platform::Platform;
-use super::super::report::{Reason, Report, counted, join_names};
+use super::super::report::{FindingReason, Report, format_count, join_names};
 use super::view::{View, can_run, chart_labels, is_discovery_label, is_gpu_resource};
 
 /// Keys of taints that the operator tolerates by default.
@@ -31,7 +31,7 @@ pub(super) fn serves_gpus(node: &Node) -> bool {
 }
 
 /// Returns the names of nodes, shortened for a sentence.
-pub(super) fn names<'a>(nodes: impl IntoIterator<Item = &'a Node>) -> String {
+pub(super) fn join_node_names<'a>(nodes: impl IntoIterator<Item = &'a Node>) -> String {
     join_names(nodes.into_iter().map(|node| node.metadata.name.as_str()))
 }
 
@@ -52,8 +52,8 @@ fn check_gpus(view: &View<'_>, report: &mut Report) {
     if view.gpu_nodes.is_empty() {
         let action = "Label the GPU nodes: `kubectl label node NODE cleave.dev/gpu=true`. If they are scaled to zero, \
                       run preflight again when one exists.";
-        report.warning(
-            Reason::NoGpuNodes,
+        report.add_warning(
+            FindingReason::NoGpuNodes,
             "No node has a GPU label or a GPU resource, so preflight did not check GPU nodes.",
             action,
         );
@@ -69,10 +69,10 @@ fn check_gpus(view: &View<'_>, report: &mut Report) {
     let labels = if found_by.is_empty() { "none".to_owned() } else { found_by.join(", ") };
     let message = format!(
         "{} with GPUs: {}. Labels that show GPUs: {labels}.",
-        counted(view.gpu_nodes.len(), "node"),
-        names(view.gpu_nodes.iter().copied())
+        format_count(view.gpu_nodes.len(), "node"),
+        join_node_names(view.gpu_nodes.iter().copied())
     );
-    report.info(Reason::GpuNodesFound, message, "");
+    report.add_info(FindingReason::GpuNodesFound, message, "");
     check_labels(view, report);
 }
 
@@ -87,23 +87,23 @@ fn check_labels(view: &View<'_>, report: &mut Report) {
         }
     }
     if !unlabelled.is_empty() {
-        report.warning(
-            Reason::GpuLabelMissing,
+        report.add_warning(
+            FindingReason::GpuLabelMissing,
             format!(
                 "Cleave's agents will not run on nodes that have GPUs, but none of the labels in nodes.gpuLabels: {}.",
-                names(unlabelled)
+                join_node_names(unlabelled)
             ),
             "Run `kubectl label node NODE cleave.dev/gpu=true` for each of them.",
         );
     }
     if !discovered.is_empty() {
-        report.warning(
-            Reason::GpuLabelNotStable,
+        report.add_warning(
+            FindingReason::GpuLabelNotStable,
             format!(
                 "Only node feature discovery or GPU feature discovery labels {} as GPU nodes. If it removes its \
                  labels, for example when it restarts, Kubernetes deletes Cleave's pods there. This ends all \
                  programs that use MPS.",
-                names(discovered)
+                join_node_names(discovered)
             ),
             "Also label the nodes cleave.dev/gpu=true: in their node pool, in a MachineConfig, by the kubelet's option \
              --node-labels, or with `kubectl label node NODE cleave.dev/gpu=true`.",
@@ -126,18 +126,21 @@ fn check_runtimes(view: &View<'_>, report: &mut Report) {
         }
     }
     for (runtime, nodes) in unsupported {
-        report.error(
-            Reason::ContainerRuntimeUnsupported,
-            format!("The container runtime is {runtime} on {}. Cleave supports containerd and CRI-O.", names(nodes)),
+        report.add_error(
+            FindingReason::ContainerRuntimeUnsupported,
+            format!(
+                "The container runtime is {runtime} on {}. Cleave supports containerd and CRI-O.",
+                join_node_names(nodes)
+            ),
             "Use nodes with containerd or CRI-O.",
         );
     }
     for (version, nodes) in without_cdi {
-        report.warning(
-            Reason::ContainerRuntimeWithoutCdi,
+        report.add_warning(
+            FindingReason::ContainerRuntimeWithoutCdi,
             format!(
                 "containerd {version} on {} does not support CDI. Version 1.7 and newer versions do.",
-                names(nodes)
+                join_node_names(nodes)
             ),
             "Upgrade containerd, or use agent.deviceListStrategy Envvar or DeviceNodes.",
         );
@@ -153,12 +156,12 @@ fn check_kernels(view: &View<'_>, report: &mut Report) {
         }
     }
     for (kernel, nodes) in old {
-        report.error(
-            Reason::KernelTooOld,
+        report.add_error(
+            FindingReason::KernelTooOld,
             format!(
                 "The kernel is {kernel} on {}. Cleave needs {OLDEST_KERNEL} or newer: \
                  without pidfd_open the MPS host cannot detect the exit of a client.",
-                names(nodes)
+                join_node_names(nodes)
             ),
             format!("Use nodes with Linux {OLDEST_KERNEL} or newer."),
         );
@@ -172,15 +175,18 @@ fn check_architectures(view: &View<'_>, report: &mut Report) {
     }
     for (architecture, nodes) in nodes_of {
         if !architecture.is_empty() && !ARCHITECTURES.contains(&architecture) {
-            report.error(
-                Reason::ArchitectureUnsupported,
-                format!("The architecture is {architecture} on {}. Cleave supports amd64 and arm64.", names(nodes)),
+            report.add_error(
+                FindingReason::ArchitectureUnsupported,
+                format!(
+                    "The architecture is {architecture} on {}. Cleave supports amd64 and arm64.",
+                    join_node_names(nodes)
+                ),
                 "Use nodes of a supported architecture.",
             );
         } else if architecture == "arm64" {
-            report.info(
-                Reason::Arm64,
-                format!("The architecture is arm64 on {}.", names(nodes)),
+            report.add_info(
+                FindingReason::Arm64,
+                format!("The architecture is arm64 on {}.", join_node_names(nodes)),
                 "Also build the image for arm64. `make release` builds both architectures.",
             );
         }
@@ -198,9 +204,9 @@ fn check_taints(view: &View<'_>, report: &mut Report) {
         }
     }
     for (taint, nodes) in tainted {
-        report.warning(
-            Reason::TaintNotTolerated,
-            format!("Pods with shares do not tolerate the taint {taint} of {}.", names(nodes)),
+        report.add_warning(
+            FindingReason::TaintNotTolerated,
+            format!("Pods with shares do not tolerate the taint {taint} of {}.", join_node_names(nodes)),
             "Add a toleration to the pods that request GPUs. Cleave adds one for the key nvidia.com/gpu only.",
         );
     }
@@ -229,16 +235,16 @@ fn check_operator(view: &View<'_>, report: &mut Report) {
             let all: BTreeSet<&str> = keys.iter().copied().chain(OPERATOR_TOLERATIONS).collect();
             let values: Vec<Value> = all.iter().map(|key| json!({"key": key, "operator": "Exists"})).collect();
             report.set("operator.tolerations", values);
-            report.error(
-                Reason::OperatorUnschedulable,
+            report.add_error(
+                FindingReason::OperatorUnschedulable,
                 format!("Every node has a taint that the operator does not tolerate: {}.", join_names(keys)),
                 "Add a node without taints, or set operator.tolerations.",
             );
         }
         [only] => {
             report.set("operator.replicas", 1);
-            report.warning(
-                Reason::OneOperatorNode,
+            report.add_warning(
+                FindingReason::OneOperatorNode,
                 format!(
                     "Only node {} can run the operator. With two operators the PodDisruptionBudget \
                      blocks the drain of that node.",

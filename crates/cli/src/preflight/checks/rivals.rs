@@ -1,9 +1,9 @@
 //! Checks for other software that manages the same GPUs, and for the driver's location.
 use super::super::facts::{DaemonSet, Node};
 use super::super::platform::{DriverLocation, Platform, RuntimeClassUse};
-use super::super::report::{Reason, Report};
-use super::nodes::{is_eks_auto, names, serves_gpus};
-use super::view::{View, can_run, is_cleave, items};
+use super::super::report::{FindingReason, Report};
+use super::nodes::{is_eks_auto, join_node_names, serves_gpus};
+use super::view::{View, can_run, items, runs_cleave_agent};
 
 /// The role of a `DaemonSet` on GPU nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -183,7 +183,7 @@ pub(super) fn check(view: &View<'_>, report: &mut Report) {
 /// Recognizes a `DaemonSet`, and finds the GPU nodes on which it runs. Returns `None` for a
 /// `DaemonSet` of Cleave or of an unknown product.
 fn recognize<'a>(view: &View<'a>, set: &'a DaemonSet) -> Option<RecognizedDaemonSet<'a>> {
-    if is_cleave(set) {
+    if runs_cleave_agent(set) {
         return None;
     }
     let product = PRODUCTS.iter().find(|product| (product.recognizes)(set))?;
@@ -203,17 +203,17 @@ fn check_plugins(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mu
     for plugin in with_role(found, Role::Plugin) {
         let (set, name) = (plugin.daemon_set.metadata.full_name(), plugin.product.name);
         if plugin.nodes.is_empty() {
-            report.info(
-                Reason::RivalPluginElsewhere,
+            report.add_info(
+                FindingReason::RivalPluginElsewhere,
                 format!("DaemonSet {set} is {name}. It runs on no GPU node that Cleave will manage."),
                 "",
             );
         } else {
-            report.error(
-                Reason::RivalPlugin,
+            report.add_error(
+                FindingReason::RivalPlugin,
                 format!(
-                    "DaemonSet {set} is {name}, and runs on {}. Two plugins must not serve the same GPUs.",
-                    names(plugin.nodes.iter().copied())
+                    "DaemonSet {set} is {name}, and runs on {}. Two plugins must not advertise the same GPUs.",
+                    join_node_names(plugin.nodes.iter().copied())
                 ),
                 format!(
                     "{} To move one node at a time, choose the nodes for Cleave with --node-selector.",
@@ -243,9 +243,9 @@ fn check_plugins(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mu
             "Find the program that registered with the kubelet, and stop it. If a plugin was just removed, wait \
              until the kubelet no longer reports its resources."
         };
-        report.error(
-            Reason::GpusServedByOthers,
-            format!("A device plugin that is not a known DaemonSet serves GPUs on {}.", names(served)),
+        report.add_error(
+            FindingReason::GpusServedByOthers,
+            format!("A device plugin that is not a known DaemonSet serves GPUs on {}.", join_node_names(served)),
             action,
         );
     }
@@ -260,8 +260,8 @@ fn check_definitions(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report:
     let exists = |name: &str| items(&view.facts.definitions).iter().any(|one| one.metadata.name == name);
     for (definition, software, action) in DEFINITIONS {
         if !runs_plugins && exists(definition) {
-            report.info(
-                Reason::OtherSoftwareInstalled,
+            report.add_info(
+                FindingReason::OtherSoftwareInstalled,
                 format!("{software} is installed: the custom resource definition {definition} exists."),
                 action,
             );
@@ -275,13 +275,13 @@ fn check_dra(found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
         found.daemon_set.spec.template.spec.containers.iter().any(|container| container.name == DRA_GPU_CONTAINER)
     };
     for driver in with_role(found, Role::Dra).filter(allocates).filter(|driver| !driver.nodes.is_empty()) {
-        report.error(
-            Reason::DraDriver,
+        report.add_error(
+            FindingReason::DraDriver,
             format!(
                 "DaemonSet {} is NVIDIA's DRA driver, and allocates GPUs on {}. It does not know which GPUs Cleave \
                  allocates.",
                 driver.daemon_set.metadata.full_name(),
-                names(driver.nodes.iter().copied())
+                join_node_names(driver.nodes.iter().copied())
             ),
             driver.product.action,
         );
@@ -292,13 +292,13 @@ fn check_dra(found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
 fn check_mig_manager(found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
     for manager in with_role(found, Role::MigManager).filter(|manager| !manager.nodes.is_empty()) {
         report.set("agent.migMode", "Never");
-        report.warning(
-            Reason::MigManager,
+        report.add_warning(
+            FindingReason::MigManager,
             format!(
                 "DaemonSet {} is NVIDIA's MIG manager, and runs on {}. It and Cleave's agents would both change MIG \
                  mode.",
                 manager.daemon_set.metadata.full_name(),
-                names(manager.nodes.iter().copied())
+                join_node_names(manager.nodes.iter().copied())
             ),
             manager.product.action,
         );
@@ -312,7 +312,7 @@ fn check_driver(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mut
     }
     let in_container = with_role(found, Role::Driver).any(|driver| !driver.nodes.is_empty());
     let driver_location = DriverLocation::of(view.platform(), in_container);
-    report.info(Reason::DriverLayout, driver_location.describe(), "");
+    report.add_info(FindingReason::DriverLayout, driver_location.describe(), "");
     let has_operator = view.daemon_sets.iter().any(|set| {
         let selector = &set.spec.template.spec.node_selector;
         selector.keys().any(|label| label.starts_with(GPU_OPERATOR_LABELS))
@@ -341,8 +341,8 @@ fn check_runtime_class(view: &View<'_>, uses_operator: bool, report: &mut Report
             report.set("driver.runtimeClassName", RUNTIME_CLASS);
             report_runtime_class(view, report);
         }
-        (RuntimeClassUse::Always, false) => report.error(
-            Reason::RuntimeClassMissing,
+        (RuntimeClassUse::Always, false) => report.add_error(
+            FindingReason::RuntimeClassMissing,
             "The RuntimeClass nvidia does not exist. On this platform Cleave's pods get the driver through it.",
             "Install NVIDIA's container toolkit on the nodes, and create a RuntimeClass nvidia with handler nvidia.",
         ),
@@ -352,30 +352,30 @@ fn check_runtime_class(view: &View<'_>, uses_operator: bool, report: &mut Report
 /// Reports the `RuntimeClass` that Cleave's pods will use, and whether this `RuntimeClass` proves
 /// that nodes have NVIDIA's runtime.
 fn report_runtime_class(view: &View<'_>, report: &mut Report) {
-    const PODS: &str = "With agent.deviceListStrategy Envvar, add runtimeClassName: nvidia to pods that request GPUs, \
+    const POD_ADVICE: &str = "With agent.deviceListStrategy Envvar, add runtimeClassName: nvidia to pods that request GPUs, \
                         unless NVIDIA's runtime is the default runtime.";
     let mut bundled = false;
     for platform in &view.platforms {
         let Some(file) = platform.containerd_configuration() else { continue };
         bundled = true;
         let name = platform.name();
-        report.warning(
-            Reason::RuntimeHandlerUnknown,
+        report.add_warning(
+            FindingReason::RuntimeHandlerUnknown,
             format!(
                 "The RuntimeClass nvidia exists, but {name} creates it on every cluster. If a node lacks NVIDIA's \
                  container toolkit, Cleave's pods cannot start there."
             ),
             format!(
                 "Run `grep nvidia {file}` on each GPU node. If it prints nothing, install NVIDIA's container toolkit on \
-                 the node, and restart {name}. {PODS}"
+                 the node, and restart {name}. {POD_ADVICE}"
             ),
         );
     }
     if !bundled {
-        report.info(
-            Reason::RuntimeClassFound,
+        report.add_info(
+            FindingReason::RuntimeClassFound,
             "The RuntimeClass nvidia exists. Cleave's pods will use it to get the driver.",
-            PODS,
+            POD_ADVICE,
         );
     }
 }

@@ -75,7 +75,7 @@ impl<'a> View<'a> {
         let gpu_nodes: Vec<&Node> = nodes.iter().filter(|node| has_gpus(node)).filter(selected).copied().collect();
         let of_platform = if gpu_nodes.is_empty() { &nodes } else { &gpu_nodes };
         let daemon_sets = items(&facts.daemon_sets);
-        let has_agents = daemon_sets.iter().any(is_cleave);
+        let has_agents = daemon_sets.iter().any(runs_cleave_agent);
         let platforms = of_platform.iter().filter_map(|node| Platform::of(node)).collect();
         Self { facts, target, nodes, gpu_nodes, daemon_sets, platforms, has_agents }
     }
@@ -158,7 +158,7 @@ fn matching_labels<'a>(
 }
 
 /// Returns whether the `DaemonSet` runs Cleave's agents.
-pub(super) fn is_cleave(set: &DaemonSet) -> bool {
+pub(super) fn runs_cleave_agent(set: &DaemonSet) -> bool {
     let command = |command: &String| command.ends_with("/cleave-agent");
     set.spec.template.spec.containers.iter().any(|container| container.command.iter().any(command))
 }

@@ -3,7 +3,7 @@ use cleave_api::names::COMPONENT_LABEL;
 use cleave_plan::constraints::Labels;
 
 use super::super::facts::{Webhook, WebhookConfiguration, WebhookRule};
-use super::super::report::{Reason, Report, join_names};
+use super::super::report::{FindingReason, Report, join_names};
 use super::namespace;
 use super::view::{View, items};
 
@@ -18,7 +18,7 @@ pub(super) fn check(view: &View<'_>, report: &mut Report) {
     labels.insert(NAMESPACE_NAME_LABEL.to_owned(), view.target.namespace.clone());
     let mutating = items(&view.facts.mutating_webhooks).iter().map(|one| ("MutatingWebhookConfiguration", one));
     let validating = items(&view.facts.validating_webhooks).iter().map(|one| ("ValidatingWebhookConfiguration", one));
-    for (kind, configuration) in mutating.chain(validating).filter(|(_, one)| !is_cleave(one)) {
+    for (kind, configuration) in mutating.chain(validating).filter(|(_, one)| !belongs_to_cleave(one)) {
         let blocking: Vec<&str> = configuration
             .webhooks
             .iter()
@@ -28,8 +28,8 @@ pub(super) fn check(view: &View<'_>, report: &mut Report) {
         if blocking.is_empty() {
             continue;
         }
-        report.warning(
-            Reason::WebhookMatchesNamespace,
+        report.add_warning(
+            FindingReason::WebhookMatchesNamespace,
             format!(
                 "{kind} {} has webhooks for new pods in the namespace {}: {}. Their failurePolicy is Fail, so Cleave's \
                  pods cannot be created while one of them does not answer. They may also refuse privileged pods.",
@@ -42,7 +42,7 @@ pub(super) fn check(view: &View<'_>, report: &mut Report) {
     }
 }
 
-fn is_cleave(configuration: &WebhookConfiguration) -> bool {
+fn belongs_to_cleave(configuration: &WebhookConfiguration) -> bool {
     configuration.metadata.labels.get("app.kubernetes.io/name").is_some_and(|name| name == "cleave")
 }
 

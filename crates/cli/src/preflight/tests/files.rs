@@ -3,7 +3,7 @@ use std::path::PathBuf;
 
 use serde_json::json;
 
-use super::{Reason, finding, gpu_node, healthy_nodes, report_of, report_of_node, report_with};
+use super::{FindingReason, gpu_node, healthy_nodes, only_finding, report_of, report_of_node, report_with};
 use crate::preflight::facts::MajorMinor;
 use crate::preflight::read::{from_directory, parse_labels};
 use crate::preflight::text::{render, values_yaml};
@@ -40,7 +40,7 @@ fn lists_and_single_objects_are_read_from_files() {
     );
     let report = report_with(&from_directory(&directory.0), &[]);
     assert_eq!(report.gpu_nodes, 2);
-    finding(&report, Reason::PodSecurityTooStrict);
+    only_finding(&report, FindingReason::PodSecurityTooStrict);
 }
 
 #[test]
@@ -61,7 +61,7 @@ fn missing_and_malformed_files_are_unknown() {
 }
 
 #[test]
-fn the_text_has_every_finding_and_the_command() {
+fn the_text_contains_every_finding_and_the_install_command() {
     let kernel = json!({"status": {"nodeInfo": {"kernelVersion": "4.18.0"}}});
     let report = report_of_node(&kernel);
     let text = render(&report).unwrap();
@@ -82,7 +82,7 @@ fn the_text_has_every_finding_and_the_command() {
 }
 
 #[test]
-fn values_are_a_values_file() {
+fn values_are_rendered_as_a_values_file() {
     let report = report_of(&json!({"nodes": [gpu_node("a")]}));
     assert_eq!(
         values_yaml(&report).unwrap(),
@@ -95,7 +95,7 @@ fn values_are_a_values_file() {
 }
 
 #[test]
-fn json_names_levels_and_reasons() {
+fn json_contains_the_level_and_reason_of_each_finding() {
     let report = report_of_node(&json!({"status": {"nodeInfo": {"kernelVersion": "4.18.0"}}}));
     let json = serde_json::to_value(&report).unwrap();
     assert_eq!(json["findings"][0]["level"], "Error");
@@ -105,7 +105,7 @@ fn json_names_levels_and_reasons() {
 }
 
 #[test]
-fn labels_are_parsed() {
+fn labels_are_pairs_of_name_and_value_separated_by_commas() {
     let labels = parse_labels("gpu=cleave, zone=a").unwrap();
     assert_eq!(
         labels.into_iter().collect::<Vec<_>>(),
@@ -116,7 +116,7 @@ fn labels_are_parsed() {
 }
 
 #[test]
-fn versions_are_parsed() {
+fn a_version_is_reduced_to_its_first_two_numbers() {
     for (text, expected) in [
         ("v1.34.1-gke.1", Some(MajorMinor(1, 34))),
         ("1.7", Some(MajorMinor(1, 7))),

@@ -5,7 +5,7 @@ use kube::client::Body;
 use serde_json::{Value, json};
 use tower_test::mock;
 
-use super::{Reason, gpu_node, problems, report_with};
+use super::{FindingReason, gpu_node, problems, report_with};
 use crate::preflight::facts::Facts;
 use crate::preflight::read::from_cluster;
 
@@ -37,7 +37,7 @@ fn healthy_response(path: &str) -> (u16, Value) {
         }
         "/api/v1/nodes" => json!([gpu_node("a"), gpu_node("b")]),
         "/apis/scheduling.k8s.io/v1/priorityclasses" => {
-            json!([super::named("system-node-critical"), super::named("system-cluster-critical")])
+            json!([super::named_object("system-node-critical"), super::named_object("system-cluster-critical")])
         }
         "/api/v1/namespaces" => json!([super::namespace(&json!({}))]),
         _ => json!([]),
@@ -67,7 +67,7 @@ async fn a_list_that_is_forbidden_is_unknown_and_the_others_are_read() {
     .await
     .unwrap();
     assert_eq!(facts.daemon_sets.as_ref().unwrap_err(), "daemonsets.apps is forbidden");
-    assert_eq!(problems(&report_with(&facts, &[])), [Reason::NotChecked]);
+    assert_eq!(problems(&report_with(&facts, &[])), [FindingReason::NotChecked]);
 }
 
 #[tokio::test]
@@ -89,7 +89,7 @@ async fn all_pages_of_a_list_are_read() {
 async fn lists_of_the_namespace_are_limited_to_it() {
     let facts = read(|path, _| match path {
         "/api/v1/namespaces/cleave-system/resourcequotas" => {
-            (200, json!({"metadata": {}, "items": [super::named("quota")]}))
+            (200, json!({"metadata": {}, "items": [super::named_object("quota")]}))
         }
         path => healthy_response(path),
     })

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::checks::{SYSTEM_PRIORITY_CLASSES, check};
 use super::facts::{Facts, Target};
-use super::report::{Finding, Level, Reason, Report};
+use super::report::{Finding, FindingReason, Level, Report};
 
 /// The namespace of the release in tests.
 const NAMESPACE: &str = "cleave-system";
@@ -26,12 +26,12 @@ fn facts(objects: &Value) -> Facts {
             items => serde_json::from_value(items.clone()).unwrap(),
         }
     }
-    fn parsed<T: DeserializeOwned>(value: Value) -> T {
+    fn parse_value<T: DeserializeOwned>(value: Value) -> T {
         serde_json::from_value(value).unwrap()
     }
     Facts {
-        server: Ok(parsed(json!({"gitVersion": "v1.36.4"}))),
-        admission: Ok(parsed(json!({"resources": [
+        server: Ok(parse_value(json!({"gitVersion": "v1.36.4"}))),
+        admission: Ok(parse_value(json!({"resources": [
             {"name": "validatingadmissionpolicies"}, {"name": "mutatingadmissionpolicies"}
         ]}))),
         nodes: Ok(list(objects, "nodes")),
@@ -40,10 +40,12 @@ fn facts(objects: &Value) -> Facts {
         quotas: Ok(list(objects, "resourcequotas")),
         limit_ranges: Ok(list(objects, "limitranges")),
         namespaces: Ok(match &objects["namespaces"] {
-            Value::Null => parsed(json!([namespace(&json!({"pod-security.kubernetes.io/enforce": "privileged"}))])),
-            items => parsed(items.clone()),
+            Value::Null => {
+                parse_value(json!([namespace(&json!({"pod-security.kubernetes.io/enforce": "privileged"}))]))
+            }
+            items => parse_value(items.clone()),
         }),
-        priority_classes: Ok(parsed(Value::Array(SYSTEM_PRIORITY_CLASSES.map(named).to_vec()))),
+        priority_classes: Ok(parse_value(Value::Array(SYSTEM_PRIORITY_CLASSES.map(named_object).to_vec()))),
         definitions: Ok(list(objects, "customresourcedefinitions")),
         mutating_webhooks: Ok(list(objects, "mutatingwebhookconfigurations")),
         validating_webhooks: Ok(list(objects, "validatingwebhookconfigurations")),
@@ -51,7 +53,7 @@ fn facts(objects: &Value) -> Facts {
 }
 
 /// An object with a name.
-fn named(name: &str) -> Value {
+fn named_object(name: &str) -> Value {
     json!({"metadata": {"name": name}})
 }
 
@@ -81,7 +83,7 @@ fn gpu_node(name: &str) -> Value {
 }
 
 /// Replaces fields of an object. `null` removes a field.
-fn with(mut object: Value, changes: &Value) -> Value {
+fn with_changes(mut object: Value, changes: &Value) -> Value {
     merge(&mut object, changes);
     object
 }
@@ -112,19 +114,19 @@ fn report_with(facts: &Facts, node_selector: &[(&str, &str)]) -> Report {
 
 /// Checks a cluster of one healthy GPU node with these changes.
 fn report_of_node(changes: &Value) -> Report {
-    report_of(&json!({"nodes": [with(gpu_node("gpu-1"), changes), gpu_node("gpu-2")]}))
+    report_of(&json!({"nodes": [with_changes(gpu_node("gpu-1"), changes), gpu_node("gpu-2")]}))
 }
 
 /// Returns the only finding with this reason. Panics if the report has no such finding or several.
 #[track_caller]
-fn finding(report: &Report, reason: Reason) -> &Finding {
+fn only_finding(report: &Report, reason: FindingReason) -> &Finding {
     let found: Vec<&Finding> = report.findings.iter().filter(|finding| finding.reason == reason).collect();
     assert_eq!(found.len(), 1, "{reason:?} in {:#?}", report.findings);
     found[0]
 }
 
 /// Returns the reasons of all errors and warnings.
-fn problems(report: &Report) -> Vec<Reason> {
+fn problems(report: &Report) -> Vec<FindingReason> {
     report.findings.iter().filter(|finding| finding.level != Level::Info).map(|finding| finding.reason).collect()
 }
 
@@ -146,22 +148,22 @@ fn errors_are_reported_first() {
 
 #[test]
 fn a_list_that_cannot_be_read_is_reported_and_skips_only_its_checks() {
-    let mut facts = facts(&json!({"nodes": [with(
+    let mut facts = facts(&json!({"nodes": [with_changes(
         gpu_node("gpu-1"),
         &json!({"status": {"allocatable": {"nvidia.com/gpu": "8"}}})
     ), gpu_node("gpu-2")]}));
     facts.daemon_sets = Err("daemonsets.apps is forbidden".to_owned());
     let report = report_with(&facts, &[]);
-    let unread = finding(&report, Reason::NotChecked);
+    let unread = only_finding(&report, FindingReason::NotChecked);
     assert_eq!(unread.level, Level::Warning);
     assert!(unread.message.starts_with("Not checked: ") && unread.message.contains("is forbidden"), "{unread:?}");
     // Without the list of DaemonSets, the report cannot name the plugin that serves the GPUs.
-    assert_eq!(problems(&report), [Reason::NotChecked]);
+    assert_eq!(problems(&report), [FindingReason::NotChecked]);
     assert_eq!(report.gpu_nodes, 2);
 }
 
 #[test]
-fn nothing_is_concluded_from_lists_that_cannot_be_read() {
+fn unread_lists_cause_no_other_findings() {
     let facts = Facts {
         server: Err("no".to_owned()),
         admission: Err("no".to_owned()),
@@ -178,17 +180,21 @@ fn nothing_is_concluded_from_lists_that_cannot_be_read() {
     };
     let report = report_with(&facts, &[]);
     assert_eq!(report.findings.len(), 12);
-    assert!(report.findings.iter().all(|finding| finding.reason == Reason::NotChecked), "{:#?}", report.findings);
+    assert!(
+        report.findings.iter().all(|finding| finding.reason == FindingReason::NotChecked),
+        "{:#?}",
+        report.findings
+    );
 }
 
 #[test]
 fn old_and_new_versions_of_kubernetes_are_reported() {
     for (version, expected) in [
-        ("v1.33.9", vec![Reason::KubernetesTooOld]),
+        ("v1.33.9", vec![FindingReason::KubernetesTooOld]),
         ("v1.34.0-rc.1+k3s1", vec![]),
         ("v1.36.9", vec![]),
-        ("v1.37.0", vec![Reason::KubernetesUntested]),
-        ("latest", vec![Reason::NotChecked]),
+        ("v1.37.0", vec![FindingReason::KubernetesUntested]),
+        ("latest", vec![FindingReason::NotChecked]),
     ] {
         let mut facts = facts(&json!({"nodes": healthy_nodes()}));
         facts.server = Ok(serde_json::from_value(json!({"gitVersion": version})).unwrap());
@@ -197,13 +203,13 @@ fn old_and_new_versions_of_kubernetes_are_reported() {
 }
 
 #[test]
-fn the_version_that_kubectl_writes_is_the_servers() {
+fn the_server_version_is_read_from_the_output_of_kubectl() {
     let mut facts = facts(&json!({"nodes": healthy_nodes()}));
     let version = json!({"clientVersion": {"gitVersion": "v1.36.0"}, "serverVersion": {"gitVersion": "v1.31.2-eks-1"}});
     facts.server = Ok(serde_json::from_value(version).unwrap());
     let report = report_with(&facts, &[]);
     assert_eq!(report.kubernetes.as_deref(), Some("v1.31.2-eks-1"));
-    finding(&report, Reason::KubernetesTooOld);
+    only_finding(&report, FindingReason::KubernetesTooOld);
 }
 
 #[test]
@@ -215,7 +221,7 @@ fn missing_admission_policies_are_reported() {
     };
     facts.admission = resources(&["validatingadmissionpolicies"]);
     let report = report_with(&facts, &[]);
-    assert_eq!(finding(&report, Reason::MutatingPoliciesMissing).level, Level::Warning);
+    assert_eq!(only_finding(&report, FindingReason::MutatingPoliciesMissing).level, Level::Warning);
     assert_eq!(report.values["admission.gate"], "webhook");
 
     // Before Kubernetes 1.36, the chart uses the webhook regardless of the policies.
@@ -223,13 +229,13 @@ fn missing_admission_policies_are_reported() {
     assert_eq!(problems(&report_with(&facts, &[])), []);
 
     facts.admission = resources(&["mutatingadmissionpolicies"]);
-    assert_eq!(finding(&report_with(&facts, &[]), Reason::AdmissionPoliciesMissing).level, Level::Error);
+    assert_eq!(only_finding(&report_with(&facts, &[]), FindingReason::AdmissionPoliciesMissing).level, Level::Error);
 }
 
 #[test]
 fn a_missing_priority_class_is_reported() {
     let mut facts = facts(&json!({"nodes": healthy_nodes()}));
-    facts.priority_classes = Ok(serde_json::from_value(json!([named("system-node-critical")])).unwrap());
+    facts.priority_classes = Ok(serde_json::from_value(json!([named_object("system-node-critical")])).unwrap());
     let report = report_with(&facts, &[]);
-    assert!(finding(&report, Reason::PriorityClassMissing).message.contains("system-cluster-critical"));
+    assert!(only_finding(&report, FindingReason::PriorityClassMissing).message.contains("system-cluster-critical"));
 }

@@ -2,8 +2,8 @@
 use serde_json::{Value, json};
 
 use super::{
-    Level, NAMESPACE, Reason, facts, finding, gpu_node, healthy_nodes, namespace, problems, report_of, report_with,
-    with,
+    FindingReason, Level, NAMESPACE, facts, gpu_node, healthy_nodes, namespace, only_finding, problems, report_of,
+    report_with, with_changes,
 };
 use crate::preflight::report::Report;
 
@@ -15,29 +15,29 @@ fn report_of_namespace(labels: &Value) -> Report {
 fn pod_security_must_allow_privileged_pods() {
     for standard in ["baseline", "restricted"] {
         let report = report_of_namespace(&json!({"pod-security.kubernetes.io/enforce": standard}));
-        let found = finding(&report, Reason::PodSecurityTooStrict);
+        let found = only_finding(&report, FindingReason::PodSecurityTooStrict);
         assert!(found.level == Level::Error && found.message.contains(standard), "{found:?}");
         assert!(found.action.contains("pod-security.kubernetes.io/enforce=privileged"), "{found:?}");
     }
     let report = report_of_namespace(&json!({"pod-security.kubernetes.io/warn": "restricted"}));
     assert_eq!(problems(&report), []);
-    assert_eq!(finding(&report, Reason::PodSecurityNotSet).level, Level::Info);
+    assert_eq!(only_finding(&report, FindingReason::PodSecurityNotSet).level, Level::Info);
 }
 
 #[test]
-fn a_missing_namespace_is_a_fact() {
-    let report = report_of(&json!({"nodes": healthy_nodes(), "namespaces": [super::named("default")]}));
+fn a_missing_namespace_is_only_a_fact_and_no_error() {
+    let report = report_of(&json!({"nodes": healthy_nodes(), "namespaces": [super::named_object("default")]}));
     assert_eq!(problems(&report), []);
-    assert!(finding(&report, Reason::NamespaceMissing).action.contains(NAMESPACE));
+    assert!(only_finding(&report, FindingReason::NamespaceMissing).action.contains(NAMESPACE));
 }
 
 #[test]
-fn talos_needs_the_label() {
-    let talos = with(gpu_node("a"), &json!({"status": {"nodeInfo": {"osImage": "Talos (v1.12.2)"}}}));
-    let nodes = json!([talos, with(talos.clone(), &json!({"metadata": {"name": "b"}}))]);
-    let objects = |namespaces: Value| json!({"nodes": nodes.clone(), "namespaces": namespaces, "runtimeclasses": [super::named("nvidia")]});
+fn talos_needs_the_pod_security_label() {
+    let talos = with_changes(gpu_node("a"), &json!({"status": {"nodeInfo": {"osImage": "Talos (v1.12.2)"}}}));
+    let nodes = json!([talos, with_changes(talos.clone(), &json!({"metadata": {"name": "b"}}))]);
+    let objects = |namespaces: Value| json!({"nodes": nodes.clone(), "namespaces": namespaces, "runtimeclasses": [super::named_object("nvidia")]});
     for namespaces in [json!([]), json!([namespace(&json!({}))])] {
-        assert_eq!(problems(&report_of(&objects(namespaces))), [Reason::PodSecurityTooStrict]);
+        assert_eq!(problems(&report_of(&objects(namespaces))), [FindingReason::PodSecurityTooStrict]);
     }
     let labelled = json!([namespace(&json!({"pod-security.kubernetes.io/enforce": "privileged"}))]);
     assert_eq!(problems(&report_of(&objects(labelled))), []);
@@ -46,17 +46,18 @@ fn talos_needs_the_label() {
 #[test]
 fn service_meshes_are_reported() {
     for (labels, expected) in [
-        (json!({"istio-injection": "enabled"}), vec![Reason::MeshInjection]),
-        (json!({"istio.io/rev": "stable"}), vec![Reason::MeshInjection]),
-        (json!({"kuma.io/sidecar-injection": "enabled"}), vec![Reason::MeshInjection]),
+        (json!({"istio-injection": "enabled"}), vec![FindingReason::MeshInjection]),
+        (json!({"istio.io/rev": "stable"}), vec![FindingReason::MeshInjection]),
+        (json!({"kuma.io/sidecar-injection": "enabled"}), vec![FindingReason::MeshInjection]),
         (json!({"istio-injection": "disabled", "istio.io/rev": "stable"}), vec![]),
         (json!({"istio.io/dataplane-mode": "ambient"}), vec![]),
     ] {
         assert_eq!(problems(&report_of_namespace(&labels)), expected, "{labels}");
     }
-    let linkerd = with(namespace(&json!({})), &json!({"metadata": {"annotations": {"linkerd.io/inject": "enabled"}}}));
+    let linkerd =
+        with_changes(namespace(&json!({})), &json!({"metadata": {"annotations": {"linkerd.io/inject": "enabled"}}}));
     let report = report_of(&json!({"nodes": healthy_nodes(), "namespaces": [linkerd]}));
-    assert!(finding(&report, Reason::MeshInjection).message.starts_with("Linkerd"));
+    assert!(only_finding(&report, FindingReason::MeshInjection).message.starts_with("Linkerd"));
 }
 
 /// A quota of the release's namespace.
@@ -78,22 +79,22 @@ fn quotas_must_have_room_for_the_pods() {
     for (hard, used, expected) in [
         ("6", "0", vec![]),
         ("10", "4", vec![]),
-        ("5", "0", vec![Reason::QuotaTooSmall]),
-        ("10", "5", vec![Reason::QuotaTooSmall]),
-        ("10", "10", vec![Reason::QuotaRefusesPods]),
-        ("0", "0", vec![Reason::QuotaRefusesPods]),
+        ("5", "0", vec![FindingReason::QuotaTooSmall]),
+        ("10", "5", vec![FindingReason::QuotaTooSmall]),
+        ("10", "10", vec![FindingReason::QuotaRefusesPods]),
+        ("0", "0", vec![FindingReason::QuotaRefusesPods]),
     ] {
         let report = report_of_quota(&quota(&json!({"hard": {"pods": hard}}), used));
         assert_eq!(problems(&report), expected, "{used} of {hard}");
     }
-    let other = with(quota(&json!({"hard": {"pods": "0"}}), "0"), &json!({"metadata": {"namespace": "team"}}));
+    let other = with_changes(quota(&json!({"hard": {"pods": "0"}}), "0"), &json!({"metadata": {"namespace": "team"}}));
     assert_eq!(problems(&report_of_quota(&other)), []);
 }
 
 #[test]
-fn quotas_apply_by_their_scopes() {
+fn the_scopes_of_a_quota_determine_whether_it_applies() {
     let class = |operator: &str, values: &[&str]| json!({"matchExpressions": [{"scopeName": "PriorityClass", "operator": operator, "values": values}]});
-    let refused = vec![Reason::QuotaRefusesPods];
+    let refused = vec![FindingReason::QuotaRefusesPods];
     for (scopes, selector, expected) in [
         (json!([]), json!({}), refused.clone()),
         (json!(["NotBestEffort", "NotTerminating"]), json!({}), refused.clone()),
@@ -114,8 +115,8 @@ fn quotas_apply_by_their_scopes() {
 #[test]
 fn quotas_of_limits_that_pods_do_not_have_are_errors() {
     for (resource, expected) in [
-        ("limits.cpu", vec![Reason::QuotaRefusesPods]),
-        ("limits.memory", vec![Reason::QuotaRefusesPods]),
+        ("limits.cpu", vec![FindingReason::QuotaRefusesPods]),
+        ("limits.memory", vec![FindingReason::QuotaRefusesPods]),
         ("requests.cpu", vec![]),
         ("requests.nvidia.com/gpu", vec![]),
     ] {
@@ -130,23 +131,23 @@ fn quotas_of_limits_that_pods_do_not_have_are_errors() {
     let quota = quota(&json!({"hard": {"limits.cpu": "100"}}), "0");
     let objects = |range: Value| json!({"nodes": healthy_nodes(), "resourcequotas": [quota], "limitranges": [range]});
     assert_eq!(problems(&report_of(&objects(range.clone()))), []);
-    let elsewhere = with(range, &json!({"metadata": {"namespace": "team"}}));
-    assert_eq!(problems(&report_of(&objects(elsewhere))), [Reason::QuotaRefusesPods]);
+    let elsewhere = with_changes(range, &json!({"metadata": {"namespace": "team"}}));
+    assert_eq!(problems(&report_of(&objects(elsewhere))), [FindingReason::QuotaRefusesPods]);
 }
 
 #[test]
 fn gke_needs_a_quota_for_system_priority_classes() {
     let gke = json!({"status": {"nodeInfo": {"kubeletVersion": "v1.35.1-gke.1"}}});
-    let nodes = json!([with(gpu_node("a"), &gke), with(gpu_node("b"), &gke)]);
+    let nodes = json!([with_changes(gpu_node("a"), &gke), with_changes(gpu_node("b"), &gke)]);
     let report = report_of(&json!({"nodes": nodes.clone()}));
-    assert_eq!(finding(&report, Reason::PriorityQuotaMissing).level, Level::Info);
+    assert_eq!(only_finding(&report, FindingReason::PriorityQuotaMissing).level, Level::Info);
     assert_eq!(report.values["priorityClass.quota"], true);
 
     let classes = ["system-node-critical", "system-cluster-critical"];
     let selector = json!({"matchExpressions": [{"scopeName": "PriorityClass", "operator": "In", "values": classes}]});
     let critical = quota(&json!({"hard": {"pods": "1000"}, "scopeSelector": selector}), "0");
     let report = report_of(&json!({"nodes": nodes, "resourcequotas": [critical]}));
-    assert!(report.findings.iter().all(|finding| finding.reason != Reason::PriorityQuotaMissing));
+    assert!(report.findings.iter().all(|finding| finding.reason != FindingReason::PriorityQuotaMissing));
     assert!(report.values.is_empty(), "{:?}", report.values);
 }
 
@@ -162,7 +163,7 @@ fn webhook() -> Value {
 }
 
 fn report_of_webhook(changes: &Value) -> Report {
-    let configuration = json!({"metadata": {"name": "policy"}, "webhooks": [with(webhook(), changes)]});
+    let configuration = json!({"metadata": {"name": "policy"}, "webhooks": [with_changes(webhook(), changes)]});
     report_of(&json!({"nodes": healthy_nodes(), "validatingwebhookconfigurations": [configuration]}))
 }
 
@@ -172,7 +173,7 @@ fn webhooks_that_can_block_the_pods_are_reported() {
         let expression = json!({"key": "kubernetes.io/metadata.name", "operator": operator, "values": [NAMESPACE]});
         json!({"namespaceSelector": {"matchExpressions": [expression]}})
     };
-    let blocks = vec![Reason::WebhookMatchesNamespace];
+    let blocks = vec![FindingReason::WebhookMatchesNamespace];
     for (changes, expected) in [
         (json!({}), blocks.clone()),
         // The default of `failurePolicy` in the API is Fail.
@@ -195,14 +196,14 @@ fn webhooks_that_can_block_the_pods_are_reported() {
 #[test]
 fn labels_of_the_namespace_select_webhooks_and_cleaves_own_is_ignored() {
     let changes = json!({"namespaceSelector": {"matchLabels": {"policy": "on"}}});
-    let configuration = json!({"metadata": {"name": "policy"}, "webhooks": [with(webhook(), &changes)]});
+    let configuration = json!({"metadata": {"name": "policy"}, "webhooks": [with_changes(webhook(), &changes)]});
     let mut objects = json!({
         "nodes": healthy_nodes(),
         "namespaces": [namespace(&json!({"policy": "on"}))],
         "mutatingwebhookconfigurations": [configuration]
     });
     let report = report_of(&objects);
-    let found = finding(&report, Reason::WebhookMatchesNamespace);
+    let found = only_finding(&report, FindingReason::WebhookMatchesNamespace);
     assert!(found.message.starts_with("MutatingWebhookConfiguration policy"), "{found:?}");
 
     objects["mutatingwebhookconfigurations"][0]["metadata"]["labels"] = json!({"app.kubernetes.io/name": "cleave"});

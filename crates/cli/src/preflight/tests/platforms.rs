@@ -3,7 +3,9 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
-use super::{Level, Reason, finding, gpu_node, healthy_nodes, problems, report_of, report_with, with};
+use super::{
+    FindingReason, Level, gpu_node, healthy_nodes, only_finding, problems, report_of, report_with, with_changes,
+};
 use crate::preflight::facts::Node;
 use crate::preflight::platform::Platform;
 use crate::preflight::read::from_directory;
@@ -33,7 +35,7 @@ fn each_described_platform_is_detected_with_its_values_file() {
     ] {
         let report = report_of_fixture(name);
         assert_eq!(report.platforms, [platform.name()], "{name}");
-        assert_eq!(finding(&report, Reason::PlatformDetected).level, Level::Info);
+        assert_eq!(only_finding(&report, FindingReason::PlatformDetected).level, Level::Info);
         let files: Vec<String> = files.iter().map(|file| format!("platforms/{file}.yaml")).collect();
         assert_eq!(report.values_files, files, "{name}");
         assert!(report.gpu_nodes > 0, "{name}");
@@ -41,26 +43,26 @@ fn each_described_platform_is_detected_with_its_values_file() {
 }
 
 #[test]
-fn described_platforms_have_only_the_problems_of_their_platform() {
+fn descriptions_of_platforms_cause_only_the_findings_of_their_platform() {
     for (name, expected) in [
         ("gke", vec![]),
         ("eks-al2023", vec![]),
         ("eks-bottlerocket", vec![]),
         // The GPU node has the taint sku=gpu, and there is one other node.
-        ("aks", vec![Reason::TaintNotTolerated, Reason::OneOperatorNode]),
+        ("aks", vec![FindingReason::TaintNotTolerated, FindingReason::OneOperatorNode]),
         // Node feature discovery and the GPU Operator set the only labels of GPUs.
-        ("openshift", vec![Reason::GpuLabelNotStable]),
+        ("openshift", vec![FindingReason::GpuLabelNotStable]),
         // The namespace does not exist, and Talos enforces `baseline`.
-        ("talos", vec![Reason::PodSecurityTooStrict]),
+        ("talos", vec![FindingReason::PodSecurityTooStrict]),
         // The RuntimeClass exists on every cluster.
-        ("k3s", vec![Reason::RuntimeHandlerUnknown]),
-        ("rke2", vec![Reason::GpuLabelNotStable, Reason::RuntimeHandlerUnknown]),
-        ("kubeadm", vec![Reason::GpuLabelNotStable]),
-        ("gpu-operator", vec![Reason::GpuLabelNotStable]),
+        ("k3s", vec![FindingReason::RuntimeHandlerUnknown]),
+        ("rke2", vec![FindingReason::GpuLabelNotStable, FindingReason::RuntimeHandlerUnknown]),
+        ("kubeadm", vec![FindingReason::GpuLabelNotStable]),
+        ("gpu-operator", vec![FindingReason::GpuLabelNotStable]),
     ] {
         let mut found = problems(&report_of_fixture(name));
         // Ignore unread lists: the descriptions of clusters omit some files.
-        found.retain(|reason| *reason != Reason::NotChecked);
+        found.retain(|reason| *reason != FindingReason::NotChecked);
         assert_eq!(found, expected, "{name}");
     }
 }
@@ -77,30 +79,30 @@ fn the_drivers_location_and_runtime_class_depend_on_the_platform() {
         ("gpu-operator", "/run/nvidia/driver", Some("nvidia")),
     ] {
         let report = report_of_fixture(name);
-        assert!(finding(&report, Reason::DriverLayout).message.contains(location), "{name}");
+        assert!(only_finding(&report, FindingReason::DriverLayout).message.contains(location), "{name}");
         assert_eq!(report.values.get("driver.runtimeClassName").and_then(Value::as_str), runtime_class, "{name}");
     }
 }
 
 #[test]
-fn platforms_are_told_apart_by_labels_systems_and_kubelets() {
+fn labels_operating_systems_and_kubelet_versions_identify_platforms() {
     let kubelet = |version: &str| json!({"status": {"nodeInfo": {"kubeletVersion": version}}});
     let os = |image: &str| json!({"status": {"nodeInfo": {"osImage": image}}});
     let label = |name: &str| json!({"metadata": {"labels": {name: "x"}}});
     for (changes, expected) in [
         (kubelet("v1.34.1-gke.1829001"), Some(Platform::Gke)),
         (label("cloud.google.com/gke-nodepool"), Some(Platform::Gke)),
-        (with(kubelet("v1.34.1-eks-113cf36"), &os("Amazon Linux 2023.9.20250929")), Some(Platform::EksAl2023)),
+        (with_changes(kubelet("v1.34.1-eks-113cf36"), &os("Amazon Linux 2023.9.20250929")), Some(Platform::EksAl2023)),
         (
-            with(kubelet("v1.34.1-eks-113cf36"), &os("Bottlerocket OS 1.63.0 (aws-k8s-1.34-nvidia)")),
+            with_changes(kubelet("v1.34.1-eks-113cf36"), &os("Bottlerocket OS 1.63.0 (aws-k8s-1.34-nvidia)")),
             Some(Platform::EksBottlerocket),
         ),
-        (with(kubelet("v1.34.1-eks-113cf36"), &os("Ubuntu 22.04.5 LTS")), None),
+        (with_changes(kubelet("v1.34.1-eks-113cf36"), &os("Ubuntu 22.04.5 LTS")), None),
         (label("kubernetes.azure.com/cluster"), Some(Platform::Aks)),
         (os("Red Hat Enterprise Linux CoreOS 9.6.20251212-0 (Plow)"), Some(Platform::OpenShift)),
         (label("node.openshift.io/os_id"), Some(Platform::OpenShift)),
         // OpenShift and Talos run on every cloud.
-        (with(os("Talos (v1.11.2)"), &label("kubernetes.azure.com/cluster")), Some(Platform::Talos)),
+        (with_changes(os("Talos (v1.11.2)"), &label("kubernetes.azure.com/cluster")), Some(Platform::Talos)),
         (kubelet("v1.34.1+k3s1"), Some(Platform::K3s)),
         (kubelet("v1.34.1+rke2r1"), Some(Platform::Rke2)),
         (kubelet("v1.34.1+k0s"), Some(Platform::K0s)),
@@ -109,14 +111,14 @@ fn platforms_are_told_apart_by_labels_systems_and_kubelets() {
         (kubelet("v1.34.1+vendor.2"), None),
         (kubelet(""), None),
     ] {
-        let node: Node = serde_json::from_value(with(gpu_node("n"), &changes)).unwrap();
+        let node: Node = serde_json::from_value(with_changes(gpu_node("n"), &changes)).unwrap();
         assert_eq!(Platform::of(&node), expected, "{changes}");
     }
 }
 
 #[test]
 fn a_platform_with_another_kubelet_directory_sets_the_value() {
-    let node = with(gpu_node("n"), &json!({"status": {"nodeInfo": {"kubeletVersion": "v1.35.1+k0s"}}}));
+    let node = with_changes(gpu_node("n"), &json!({"status": {"nodeInfo": {"kubeletVersion": "v1.35.1+k0s"}}}));
     let report = report_of(&json!({"nodes": [node]}));
     assert_eq!(report.values["paths.kubelet"], "/var/lib/k0s/kubelet");
     assert!(report.values_files.is_empty());
@@ -124,30 +126,32 @@ fn a_platform_with_another_kubelet_directory_sets_the_value() {
 
 #[test]
 fn an_unknown_platform_and_several_platforms_are_reported() {
-    let other = with(gpu_node("n"), &json!({"status": {"nodeInfo": {"kubeletVersion": "v1.35.1+vendor"}}}));
-    assert_eq!(problems(&report_of(&json!({"nodes": [other.clone(), other]}))), [Reason::PlatformUnknown]);
+    let other = with_changes(gpu_node("n"), &json!({"status": {"nodeInfo": {"kubeletVersion": "v1.35.1+vendor"}}}));
+    assert_eq!(problems(&report_of(&json!({"nodes": [other.clone(), other]}))), [FindingReason::PlatformUnknown]);
 
-    let k3s = with(gpu_node("edge"), &json!({"status": {"nodeInfo": {"kubeletVersion": "v1.35.1+k3s1"}}}));
+    let k3s = with_changes(gpu_node("edge"), &json!({"status": {"nodeInfo": {"kubeletVersion": "v1.35.1+k3s1"}}}));
     let mut nodes = healthy_nodes();
     nodes.as_array_mut().unwrap().push(k3s);
-    let report = report_of(&json!({"nodes": nodes, "runtimeclasses": [super::named("nvidia")]}));
-    let mixed = finding(&report, Reason::PlatformsMixed);
+    let report = report_of(&json!({"nodes": nodes, "runtimeclasses": [super::named_object("nvidia")]}));
+    let mixed = only_finding(&report, FindingReason::PlatformsMixed);
     assert!(mixed.message.contains("k3s, unmodified kubelet (kubeadm or Kubespray)"), "{mixed:?}");
     assert!(report.values_files.is_empty(), "no file fits both platforms");
 }
 
 #[test]
 fn gke_autopilot_is_an_error() {
-    let node = |name: &str| with(gpu_node(name), &json!({"status": {"nodeInfo": {"kubeletVersion": "v1.35.1-gke.1"}}}));
+    let node = |name: &str| {
+        with_changes(gpu_node(name), &json!({"status": {"nodeInfo": {"kubeletVersion": "v1.35.1-gke.1"}}}))
+    };
     let autopilot = report_of(&json!({"nodes": [node("gk3-pool-1"), node("gk3-pool-2")]}));
-    assert_eq!(finding(&autopilot, Reason::PrivilegedPodsRefused).level, Level::Error);
+    assert_eq!(only_finding(&autopilot, FindingReason::PrivilegedPodsRefused).level, Level::Error);
     assert_eq!(problems(&report_of(&json!({"nodes": [node("gke-pool-1"), node("gke-pool-2")]}))), []);
 
     // A Standard cluster with a node that Autopilot manages.
     let mixed = report_of(&json!({"nodes": [node("gke-pool-1"), node("gke-pool-2"), node("gk3-pool-3")]}));
-    let found = finding(&mixed, Reason::PrivilegedPodsRefused);
+    let found = only_finding(&mixed, FindingReason::PrivilegedPodsRefused);
     assert!(found.level == Level::Warning && found.message.contains("gk3-pool-3 start"), "{found:?}");
-    let without_gpu = with(node("gk3-pool-3"), &json!({"metadata": {"labels": {"cleave.dev/gpu": null}}}));
+    let without_gpu = with_changes(node("gk3-pool-3"), &json!({"metadata": {"labels": {"cleave.dev/gpu": null}}}));
     let elsewhere = report_of(&json!({"nodes": [node("gke-pool-1"), node("gke-pool-2"), without_gpu]}));
     assert_eq!(problems(&elsewhere), []);
 }

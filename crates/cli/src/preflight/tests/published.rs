@@ -4,14 +4,14 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
-use super::{gpu_node, healthy_nodes, named, report_of, with};
+use super::{gpu_node, healthy_nodes, named_object, report_of, with_changes};
 use crate::preflight::checks::{
     GPU_LABELS, NEWEST_TESTED, OLDEST_SUPPORTED, OPERATOR_TOLERATIONS, SYSTEM_PRIORITY_CLASSES, TALOS_GPU_LABELS,
 };
 use crate::preflight::facts::MajorMinor;
 use crate::preflight::platform::Platform;
 use crate::preflight::read::SOURCES;
-use crate::preflight::report::{Reason, Report};
+use crate::preflight::report::{FindingReason, Report};
 
 /// Reads a file of the repository.
 fn repository_file(path: &str) -> String {
@@ -24,7 +24,7 @@ fn yaml(path: &str) -> Value {
 }
 
 #[test]
-fn supported_versions_are_those_of_the_chart_and_of_the_cluster_tests() {
+fn supported_versions_equal_those_of_the_chart_and_the_cluster_tests() {
     let chart = yaml("charts/cleave/Chart.yaml");
     assert_eq!(chart["kubeVersion"], format!(">={OLDEST_SUPPORTED}.0-0"));
     // All cluster tests run on the module's version. `make test-versions` adds results of other
@@ -39,7 +39,7 @@ fn supported_versions_are_those_of_the_chart_and_of_the_cluster_tests() {
 }
 
 #[test]
-fn facts_about_the_chart_are_those_of_its_values() {
+fn constants_about_the_chart_equal_its_values() {
     let values = yaml("charts/cleave/values.yaml");
     let labels: Vec<Value> = GPU_LABELS
         .iter()
@@ -56,7 +56,7 @@ fn facts_about_the_chart_are_those_of_its_values() {
 }
 
 #[test]
-fn talos_has_the_labels_of_its_values_file() {
+fn the_labels_of_talos_equal_those_of_its_values_file() {
     let file = yaml("charts/cleave/platforms/talos.yaml");
     let labels: Vec<&str> = file["nodes"]["gpuLabels"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
     let own = labels.into_iter().filter(|label| label.starts_with("extensions.talos.dev/"));
@@ -64,7 +64,7 @@ fn talos_has_the_labels_of_its_values_file() {
 }
 
 #[test]
-fn each_values_file_exists() {
+fn each_values_file_that_preflight_names_exists() {
     let files = Platform::ALL.into_iter().filter_map(Platform::values_file);
     for file in files.chain(["gpu-operator"]) {
         repository_file(&format!("charts/cleave/platforms/{file}.yaml"));
@@ -78,16 +78,16 @@ fn reports_with_values() -> Vec<Report> {
     let taint = json!({"spec": {"taints": [{"key": "team", "effect": "NoSchedule"}]}});
     vec![
         report_of(&json!({
-            "nodes": healthy_nodes(), "daemonsets": [manager], "runtimeclasses": [named("nvidia")]
+            "nodes": healthy_nodes(), "daemonsets": [manager], "runtimeclasses": [named_object("nvidia")]
         })),
-        report_of(&json!({"nodes": [with(gpu_node("a"), &kubelet("v1.35.0+k0s"))]})),
-        report_of(&json!({"nodes": [with(gpu_node("a"), &kubelet("v1.35.0-gke.1"))]})),
-        report_of(&json!({"nodes": [with(gpu_node("a"), &taint)]})),
+        report_of(&json!({"nodes": [with_changes(gpu_node("a"), &kubelet("v1.35.0+k0s"))]})),
+        report_of(&json!({"nodes": [with_changes(gpu_node("a"), &kubelet("v1.35.0-gke.1"))]})),
+        report_of(&json!({"nodes": [with_changes(gpu_node("a"), &taint)]})),
     ]
 }
 
 #[test]
-fn each_value_exists_in_the_chart() {
+fn each_suggested_value_exists_in_the_chart() {
     let chart = yaml("charts/cleave/values.yaml");
     let reports = reports_with_values();
     let paths: BTreeSet<&String> = reports.iter().flat_map(|report| report.values.keys()).collect();
@@ -99,7 +99,7 @@ fn each_value_exists_in_the_chart() {
 }
 
 #[test]
-fn the_jobs_role_allows_exactly_the_lists_that_are_read() {
+fn the_role_of_the_job_allows_exactly_the_lists_that_preflight_reads() {
     let manifest: Vec<Value> = serde_saphyr::from_multiple(&repository_file("deploy/preflight.yaml")).unwrap();
     let role = manifest.iter().find(|object| object["kind"] == "ClusterRole").unwrap();
     let mut allowed = BTreeSet::new();
@@ -149,7 +149,7 @@ fn each_reason_is_documented() {
         .map(|(name, _)| name)
         .filter(|name| name.chars().all(char::is_alphanumeric) && name.starts_with(char::is_uppercase))
         .collect();
-    let reasons: Vec<String> = Reason::ALL.iter().map(|reason| format!("{reason:?}")).collect();
+    let reasons: Vec<String> = FindingReason::ALL.iter().map(|reason| format!("{reason:?}")).collect();
     assert_eq!(documented, reasons);
 }
 

@@ -1,7 +1,10 @@
 //! Tests of the checks for other software that manages GPUs.
 use serde_json::{Value, json};
 
-use super::{Level, Reason, finding, gpu_node, healthy_nodes, named, problems, report_of, report_with, with};
+use super::{
+    FindingReason, Level, gpu_node, healthy_nodes, named_object, only_finding, problems, report_of, report_with,
+    with_changes,
+};
 use crate::preflight::report::Report;
 
 /// A `DaemonSet` with one container, on all nodes.
@@ -17,7 +20,7 @@ fn daemon_set(name: &str, image: &str) -> Value {
 
 /// A `DaemonSet` on nodes with a label.
 fn on_nodes_with(set: Value, label: &str) -> Value {
-    with(set, &json!({"spec": {"template": {"spec": {"nodeSelector": {label: "true"}}}}}))
+    with_changes(set, &json!({"spec": {"template": {"spec": {"nodeSelector": {label: "true"}}}}}))
 }
 
 fn report_of_sets(sets: &[Value]) -> Report {
@@ -38,22 +41,22 @@ fn other_device_plugins_are_errors() {
         ("nvidia-device-plugin-mps-control-daemon", "nvcr.io/nvidia/k8s-device-plugin:v0.18.1", "MPS control daemon"),
     ] {
         let report = report_of_sets(&[daemon_set(name, image)]);
-        let found = finding(&report, Reason::RivalPlugin);
+        let found = only_finding(&report, FindingReason::RivalPlugin);
         assert_eq!(found.level, Level::Error);
         assert!(found.message.contains(software) && found.message.contains("gpu-1, gpu-2"), "{name}: {found:?}");
         assert!(found.message.contains(&format!("gpu-tools/{name}")), "{found:?}");
-        assert_eq!(problems(&report), [Reason::RivalPlugin], "{name}");
+        assert_eq!(problems(&report), [FindingReason::RivalPlugin], "{name}");
     }
 }
 
 #[test]
 fn plugins_of_gke_and_of_the_gpu_operator_are_disabled_by_a_label() {
-    let gke = with(
+    let gke = with_changes(
         daemon_set("nvidia-gpu-device-plugin-large-cos", "gke.gcr.io/nvidia-gpu-device-plugin:1"),
         &json!({"metadata": {"namespace": "kube-system"}}),
     );
     let report = report_of_sets(&[gke]);
-    let action = &finding(&report, Reason::RivalPlugin).action;
+    let action = &only_finding(&report, FindingReason::RivalPlugin).action;
     for step in [
         "gke-no-default-nvidia-gpu-device-plugin=true",
         "gpu-driver-version=disabled",
@@ -66,10 +69,11 @@ fn plugins_of_gke_and_of_the_gpu_operator_are_disabled_by_a_label() {
     let label = "nvidia.com/gpu.deploy.device-plugin";
     let plugin = daemon_set("nvidia-device-plugin-daemonset", "nvcr.io/nvidia/k8s-device-plugin:v0.18.1");
     let plugin = on_nodes_with(plugin, label);
-    let labelled = with(gpu_node("gpu-3"), &json!({"metadata": {"labels": {label: "true"}}}));
+    let labelled = with_changes(gpu_node("gpu-3"), &json!({"metadata": {"labels": {label: "true"}}}));
     let nodes = json!([gpu_node("gpu-1"), gpu_node("gpu-2"), labelled]);
-    let report = report_of(&json!({"nodes": nodes, "daemonsets": [plugin], "runtimeclasses": [named("nvidia")]}));
-    let found = finding(&report, Reason::RivalPlugin);
+    let report =
+        report_of(&json!({"nodes": nodes, "daemonsets": [plugin], "runtimeclasses": [named_object("nvidia")]}));
+    let found = only_finding(&report, FindingReason::RivalPlugin);
     assert!(found.action.contains("nvidia.com/gpu.deploy.device-plugin=false"), "{found:?}");
     assert!(found.message.contains("runs on gpu-3."), "{found:?}");
     assert_eq!(report.values_files, ["platforms/kubeadm.yaml", "platforms/gpu-operator.yaml"]);
@@ -81,23 +85,23 @@ fn a_plugin_on_other_nodes_is_only_a_fact() {
     let elsewhere = on_nodes_with(plugin.clone(), "legacy");
     let report = report_of_sets(&[elsewhere]);
     assert_eq!(problems(&report), []);
-    assert_eq!(finding(&report, Reason::RivalPluginElsewhere).level, Level::Info);
+    assert_eq!(only_finding(&report, FindingReason::RivalPluginElsewhere).level, Level::Info);
 
     // A node affinity that excludes the nodes for Cleave, as docs/how-to/enable-nodes.md describes.
     let requirement = json!({"key": "gpu", "operator": "NotIn", "values": ["cleave"]});
     let terms = json!({"nodeSelectorTerms": [{"matchExpressions": [requirement]}]});
     let affinity = json!({"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}});
-    let plugin = with(plugin, &json!({"spec": {"template": {"spec": {"affinity": affinity}}}}));
+    let plugin = with_changes(plugin, &json!({"spec": {"template": {"spec": {"affinity": affinity}}}}));
     let mut nodes = healthy_nodes();
-    nodes[1] = with(nodes[1].clone(), &json!({"metadata": {"labels": {"gpu": "cleave"}}}));
+    nodes[1] = with_changes(nodes[1].clone(), &json!({"metadata": {"labels": {"gpu": "cleave"}}}));
     let facts = super::facts(&json!({"nodes": nodes, "daemonsets": [plugin]}));
     assert_eq!(problems(&report_with(&facts, &[("gpu", "cleave")])), []);
-    assert!(finding(&report_with(&facts, &[]), Reason::RivalPlugin).message.contains("runs on gpu-1."));
+    assert!(only_finding(&report_with(&facts, &[]), FindingReason::RivalPlugin).message.contains("runs on gpu-1."));
 }
 
 #[test]
 fn software_that_serves_no_gpus_is_not_a_rival() {
-    let discovery = with(
+    let discovery = with_changes(
         daemon_set("gpu-feature-discovery", "nvcr.io/nvidia/k8s-device-plugin:v0.18.1"),
         &json!({"spec": {"template": {"spec": {"containers": [
             {"name": "main", "image": "nvcr.io/nvidia/k8s-device-plugin:v0.18.1", "command": ["gpu-feature-discovery"]}
@@ -112,42 +116,42 @@ fn software_that_serves_no_gpus_is_not_a_rival() {
 fn gpus_that_no_known_daemon_set_serves_are_errors() {
     let served = json!({"status": {"capacity": {"nvidia.com/gpu": "8"}, "allocatable": {"nvidia.com/gpu": "8"}}});
     let serving = |changes: &Value| {
-        let node = with(with(gpu_node("gpu-1"), &served), changes);
+        let node = with_changes(with_changes(gpu_node("gpu-1"), &served), changes);
         report_of(&json!({"nodes": [node, gpu_node("gpu-2")]}))
     };
     let found = serving(&json!({}));
-    let found = finding(&found, Reason::GpusServedByOthers);
+    let found = only_finding(&found, FindingReason::GpusServedByOthers);
     assert!(found.level == Level::Error && found.message.contains("gpu-1"), "{found:?}");
 
     let os = |image: &str| json!({"status": {"nodeInfo": {"kubeletVersion": "v1.35.0-eks-1", "osImage": image}}});
     let bottlerocket = serving(&os("Bottlerocket OS 1.63.0 (aws-k8s-1.35-nvidia)"));
-    let action = &finding(&bottlerocket, Reason::GpusServedByOthers).action;
+    let action = &only_finding(&bottlerocket, FindingReason::GpusServedByOthers).action;
     assert!(action.contains("settings.kubelet-device-plugins.nvidia.enabled"), "{action}");
     let auto = serving(&os("Bottlerocket (EKS Auto, Nvidia) 2026.1.1 (aws-k8s-1.35-nvidia)"));
-    let action = &finding(&auto, Reason::GpusServedByOthers).action;
+    let action = &only_finding(&auto, FindingReason::GpusServedByOthers).action;
     assert!(action.contains("EKS Auto Mode"), "{action}");
 }
 
 #[test]
-fn resources_of_a_removed_plugin_are_not_served() {
+fn resources_of_a_removed_plugin_do_not_count_as_served() {
     // The kubelet reports the capacity after the plugin has stopped, but no device is allocatable.
     let left = json!({"status": {"capacity": {"nvidia.com/gpu": "8"}, "allocatable": {"nvidia.com/gpu": "0"}}});
-    assert_eq!(problems(&report_of(&json!({"nodes": [with(gpu_node("a"), &left), gpu_node("b")]}))), []);
+    assert_eq!(problems(&report_of(&json!({"nodes": [with_changes(gpu_node("a"), &left), gpu_node("b")]}))), []);
 }
 
 #[test]
-fn resources_of_an_installed_cleave_are_its_own() {
+fn resources_of_an_installed_cleave_are_not_a_rival_plugin() {
     let served = json!({"status": {"allocatable": {"nvidia.com/gpu-mps": "10"}}});
-    let agent = with(
+    let agent = with_changes(
         daemon_set("cleave-agent", "localhost/cleave:0.1.0"),
         &json!({"spec": {"template": {"spec": {"containers": [
             {"name": "agent", "command": ["/usr/bin/cleave-supervise", "/usr/bin/cleave-agent"]}
         ]}}}}),
     );
-    let nodes = json!([with(gpu_node("a"), &served), gpu_node("b")]);
+    let nodes = json!([with_changes(gpu_node("a"), &served), gpu_node("b")]);
     let report = report_of(&json!({"nodes": nodes, "daemonsets": [agent]}));
     assert_eq!(problems(&report), []);
-    finding(&report, Reason::AlreadyInstalled);
+    only_finding(&report, FindingReason::AlreadyInstalled);
 }
 
 #[test]
@@ -157,21 +161,21 @@ fn the_dra_driver_is_an_error_only_if_it_allocates_gpus() {
             .iter()
             .map(|name| json!({"name": name, "image": "nvcr.io/nvidia/k8s-dra-driver-gpu:v25.8.0"}))
             .collect();
-        with(
+        with_changes(
             daemon_set("nvidia-dra-driver-gpu-kubelet-plugin", ""),
             &json!({"spec": {"template": {"spec": {"containers": containers}}}}),
         )
     };
     let report = report_of_sets(&[driver(&["compute-domains", "gpus"])]);
-    assert_eq!(finding(&report, Reason::DraDriver).level, Level::Error);
+    assert_eq!(only_finding(&report, FindingReason::DraDriver).level, Level::Error);
     assert_eq!(problems(&report_of_sets(&[driver(&["compute-domains"])])), []);
 }
 
 #[test]
-fn the_mig_manager_keeps_mig_mode() {
+fn the_suggested_values_leave_mig_mode_to_the_mig_manager() {
     let manager = daemon_set("nvidia-mig-manager", "nvcr.io/nvidia/cloud-native/k8s-mig-manager:v0.13.0");
     let report = report_of_sets(std::slice::from_ref(&manager));
-    assert_eq!(finding(&report, Reason::MigManager).level, Level::Warning);
+    assert_eq!(only_finding(&report, FindingReason::MigManager).level, Level::Warning);
     assert_eq!(report.values["agent.migMode"], "Never");
     let report = report_of_sets(&[on_nodes_with(manager, "other")]);
     assert_eq!(problems(&report), []);
@@ -182,10 +186,10 @@ fn the_mig_manager_keeps_mig_mode() {
 fn installed_operators_without_plugins_are_facts() {
     let objects = json!({
         "nodes": healthy_nodes(),
-        "customresourcedefinitions": [named("clusterpolicies.nvidia.com"), named("widgets.example.com")]
+        "customresourcedefinitions": [named_object("clusterpolicies.nvidia.com"), named_object("widgets.example.com")]
     });
     let report = report_of(&objects);
-    let found = finding(&report, Reason::OtherSoftwareInstalled);
+    let found = only_finding(&report, FindingReason::OtherSoftwareInstalled);
     assert!(found.level == Level::Info && found.message.contains("GPU Operator"), "{found:?}");
 }
 
@@ -193,38 +197,38 @@ fn installed_operators_without_plugins_are_facts() {
 fn the_driver_container_needs_the_runtime_class() {
     let driver = daemon_set("nvidia-driver-daemonset", "nvcr.io/nvidia/driver:580.105.08-ubuntu24.04");
     let report = report_of_sets(std::slice::from_ref(&driver));
-    assert_eq!(problems(&report), [Reason::RuntimeClassMissing]);
-    assert!(finding(&report, Reason::DriverLayout).message.contains("/run/nvidia/driver"));
+    assert_eq!(problems(&report), [FindingReason::RuntimeClassMissing]);
+    assert!(only_finding(&report, FindingReason::DriverLayout).message.contains("/run/nvidia/driver"));
 
-    let objects = json!({"nodes": healthy_nodes(), "daemonsets": [driver], "runtimeclasses": [named("nvidia")]});
+    let objects = json!({"nodes": healthy_nodes(), "daemonsets": [driver], "runtimeclasses": [named_object("nvidia")]});
     let report = report_of(&objects);
     assert_eq!(problems(&report), []);
-    finding(&report, Reason::RuntimeClassFound);
+    only_finding(&report, FindingReason::RuntimeClassFound);
     assert_eq!(report.values["driver.runtimeClassName"], "nvidia");
 }
 
 #[test]
 fn a_platform_whose_runtime_is_not_the_default_needs_the_runtime_class() {
-    let k3s = with(gpu_node("a"), &json!({"status": {"nodeInfo": {"kubeletVersion": "v1.35.1+k3s1"}}}));
-    let other = with(k3s.clone(), &json!({"metadata": {"name": "b"}}));
-    let report = report_of(&json!({"nodes": [k3s, other], "runtimeclasses": [named("crun")]}));
-    assert_eq!(finding(&report, Reason::RuntimeClassMissing).level, Level::Error);
+    let k3s = with_changes(gpu_node("a"), &json!({"status": {"nodeInfo": {"kubeletVersion": "v1.35.1+k3s1"}}}));
+    let other = with_changes(k3s.clone(), &json!({"metadata": {"name": "b"}}));
+    let report = report_of(&json!({"nodes": [k3s, other], "runtimeclasses": [named_object("crun")]}));
+    assert_eq!(only_finding(&report, FindingReason::RuntimeClassMissing).level, Level::Error);
 }
 
 /// Checks a cluster of two GPU nodes with a platform's kubelet version and operating system, and a
 /// `RuntimeClass`.
 fn report_of_kubelet(version: &str, os: &str, runtime_class: &str, sets: &[Value]) -> Report {
     let info = json!({"status": {"nodeInfo": {"kubeletVersion": version, "osImage": os}}});
-    let nodes = json!([with(gpu_node("a"), &info), with(gpu_node("b"), &info)]);
-    report_of(&json!({"nodes": nodes, "runtimeclasses": [named(runtime_class)], "daemonsets": sets}))
+    let nodes = json!([with_changes(gpu_node("a"), &info), with_changes(gpu_node("b"), &info)]);
+    report_of(&json!({"nodes": nodes, "runtimeclasses": [named_object(runtime_class)], "daemonsets": sets}))
 }
 
 #[test]
-fn a_runtime_class_that_the_platform_always_creates_proves_nothing() {
+fn a_runtime_class_that_the_platform_always_creates_does_not_prove_that_nodes_have_the_runtime() {
     for (version, directory) in [("v1.35.1+k3s1", "k3s"), ("v1.35.1+rke2r1", "rke2")] {
         let report = report_of_kubelet(version, "SLES 15", "nvidia", &[]);
-        assert_eq!(problems(&report), [Reason::RuntimeHandlerUnknown], "{version}");
-        let found = finding(&report, Reason::RuntimeHandlerUnknown);
+        assert_eq!(problems(&report), [FindingReason::RuntimeHandlerUnknown], "{version}");
+        let found = only_finding(&report, FindingReason::RuntimeHandlerUnknown);
         let command = format!("`grep nvidia /var/lib/rancher/{directory}/agent/etc/containerd/config.toml`");
         assert!(found.level == Level::Warning && found.action.contains(&command), "{found:?}");
         assert_eq!(report.values["driver.runtimeClassName"], "nvidia");
@@ -258,12 +262,12 @@ fn the_gpu_operators_values_need_the_runtime_class_on_every_platform() {
             "metadata": {"labels": {label: "true"}},
             "status": {"nodeInfo": {"kubeletVersion": version}}
         });
-        let nodes = json!([with(gpu_node("a"), &changes), with(gpu_node("b"), &changes)]);
+        let nodes = json!([with_changes(gpu_node("a"), &changes), with_changes(gpu_node("b"), &changes)]);
         let report = |class: &str| {
-            report_of(&json!({"nodes": nodes, "daemonsets": [toolkit], "runtimeclasses": [named(class)]}))
+            report_of(&json!({"nodes": nodes, "daemonsets": [toolkit], "runtimeclasses": [named_object(class)]}))
         };
         assert_eq!(report("nvidia").values_files.last().unwrap(), "platforms/gpu-operator.yaml");
         assert_eq!(problems(&report("nvidia")), [], "{version}");
-        assert_eq!(problems(&report("gvisor")), [Reason::RuntimeClassMissing], "{version}");
+        assert_eq!(problems(&report("gvisor")), [FindingReason::RuntimeClassMissing], "{version}");
     }
 }

@@ -8,11 +8,11 @@ use cleave_e2e::{
     signal_program, text, wait_until,
 };
 
-use crate::common::{Counts, DYNAMIC_NODE, SHARES_NODE, format_counts, pick};
+use crate::common::{Counts, DYNAMIC_NODE, SHARES_NODE, format_counts, pick_random};
 
 /// A disruption that the soak carried out.
 pub(crate) struct Disruption {
-    /// Kind of disruption, from [`DISRUPTIONS`].
+    /// Kind of disruption, from [`DISRUPTION_KINDS`].
     pub(crate) what: &'static str,
     /// Name of the disrupted node.
     pub(crate) node: &'static str,
@@ -27,7 +27,7 @@ pub(crate) struct Chaos {
 }
 
 /// The kinds of disruption, and whether each one breaks the node's MPS clients.
-const DISRUPTIONS: [(&str, bool); 16] = [
+const DISRUPTION_KINDS: [(&str, bool); 16] = [
     ("agent", false),
     ("agent's container", false),
     ("operator", false),
@@ -49,8 +49,8 @@ const DISRUPTIONS: [(&str, bool); 16] = [
 impl Chaos {
     /// Carries out a random disruption, and waits until the component has recovered.
     pub(crate) fn disrupt(&mut self, cluster: &Cluster, random: &mut Random) -> Result<Disruption> {
-        let node = *pick(random, &[SHARES_NODE, DYNAMIC_NODE]).context("no node")?;
-        let &(what, breaks_clients) = pick(random, &DISRUPTIONS).context("no disruption")?;
+        let node = *pick_random(random, &[SHARES_NODE, DYNAMIC_NODE]).context("no node")?;
+        let &(what, breaks_clients) = pick_random(random, &DISRUPTION_KINDS).context("no disruption")?;
         run_disruption(cluster, random, what, node).with_context(|| format!("{what} on {node}"))?;
         *self.done.entry(what).or_default() += 1;
         Ok(Disruption { what, node, breaks_clients })
@@ -59,7 +59,7 @@ impl Chaos {
     /// Repairs all lasting disruptions.
     pub(crate) fn repair() -> Result<()> {
         for node in [SHARES_NODE, DYNAMIC_NODE] {
-            simgpu(node, &["clear"])?;
+            run_simgpu(node, &["clear"])?;
             on_node(node, &["chattr", "-i", "/var/lib/cleave"])?;
         }
         Ok(())
@@ -80,7 +80,7 @@ impl Drop for Chaos {
 }
 
 /// Runs `simgpu` on a node, to inject faults into the simulated GPUs.
-fn simgpu(node: &str, args: &[&str]) -> Result<String> {
+fn run_simgpu(node: &str, args: &[&str]) -> Result<String> {
     let mut command = vec!["/opt/simgpu/bin/simgpu"];
     command.extend_from_slice(args);
     on_node(node, &command)
@@ -123,8 +123,8 @@ fn run_disruption(cluster: &Cluster, random: &mut Random, what: &str, node: &'st
         // status 5xx.
         "API server stopped" => stop_briefly("apiserver", random),
         "etcd stopped" => stop_briefly("etcd", random),
-        "NVML hangs" => simgpu(node, &["hang", "nvmlDevice*", "--seconds", "3", "--count", "3"]).map(drop),
-        "NVML fails" => simgpu(node, &["fail", "nvmlDevice*", "--code", "UNKNOWN", "--count", "3"]).map(drop),
+        "NVML hangs" => run_simgpu(node, &["hang", "nvmlDevice*", "--seconds", "3", "--count", "3"]).map(drop),
+        "NVML fails" => run_simgpu(node, &["fail", "nvmlDevice*", "--code", "UNKNOWN", "--count", "3"]).map(drop),
         // An immutable directory refuses writes, as a full disk does. The agent must retry.
         "full disk" => {
             on_node(node, &["chattr", "+i", "/var/lib/cleave"])?;
@@ -151,14 +151,14 @@ fn kill_mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> R
     let program = if what == "MPS daemon" { "nvidia-cuda-mps-control" } else { "nvidia-cuda-mps-server" };
     let pids = on_node(node, &["sh", "-c", "pidof \"$0\" || true", program])?;
     let pids: Vec<&str> = pids.split_whitespace().collect();
-    let Some(pid) = pick(random, &pids) else { return Ok(()) };
+    let Some(pid) = pick_random(random, &pids) else { return Ok(()) };
     // Ignore errors: the process may have exited since its PID was read.
     let _ = on_node(node, &["kill", "-9", pid]);
     wait_until("the killed process has exited", || {
         Ok(on_node(node, &["test", "-e", &format!("/proc/{pid}/exe")]).is_err())
     })?;
     wait_until("all MPS daemons of the node serve", || {
-        let object = cluster.gpunode(node)?;
+        let object = cluster.gpu_node(node)?;
         let gpus = object["status"]["gpus"].as_array().cloned().unwrap_or_default();
         let daemons: Vec<_> = gpus.iter().flat_map(|gpu| gpu["mps"].as_array().cloned().unwrap_or_default()).collect();
         Ok(daemons.iter().all(|daemon| {

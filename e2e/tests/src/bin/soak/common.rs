@@ -13,7 +13,7 @@ pub(crate) const SHARES_RESOURCE: &str = "nvidia.com/gpu-mps";
 pub(crate) const SHARES_PER_GPU: usize = 10;
 
 /// Picks one element at random. Returns `None` if the slice is empty.
-pub(crate) fn pick<'a, T>(random: &mut Random, from: &'a [T]) -> Option<&'a T> {
+pub(crate) fn pick_random<'a, T>(random: &mut Random, from: &'a [T]) -> Option<&'a T> {
     from.get(usize::try_from(random.random_below(from.len() as u64)).unwrap_or_default())
 }
 

@@ -149,13 +149,13 @@ fn wait_until_settled(scope: &Scope) -> Result<()> {
     let cluster = scope.cluster;
     wait_until("both nodes advertise all of their slices", || {
         let gpus = |node: &str| -> Result<u64> {
-            Ok(cluster.gpunode(node)?["status"]["gpus"].as_array().map_or(0, Vec::len) as u64)
+            Ok(cluster.gpu_node(node)?["status"]["gpus"].as_array().map_or(0, Vec::len) as u64)
         };
         let (all, advertised) =
             (SHARES_PER_GPU as u64 * gpus(SHARES_NODE)?, cluster.allocatable(SHARES_NODE, SHARES_RESOURCE)?);
         ensure!(all > 0 && advertised == all, "{SHARES_NODE} advertises {advertised} of {all} shares");
         for node in [SHARES_NODE, DYNAMIC_NODE] {
-            let object = cluster.gpunode(node)?;
+            let object = cluster.gpu_node(node)?;
             for gpu in object["status"]["gpus"].as_array().into_iter().flatten() {
                 ensure!(gpu["health"]["healthy"] == true, "{node}: {}", gpu["health"]);
                 let allocations = gpu["allocations"].as_array().map_or(0, Vec::len);

@@ -23,7 +23,7 @@ impl Observation {
         let pods = scope.pods()?;
         let nodes = [SHARES_NODE, DYNAMIC_NODE]
             .into_iter()
-            .map(|node| Ok((node, scope.cluster.gpunode(node)?)))
+            .map(|node| Ok((node, scope.cluster.gpu_node(node)?)))
             .collect::<Result<_>>()?;
         Ok(Self { pods, nodes })
     }

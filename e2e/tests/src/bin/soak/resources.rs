@@ -55,7 +55,7 @@ pub(crate) fn remaining_objects(before: &ObjectCounts, after: &ObjectCounts) -> 
 }
 
 /// Resident memory of Cleave's programs in KiB, by node and program.
-pub(crate) type Memory = BTreeMap<(&'static str, String), u64>;
+pub(crate) type MemoryByProgram = BTreeMap<(&'static str, String), u64>;
 
 /// Prints one line `PROGRAM KIB` for each program.
 const MEMORY_SCRIPT: &str = r#"
@@ -72,8 +72,8 @@ done
 "#;
 
 /// Measures the memory of Cleave's programs on all nodes.
-pub(crate) fn measure_memory() -> Result<Memory> {
-    let mut all = Memory::new();
+pub(crate) fn measure_memory() -> Result<MemoryByProgram> {
+    let mut all = MemoryByProgram::new();
     for node in [SHARES_NODE, DYNAMIC_NODE] {
         for line in on_node(node, &["sh", "-c", MEMORY_SCRIPT])?.lines() {
             if let Some((what, kib)) = line.split_once(' ') {
@@ -85,7 +85,7 @@ pub(crate) fn measure_memory() -> Result<Memory> {
 }
 
 /// Formats each program's memory at the start, in the middle and at the end.
-pub(crate) fn format_memory_over_time(memory: &[Memory]) -> String {
+pub(crate) fn format_memory_over_time(memory: &[MemoryByProgram]) -> String {
     let at = [0, memory.len() / 2, memory.len().saturating_sub(1)];
     let Some(last) = memory.last() else { return String::new() };
     let figures = |of: &(&'static str, String)| {
@@ -104,7 +104,7 @@ const MAX_GROWTH_KIB: u64 = 4096;
 const MEMORY_GOALS_KIB: [(&str, u64); 3] = [("agent", 12 << 10), ("mps-host", 4 << 10), ("operator", 25 << 10)];
 
 /// Describes the programs whose memory exceeds its goal at the end of the run.
-pub(crate) fn programs_above_goal(memory: &[Memory]) -> Vec<String> {
+pub(crate) fn programs_above_goal(memory: &[MemoryByProgram]) -> Vec<String> {
     let Some(last) = memory.last() else { return Vec::new() };
     let above = |((node, program), now): (&(&'static str, String), &u64)| {
         let (_, goal) = MEMORY_GOALS_KIB.into_iter().find(|(name, _)| name == program)?;
@@ -115,7 +115,7 @@ pub(crate) fn programs_above_goal(memory: &[Memory]) -> Vec<String> {
 
 /// Describes the programs whose memory grew by more than [`MAX_GROWTH_KIB`] in the second half of
 /// the run.
-pub(crate) fn grown_programs(memory: &[Memory]) -> Vec<String> {
+pub(crate) fn grown_programs(memory: &[MemoryByProgram]) -> Vec<String> {
     let (Some(middle), Some(last)) = (memory.get(memory.len() / 2), memory.last()) else { return Vec::new() };
     let more = |(of, now): (&(&'static str, String), &u64)| {
         let was = *middle.get(of)?;
@@ -145,7 +145,7 @@ mod tests {
     #[test]
     fn memory_above_a_goal_at_the_end_is_reported() {
         let memory = |agent, host| {
-            Memory::from([(("node1", "agent".to_owned()), agent), (("node1", "mps-host".to_owned()), host)])
+            MemoryByProgram::from([(("node1", "agent".to_owned()), agent), (("node1", "mps-host".to_owned()), host)])
         };
         let over_time = [memory(20_000, 4096), memory(12 << 10, 4096)];
         assert_eq!(programs_above_goal(&over_time), Vec::<String>::new(), "the goal is met at the end");

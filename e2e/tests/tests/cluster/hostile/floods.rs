@@ -15,11 +15,11 @@ use crate::{NODE, SHARES_RESOURCE};
 
 /// The pod that opens connections to the agent's port.
 const FLOODING_POD: &str = "hostile";
-const FLOOD_CONNECTIONS: usize = 200;
-const FLOOD_EVENTS: usize = 300;
-const FLOOD_PODS: usize = 60;
+const FLOOD_CONNECTION_COUNT: usize = 200;
+const FLOOD_EVENT_COUNT: usize = 300;
+const FLOOD_POD_COUNT: usize = 60;
 /// Number of node selector terms. The JSON Patch that releases the pod has one operation for each.
-const SELECTOR_TERMS: usize = 1000;
+const SELECTOR_TERM_COUNT: usize = 1000;
 /// Maximum length of a name that the API server accepts.
 const MAX_NAME_LENGTH: usize = 253;
 const RUN_ONCE_SCRIPT: &str = "exec cleave-client --once";
@@ -109,7 +109,7 @@ fn open_silent_connections(bed: &TestBed<'_>) -> Result<Outcome> {
     })?;
     let flood = format!(
         "mkfifo /tmp/silence; sleep 600 >/tmp/silence 2>&1 </dev/null &
-        for i in $(seq {FLOOD_CONNECTIONS}); do
+        for i in $(seq {FLOOD_CONNECTION_COUNT}); do
           {{ nc {address} 8080 </tmp/silence; echo closed >>/tmp/closed; }} >/dev/null 2>&1 &
         done"
     );
@@ -123,7 +123,7 @@ fn open_silent_connections(bed: &TestBed<'_>) -> Result<Outcome> {
     wait_until("the agent has closed all silent connections", || {
         let closed = run_script(bed, FLOODING_POD, "wc -l </tmp/closed")?;
         let count: usize = closed.lines().next().unwrap_or_default().trim().parse().unwrap_or(0);
-        ensure!(count >= FLOOD_CONNECTIONS, "{count} are closed");
+        ensure!(count >= FLOOD_CONNECTION_COUNT, "{count} are closed");
         Ok(true)
     })?;
     let outcome = check_that_new_pod_runs(bed, "after-connections", "the agent answers")?;
@@ -153,7 +153,7 @@ fn create_pod_with_many_terms(bed: &TestBed<'_>) -> Result<Outcome> {
         let values = json!([NODE, format!("elsewhere-{index}")]);
         json!({"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": values}]})
     };
-    let terms: Vec<Value> = (0..SELECTOR_TERMS).map(term).collect();
+    let terms: Vec<Value> = (0..SELECTOR_TERM_COUNT).map(term).collect();
     let mut object = pod("terms", &json!({SHARES_RESOURCE: 1}), RUN_ONCE_SCRIPT);
     object["spec"]["affinity"] =
         json!({"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}});
@@ -184,7 +184,7 @@ fn create_forged_events(bed: &TestBed<'_>) -> Result<Outcome> {
         "reason": "EvictedOutsideShare", "message": "it is evicted: ".repeat(60),
         "source": {"component": "cleave-operator"},
     });
-    for _ in 0..FLOOD_EVENTS {
+    for _ in 0..FLOOD_EVENT_COUNT {
         bed.tenant.create(&format!("/api/v1/namespaces/{ns}/events"), &event)?;
     }
     check_that_new_pod_runs(bed, "after-events", "the neighbour stays")
@@ -193,12 +193,12 @@ fn create_forged_events(bed: &TestBed<'_>) -> Result<Outcome> {
 /// Creates more pods than the GPUs can serve, and then a pod that fits.
 fn create_too_many_pods(bed: &TestBed<'_>) -> Result<Outcome> {
     let name = |index: usize| format!("flood-{index}");
-    for index in 0..FLOOD_PODS {
+    for index in 0..FLOOD_POD_COUNT {
         bed.tenant
             .create(&bed.pods_path(), &pod(&name(index), &json!({SHARES_RESOURCE: 10}), "exec sleep infinity"))?;
     }
     let outcome = check_that_new_pod_runs(bed, "after-pods", "the kubelet rejected no pod")?;
-    let flood: BTreeSet<String> = (0..FLOOD_PODS).map(name).collect();
+    let flood: BTreeSet<String> = (0..FLOOD_POD_COUNT).map(name).collect();
     let (mut there, mut bound) = (0, 0);
     for pod in bed.scope.pods()?.iter().filter(|pod| flood.contains(&text(&pod["metadata"]["name"]))) {
         ensure!(text(&pod["status"]["phase"]) != "Failed", "the kubelet rejected a pod: {}", pod["status"]);
@@ -206,7 +206,7 @@ fn create_too_many_pods(bed: &TestBed<'_>) -> Result<Outcome> {
         bound += usize::from(pod["spec"]["nodeName"].is_string());
     }
     // At most two pods fit, because other pods use some of the shares of the other two GPUs.
-    ensure!(there == FLOOD_PODS && bound <= 2, "{there} of {FLOOD_PODS} pods exist, and {bound} are bound");
+    ensure!(there == FLOOD_POD_COUNT && bound <= 2, "{there} of {FLOOD_POD_COUNT} pods exist, and {bound} are bound");
     for name in flood {
         bed.scope.cluster.delete(&bed.scope.pod_path(&name), Some(0))?;
     }

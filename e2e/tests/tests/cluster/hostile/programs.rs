@@ -430,7 +430,7 @@ pub(super) fn run_script(bed: &TestBed<'_>, pod: &str, script: &str) -> Result<S
 
 /// Checks that `programs` programs reported at most the limits of `shares` shares.
 pub(super) fn check_limits(bed: &TestBed<'_>, shares: u32, printed: &str, programs: usize) -> Result<Outcome> {
-    let node = bed.scope.cluster.gpunode(NODE)?;
+    let node = bed.scope.cluster.gpu_node(NODE)?;
     let total = node["status"]["gpus"][0]["memoryMib"].as_u64().context("no memory in the status")?;
     let (sms, memory) = limits_of_shares(shares, total);
     let reports = parse_json_lines(printed);
@@ -474,7 +474,7 @@ fn gpu_of_pod(bed: &TestBed<'_>, pod: &str) -> Result<String> {
 /// Runs a program on each of the node's other GPUs, with this environment.
 fn run_on_other_gpus(bed: &TestBed<'_>, environment: &str) -> Result<Outcome> {
     let own = gpu_of_pod(bed, HOSTILE_POD)?;
-    let node = bed.scope.cluster.gpunode(NODE)?;
+    let node = bed.scope.cluster.gpu_node(NODE)?;
     let gpus = node["status"]["gpus"].as_array().into_iter().flatten().map(|gpu| text(&gpu["uuid"]));
     let others: Vec<String> = gpus.filter(|uuid| *uuid != own).collect();
     let script = others.iter().fold(String::new(), |mut script, uuid| {

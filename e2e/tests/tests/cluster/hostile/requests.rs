@@ -405,11 +405,11 @@ fn bind_waits(bed: &TestBed<'_>, annotations: &Value) -> Result<Outcome> {
 /// Changes fields other than the status through the status subresource, with an agent's token.
 fn change_own_metadata(bed: &TestBed<'_>) -> Result<Outcome> {
     let cluster = bed.scope.cluster;
-    let before = cluster.gpunode(NODE)?["metadata"].clone();
+    let before = cluster.gpu_node(NODE)?["metadata"].clone();
     let mut change = metadata_patch();
     change["spec"] = json!({"planId": "hostile"});
     agent_client(bed, NODE)?.patch(&format!("{GPU_NODES_PATH}/{NODE}/status"), &change)?;
-    let after = cluster.gpunode(NODE)?;
+    let after = cluster.gpu_node(NODE)?;
     for field in ["labels", "finalizers", "ownerReferences"] {
         let (before, after) = (&before[field], &after["metadata"][field]);
         if before != after {
