@@ -146,7 +146,7 @@ fn the_sed_command_renames_requests() {
     assert_eq!(String::from_utf8(output.stdout).unwrap(), expected, "{script}");
 }
 
-/// Each entry is an input, and a part of the error.
+/// Each case is an input and a part of the expected error.
 #[test]
 fn errors_name_the_setting() {
     let sharing = |resource: &str| format!("version: v1\nsharing: {{timeSlicing: {{resources: [{resource}]}}}}\n");

@@ -62,7 +62,7 @@ func lockClaims(ctx context.Context, dir string, waiting func()) (func(), error)
 }
 
 // storedAddresses returns the addresses of the clusters below dir, running or not. It reads only
-// the field of the addresses, which has the same meaning in all layouts of the state.
+// the field of the addresses, which each layout of the state either contains or omits.
 func storedAddresses(dir string) ([]addresses, error) {
 	files, err := filepath.Glob(filepath.Join(dir, "*", stateFileName))
 	if err != nil {

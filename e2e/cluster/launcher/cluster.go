@@ -185,8 +185,8 @@ func (c *cluster) up(ctx context.Context, count int, options upOptions) error {
 	return nil
 }
 
-// prepare creates the directories, credentials, images and bridge that components need before they
-// start.
+// prepare creates the directories, addresses, credentials, programs, image and cgroup that
+// components need before they start.
 func (c *cluster) prepare(ctx context.Context, policies bool) error {
 	for _, dir := range []string{"logs", "run", "bin", "etcd", "helm"} {
 		if err := os.MkdirAll(filepath.Join(c.layout.dir, dir), 0o755); err != nil {

@@ -280,7 +280,7 @@ fn hami_result(requests: &BTreeMap<&str, u64>, names: &HamiResources, group: &Gr
     }
 }
 
-/// Returns the other changes that a pod needs.
+/// Returns further changes that a pod needs, one sentence each.
 fn pod_notes(workload: &Workload, from_hami: bool) -> Vec<String> {
     let mut notes = Vec::new();
     let spec = &workload.spec;

@@ -45,11 +45,11 @@ pub(crate) struct TraceArgs {
     /// File to write, with a line for each placed pod: `pod_name,node,gpu_indices,gpu_milli`.
     #[arg(long)]
     placements: Option<PathBuf>,
-    /// Start without a history: policies learn typical requests only from pods that arrive. Without
-    /// this option, the pods of the list have run before.
+    /// Start without a history, so that policies learn typical requests only from pods that arrive.
+    /// Without this option, policies start with the history of the whole list.
     #[arg(long)]
     no_history: bool,
-    /// How pods without GPUs are placed. In a real cluster Cleave does not place them.
+    /// How the benchmark places pods without GPUs. In a real cluster, Cleave does not place them.
     #[arg(long, value_enum, default_value_t = CpuPodPlacement::Policy)]
     without_gpus: CpuPodPlacement,
     /// Simulate departures: pods leave after their lifetime in the trace, pods that fit nowhere

@@ -1,4 +1,4 @@
-//! The file that describes a machine, and the machine's initial state.
+//! Parses the file that describes a machine, and derives the machine's initial state.
 
 use serde::{Deserialize, Serialize};
 

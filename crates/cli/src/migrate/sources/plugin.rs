@@ -282,7 +282,7 @@ fn read_sharing(sharing: &mut Section, notes: &mut Notes) -> Result<ReadSharing>
     let mps = sharing.take_section("mps")?;
     let (by, mut section) = match (slicing, mps) {
         (Some(_), Some(_)) => bail!(
-            "{}: sharing.timeSlicing and sharing.mps exclude each other: the plugin would use mps",
+            "{}: sharing.timeSlicing and sharing.mps exclude each other, because NVIDIA's plugin uses only mps",
             sharing.source()
         ),
         (Some(slicing), None) => (SharedBy::TimeSlicing, slicing),

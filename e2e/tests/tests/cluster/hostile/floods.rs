@@ -1,5 +1,5 @@
-//! Tests floods of connections, Events and pods, and values that are far too long. Other pods
-//! continue, and the next pod starts.
+//! Tests floods of connections, Events and pods, and values that are far too long. In each case,
+//! running pods must continue and the next pod must start.
 use std::collections::BTreeSet;
 
 use anyhow::{Result, ensure};
