@@ -8,7 +8,7 @@ use super::view::{View, items};
 /// The oldest Kubernetes version that the chart accepts.
 pub(in super::super) const OLDEST_SUPPORTED: MajorMinor = MajorMinor(1, 34);
 /// The newest Kubernetes version with which the cluster tests ran.
-pub(in super::super) const NEWEST_TESTED: MajorMinor = MajorMinor(1, 36);
+pub(in super::super) const NEWEST_TESTED: MajorMinor = MajorMinor(1, 37);
 /// The first Kubernetes version in which `MutatingAdmissionPolicies` are enabled by default.
 const MUTATING_POLICIES_SINCE: MajorMinor = MajorMinor(1, 36);
 /// Priority classes of Cleave's pods. The `DaemonSets` use the first, and the operator uses the

@@ -192,8 +192,8 @@ fn old_and_new_versions_of_kubernetes_are_reported() {
     for (version, expected) in [
         ("v1.33.9", vec![FindingReason::KubernetesTooOld]),
         ("v1.34.0-rc.1+k3s1", vec![]),
-        ("v1.36.9", vec![]),
-        ("v1.37.0", vec![FindingReason::KubernetesUntested]),
+        ("v1.37.9", vec![]),
+        ("v1.38.0", vec![FindingReason::KubernetesUntested]),
         ("latest", vec![FindingReason::NotChecked]),
     ] {
         let mut facts = facts(&json!({"nodes": healthy_nodes()}));
