@@ -17,8 +17,8 @@ impl<K> Default for ShareClock<K> {
 }
 
 impl<K: Ord> ShareClock<K> {
-    /// Returns the share-seconds of each holder since the last call. Returns nothing if time has
-    /// not advanced.
+    /// Returns the share-seconds of each holder since the last call. Returns 0 for each
+    /// holder if time has not advanced, and at the first call.
     pub fn advance(&mut self, now: Instant) -> impl Iterator<Item = (&K, f64)> {
         let before = self.counted_until.replace(now).unwrap_or(now);
         let seconds = now.saturating_duration_since(before).as_secs_f64();

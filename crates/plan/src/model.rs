@@ -62,7 +62,8 @@ pub(crate) struct GpuModel<'a> {
 /// Pods that differ only in their names.
 pub(crate) struct PodGroup<'a> {
     pub(crate) priority: i32,
-    /// Demands of one pod: one for each slice, or for each set of shares.
+    /// Demands of one pod. All shares that a pod requests of one resource are one demand. Each other
+    /// slice is a separate demand.
     pub(crate) units: Vec<DemandId>,
     /// Number shared by all groups with the same units.
     pub(crate) shape: u32,

@@ -194,7 +194,7 @@ fn a_pod_of_the_same_name_on_another_node_frees_nothing() {
 }
 
 #[test]
-fn the_units_of_an_earlier_pod_of_the_same_name_are_free_once_it_is_ending() {
+fn units_of_a_terminating_predecessor_with_the_same_name_are_free() {
     let facts = node(&["a"], &[("p", "a", 6)]);
     assert_eq!(victims(facts.clone(), &[5], &[("p", holder(1))]), None, "a pod never preempts its predecessor");
     assert_eq!(victims(facts, &[5], &[("p", Holder { ending: true, ..holder(1) })]), Some(owned_names(&[])));
@@ -634,7 +634,8 @@ proptest! {
             };
             for way in case.device_choices(node) {
                 let helps = sets.iter().filter(|gone| helps(gone, &way));
-                // Pods that come first are kept if possible, regardless of later pods.
+                // Keep the pods at the start of `lower` (highest priority, then oldest) if possible,
+                // even if more of the other pods are then evicted.
                 let best = helps.min_by_key(|gone| lower.iter().map(|pod| gone.contains(pod)).collect::<Vec<bool>>());
                 if let Some(gone) = best {
                     is_possible = true;

@@ -224,7 +224,7 @@ pub struct MigProgress {
     wanted: Option<Partition>,
     /// State of the GPU after the last change, if known. If the GPU's state now differs, another
     /// program has changed the GPU.
-    last_state: Option<GpuState>,
+    last_state: Option<MigChangeState>,
     in_progress: Option<MigChange>,
     done: Vec<StepStatus>,
     /// Number of entries at the end of `done` that no Event has reported yet.
@@ -244,12 +244,26 @@ struct FailedChange {
     step: StepStatus,
 }
 
-/// State that decides whether the agent retries a failed change: health, MIG mode, pending MIG
-/// mode, instances.
-type GpuState = (bool, Option<(bool, Option<bool>, Vec<MigInstance>)>);
+/// State of a GPU on which the result of a MIG change depends. The agent retries a failed change if
+/// this state has changed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct MigChangeState {
+    is_healthy: bool,
+    is_enabled: Option<bool>,
+    pending: Option<bool>,
+    instances: Vec<MigInstance>,
+}
 
-fn gpu_state(gpu: &Gpu, healthy: bool) -> GpuState {
-    (healthy, gpu.mig.as_ref().map(|mig| (mig.enabled, mig.pending, mig.instances.clone())))
+impl MigChangeState {
+    fn new(gpu: &Gpu, is_healthy: bool) -> Self {
+        let mig = gpu.mig.as_ref();
+        Self {
+            is_healthy,
+            is_enabled: mig.map(|mig| mig.enabled),
+            pending: mig.and_then(|mig| mig.pending),
+            instances: mig.map(|mig| mig.instances.clone()).unwrap_or_default(),
+        }
+    }
 }
 
 impl MigProgress {
@@ -275,7 +289,7 @@ impl MigProgress {
         if self.in_progress.is_some() {
             return;
         }
-        let now = gpu_state(gpu, healthy);
+        let now = MigChangeState::new(gpu, healthy);
         if self.last_state.as_ref().is_some_and(|before| *before != now) {
             self.attempts.clear();
         }
@@ -346,7 +360,7 @@ impl MigProgress {
         now: Instant,
     ) -> Option<String> {
         self.in_progress = matches!(outcome, ChangeOutcome::Slow(_)).then(|| change.clone());
-        self.last_state = after.map(|(gpu, healthy)| gpu_state(gpu, healthy));
+        self.last_state = after.map(|(gpu, healthy)| MigChangeState::new(gpu, healthy));
         let at = self.attempts.iter().position(|attempt| attempt.change == *change);
         let (mut failures, mut busy_checks) =
             at.map(|at| self.attempts.remove(at)).map_or((0, 0), |attempt| (attempt.failures, attempt.busy_checks));
@@ -376,7 +390,11 @@ impl MigProgress {
                 true,
             ),
             ChangeOutcome::Slow(since) => {
-                (STEP_FAILED, format!("the driver has not answered for {} s", since.as_secs()), None, true)
+                let seconds = since.as_secs();
+                let message = format!(
+                    "the driver has not answered for {seconds} s. The agent waits for the answer, and changes nothing else on this GPU. If the driver stays hung, reboot the node"
+                );
+                (STEP_FAILED, message, None, true)
             }
             ChangeOutcome::Failed(why) => {
                 failures += 1;

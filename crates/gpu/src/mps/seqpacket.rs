@@ -153,13 +153,13 @@ impl Socket {
     }
 
     /// Receives a packet of any length, with the first descriptor in it.
-    pub(crate) async fn recv_any_length_descriptor(&self) -> io::Result<Option<Packet>> {
+    pub(crate) async fn recv_any_length_with_descriptor(&self) -> io::Result<Option<Packet>> {
         self.read(|fd| recv_descriptor(fd, next_packet_bytes(fd)?)).await
     }
 
     /// Receives a packet of any length, with the sender's credentials. If the packet carries
     /// descriptors, the kernel drops them and attests no credentials.
-    pub(crate) async fn recv_any_length_credentials(&self) -> io::Result<Option<Packet>> {
+    pub(crate) async fn recv_any_length_with_credentials(&self) -> io::Result<Option<Packet>> {
         self.read(|fd| recv_credentials(fd, next_packet_bytes(fd)?)).await
     }
 

@@ -93,7 +93,7 @@ struct AffectedNode {
 
 /// UUIDs of a policy's GPUs on a node.
 #[derive(Debug, Default)]
-struct GpuSets {
+struct GpuUuidsByState {
     /// GPUs whose newest partition the node's spec does not have.
     staged: BTreeSet<String>,
     /// GPUs that wait for pods.
@@ -294,7 +294,7 @@ impl Staging {
         &mut self,
         (policy, name): &PolicyAndNode,
         view: &mut NodeView,
-        gpus: &GpuSets,
+        gpus: &GpuUuidsByState,
         (node, desired): (&Node, &GpuNodeSpec),
     ) {
         let Some(change) = self.changes.get_mut(policy) else { return };
@@ -478,7 +478,12 @@ fn is_staged(current: &GpuSpec, desired: &GpuSpec, paused: bool) -> bool {
 }
 
 /// Describes the GPUs of a policy on a node. Returns `None` if the node's spec has none of them.
-fn node_view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -> Option<(NodeView, GpuSets)> {
+fn node_view(
+    policy: &str,
+    rules: RolloutRules,
+    node: &Node,
+    desired: &GpuNodeSpec,
+) -> Option<(NodeView, GpuUuidsByState)> {
     let object = node.object()?;
     let mut view = NodeView {
         has_newest: true,
@@ -495,7 +500,7 @@ fn node_view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSp
         withdrawn: false,
         excused: node.unschedulable,
     };
-    let (mut any, mut gpus) = (false, GpuSets::default());
+    let (mut any, mut gpus) = (false, GpuUuidsByState::default());
     for desired in desired.gpus.iter().filter(|desired| desired.policy.as_deref() == Some(policy)) {
         let Some(current) = object.spec.gpus.iter().find(|current| current.uuid == desired.uuid) else { continue };
         let Some(gpu) = node.reported()?.iter().find(|gpu| gpu.uuid == desired.uuid) else { continue };

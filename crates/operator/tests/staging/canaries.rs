@@ -28,7 +28,7 @@ fn two_pools() -> World {
     world
 }
 
-/// Cordons the first GPU of a node, or ends its cordon.
+/// Sets or removes the cordon annotation of a node's first GPU.
 fn set_gpu_cordon(world: &mut World, node: &str, cordoned: bool) {
     let uuid = world.gpu(node).uuid.clone();
     let annotations = BTreeMap::from([("cleave.dev/cordon".to_owned(), uuid)]);

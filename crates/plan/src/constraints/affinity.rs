@@ -45,7 +45,7 @@ impl<'a> RequiredDomains<'a> {
     }
 
     /// Records the domain of a placed pod that the subject's affinity or anti-affinity selects.
-    pub(super) fn count_pod(
+    pub(super) fn record_pod(
         &mut self,
         subject: &Subject<'a>,
         placed: &PlacedPod<'a>,
@@ -79,7 +79,7 @@ impl<'a> RequiredDomains<'a> {
     }
 
     /// Records the domain of a placed pod whose own anti-affinity selects the subject.
-    pub(super) fn count_repelling_pod(
+    pub(super) fn record_repelling_pod(
         &mut self,
         subject: &Subject<'a>,
         placed: &PlacedPod<'a>,

@@ -77,7 +77,7 @@ impl<'a> NodeChecker<'a> {
             LazyCell::new(|| nodes.into_iter().map(|node| (node.name.as_str(), node)).collect());
         let find = |name: &str| index.get(name).copied();
         for placed in repelling {
-            checker.affinity.count_repelling_pod(&subject, &placed, &namespaces, &find);
+            checker.affinity.record_repelling_pod(&subject, &placed, &namespaces, &find);
             checker.ports.count_pod(&placed);
         }
         let apart = !subject.rules.affinity.is_empty() || !subject.rules.anti_affinity.is_empty();
@@ -88,7 +88,7 @@ impl<'a> NodeChecker<'a> {
                 checker.spread.find_domains(&subject, index.values().copied())
             };
             for placed in all {
-                checker.affinity.count_pod(&subject, &placed, &namespaces, &find);
+                checker.affinity.record_pod(&subject, &placed, &namespaces, &find);
                 checker.spread.count_pod(&subject, &placed, &eligible);
             }
             checker.spread.find_lowest_counts();

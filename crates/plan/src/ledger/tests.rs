@@ -300,8 +300,8 @@ fn a_pod_of_several_containers_is_allocated_part_by_part() {
     assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 7), units_on("b", 6)]);
     ledger.observe("n", node(&[0, 6], &[("p", "b", 6)]));
     assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 7)]);
-    // An init container's units are reused for one container of 3. The rest must be on the same
-    // device.
+    // The kubelet reuses the init container's units for a container that requests 3 units. The
+    // other 4 units must be on the same device.
     ledger.observe("n", node(&[3, 6], &[("p", "a", 3), ("p", "b", 6)]));
     assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 4)]);
     ledger.observe("n", node(&[7, 6], &[("p", "a", 3), ("p", "a", 4), ("p", "b", 6)]));

@@ -9,7 +9,7 @@ pub const BREAKAGE_RULE_ENV: &str = "SIM_MPS_BREAK";
 /// The environment variable that sets the initial count of exits with kernels of 1 to 100 ms.
 pub const BREAKAGE_SEED_ENV: &str = "SIM_MPS_SEED";
 
-/// Number of exits with kernels of 1 to 100 ms after which one exit breaks the neighbours.
+/// One of this number of exits with kernels of 1 to 100 ms breaks the neighbours.
 const EXITS_PER_BREAKAGE: u64 = 12;
 
 /// Which exits break the neighbours.

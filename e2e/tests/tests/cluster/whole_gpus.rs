@@ -13,7 +13,7 @@ use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, ten_shares, wait_until_adverti
 
 const WHOLE_GPU_RESOURCE: &str = "nvidia.com/gpu";
 const SLEEP_FOREVER_SCRIPT: &str = "exec sleep 1000000";
-/// The node with the other device plugin.
+/// Name of the simulated node on which another device plugin serves whole GPUs.
 const OTHER_NODE: &str = "other-plugin";
 /// Number of GPUs of [`OTHER_NODE`].
 const OTHER_NODE_GPU_COUNT: u64 = 2;

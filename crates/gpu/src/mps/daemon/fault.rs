@@ -64,7 +64,7 @@ impl FaultTracker {
     }
 
     /// Returns whether the daemon is expected to exit because of a fault.
-    pub(super) fn is_replacing_daemon(&self) -> bool {
+    pub(super) fn expects_daemon_exit(&self) -> bool {
         self.current.as_ref().is_some_and(|current| current.escalation.step() >= EscalationStep::QuitDaemon)
     }
 

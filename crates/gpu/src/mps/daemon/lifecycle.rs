@@ -322,7 +322,7 @@ impl Device {
             };
             tokio::select! {
                 biased;
-                exit = child.wait_for_exit() => return DaemonEndReason::Failed(if self.faults.borrow().is_replacing_daemon() {
+                exit = child.wait_for_exit() => return DaemonEndReason::Failed(if self.faults.borrow().expects_daemon_exit() {
                     DaemonError::StuckInFault(exit)
                 } else {
                     DaemonError::Exited { exit, last_line: String::new() }

@@ -19,7 +19,9 @@ const IDLE_RELAY_TIMEOUT: Duration = Duration::from_secs(600);
 /// receive this process's credentials.
 pub(super) async fn relay(client: &Socket, server: &Socket) {
     let from_client = async {
-        while let Ok(Some(Packet { data, credentials: Some(who), .. })) = client.recv_any_length_credentials().await {
+        while let Ok(Some(Packet { data, credentials: Some(who), .. })) =
+            client.recv_any_length_with_credentials().await
+        {
             tokio::select! {
                 biased;
                 sent = server.send_credentials(&data, who) => if sent.is_err() { return },
@@ -30,7 +32,7 @@ pub(super) async fn relay(client: &Socket, server: &Socket) {
         }
     };
     let from_server = async {
-        while let Ok(Some(Packet { data, descriptor, .. })) = server.recv_any_length_descriptor().await {
+        while let Ok(Some(Packet { data, descriptor, .. })) = server.recv_any_length_with_descriptor().await {
             let sent = match descriptor {
                 Some(descriptor) => client.send_descriptor(&data, descriptor.as_fd()).await,
                 None => client.send(&data).await,

@@ -41,7 +41,7 @@ pub(super) struct TestCluster {
 }
 
 impl TestCluster {
-    fn raise_version(&mut self, mut object: Value) -> Value {
+    fn with_next_resource_version(&mut self, mut object: Value) -> Value {
         self.version += 1;
         object["metadata"]["resourceVersion"] = json!(self.version.to_string());
         object
@@ -52,7 +52,7 @@ impl TestCluster {
     pub(super) fn node(mut self, name: &str, used: &[u32]) -> Self {
         let node = json!({"metadata": {"name": name, "uid": name, "labels": {HOSTNAME: name}},
             "status": {"allocatable": {"cpu": "8", "pods": "110", MPS_RESOURCE: (used.len() * 10).to_string()}}});
-        let node = self.raise_version(node);
+        let node = self.with_next_resource_version(node);
         self.nodes.insert(name.into(), node);
         let gpus: Vec<Value> = used
             .iter()
@@ -65,11 +65,11 @@ impl TestCluster {
             .collect();
         let object = json!({"apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNode", "metadata": {"name": name}, "spec": {},
             "status": {"agentVersion": "1", "gpus": gpus}});
-        let object = self.raise_version(object);
+        let object = self.with_next_resource_version(object);
         self.gpu_nodes.insert(name.into(), object);
         let agent = json!({"metadata": {"name": format!("agent-{name}")}, "spec": {"nodeName": name},
             "status": {"conditions": [{"type": "Ready", "status": "True"}]}});
-        let agent = self.raise_version(agent);
+        let agent = self.with_next_resource_version(agent);
         self.agents.insert(name.into(), agent);
         self
     }
@@ -90,7 +90,7 @@ impl TestCluster {
         let name = format!("shares-{units}");
         let policy = json!({"apiVersion": "cleave.dev/v1alpha1", "kind": "SharingPolicy", "metadata": {"name": name},
             "spec": {"mode": "Mps", "mps": {"units": units}}});
-        let policy = self.raise_version(policy);
+        let policy = self.with_next_resource_version(policy);
         self.policies.insert(name, policy);
         self
     }
@@ -107,7 +107,7 @@ impl TestCluster {
             "spec": {"schedulingGates": [{"name": GATE}],
                 "containers": [{"name": "main", "resources": {"limits": {MPS_RESOURCE: shares.to_string()}}}]}});
         pod["spec"].as_object_mut().unwrap().append(spec.as_object_mut().unwrap());
-        let pod = self.raise_version(pod);
+        let pod = self.with_next_resource_version(pod);
         self.pods.insert(format!("team/{name}"), pod);
         self
     }
@@ -121,7 +121,7 @@ impl TestCluster {
     ) {
         let mut object = objects(self)[name].clone();
         edit(&mut object);
-        let object = self.raise_version(object);
+        let object = self.with_next_resource_version(object);
         objects(self).insert(name.into(), object);
     }
 
@@ -183,7 +183,7 @@ impl TestCluster {
                 },
             }
         }
-        let pod = self.raise_version(pod);
+        let pod = self.with_next_resource_version(pod);
         self.pods.insert(release.pod.clone(), pod);
         true
     }
