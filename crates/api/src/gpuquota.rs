@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
     category = "cleave",
     status = "GpuQuotaStatus",
     derive = "PartialEq",
-    doc = "How many GPUs a set of namespaces is guaranteed, may use and lends. If two quotas claim one namespace in the same pool, the older one counts it. The operator does not read quotas yet: it neither counts nor enforces them.",
+    doc = "How many GPUs a set of namespaces is guaranteed, may use and lends. If two quotas claim one namespace in the same pool, the older one counts it.",
     printcolumn(name = "Min", type_ = "string", json_path = ".spec.min", description = "Guaranteed amount"),
     printcolumn(name = "Max", type_ = "string", json_path = ".spec.max", description = "Maximum amount"),
     printcolumn(name = "Used", type_ = "string", json_path = ".status.used", description = "Amount that pods use"),
@@ -210,6 +210,13 @@ pub struct GpuQuotaStatus {
     /// Unused part of the guarantee that others may use.
     #[serde(default)]
     pub lent: String,
+    /// What the quota uses beyond its guarantee for each unit of its weight, in GPUs or GiB with
+    /// two decimals. Fair share takes from the quota with the highest share.
+    #[serde(default)]
+    pub share: String,
+    /// Number of GPUs that the quota's pods own. Set only with `guarantee: Cells`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cells: Option<u32>,
     /// Numbers of pods.
     #[serde(default)]
     pub pods: QuotaPods,
@@ -238,10 +245,16 @@ pub struct QuotaPods {
 }
 
 /// Pods of a quota that wait for GPUs.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct QuotaWaiting {
     /// Number of pods.
     #[serde(default)]
     pub pods: u32,
+    /// Amount that they request.
+    #[serde(default)]
+    pub gpus: String,
+    /// Number of pods by reason, such as `OverMax`.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub reasons: BTreeMap<String, u32>,
 }

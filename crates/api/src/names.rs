@@ -34,6 +34,13 @@ pub const PRE_STOP_NONE: &str = "none";
 /// Annotation of a pod that overrides `replicaPlacement` of the GPUs' policies: `Spread` or `Pack`.
 /// Other values have no effect.
 pub const REPLICA_PLACEMENT_ANNOTATION: &str = "cleave.dev/replica-placement";
+/// Annotation of a pod that runs only within its quota's guarantee. The annotation's value is
+/// [`BORROW_NEVER`].
+pub const BORROW_ANNOTATION: &str = "cleave.dev/borrow";
+/// Value of [`BORROW_ANNOTATION`].
+pub const BORROW_NEVER: &str = "Never";
+/// Word of [`ALLOW_LABEL`]: quotas neither hold nor evict pods of the namespace.
+pub const ALLOW_QUOTA: &str = "quota";
 /// Word of [`ALLOW_LABEL`]: no admission rule applies. It must be the label's only word.
 pub const ALLOW_ALL: &str = "all";
 

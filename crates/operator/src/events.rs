@@ -75,7 +75,9 @@ impl EventPublisher {
             }
             let (type_, reason, patience) = match waiting.reason {
                 Reason::Repartitioning => (EventType::Normal, "GpuRepartitioning", Duration::ZERO),
-                Reason::NoRoom => (EventType::Warning, "NoGpu", NO_ROOM_EVENT_DELAY),
+                Reason::NoRoom | Reason::OverMax | Reason::WaitsForGuarantee | Reason::Protected => {
+                    (EventType::Warning, "NoGpu", NO_ROOM_EVENT_DELAY)
+                }
                 Reason::Malformed => (EventType::Warning, "NoGpu", Duration::ZERO),
                 // Publish no Event: the scheduler itself reports pods that it has not bound, and a
                 // node's change ends soon.
@@ -154,6 +156,12 @@ pub(crate) fn stranded_event(message: &str) -> Event {
 pub(crate) fn preempted_event(by: &str) -> Event {
     let note = format!("evicted for {by}, which has a higher priority and needs room on the same GPU");
     Event { action: "Preempt".to_owned(), ..event(EventType::Normal, "Preempted", &note) }
+}
+
+/// Creates the Event of a pod that is evicted for a pod with rights by a quota.
+pub(crate) fn reclaimed_event(by: &str, why: &str) -> Event {
+    let note = format!("evicted for {by}: {why}");
+    Event { action: "Preempt".to_owned(), ..event(EventType::Normal, "Reclaimed", &note) }
 }
 
 /// Creates the Event of a pod that is evicted because it used a GPU outside its share.

@@ -40,6 +40,7 @@ mod pod_fields;
 pub mod pod_store;
 pub mod pods;
 pub mod policies;
+pub mod quotas;
 pub mod read;
 mod rollout;
 mod run;

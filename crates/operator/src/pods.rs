@@ -5,8 +5,8 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use cleave_api::names::{
-    CONDITION_PLACED, CONDITION_WITHIN_SHARE, GATE, OTHER_NODES_ANNOTATION, REPLICA_PLACEMENT_ANNOTATION, RESOURCE_GPU,
-    RESOURCE_MIG_PREFIX, UNSCHEDULABLE_ANNOTATION, is_served,
+    BORROW_ANNOTATION, BORROW_NEVER, CONDITION_PLACED, CONDITION_WITHIN_SHARE, GATE, OTHER_NODES_ANNOTATION,
+    REPLICA_PLACEMENT_ANNOTATION, RESOURCE_GPU, RESOURCE_MIG_PREFIX, UNSCHEDULABLE_ANNOTATION, is_served,
 };
 use cleave_api::placement::{self, Placement};
 use cleave_api::sharingpolicy::ReplicaPlacement;
@@ -57,6 +57,8 @@ pub struct PodObject {
     /// How the pod is placed beside other replicas of its controller. `None` if the policies of the
     /// GPUs decide.
     pub replica_placement: Option<ReplicaPlacement>,
+    /// Whether the pod runs only within its quota's guarantee.
+    pub never_borrows: bool,
 }
 
 impl From<RawPod> for PodObject {
@@ -235,6 +237,7 @@ impl PodObject {
         self.placement = note.or(self.placement.take());
         let replica_placement = annotation(REPLICA_PLACEMENT_ANNOTATION).and_then(|text| ReplicaPlacement::parse(text));
         self.replica_placement = replica_placement.or(self.replica_placement);
+        self.never_borrows |= annotation(BORROW_ANNOTATION).is_some_and(|value| value == BORROW_NEVER);
         self.annotated = self.annotated || annotations.is_some();
         let node = self.spec.node_name.take().filter(|node| !node.is_empty());
         self.bound_to = node.map(Arc::from).or(self.bound_to.take());

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
 use cleave_api::names::ALLOW_LABEL;
-use cleave_api::{GpuNode, SharingPolicy};
+use cleave_api::{GpuNode, GpuQuota, SharingPolicy};
 use futures::StreamExt as _;
 use k8s_openapi::api::core::v1::Namespace;
 use kube::core::{DeserializeGuard, PartialObjectMeta};
@@ -200,6 +200,11 @@ impl Watches<'_> {
                 "PersistentVolume",
                 (Api::<VolumeObject>::all(client.clone()), config()),
                 WatchRules { trim: trim_metadata, same: VolumeObject::is_same, wake: |wakes, _| wakes.placement() },
+            ),
+            quotas: self.store_objects(
+                "GpuQuota",
+                (Api::<DeserializeGuard<GpuQuota>>::all(client.clone()), config()),
+                WatchRules { trim: trim_metadata, same: is_same_quota, wake: |wakes, _| wakes.placement() },
             ),
             budgets: self.store_objects(
                 "PodDisruptionBudget",
@@ -420,6 +425,11 @@ fn publish_version(versions: &watch::Sender<Versions>, of_kind: VersionOfKind, r
 }
 
 /// Drops metadata that the operator never reads.
+/// Returns whether two versions of a quota have the same spec. The operator writes the status.
+fn is_same_quota(one: &DeserializeGuard<GpuQuota>, other: &DeserializeGuard<GpuQuota>) -> bool {
+    matches!((&one.0, &other.0), (Ok(one), Ok(other)) if one.spec == other.spec)
+}
+
 fn trim_metadata<K: Resource>(object: &mut K) {
     let meta = object.meta_mut();
     meta.managed_fields = None;

@@ -62,6 +62,8 @@ impl LiveCluster {
             volume_claims: objects.volume_claims.into_iter().map(Arc::new).collect(),
             volumes: objects.volumes.into_iter().map(Arc::new).collect(),
             budgets: objects.budgets.into_iter().map(Arc::new).collect(),
+            // The pod's Events and the quota's status explain what quotas decide.
+            quotas: Vec::new(),
             namespaces: objects.namespaces.into_iter().map(Arc::new).collect(),
         };
         Self { cluster, observed, now }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use cleave_api::placement::Placement;
 use cleave_plan::ledger::DeviceRequest;
+use cleave_plan::quota::Kind;
 use cleave_plan::snapshot::Requirement;
 use serde_json::Value;
 
@@ -64,6 +65,21 @@ pub struct Eviction {
     pub uid: String,
     /// The pod of higher priority, as `namespace/name`.
     pub preemptor: String,
+    /// How quotas change the eviction. `None` if priority alone decides.
+    pub quota: Option<QuotaEviction>,
+}
+
+/// An eviction for a pod with rights by a quota.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct QuotaEviction {
+    /// Why the pod is evicted.
+    pub kind: Kind,
+    /// Grace period in seconds. `None` means the pod's own.
+    pub grace: Option<u32>,
+    /// Whether the pod is deleted although a disruption budget protects it.
+    pub force: bool,
+    /// Explanation for the pod's owner.
+    pub message: String,
 }
 
 /// A pod whose condition `PodScheduled` changes.

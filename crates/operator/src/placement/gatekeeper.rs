@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use cleave_api::GpuQuotaStatus;
 use cleave_api::names::CONDITION_PLACED;
 use cleave_api::placement::{Placement, ReservedUnits};
 use cleave_plan::ledger::{Chooser, DeviceRequest, Fits, Ledger, Moment, Place, Reservation};
@@ -21,10 +22,12 @@ use super::pod_tracker::PodTracker;
 use super::preemption::PreemptionSearch;
 use super::preemptors::Preemptors;
 use super::queue::{self, Queue};
+use super::quotas::{self, Order, QuotaPass, QuotaSettings, QuotaWorlds};
 use super::returning::Returning;
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::{self, PlacedReport, StrandedActions, StrandedPods};
 use super::unanswered::UnansweredReleases;
+use super::verdict::Verdict;
 use super::{learning, mps_hosts};
 use crate::evict::EvictionResult;
 use crate::pod_store::PodChanges;
@@ -71,6 +74,7 @@ pub struct Gatekeeper {
     growth: AutoscalerReports,
     returning: Returning,
     fragments: FragmentationTaints,
+    quotas: QuotaSettings,
     /// State of the replacement of MPS hosts.
     pub(crate) rollout: Rollout,
     /// Earliest time at which the next reconcile examines MPS hosts.
@@ -105,6 +109,7 @@ impl Gatekeeper {
             growth: AutoscalerReports::new(true),
             returning: Returning::default(),
             fragments: FragmentationTaints::new(false),
+            quotas: QuotaSettings::default(),
             rollout: Rollout::default(),
             next_rollout: Duration::ZERO,
         }
@@ -142,13 +147,20 @@ impl Gatekeeper {
         Self { fragments: FragmentationTaints::new(enabled), ..self }
     }
 
+    /// Sets the settings of quotas.
+    #[must_use]
+    pub fn with_quotas(self, quotas: QuotaSettings) -> Self {
+        Self { quotas, ..self }
+    }
+
     /// Drops all state. Call this while another process leads.
     pub fn reset(&mut self) {
         let agent_labels = std::mem::take(&mut self.agent_labels);
         let new = Self::new(self.unschedulable_after)
             .with_agent_labels(agent_labels)
             .with_reports(self.growth.is_enabled())
-            .with_taints(self.fragments.is_enabled());
+            .with_taints(self.fragments.is_enabled())
+            .with_quotas(self.quotas);
         *self = Self { settle_time: self.settle_time, ..new };
     }
 
@@ -233,6 +245,28 @@ impl Gatekeeper {
     pub(crate) fn gated_uids(&self) -> BTreeMap<String, String> {
         let gated = self.tracker.unsettled_pods().into_iter().filter(|pod| pod.waits_at_gate());
         gated.map(|pod| (full_name(&pod.metadata), pod.uid().unwrap_or_default())).collect()
+    }
+
+    /// Returns the statuses of quotas that differ from those in the cluster. `waits` is what each
+    /// pod at the gate waits for.
+    pub(crate) fn quota_statuses(
+        &self,
+        cluster: &Cluster,
+        waits: &BTreeMap<String, WaitingPod>,
+        now: ReconcileTime,
+    ) -> Vec<(String, GpuQuotaStatus)> {
+        let Some(ledger) = &self.ledger else { return Vec::new() };
+        let unsettled = self.tracker.unsettled_pods();
+        let waiting: Vec<(String, &PodObject)> = unsettled
+            .iter()
+            .filter(|pod| pod.node().is_none() && pod.waits_at_gate())
+            .map(|pod| (full_name(&pod.metadata), pod.as_ref()))
+            .filter(|(name, _)| ledger.claim(name).is_none())
+            .collect();
+        let waiting = waiting.iter().map(|(name, pod)| (name.as_str(), *pod));
+        let is_evicted = |uid: &str| self.evictions.is_accepted(uid);
+        let state = (&self.tracker, ledger);
+        quotas::statuses(cluster, state, waiting, is_evicted, (&self.quotas, now.epoch), waits)
     }
 
     /// Returns the ledger, after the first reconcile.
@@ -501,6 +535,7 @@ impl Gatekeeper {
     }
 
     /// Reserves shares for the pods that fit, and explains why the other pods wait.
+    // long: one decision per pod, whose outcomes continue the same loop.
     fn reserve_or_explain(
         &mut self,
         ledger: &mut Ledger,
@@ -514,16 +549,28 @@ impl Gatekeeper {
         let tracker = input.tracker;
         let Self { evictions, preemptors, growth, returning, .. } = self;
         let mut other_nodes = LazyCell::new(|| OtherNodes::new(nodes, tracker, agent_labels, input.unsettled));
-        let waiting = queue.remove_delayed(ledger, waiting, up, actions).into_iter();
+        let waiting = queue.remove_delayed(ledger, waiting, up, actions);
+        let worlds = QuotaWorlds::new(
+            input.cluster,
+            (tracker, ledger),
+            waiting.iter().map(|(name, pod)| (name.as_str(), *pod)),
+            |uid| evictions.is_accepted(uid),
+            (&self.quotas, input.now.epoch),
+        );
+        let worlds = worlds.filter(QuotaWorlds::are_enforced);
+        let mut quotas = worlds.as_ref().map(|worlds| QuotaPass::new(worlds, ledger));
+        let waiting = waiting.into_iter();
         let candidate = |(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod));
         let candidates: Vec<Candidate<'_>> = waiting.map(candidate).collect();
-        let mut search = PlacementSearch::new(input, (nodes, tracker, &*claims), ledger, chooser);
+        let mut search =
+            PlacementSearch::new(input, (nodes, tracker, &*claims), ledger, chooser).with_quotas(worlds.as_ref());
+        let mut order = Order::new(quotas.as_ref(), candidates.iter().map(|candidate| candidate.name.as_str()));
         let offers = LazyCell::new(|| Offers::of_policies(input.cluster.policies.iter().map(AsRef::as_ref)));
         let evictability = Evictability::new(&input.cluster.budgets, evictions, input.now.epoch);
         let mut preemption = PreemptionSearch::new((nodes, tracker), evictability, claims, preemptors, up);
         let mut returning = returning.units(nodes, (ledger, claims), up, actions);
         let (mut reserved, mut unplaceable_releases) = (Vec::<(String, &PodObject)>::new(), 0);
-        for candidate in &candidates {
+        while let Some(candidate) = order.next(quotas.as_ref()).and_then(|at| candidates.get(at)) {
             if actions.releases.len() >= MAX_RELEASES {
                 actions.more = true;
                 break;
@@ -541,10 +588,25 @@ impl Gatekeeper {
                 actions.waiting.insert(name.clone(), waiting_for_room(DELAYED_MESSAGE.to_owned()));
                 continue;
             }
-            let verdict = match search.find(ledger, candidate) {
+            let turn = match quotas.as_mut().and_then(|pass| pass.start_turn(ledger, name)).transpose() {
+                Ok(turn) => turn,
+                Err(wait) => {
+                    preemption.withdraw_nomination(ledger, &mut search, name);
+                    growth.record_delayed(pod, up);
+                    actions.waiting.insert(name.clone(), wait.into_waiting_pod());
+                    continue;
+                }
+            };
+            search.set_turn(turn);
+            let is_held = turn.is_some_and(|turn| !turn.may_use_free_room);
+            let found = if is_held { Err(Verdict::Waits(String::new())) } else { search.find(ledger, candidate) };
+            let verdict = match found {
                 Ok(fits) => {
                     if ledger.reserve(name, &fits, expires).is_ok() {
                         search.reserve(ledger, candidate, &fits);
+                        if let Some((pass, turn)) = quotas.as_mut().zip(turn) {
+                            pass.release(turn.member, &fits);
+                        }
                         reserved.push((name.clone(), pod));
                         let placement = placement(&pod.spec.device_requests, &fits, expires);
                         actions.releases.push(candidate.release_reserved(placement, nodes, waited));
@@ -553,7 +615,7 @@ impl Gatekeeper {
                 }
                 Err(verdict) => verdict,
             };
-            if let Some(requirement) = other_nodes.place(&candidate.plan_pod) {
+            if let Some(requirement) = other_nodes.place(&candidate.plan_pod).filter(|_| !is_held) {
                 actions.releases.push(candidate.release_to_other_nodes(requirement, waited));
                 continue;
             }
@@ -561,8 +623,21 @@ impl Gatekeeper {
             let returns = returning.serve(ledger, &search, candidate);
             let mut circumstances = NeedInputs::new(&offers, input.demand.get(name), withheld, returns);
             let pause = growth.preemption_pause(candidate, &circumstances, up);
-            circumstances.preemption = preemption.preempt(ledger, &mut search, candidate, (&verdict, pause), actions);
+            let quota = quotas.as_mut().zip(turn);
+            circumstances.preemption =
+                preemption.preempt(ledger, &mut search, candidate, (&verdict, pause), quota, actions);
             returning.end_promise(name, circumstances.preemption);
+            let wait = quotas.as_ref().zip(turn).and_then(|(pass, turn)| pass.why(&turn, circumstances.preemption));
+            if let Some(wait) = wait.filter(|_| verdict.permanent_obstacle().is_none()) {
+                if is_held {
+                    growth.record_delayed(pod, up);
+                } else {
+                    growth.examine(candidate, verdict, &circumstances, up);
+                    queue.unplaceable_time(name, true, up);
+                }
+                actions.waiting.insert(name.clone(), wait.into_waiting_pod());
+                continue;
+            }
             let PlacementOutlook { need, message, may_pass } = growth.examine(candidate, verdict, &circumstances, up);
             match queue.unplaceable_time(name, may_pass, up) {
                 Some(time) if time < unschedulable_after => actions.requeue_in(unschedulable_after.abs_diff(time)),
@@ -576,7 +651,9 @@ impl Gatekeeper {
             }
             actions.waiting.insert(name.clone(), waiting_for_room(message));
         }
+        ledger.clear_ranks();
         preemptors.finish_reconcile(up, actions);
+        actions.awaits_budgets |= quotas.is_some();
         reserved.into_iter().for_each(|(name, pod)| claims.add(Arc::from(name), pod));
         growth.add_reports(&candidates, up, actions);
     }

@@ -12,6 +12,7 @@
 //! | | `unanswered` | releases to send again |
 //! | | `learning`, `replicas` | what the search ranks nodes by |
 //! | | `search`, `constraints`, `free_resources`, `amounts`, `verdict` | a placement for a pod, or why it is not placeable |
+//! | | `quotas` | quotas: the order of the pods, what each may use, and who may be evicted for it |
 //! | | `preemption`, `preemptors`, `evictions`, `budgets` | pods to evict for pods of higher priority |
 //! | | `stranded` | released pods to evict |
 //! | | `other_nodes` | nodes of other device plugins |
@@ -55,6 +56,7 @@ mod pod_tracker;
 mod preemption;
 mod preemptors;
 mod queue;
+mod quotas;
 mod replicas;
 mod returning;
 mod run;
@@ -63,8 +65,9 @@ mod stranded;
 mod unanswered;
 mod verdict;
 
-pub use actions::{Actions, Eviction, Release, ReleaseReason, Report};
+pub use actions::{Actions, Eviction, QuotaEviction, Release, ReleaseReason, Report};
 pub use cluster::{Cluster, ReconcileTime};
 pub use gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
+pub use quotas::QuotaSettings;
 pub(crate) use run::{ControllerInputs, PlacementController};
 pub use stranded::{PlacedReport, Recreation, StrandedActions};

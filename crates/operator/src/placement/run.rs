@@ -4,20 +4,24 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use cleave_api::GpuQuota;
 use cleave_api::names::CONDITION_PLACED;
-use futures::StreamExt as _;
+use futures::{FutureExt as _, StreamExt as _};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ObjectReference;
+use kube::Api;
+use kube::api::{Patch, PatchParams};
 use tokio::sync::watch;
 
 use super::actions::{Actions, Eviction, Release, ReleaseReason, Report};
 use super::cluster::{Cluster, ReconcileTime};
 use super::gatekeeper::Gatekeeper;
 use super::patch;
+use super::quotas::QuotaSettings;
 use super::stranded::{PlacedReport, Recreation, StrandedActions};
 use crate::events::{self, EventPublisher};
-use crate::evict::{self, EvictionResult};
-use crate::metrics::Outcome;
+use crate::evict::{self, EvictionOptions, EvictionResult};
+use crate::metrics::{Outcome, Reason};
 use crate::pod_condition::{self, Target, WriteResult};
 use crate::pods::{POD_SCHEDULED, PodCondition};
 use crate::policies::demand::WaitingPod;
@@ -31,6 +35,13 @@ use crate::write::{MAX_IN_FLIGHT, WRITE_TIMEOUT, publish, publish_all};
 const BATCH_WINDOW: Duration = Duration::from_millis(5);
 /// Delay between a failed write and the next reconcile, even if nothing has changed.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
+
+/// Maximum time after the start for which pods wait until quotas are listed.
+const QUOTA_LIST_TIME: Duration = Duration::from_secs(10);
+/// Minimum time between two writes of the statuses of quotas.
+const QUOTA_STATUS_INTERVAL: Duration = Duration::from_millis(500);
+/// Delay before it is checked again whether quotas are listed.
+const QUOTA_POLL: Duration = Duration::from_millis(100);
 
 /// The inputs of the controller.
 pub(crate) struct ControllerInputs {
@@ -49,6 +60,8 @@ pub(crate) struct ControllerInputs {
     pub(crate) report_unschedulable: bool,
     /// Whether nodes that only look free to cluster autoscalers are tainted.
     pub(crate) taint_fragmented: bool,
+    /// Settings of quotas.
+    pub(crate) quotas: QuotaSettings,
 }
 
 /// Why a pod was not released.
@@ -135,6 +148,8 @@ pub(crate) struct PlacementController {
     demand: watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>,
     hosts: Option<MpsHostStores>,
     keeper: Gatekeeper,
+    /// Earliest time at which statuses of quotas are written.
+    next_quota_statuses: Duration,
     publisher: EventPublisher,
     started: Instant,
     clock: SteadyClock,
@@ -155,6 +170,9 @@ impl Controller for PlacementController {
             self.clock = SteadyClock::read();
             return None;
         }
+        if !self.knows_quotas() {
+            return Some(QUOTA_POLL);
+        }
         let began = Instant::now();
         let (cluster, changes) = (self.cluster(), self.context.stores.pods.changes());
         let up = self.started.elapsed();
@@ -174,11 +192,12 @@ impl Controller for PlacementController {
         if let Some(step) = &actions.rollout {
             self.roll_out(step).await;
         }
+        let statuses = self.write_quota_statuses(&cluster, &actions, ReconcileTime { up, epoch }).await;
         drop(cluster);
         self.report(&actions, &demand, up).await;
         let events = self.publisher.is_waiting().then_some(events::EVENT_CHECK_DELAY);
         let taints = self.keeper.next_taint_retry(self.started.elapsed());
-        next_delay(&actions, writes, events.into_iter().chain(taints).min())
+        next_delay(&actions, writes, events.into_iter().chain(taints).chain(statuses).min())
     }
 }
 
@@ -194,11 +213,20 @@ impl PlacementController {
                 .with_agent_labels(agent_labels)
                 .with_reports(parts.report_unschedulable)
                 .with_taints(parts.taint_fragmented)
+                .with_quotas(parts.quotas)
                 .with_settling_delay(),
+            next_quota_statuses: Duration::ZERO,
             publisher: EventPublisher::default(),
             started: Instant::now(),
             clock: SteadyClock::read(),
         }
+    }
+
+    /// Returns whether quotas are listed. Without them, a pod could exceed its quota's maximum. A
+    /// cluster may not have the resource, so after some time its absence counts.
+    fn knows_quotas(&self) -> bool {
+        self.started.elapsed() > QUOTA_LIST_TIME
+            || self.context.stores.quotas.wait_until_ready().now_or_never().is_some_and(|listed| listed.is_ok())
     }
 
     /// Returns the current content of the stores, without pods.
@@ -213,9 +241,49 @@ impl PlacementController {
             hosts: self.hosts.as_ref().and_then(MpsHostStores::state),
             volume_claims: stores.volume_claims.state(),
             volumes: stores.volumes.state(),
+            quotas: stores.quotas.state(),
             budgets: stores.budgets.state(),
             namespaces: stores.namespaces.state(),
         }
+    }
+
+    /// Writes the statuses of quotas that changed. Returns the time until they are due again.
+    async fn write_quota_statuses(
+        &mut self,
+        cluster: &Cluster,
+        actions: &Actions,
+        now: ReconcileTime,
+    ) -> Option<Duration> {
+        if cluster.quotas.is_empty() {
+            return None;
+        }
+        let left = self.next_quota_statuses.saturating_sub(now.up);
+        if !left.is_zero() {
+            return Some(left);
+        }
+        self.next_quota_statuses = now.up.saturating_add(QUOTA_STATUS_INTERVAL);
+        for (name, status) in self.keeper.quota_statuses(cluster, &actions.waiting, now) {
+            if !self.context.claim.is_current() {
+                return None;
+            }
+            let quotas = Api::<GpuQuota>::all(self.context.client.clone());
+            let patch = Patch::Merge(serde_json::json!({"status": status}));
+            let params = PatchParams::default();
+            let written = quotas.patch_status(&name, &params, &patch);
+            match tokio::time::timeout(WRITE_TIMEOUT, written).await {
+                Ok(Ok(_)) => {}
+                Ok(Err(error)) => {
+                    tracing::warn!(
+                        quota = name,
+                        error = &error as &dyn std::error::Error,
+                        "failed to write the status of a quota"
+                    );
+                }
+                Err(_) => tracing::warn!(quota = name, "failed to write the status of a quota: no answer"),
+            }
+        }
+        // Changes within the interval have no later reconcile of their own.
+        Some(QUOTA_STATUS_INTERVAL)
     }
 
     /// Releases pods.
@@ -367,20 +435,29 @@ impl PlacementController {
     async fn evict_all(&mut self, evictions: &[Eviction]) -> bool {
         let mut unsuccessful: BTreeSet<&str> = BTreeSet::new();
         for eviction in evictions {
-            let Eviction { pod, uid, preemptor } = eviction;
+            let Eviction { pod, uid, preemptor, quota } = eviction;
             if !self.context.claim.is_current() {
                 return true;
             }
             if unsuccessful.contains(preemptor.as_str()) {
                 continue;
             }
-            let evicted = evict::evict(&self.context.client, pod, uid).await;
+            let options =
+                EvictionOptions { grace: quota.as_ref().and_then(|quota| quota.grace), timeout: WRITE_TIMEOUT };
+            let evicted = if quota.as_ref().is_some_and(|quota| quota.force) {
+                evict::delete(&self.context.client, pod, uid, options).await
+            } else {
+                evict::evict_with(&self.context.client, pod, uid, options).await
+            };
             self.keeper.record_eviction(eviction, &evicted, self.started.elapsed());
             self.context.metrics.evictions.get_or_create(&Outcome { result: evicted.as_str() }).inc();
             match &evicted {
                 EvictionResult::Done => {
                     tracing::info!(pod, preemptor, "preempted a pod");
-                    let event = events::preempted_event(preemptor);
+                    let event = match quota {
+                        Some(quota) => events::reclaimed_event(preemptor, &quota.message),
+                        None => events::preempted_event(preemptor),
+                    };
                     publish(&self.context.recorder, &event, &events::pod_reference(pod, uid)).await;
                     continue;
                 }

@@ -20,6 +20,7 @@ use super::nodes::{NodeChecks, Nodes, ResourceProvider};
 use super::other_nodes::{AgentLabels, without_requirement};
 use super::patch;
 use super::pod_tracker::PodTracker;
+use super::quotas::{QuotaTurn, QuotaWorlds};
 use super::replicas::ReplicaSearch;
 use super::verdict::{AutoscalerNeed, Verdict};
 use crate::pods::PodObject;
@@ -179,6 +180,8 @@ pub(super) struct SearchKey<'a> {
     requests: &'a BTreeMap<String, Quantity>,
     nodes: NodeKey<'a>,
     rules: Option<ConstraintKey<'a>>,
+    /// The pool, and number of the quota, and whether the pod is within its guarantee.
+    quota: Option<(usize, usize, bool)>,
 }
 
 impl SearchKey<'_> {
@@ -204,6 +207,10 @@ pub(super) struct PlacementSearch<'a> {
     replicas: RefCell<ReplicaSearch<'a>>,
     eligible: RefCell<BTreeMap<NodeKey<'a>, Vec<&'a str>>>,
     without_place: BTreeMap<SearchKey<'a>, Verdict>,
+    /// Pools of GPUs with quotas, if quotas are enforced.
+    worlds: Option<&'a QuotaWorlds>,
+    /// The turn of the pod that is searched for, if a quota concerns it.
+    turn: Option<QuotaTurn>,
     up: Duration,
 }
 
@@ -225,8 +232,20 @@ impl<'a> PlacementSearch<'a> {
             constraints: Constraints::new(input.cluster, nodes, (tracker, input.unsettled), ledger),
             eligible: RefCell::default(),
             without_place: BTreeMap::new(),
+            worlds: None,
+            turn: None,
             up: input.now.up,
         }
+    }
+
+    /// Respects quotas. [`Self::set_turn`] then precedes each search.
+    pub(super) fn with_quotas(self, worlds: Option<&'a QuotaWorlds>) -> Self {
+        Self { worlds, ..self }
+    }
+
+    /// Limits later searches to the nodes that a pod may use by its quota. `None` means all nodes.
+    pub(super) fn set_turn(&mut self, turn: Option<QuotaTurn>) {
+        self.turn = turn;
     }
 
     /// Finds a placement for a pod.
@@ -378,6 +397,7 @@ impl<'a> PlacementSearch<'a> {
             requests: &candidate.plan_pod.requests,
             nodes: candidate.node_key(),
             rules: self.constraints.key(candidate.pod),
+            quota: self.turn.map(|turn| (turn.member.pool, turn.rank.quota, turn.rank.is_within)),
         }
     }
 
@@ -403,6 +423,10 @@ impl<'a> PlacementSearch<'a> {
     }
 
     fn allows(&self, node: &str, checker: Option<&NodeChecker<'_>>) -> bool {
-        self.nodes.0.get(node).is_some_and(|state| check_rules(checker, &state.node).is_ok())
+        let in_pool = match (self.worlds, self.turn) {
+            (Some(worlds), Some(turn)) => worlds.has_node(turn.member.pool, node),
+            _ => true,
+        };
+        in_pool && self.nodes.0.get(node).is_some_and(|state| check_rules(checker, &state.node).is_ok())
     }
 }

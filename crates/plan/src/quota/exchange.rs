@@ -27,7 +27,7 @@ pub enum Kind {
 }
 
 /// Pods of this priority and above are never evicted: components of the system.
-const NEVER_EVICTED: i32 = 2_000_000_000;
+pub(super) const NEVER_EVICTED: i32 = 2_000_000_000;
 /// Maximum number of pods of a quota that may leave so that it stays below its maximum. These are
 /// the least important.
 const MAX_OVER_MAXIMUM: usize = 256;

@@ -8,6 +8,7 @@ mod mps_hosts;
 mod other_nodes;
 mod predecessors;
 mod preemption;
+mod quotas;
 mod release;
 mod replicas;
 mod reservations;
