@@ -294,8 +294,8 @@ impl<'a> PreemptionSearch<'a> {
         let Candidate { name, pod, .. } = candidate;
         let (tracker, member) = (self.tracker, turn.member);
         let key = search.key(candidate);
-        let is_hopeless = verdict.permanent_obstacle().is_some() || key.has_unbound_volume();
-        if is_hopeless || !turn.rights.is_within_max_later && pod.spec.preemption_policy.as_deref() == Some("Never") {
+        let is_futile = verdict.permanent_obstacle().is_some() || key.has_unbound_volume();
+        if is_futile || !turn.rights.is_within_max_later && pod.spec.preemption_policy.as_deref() == Some("Never") {
             return SearchResult::Impossible;
         }
         let kept = pods_of_affinity(tracker, pod);
@@ -316,7 +316,7 @@ impl<'a> PreemptionSearch<'a> {
         if self.is_paused {
             return SearchResult::Later;
         }
-        if self.hopeless.contains(&key) || self.preemptors.is_preemption_delayed(name, self.up) {
+        if self.futile.contains(&key) || self.preemptors.is_preemption_delayed(name, self.up) {
             return SearchResult::Impossible;
         }
         if self.exchanges >= MAX_EXCHANGES {
@@ -350,7 +350,7 @@ impl<'a> PreemptionSearch<'a> {
             let eligible = search.eligible_nodes(candidate).into_iter();
             if !search.has_lasting_predecessor(ledger, candidate, eligible) && !ledger.nominations().contains_key(name)
             {
-                self.hopeless.insert(key);
+                self.futile.insert(key);
             }
         }
         result
