@@ -75,9 +75,11 @@ impl EventPublisher {
             }
             let (type_, reason, patience) = match waiting.reason {
                 Reason::Repartitioning => (EventType::Normal, "GpuRepartitioning", Duration::ZERO),
-                Reason::NoRoom | Reason::OverMax | Reason::WaitsForGuarantee | Reason::Protected => {
-                    (EventType::Warning, "NoGpu", NO_ROOM_EVENT_DELAY)
-                }
+                Reason::NoRoom
+                | Reason::OverMax
+                | Reason::WaitsForGuarantee
+                | Reason::Protected
+                | Reason::GangIncomplete => (EventType::Warning, "NoGpu", NO_ROOM_EVENT_DELAY),
                 Reason::Malformed => (EventType::Warning, "NoGpu", Duration::ZERO),
                 // Publish no Event: the scheduler itself reports pods that it has not bound, and a
                 // node's change ends soon.

@@ -407,8 +407,7 @@ pub struct Stores {
 }
 
 impl Stores {
-    /// Waits until each watch has listed its objects once. Does not wait for quotas: the cluster
-    /// may
+    /// Waits until each watch has listed its objects once. Does not wait for quotas: the cluster may
     /// not have the resource, if an older chart installed the CRDs.
     ///
     /// # Errors

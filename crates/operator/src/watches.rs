@@ -424,12 +424,12 @@ fn publish_version(versions: &watch::Sender<Versions>, of_kind: VersionOfKind, r
     }
 }
 
-/// Drops metadata that the operator never reads.
 /// Returns whether two versions of a quota have the same spec. The operator writes the status.
 fn is_same_quota(one: &DeserializeGuard<GpuQuota>, other: &DeserializeGuard<GpuQuota>) -> bool {
     matches!((&one.0, &other.0), (Ok(one), Ok(other)) if one.spec == other.spec)
 }
 
+/// Drops metadata that the operator never reads.
 fn trim_metadata<K: Resource>(object: &mut K) {
     let meta = object.meta_mut();
     meta.managed_fields = None;

@@ -139,6 +139,11 @@ impl<'a> Evictability<'a> {
         Self { ignores_budgets: true, ..self.clone() }
     }
 
+    /// Returns the seconds since the Unix epoch.
+    pub(super) const fn now(&self) -> u64 {
+        self.now
+    }
+
     /// Returns whether evictions are paused, because the API server limits requests.
     pub(super) fn is_paused(&self, up: Duration) -> bool {
         self.records.is_paused(up)

@@ -5,7 +5,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use cleave_api::GpuQuotaStatus;
 use cleave_api::names::CONDITION_PLACED;
 use cleave_api::placement::{Placement, ReservedUnits};
 use cleave_plan::ledger::{Chooser, DeviceRequest, Fits, Ledger, Moment, Place, Reservation};
@@ -15,19 +14,24 @@ use super::claims::{self, PodClaims};
 use super::cluster::{Cluster, Input, ReconcileTime, is_released};
 use super::evictions::{Evictability, EvictionRecords};
 use super::fragments::FragmentationTaints;
+use super::gangs;
 use super::growth::{AutoscalerReports, NeedInputs, Offers, PlacementOutlook};
+use super::handover;
 use super::nodes::Nodes;
 use super::other_nodes::{AgentLabels, OtherNodes};
 use super::pod_tracker::PodTracker;
 use super::preemption::PreemptionSearch;
 use super::preemptors::Preemptors;
 use super::queue::{self, Queue};
-use super::quotas::{self, Order, QuotaPass, QuotaSettings, QuotaWorlds};
+use super::quota_pass::QuotaPass;
+use super::quota_reports::{self, QuotaReports};
+use super::quota_turns::Order;
+use super::quotas::{QuotaSettings, QuotaWorlds};
 use super::returning::Returning;
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::{self, PlacedReport, StrandedActions, StrandedPods};
 use super::unanswered::UnansweredReleases;
-use super::verdict::Verdict;
+use super::verdict::{PreemptionProspect, Verdict};
 use super::{learning, mps_hosts};
 use crate::evict::EvictionResult;
 use crate::pod_store::PodChanges;
@@ -75,6 +79,8 @@ pub struct Gatekeeper {
     returning: Returning,
     fragments: FragmentationTaints,
     quotas: QuotaSettings,
+    /// Whether the room that an earlier leader kept for pods must be looked for.
+    restores_nominations: bool,
     /// State of the replacement of MPS hosts.
     pub(crate) rollout: Rollout,
     /// Earliest time at which the next reconcile examines MPS hosts.
@@ -110,6 +116,7 @@ impl Gatekeeper {
             returning: Returning::default(),
             fragments: FragmentationTaints::new(false),
             quotas: QuotaSettings::default(),
+            restores_nominations: false,
             rollout: Rollout::default(),
             next_rollout: Duration::ZERO,
         }
@@ -247,15 +254,14 @@ impl Gatekeeper {
         gated.map(|pod| (full_name(&pod.metadata), pod.uid().unwrap_or_default())).collect()
     }
 
-    /// Returns the statuses of quotas that differ from those in the cluster. `waits` is what each
-    /// pod at the gate waits for.
-    pub(crate) fn quota_statuses(
+    /// Returns what is reported about quotas. `waits` is what each pod at the gate waits for.
+    pub(crate) fn quota_reports(
         &self,
         cluster: &Cluster,
         waits: &BTreeMap<String, WaitingPod>,
         now: ReconcileTime,
-    ) -> Vec<(String, GpuQuotaStatus)> {
-        let Some(ledger) = &self.ledger else { return Vec::new() };
+    ) -> QuotaReports {
+        let Some(ledger) = &self.ledger else { return QuotaReports::default() };
         let unsettled = self.tracker.unsettled_pods();
         let waiting: Vec<(String, &PodObject)> = unsettled
             .iter()
@@ -266,7 +272,7 @@ impl Gatekeeper {
         let waiting = waiting.iter().map(|(name, pod)| (name.as_str(), *pod));
         let is_evicted = |uid: &str| self.evictions.is_accepted(uid);
         let state = (&self.tracker, ledger);
-        quotas::statuses(cluster, state, waiting, is_evicted, (&self.quotas, now.epoch), waits)
+        quota_reports::reports(cluster, state, waiting, is_evicted, (&self.quotas, now.epoch), waits)
     }
 
     /// Returns the ledger, after the first reconcile.
@@ -326,6 +332,7 @@ impl Gatekeeper {
             None => {
                 let nodes = changed.into_iter().filter_map(|(name, facts)| Some((name, facts?))).collect();
                 self.next_reservation = now.up.saturating_add(self.settle_time);
+                self.restores_nominations = true;
                 let mut ledger = self.claims.rebuild(nodes, tracker, now);
                 self.chooser = Chooser::default();
                 ledger.synchronize(&mut self.chooser);
@@ -549,29 +556,40 @@ impl Gatekeeper {
         let tracker = input.tracker;
         let Self { evictions, preemptors, growth, returning, .. } = self;
         let mut other_nodes = LazyCell::new(|| OtherNodes::new(nodes, tracker, agent_labels, input.unsettled));
-        let waiting = queue.remove_delayed(ledger, waiting, up, actions);
-        let worlds = QuotaWorlds::new(
-            input.cluster,
-            (tracker, ledger),
-            waiting.iter().map(|(name, pod)| (name.as_str(), *pod)),
-            |uid| evictions.is_accepted(uid),
-            (&self.quotas, input.now.epoch),
-        );
-        let worlds = worlds.filter(QuotaWorlds::are_enforced);
-        let mut quotas = worlds.as_ref().map(|worlds| QuotaPass::new(worlds, ledger));
-        let waiting = waiting.into_iter();
+        let waiting = queue.remove_delayed(ledger, waiting, up, actions).into_iter();
         let candidate = |(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod));
         let candidates: Vec<Candidate<'_>> = waiting.map(candidate).collect();
+        let evictability = Evictability::new(&input.cluster.budgets, evictions, input.now.epoch);
+        if std::mem::take(&mut self.restores_nominations) && !input.cluster.quotas.is_empty() {
+            let is_ending = |node: &str, pod: &str| claims.is_ending(node, pod, up);
+            let holders = || nodes.holders(tracker, &evictability, is_ending);
+            handover::restore_nominations(ledger, candidates.iter().map(Candidate::for_handover), holders, input.now.epoch);
+        }
+        let mut worlds = QuotaWorlds::new(
+            input.cluster,
+            (tracker, ledger),
+            candidates.iter().map(|candidate| (candidate.name.as_str(), candidate.pod)),
+            |uid| evictions.is_accepted(uid),
+            (&self.quotas, input.now.epoch),
+        )
+        .filter(QuotaWorlds::are_enforced);
+        if let Some(worlds) = &mut worlds {
+            let nodes = &*nodes;
+            worlds.find_long_waits(input.cluster, candidates.iter().map(|one| one.for_long_wait(nodes)));
+        }
+        let mut quotas = worlds.as_ref().map(|worlds| QuotaPass::new(worlds, ledger));
         let mut search =
             PlacementSearch::new(input, (nodes, tracker, &*claims), ledger, chooser).with_quotas(worlds.as_ref());
         let mut order = Order::new(quotas.as_ref(), candidates.iter().map(|candidate| candidate.name.as_str()));
         let offers = LazyCell::new(|| Offers::of_policies(input.cluster.policies.iter().map(AsRef::as_ref)));
-        let evictability = Evictability::new(&input.cluster.budgets, evictions, input.now.epoch);
         let mut preemption = PreemptionSearch::new((nodes, tracker), evictability, claims, preemptors, up);
         let mut returning = returning.units(nodes, (ledger, claims), up, actions);
         let (mut reserved, mut unplaceable_releases) = (Vec::<(String, &PodObject)>::new(), 0);
-        while let Some(candidate) = order.next(quotas.as_ref()).and_then(|at| candidates.get(at)) {
-            if actions.releases.len() >= MAX_RELEASES {
+        while let Some((at, candidate)) = order.next(quotas.as_ref()).and_then(|at| Some((at, candidates.get(at)?))) {
+            let gang = gangs::in_order(&candidates, order.gang(at));
+            // A gang that is larger than the limit is released alone.
+            let is_too_much = actions.releases.len() + gang.len() > MAX_RELEASES && !actions.releases.is_empty();
+            if actions.releases.len() >= MAX_RELEASES || is_too_much {
                 actions.more = true;
                 break;
             }
@@ -590,26 +608,55 @@ impl Gatekeeper {
             }
             let turn = match quotas.as_mut().and_then(|pass| pass.start_turn(ledger, name)).transpose() {
                 Ok(turn) => turn,
-                Err(wait) => {
-                    preemption.withdraw_nomination(ledger, &mut search, name);
-                    growth.record_delayed(pod, up);
-                    actions.waiting.insert(name.clone(), wait.into_waiting_pod());
+                Err(hold) => {
+                    let Some(wait) = quotas.as_ref().map(|pass| pass.explain(hold).into_waiting_pod()) else { continue };
+                    for one in std::iter::once(candidate).chain(gang) {
+                        preemption.withdraw_nomination(ledger, &mut search, &one.name);
+                        growth.record_delayed(one.pod, up);
+                        actions.waiting.insert(one.name.clone(), wait.clone());
+                    }
+                    quotas.as_ref().into_iter().for_each(|pass| pass.end_turn(ledger, name));
                     continue;
                 }
             };
             search.set_turn(turn);
+            if let Some((pass, turn)) = quotas.as_mut().zip(turn).filter(|_| !gang.is_empty()) {
+                let delay = gang.iter().filter_map(|one| stranded.gate_delay(one.pod, up)).max();
+                let may_use_free_room = turn.may_use_free_room && delay.is_none();
+                let found = may_use_free_room.then(|| gangs::reserve_all(ledger, &mut search, &gang, expires)).flatten();
+                if let Some(found) = found {
+                    let label = pass.label_released(turn, &gangs::named(&gang, &found));
+                    for (one, fits) in gang.iter().zip(&found) {
+                        reserved.push((one.name.clone(), one.pod));
+                        let placement = placement(&one.pod.spec.device_requests, fits, expires);
+                        let waited = queue.waiting_time(&one.name, up);
+                        actions.releases.push(one.release_reserved(placement, nodes, (waited, label)));
+                    }
+                    continue;
+                }
+                delay.into_iter().for_each(|delay| actions.requeue_in(delay));
+                let prospect = if delay.is_some() {
+                    PreemptionProspect::Unknown
+                } else {
+                    preemption.preempt_for_gang(ledger, &mut search, &gang, (pass, turn), actions)
+                };
+                let wait = quotas.as_ref().map(|pass| pass.why_gang(&turn, prospect).into_waiting_pod());
+                for one in gang {
+                    growth.record_delayed(one.pod, up);
+                    actions.waiting.extend(wait.clone().map(|wait| (one.name.clone(), wait)));
+                }
+                continue;
+            }
             let is_held = turn.is_some_and(|turn| !turn.may_use_free_room);
             let found = if is_held { Err(Verdict::Waits(String::new())) } else { search.find(ledger, candidate) };
             let verdict = match found {
                 Ok(fits) => {
                     if ledger.reserve(name, &fits, expires).is_ok() {
                         search.reserve(ledger, candidate, &fits);
-                        if let Some((pass, turn)) = quotas.as_mut().zip(turn) {
-                            pass.release(turn.member, &fits);
-                        }
+                        let label = quotas.as_mut().zip(turn).and_then(|(pass, turn)| pass.label_released(turn, &[(name, &fits)]));
                         reserved.push((name.clone(), pod));
                         let placement = placement(&pod.spec.device_requests, &fits, expires);
-                        actions.releases.push(candidate.release_reserved(placement, nodes, waited));
+                        actions.releases.push(candidate.release_reserved(placement, nodes, (waited, label)));
                     }
                     continue;
                 }
@@ -627,6 +674,7 @@ impl Gatekeeper {
             circumstances.preemption =
                 preemption.preempt(ledger, &mut search, candidate, (&verdict, pause), quota, actions);
             returning.end_promise(name, circumstances.preemption);
+            quotas.as_ref().into_iter().for_each(|pass| pass.end_turn(ledger, name));
             let wait = quotas.as_ref().zip(turn).and_then(|(pass, turn)| pass.why(&turn, circumstances.preemption));
             if let Some(wait) = wait.filter(|_| verdict.permanent_obstacle().is_none()) {
                 if is_held {
@@ -651,9 +699,9 @@ impl Gatekeeper {
             }
             actions.waiting.insert(name.clone(), waiting_for_room(message));
         }
-        ledger.clear_ranks();
         preemptors.finish_reconcile(up, actions);
         actions.awaits_budgets |= quotas.is_some();
+        quotas.into_iter().for_each(|pass| pass.finish(ledger));
         reserved.into_iter().for_each(|(name, pod)| claims.add(Arc::from(name), pod));
         growth.add_reports(&candidates, up, actions);
     }

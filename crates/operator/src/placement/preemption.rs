@@ -6,17 +6,20 @@ use std::time::Duration;
 use cleave_plan::ledger::{Holders, Ledger, Nomination, PendingPod, Preemption};
 use cleave_plan::quota::Kind;
 
-use super::actions::{Actions, Eviction, QuotaEviction};
+use super::actions::{Actions, Eviction, KeptRoom, QuotaEviction};
 use super::claims::PodClaims;
 use super::constraints;
 use super::evictions::{Evictability, TERMINATION_TIME};
+use super::handover;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use super::preemptors::{Preemptors, SearchScope};
-use super::quotas::{QuotaPass, QuotaTurn, capped_grace};
+use super::quota_pass::{PodAndRoom, QuotaPass, QuotaTurn, capped_grace};
 use super::search::{Candidate, PlacementSearch, SearchKey};
 use super::verdict::{PreemptionProspect, Verdict};
 use crate::pods::{PodObject, full_name};
+
+mod gangs;
 
 /// Maximum number of waiting pods per reconcile with their first search for preemption victims.
 /// Each search scans every device.
@@ -51,6 +54,15 @@ pub(super) struct PreemptionSearch<'a> {
     /// Whether no pods are evicted now, because the API server limits requests.
     is_paused: bool,
     up: Duration,
+}
+
+/// Pods to evict by the rules of quotas, and the room that waiting pods get.
+struct Exchange<'a> {
+    kind: Kind,
+    /// The pod whose turn it is, or the pods of its gang.
+    found: Vec<(&'a Candidate<'a>, Preemption)>,
+    /// Whether pods are deleted that disruption budgets protect.
+    force: bool,
 }
 
 /// The result of one search.
@@ -243,31 +255,12 @@ impl<'a> PreemptionSearch<'a> {
     ) -> PreemptionProspect {
         match self.find_exchange(ledger, search, candidate, verdict, (pass, turn), actions) {
             SearchResult::Exchange { kind, found, force } => {
-                actions.requeue_in(TERMINATION_TIME);
-                let message = pass.eviction_message(kind, turn.member);
-                let cap = pass.grace_cap(turn.member);
-                pass.nominate(turn.member, &found);
-                let Preemption { node, takes, victims } = found;
-                let evictions = victims.into_iter().map(|pod| {
-                    let uid = self.claims.uid(&pod).unwrap_or_default().to_owned();
-                    let grace = self.tracker.living_pods().find(|one| full_name(&one.metadata) == pod);
-                    let grace = grace.and_then(|pod| capped_grace(pod, cap));
-                    let quota = Some(QuotaEviction { kind, grace, force, message: message.clone() });
-                    Eviction { pod, uid, preemptor: candidate.name.clone(), quota }
-                });
-                let evictions: Vec<Eviction> = evictions.collect();
-                self.mark_evicted(&evictions);
-                actions.evictions.extend(evictions);
-                self.preemptors.record_success(&candidate.name);
-                search.nominate(candidate, &node);
-                // Ignore errors: the ledger refuses only nominations for pods with a claim, and
-                // waiting pods have none.
-                let nomination = Nomination { priority: candidate.plan_pod.priority, node, takes };
-                let _ = ledger.nominate(&candidate.name, nomination);
+                let found = vec![(candidate, found)];
+                self.carry_out(ledger, search, (pass, turn), Exchange { kind, found, force }, actions);
                 return PreemptionProspect::Nominated;
             }
             SearchResult::Later if ledger.nominations().contains_key(&candidate.name) => {
-                pass.keep_nomination(ledger, turn.member, &candidate.name);
+                pass.keep_nominations(ledger, turn.member, [candidate.name.as_str()].into_iter());
                 return PreemptionProspect::Nominated;
             }
             SearchResult::Later => return PreemptionProspect::Unknown,
@@ -279,6 +272,54 @@ impl<'a> PreemptionSearch<'a> {
         }
         self.withdraw_nomination(ledger, search, &candidate.name);
         PreemptionProspect::Impossible
+    }
+
+    /// Evicts the victims of an exchange and the rest of their gangs, and nominates the pods that
+    /// wait.
+    fn carry_out(
+        &mut self,
+        ledger: &mut Ledger,
+        search: &mut PlacementSearch<'a>,
+        (pass, turn): (&mut QuotaPass<'_>, QuotaTurn),
+        Exchange { kind, found, force }: Exchange<'a>,
+        actions: &mut Actions,
+    ) {
+        actions.requeue_in(TERMINATION_TIME);
+        let Some(preemptor) = found.first().map(|(candidate, _)| candidate.name.clone()) else { return };
+        let (message, cap) = (pass.eviction_message(kind, turn.member), pass.grace_cap(turn.member));
+        let victims = pass.with_mates(turn.member, found.iter().flat_map(|(_, found)| &found.victims));
+        let named: Vec<PodAndRoom<'_>> =
+            found.iter().map(|(candidate, found)| (candidate.name.as_str(), found)).collect();
+        pass.nominate(turn.member, &named, &victims);
+        let mut evictions = Vec::new();
+        for pod in victims {
+            let uid = self.claims.uid(&pod).unwrap_or_default().to_owned();
+            let living = self.tracker.living_pods().find(|one| full_name(&one.metadata) == pod);
+            let grace = living.and_then(|pod| capped_grace(pod, cap));
+            let (from, to) = (pass.quota_of(turn.member, &pod), pass.quota_of(turn.member, &preemptor));
+            let quota = Some(QuotaEviction { kind, from, to, grace, force, message: message.clone() });
+            evictions.push(Eviction { pod, uid, preemptor: preemptor.clone(), quota });
+        }
+        self.mark_evicted(&evictions);
+        let until = self.evictability.now().saturating_add(cap.as_secs()).saturating_add(TERMINATION_TIME.as_secs());
+        for (candidate, found) in found {
+            if !evictions.is_empty() {
+                actions.kept.push(KeptRoom {
+                    pod: candidate.name.clone(),
+                    uid: candidate.pod.uid().unwrap_or_default(),
+                    preemptor: preemptor.clone(),
+                    room: handover::room(&found, until),
+                });
+            }
+            self.preemptors.record_success(&candidate.name);
+            search.nominate(candidate, &found.node);
+            // Ignore errors: the ledger refuses only nominations for pods with a claim, and waiting
+            // pods have none.
+            let Preemption { node, takes, .. } = found;
+            let nomination = Nomination { priority: candidate.plan_pod.priority, node, takes };
+            let _ = ledger.nominate(&candidate.name, nomination);
+        }
+        actions.evictions.extend(evictions);
     }
 
     /// Finds the pods to evict for a waiting pod by the rules of quotas.
@@ -339,7 +380,7 @@ impl<'a> PreemptionSearch<'a> {
         for kind in pass.kinds(&turn) {
             let holders = pass.holders(kind, member, self.holders());
             let targets = search.preemption_nodes(ledger, candidate, |_| true);
-            let is_legal = |found: &Preemption| pass.is_legal(kind, member, found);
+            let is_legal = |found: &Preemption| pass.is_legal(kind, member, &[(name.as_str(), found)]);
             let found = ledger.preempt_legally(pending, targets, (&holders, &kept), Some(&is_legal));
             if let Some(found) = found {
                 return SearchResult::Exchange { kind, found, force: false };
@@ -370,6 +411,26 @@ impl<'a> PreemptionSearch<'a> {
         if !pass.kinds(&turn).any(|kind| kind == Kind::Reclaim) {
             return SearchResult::Impossible;
         }
+        let holders = pass.holders(Kind::Reclaim, turn.member, &self.holders_ignoring_budgets());
+        let targets = search.preemption_nodes(ledger, candidate, |_| true);
+        let name = candidate.name.as_str();
+        let is_legal = |found: &Preemption| pass.is_legal(Kind::Reclaim, turn.member, &[(name, found)]);
+        let pending = PendingPod { priority: i32::MAX, ..candidate.pending_pod() };
+        let Some(found) = ledger.preempt_legally(pending, targets, (&holders, kept), Some(&is_legal)) else {
+            return SearchResult::Impossible;
+        };
+        let victims = pass.with_mates(turn.member, found.victims.iter());
+        match pass.budget_patience(turn.member).map(|patience| self.patience_left(patience, &victims)) {
+            Some(Duration::ZERO) => SearchResult::Exchange { kind: Kind::Reclaim, found, force: true },
+            left => {
+                left.into_iter().for_each(|left| actions.requeue_in(left));
+                SearchResult::Protected
+            }
+        }
+    }
+
+    /// Returns the pods with allocations as if disruption budgets protected none.
+    fn holders_ignoring_budgets(&self) -> Holders<'a> {
         let is_ending = |node: &str, pod: &str| self.claims.is_ending(node, pod, self.up);
         let mut all = self.nodes.holders(self.tracker, &self.evictability.ignoring_budgets(), is_ending);
         // Pods that are evicted in this reconcile.
@@ -378,24 +439,17 @@ impl<'a> PreemptionSearch<'a> {
                 pods.iter().filter(|(_, holder)| holder.ending).map(|(name, _)| name.clone()).collect();
             all.evict(node, &evicted);
         }
-        let holders = pass.holders(Kind::Reclaim, turn.member, &all);
-        let targets = search.preemption_nodes(ledger, candidate, |_| true);
-        let is_legal = |found: &Preemption| pass.is_legal(Kind::Reclaim, turn.member, found);
-        let pending = PendingPod { priority: i32::MAX, ..candidate.pending_pod() };
-        let Some(found) = ledger.preempt_legally(pending, targets, (&holders, kept), Some(&is_legal)) else {
-            return SearchResult::Impossible;
-        };
-        let Some(patience) = pass.budget_patience(turn.member) else { return SearchResult::Protected };
+        all
+    }
+
+    /// Returns how long disruption budgets may still keep these pods.
+    fn patience_left(&mut self, patience: Duration, victims: &[String]) -> Duration {
         let mut left = Duration::ZERO;
-        for victim in &found.victims {
+        for victim in victims {
             let uid = self.claims.uid(victim).unwrap_or_default().to_owned();
             left = left.max(patience.saturating_sub(self.preemptors.protected_for(&uid, self.up)));
         }
-        if left.is_zero() {
-            return SearchResult::Exchange { kind: Kind::Reclaim, found, force: true };
-        }
-        actions.requeue_in(left);
-        SearchResult::Protected
+        left
     }
 
     /// Marks pods as evicted for the rest of the reconcile.

@@ -1,27 +1,19 @@
-//! Applies quotas at the placement gate, within one reconcile.
+//! Reads the pods and GPUs of each pool with quotas, for one reconcile.
 //!
-//! [`QuotaWorlds`] has the pods and GPUs of each pool, read anew in each reconcile from the pods'
-//! annotations, the `GpuNode`s and the ledger. Nothing else is stored, so a new leader decides the
-//! same. [`QuotaPass`] follows the decisions of the reconcile. The rules are in
-//! `cleave_plan::quota`.
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::time::Duration;
+//! [`QuotaWorlds`] is read anew in each reconcile from the pods' annotations, the `GpuNode`s and the
+//! ledger. Nothing else is stored, so a new leader decides the same. `quota_pass` follows the
+//! decisions of the reconcile. The rules are in `cleave_plan::quota`.
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
-use cleave_api::GpuQuotaStatus;
-use cleave_plan::ledger::{Fits, Holder, Holders, Ledger, Moment, Preemption, Rank};
-use cleave_plan::quota::{
-    Amount, Book, Class, GPU, Kind, Owner, Place, Pod, PodId, Quota, Rights, Settings, Unit, Wait, World,
-};
-use jiff::Timestamp;
+use cleave_plan::ledger::{DeviceRequest, Ledger, Moment, Reservation};
+use cleave_plan::quota::{Amount, GPU, Gang, Place, Pod, PodId, Settings, Unit, World};
 
 use super::claims::RESERVATION_TIME;
 use super::cluster::Cluster;
 use super::pod_tracker::PodTracker;
-use super::verdict::PreemptionProspect;
 use crate::pods::{PodObject, full_name};
-use crate::policies::demand::{Reason, WaitingPod};
 use crate::quotas::charge::NodeCosts;
-use crate::quotas::status::{self, PoolView};
 use crate::quotas::validate::{Quotas, Unnamed};
 
 /// Time after the end of a pod's grace period for which it counts against its quota's maximum.
@@ -41,11 +33,31 @@ pub struct QuotaSettings {
 pub(crate) struct PoolWorld {
     pub(crate) world: World,
     /// Pods by name.
-    ids: BTreeMap<String, PodId>,
+    pub(super) ids: BTreeMap<String, PodId>,
     /// GPUs by the UUID of a device on them.
-    gpus: BTreeMap<String, usize>,
+    pub(super) gpus: BTreeMap<String, usize>,
+    /// Waiting pods that have waited so long that room may be reserved for them.
+    pub(super) long_waits: BTreeMap<PodId, LongWait>,
     /// Whether some quota of the pool is enforced.
     pub(crate) is_enforced: bool,
+}
+
+/// A pod that has waited long.
+#[derive(Debug)]
+pub(super) struct LongWait {
+    /// The units that it requests, without a device.
+    pub(super) take: Reservation,
+    /// The devices that it may use, by GPU: name of the node, and UUID.
+    pub(super) devices: BTreeMap<usize, (String, String)>,
+}
+
+/// A pod at the gate.
+pub(super) struct WaitingRequests<'n, F> {
+    /// The pod, as `namespace/name`.
+    pub(super) name: &'n str,
+    pub(super) requests: &'n [DeviceRequest],
+    /// Returns the nodes that the pod may use.
+    pub(super) eligible: F,
 }
 
 /// All pools with quotas.
@@ -54,7 +66,7 @@ pub(crate) struct QuotaWorlds {
     pub(crate) pools: Vec<PoolWorld>,
     /// Pool of each node.
     pool_of_node: BTreeMap<String, usize>,
-    now: Moment,
+    pub(super) now: Moment,
 }
 
 /// What is known of a node.
@@ -101,8 +113,8 @@ impl QuotaWorlds {
         let mut worlds = Self { pools: Vec::new(), pool_of_node: BTreeMap::new(), now: Moment(now) };
         for (at, pool) in quotas.pools.iter().enumerate() {
             let world = World { quotas: pool.quotas.clone(), settings: settings.rules, ..World::default() };
-            let (ids, gpus) = (BTreeMap::new(), BTreeMap::new());
-            worlds.pools.push(PoolWorld { world, ids, gpus, is_enforced: quotas.is_enforced(at) });
+            let (ids, gpus, long_waits) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+            worlds.pools.push(PoolWorld { world, ids, gpus, long_waits, is_enforced: quotas.is_enforced(at) });
         }
         let nodes = worlds.add_nodes(cluster, &quotas);
         let by_name: BTreeMap<&str, &NodeView<'_>> = nodes.iter().map(|node| (node.name, node)).collect();
@@ -133,6 +145,35 @@ impl QuotaWorlds {
             }
         }
         Some(worlds)
+    }
+
+    /// Finds the devices that pods may use which have waited long. Room is reserved only for pods
+    /// with one request, and on GPUs with one device of the resource.
+    pub(super) fn find_long_waits<'n>(
+        &mut self,
+        cluster: &Cluster,
+        waiting: impl Iterator<Item = WaitingRequests<'n, impl Fn() -> Vec<&'n str>>>,
+    ) {
+        let now = self.now.0;
+        for WaitingRequests { name, requests, eligible } in waiting {
+            for pool in self.pools.iter_mut().filter(|pool| pool.is_enforced) {
+                let Some(&id) = pool.ids.get(name) else { continue };
+                let ageing = pool.world.settings.ageing;
+                let pod = &mut pool.world.pods[id.0];
+                if pod.gang.is_some() || ageing.is_none_or(|ageing| pod.created.0.saturating_add(ageing) > now) {
+                    continue;
+                }
+                let devices = match requests {
+                    [request] => devices_of(cluster, &eligible(), &request.resource, &pool.gpus),
+                    _ => BTreeMap::new(),
+                };
+                pod.gpus = Some(Arc::new(devices.keys().copied().collect()));
+                if let [DeviceRequest { resource, units }] = requests {
+                    let take = Reservation { resource: resource.clone(), units: *units, device: String::new() };
+                    pool.long_waits.insert(id, LongWait { take, devices });
+                }
+            }
+        }
     }
 
     /// Returns whether a quota is enforced.
@@ -185,8 +226,7 @@ impl QuotaWorlds {
         if is_evicted(pod.metadata.uid.as_deref().unwrap_or_default()) {
             return Place::Leaving { gpu, held: true };
         }
-        let released =
-            pod.placement.as_ref().map(|placement| placement.until.saturating_sub(RESERVATION_TIME.as_secs()));
+        let released = pod.reserved_until.map(|until| until.saturating_sub(RESERVATION_TIME.as_secs()));
         Place::Running { gpu, since: Moment(released.unwrap_or_else(|| created(pod).0)) }
     }
 
@@ -211,39 +251,10 @@ impl QuotaWorlds {
             borrows: !pod.never_borrows,
             preempts: pod.spec.preemption_policy.as_deref() != Some("Never"),
             protected: None,
-            gang: None,
+            gang: pod.gang.as_ref().map(|gang| Gang { name: format!("{namespace}/{}", gang.name), size: gang.size }),
             gpus: None,
         });
     }
-}
-
-/// Returns the statuses of quotas that differ from those in the cluster.
-pub(super) fn statuses<'a>(
-    cluster: &Cluster,
-    state: (&PodTracker, &Ledger),
-    waiting: impl Iterator<Item = (&'a str, &'a PodObject)>,
-    is_evicted: impl Fn(&str) -> bool,
-    (settings, now): (&QuotaSettings, u64),
-    waits: &BTreeMap<String, WaitingPod>,
-) -> Vec<(String, GpuQuotaStatus)> {
-    if cluster.quotas.is_empty() {
-        return Vec::new();
-    }
-    let quotas = quotas_of(cluster, settings.unnamed);
-    let worlds = QuotaWorlds::new(cluster, state, waiting, is_evicted, (settings, now));
-    let pools = worlds.iter().flat_map(|worlds| &worlds.pools).zip(&quotas.pools);
-    let views: Vec<PoolView<'_>> = pools
-        .map(|(pool, of)| PoolView { world: &pool.world, book: Book::new(&pool.world, Moment(now)), unit: of.unit })
-        .collect();
-    let time = Timestamp::from_second(i64::try_from(now).unwrap_or(0)).unwrap_or_default();
-    let objects = cluster.quotas.iter().filter_map(|object| object.0.as_ref().ok());
-    let statuses = objects.filter_map(|quota| {
-        let name = quota.metadata.name.as_deref()?;
-        let view = views.iter().find(|view| view.world.quotas.contains_key(name));
-        let status = status::status(quota, (view, quotas.problems.get(name)), waits, time);
-        (quota.status.as_ref() != Some(&status)).then(|| (name.to_owned(), status))
-    });
-    statuses.collect()
 }
 
 fn created(pod: &PodObject) -> Moment {
@@ -251,393 +262,22 @@ fn created(pod: &PodObject) -> Moment {
     Moment(u64::try_from(seconds).unwrap_or(0))
 }
 
-/// A waiting pod in its pool.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Member {
-    pub(super) pool: usize,
-    id: PodId,
-}
-
-/// The turn of a waiting pod.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct QuotaTurn {
-    pub(super) member: Member,
-    pub(super) rights: Rights,
-    /// Whether room was kept for the pod before this turn.
-    pub(super) was_nominated: bool,
-    /// Whether the pod may use room that is free now.
-    pub(super) may_use_free_room: bool,
-    pub(super) rank: Rank,
-}
-
-/// Quotas within one reconcile.
-pub(super) struct QuotaPass<'w> {
-    worlds: &'w QuotaWorlds,
-    books: Vec<Book<'w>>,
-}
-
-impl<'w> QuotaPass<'w> {
-    /// Starts a reconcile. Sets the ranks of all nominated pods.
-    pub(super) fn new(worlds: &'w QuotaWorlds, ledger: &mut Ledger) -> Self {
-        let books = worlds.pools.iter().map(|pool| Book::new(&pool.world, worlds.now)).collect();
-        let pass = Self { worlds, books };
-        let nominated: Vec<String> = ledger.nominations().keys().cloned().collect();
-        for name in nominated {
-            if let Some(member) =
-                pass.members(&name).into_iter().find(|member| pass.book(*member).class(member.id).is_some())
-            {
-                let is_within = pass.book(member).class(member.id) == Some(Class::In);
-                ledger.set_rank(&name, pass.rank_of(member, is_within));
-            }
-        }
-        pass
-    }
-
-    fn book(&self, member: Member) -> &Book<'w> {
-        &self.books[member.pool]
-    }
-
-    fn pod(&self, member: Member) -> &'w Pod {
-        self.worlds.pools[member.pool].world.pod(member.id)
-    }
-
-    fn rank_of(&self, member: Member, is_within: bool) -> Rank {
-        // Numbers of accounts are per pool. Pods of different pools use different GPUs.
-        Rank { quota: self.book(member).account(member.id) + 1, is_within, priority: self.pod(member).priority }
-    }
-
-    /// Returns a pod in the enforced pools whose GPUs it may use, the pool first in which it is
-    /// within its guarantee.
-    fn members(&self, name: &str) -> Vec<Member> {
-        let pools = self.worlds.pools.iter().enumerate().filter(|(_, pool)| pool.is_enforced);
-        let mut members: Vec<Member> =
-            pools.filter_map(|(pool, world)| Some(Member { pool, id: *world.ids.get(name)? })).collect();
-        if members.len() > 1 {
-            members.sort_by_key(|member| {
-                let book = self.book(*member);
-                (book.class(member.id).is_none(), book.turn(member.id).0)
-            });
-        }
-        members
-    }
-
-    /// Returns the positions of waiting pods in the order of their turns. `names` are sorted by
-    /// priority and age.
-    pub(super) fn queues(&self, names: impl Iterator<Item = impl AsRef<str>>) -> Queues {
-        let mut queues = Queues::default();
-        for (at, name) in names.enumerate() {
-            match self.members(name.as_ref()).first() {
-                Some(member) => {
-                    let key = (member.pool, self.book(*member).account(member.id));
-                    queues.by_account.entry(key).or_default().push_back((at, *member));
-                }
-                None => queues.others.push_back(at),
-            }
-        }
-        queues
-    }
-
-    /// Takes the next waiting pod. Pods of pools without quotas come first: they use other GPUs.
-    pub(super) fn next(&self, queues: &mut Queues) -> Option<usize> {
-        if let Some(at) = queues.others.pop_front() {
-            return Some(at);
-        }
-        let turn = |(_, member): &(usize, Member)| self.book(*member).turn(member.id);
-        let first = queues.by_account.iter().filter_map(|(key, queue)| Some((turn(queue.front()?), *key))).min()?;
-        queues.by_account.get_mut(&first.1)?.pop_front().map(|(at, _)| at)
-    }
-
-    /// Starts the turn of a waiting pod, whose nomination does not count meanwhile. Returns `None`
-    /// if no quota concerns the pod.
-    ///
-    /// # Errors
-    /// Returns why the pod must wait regardless of free room.
-    pub(super) fn start_turn(&mut self, ledger: &mut Ledger, name: &str) -> Option<Result<QuotaTurn, QuotaWait>> {
-        let members = self.members(name);
-        let was_nominated = |member: &Member| self.book(*member).class(member.id).is_some();
-        let nominated = members.iter().copied().find(was_nominated);
-        if let Some(member) = nominated {
-            self.books[member.pool].withdraw(member.id);
-        }
-        let member = nominated.or(members.first().copied())?;
-        let book = self.book(member);
-        let rights = match book.rights(member.id) {
-            Ok(rights) => rights,
-            Err(wait) => return Some(Err(self.wait(member, wait))),
-        };
-        let rank = self.rank_of(member, book.class_with(member.id, 0, &[]) == Class::In);
-        ledger.set_rank(name, rank);
-        let may_use_free_room = !rights.is_over_max && (nominated.is_some() || book.leaves_kept_room(member.id));
-        Some(Ok(QuotaTurn { member, rights, was_nominated: nominated.is_some(), may_use_free_room, rank }))
-    }
-
-    fn gpu(&self, member: Member, device: Option<&str>) -> usize {
-        device.and_then(|device| self.worlds.pools[member.pool].gpus.get(device).copied()).unwrap_or(0)
-    }
-
-    /// Records that a waiting pod is released to a device.
-    pub(super) fn release(&mut self, member: Member, fits: &Fits) {
-        let device = fits.iter().next().and_then(|fit| fit.reservations().first()).map(|take| take.device.as_str());
-        let gpu = self.gpu(member, device);
-        self.books[member.pool].release(member.id, gpu);
-    }
-
-    /// Records that room is kept for a waiting pod, and that its victims are evicted.
-    pub(super) fn nominate(&mut self, member: Member, found: &Preemption) {
-        let gpu = self.gpu(member, found.takes.first().map(|take| take.device.as_str()));
-        for victim in self.victims(member, found) {
-            self.books[member.pool].evict(victim);
-        }
-        self.books[member.pool].nominate(member.id, gpu);
-    }
-
-    /// Records that the nomination of a waiting pod is kept.
-    pub(super) fn keep_nomination(&mut self, ledger: &Ledger, member: Member, name: &str) {
-        let nomination = ledger.nominations().get(name);
-        let device = nomination.and_then(|of| of.takes.first()).map(|take| take.device.as_str());
-        let gpu = self.gpu(member, device);
-        self.books[member.pool].nominate(member.id, gpu);
-    }
-
-    /// Returns whether a node is in the pool of a waiting pod.
-    pub(super) fn has_node(&self, member: Member, node: &str) -> bool {
-        self.worlds.has_node(member.pool, node)
-    }
-
-    fn victims(&self, member: Member, found: &Preemption) -> Vec<PodId> {
-        let ids = &self.worlds.pools[member.pool].ids;
-        found.victims.iter().filter_map(|name| ids.get(name).copied()).collect()
-    }
-
-    /// Returns the ways in which a waiting pod may make room, in order.
-    pub(super) fn kinds(&self, turn: &QuotaTurn) -> impl Iterator<Item = Kind> + use<> {
-        let rights = if turn.rights.is_within { Kind::Reclaim } else { Kind::FairShare };
-        let is_enforced = self.book(turn.member).quota(turn.member.id).is_enforced();
-        let rights = (!turn.rights.is_over_max && is_enforced).then_some(rights);
-        rights.into_iter().chain([Kind::Priority])
-    }
-
-    /// Returns the pods that may be evicted for a waiting pod, and pods that terminate. Their
-    /// priorities are their positions in the order in which they leave.
-    pub(super) fn holders<'h>(&self, kind: Kind, member: Member, all: &Holders<'h>) -> Holders<'h> {
-        let (book, ids) = (self.book(member), &self.worlds.pools[member.pool].ids);
-        let may_leave = |name: &str, holder: &Holder<'_>| {
-            let id = ids.get(name).copied()?;
-            (!holder.ending && book.may_leave(kind, member.id, id)).then_some(id)
-        };
-        let in_pool = || all.pods.iter().filter(|(node, _)| self.has_node(member, node));
-        let mut order: Vec<_> = in_pool()
-            .flat_map(|(_, pods)| pods.iter().filter_map(|(name, holder)| may_leave(name, holder)))
-            .map(|id| book.importance(id))
-            .collect();
-        order.sort_unstable();
-        order.dedup();
-        let position = |id: PodId| {
-            order.binary_search(&book.importance(id)).map_or(0, |at| i32::try_from(at).unwrap_or(i32::MAX - 1))
-        };
-        let mut holders = Holders { pods: BTreeMap::new(), budgets: all.budgets.clone() };
-        for (node, pods) in in_pool() {
-            let allowed = pods.iter().filter_map(|(name, holder)| {
-                let holder = match may_leave(name, holder) {
-                    Some(id) => {
-                        Holder { priority: position(id), started: book.since(id).unwrap_or(holder.started), ..*holder }
-                    }
-                    None if holder.ending => *holder,
-                    None => return None,
-                };
-                Some((name.clone(), holder))
-            });
-            holders.pods.insert(node.clone(), allowed.collect());
-        }
-        holders
-    }
-
-    /// Returns how long a disruption budget may keep a borrower from leaving for a guarantee.
-    pub(super) fn budget_patience(&self, member: Member) -> Option<Duration> {
-        self.worlds.pools[member.pool].world.settings.budget_patience.map(Duration::from_secs)
-    }
-
-    /// Returns the maximum grace period of an evicted pod.
-    pub(super) fn grace_cap(&self, member: Member) -> Duration {
-        Duration::from_secs(self.worlds.pools[member.pool].world.settings.grace_cap)
-    }
-
-    /// Explains an eviction to the owner of the evicted pod.
-    pub(super) fn eviction_message(&self, kind: Kind, member: Member) -> String {
-        let (book, pod) = (self.book(member), self.pod(member));
-        let (used, min) = (book.used(member.id), book.quota(member.id).min());
-        let owner = match &pod.owner {
-            Owner::Quota(name) => format!("quota {name}"),
-            Owner::Unnamed | Owner::Outside => "the namespaces without a quota".to_owned(),
-        };
-        match kind {
-            Kind::Reclaim => {
-                format!("{owner} is guaranteed {min} GPUs and uses {used} with the pod; this pod borrowed")
-            }
-            Kind::FairShare => format!("{owner} borrows less than this pod's quota for its weight, even with the pod"),
-            Kind::Priority => format!("the pod of {owner} has a higher priority"),
+/// Returns the devices of a resource on nodes, by GPU. Omits GPUs with several such devices.
+fn devices_of(
+    cluster: &Cluster,
+    nodes: &[&str],
+    resource: &str,
+    gpus: &BTreeMap<String, usize>,
+) -> BTreeMap<usize, (String, String)> {
+    let mut devices: BTreeMap<usize, Option<(String, String)>> = BTreeMap::new();
+    for node in cluster.gpu_nodes.iter().filter_map(|node| node.0.as_ref().ok()) {
+        let Some(name) = node.metadata.name.as_deref().filter(|name| nodes.contains(name)) else { continue };
+        let slices = node.status.iter().flat_map(|status| &status.gpus).flat_map(|gpu| &gpu.slices);
+        for slice in slices.filter(|slice| slice.resource == resource) {
+            let Some(&gpu) = gpus.get(&slice.device) else { continue };
+            let device = (name.to_owned(), slice.device.clone());
+            devices.entry(gpu).and_modify(|known| *known = None).or_insert(Some(device));
         }
     }
-
-    /// Returns whether the rules permit an exchange.
-    pub(super) fn is_legal(&self, kind: Kind, member: Member, found: &Preemption) -> bool {
-        let gpu = self.gpu(member, found.takes.first().map(|take| take.device.as_str()));
-        self.book(member).is_legal(kind, member.id, gpu, &self.victims(member, found))
-    }
-
-    /// Returns the least important pods of a waiting pod's own quota without which the quota stays
-    /// within its maximum. Returns `None` if that is not possible or not allowed. The pod then uses
-    /// room that is free.
-    pub(super) fn victims_for_max(&self, member: Member, all: &Holders<'_>, found: Preemption) -> Option<Preemption> {
-        let (book, ids) = (self.book(member), &self.worlds.pools[member.pool].ids);
-        let max = book.quota(member.id).max()?;
-        let mut own: Vec<(i32, std::cmp::Reverse<Moment>, &str, PodId)> = all
-            .pods
-            .values()
-            .flatten()
-            .filter(|(_, holder)| {
-                !holder.ending
-                    && holder.budget.is_none_or(|budget| all.budgets.get(budget).is_some_and(|left| *left > 0))
-            })
-            .filter_map(|(name, _)| Some((name.as_str(), *ids.get(name)?)))
-            .filter(|(_, id)| book.may_leave(Kind::Priority, member.id, *id))
-            .map(|(name, id)| {
-                let pod = self.worlds.pools[member.pool].world.pod(id);
-                (pod.priority, std::cmp::Reverse(book.since(id).unwrap_or(pod.created)), name, id)
-            })
-            .collect();
-        own.sort_unstable();
-        let mut after = book.used(member.id).plus(self.pod(member).charge);
-        let mut victims = Vec::new();
-        for (_, _, name, id) in own {
-            if after <= max {
-                break;
-            }
-            after = after.minus(self.worlds.pools[member.pool].world.pod(id).charge);
-            victims.push(name.to_owned());
-        }
-        let found = Preemption { victims, ..found };
-        (after <= max && self.is_legal(Kind::Priority, member, &found)).then_some(found)
-    }
-
-    /// Explains why a waiting pod waits that has had its turn. Returns `None` if the placement
-    /// search explains it: no quota keeps the pod from room.
-    pub(super) fn why(&self, turn: &QuotaTurn, prospect: PreemptionProspect) -> Option<QuotaWait> {
-        if !self.book(turn.member).quota(turn.member.id).is_enforced() && turn.may_use_free_room {
-            return None;
-        }
-        let wait = match prospect {
-            PreemptionProspect::Nominated => Wait::Nominated,
-            PreemptionProspect::Protected => Wait::Protected,
-            _ if turn.rights.is_over_max => Wait::OverMax,
-            PreemptionProspect::Unknown => Wait::Later,
-            PreemptionProspect::Impossible => Wait::NoRoom,
-        };
-        Some(self.wait(turn.member, wait))
-    }
-
-    /// Explains why a waiting pod waits.
-    fn wait(&self, member: Member, wait: Wait) -> QuotaWait {
-        let (book, pod) = (self.book(member), self.pod(member));
-        let quota: &Quota = book.quota(member.id);
-        let used = book.used(member.id);
-        let name = match &pod.owner {
-            Owner::Quota(name) => format!("quota {name}"),
-            Owner::Unnamed | Owner::Outside => "the namespaces without a quota".to_owned(),
-        };
-        let (asks, min) = (pod.charge, quota.min());
-        let message = match wait {
-            Wait::OverMax => {
-                format!("{name} would use {} GPUs, and its max is {}", used.plus(asks), quota.max().unwrap_or_default())
-            }
-            Wait::LargerThanMax => {
-                format!("the pod requests {asks} GPUs, and the max of {name} is {}", quota.max().unwrap_or_default())
-            }
-            Wait::WaitsForGuarantee => format!(
-                "the pod does not borrow (cleave.dev/borrow: Never), and {name} uses {used} of {min} guaranteed GPUs"
-            ),
-            Wait::Nominated => {
-                format!("pods terminate to make room for the pod; {name} uses {used} GPUs with it, guaranteed {min}")
-            }
-            Wait::Protected => "only pods that disruption budgets protect could be evicted for the pod".to_owned(),
-            _ if book.turn(member.id).0.is_none() => format!(
-                "within the guarantee of {name} ({used} of {min} GPUs used, requests {asks}): no GPU can be freed now"
-            ),
-            _ => {
-                let kept = book.kept_from(member.id);
-                let kept = if kept == Amount::ZERO {
-                    String::new()
-                } else {
-                    format!("; {kept} unlent GPUs of other quotas are kept free")
-                };
-                format!("borrows: {name} uses {used} GPUs, guaranteed {min}{kept}")
-            }
-        };
-        QuotaWait { wait, message }
-    }
-}
-
-/// The order in which waiting pods have their turns.
-#[derive(Debug)]
-pub(super) enum Order {
-    /// By priority and age.
-    Sorted(std::ops::Range<usize>),
-    /// By the rules of quotas.
-    ByQuota(Queues),
-}
-
-impl Order {
-    /// `names` are sorted by priority and age.
-    pub(super) fn new<'n>(quotas: Option<&QuotaPass<'_>>, names: impl ExactSizeIterator<Item = &'n str>) -> Self {
-        match quotas {
-            None => Self::Sorted(0..names.len()),
-            Some(pass) => Self::ByQuota(pass.queues(names)),
-        }
-    }
-
-    /// Returns the position of the next candidate.
-    pub(super) fn next(&mut self, quotas: Option<&QuotaPass<'_>>) -> Option<usize> {
-        match (self, quotas) {
-            (Self::Sorted(rest), _) => rest.next(),
-            (Self::ByQuota(queues), Some(pass)) => pass.next(queues),
-            (Self::ByQuota(_), None) => None,
-        }
-    }
-}
-
-/// Why a pod waits because of quotas.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct QuotaWait {
-    wait: Wait,
-    message: String,
-}
-
-impl QuotaWait {
-    /// Returns the explanation for the pod's owner.
-    pub(super) fn into_waiting_pod(self) -> WaitingPod {
-        let reason = match self.wait {
-            Wait::OverMax | Wait::LargerThanMax => Reason::OverMax,
-            Wait::WaitsForGuarantee => Reason::WaitsForGuarantee,
-            Wait::Protected => Reason::Protected,
-            _ => Reason::NoRoom,
-        };
-        let mut message = self.message;
-        if let Some(first) = message.get(..1).map(str::to_uppercase) {
-            message.replace_range(..1, &first);
-        }
-        WaitingPod { reason, message }
-    }
-}
-
-/// Waiting pods by the account whose rights they have.
-#[derive(Debug, Default)]
-pub(super) struct Queues {
-    by_account: BTreeMap<(usize, usize), VecDeque<(usize, Member)>>,
-    others: VecDeque<usize>,
-}
-
-/// Returns the grace period of an evicted pod: its own, but not more than the cap.
-pub(super) fn capped_grace(pod: &PodObject, cap: Duration) -> Option<u32> {
-    let own = u64::try_from(pod.spec.termination_grace_period_seconds.unwrap_or(30)).unwrap_or(30);
-    (own > cap.as_secs()).then(|| u32::try_from(cap.as_secs()).unwrap_or(u32::MAX))
+    devices.into_iter().filter_map(|(gpu, device)| Some((gpu, device?))).collect()
 }

@@ -13,14 +13,16 @@ use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, 
 use super::actions::{Destination, Release, ReleaseReason};
 use super::claims::PodClaims;
 use super::cluster::{Input, plan_pod};
-use super::constraints::{ConstraintKey, Constraints, check_rules};
+use super::constraints::{ConstraintKey, Constraints, ConstraintsCheckpoint, check_rules};
 use super::free_resources::{FreeResources, Requester};
+use super::handover;
 use super::learning;
 use super::nodes::{NodeChecks, Nodes, ResourceProvider};
 use super::other_nodes::{AgentLabels, without_requirement};
 use super::patch;
 use super::pod_tracker::PodTracker;
-use super::quotas::{QuotaTurn, QuotaWorlds};
+use super::quota_pass::QuotaTurn;
+use super::quotas::{QuotaWorlds, WaitingRequests};
 use super::replicas::ReplicaSearch;
 use super::verdict::{AutoscalerNeed, Verdict};
 use crate::pods::PodObject;
@@ -116,6 +118,17 @@ impl<'a> Candidate<'a> {
         candidate
     }
 
+    /// Returns the pod for the restoration of nominations.
+    pub(super) fn for_handover(&self) -> handover::Waiting<'_> {
+        handover::Waiting { name: &self.name, pod: self.pod, device_requests: &self.device_requests }
+    }
+
+    /// Returns the pod for reservations of pods that have waited long.
+    pub(super) fn for_long_wait<'n>(&'n self, nodes: &'n Nodes) -> WaitingRequests<'n, impl Fn() -> Vec<&'n str>> {
+        let eligible = || nodes.eligible_nodes(&self.plan_pod);
+        WaitingRequests { name: &self.name, requests: &self.device_requests, eligible }
+    }
+
     /// Returns the pod's request to the ledger.
     pub(super) fn pending_pod(&self) -> PendingPod<'_> {
         PendingPod { pod: &self.name, priority: self.plan_pod.priority, device_requests: &self.device_requests }
@@ -135,9 +148,20 @@ impl<'a> Candidate<'a> {
     }
 
     /// Returns the action that releases the pod to the nodes of its reservation.
-    pub(super) fn release_reserved(&self, placement: Placement, nodes: &Nodes, waited: Duration) -> Release {
+    /// `label` is the value of the label that shows whether a quota guarantees the pod's room.
+    pub(super) fn release_reserved(
+        &self,
+        placement: Placement,
+        nodes: &Nodes,
+        (waited, label): (Duration, Option<&'static str>),
+    ) -> Release {
         let hostnames = placement.nodes.keys().filter_map(|node| nodes.hostname(node)).collect();
-        self.release(ReleaseReason::Reserved(placement), Destination::Hostnames(hostnames), waited)
+        let mut release =
+            self.release(ReleaseReason::Reserved(placement), Destination::Hostnames(hostnames), waited);
+        if let Some(label) = label {
+            patch::add_label(&mut release.patch, self.pod, label);
+        }
+        release
     }
 
     /// Returns the action that releases the pod to nodes of another device plugin, which meet the
@@ -194,6 +218,13 @@ impl SearchKey<'_> {
     pub(super) fn has_unbound_volume(&self) -> bool {
         self.rules.as_ref().is_some_and(|(.., volumes)| volumes.unbound)
     }
+}
+
+/// The reservations and nominations that a search respects.
+pub(super) struct Checkpoint<'a> {
+    free: FreeResources<'a>,
+    constraints: ConstraintsCheckpoint<'a>,
+    replicas: ReplicaSearch<'a>,
 }
 
 /// Searches for placements within one reconcile. The search stores which pods are not placeable,
@@ -315,6 +346,26 @@ impl<'a> PlacementSearch<'a> {
             self.without_place.insert(key, verdict.clone());
         }
         Err(verdict)
+    }
+
+    /// Returns the state to which [`Self::restore`] returns.
+    pub(super) fn checkpoint(&self) -> Checkpoint<'a> {
+        Checkpoint {
+            free: self.free.borrow().clone(),
+            constraints: self.constraints.checkpoint(),
+            replicas: self.replicas.borrow().clone(),
+        }
+    }
+
+    /// Forgets the reservations and nominations since a checkpoint. The ledger has no reservations
+    /// of these pods.
+    pub(super) fn restore(&mut self, ledger: &mut Ledger, before: Checkpoint<'a>) {
+        *self.free.get_mut() = before.free;
+        self.constraints.restore(before.constraints);
+        *self.replicas.get_mut() = before.replicas;
+        // Later pods may fit without these reservations.
+        self.without_place.clear();
+        ledger.synchronize(self.chooser.get_mut());
     }
 
     /// Records a pod's reservation, so that the search for later pods of this reconcile respects

@@ -74,11 +74,13 @@ pub enum Reason {
     WaitsForGuarantee,
     /// Only pods that disruption budgets protect could be evicted for the pod.
     Protected,
+    /// Pods of the pod's gang are missing.
+    GangIncomplete,
 }
 
 impl Reason {
     /// All reasons.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Repartitioning,
         Self::Scheduler,
         Self::NodeChanging,
@@ -87,6 +89,7 @@ impl Reason {
         Self::OverMax,
         Self::WaitsForGuarantee,
         Self::Protected,
+        Self::GangIncomplete,
     ];
 
     /// Returns the value of the `reason` label in metrics.
@@ -100,6 +103,7 @@ impl Reason {
             Self::OverMax => "over_max",
             Self::WaitsForGuarantee => "waits_for_guarantee",
             Self::Protected => "protected",
+            Self::GangIncomplete => "gang_incomplete",
         }
     }
 }

@@ -22,22 +22,33 @@ pub struct PoolView<'a> {
 
 /// What the waiting pods of a quota wait for.
 #[derive(Default)]
-struct Waiting {
+pub(crate) struct Waiting {
     pods: u32,
-    amount: Amount,
-    reasons: BTreeMap<String, u32>,
+    /// What they request.
+    pub(crate) amount: Amount,
+    /// Number of pods by reason.
+    pub(crate) reasons: BTreeMap<String, u32>,
     /// Pods within the guarantee: what they wait for, and what they request.
     within: BTreeMap<&'static str, (u32, Amount)>,
 }
 
-/// Returns the status of a quota. `pool` is `None` if the quota is in no pool, because it is not
+impl Waiting {
+    /// Returns what pods within the guarantee request.
+    pub(crate) fn unmet(&self) -> Amount {
+        self.within.values().map(|(_, amount)| *amount).sum()
+    }
+}
+
+/// Returns the status of a quota, and what its pods wait for. `absent`
+/// are namespaces of the quota that do not exist. `pool` is `None` if the quota is in no pool, because it is not
 /// valid. `waits` is what each pod at the gate waits for.
-pub fn status(
+pub(crate) fn status(
     quota: &GpuQuota,
     (pool, problem): (Option<&PoolView<'_>>, Option<&Problem>),
+    absent: &[&str],
     waits: &BTreeMap<String, WaitingPod>,
     now: Timestamp,
-) -> GpuQuotaStatus {
+) -> (GpuQuotaStatus, Waiting) {
     let name = quota.metadata.name.as_deref().unwrap_or_default();
     let generation = quota.metadata.generation.unwrap_or_default();
     let known = pool.and_then(|pool| Some((pool, pool.book.usage(name)?)));
@@ -49,7 +60,7 @@ pub fn status(
     let write = |amount: Amount| written(amount, unit);
     let is_valid = known.is_some();
     let ready = match problem {
-        None => (true, "Valid", "The quota counts all of its namespaces".to_owned()),
+        None => (true, "Valid", valid_message(pool, absent)),
         Some(problem) => (false, problem.reason(), problem.to_string()),
     };
     let is_enforced = is_valid && quota.spec.mode == QuotaMode::Enforce;
@@ -77,7 +88,7 @@ pub fn status(
             last_transition_time: same.map_or(Time(now), |before| before.last_transition_time.clone()),
         }
     };
-    GpuQuotaStatus {
+    let status = GpuQuotaStatus {
         observed_generation: generation,
         used: write(usage.used),
         held: write(usage.held),
@@ -87,9 +98,23 @@ pub fn status(
         share: share(&usage, unit),
         cells: usage.cells.map(|cells| u32::try_from(cells).unwrap_or(u32::MAX)),
         pods: QuotaPods { within: usage.pods_within, over: usage.pods_over, leaving },
-        waiting: QuotaWaiting { pods: waiting.pods, gpus: write(waiting.amount), reasons: waiting.reasons },
+        waiting: QuotaWaiting { pods: waiting.pods, gpus: write(waiting.amount), reasons: waiting.reasons.clone() },
         conditions: conditions.map(condition).into(),
+    };
+    (status, waiting)
+}
+
+/// Describes a valid quota, and what of it has no effect yet.
+fn valid_message(pool: Option<&PoolView<'_>>, absent: &[&str]) -> String {
+    let mut message = "The quota counts all of its namespaces".to_owned();
+    if pool.is_none_or(|pool| pool.world.gpus.is_empty()) {
+        message.push_str(". No node has such GPUs");
     }
+    if !absent.is_empty() {
+        message.push_str(". These namespaces do not exist: ");
+        message.push_str(&absent.join(", "));
+    }
+    message
 }
 
 /// Writes an amount as in the spec: a number of GPUs, or a quantity of memory.
@@ -124,6 +149,7 @@ fn waiting(pool: &PoolView<'_>, name: &str, waits: &BTreeMap<String, WaitingPod>
             (_, Some(Reason::OverMax)) => "OverMax",
             (_, Some(Reason::WaitsForGuarantee)) => "WaitsForGuarantee",
             (_, Some(Reason::Protected)) => "Protected",
+            (_, Some(Reason::GangIncomplete)) => "GangIncomplete",
             _ => "NoRoom",
         };
         waiting.pods += 1;

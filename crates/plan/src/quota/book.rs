@@ -99,18 +99,75 @@ impl<'w> Book<'w> {
         book
     }
 
-    /// Records that a pod that waited is released to a GPU.
-    pub fn release(&mut self, id: PodId, gpu: usize) {
-        self.counted = self.counted.plus(self.world.pod(id).charge);
-        self.accounts.add(&[(id, gpu)], |_| Since { at: self.now, nominated: None });
+    /// Records that a pod that waited, or all waiting pods of a gang, are released to GPUs.
+    pub fn release(&mut self, parts: &[(PodId, usize)]) {
+        self.counted = self.counted.plus(self.cost(parts));
+        self.accounts.add(parts, |_| Since { at: self.now, nominated: None });
     }
 
-    /// Records that room of a GPU is kept for a pod.
-    pub fn nominate(&mut self, id: PodId, gpu: usize) {
-        let pod = self.world.pod(id);
-        self.counted = self.counted.plus(pod.charge);
-        self.nominated = self.nominated.plus(pod.charge);
-        self.accounts.add(&[(id, gpu)], |_| Since { at: self.now, nominated: Some(pod.created) });
+    /// Records that room of GPUs is kept for a pod, or for all waiting pods of a gang.
+    pub fn nominate(&mut self, parts: &[(PodId, usize)]) {
+        let cost = self.cost(parts);
+        self.counted = self.counted.plus(cost);
+        self.nominated = self.nominated.plus(cost);
+        let (world, now) = (self.world, self.now);
+        self.accounts.add(parts, |id| Since { at: now, nominated: Some(world.pod(id).created) });
+    }
+
+    fn cost(&self, parts: &[(PodId, usize)]) -> Amount {
+        parts.iter().map(|(id, _)| self.world.pod(*id).charge).sum()
+    }
+
+    /// Returns the waiting pods that are released together with a waiting pod, and the pod, in the
+    /// order of their names. A pod without a gang is alone.
+    pub fn unit(&self, id: PodId) -> &[PodId] {
+        self.accounts.gangs().unit(id)
+    }
+
+    /// Returns the pods that are evicted together with a running pod, and the pod: those of its gang
+    /// that count.
+    pub fn mates(&self, id: PodId) -> impl Iterator<Item = PodId> {
+        self.accounts.counted_with(id).filter(|mate| matches!(self.world.pod(*mate).place, Place::Running { .. }))
+    }
+
+    /// Returns whether enough pods of a waiting pod's gang exist: they wait, or run and were not
+    /// evicted.
+    pub fn is_complete(&self, id: PodId) -> bool {
+        let gangs = self.accounts.gangs();
+        let is_present = |pod: &&PodId| {
+            matches!(self.world.pod(**pod).place, Place::Waiting { .. }) || self.accounts.class(**pod).is_some()
+        };
+        gangs.of(id).is_none() || gangs.members(id).iter().filter(is_present).count() >= gangs.size(id)
+    }
+
+    /// Returns what a waiting pod costs, with the waiting pods of its gang.
+    pub fn charge(&self, id: PodId) -> Amount {
+        self.accounts.charge(id)
+    }
+
+    /// Returns the priority of a pod: the highest of its gang.
+    pub fn priority(&self, id: PodId) -> i32 {
+        self.accounts.priority(id)
+    }
+
+    /// Returns when the last pod of a waiting pod's unit was created.
+    pub fn created(&self, id: PodId) -> Moment {
+        self.accounts.gangs().created(self.world, id)
+    }
+
+    /// Returns whether a waiting pod would use what another pod of its quota, which has waited long
+    /// and is as important, needs of the quota's maximum or guarantee.
+    pub fn overtakes(&self, id: PodId, first: PodId) -> bool {
+        let account = self.accounts.rights_of(id);
+        let waits_long = self.world.pod(first);
+        if id == first || self.accounts.rights_of(first) != account || waits_long.priority < self.priority(id) {
+            return false;
+        }
+        let both = self.charge(id).plus(waits_long.charge);
+        let quota = self.accounts.quota(account);
+        let exceeds_max = quota.max().is_some_and(|max| self.accounts.held(account).plus(both) > max);
+        let is_within = !waits_long.borrows && quota.cells().is_none();
+        quota.is_enforced() && (exceeds_max || is_within && self.accounts.used(account).plus(both) > quota.min())
     }
 
     /// Records that no room is kept for a waiting pod.
@@ -175,10 +232,11 @@ impl<'w> Book<'w> {
         self.accounts.class(id)
     }
 
-    /// Returns the class that a waiting pod would have on a GPU after some pods are gone. Only the
-    /// quotas that are enforced give a class other than [`Class::Over`].
-    pub fn class_with(&self, id: PodId, gpu: usize, without: &[PodId]) -> Class {
-        if self.quota(id).is_enforced() { self.accounts.class_with(&[(id, gpu)], without) } else { Class::Over }
+    /// Returns the class that a waiting pod or gang would have on GPUs after some pods are gone. Only
+    /// the quotas that are enforced give a class other than [`Class::Over`].
+    pub fn class_with(&self, parts: &[(PodId, usize)], without: &[PodId]) -> Class {
+        let is_enforced = parts.first().is_some_and(|(id, _)| self.quota(*id).is_enforced());
+        if is_enforced { self.accounts.class_with(parts, without) } else { Class::Over }
     }
 
     /// Returns what the pods of a pod's quota use, without pods that leave.
@@ -188,7 +246,7 @@ impl<'w> Book<'w> {
 
     /// Returns the share that a pod's quota has with the pod.
     pub fn share_with(&self, id: PodId) -> Share {
-        self.accounts.share(self.accounts.account_of(id), self.world.pod(id).charge, Amount::ZERO)
+        self.accounts.share(self.accounts.account_of(id), self.charge(id), Amount::ZERO)
     }
 
     /// Returns the share of a pod's quota.
@@ -213,25 +271,28 @@ impl<'w> Book<'w> {
             Some(_) if quota.is_enforced() && quota.cells().is_none() && self.used(id) <= quota.min() => None,
             Some(_) => Some(self.share(id)),
         };
-        (share, std::cmp::Reverse(pod.priority), pod.created, &pod.name)
+        (share, std::cmp::Reverse(self.priority(id)), self.created(id), &pod.name)
     }
 
     /// Returns what a waiting pod may do, or why it must wait regardless of free room. The pod must
     /// not count.
     pub fn rights(&self, id: PodId) -> Result<Rights, Wait> {
-        let (pod, quota) = (self.world.pod(id), *self.quota(id));
+        let (charge, quota) = (self.charge(id), *self.quota(id));
         let account = self.accounts.account_of(id);
         let is_within = self.accounts.is_within(id);
+        if !self.is_complete(id) {
+            return Err(Wait::GangIncomplete);
+        }
         if !quota.is_enforced() {
             return Ok(Rights { is_within: false, is_over_max: false, is_within_max_later: true });
         }
-        if !pod.borrows && !is_within {
+        if !is_within && !self.unit(id).iter().all(|pod| self.world.pod(*pod).borrows) {
             return Err(Wait::WaitsForGuarantee);
         }
-        if quota.max().is_some_and(|max| pod.charge > max) {
+        if quota.max().is_some_and(|max| charge > max) {
             return Err(Wait::LargerThanMax);
         }
-        let fits = |used: Amount| quota.max().is_none_or(|max| used.plus(pod.charge) <= max);
+        let fits = |used: Amount| quota.max().is_none_or(|max| used.plus(charge) <= max);
         Ok(Rights {
             is_within,
             is_over_max: !fits(self.accounts.held(account)),
@@ -254,47 +315,52 @@ impl<'w> Book<'w> {
         !self.quota(id).is_enforced()
             || self.accounts.is_within(id)
             || kept == Amount::ZERO
-            || free - i128::from(self.world.pod(id).charge) >= i128::from(kept)
+            || free - i128::from(self.charge(id)) >= i128::from(kept)
     }
 
     fn size(&self) -> Amount {
         self.world.gpus.iter().copied().sum()
     }
 
-    /// Returns whether a running pod may be evicted for a waiting pod, if the rules about the
-    /// complete set of victims hold too.
+    /// Returns whether a running pod and the rest of its gang may be evicted for a waiting pod, if
+    /// the rules about the complete set of victims hold too.
     pub fn may_leave(&self, kind: Kind, taker: PodId, victim: PodId) -> bool {
         let (accounts, settings) = (&self.accounts, &self.world.settings);
-        let (Some(class), Some(since)) = (accounts.class(victim), accounts.since(victim)) else { return false };
+        let (Some(class), Some(since)) = (accounts.class(victim), self.mates(victim).filter_map(|id| self.since(id)).min())
+        else {
+            return false;
+        };
         let is_running = matches!(self.world.pod(victim).place, Place::Running { .. });
         let (own, other) = (accounts.account_of(taker), accounts.account_of(victim));
-        let (taker, victim) = (self.world.pod(taker), self.world.pod(victim));
-        if !is_running || victim.priority >= NEVER_EVICTED {
+        let priority = accounts.priority(victim);
+        if !is_running || priority >= NEVER_EVICTED {
             return false;
         }
         let (is_own_enforced, is_other_enforced) =
             (accounts.quota(own).is_enforced(), accounts.quota(other).is_enforced());
-        let is_older_than = |seconds: u64| since.at.0.saturating_add(seconds) <= self.now.0;
+        let is_older_than = |seconds: u64| since.0.saturating_add(seconds) <= self.now.0;
         let borrows = own != other && is_own_enforced && is_other_enforced && class == Class::Over;
         match kind {
             Kind::Reclaim => borrows && is_older_than(settings.min_runtime_reclaim),
             Kind::FairShare => borrows && is_older_than(settings.min_runtime_fair_share),
             Kind::Priority => {
                 let is_own = if is_own_enforced { own == other } else { !is_other_enforced };
-                is_own && victim.priority < taker.priority
+                is_own && priority < accounts.priority(taker)
             }
         }
     }
 
     /// Returns the position of a running pod among possible victims; lower is evicted first.
     pub fn importance(&self, victim: PodId) -> (std::cmp::Reverse<Share>, i32) {
-        (std::cmp::Reverse(self.share(victim)), self.world.pod(victim).priority)
+        (std::cmp::Reverse(self.share(victim)), self.priority(victim))
     }
 
-    /// Returns whether these victims may leave for a waiting pod that then uses a GPU.
-    pub fn is_legal(&self, kind: Kind, taker: PodId, gpu: usize, victims: &[PodId]) -> bool {
+    /// Returns whether these victims may leave for a waiting pod or gang that then uses these GPUs.
+    /// Of gangs, all pods must be among the victims.
+    pub fn is_legal(&self, kind: Kind, parts: &[(PodId, usize)], victims: &[PodId]) -> bool {
         let accounts = &self.accounts;
-        let (account, charge) = (accounts.account_of(taker), self.world.pod(taker).charge);
+        let Some(&(taker, _)) = parts.first() else { return false };
+        let (account, charge) = (accounts.account_of(taker), self.cost(parts));
         let quota = accounts.quota(account);
         if !quota.is_enforced() {
             return true;
@@ -307,7 +373,7 @@ impl<'w> Book<'w> {
             freed = freed.plus(self.world.pod(victim).charge);
         }
         match kind {
-            Kind::Reclaim => accounts.class_with(&[(taker, gpu)], victims) == Class::In || quota.cells().is_none(),
+            Kind::Reclaim => accounts.class_with(parts, victims) == Class::In || quota.cells().is_none(),
             Kind::FairShare => {
                 let share = accounts.share(account, charge, Amount::ZERO);
                 let after = |victim: &PodId| {
@@ -322,7 +388,7 @@ impl<'w> Book<'w> {
                 let after = used.plus(charge).minus(less.get(&account).copied().unwrap_or_default());
                 let all_over = victims.iter().all(|&victim| accounts.class(victim) == Some(Class::Over));
                 quota.max().is_none_or(|max| after <= max)
-                    && (all_over || accounts.class_with(&[(taker, gpu)], victims) == Class::In)
+                    && (all_over || accounts.class_with(parts, victims) == Class::In)
                     && (after <= quota.min() || after <= used || self.leaves_kept_after(account, charge, &less, freed))
             }
         }
