@@ -369,7 +369,7 @@ replicas. Practically unlimited for MIG instances: a container may request sever
 {{/* In CEL: whether only the operator may write annotation k. Users may write borrow, pre-stop and
 replica-placement. */}}
 {{- define "cleave.isCleaveAnnotation" -}}
-(!(k in ['cleave.dev/borrow', 'cleave.dev/pre-stop', 'cleave.dev/replica-placement']) && (k.startsWith('cleave.dev/') || k.contains('.cleave.dev/')))
+(!(k in ['cleave.dev/borrow', 'cleave.dev/gang', 'cleave.dev/gang-size', 'cleave.dev/pre-stop', 'cleave.dev/replica-placement']) && (k.startsWith('cleave.dev/') || k.contains('.cleave.dev/')))
 {{- end }}
 
 {{/*

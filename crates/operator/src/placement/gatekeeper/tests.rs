@@ -8,6 +8,8 @@ mod mps_hosts;
 mod other_nodes;
 mod predecessors;
 mod preemption;
+mod quota_gangs;
+mod quota_input;
 mod quotas;
 mod release;
 mod replicas;

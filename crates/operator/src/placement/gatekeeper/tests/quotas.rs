@@ -1,7 +1,7 @@
 //! Tests quotas at the gate: whole cases, from the objects to the pods that are left.
 use std::collections::{BTreeMap, BTreeSet};
 
-use cleave_api::names::GATE;
+use cleave_api::names::{GATE, NOMINATION_ANNOTATION};
 use cleave_plan::quota::{Kind, Settings};
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -10,6 +10,7 @@ use super::world::{ActualAllocations, MPS_RESOURCE, TestCluster, at, reservation
 use crate::evict::EvictionResult;
 use crate::placement::actions::Actions;
 use crate::placement::gatekeeper::Gatekeeper;
+use crate::placement::quota_reports::CapacityLabel;
 use crate::placement::quotas::QuotaSettings;
 use crate::policies::demand::Reason;
 
@@ -17,31 +18,37 @@ use crate::policies::demand::Reason;
 const MAX_RECONCILES: u64 = 60;
 
 /// A cluster with one node. Amounts are tenths of a GPU, and each GPU has ten shares.
-struct Case {
-    world: TestCluster,
-    reality: ActualAllocations,
+pub(super) struct Case {
+    pub(super) world: TestCluster,
+    pub(super) reality: ActualAllocations,
     gpus: usize,
-    keeper: Gatekeeper,
-    seconds: u64,
+    pub(super) keeper: Gatekeeper,
+    rules: Settings,
+    pub(super) seconds: u64,
     /// Evictions: why, for whom, and who.
-    evicted: Vec<(String, String, String)>,
+    pub(super) evicted: Vec<(String, String, String)>,
     /// Reconciles before which the leader is lost, as bits: the first reconcile is the lowest bit.
-    losses: u64,
+    pub(super) losses: u64,
     /// Whether promises are checked after each reconcile.
     is_checked: bool,
 }
 
 /// A pod: name, quota, shares and priority.
-type PodOfCase<'a> = (&'a str, &'a str, u32, i32);
+pub(super) type PodOfCase<'a> = (&'a str, &'a str, u32, i32);
 
-fn keeper() -> Gatekeeper {
-    let rules = Settings { min_runtime_fair_share: 0, ..Settings::default() };
+const RULES: fn() -> Settings = || Settings { min_runtime_fair_share: 0, ..Settings::default() };
+
+pub(super) fn keeper() -> Gatekeeper {
+    keeper_with(RULES())
+}
+
+fn keeper_with(rules: Settings) -> Gatekeeper {
     Gatekeeper::default().with_quotas(QuotaSettings { rules, ..QuotaSettings::default() })
 }
 
 impl Case {
     /// `quotas` are names and specs. The quota of this name counts the namespace of this name.
-    fn new(gpus: usize, quotas: &[(&str, Value)]) -> Self {
+    pub(super) fn new(gpus: usize, quotas: &[(&str, Value)]) -> Self {
         let mut world = TestCluster::default().node("n1", &vec![0; gpus]);
         for (name, spec) in quotas {
             let mut spec = spec.clone();
@@ -54,10 +61,35 @@ impl Case {
             world.quotas.push(json!({"apiVersion": "cleave.dev/v1alpha1", "kind": "GpuQuota", "metadata": {"name": name}, "spec": spec}));
         }
         let (evicted, reality) = (Vec::new(), ActualAllocations::default());
-        Self { world, reality, gpus, keeper: keeper(), seconds: 0, evicted, losses: 0, is_checked: false }
+        let rules = RULES();
+        Self { world, reality, gpus, keeper: keeper(), rules, seconds: 0, evicted, losses: 0, is_checked: false }
     }
 
-    fn add(&mut self, (name, quota, shares, priority): PodOfCase<'_>, device: Option<usize>) {
+    /// Reserves room for pods that have waited this number of seconds.
+    pub(super) fn with_ageing(mut self, seconds: u64) -> Self {
+        self.rules.ageing = Some(seconds);
+        self.keeper = keeper_with(self.rules);
+        self
+    }
+
+    /// Makes pods of a quota a gang.
+    pub(super) fn gang(mut self, quota: &str, gang: &str, size: usize, pods: &[&str]) -> Self {
+        for pod in pods {
+            self.world.change(|world| &mut world.pods, &format!("{quota}/{pod}"), |pod| {
+                pod["metadata"]["annotations"]["cleave.dev/gang"] = json!(gang);
+                pod["metadata"]["annotations"]["cleave.dev/gang-size"] = json!(size.to_string());
+            });
+        }
+        self
+    }
+
+    /// Ends a pod, which is not recreated.
+    pub(super) fn end(&mut self, pod: &str) {
+        self.world.pods.remove(pod).unwrap();
+        self.reality.given.remove(pod);
+    }
+
+    pub(super) fn add(&mut self, (name, quota, shares, priority): PodOfCase<'_>, device: Option<usize>) {
         let namespace = if quota == "-" { "other" } else { quota };
         self.seconds += 1;
         self.world.version += 1;
@@ -75,14 +107,14 @@ impl Case {
         self.world.pods.insert(full, pod);
     }
 
-    fn running(mut self, pods: &[(PodOfCase<'_>, usize)]) -> Self {
+    pub(super) fn running(mut self, pods: &[(PodOfCase<'_>, usize)]) -> Self {
         for (pod, device) in pods {
             self.add(*pod, Some(*device));
         }
         self
     }
 
-    fn waiting(mut self, pods: &[PodOfCase<'_>]) -> Self {
+    pub(super) fn waiting(mut self, pods: &[PodOfCase<'_>]) -> Self {
         for pod in pods {
             self.add(*pod, None);
         }
@@ -91,47 +123,88 @@ impl Case {
 
     /// Reconciles until nothing changes. Evicted pods end at once, and are recreated as a
     /// Deployment does.
-    fn until_rest(mut self) -> Self {
+    pub(super) fn until_rest(mut self) -> Self {
         let end = self.seconds + MAX_RECONCILES;
         loop {
-            self.seconds += 1;
+            let actions = self.step();
             assert!(self.seconds < end, "it does not come to rest: {:?}", self.evicted);
-            self.reality.report_on(&mut self.world, self.gpus);
-            if self.losses & 1 == 1 {
-                self.keeper = keeper();
-            }
-            self.losses >>= 1;
-            let actions = self.keeper.reconcile(&self.world.cluster(), &BTreeMap::new(), at(self.seconds));
-            let before = self.used();
-            if self.is_checked {
-                self.check_promises(&before, &actions);
-            }
-            for release in &actions.releases {
-                assert!(self.world.apply_release(release), "{release:?}");
-                let reserved = reservation(release).nodes["n1"][0].clone();
-                self.reality.given.insert(release.pod.clone(), (reserved.device, reserved.units));
-                self.world.change(|world| &mut world.pods, &release.pod, |pod| pod["spec"]["nodeName"] = json!("n1"));
-            }
-            if self.is_checked {
-                self.check_promises(&before, &Actions::default());
-            }
-            for eviction in &actions.evictions {
-                let kind = eviction.quota.as_ref().map_or_else(|| "-".to_owned(), |quota| format!("{:?}", quota.kind));
-                self.keeper.record_eviction(eviction, &EvictionResult::Done, at(self.seconds).up);
-                self.evicted.push((kind, short(&eviction.preemptor), short(&eviction.pod)));
-                let pod = self.world.pods.remove(&eviction.pod).unwrap();
-                self.reality.given.remove(&eviction.pod);
-                let (quota, name) = eviction.pod.split_once('/').unwrap();
-                let priority = i32::try_from(pod["spec"]["priority"].as_i64().unwrap()).unwrap();
-                self.add((name, if quota == "other" { "-" } else { quota }, TestCluster::units(&pod), priority), None);
-            }
             if actions.releases.is_empty() && actions.evictions.is_empty() {
                 return self;
             }
         }
     }
 
-    fn is_running(&self) -> BTreeSet<String> {
+    /// Reconciles once, and applies the decisions.
+    pub(super) fn step(&mut self) -> Actions {
+        self.seconds += 1;
+        self.reality.report_on(&mut self.world, self.gpus);
+        if self.losses & 1 == 1 {
+            self.keeper = keeper_with(self.rules);
+        }
+        self.losses >>= 1;
+        let actions = self.keeper.reconcile(&self.world.cluster(), &BTreeMap::new(), at(self.seconds));
+        let before = self.used();
+        if self.is_checked {
+            self.check_promises(&before, &actions);
+        }
+        for release in &actions.releases {
+            assert!(self.world.apply_release(release), "{release:?}");
+            let reserved = reservation(release).nodes["n1"][0].clone();
+            self.reality.given.insert(release.pod.clone(), (reserved.device, reserved.units));
+            self.world.change(|world| &mut world.pods, &release.pod, |pod| pod["spec"]["nodeName"] = json!("n1"));
+        }
+        if self.is_checked {
+            self.check_promises(&before, &Actions::default());
+            self.check_gangs();
+        }
+        for kept in &actions.kept {
+            let note = json!(kept.room.text().unwrap());
+            self.world.change(
+                |world| &mut world.pods,
+                &kept.pod,
+                |pod| pod["metadata"]["annotations"][NOMINATION_ANNOTATION] = note,
+            );
+        }
+        for eviction in &actions.evictions {
+            let kind = eviction.quota.as_ref().map_or_else(|| "-".to_owned(), |quota| format!("{:?}", quota.kind));
+            self.keeper.record_eviction(eviction, &EvictionResult::Done, at(self.seconds).up);
+            self.evicted.push((kind, short(&eviction.preemptor), short(&eviction.pod)));
+            self.recreate(&eviction.pod);
+        }
+        actions
+    }
+
+    /// Replaces a pod as its controller does.
+    fn recreate(&mut self, name: &str) {
+        let pod = self.world.pods.remove(name).unwrap();
+        self.reality.given.remove(name);
+        let (quota, short) = name.split_once('/').unwrap();
+        let priority = i32::try_from(pod["spec"]["priority"].as_i64().unwrap()).unwrap();
+        self.add((short, if quota == "other" { "-" } else { quota }, TestCluster::units(&pod), priority), None);
+        let gang = &pod["metadata"]["annotations"]["cleave.dev/gang"];
+        if !gang.is_null() {
+            let size = &pod["metadata"]["annotations"]["cleave.dev/gang-size"];
+            let annotations = json!({"cleave.dev/gang": gang, "cleave.dev/gang-size": size});
+            self.world.change(|world| &mut world.pods, name, |pod| pod["metadata"]["annotations"] = annotations);
+        }
+    }
+
+    /// Checks that of each gang all pods run, or none.
+    fn check_gangs(&self) {
+        let mut gangs: BTreeMap<(String, String), (usize, usize)> = BTreeMap::new();
+        for (name, pod) in &self.world.pods {
+            let Some(gang) = pod["metadata"]["annotations"]["cleave.dev/gang"].as_str() else { continue };
+            let (namespace, _) = name.split_once('/').unwrap();
+            let (all, running) = gangs.entry((namespace.to_owned(), gang.to_owned())).or_default();
+            *all += 1;
+            *running += usize::from(pod["spec"]["nodeName"].is_string());
+        }
+        for (gang, (all, running)) in gangs {
+            assert!(running == 0 || running == all, "{running} of {all} pods of {gang:?} run");
+        }
+    }
+
+    pub(super) fn is_running(&self) -> BTreeSet<String> {
         let running = self.world.pods.iter().filter(|(_, pod)| pod["spec"]["nodeName"].is_string());
         running.map(|(name, _)| short(name)).collect()
     }
@@ -180,11 +253,11 @@ impl Case {
 
     /// Checks the evictions, in order, and the pods that run at rest. The result is the same if the
     /// leader is lost before each decision.
-    fn expect(self, evicted: &[(&str, &str, &str)], running: &[&str]) {
+    pub(super) fn expect(self, evicted: &[(&str, &str, &str)], running: &[&str]) {
         let lost = Self {
             world: self.world.clone(),
             reality: ActualAllocations { given: self.reality.given.clone(), ending: BTreeMap::new() },
-            keeper: keeper(),
+            keeper: keeper_with(self.rules),
             evicted: Vec::new(),
             losses: u64::MAX,
             ..self
@@ -326,7 +399,8 @@ fn the_status_says_what_is_used_borrowed_and_awaited() {
     let mut keeper = keeper();
     let actions = keeper.reconcile(&cluster, &BTreeMap::new(), at(9));
     keeper.record_eviction(&actions.evictions[0], &EvictionResult::Done, at(9).up);
-    let statuses: BTreeMap<_, _> = keeper.quota_statuses(&cluster, &actions.waiting, at(9)).into_iter().collect();
+    let reports = keeper.quota_reports(&cluster, &actions.waiting, at(9));
+    let statuses: BTreeMap<_, _> = reports.statuses.into_iter().collect();
     let (a, b) = (&statuses["a"], &statuses["b"]);
     assert_eq!((a.used.as_str(), a.pods.within, a.waiting.pods, a.waiting.gpus.as_str()), ("0.5", 1, 1, "0.5"));
     let guaranteed = |status: &cleave_api::GpuQuotaStatus| status.conditions[1].reason.clone();
@@ -337,7 +411,11 @@ fn the_status_says_what_is_used_borrowed_and_awaited() {
     for quota in &mut seen.quotas {
         quota["status"] = json!(statuses[quota["metadata"]["name"].as_str().unwrap()]);
     }
-    assert_eq!(keeper.quota_statuses(&seen.cluster(), &actions.waiting, at(10)), [], "only differences are written");
+    let again = keeper.quota_reports(&seen.cluster(), &actions.waiting, at(10));
+    assert_eq!(again.statuses, [], "only differences are written");
+    assert_eq!(again.usages["a"].waiting, BTreeMap::from([("Nominated".to_owned(), 1)]));
+    let label = |pod: &str, value| CapacityLabel { pod: pod.to_owned(), uid: seen.uid(pod), value: Some(value) };
+    assert_eq!(again.labels, [label("b/b1", "in-quota")], "b2 is evicted");
 }
 
 #[test]
@@ -352,6 +430,87 @@ fn quotas_that_only_count_change_nothing() {
     let (with, without) = (case(&[("a", counted.clone()), ("b", counted)]), case(&[]));
     assert_eq!((&with.evicted, with.is_running()), (&without.evicted, without.is_running()));
     assert_eq!(without.evicted.len(), 1, "priority alone decides: {:?}", without.evicted);
+}
+
+#[test]
+fn a_new_leader_keeps_the_room_for_which_pods_were_evicted() {
+    for losses in [0, u64::MAX] {
+        let mut case = Case::new(2, &[("a", json!({})), ("b", json!({})), ("c", json!({}))])
+            .running(&[
+                (("b1", "b", 5, 0), 0),
+                (("b2", "b", 5, 0), 0),
+                (("b3", "b", 5, 0), 1),
+                (("b4", "b", 5, 0), 1),
+            ])
+            .waiting(&[("a1", "a", 5, 0)]);
+        case.losses = losses;
+        case.step();
+        assert_eq!(case.evicted.len(), 1, "{:?}", case.evicted);
+        // Its quota has a lower share, so its turn is before that of a1.
+        let case = case.waiting(&[("c1", "c", 4, 0)]).until_rest();
+        let for_a1 = case.evicted.iter().filter(|(_, taker, _)| taker == "a1").count();
+        assert_eq!(for_a1, 1, "losses {losses:x}: {:?}", case.evicted);
+        assert!(case.is_running().contains("a1"), "{:?}", case.is_running());
+    }
+}
+
+#[test]
+fn a_note_about_room_that_is_taken_or_too_old_has_no_effect() {
+    let note = |until: u64| {
+        json!({"until": until, "nodes": {"n1": [{"resource": MPS_RESOURCE, "units": 5, "device": "n1-GPU-0"}]}}).to_string()
+    };
+    for (until, running, expected) in [(2_000_000, 6, 0), (1, 0, 0), (2_000_000, 0, 1)] {
+        let mut case = Case::new(1, &[("a", json!({})), ("b", json!({}))]).waiting(&[("a1", "a", 5, 0)]);
+        if running > 0 {
+            case = case.running(&[(("b1", "b", running, 0), 0)]);
+        }
+        case.world.change(
+            |world| &mut world.pods,
+            "a/a1",
+            |pod| pod["metadata"]["annotations"][NOMINATION_ANNOTATION] = json!(note(until)),
+        );
+        case.reality.report_on(&mut case.world, 1);
+        // The pod is released if it fits, so its nomination is seen while reservations are delayed.
+        let mut keeper = keeper().with_settling_delay();
+        keeper.reconcile(&case.world.cluster(), &BTreeMap::new(), at(1));
+        assert!(keeper.ledger().unwrap().nominations().is_empty(), "nothing is decided yet");
+        let actions = keeper.reconcile(&case.world.cluster(), &BTreeMap::new(), at(9));
+        let kept = keeper.ledger().unwrap().nominations().len() + actions.releases.len();
+        assert!(kept >= expected && actions.evictions.is_empty(), "until {until}: {actions:?}");
+    }
+}
+
+#[test]
+fn a_pod_that_waits_long_is_not_starved_by_a_stream_of_small_pods() {
+    let stream = |ageing: u64| {
+        let mut case = Case::new(1, &[("a", json!({}))])
+            .running(&[(("s0", "a", 5, 0), 0), (("s1", "a", 5, 0), 0)])
+            .waiting(&[("big", "a", 10, 0)])
+            .with_ageing(ageing);
+        for round in 2..12 {
+            // A small pod is always ready before the one that ends.
+            case.add((&format!("s{round}"), "a", 5, 0), None);
+            case.end(&format!("a/s{}", round - 2));
+            case.step();
+            let is_running = case.is_running();
+            if is_running.contains("big") {
+                return Some(round);
+            }
+            if !is_running.contains(&format!("s{round}")) {
+                // The stream stops for the pod that waits: the running pods end one by one.
+                let waits = case.world.pods.iter().filter(|(_, pod)| !pod["spec"]["nodeName"].is_string());
+                assert!(waits.count() >= 2);
+                for name in is_running {
+                    case.end(&format!("a/{name}"));
+                }
+                case.step();
+                return case.is_running().contains("big").then_some(round);
+            }
+        }
+        None
+    };
+    assert_eq!(stream(1_000_000), None, "small pods take each room that becomes free");
+    assert!(stream(3).is_some());
 }
 
 /// Limits of a quota in a random case: min, max beyond it, and weight.
@@ -397,8 +556,44 @@ proptest! {
         for (_, _, victim) in &case.evicted {
             *times.entry(victim.as_str()).or_default() += 1;
         }
-        // A leader that is lost between an eviction and the release may decide otherwise.
-        let most = 2 + losses.count_ones() as usize;
-        prop_assert!(times.values().all(|times| *times <= most), "{:?}", case.evicted);
+        prop_assert!(times.values().all(|times| *times <= 2), "{:?}", case.evicted);
+    }
+
+    /// Of each gang all pods run or none, at each step, although pods are evicted and come back. No
+    /// two gangs wait for each other.
+    #[test]
+    fn gangs_run_as_a_whole_and_it_comes_to_rest(
+        limits in proptest::collection::vec((0_u32..20, proptest::option::of(5_u32..15), 1_u32..4), 2..4),
+        gangs in proptest::collection::vec((0_usize..3, 1_usize..4, 1_u32..8, 0_i32..3), 1..6),
+        gpus in 1_usize..3,
+        first in 0_usize..4,
+        losses in 0_u64..256,
+    ) {
+        const NAMES: [&str; 3] = ["a", "b", "c"];
+        let quotas: Vec<(&str, Value)> =
+            limits.iter().zip(NAMES).map(|(limits, name)| (name, random_quota(*limits))).collect();
+        let mut case = Case::new(gpus, &quotas);
+        (case.is_checked, case.losses) = (true, losses);
+        for (at, (quota, size, shares, priority)) in gangs.iter().enumerate() {
+            let quota = NAMES[*quota % quotas.len()];
+            let names: Vec<String> = (0..*size).map(|pod| format!("g{at}-{pod}")).collect();
+            for name in &names {
+                case = case.waiting(&[(name, quota, *shares, *priority)]);
+            }
+            if *size > 1 {
+                let names: Vec<&str> = names.iter().map(String::as_str).collect();
+                case = case.gang(quota, &format!("g{at}"), *size, &names);
+            }
+            if at + 1 == first {
+                case = case.until_rest();
+                case.evicted.clear();
+            }
+        }
+        let case = case.until_rest();
+        let mut times: BTreeMap<&str, usize> = BTreeMap::new();
+        for (_, _, victim) in &case.evicted {
+            *times.entry(victim.as_str()).or_default() += 1;
+        }
+        prop_assert!(times.values().all(|times| *times <= 2), "{:?}", case.evicted);
     }
 }

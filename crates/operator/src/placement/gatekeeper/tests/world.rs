@@ -190,6 +190,11 @@ impl TestCluster {
         true
     }
 
+    /// Returns the UID of a pod.
+    pub(super) fn uid(&self, pod: &str) -> String {
+        self.pods[pod]["metadata"]["uid"].as_str().unwrap().to_owned()
+    }
+
     /// Returns the number of shares that a pod requests.
     pub(super) fn units(pod: &Value) -> u32 {
         pod["spec"]["containers"][0]["resources"]["limits"][MPS_RESOURCE].as_str().unwrap().parse().unwrap()
