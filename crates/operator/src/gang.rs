@@ -66,7 +66,10 @@ mod tests {
             let found = gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", size)], None);
             assert_eq!(found, Some(("t".to_owned(), 1)), "{size:?}");
         }
-        assert_eq!(gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", "0")], None), Some(("t".to_owned(), 1)));
+        assert_eq!(
+            gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", "0")], None),
+            Some(("t".to_owned(), 1))
+        );
         assert_eq!(gang(&[], &[("cleave.dev/gang", "")], None), None, "an empty name is none");
     }
 }

@@ -96,7 +96,9 @@ impl QuotaMetrics {
         for (name, usage) in usages {
             let quota = OfQuota { quota: name.clone() };
             let amount = |amount: u64| fraction(amount) / fraction(usage.one);
-            let set = |family: &Family<OfQuota, Fraction>, value: f64| drop(family.get_or_create(&quota).set(value));
+            let set = |family: &Family<OfQuota, Fraction>, value: f64| {
+                family.get_or_create(&quota).set(value);
+            };
             let of = &usage.usage;
             set(&self.min, amount(usage.limits.min));
             usage.limits.max.into_iter().for_each(|max| set(&self.max, amount(max)));
@@ -170,7 +172,16 @@ pub(super) mod tests {
 
     pub(crate) fn usages(names: &[&str]) -> BTreeMap<String, QuotaUsage> {
         let one = Amount(2_500_000);
-        let usage = Usage { used: one, held: one, excess: one, lent: one, weight: 2, pods_within: 1, pods_over: 2, ..Usage::default() };
+        let usage = Usage {
+            used: one,
+            held: one,
+            excess: one,
+            lent: one,
+            weight: 2,
+            pods_within: 1,
+            pods_over: 2,
+            ..Usage::default()
+        };
         let usage = QuotaUsage {
             usage,
             limits: Limits { min: 4_000_000, max: Some(8_000_000) },

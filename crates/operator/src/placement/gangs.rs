@@ -25,10 +25,8 @@ pub(super) fn reserve_all<'a>(
     expires: Moment,
 ) -> Option<Vec<Fits>> {
     let before = search.checkpoint();
-    let nominations: Vec<(&str, Nomination)> = gang
-        .iter()
-        .filter_map(|one| Some((one.name.as_str(), ledger.nominations().get(&one.name)?.clone())))
-        .collect();
+    let nominations: Vec<(&str, Nomination)> =
+        gang.iter().filter_map(|one| Some((one.name.as_str(), ledger.nominations().get(&one.name)?.clone()))).collect();
     let mut reserved = Vec::new();
     for &one in gang {
         let Ok(fits) = search.find(ledger, one) else { break };

@@ -563,7 +563,12 @@ impl Gatekeeper {
         if std::mem::take(&mut self.restores_nominations) && !input.cluster.quotas.is_empty() {
             let is_ending = |node: &str, pod: &str| claims.is_ending(node, pod, up);
             let holders = || nodes.holders(tracker, &evictability, is_ending);
-            handover::restore_nominations(ledger, candidates.iter().map(Candidate::for_handover), holders, input.now.epoch);
+            handover::restore_nominations(
+                ledger,
+                candidates.iter().map(Candidate::for_handover),
+                holders,
+                input.now.epoch,
+            );
         }
         let mut worlds = QuotaWorlds::new(
             input.cluster,
@@ -609,7 +614,9 @@ impl Gatekeeper {
             let turn = match quotas.as_mut().and_then(|pass| pass.start_turn(ledger, name)).transpose() {
                 Ok(turn) => turn,
                 Err(hold) => {
-                    let Some(wait) = quotas.as_ref().map(|pass| pass.explain(hold).into_waiting_pod()) else { continue };
+                    let Some(wait) = quotas.as_ref().map(|pass| pass.explain(hold).into_waiting_pod()) else {
+                        continue;
+                    };
                     for one in std::iter::once(candidate).chain(gang) {
                         preemption.withdraw_nomination(ledger, &mut search, &one.name);
                         growth.record_delayed(one.pod, up);
@@ -623,7 +630,8 @@ impl Gatekeeper {
             if let Some((pass, turn)) = quotas.as_mut().zip(turn).filter(|_| !gang.is_empty()) {
                 let delay = gang.iter().filter_map(|one| stranded.gate_delay(one.pod, up)).max();
                 let may_use_free_room = turn.may_use_free_room && delay.is_none();
-                let found = may_use_free_room.then(|| gangs::reserve_all(ledger, &mut search, &gang, expires)).flatten();
+                let found =
+                    may_use_free_room.then(|| gangs::reserve_all(ledger, &mut search, &gang, expires)).flatten();
                 if let Some(found) = found {
                     let label = pass.label_released(turn, &gangs::named(&gang, &found));
                     for (one, fits) in gang.iter().zip(&found) {
@@ -653,7 +661,10 @@ impl Gatekeeper {
                 Ok(fits) => {
                     if ledger.reserve(name, &fits, expires).is_ok() {
                         search.reserve(ledger, candidate, &fits);
-                        let label = quotas.as_mut().zip(turn).and_then(|(pass, turn)| pass.label_released(turn, &[(name, &fits)]));
+                        let label = quotas
+                            .as_mut()
+                            .zip(turn)
+                            .and_then(|(pass, turn)| pass.label_released(turn, &[(name, &fits)]));
                         reserved.push((name.clone(), pod));
                         let placement = placement(&pod.spec.device_requests, &fits, expires);
                         actions.releases.push(candidate.release_reserved(placement, nodes, (waited, label)));

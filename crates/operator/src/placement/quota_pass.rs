@@ -187,11 +187,7 @@ impl<'w> QuotaPass<'w> {
     }
 
     /// Returns the pods of a turn with the GPUs of their first devices.
-    fn parts<'n>(
-        &self,
-        member: Member,
-        pods: impl Iterator<Item = (&'n str, Option<&'n str>)>,
-    ) -> Vec<(PodId, usize)> {
+    fn parts<'n>(&self, member: Member, pods: impl Iterator<Item = (&'n str, Option<&'n str>)>) -> Vec<(PodId, usize)> {
         let ids = &self.worlds.pools[member.pool].ids;
         pods.filter_map(|(name, device)| Some((*ids.get(name)?, self.gpu(member, device)))).collect()
     }
@@ -203,9 +199,8 @@ impl<'w> QuotaPass<'w> {
 
     /// Records that the pods of a turn are released to devices. Returns the class of the first.
     pub(super) fn release(&mut self, member: Member, released: &[(&str, &Fits)]) -> Option<Class> {
-        let first = |fits: &Fits| {
-            fits.iter().next().and_then(|fit| fit.reservations().first()).map(|take| take.device.clone())
-        };
+        let first =
+            |fits: &Fits| fits.iter().next().and_then(|fit| fit.reservations().first()).map(|take| take.device.clone());
         let devices: Vec<(&str, Option<String>)> = released.iter().map(|(name, fits)| (*name, first(fits))).collect();
         let parts = self.parts(member, devices.iter().map(|(name, device)| (*name, device.as_deref())));
         self.books[member.pool].release(&parts);

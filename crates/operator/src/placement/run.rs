@@ -175,6 +175,7 @@ impl Controller for PlacementController {
             self.keeper.reset();
             self.context.stores.pods.forget_changes();
             self.context.metrics.reset_placement();
+            self.reports_quotas = true;
             // Read the clock while another process leads, so that `clock` is current when this
             // process becomes the leader.
             self.clock = SteadyClock::read();

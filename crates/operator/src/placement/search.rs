@@ -125,7 +125,7 @@ impl<'a> Candidate<'a> {
 
     /// Returns the pod for reservations of pods that have waited long.
     pub(super) fn for_long_wait<'n>(&'n self, nodes: &'n Nodes) -> WaitingRequests<'n, impl Fn() -> Vec<&'n str>> {
-        let eligible = || nodes.eligible_nodes(&self.plan_pod);
+        let eligible = move || nodes.eligible_nodes(&self.plan_pod);
         WaitingRequests { name: &self.name, requests: &self.device_requests, eligible }
     }
 
@@ -156,8 +156,7 @@ impl<'a> Candidate<'a> {
         (waited, label): (Duration, Option<&'static str>),
     ) -> Release {
         let hostnames = placement.nodes.keys().filter_map(|node| nodes.hostname(node)).collect();
-        let mut release =
-            self.release(ReleaseReason::Reserved(placement), Destination::Hostnames(hostnames), waited);
+        let mut release = self.release(ReleaseReason::Reserved(placement), Destination::Hostnames(hostnames), waited);
         if let Some(label) = label {
             patch::add_label(&mut release.patch, self.pod, label);
         }

@@ -326,7 +326,8 @@ impl<'w> Book<'w> {
     /// the rules about the complete set of victims hold too.
     pub fn may_leave(&self, kind: Kind, taker: PodId, victim: PodId) -> bool {
         let (accounts, settings) = (&self.accounts, &self.world.settings);
-        let (Some(class), Some(since)) = (accounts.class(victim), self.mates(victim).filter_map(|id| self.since(id)).min())
+        let (Some(class), Some(since)) =
+            (accounts.class(victim), self.mates(victim).filter_map(|id| self.since(id)).min())
         else {
             return false;
         };

@@ -262,8 +262,7 @@ fn no_promise_is_broken_when_leaders_are_killed_in_a_storm_with_quotas() -> Resu
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "quota-a")?;
     let exempt = json!({"cleave.dev/allow": "quota"});
-    let teams =
-        Teams::new(&cluster, &[("quota-b", json!({})), ("quota-steady", json!({})), ("quota-exempt", exempt)])?;
+    let teams = Teams::new(&cluster, &[("quota-b", json!({})), ("quota-steady", json!({})), ("quota-exempt", exempt)])?;
     teams.quota("e2e-a", &scope.namespace, json!({"min": "2", "max": "3"}))?;
     teams.quota("e2e-steady", "e2e-quota-steady", json!({"min": "500m"}))?;
     let undisturbed = [("e2e-quota-steady", 5), ("e2e-quota-exempt", 2)];
@@ -303,38 +302,26 @@ fn no_promise_is_broken_when_leaders_are_killed_in_a_storm_with_quotas() -> Resu
     })
 }
 
-/// A setting of the operator. Dropping the value restores the setting.
+/// A setting of the operator whose default is 300. Dropping the value restores the default.
 struct OperatorSetting(&'static str);
 
 impl OperatorSetting {
     fn set(name: &'static str, value: &str) -> Result<Self> {
-        let before = kubectl(&[
-            "-n",
-            SYSTEM_NAMESPACE,
-            "set",
-            "env",
-            "deployment/cleave-operator",
-            &format!("{name}={value}"),
-        ]);
         let setting = Self(name);
-        before?;
-        setting.wait()?;
+        setting.write(value)?;
         Ok(setting)
     }
 
-    fn wait(&self) -> Result<()> {
-        let _ = self.0;
-        let arguments =
-            ["-n", SYSTEM_NAMESPACE, "rollout", "status", "deployment/cleave-operator", "--timeout", "2m"];
-        kubectl(&arguments).map(drop)
+    fn write(&self, value: &str) -> Result<()> {
+        const OPERATOR: &str = "deployment/cleave-operator";
+        kubectl(&["-n", SYSTEM_NAMESPACE, "set", "env", OPERATOR, &format!("{}={value}", self.0)])?;
+        kubectl(&["-n", SYSTEM_NAMESPACE, "rollout", "status", OPERATOR, "--timeout", "2m"]).map(drop)
     }
 }
 
 impl Drop for OperatorSetting {
     fn drop(&mut self) {
-        let value = format!("{}=300", self.0);
-        let restored = kubectl(&["-n", SYSTEM_NAMESPACE, "set", "env", "deployment/cleave-operator", &value]);
-        if let Err(error) = restored.and_then(|_| self.wait()) {
+        if let Err(error) = self.write("300") {
             let _ = writeln!(std::io::stderr(), "failed to restore a setting of the operator: {error:#}");
         }
     }
@@ -349,11 +336,9 @@ fn the_documented_example_of_nos_ends_with_the_same_pods() -> Result<()> {
     let _setting = OperatorSetting::set("CLEAVE_QUOTAS_MIN_RUNTIME_FAIR_SHARE", "0")?;
     let scope = ten_shares(&cluster, "quota-a")?;
     let teams = Teams::new(&cluster, &[("quota-b", json!({})), ("quota-c", json!({}))])?;
-    for (name, namespace, min) in [
-        ("e2e-a", scope.namespace.as_str(), "2"),
-        ("e2e-b", "e2e-quota-b", "500m"),
-        ("e2e-c", "e2e-quota-c", "1500m"),
-    ] {
+    for (name, namespace, min) in
+        [("e2e-a", scope.namespace.as_str(), "2"), ("e2e-b", "e2e-quota-b", "500m"), ("e2e-c", "e2e-quota-c", "1500m")]
+    {
         teams.quota(name, namespace, json!({"min": min}))?;
     }
     for index in 0..4 {

@@ -10,11 +10,12 @@ use crate::policies::demand::Reason;
 
 #[test]
 fn a_gang_is_released_by_one_reconcile_or_not_at_all() {
-    let gang = |gpus: usize| {
-        Case::new(gpus, &[("a", json!({}))])
-            .waiting(&[("g1", "a", 5, 0), ("g2", "a", 5, 0), ("g3", "a", 5, 0)])
-            .gang("a", "train", 3, &["g1", "g2", "g3"])
-    };
+    let gang =
+        |gpus: usize| {
+            Case::new(gpus, &[("a", json!({}))])
+                .waiting(&[("g1", "a", 5, 0), ("g2", "a", 5, 0), ("g3", "a", 5, 0)])
+                .gang("a", "train", 3, &["g1", "g2", "g3"])
+        };
     let mut full = gang(1);
     let actions = full.step();
     assert!(actions.releases.is_empty() && actions.waiting.len() == 3, "{actions:?}");
@@ -104,9 +105,8 @@ fn a_gang_has_one_class_and_one_label() {
 #[test]
 fn gangs_have_no_effect_without_an_enforced_quota() {
     for quotas in [vec![], vec![("a", json!({"mode": "Count"}))]] {
-        let case = Case::new(1, &quotas)
-            .waiting(&[("g1", "a", 6, 0), ("g2", "a", 6, 0)])
-            .gang("a", "train", 2, &["g1", "g2"]);
+        let case =
+            Case::new(1, &quotas).waiting(&[("g1", "a", 6, 0), ("g2", "a", 6, 0)]).gang("a", "train", 2, &["g1", "g2"]);
         let actions = keeper().reconcile(&case.world.cluster(), &BTreeMap::new(), at(1));
         assert_eq!(actions.releases.len(), 1, "the pod that fits is released");
     }

@@ -82,9 +82,8 @@ fn after_a_lower_min_a_deleted_quota_or_a_moved_namespace_nobody_leaves_until_so
 
 #[test]
 fn a_max_below_what_is_held_evicts_nobody_and_holds_new_pods() {
-    let mut case = Case::new(2, &[("a", json!({"max": 20}))])
-        .waiting(&[("a1", "a", 10, 0), ("a2", "a", 5, 0)])
-        .until_rest();
+    let mut case =
+        Case::new(2, &[("a", json!({"max": 20}))]).waiting(&[("a1", "a", 10, 0), ("a2", "a", 5, 0)]).until_rest();
     spec(&mut case, "a")["max"] = json!("1");
     case.add(("a3", "a", 1, 0), None);
     let actions = case.step();
@@ -110,9 +109,10 @@ fn a_forged_label_is_overwritten_and_protects_nobody() {
     );
     let actions = case.step();
     let reports = case.keeper.quota_reports(&case.world.cluster(), &actions.waiting, at(case.seconds));
-    assert_eq!(reports.labels.iter().map(|label| (label.pod.as_str(), label.value)).collect::<Vec<_>>(), [
-        ("b/b1", Some("over-quota"))
-    ]);
+    assert_eq!(
+        reports.labels.iter().map(|label| (label.pod.as_str(), label.value)).collect::<Vec<_>>(),
+        [("b/b1", Some("over-quota"))]
+    );
     case.waiting(&[("a1", "a", 10, 0)]).expect(&[("Reclaim", "a1", "b1")], &["a1"]);
 }
 
@@ -122,9 +122,10 @@ fn labels_are_removed_when_the_last_quota_is_deleted() {
     case.world.quotas.clear();
     let actions = case.step();
     let reports = case.keeper.quota_reports(&case.world.cluster(), &actions.waiting, at(case.seconds));
-    assert_eq!(reports.labels.iter().map(|label| (label.pod.as_str(), label.value)).collect::<Vec<_>>(), [(
-        "a/a1", None
-    )]);
+    assert_eq!(
+        reports.labels.iter().map(|label| (label.pod.as_str(), label.value)).collect::<Vec<_>>(),
+        [("a/a1", None)]
+    );
     assert!(reports.statuses.is_empty() && reports.usages.is_empty());
 }
 

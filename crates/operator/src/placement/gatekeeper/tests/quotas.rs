@@ -75,10 +75,14 @@ impl Case {
     /// Makes pods of a quota a gang.
     pub(super) fn gang(mut self, quota: &str, gang: &str, size: usize, pods: &[&str]) -> Self {
         for pod in pods {
-            self.world.change(|world| &mut world.pods, &format!("{quota}/{pod}"), |pod| {
-                pod["metadata"]["annotations"]["cleave.dev/gang"] = json!(gang);
-                pod["metadata"]["annotations"]["cleave.dev/gang-size"] = json!(size.to_string());
-            });
+            self.world.change(
+                |world| &mut world.pods,
+                &format!("{quota}/{pod}"),
+                |pod| {
+                    pod["metadata"]["annotations"]["cleave.dev/gang"] = json!(gang);
+                    pod["metadata"]["annotations"]["cleave.dev/gang-size"] = json!(size.to_string());
+                },
+            );
         }
         self
     }
@@ -436,12 +440,7 @@ fn quotas_that_only_count_change_nothing() {
 fn a_new_leader_keeps_the_room_for_which_pods_were_evicted() {
     for losses in [0, u64::MAX] {
         let mut case = Case::new(2, &[("a", json!({})), ("b", json!({})), ("c", json!({}))])
-            .running(&[
-                (("b1", "b", 5, 0), 0),
-                (("b2", "b", 5, 0), 0),
-                (("b3", "b", 5, 0), 1),
-                (("b4", "b", 5, 0), 1),
-            ])
+            .running(&[(("b1", "b", 5, 0), 0), (("b2", "b", 5, 0), 0), (("b3", "b", 5, 0), 1), (("b4", "b", 5, 0), 1)])
             .waiting(&[("a1", "a", 5, 0)]);
         case.losses = losses;
         case.step();
@@ -457,7 +456,8 @@ fn a_new_leader_keeps_the_room_for_which_pods_were_evicted() {
 #[test]
 fn a_note_about_room_that_is_taken_or_too_old_has_no_effect() {
     let note = |until: u64| {
-        json!({"until": until, "nodes": {"n1": [{"resource": MPS_RESOURCE, "units": 5, "device": "n1-GPU-0"}]}}).to_string()
+        json!({"until": until, "nodes": {"n1": [{"resource": MPS_RESOURCE, "units": 5, "device": "n1-GPU-0"}]}})
+            .to_string()
     };
     for (until, running, expected) in [(2_000_000, 6, 0), (1, 0, 0), (2_000_000, 0, 1)] {
         let mut case = Case::new(1, &[("a", json!({})), ("b", json!({}))]).waiting(&[("a1", "a", 5, 0)]);
