@@ -22,7 +22,7 @@ use super::quotas::QuotaSettings;
 use super::stranded::{PlacedReport, Recreation, StrandedActions};
 use crate::events::{self, EventPublisher};
 use crate::evict::{self, EvictionOptions, EvictionResult};
-use crate::metrics::{NO_QUOTA, Outcome, Reason};
+use crate::metrics::{NO_QUOTA, Outcome};
 use crate::pod_condition::{self, Target, WriteResult};
 use crate::pod_metadata::patch_metadata;
 use crate::pods::{POD_SCHEDULED, PodCondition};

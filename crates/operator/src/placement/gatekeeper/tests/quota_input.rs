@@ -24,7 +24,7 @@ fn condition(status: &GpuQuotaStatus, type_: &str) -> (String, String, String) {
     (condition.status.clone(), condition.reason.clone(), condition.message.clone())
 }
 
-fn spec(case: &mut Case, quota: &str) -> &mut Value {
+fn spec<'c>(case: &'c mut Case, quota: &str) -> &'c mut Value {
     let found = case.world.quotas.iter_mut().find(|object| object["metadata"]["name"] == quota);
     &mut found.unwrap()["spec"]
 }
