@@ -358,7 +358,8 @@ impl<'w> QuotaPass<'w> {
     /// Explains an eviction to the owner of the evicted pod.
     pub(super) fn eviction_message(&self, kind: Kind, member: Member) -> String {
         let (book, pod) = (self.book(member), self.pod(member));
-        let (used, min) = (book.used(member.id), book.quota(member.id).min());
+        let used = book.used(member.id).plus(book.charge(member.id));
+        let min = book.quota(member.id).min();
         let owner = match &pod.owner {
             Owner::Quota(name) => format!("quota {name}"),
             Owner::Unnamed | Owner::Outside => "the namespaces without a quota".to_owned(),

@@ -76,7 +76,7 @@ fn a_budget_of_one_pod_protects_its_gang() {
     case.world.change(|world| &mut world.pods, "b/g2", |pod| pod["metadata"]["labels"] = json!({"app": "g2"}));
     let budget = json!({"metadata": {"name": "keep", "namespace": "b", "generation": 1},
         "spec": {"minAvailable": 1, "selector": {"matchLabels": {"app": "g2"}}},
-        "status": {"disruptionsAllowed": 0, "currentHealthy": 1, "desiredHealthy": 1, "expectedPods": 1, "observedGeneration": 1}});
+        "status": {"disruptionsAllowed": 0, "currentHealthy": 1, "desiredHealthy": 2, "expectedPods": 1, "observedGeneration": 1}});
     case.world.budgets.insert("keep".to_owned(), budget);
     let actions = case.step();
     assert!(actions.evictions.is_empty(), "{actions:?}");
