@@ -31,8 +31,11 @@ pub(crate) struct QuotaMetrics {
     waiting_pods: Family<OfReason, Gauge>,
     evictions: Family<Exchange, Counter>,
     /// Evictions whose series exist, to remove those of quotas that are gone.
-    counted: Arc<Mutex<BTreeSet<(String, String, &'static str)>>>,
+    counted: Arc<Mutex<CountedExchanges>>,
 }
+
+/// Labels of evictions: from, to, and kind.
+type CountedExchanges = BTreeSet<(String, String, &'static str)>;
 
 /// Label: a quota.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]

@@ -543,6 +543,7 @@ impl Gatekeeper {
 
     /// Reserves shares for the pods that fit, and explains why the other pods wait.
     // long: one decision per pod, whose outcomes continue the same loop.
+    #[expect(clippy::too_many_lines, reason = "one decision per pod, whose outcomes continue the same loop")]
     fn reserve_or_explain(
         &mut self,
         ledger: &mut Ledger,

@@ -69,11 +69,10 @@ pub(crate) fn status(
         (_, true) => (false, "Counting", "The mode is Count: pods are neither held nor evicted".to_owned()),
         _ => (false, "NotReady", "The quota is not valid, so its pods have no guarantee".to_owned()),
     };
-    let guaranteed = known.map(|(pool, _)| guaranteed(pool, &waiting)).unwrap_or((
-        false,
-        "NotReady",
-        "The quota is not valid, so its pods have no guarantee".to_owned(),
-    ));
+    let guaranteed = match known {
+        Some((pool, _)) => guaranteed(pool, &waiting),
+        None => (false, "NotReady", "The quota is not valid, so its pods have no guarantee".to_owned()),
+    };
     let before = quota.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
     let conditions = [("Ready", ready), ("Guaranteed", guaranteed), ("Enforced", enforced)];
     let condition = |(type_, (holds, reason, message)): (&str, (bool, &str, String))| {
@@ -121,7 +120,7 @@ fn valid_message(pool: Option<&PoolView<'_>>, absent: &[&str]) -> String {
 fn written(amount: Amount, unit: Unit) -> String {
     match unit {
         Unit::Gpus => amount.to_string(),
-        Unit::Memory if amount.0 % 1024 == 0 => format!("{}Gi", amount.0 / 1024),
+        Unit::Memory if amount.0.is_multiple_of(1024) => format!("{}Gi", amount.0 / 1024),
         Unit::Memory => format!("{}Mi", amount.0),
     }
 }

@@ -246,8 +246,8 @@ mod tests {
 
     fn quota(name: &str, created: &str, spec: Value) -> GpuQuota {
         let metadata = json!({"name": name, "creationTimestamp": created});
-        let object =
-            json!({"apiVersion": "cleave.dev/v1alpha1", "kind": "GpuQuota", "metadata": metadata, "spec": spec});
+        let mut object = json!({"apiVersion": "cleave.dev/v1alpha1", "kind": "GpuQuota", "metadata": metadata});
+        object["spec"] = spec;
         serde_json::from_value(object).unwrap()
     }
 
