@@ -45,7 +45,7 @@ run_cluster_tests() {
 # The modules whose tests run on a second cluster, at the same time as all other tests on the first.
 # The two groups take about the same time. The groups can run at the same time, because tests wait
 # for Kubernetes most of the time.
-second_group=(demand ending gate gate_admission health preemption stranded zones)
+second_group=(demand ending gate gate_admission health preemption quotas stranded zones)
 
 # Number of inotify instances that a user may have. Linux allows 128 by default, a node uses about
 # 15, and two clusters with the nodes that tests add need 150.

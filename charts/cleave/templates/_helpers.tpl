@@ -367,10 +367,10 @@ replicas. The number for MIG instances is no real limit, because a container may
 (k == 'nvidia.com/gpu-mps' || k.matches('^nvidia\\.com/gpu-[0-9]+gb$') ? '48' : k.startsWith('nvidia.com/mig-') && !k.endsWith('.shared') ? '1000000' : '100')
 {{- end }}
 
-{{/* In CEL: whether only the operator may write annotation k. Users may write pre-stop and
+{{/* In CEL: whether only the operator may write annotation k. Users may write borrow, pre-stop and
 replica-placement. */}}
 {{- define "cleave.isCleaveAnnotation" -}}
-(!(k in ['cleave.dev/pre-stop', 'cleave.dev/replica-placement']) && (k.startsWith('cleave.dev/') || k.contains('.cleave.dev/')))
+(!(k in ['cleave.dev/borrow', 'cleave.dev/gang', 'cleave.dev/gang-size', 'cleave.dev/pre-stop', 'cleave.dev/replica-placement']) && (k.startsWith('cleave.dev/') || k.contains('.cleave.dev/')))
 {{- end }}
 
 {{/*

@@ -3,7 +3,7 @@ use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomRe
 use kube::CustomResourceExt;
 use serde_json::Value;
 
-use crate::{GpuNode, SharingPolicy};
+use crate::{GpuNode, GpuQuota, SharingPolicy};
 
 /// Why a CRD could not be serialized.
 #[derive(Debug, thiserror::Error)]
@@ -20,9 +20,10 @@ pub enum Error {
 ///
 /// # Errors
 /// Returns [`Error`] if a CRD cannot be serialized.
-pub fn crd_files() -> Result<[(&'static str, String); 2], Error> {
+pub fn crd_files() -> Result<[(&'static str, String); 3], Error> {
     Ok([
         ("gpunodes.yaml", crd_yaml("GpuNode", &GpuNode::crd())?),
+        ("gpuquotas.yaml", crd_yaml("GpuQuota", &GpuQuota::crd())?),
         ("sharingpolicies.yaml", crd_yaml("SharingPolicy", &SharingPolicy::crd())?),
     ])
 }

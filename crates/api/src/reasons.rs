@@ -32,6 +32,11 @@ pub const POD_EVENTS_OF_OPERATOR: &[Reason] = &[
         "None if a controller recreates it. Otherwise delete and recreate the pod.",
     ),
     reason("GpuRepartitioning", "A GPU is being repartitioned for the pod.", "Wait."),
+    reason(
+        "Reclaimed",
+        "The pod is evicted by the rules of quotas, for a pod that its quota guarantees room or that borrows less.",
+        "None if a controller recreates it. To be guaranteed room, stay within the `min` of the namespace's `GpuQuota`.",
+    ),
     reason("Preempted", "The pod is evicted for a pod of higher priority.", "None if a controller recreates it."),
     reason(
         "EvictedOutsideShare",

@@ -1,7 +1,8 @@
 //! Tests that the committed CRDs match the types, and that the rules of the CRDs refuse exactly the
 //! invalid objects.
 //!
-//! `fixtures/good` and `fixtures/bad` contain complete objects. The first line of each bad object
+//! `fixtures/good` and `fixtures/bad` contain complete `SharingPolicy`s, `fixtures/quota-good` and
+//! `fixtures/quota-bad` complete `GpuQuota`s. The first line of each bad object
 //! quotes a part of the message that refuses it. This test evaluates the rules with an
 //! implementation of CEL. The cluster tests send the same files to a real API server. Files with
 //! `checked by: schema` break the schema itself, which only the API server checks.
@@ -9,6 +10,7 @@
 
 use std::path::Path;
 
+use cleave_api::GpuQuota;
 use cleave_api::crds::crd_files;
 use cleave_api::sharingpolicy::SharingPolicy;
 use kube::CustomResourceExt;
@@ -44,18 +46,56 @@ fn remove_nulls(value: Value) -> Value {
 /// Returns the rules' refusals of an object. Drops nulls and sets defaults first, as the API server
 /// does.
 fn refusals(text: &str) -> String {
-    let schema = crd_schema();
+    refusals_by(&crd_schema(), text)
+}
+
+fn refusals_by(schema: &Value, text: &str) -> String {
     let object: Value = serde_saphyr::from_str(text).unwrap();
-    let object = apply_defaults(&schema, &remove_nulls(object));
-    match Validator::new().validate(&schema, &object, None) {
+    let object = apply_defaults(schema, &remove_nulls(object));
+    match Validator::new().validate(schema, &object, None) {
         Ok(()) => String::new(),
         Err(errors) => errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"),
     }
 }
 
 fn crd_schema() -> Value {
-    let crd = serde_json::to_value(SharingPolicy::crd()).unwrap();
+    schema_of::<SharingPolicy>()
+}
+
+fn schema_of<K: CustomResourceExt>() -> Value {
+    let crd = serde_json::to_value(K::crd()).unwrap();
     crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"].clone()
+}
+
+#[test]
+fn good_quotas_are_accepted() {
+    let schema = schema_of::<GpuQuota>();
+    let fixtures = read_fixtures("quota-good");
+    assert!(fixtures.len() >= 4);
+    for (name, text) in fixtures {
+        assert_eq!(refusals_by(&schema, &text), "", "{name}");
+        let quota: GpuQuota = serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert_eq!(quota.metadata.name.as_deref(), Some(name.as_str()));
+    }
+}
+
+#[test]
+fn bad_quotas_are_refused_with_their_message_and_each_rule_refuses_one() {
+    let schema = schema_of::<GpuQuota>();
+    let mut all = String::new();
+    for (name, text) in read_fixtures("quota-bad") {
+        let expected = text.lines().next().and_then(|line| line.strip_prefix("# expect: "));
+        let expected = expected.unwrap_or_else(|| panic!("{name}"));
+        let refusals = refusals_by(&schema, &text);
+        assert!(refusals.contains(expected), "{name}: {expected:?} is not in {refusals:?}");
+        all.push_str(&refusals);
+    }
+    let mut messages = Vec::new();
+    collect_rule_messages(&schema, &mut messages);
+    assert!(messages.len() >= 10);
+    for message in messages {
+        assert!(all.contains(&message), "no object of fixtures/quota-bad is refused with: {message}");
+    }
 }
 
 #[test]

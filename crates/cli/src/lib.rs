@@ -2,7 +2,8 @@
 //!
 //! | module | commands | reads | writes |
 //! |---|---|---|---|
-//! | [`status`] | `status` | `GpuNode`s, `SharingPolicy`s | |
+//! | [`status`] | `status` | `GpuNode`s, `SharingPolicy`s, `GpuQuota`s | |
+//! | [`quotas`] | `quotas`, `quotas import` | `GpuQuota`s; quotas of Nos and Kueue | |
 //! | [`explain`] | `explain pod` | what the operator reads | |
 //! | [`plan`] | `plan` | a snapshot, or what the operator reads | |
 //! | [`simulate`] | `simulate` | YAML files, or a JSON file of quotas | |
@@ -28,6 +29,7 @@ mod output;
 pub mod plan;
 pub mod preflight;
 mod quota_file;
+pub mod quotas;
 pub mod simulate;
 pub mod status;
 mod table;
@@ -45,8 +47,16 @@ pub use output::OutputFormat;
 pub enum Command {
     /// Show nodes, GPUs, policies, and the pods that use them.
     ///
-    /// Reads every GpuNode and SharingPolicy, and shows what the agents and the operator reported.
+    /// Reads every GpuNode, SharingPolicy and GpuQuota, and shows what the agents and the operator
+    /// reported.
     Status(status::StatusArgs),
+
+    /// Show quotas: what teams are guaranteed, use, borrow and wait for.
+    ///
+    /// Reads every GpuQuota, and shows what the operator reported. With the name of a quota, shows
+    /// all details of this quota.
+    #[command(args_conflicts_with_subcommands = true, after_long_help = quotas::HELP_EXAMPLES)]
+    Quotas(quotas::QuotasArgs),
 
     /// Explain why a pod waits, or show which GPU it has.
     ///
@@ -131,6 +141,7 @@ impl Command {
     pub async fn run(self) -> anyhow::Result<ExitCode> {
         let done = match self {
             Self::Status(args) => status::run(args).await,
+            Self::Quotas(args) => return quotas::run(args).await,
             Self::Explain(args) => explain::run(args).await,
             Self::Plan(args) => plan::run(args).await,
             Self::Simulate(args) => simulate::run(&args),

@@ -1,7 +1,6 @@
 //! `cleave simulate`: tries policies and pods on nodes described in YAML.
 use std::collections::BTreeMap;
-use std::io::Read as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use cleave_api::gpunode::{GpuNodeStatus, GpuStatus, Health, MigProfileStatus, MigStatus, SliceStatus};
@@ -17,7 +16,7 @@ use kube::core::DeserializeGuard;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::output::{self, OutputFormat, print};
+use crate::output::{self, OutputFormat, print, read_input};
 use crate::plan::render;
 use crate::quota_file::simulate_quotas;
 
@@ -94,14 +93,6 @@ pub fn simulate(text: &str, output: OutputFormat) -> Result<String> {
     let mut input = SimulationInput::default();
     input.add_documents(text)?;
     input.simulate(output)
-}
-
-fn read_input(path: &Path) -> std::io::Result<String> {
-    if path == Path::new("-") {
-        let mut text = String::new();
-        return std::io::stdin().read_to_string(&mut text).map(|_| text);
-    }
-    std::fs::read_to_string(path)
 }
 
 /// GPUs that a Node describes.

@@ -2,7 +2,9 @@
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 mod golden;
 
-use cleave_api::{GpuNode, SharingPolicy};
+use std::collections::BTreeMap;
+
+use cleave_api::{GpuNode, GpuQuota, SharingPolicy};
 use cleave_cli::explain::report::{Explanation, NodeView, PodState};
 use cleave_cli::explain::{LiveCluster, explain_pod, render};
 use cleave_operator::dry::Objects;
@@ -137,4 +139,47 @@ fn the_table_shows_the_nodes_on_which_the_pod_fits_best() {
     assert!(text.contains(&explanation.nodes[30].name), "{text}");
     assert!(text.contains("\n28 other nodes with GPUs have no more room than these"), "{text}");
     assert!(!text.contains("node2   0"), "a node that refuses the pod is not shown: {text}");
+}
+
+#[test]
+fn quotas_of_the_pods_namespace_are_described() {
+    let quota = |name: &str, spec: serde_json::Value, status: serde_json::Value| {
+        serde_json::from_value::<DeserializeGuard<GpuQuota>>(serde_json::json!({
+            "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuQuota", "metadata": {"name": name}, "spec": spec,
+            "status": status,
+        }))
+        .unwrap()
+    };
+    let describe = |class: Option<&str>, spec: serde_json::Value| {
+        let live = live_after_change(
+            |objects| {
+                let pod = objects.pods.iter_mut().find(|pod| pod.metadata.name.as_deref() == Some("a")).unwrap();
+                let label = class.map(|class| ("cleave.dev/capacity".to_owned(), class.to_owned()));
+                let labels: BTreeMap<String, String> = label.into_iter().collect();
+                pod.metadata.labels = Some(labels.into());
+                let namespace = serde_json::json!({"metadata": {"name": "demo", "labels": {"team": "d"}}});
+                objects.namespaces.push(serde_json::from_value(namespace).unwrap());
+            },
+            1000,
+        );
+        let quotas = vec![quota("team", spec, serde_json::json!({"used": "3"}))];
+        explain_pod(&live.with_quotas(quotas), "demo/a").unwrap().quotas
+    };
+    let named = || serde_json::json!({"namespaces": ["demo"], "min": "4", "max": "8"});
+    assert_eq!(
+        describe(Some("in-quota"), named()),
+        ["Within the guarantee of team: 3 of 4 GPUs used. Its maximum is 8."]
+    );
+    assert_eq!(
+        describe(Some("over-quota"), named()),
+        ["Borrows: team uses 3 and is guaranteed 4 GPUs. Its maximum is 8."]
+    );
+    let labelled = serde_json::json!({"namespaceSelector": {"matchLabels": {"team": "d"}}, "mode": "Count"});
+    assert_eq!(describe(None, labelled), ["team uses 3 and is guaranteed 0 GPUs. The quota only counts (mode Count)."]);
+    let other = serde_json::json!({"namespaceSelector": {"matchLabels": {"team": "e"}}});
+    assert_eq!(
+        describe(None, other),
+        ["No quota counts namespace demo. Its pods borrow, unless the namespace is exempt."]
+    );
+    assert_eq!(explanation_of("a").quotas, Vec::<String>::new(), "a cluster without quotas has no sentence");
 }

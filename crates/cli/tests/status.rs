@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 mod golden;
 
-use cleave_api::{GpuNode, SharingPolicy};
+use cleave_api::{GpuNode, GpuQuota, SharingPolicy};
 use cleave_cli::status::render;
 use cleave_cli::status::report::StatusReport;
 use golden::assert_matches_file;
@@ -44,4 +44,12 @@ fn an_empty_cluster_is_described_in_sentences() {
         "No GpuNodes. The operator creates one for each node that runs an agent.\n\n\
          No SharingPolicies. Every GPU is whole.\n\nNo pod uses a GPU.\n"
     );
+}
+
+#[test]
+fn quotas_are_shown_in_short_if_there_are_any() {
+    let quotas: ObjectList<DeserializeGuard<GpuQuota>> =
+        serde_saphyr::from_str(include_str!("quotas/gpuquotas.yaml")).unwrap();
+    let report = read_report(Some("node1")).with_quotas(quotas.items);
+    assert_matches_file("status/quotas.txt", &render(&report, false));
 }

@@ -2,6 +2,11 @@
 use std::net::SocketAddr;
 use std::str::FromStr;
 
+use cleave_plan::quota::Settings;
+
+use crate::placement::QuotaSettings;
+use crate::quotas::validate::Unnamed;
+
 /// A label of a node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Label {
@@ -17,6 +22,52 @@ impl FromStr for Label {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let (key, value) = text.split_once('=').ok_or("a label has the form key=value")?;
         Ok(Self { key: key.to_owned(), value: value.to_owned() })
+    }
+}
+
+/// Options of quotas.
+#[derive(Debug, Clone, clap::Args)]
+pub struct QuotaArgs {
+    /// What pods of namespaces without a `GpuQuota` may do while the cluster has one: `Borrow`, as
+    /// a quota without a guarantee, or `Exempt`, so that quotas neither hold nor evict them.
+    #[arg(
+        id = "quotas-unnamed",
+        long = "quotas-unnamed",
+        env = "CLEAVE_QUOTAS_UNNAMED",
+        value_name = "WORD",
+        default_value = "Borrow"
+    )]
+    pub unnamed: Unnamed,
+
+    /// Seconds that a pod runs at least before another borrower may take its GPU.
+    #[arg(long, env = "CLEAVE_QUOTAS_MIN_RUNTIME_FAIR_SHARE", value_name = "SECONDS", default_value_t = 300)]
+    pub quotas_min_runtime_fair_share: u64,
+
+    /// Seconds that a pod runs at least before a pod within its guarantee may take its GPU.
+    #[arg(long, env = "CLEAVE_QUOTAS_MIN_RUNTIME_RECLAIM", value_name = "SECONDS", default_value_t = 0)]
+    pub quotas_min_runtime_reclaim: u64,
+
+    /// Maximum grace period, in seconds, of a pod that is evicted by the rules of quotas.
+    #[arg(long, env = "CLEAVE_QUOTAS_GRACE_CAP", value_name = "SECONDS", default_value_t = 300)]
+    pub quotas_grace_cap: u64,
+
+    /// Seconds for which a disruption budget may keep a borrower whose GPU is guaranteed to others.
+    /// After that the pod is deleted. 0 means forever.
+    #[arg(long, env = "CLEAVE_QUOTAS_BUDGET_PATIENCE", value_name = "SECONDS", default_value_t = 600)]
+    pub quotas_budget_patience: u64,
+}
+
+impl QuotaArgs {
+    /// Returns the settings of quotas.
+    pub fn settings(&self) -> QuotaSettings {
+        let rules = Settings {
+            min_runtime_fair_share: self.quotas_min_runtime_fair_share,
+            min_runtime_reclaim: self.quotas_min_runtime_reclaim,
+            grace_cap: self.quotas_grace_cap,
+            budget_patience: Some(self.quotas_budget_patience).filter(|patience| *patience > 0),
+            ..Settings::default()
+        };
+        QuotaSettings { rules, unnamed: self.unnamed }
     }
 }
 
@@ -95,6 +146,10 @@ pub struct OperatorArgs {
         default_value_t = true
     )]
     pub report_unschedulable: bool,
+
+    /// How quotas work.
+    #[command(flatten)]
+    pub quotas: QuotaArgs,
 
     /// Address that the admission webhook listens on. `[::]` includes IPv4.
     #[arg(long, env = "CLEAVE_WEBHOOK_ADDR", value_name = "ADDR", default_value = "[::]:9443")]

@@ -76,7 +76,11 @@ impl EventPublisher {
             }
             let (type_, reason, patience) = match waiting.reason {
                 Reason::Repartitioning => (EventType::Normal, "GpuRepartitioning", Duration::ZERO),
-                Reason::NoRoom => (EventType::Warning, "NoGpu", NO_ROOM_EVENT_DELAY),
+                Reason::NoRoom
+                | Reason::OverMax
+                | Reason::WaitsForGuarantee
+                | Reason::Protected
+                | Reason::GangIncomplete => (EventType::Warning, "NoGpu", NO_ROOM_EVENT_DELAY),
                 Reason::Malformed => (EventType::Warning, "NoGpu", Duration::ZERO),
                 // Publish no Event: the scheduler itself reports pods that it has not bound, and a
                 // node's change ends soon.
@@ -155,6 +159,12 @@ pub(crate) fn stranded_event(message: &str) -> Event {
 pub(crate) fn preempted_event(by: &str) -> Event {
     let note = format!("evicted so that {by}, which has a higher priority, can run");
     Event { action: "Preempt".to_owned(), ..new_event(EventType::Normal, "Preempted", &note) }
+}
+
+/// Creates the Event of a pod that is evicted for a pod with rights by a quota.
+pub(crate) fn reclaimed_event(by: &str, why: &str) -> Event {
+    let note = format!("evicted for {by}: {why}");
+    Event { action: "Preempt".to_owned(), ..event(EventType::Normal, "Reclaimed", &note) }
 }
 
 /// Creates the Event of a pod that is evicted because it used a GPU outside its share.

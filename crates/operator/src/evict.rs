@@ -76,6 +76,17 @@ pub async fn evict_with(client: &Client, pod: &str, uid: &str, options: Eviction
     send_eviction(client, pod, delete, options.timeout).await
 }
 
+/// Deletes a pod if it has this UID, although a disruption budget may protect it.
+pub(crate) async fn delete(client: &Client, pod: &str, uid: &str, options: EvictionOptions) -> EvictionResult {
+    let Some((namespace, name)) = pod.split_once('/') else { return EvictionResult::NotFound };
+    let mut body = serde_json::json!({"preconditions": {"uid": uid}});
+    if let Some(grace) = options.grace {
+        body["gracePeriodSeconds"] = grace.into();
+    }
+    let request = http::Request::delete(format!("/api/v1/namespaces/{namespace}/pods/{name}"));
+    send(client, request, &body, options.timeout).await
+}
+
 async fn send_eviction(client: &Client, pod: &str, delete: serde_json::Value, timeout: Duration) -> EvictionResult {
     let Some((namespace, name)) = pod.split_once('/') else { return EvictionResult::NotFound };
     let body = serde_json::json!({
@@ -84,9 +95,17 @@ async fn send_eviction(client: &Client, pod: &str, delete: serde_json::Value, ti
         "metadata": {"namespace": namespace, "name": name},
         "deleteOptions": delete,
     });
-    let request = http::Request::post(format!("/api/v1/namespaces/{namespace}/pods/{name}/eviction"))
-        .header(http::header::CONTENT_TYPE, "application/json")
-        .body(body.to_string().into_bytes());
+    let request = http::Request::post(format!("/api/v1/namespaces/{namespace}/pods/{name}/eviction"));
+    send(client, request, &body, timeout).await
+}
+
+async fn send(
+    client: &Client,
+    request: http::request::Builder,
+    body: &serde_json::Value,
+    timeout: Duration,
+) -> EvictionResult {
+    let request = request.header(http::header::CONTENT_TYPE, "application/json").body(body.to_string().into_bytes());
     let request = match request {
         Ok(request) => request,
         Err(error) => return EvictionResult::Failed(error.to_string()),

@@ -15,6 +15,10 @@ use prometheus_client::registry::Registry;
 use crate::policies::demand;
 use crate::wait_clock::WaitClock;
 
+mod quotas;
+
+pub(crate) use quotas::{NO_QUOTA, QuotaMetrics};
+
 /// The operator's metrics. Clones share their values.
 #[derive(Debug, Clone)]
 pub(crate) struct Metrics {
@@ -84,6 +88,8 @@ pub(crate) struct Metrics {
     pub(crate) nodes_excluded: Gauge,
     /// 1 while this process holds the lease.
     pub(crate) leader: Gauge,
+    /// What quotas guarantee, use and wait for.
+    pub(crate) quotas: QuotaMetrics,
     resident: Gauge,
     open_files: Gauge,
     max_open_files: Gauge,
@@ -127,6 +133,7 @@ impl Default for Metrics {
             fragmentation: Gauge::default(),
             nodes_excluded: Gauge::default(),
             leader: Gauge::default(),
+            quotas: QuotaMetrics::default(),
             resident: Gauge::default(),
             open_files: Gauge::default(),
             max_open_files: Gauge::default(),
@@ -178,6 +185,7 @@ impl Metrics {
         registry.register("process_resident_memory_bytes", "Resident memory", self.resident.clone());
         registry.register("process_open_fds", "Open files", self.open_files.clone());
         registry.register("process_max_fds", "Maximum number of open files", self.max_open_files.clone());
+        self.quotas.register(registry.sub_registry_with_prefix("cleave_quota"));
         let registry = registry.sub_registry_with_prefix("cleave_operator");
         registry.register("passes", "Passes over the whole cluster, by result", self.passes.clone());
         registry.register("writes", "Objects written, by kind and result", self.writes.clone());
@@ -300,6 +308,7 @@ impl Metrics {
         self.reported.set(0);
         self.hosts_outdated.set(0);
         self.rollout_stopped.set(0);
+        self.quotas.clear_gauges();
     }
 
     /// Sets the number of pods at the placement gate by reason, and the pods that have waited
@@ -375,6 +384,7 @@ mod tests {
             reported,
             fragmentation,
             nodes_excluded,
+            quotas,
             // Gauges about this process.
             leader: _,
             resident: _,
@@ -411,6 +421,7 @@ mod tests {
             gauge.set(1);
         }
         fragmentation.set(1.0);
+        quotas.set(&super::quotas::tests::usages(&["a"]));
     }
 
     /// Returns the names of the registered gauges about the cluster, and the names of the gauges

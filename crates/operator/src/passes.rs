@@ -498,6 +498,7 @@ mod tests {
             volumes: empty_store(),
             budgets: empty_store(),
             namespaces: empty_store(),
+            quotas: empty_store(),
         };
         let context = Context {
             recorder: Recorder::new(client.clone(), Reporter { controller: "test".to_owned(), instance: None }),

@@ -73,6 +73,8 @@ pub struct PodSpec {
     pub volumes: Vec<Volume>,
     /// Claims of dynamic resource allocation. The operator reads only whether there are any.
     pub resource_claims: Vec<PresentField>,
+    /// The group of the pod, in clusters that schedule groups (KEP-4671).
+    pub scheduling_group: Option<SchedulingGroup>,
     /// Groups of units. The units of each group must be on one device. Set by `PodObject::trim`.
     /// Excludes interchangeable resources.
     #[serde(skip)]
@@ -212,6 +214,14 @@ pub struct Port {
     pub host_ip: String,
     /// TCP, UDP or SCTP.
     pub protocol: String,
+}
+
+/// The group of a pod that the scheduler places as a whole (KEP-4671).
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct SchedulingGroup {
+    /// Name of the `PodGroup`.
+    pub pod_group_name: Option<String>,
 }
 
 /// Hashes only the fields that `PodObject::trim` keeps.

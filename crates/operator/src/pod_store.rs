@@ -447,6 +447,9 @@ mod tests {
         let [Some(a), Some(b)] = [&pods[0], &pods[1]].map(|pod| pod.placement.as_deref()) else { panic!("{pods:?}") };
         assert!(std::ptr::eq(a, b));
         assert_eq!(a.nodes["n"].len(), 1);
+        let mut untils: Vec<Option<u64>> = pods.iter().map(|pod| pod.reserved_until).collect();
+        untils.sort_unstable();
+        assert_eq!(untils, [Some(1), Some(2)], "quotas need the time of the release");
         // The reservation of a pod that is not bound keeps its expiry time.
         let mut waiting = reserved("c", 3);
         waiting.spec.node_name = None;

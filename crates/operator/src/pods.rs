@@ -5,8 +5,9 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use cleave_api::names::{
-    CONDITION_PLACED, CONDITION_WITHIN_SHARE, GATE, OTHER_NODES_ANNOTATION, REPLICA_PLACEMENT_ANNOTATION, RESOURCE_GPU,
-    RESOURCE_MIG_PREFIX, UNSCHEDULABLE_ANNOTATION, is_served,
+    BORROW_ANNOTATION, BORROW_NEVER, CONDITION_PLACED, CONDITION_WITHIN_SHARE, GATE, NOMINATION_ANNOTATION,
+    OTHER_NODES_ANNOTATION, REPLICA_PLACEMENT_ANNOTATION, RESOURCE_GPU, RESOURCE_MIG_PREFIX, UNSCHEDULABLE_ANNOTATION,
+    is_served,
 };
 use cleave_api::placement::{self, Placement};
 use cleave_api::sharingpolicy::ReplicaPlacement;
@@ -20,6 +21,7 @@ use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use serde::Deserialize;
 
+pub use crate::gang::PodGang;
 pub use crate::pod_fields::{
     Affinity, Container, Gate, NodeAffinity, NodeSelector, PodCondition, PodSpec, PodStatus, PodTerms, Port, RawPod,
     Volume, VolumeClaim,
@@ -44,6 +46,9 @@ pub struct PodObject {
     pub annotated: bool,
     /// The reservation in the pod's annotation, written when the pod was released.
     pub placement: Option<Shared<Placement>>,
+    /// The time in `placement` at which the reservation expires, in seconds since the Unix epoch. A
+    /// bound pod keeps it, although its `placement` has no time.
+    pub reserved_until: Option<u64>,
     /// Whether the pod was released as unschedulable.
     pub unschedulable: bool,
     /// Whether the pod was released to nodes on which another device plugin serves GPUs.
@@ -57,6 +62,13 @@ pub struct PodObject {
     /// How the pod is placed relative to other replicas of its controller. `None` if the policies
     /// of the GPUs decide.
     pub replica_placement: Option<ReplicaPlacement>,
+    /// Whether the pod runs only within its quota's guarantee.
+    pub never_borrows: bool,
+    /// The pods with which the pod is released and evicted. Most pods have none. Set by
+    /// [`PodObject::trim`].
+    pub gang: Option<Shared<PodGang>>,
+    /// The room that an earlier leader of the operator kept for the waiting pod.
+    pub nomination: Option<Shared<Placement>>,
 }
 
 impl From<RawPod> for PodObject {
@@ -234,9 +246,16 @@ impl PodObject {
         self.to_other_nodes = self.to_other_nodes || annotation(OTHER_NODES_ANNOTATION).is_some();
         let note = annotation(placement::PLACEMENT_ANNOTATION);
         let note = note.and_then(|text| Placement::parse(text).ok()).map(Shared::from);
+        self.reserved_until = note.as_ref().map(|note| note.until).or(self.reserved_until);
         self.placement = note.or(self.placement.take());
         let replica_placement = annotation(REPLICA_PLACEMENT_ANNOTATION).and_then(|text| ReplicaPlacement::parse(text));
         self.replica_placement = replica_placement.or(self.replica_placement);
+        self.never_borrows |= annotation(BORROW_ANNOTATION).is_some_and(|value| value == BORROW_NEVER);
+        let nomination = annotation(NOMINATION_ANNOTATION).and_then(|text| Placement::parse(text).ok());
+        self.nomination = nomination.map(Shared::from).or(self.nomination.take());
+        let group = self.spec.scheduling_group.take().and_then(|group| group.pod_group_name);
+        let gang = PodGang::find(self.labels(), |name| annotation(name).map(String::as_str), group.as_deref());
+        self.gang = gang.map(Shared::from).or(self.gang.take());
         self.annotated = self.annotated || annotations.is_some();
         let node = self.spec.node_name.take().filter(|node| !node.is_empty());
         self.bound_to = node.map(Arc::from).or(self.bound_to.take());

@@ -18,7 +18,7 @@ use cleave_api::names::{
     CLEARED_ANNOTATION, CORDON_ANNOTATION, GPU_DEPLOY_LABEL_PREFIX, PAUSED_FOR_DRIVER_UPGRADE, PAUSED_FOR_MIG_CHANGE,
     QUIESCE_ANNOTATION,
 };
-use cleave_api::{GpuNode, GpuNodeSpec, SharingPolicy};
+use cleave_api::{GpuNode, GpuNodeSpec, GpuQuota, SharingPolicy};
 use cleave_plan::Quantity;
 use cleave_plan::constraints::LabelSelector;
 use cleave_plan::snapshot::{NodeSelectorTerm, Taint};
@@ -55,6 +55,8 @@ pub type VolumeStore = Store<VolumeObject>;
 pub type BudgetStore = Store<BudgetObject>;
 /// Labels of namespaces.
 pub type NamespaceStore = Store<NamespaceObject>;
+/// Stored `GpuQuota`s.
+pub type QuotaStore = Store<DeserializeGuard<GpuQuota>>;
 
 /// The metadata of a namespace.
 pub type NamespaceObject = PartialObjectMeta<Namespace>;
@@ -401,15 +403,18 @@ pub struct Stores {
     pub budgets: BudgetStore,
     /// Labels of namespaces.
     pub namespaces: NamespaceStore,
+    /// Stored `GpuQuota`s. Empty if the cluster has no such resource.
+    pub quotas: QuotaStore,
 }
 
 impl Stores {
-    /// Waits until each watch has listed its objects once.
+    /// Waits until each watch has listed its objects once. Does not wait for quotas: the cluster may
+    /// not have the resource, if an older chart installed the CRDs.
     ///
     /// # Errors
     /// Returns an error if a watch stops.
     pub async fn wait_until_ready(&self) -> Result<(), ListError> {
-        let Self { policies, gpu_nodes, nodes, agents, pods, volume_claims, volumes, budgets, namespaces } = self;
+        let Self { policies, gpu_nodes, nodes, agents, pods, volume_claims, volumes, budgets, namespaces, .. } = self;
         policies.wait_until_ready().await?;
         gpu_nodes.wait_until_ready().await?;
         nodes.wait_until_ready().await?;

@@ -57,6 +57,7 @@ fn with_read_timeout(mut config: kube::Config) -> kube::Config {
 /// # Errors
 /// Returns an error if a task fails, or the API server cannot be found.
 pub async fn run(args: OperatorArgs) -> Result<()> {
+    let quotas = args.quotas.settings();
     let OperatorArgs { namespace, agent_selector, lease, identity, metrics_addr, webhook, webhook_addr, .. } = args;
     cleave_serve::descriptors::raise_limit();
     // The build may link two crypto providers. Ignore the error, because one of them may already be
@@ -117,6 +118,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         agent_labels: args.node_selector.into_iter().map(|Label { key, value }| (key, value)).collect(),
         report_unschedulable: args.report_unschedulable,
         taint_fragmented: args.taint_fragmented,
+        quotas,
     });
     let tenants = TenantController::new(context.clone(), wakes.clone());
     let inputs = passes::ControllerInputs { context: context.clone(), wakes, demand, taint: args.taint_unhealthy };

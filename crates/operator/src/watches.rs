@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
 use cleave_api::names::ALLOW_LABEL;
-use cleave_api::{GpuNode, SharingPolicy};
+use cleave_api::{GpuNode, GpuQuota, SharingPolicy};
 use futures::StreamExt as _;
 use k8s_openapi::api::core::v1::Namespace;
 use kube::core::{DeserializeGuard, PartialObjectMeta};
@@ -207,6 +207,11 @@ impl Watches<'_> {
                     same: VolumeObject::is_same,
                     wake: |wakes, _| wakes.wake_placement(),
                 },
+            ),
+            quotas: self.store_objects(
+                "GpuQuota",
+                (Api::<DeserializeGuard<GpuQuota>>::all(client.clone()), config()),
+                WatchRules { trim: trim_metadata, same: is_same_quota, wake: |wakes, _| wakes.placement() },
             ),
             budgets: self.store_objects(
                 "PodDisruptionBudget",
@@ -429,6 +434,11 @@ fn publish_version(versions: &watch::Sender<Versions>, of_kind: VersionOfKind, r
     if let Some(version) = reached {
         versions.send_modify(|versions| *of_kind(versions) = version);
     }
+}
+
+/// Returns whether two versions of a quota have the same spec. The operator writes the status.
+fn is_same_quota(one: &DeserializeGuard<GpuQuota>, other: &DeserializeGuard<GpuQuota>) -> bool {
+    matches!((&one.0, &other.0), (Ok(one), Ok(other)) if one.spec == other.spec)
 }
 
 /// Drops metadata that the operator never reads.

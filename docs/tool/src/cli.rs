@@ -46,11 +46,12 @@ pub(crate) fn render_page(page: &str) -> Result<String> {
     })
 }
 
-/// Adds the commands without subcommands to `commands`, each with its full name.
+/// Adds the commands that can be run to `commands`, each with its full name. These are the commands
+/// without subcommands, and those with arguments of their own.
 fn collect_commands(command: &Command, name: &str, commands: &mut Vec<(String, Command)>) {
     let below: Vec<&Command> =
         command.get_subcommands().filter(|below| below.get_name() != "help" && !is_internal(below)).collect();
-    if below.is_empty() {
+    if below.is_empty() || command.get_positionals().next().is_some() {
         commands.push((name.to_owned(), command.clone()));
     }
     for below in below {

@@ -21,7 +21,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use clap::Parser as _;
-use cleave_api::{GpuNode, SharingPolicy};
+use cleave_api::{GpuNode, GpuQuota, SharingPolicy};
 use kube::CustomResourceExt as _;
 
 use crate::text_file::read_text_file;
@@ -78,6 +78,7 @@ fn generate(root: &Path, check: bool) -> Result<()> {
     let written = |name: &str| read_text_file(&root.join("docs/reference").join(name));
     let pages = [
         ("sharingpolicy.md", crd::render_page(&serde_json::to_value(SharingPolicy::crd())?)?),
+        ("gpuquota.md", crd::render_page(&serde_json::to_value(GpuQuota::crd())?)?),
         ("gpunode.md", crd::render_page(&serde_json::to_value(GpuNode::crd())?)?),
         ("cli.md", cli::render_page(&written("cli.md")?)?),
         ("events.md", events::render_page(&written("events.md")?)?),

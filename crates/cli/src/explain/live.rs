@@ -4,15 +4,19 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result};
+use cleave_api::GpuQuota;
 use cleave_operator::dry::Objects;
 use cleave_operator::placement::{Cluster, Gatekeeper, ReconcileTime, ReleaseReason};
 use cleave_operator::pods::{PodObject, RawPod, full_name};
 use cleave_operator::policies::demand::WaitingPod;
 use cleave_operator::read::Observed;
 use kube::api::ListParams;
+use kube::core::DeserializeGuard;
 use kube::{Api, Client};
 
 use crate::client::InstallationArgs;
+use crate::quotas::list_quotas_if_allowed;
+use crate::quotas::report::{Quota, QuotasReport};
 
 /// The cluster at one time, as input of the placement gate and of planning.
 #[derive(Debug, Default)]
@@ -21,6 +25,8 @@ pub struct LiveCluster {
     pub(super) cluster: Cluster,
     /// The input of planning.
     pub(super) observed: Observed,
+    /// The quotas of the cluster.
+    pub(super) quotas: Vec<Quota>,
     /// Seconds since the Unix epoch.
     pub(super) now: u64,
 }
@@ -43,7 +49,13 @@ impl LiveCluster {
             objects.pods.extend(ended.items.into_iter().map(PodObject::from));
         }
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        Ok(Self::new(objects, now))
+        Ok(Self::new(objects, now).with_quotas(list_quotas_if_allowed(client).await?))
+    }
+
+    /// Adds the quotas of the cluster.
+    #[must_use]
+    pub fn with_quotas(self, quotas: Vec<DeserializeGuard<GpuQuota>>) -> Self {
+        Self { quotas: QuotasReport::new(quotas).quotas, ..self }
     }
 
     /// Builds both inputs from the objects. `now` is in seconds since the Unix epoch.
@@ -62,9 +74,11 @@ impl LiveCluster {
             volume_claims: objects.volume_claims.into_iter().map(Arc::new).collect(),
             volumes: objects.volumes.into_iter().map(Arc::new).collect(),
             budgets: objects.budgets.into_iter().map(Arc::new).collect(),
+            // The pod's Events and the quota's status explain what quotas decide.
+            quotas: Vec::new(),
             namespaces: objects.namespaces.into_iter().map(Arc::new).collect(),
         };
-        Self { cluster, observed, now }
+        Self { cluster, observed, quotas: Vec::new(), now }
     }
 
     /// Returns the cluster without the pods that still have the placement gate: they have no

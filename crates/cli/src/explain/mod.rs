@@ -12,6 +12,7 @@
 mod advice;
 mod live;
 mod nodes;
+mod quota;
 pub mod report;
 mod text;
 mod view;

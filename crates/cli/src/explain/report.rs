@@ -15,6 +15,9 @@ pub struct Explanation {
     pub requests: Vec<RequestedUnits>,
     /// The state of the pod.
     pub verdict: PodVerdict,
+    /// What quotas say about the pod, one sentence each. Empty if the cluster has no quotas.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub quotas: Vec<String>,
     /// Allocations, or the reservation of a pod that is not yet running.
     pub assignments: Vec<Assignment>,
     /// The nodes on which Cleave manages GPUs.

@@ -60,6 +60,9 @@ fn summary(explanation: &Explanation) -> String {
     ] {
         let _ = writeln!(text, "{heading:<11}{value}");
     }
+    for sentence in &explanation.quotas {
+        let _ = writeln!(text, "{:<11}{sentence}", "Quota:");
+    }
     text
 }
 

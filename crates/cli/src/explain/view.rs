@@ -11,6 +11,7 @@ use cleave_plan::ledger::{DeviceRequest, Ledger};
 use cleave_plan::snapshot::Pod as PlanPod;
 
 use super::live::{LiveCluster, run_placement_gate};
+use super::quota::quota_sentences;
 use super::report::{Assignment, Explanation, PodState, PodVerdict, RequestedUnits};
 
 /// The cluster, as one pod sees it.
@@ -47,6 +48,7 @@ pub fn explain_pod(live: &LiveCluster, name: &str) -> Option<Explanation> {
             .map(|request| RequestedUnits { resource: request.resource.clone(), units: request.units.get() })
             .collect(),
         assignments,
+        quotas: quota_sentences(live, pod),
         verdict,
         other_nodes: live.cluster.nodes.len().saturating_sub(nodes.len()),
         nodes,

@@ -1,6 +1,7 @@
 //! `cleave status`: shows nodes, GPUs, policies, and the pods that use them.
 //!
-//! The command reads only `GpuNode`s and `SharingPolicy`s, which the agents and the operator write.
+//! The command reads only `GpuNode`s, `SharingPolicy`s and `GpuQuota`s, whose status the agents and
+//! the operator write.
 pub mod report;
 mod text;
 
@@ -15,6 +16,7 @@ use kube::core::DeserializeGuard;
 use crate::client::ClusterArgs;
 use crate::gpu::gpu_node_not_found;
 use crate::output::{print, to_json};
+use crate::quotas::list_quotas_if_allowed;
 use report::StatusReport;
 
 pub(crate) use text::NO_GPU_NODES;
@@ -51,9 +53,10 @@ pub(crate) async fn run(args: StatusArgs) -> Result<()> {
     let all = ListParams::default();
     let nodes = Api::<DeserializeGuard<GpuNode>>::all(client.clone()).list(&all).await;
     let nodes = nodes.context("failed to list GpuNodes")?;
-    let policies = Api::<DeserializeGuard<SharingPolicy>>::all(client).list(&all).await;
+    let policies = Api::<DeserializeGuard<SharingPolicy>>::all(client.clone()).list(&all).await;
     let policies = policies.context("failed to list SharingPolicies")?;
     let report = StatusReport::new(nodes.items, policies.items, args.node.as_deref());
+    let report = report.with_quotas(list_quotas_if_allowed(&client).await?);
     if let Some(node) = args.node.filter(|_| report.nodes.is_empty()) {
         return Err(gpu_node_not_found(&node));
     }

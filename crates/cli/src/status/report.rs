@@ -1,6 +1,7 @@
 //! The result of `cleave status`. `--output json` prints the same fields.
 use std::collections::BTreeMap;
 
+use cleave_api::GpuQuota;
 use cleave_api::gpunode::{AllocationStatus, GpuNode, GpuNodeStatus, GpuStatus, SliceStatus};
 use cleave_api::names::{CONDITION_APPLIED, CONDITION_CONFLICT, CONDITION_GPUS_HEALTHY, CONDITION_READY};
 use cleave_api::sharingpolicy::SharingPolicy;
@@ -9,6 +10,8 @@ use kube::ResourceExt as _;
 use kube::core::DeserializeGuard;
 use serde::Serialize;
 
+use crate::quotas::report::{Quota, QuotasReport};
+
 /// The status of a cluster, or of one node of it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StatusReport {
@@ -16,6 +19,9 @@ pub struct StatusReport {
     pub nodes: Vec<Node>,
     /// Policies by name.
     pub policies: Vec<Policy>,
+    /// Quotas by pool and name.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub quotas: Vec<Quota>,
     /// Allocations by pod, container and device.
     pub allocations: Vec<Allocation>,
 }
@@ -184,7 +190,7 @@ impl StatusReport {
         policies: Vec<DeserializeGuard<SharingPolicy>>,
         only: Option<&str>,
     ) -> Self {
-        let mut report = Self { nodes: Vec::new(), policies: Vec::new(), allocations: Vec::new() };
+        let mut report = Self { nodes: Vec::new(), policies: Vec::new(), quotas: Vec::new(), allocations: Vec::new() };
         for node in nodes.into_iter().filter(|node| only.is_none_or(|only| node.name_any() == only)) {
             report.add(node);
         }
@@ -193,6 +199,12 @@ impl StatusReport {
         report.policies.sort_by(|a, b| a.name.cmp(&b.name));
         report.allocations.sort_by(|a, b| (&a.pod, &a.container, &a.device).cmp(&(&b.pod, &b.container, &b.device)));
         report
+    }
+
+    /// Adds quotas, which are shown in short.
+    #[must_use]
+    pub fn with_quotas(self, quotas: Vec<DeserializeGuard<GpuQuota>>) -> Self {
+        Self { quotas: QuotasReport::new(quotas).quotas, ..self }
     }
 
     fn add(&mut self, node: DeserializeGuard<GpuNode>) {
@@ -253,11 +265,11 @@ impl Node {
 }
 
 impl ConditionValue {
-    fn new(status: &str, reason: &str, message: &str) -> Self {
+    pub(crate) fn new(status: &str, reason: &str, message: &str) -> Self {
         Self { status: status.to_owned(), reason: reason.to_owned(), message: message.to_owned() }
     }
 
-    fn of(condition: &Condition) -> Self {
+    pub(crate) fn of(condition: &Condition) -> Self {
         Self::new(&condition.status, &condition.reason, &condition.message)
     }
 }

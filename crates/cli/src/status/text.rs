@@ -1,5 +1,6 @@
 //! Renders the report of `cleave status` as tables.
 use super::report::{Allocation, ConditionValue, Gpu, StatusReport};
+use crate::quotas::render_short;
 use crate::table::Table;
 
 /// Printed if the cluster has no `GpuNode`s.
@@ -7,7 +8,11 @@ pub(crate) const NO_GPU_NODES: &str = "No GpuNodes. The operator creates one for
 
 /// Renders tables of GPUs, policies and allocations, followed by problems. `wide` adds columns.
 pub fn render(report: &StatusReport, wide: bool) -> String {
-    let tables = [gpu_table(report, wide), policy_table(report, wide), allocation_table(report, wide)];
+    let mut tables = vec![gpu_table(report, wide), policy_table(report, wide)];
+    if !report.quotas.is_empty() {
+        tables.push(render_short(&report.quotas));
+    }
+    tables.push(allocation_table(report, wide));
     let mut text = tables.join("\n");
     let remarks = problem_lines(report);
     if !remarks.is_empty() {

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use cleave_api::placement::Placement;
 use cleave_plan::ledger::DeviceRequest;
+use cleave_plan::quota::Kind;
 use cleave_plan::snapshot::Requirement;
 use serde_json::Value;
 
@@ -65,6 +66,39 @@ pub struct Eviction {
     pub uid: String,
     /// The pod of higher priority, as `namespace/name`.
     pub preemptor: String,
+    /// How quotas change the eviction. `None` if priority alone decides.
+    pub quota: Option<QuotaEviction>,
+}
+
+/// The room that is kept for a waiting pod. It is written to the pod before others are evicted for
+/// it, so that another leader keeps the room and evicts nobody else.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeptRoom {
+    /// The pod, as `namespace/name`.
+    pub pod: String,
+    /// UID of the pod.
+    pub uid: String,
+    /// The pod for which the evictions are: the pod itself, or another pod of its gang.
+    pub preemptor: String,
+    /// The room.
+    pub room: Placement,
+}
+
+/// An eviction for a pod with rights by a quota.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct QuotaEviction {
+    /// Why the pod is evicted.
+    pub kind: Kind,
+    /// Quota of the pod. `None` if its namespace has none.
+    pub from: Option<String>,
+    /// Quota of the pod that gets its room.
+    pub to: Option<String>,
+    /// Grace period in seconds. `None` means the pod's own.
+    pub grace: Option<u32>,
+    /// Whether the pod is deleted although a disruption budget protects it.
+    pub force: bool,
+    /// Explanation for the pod's owner.
+    pub message: String,
 }
 
 /// A pod whose condition `PodScheduled` changes.
@@ -90,6 +124,8 @@ pub struct Actions {
     pub releases: Vec<Release>,
     /// Pods to evict. The ledger keeps the freed shares for the preemptor.
     pub evictions: Vec<Eviction>,
+    /// Room that is kept for pods, to be written before the evictions.
+    pub kept: Vec<KeptRoom>,
     /// Pods that wait at the gate, each with the reason.
     pub waiting: BTreeMap<String, WaitingPod>,
     /// Pods whose report to cluster autoscalers changes.

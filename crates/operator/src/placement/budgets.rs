@@ -9,6 +9,7 @@ use crate::read::BudgetObject;
 const ALWAYS_ALLOW: &str = "AlwaysAllow";
 
 /// The cluster's disruption budgets.
+#[derive(Clone)]
 pub(super) struct DisruptionBudgets<'a> {
     all: Vec<&'a BudgetObject>,
     /// Indices in `all` of the budgets of each namespace.

@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cleave_api::{GpuNode, SharingPolicy};
+use cleave_api::{GpuNode, GpuQuota, SharingPolicy};
 use cleave_plan::snapshot::Pod as PlanPod;
 use kube::core::DeserializeGuard;
 
@@ -34,6 +34,8 @@ pub struct Cluster {
     pub volume_claims: Vec<Arc<VolumeClaimObject>>,
     /// `PersistentVolume`s that claims are bound to.
     pub volumes: Vec<Arc<VolumeObject>>,
+    /// Quotas.
+    pub quotas: Vec<Arc<DeserializeGuard<GpuQuota>>>,
     /// Disruption budgets.
     pub budgets: Vec<Arc<BudgetObject>>,
     /// Namespaces. Pod affinity can select namespaces by label.

@@ -37,6 +37,12 @@ pub(super) struct Constraints<'a> {
     namespaces: OnceCell<BTreeMap<&'a str, &'a BTreeMap<String, String>>>,
 }
 
+/// The pods with a reservation that [`Constraints`] respects.
+pub(super) struct ConstraintsCheckpoint<'a> {
+    terms: BTreeSet<(&'a str, &'a PodAffinityTerm)>,
+    reserved: usize,
+}
+
 /// A pod that will run on one of these nodes.
 struct ReservedPod<'a> {
     pod: &'a PodObject,
@@ -90,6 +96,17 @@ impl<'a> Constraints<'a> {
             }
         }
         constraints
+    }
+
+    /// Returns the state to which [`Self::restore`] returns.
+    pub(super) fn checkpoint(&self) -> ConstraintsCheckpoint<'a> {
+        ConstraintsCheckpoint { terms: self.terms.clone(), reserved: self.reserved.len() }
+    }
+
+    /// Forgets the pods that were added since a checkpoint.
+    pub(super) fn restore(&mut self, before: ConstraintsCheckpoint<'a>) {
+        self.terms = before.terms;
+        self.reserved.truncate(before.reserved);
     }
 
     /// Adds a pod that will run on one of these nodes.

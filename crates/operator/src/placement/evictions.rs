@@ -100,6 +100,11 @@ impl EvictionRecords {
         ended
     }
 
+    /// Returns whether the API server accepted an eviction of the pod with this UID recently.
+    pub(super) fn is_accepted(&self, uid: &str) -> bool {
+        self.accepted.contains_key(uid)
+    }
+
     /// Returns whether evictions are paused, because the API server limits requests.
     pub(super) fn is_paused(&self, up: Duration) -> bool {
         self.paused_until > up
@@ -114,17 +119,30 @@ impl EvictionRecords {
 }
 
 /// Decides which pods can be evicted now.
+#[derive(Clone)]
 pub(super) struct Evictability<'a> {
     budgets: DisruptionBudgets<'a>,
     records: &'a EvictionRecords,
     /// Seconds since the Unix epoch.
     now: u64,
+    /// Whether pods that disruption budgets protect count too.
+    ignores_budgets: bool,
 }
 
 impl<'a> Evictability<'a> {
     /// Indexes the budgets. `now` is the number of seconds since the Unix epoch.
     pub(super) fn new(budgets: &'a [Arc<BudgetObject>], records: &'a EvictionRecords, now: u64) -> Self {
-        Self { budgets: DisruptionBudgets::new(budgets), records, now }
+        Self { budgets: DisruptionBudgets::new(budgets), records, now, ignores_budgets: false }
+    }
+
+    /// Returns the same, but pods that disruption budgets protect can be evicted too.
+    pub(super) fn ignoring_budgets(&self) -> Self {
+        Self { ignores_budgets: true, ..self.clone() }
+    }
+
+    /// Returns the seconds since the Unix epoch.
+    pub(super) const fn now(&self) -> u64 {
+        self.now
     }
 
     /// Returns whether evictions are paused, because the API server limits requests.
@@ -153,7 +171,7 @@ impl<'a> Evictability<'a> {
             ending: is_terminating || self.records.accepted.contains_key(uid),
             requests: Some(&pod.spec.requests),
         };
-        if holder.ending {
+        if holder.ending || self.ignores_budgets {
             return Some(holder);
         }
         if self.records.failures.get(uid).is_some_and(|failures| failures.avoided_until.is_some()) {

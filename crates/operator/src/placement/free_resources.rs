@@ -17,6 +17,7 @@ use crate::pods::PodObject;
 /// The units of GPUs are the units that the scheduler counts as free. The ledger decides whether a
 /// GPU has room. The scheduler's sum is smaller than the ledger's sum only while a GPU is faulted,
 /// or while a terminating pod no longer uses its units.
+#[derive(Clone)]
 pub(super) struct FreeResources<'a> {
     nodes: &'a Nodes,
     tracker: &'a PodTracker,
@@ -32,6 +33,7 @@ pub(super) struct FreeResources<'a> {
 }
 
 /// A waiting pod with a nomination.
+#[derive(Clone)]
 struct Nominee<'a> {
     priority: i32,
     requests: &'a BTreeMap<String, Quantity>,

@@ -14,17 +14,24 @@ use super::claims::{self, PodClaims};
 use super::cluster::{Cluster, Input, ReconcileTime, is_released};
 use super::evictions::{Evictability, EvictionRecords};
 use super::fragments::FragmentationTaints;
+use super::gangs;
 use super::growth::{AutoscalerReports, NeedInputs, Offers, PlacementOutlook};
+use super::handover;
 use super::nodes::Nodes;
 use super::other_nodes::{AgentLabels, OtherNodes};
 use super::pod_tracker::PodTracker;
 use super::preemption::PreemptionSearch;
 use super::preemptors::Preemptors;
 use super::queue::{self, Queue};
+use super::quota_pass::QuotaPass;
+use super::quota_reports::{self, QuotaReports};
+use super::quota_turns::Order;
+use super::quotas::{QuotaSettings, QuotaWorlds};
 use super::returning::Returning;
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::{self, PlacedReport, StrandedActions, StrandedPods};
 use super::unanswered::UnansweredReleases;
+use super::verdict::{PreemptionProspect, Verdict};
 use super::{learning, mps_hosts};
 use crate::evict::EvictionResult;
 use crate::pod_store::PodChanges;
@@ -71,6 +78,9 @@ pub struct Gatekeeper {
     growth: AutoscalerReports,
     returning: Returning,
     fragments: FragmentationTaints,
+    quotas: QuotaSettings,
+    /// Whether the room that an earlier leader kept for pods must be looked for.
+    restores_nominations: bool,
     /// State of the replacement of MPS hosts.
     pub(crate) rollout: Rollout,
     /// Earliest time at which the next reconcile examines MPS hosts.
@@ -105,6 +115,8 @@ impl Gatekeeper {
             growth: AutoscalerReports::new(true),
             returning: Returning::default(),
             fragments: FragmentationTaints::new(false),
+            quotas: QuotaSettings::default(),
+            restores_nominations: false,
             rollout: Rollout::default(),
             next_rollout: Duration::ZERO,
         }
@@ -142,13 +154,20 @@ impl Gatekeeper {
         Self { fragments: FragmentationTaints::new(enabled), ..self }
     }
 
+    /// Sets the settings of quotas.
+    #[must_use]
+    pub fn with_quotas(self, quotas: QuotaSettings) -> Self {
+        Self { quotas, ..self }
+    }
+
     /// Drops all state. Call this while another process leads.
     pub fn reset(&mut self) {
         let agent_labels = std::mem::take(&mut self.agent_labels);
         let new = Self::new(self.unschedulable_after)
             .with_agent_labels(agent_labels)
             .with_reports(self.growth.is_enabled())
-            .with_taints(self.fragments.is_enabled());
+            .with_taints(self.fragments.is_enabled())
+            .with_quotas(self.quotas);
         *self = Self { settle_time: self.settle_time, ..new };
     }
 
@@ -235,6 +254,27 @@ impl Gatekeeper {
         gated.map(|pod| (full_name(&pod.metadata), pod.uid().unwrap_or_default())).collect()
     }
 
+    /// Returns what is reported about quotas. `waits` is what each pod at the gate waits for.
+    pub(crate) fn quota_reports(
+        &self,
+        cluster: &Cluster,
+        waits: &BTreeMap<String, WaitingPod>,
+        now: ReconcileTime,
+    ) -> QuotaReports {
+        let Some(ledger) = &self.ledger else { return QuotaReports::default() };
+        let unsettled = self.tracker.unsettled_pods();
+        let waiting: Vec<(String, &PodObject)> = unsettled
+            .iter()
+            .filter(|pod| pod.node().is_none() && pod.waits_at_gate())
+            .map(|pod| (full_name(&pod.metadata), pod.as_ref()))
+            .filter(|(name, _)| ledger.claim(name).is_none())
+            .collect();
+        let waiting = waiting.iter().map(|(name, pod)| (name.as_str(), *pod));
+        let is_evicted = |uid: &str| self.evictions.is_accepted(uid);
+        let state = (&self.tracker, ledger);
+        quota_reports::reports(cluster, state, waiting, is_evicted, (&self.quotas, now.epoch), waits)
+    }
+
     /// Returns the ledger, after the first reconcile.
     pub fn ledger(&self) -> Option<&Ledger> {
         self.ledger.as_ref()
@@ -292,6 +332,7 @@ impl Gatekeeper {
             None => {
                 let nodes = changed.into_iter().filter_map(|(name, facts)| Some((name, facts?))).collect();
                 self.next_reservation = now.up.saturating_add(self.settle_time);
+                self.restores_nominations = true;
                 let mut ledger = self.claims.rebuild(nodes, tracker, now);
                 self.chooser = Chooser::default();
                 ledger.synchronize(&mut self.chooser);
@@ -501,6 +542,8 @@ impl Gatekeeper {
     }
 
     /// Reserves shares for the pods that fit, and explains why the other pods wait.
+    // long: one decision per pod, whose outcomes continue the same loop.
+    #[expect(clippy::too_many_lines, reason = "one decision per pod, whose outcomes continue the same loop")]
     fn reserve_or_explain(
         &mut self,
         ledger: &mut Ledger,
@@ -517,14 +560,42 @@ impl Gatekeeper {
         let waiting = queue.remove_delayed(ledger, waiting, up, actions).into_iter();
         let candidate = |(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod));
         let candidates: Vec<Candidate<'_>> = waiting.map(candidate).collect();
-        let mut search = PlacementSearch::new(input, (nodes, tracker, &*claims), ledger, chooser);
-        let offers = LazyCell::new(|| Offers::of_policies(input.cluster.policies.iter().map(AsRef::as_ref)));
         let evictability = Evictability::new(&input.cluster.budgets, evictions, input.now.epoch);
+        if std::mem::take(&mut self.restores_nominations) && !input.cluster.quotas.is_empty() {
+            let is_ending = |node: &str, pod: &str| claims.is_ending(node, pod, up);
+            let holders = || nodes.holders(tracker, &evictability, is_ending);
+            handover::restore_nominations(
+                ledger,
+                candidates.iter().map(Candidate::for_handover),
+                holders,
+                input.now.epoch,
+            );
+        }
+        let mut worlds = QuotaWorlds::new(
+            input.cluster,
+            (tracker, ledger),
+            candidates.iter().map(|candidate| (candidate.name.as_str(), candidate.pod)),
+            |uid| evictions.is_accepted(uid),
+            (&self.quotas, input.now.epoch),
+        )
+        .filter(QuotaWorlds::are_enforced);
+        if let Some(worlds) = &mut worlds {
+            let nodes = &*nodes;
+            worlds.find_long_waits(input.cluster, candidates.iter().map(|one| one.for_long_wait(nodes)));
+        }
+        let mut quotas = worlds.as_ref().map(|worlds| QuotaPass::new(worlds, ledger));
+        let mut search =
+            PlacementSearch::new(input, (nodes, tracker, &*claims), ledger, chooser).with_quotas(worlds.as_ref());
+        let mut order = Order::new(quotas.as_ref(), candidates.iter().map(|candidate| candidate.name.as_str()));
+        let offers = LazyCell::new(|| Offers::of_policies(input.cluster.policies.iter().map(AsRef::as_ref)));
         let mut preemption = PreemptionSearch::new((nodes, tracker), evictability, claims, preemptors, up);
         let mut returning = returning.units(nodes, (ledger, claims), up, actions);
         let (mut reserved, mut unplaceable_releases) = (Vec::<(String, &PodObject)>::new(), 0);
-        for candidate in &candidates {
-            if actions.releases.len() >= MAX_RELEASES {
+        while let Some((at, candidate)) = order.next(quotas.as_ref()).and_then(|at| Some((at, candidates.get(at)?))) {
+            let gang = gangs::in_order(&candidates, order.gang(at));
+            // A gang that is larger than the limit is released alone.
+            let is_too_much = actions.releases.len() + gang.len() > MAX_RELEASES && !actions.releases.is_empty();
+            if actions.releases.len() >= MAX_RELEASES || is_too_much {
                 actions.more = true;
                 break;
             }
@@ -541,19 +612,69 @@ impl Gatekeeper {
                 actions.waiting.insert(name.clone(), waiting_for_room(DELAYED_MESSAGE.to_owned()));
                 continue;
             }
-            let verdict = match search.find(ledger, candidate) {
+            let turn = match quotas.as_mut().and_then(|pass| pass.start_turn(ledger, name)).transpose() {
+                Ok(turn) => turn,
+                Err(hold) => {
+                    let Some(wait) = quotas.as_ref().map(|pass| pass.explain(hold).into_waiting_pod()) else {
+                        continue;
+                    };
+                    for one in std::iter::once(candidate).chain(gang) {
+                        preemption.withdraw_nomination(ledger, &mut search, &one.name);
+                        growth.record_delayed(one.pod, up);
+                        actions.waiting.insert(one.name.clone(), wait.clone());
+                    }
+                    quotas.as_ref().into_iter().for_each(|pass| pass.end_turn(ledger, name));
+                    continue;
+                }
+            };
+            search.set_turn(turn);
+            if let Some((pass, turn)) = quotas.as_mut().zip(turn).filter(|_| !gang.is_empty()) {
+                let delay = gang.iter().filter_map(|one| stranded.gate_delay(one.pod, up)).max();
+                let may_use_free_room = turn.may_use_free_room && delay.is_none();
+                let found =
+                    may_use_free_room.then(|| gangs::reserve_all(ledger, &mut search, &gang, expires)).flatten();
+                if let Some(found) = found {
+                    let label = pass.label_released(turn, &gangs::named(&gang, &found));
+                    for (one, fits) in gang.iter().zip(&found) {
+                        reserved.push((one.name.clone(), one.pod));
+                        let placement = placement(&one.pod.spec.device_requests, fits, expires);
+                        let waited = queue.waiting_time(&one.name, up);
+                        actions.releases.push(one.release_reserved(placement, nodes, (waited, label)));
+                    }
+                    continue;
+                }
+                delay.into_iter().for_each(|delay| actions.requeue_in(delay));
+                let prospect = if delay.is_some() {
+                    PreemptionProspect::Unknown
+                } else {
+                    preemption.preempt_for_gang(ledger, &mut search, &gang, (pass, turn), actions)
+                };
+                let wait = quotas.as_ref().map(|pass| pass.why_gang(&turn, prospect).into_waiting_pod());
+                for one in gang {
+                    growth.record_delayed(one.pod, up);
+                    actions.waiting.extend(wait.clone().map(|wait| (one.name.clone(), wait)));
+                }
+                continue;
+            }
+            let is_held = turn.is_some_and(|turn| !turn.may_use_free_room);
+            let found = if is_held { Err(Verdict::Waits(String::new())) } else { search.find(ledger, candidate) };
+            let verdict = match found {
                 Ok(fits) => {
                     if ledger.reserve(name, &fits, expires).is_ok() {
                         search.reserve(ledger, candidate, &fits);
+                        let label = quotas
+                            .as_mut()
+                            .zip(turn)
+                            .and_then(|(pass, turn)| pass.label_released(turn, &[(name, &fits)]));
                         reserved.push((name.clone(), pod));
                         let placement = placement(&pod.spec.device_requests, &fits, expires);
-                        actions.releases.push(candidate.release_reserved(placement, nodes, waited));
+                        actions.releases.push(candidate.release_reserved(placement, nodes, (waited, label)));
                     }
                     continue;
                 }
                 Err(verdict) => verdict,
             };
-            if let Some(requirement) = other_nodes.place(&candidate.plan_pod) {
+            if let Some(requirement) = other_nodes.place(&candidate.plan_pod).filter(|_| !is_held) {
                 actions.releases.push(candidate.release_to_other_nodes(requirement, waited));
                 continue;
             }
@@ -561,8 +682,22 @@ impl Gatekeeper {
             let returns = returning.serve(ledger, &search, candidate);
             let mut circumstances = NeedInputs::new(&offers, input.demand.get(name), withheld, returns);
             let pause = growth.preemption_pause(candidate, &circumstances, up);
-            circumstances.preemption = preemption.preempt(ledger, &mut search, candidate, (&verdict, pause), actions);
+            let quota = quotas.as_mut().zip(turn);
+            circumstances.preemption =
+                preemption.preempt(ledger, &mut search, candidate, (&verdict, pause), quota, actions);
             returning.end_promise(name, circumstances.preemption);
+            quotas.as_ref().into_iter().for_each(|pass| pass.end_turn(ledger, name));
+            let wait = quotas.as_ref().zip(turn).and_then(|(pass, turn)| pass.why(&turn, circumstances.preemption));
+            if let Some(wait) = wait.filter(|_| verdict.permanent_obstacle().is_none()) {
+                if is_held {
+                    growth.record_delayed(pod, up);
+                } else {
+                    growth.examine(candidate, verdict, &circumstances, up);
+                    queue.unplaceable_time(name, true, up);
+                }
+                actions.waiting.insert(name.clone(), wait.into_waiting_pod());
+                continue;
+            }
             let PlacementOutlook { need, message, may_pass } = growth.examine(candidate, verdict, &circumstances, up);
             match queue.unplaceable_time(name, may_pass, up) {
                 Some(time) if time < unschedulable_after => actions.requeue_in(unschedulable_after.abs_diff(time)),
@@ -577,6 +712,8 @@ impl Gatekeeper {
             actions.waiting.insert(name.clone(), waiting_for_room(message));
         }
         preemptors.finish_reconcile(up, actions);
+        actions.awaits_budgets |= quotas.is_some();
+        quotas.into_iter().for_each(|pass| pass.finish(ledger));
         reserved.into_iter().for_each(|(name, pod)| claims.add(Arc::from(name), pod));
         growth.add_reports(&candidates, up, actions);
     }

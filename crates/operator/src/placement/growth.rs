@@ -27,8 +27,8 @@ use kube::ResourceExt;
 use kube::core::DeserializeGuard;
 
 use super::actions::{Actions, Report};
-use super::preemption::PreemptionProspect;
 use super::search::{Candidate, NodeKey};
+use super::verdict::PreemptionProspect;
 use super::verdict::{AutoscalerNeed, PermanentObstacle, Verdict};
 use crate::pods::PodObject;
 use crate::policies::demand::{Reason, WaitingPod};

@@ -12,12 +12,15 @@
 //! | | `unanswered` | releases to send again |
 //! | | `learning`, `replicas` | data by which the search ranks nodes |
 //! | | `search`, `constraints`, `free_resources`, `amounts`, `verdict` | a placement for a pod, or why it is not placeable |
+//! | | `quotas`, `quota_pass`, `quota_turns` | quotas: the order of the pods, what each may use, and who may be evicted for it |
+//! | | `gangs` | pods that are released together |
+//! | | `handover` | room that is kept when the leader changes |
 //! | | `preemption`, `preemptors`, `evictions`, `budgets` | pods to evict for pods of higher priority |
 //! | | `stranded` | released pods to evict |
 //! | | `other_nodes` | nodes of other device plugins |
 //! | | `growth`, `returning`, `fragments` | pods to report to cluster autoscalers, nodes that only look free to them |
 //! | | `mps_hosts` | MPS hosts to replace, with `crate::rollout` |
-//! | apply, report | `run`, `patch` | patches, evictions, conditions, Events and metrics |
+//! | apply, report | `run`, `patch`, `quota_reports` | patches, evictions, conditions, Events and metrics |
 //!
 //! A pod that requests shares is created with Cleave's scheduling gate. The ledger reserves shares
 //! of one device for each request. Then one patch narrows the pod to the nodes of the reservation,
@@ -44,8 +47,10 @@ mod evictions;
 mod facts;
 mod fragments;
 mod free_resources;
+mod gangs;
 mod gatekeeper;
 mod growth;
+mod handover;
 mod learning;
 mod mps_hosts;
 mod nodes;
@@ -55,6 +60,10 @@ mod pod_tracker;
 mod preemption;
 mod preemptors;
 mod queue;
+mod quota_pass;
+mod quota_reports;
+mod quota_turns;
+mod quotas;
 mod replicas;
 mod returning;
 mod run;
@@ -63,8 +72,9 @@ mod stranded;
 mod unanswered;
 mod verdict;
 
-pub use actions::{Actions, Eviction, Release, ReleaseReason, Report};
+pub use actions::{Actions, Eviction, KeptRoom, QuotaEviction, Release, ReleaseReason, Report};
 pub use cluster::{Cluster, ReconcileTime};
 pub use gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
+pub use quotas::QuotaSettings;
 pub(crate) use run::{ControllerInputs, PlacementController};
 pub use stranded::{PlacedReport, Recreation, StrandedActions};

@@ -1,5 +1,5 @@
 //! Builds the patch that releases a pod.
-use cleave_api::names::{LARGEST_GPU_LABEL_PREFIX, OTHER_NODES_ANNOTATION, UNSCHEDULABLE_ANNOTATION};
+use cleave_api::names::{CAPACITY_LABEL, LARGEST_GPU_LABEL_PREFIX, OTHER_NODES_ANNOTATION, UNSCHEDULABLE_ANNOTATION};
 use cleave_api::placement::PLACEMENT_ANNOTATION;
 use cleave_plan::affinity::{ExistingAffinity, hostname_requirement, narrow};
 use cleave_plan::ledger::DeviceRequest;
@@ -44,6 +44,18 @@ pub(super) fn release_patch(pod: &PodObject, reason: &ReleaseReason, destination
     }
     operations.push(json!({"op": "remove", "path": "/spec/schedulingGates"}));
     Value::Array(operations)
+}
+
+/// Adds the label that shows whether a quota guarantees the pod's room to a patch. The gate is still
+/// removed last.
+pub(super) fn add_label(patch: &mut Value, pod: &PodObject, value: &str) {
+    let Some(operations) = patch.as_array_mut() else { return };
+    let label = if pod.metadata.labels.is_some() {
+        json!({"op": "add", "path": format!("/metadata/labels/{}", CAPACITY_LABEL.replace('/', "~1")), "value": value})
+    } else {
+        json!({"op": "add", "path": "/metadata/labels", "value": {CAPACITY_LABEL: value}})
+    };
+    operations.insert(operations.len().saturating_sub(1), label);
 }
 
 /// Returns the `resourceVersion` to which the patch applies.

@@ -3,22 +3,31 @@ use std::cell::{LazyCell, OnceCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use cleave_plan::ledger::{Holders, Ledger, Nomination, Preemption};
+use cleave_plan::ledger::{Holders, Ledger, Nomination, PendingPod, Preemption};
+use cleave_plan::quota::Kind;
 
-use super::actions::{Actions, Eviction};
+use super::actions::{Actions, Eviction, KeptRoom, QuotaEviction};
 use super::claims::PodClaims;
 use super::constraints;
 use super::evictions::{Evictability, TERMINATION_TIME};
+use super::handover;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use super::preemptors::{Preemptors, SearchScope};
+use super::quota_pass::{PodAndRoom, QuotaPass, QuotaTurn, capped_grace};
 use super::search::{Candidate, PlacementSearch, SearchKey};
-use super::verdict::Verdict;
+use super::verdict::{PreemptionProspect, Verdict};
 use crate::pods::{PodObject, full_name};
+
+mod gangs;
 
 /// Maximum number of waiting pods per reconcile with their first search for preemption victims.
 /// Each search scans every device.
 const MAX_NEW_PREEMPTORS: usize = 4;
+
+/// Maximum number of waiting pods per reconcile for which victims are searched by the rules of
+/// quotas. The turns are in the order of the quotas, so pods within a guarantee come first.
+const MAX_EXCHANGES: usize = 8;
 
 /// Searches for pods to evict, within one reconcile.
 pub(super) struct PreemptionSearch<'a> {
@@ -37,6 +46,8 @@ pub(super) struct PreemptionSearch<'a> {
     new: usize,
     /// Number of all searches in this reconcile.
     searches: u64,
+    /// Number of searches so far by the rules of quotas.
+    exchanges: usize,
     /// Properties of pods for which no preemption helps. Replicas of a workload have the same
     /// result.
     futile: BTreeSet<SearchKey<'a>>,
@@ -45,16 +56,13 @@ pub(super) struct PreemptionSearch<'a> {
     up: Duration,
 }
 
-/// Whether preemption frees units for a waiting pod.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum PreemptionProspect {
-    /// The pod is nominated: its victims are evicted or terminate.
-    Nominated,
-    /// No preemption helps, or the pod may not preempt others.
-    Impossible,
-    /// It is not this pod's turn, or the pod is about to get room without evictions. The result of
-    /// the last search applies.
-    Unknown,
+/// Pods to evict by the rules of quotas, and the room that waiting pods get.
+struct Exchange<'a> {
+    kind: Kind,
+    /// The pod whose turn it is, or the pods of its gang.
+    found: Vec<(&'a Candidate<'a>, Preemption)>,
+    /// Whether pods are deleted that disruption budgets protect.
+    force: bool,
 }
 
 /// The result of one search.
@@ -65,6 +73,11 @@ enum SearchResult {
     Impossible,
     /// It is not this pod's turn, or the pod is about to get room without evictions.
     Later,
+    /// The same as `Preempt`, by the rules of quotas. `force` deletes pods that disruption budgets
+    /// protect.
+    Exchange { kind: Kind, found: Preemption, force: bool },
+    /// Only pods that disruption budgets protect could make room.
+    Protected,
 }
 
 impl<'a> PreemptionSearch<'a> {
@@ -88,6 +101,7 @@ impl<'a> PreemptionSearch<'a> {
             pods_in_turn,
             new: 0,
             searches: 0,
+            exchanges: 0,
             futile,
             is_paused,
             up,
@@ -106,8 +120,14 @@ impl<'a> PreemptionSearch<'a> {
         search: &mut PlacementSearch<'a>,
         candidate: &'a Candidate<'a>,
         (verdict, pause): (&Verdict, Option<Duration>),
+        quota: Option<(&mut QuotaPass<'_>, QuotaTurn)>,
         actions: &mut Actions,
     ) -> PreemptionProspect {
+        if let Some((pass, turn)) = quota {
+            let prospect = self.exchange(ledger, search, candidate, verdict, (pass, turn), actions);
+            actions.preemption_searches = self.searches;
+            return prospect;
+        }
         if let Some(pause) = pause {
             actions.requeue_in(pause);
         }
@@ -124,7 +144,7 @@ impl<'a> PreemptionSearch<'a> {
                 let _ = ledger.nominate(&candidate.name, nomination);
                 PreemptionProspect::Nominated
             }
-            SearchResult::Impossible => {
+            SearchResult::Impossible | SearchResult::Exchange { .. } | SearchResult::Protected => {
                 self.withdraw_nomination(ledger, search, &candidate.name);
                 PreemptionProspect::Impossible
             }
@@ -223,6 +243,225 @@ impl<'a> PreemptionSearch<'a> {
         }
     }
 
+    /// Does what [`Self::preempt`] does, by the rules of quotas.
+    fn exchange(
+        &mut self,
+        ledger: &mut Ledger,
+        search: &mut PlacementSearch<'a>,
+        candidate: &'a Candidate<'a>,
+        verdict: &Verdict,
+        (pass, turn): (&mut QuotaPass<'_>, QuotaTurn),
+        actions: &mut Actions,
+    ) -> PreemptionProspect {
+        match self.find_exchange(ledger, search, candidate, verdict, (pass, turn), actions) {
+            SearchResult::Exchange { kind, found, force } => {
+                let found = vec![(candidate, found)];
+                self.carry_out(ledger, search, (pass, turn), Exchange { kind, found, force }, actions);
+                return PreemptionProspect::Nominated;
+            }
+            SearchResult::Later if ledger.nominations().contains_key(&candidate.name) => {
+                pass.keep_nominations(ledger, turn.member, [candidate.name.as_str()].into_iter());
+                return PreemptionProspect::Nominated;
+            }
+            SearchResult::Later => return PreemptionProspect::Unknown,
+            SearchResult::Protected => {
+                self.withdraw_nomination(ledger, search, &candidate.name);
+                return PreemptionProspect::Protected;
+            }
+            SearchResult::Impossible | SearchResult::Preempt(_) => {}
+        }
+        self.withdraw_nomination(ledger, search, &candidate.name);
+        PreemptionProspect::Impossible
+    }
+
+    /// Evicts the victims of an exchange and the rest of their gangs, and nominates the pods that
+    /// wait.
+    fn carry_out(
+        &mut self,
+        ledger: &mut Ledger,
+        search: &mut PlacementSearch<'a>,
+        (pass, turn): (&mut QuotaPass<'_>, QuotaTurn),
+        Exchange { kind, found, force }: Exchange<'a>,
+        actions: &mut Actions,
+    ) {
+        actions.requeue_in(TERMINATION_TIME);
+        let Some(preemptor) = found.first().map(|(candidate, _)| candidate.name.clone()) else { return };
+        let (message, cap) = (pass.eviction_message(kind, turn.member), pass.grace_cap(turn.member));
+        let victims = pass.with_mates(turn.member, found.iter().flat_map(|(_, found)| &found.victims));
+        let named: Vec<PodAndRoom<'_>> =
+            found.iter().map(|(candidate, found)| (candidate.name.as_str(), found)).collect();
+        pass.nominate(turn.member, &named, &victims);
+        let mut evictions = Vec::new();
+        for pod in victims {
+            let uid = self.claims.uid(&pod).unwrap_or_default().to_owned();
+            let living = self.tracker.living_pods().find(|one| full_name(&one.metadata) == pod);
+            let grace = living.and_then(|pod| capped_grace(pod, cap));
+            let (from, to) = (pass.quota_of(turn.member, &pod), pass.quota_of(turn.member, &preemptor));
+            let quota = Some(QuotaEviction { kind, from, to, grace, force, message: message.clone() });
+            evictions.push(Eviction { pod, uid, preemptor: preemptor.clone(), quota });
+        }
+        self.mark_evicted(&evictions);
+        let until = self.evictability.now().saturating_add(cap.as_secs()).saturating_add(TERMINATION_TIME.as_secs());
+        for (candidate, found) in found {
+            if !evictions.is_empty() {
+                actions.kept.push(KeptRoom {
+                    pod: candidate.name.clone(),
+                    uid: candidate.pod.uid().unwrap_or_default(),
+                    preemptor: preemptor.clone(),
+                    room: handover::room(&found, until),
+                });
+            }
+            self.preemptors.record_success(&candidate.name);
+            search.nominate(candidate, &found.node);
+            // Ignore errors: the ledger refuses only nominations for pods with a claim, and waiting
+            // pods have none.
+            let Preemption { node, takes, .. } = found;
+            let nomination = Nomination { priority: candidate.plan_pod.priority, node, takes };
+            let _ = ledger.nominate(&candidate.name, nomination);
+        }
+        actions.evictions.extend(evictions);
+    }
+
+    /// Finds the pods to evict for a waiting pod by the rules of quotas.
+    fn find_exchange(
+        &mut self,
+        ledger: &Ledger,
+        search: &mut PlacementSearch<'a>,
+        candidate: &'a Candidate<'a>,
+        verdict: &Verdict,
+        (pass, turn): (&QuotaPass<'_>, QuotaTurn),
+        actions: &mut Actions,
+    ) -> SearchResult {
+        let Candidate { name, pod, .. } = candidate;
+        let (tracker, member) = (self.tracker, turn.member);
+        let key = search.key(candidate);
+        let is_futile = verdict.permanent_obstacle().is_some() || key.has_unbound_volume();
+        if is_futile || !turn.rights.is_within_max_later && pod.spec.preemption_policy.as_deref() == Some("Never") {
+            return SearchResult::Impossible;
+        }
+        let kept = pods_of_affinity(tracker, pod);
+        // The order of evictions is in the priorities of the holders.
+        let pending = PendingPod { priority: i32::MAX, ..candidate.pending_pod() };
+        if let Some(nomination) = ledger.nominations().get(name).filter(|_| turn.rights.is_within_max_later) {
+            let targets = search.preemption_nodes(ledger, candidate, |node| node == nomination.node);
+            let mut ending = self.holders().clone();
+            ending.pods.values_mut().for_each(|pods| pods.retain(|_, holder| holder.ending));
+            let found = ledger.preempt(pending, targets, &ending, &kept);
+            if let Some(found) = found.filter(|found| found.victims.is_empty()) {
+                return SearchResult::Exchange { kind: Kind::Priority, found, force: false };
+            }
+        }
+        if pod.spec.preemption_policy.as_deref() == Some("Never") {
+            return SearchResult::Impossible;
+        }
+        if self.is_paused {
+            return SearchResult::Later;
+        }
+        if self.futile.contains(&key) || self.preemptors.is_preemption_delayed(name, self.up) {
+            return SearchResult::Impossible;
+        }
+        if self.exchanges >= MAX_EXCHANGES {
+            return SearchResult::Later;
+        }
+        self.exchanges += 1;
+        self.searches += 1;
+        if turn.rights.is_over_max
+            && let Ok(fits) = search.find(ledger, candidate)
+        {
+            let place = fits.iter().next().map(|fit| (fit.node().to_owned(), fit.reservations().to_vec()));
+            let free = place.map(|(node, takes)| Preemption { node, takes, victims: Vec::new() });
+            let found = free.and_then(|free| pass.victims_for_max(member, self.holders(), free));
+            return found.map_or(SearchResult::Impossible, |found| SearchResult::Exchange {
+                kind: Kind::Priority,
+                found,
+                force: false,
+            });
+        }
+        for kind in pass.kinds(&turn) {
+            let holders = pass.holders(kind, member, self.holders());
+            let targets = search.preemption_nodes(ledger, candidate, |_| true);
+            let is_legal = |found: &Preemption| pass.is_legal(kind, member, &[(name.as_str(), found)]);
+            let found = ledger.preempt_legally(pending, targets, (&holders, &kept), Some(&is_legal));
+            if let Some(found) = found {
+                return SearchResult::Exchange { kind, found, force: false };
+            }
+        }
+        let result = self.find_protected(ledger, search, candidate, (pass, turn), &kept, actions);
+        if matches!(result, SearchResult::Impossible) {
+            let eligible = search.eligible_nodes(candidate).into_iter();
+            if !search.has_lasting_predecessor(ledger, candidate, eligible) && !ledger.nominations().contains_key(name)
+            {
+                self.futile.insert(key);
+            }
+        }
+        result
+    }
+
+    /// Finds borrowers that disruption budgets keep although their room is guaranteed to a waiting
+    /// pod. They are deleted once the budgets' time is over.
+    fn find_protected(
+        &mut self,
+        ledger: &Ledger,
+        search: &PlacementSearch<'a>,
+        candidate: &'a Candidate<'a>,
+        (pass, turn): (&QuotaPass<'_>, QuotaTurn),
+        kept: &BTreeSet<String>,
+        actions: &mut Actions,
+    ) -> SearchResult {
+        if !pass.kinds(&turn).any(|kind| kind == Kind::Reclaim) {
+            return SearchResult::Impossible;
+        }
+        let holders = pass.holders(Kind::Reclaim, turn.member, &self.holders_ignoring_budgets());
+        let targets = search.preemption_nodes(ledger, candidate, |_| true);
+        let name = candidate.name.as_str();
+        let is_legal = |found: &Preemption| pass.is_legal(Kind::Reclaim, turn.member, &[(name, found)]);
+        let pending = PendingPod { priority: i32::MAX, ..candidate.pending_pod() };
+        let Some(found) = ledger.preempt_legally(pending, targets, (&holders, kept), Some(&is_legal)) else {
+            return SearchResult::Impossible;
+        };
+        let victims = pass.with_mates(turn.member, found.victims.iter());
+        match pass.budget_patience(turn.member).map(|patience| self.patience_left(patience, &victims)) {
+            Some(Duration::ZERO) => SearchResult::Exchange { kind: Kind::Reclaim, found, force: true },
+            left => {
+                left.into_iter().for_each(|left| actions.requeue_in(left));
+                SearchResult::Protected
+            }
+        }
+    }
+
+    /// Returns the pods with allocations as if disruption budgets protected none.
+    fn holders_ignoring_budgets(&self) -> Holders<'a> {
+        let is_ending = |node: &str, pod: &str| self.claims.is_ending(node, pod, self.up);
+        let mut all = self.nodes.holders(self.tracker, &self.evictability.ignoring_budgets(), is_ending);
+        // Pods that are evicted in this reconcile.
+        for (node, pods) in &self.holders().pods {
+            let evicted: Vec<String> =
+                pods.iter().filter(|(_, holder)| holder.ending).map(|(name, _)| name.clone()).collect();
+            all.evict(node, &evicted);
+        }
+        all
+    }
+
+    /// Returns how long disruption budgets may still keep these pods.
+    fn patience_left(&mut self, patience: Duration, victims: &[String]) -> Duration {
+        let mut left = Duration::ZERO;
+        for victim in victims {
+            let uid = self.claims.uid(victim).unwrap_or_default().to_owned();
+            left = left.max(patience.saturating_sub(self.preemptors.protected_for(&uid, self.up)));
+        }
+        left
+    }
+
+    /// Marks pods as evicted for the rest of the reconcile.
+    fn mark_evicted(&mut self, evictions: &[Eviction]) {
+        let Some(holders) = self.holders.get_mut() else { return };
+        for Eviction { pod, .. } in evictions {
+            let nodes = holders.pods.iter().filter(|(_, pods)| pods.contains_key(pod));
+            let nodes: Vec<String> = nodes.map(|(node, _)| node.clone()).collect();
+            nodes.iter().for_each(|node| holders.evict(node, [pod]));
+        }
+    }
+
     fn holders(&self) -> &Holders<'a> {
         let is_ending = |node: &str, pod: &str| self.claims.is_ending(node, pod, self.up);
         self.holders.get_or_init(|| self.nodes.holders(self.tracker, &self.evictability, is_ending))
@@ -249,7 +488,7 @@ impl<'a> PreemptionSearch<'a> {
         holders.evict(node, &victims);
         actions.evictions.extend(victims.into_iter().map(|pod| {
             let uid = self.claims.uid(&pod).unwrap_or_default().to_owned();
-            Eviction { pod, uid, preemptor: preemptor.to_owned() }
+            Eviction { pod, uid, preemptor: preemptor.to_owned(), quota: None }
         }));
     }
 }

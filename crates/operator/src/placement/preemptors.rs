@@ -43,6 +43,9 @@ pub(super) struct Preemptors {
     is_deferred: bool,
     /// Waiting pods for which pods were evicted, by name.
     rounds: BTreeMap<String, EvictionRounds>,
+    /// Pods that disruption budgets keep although their room is guaranteed to others, by UID: since
+    /// when, and when this was last found.
+    protected: BTreeMap<String, (Duration, Duration)>,
 }
 
 /// The evictions for one waiting pod. Evictions have no effect if the pod's rules then refuse the
@@ -194,6 +197,15 @@ impl Preemptors {
     /// Records that evictions free enough units for the pod.
     pub(super) fn record_success(&mut self, name: &str) {
         self.waiting.remove(name);
+    }
+
+    /// Records that a disruption budget keeps a pod whose room is guaranteed to a waiting pod.
+    /// Returns for how long it does.
+    pub(super) fn protected_for(&mut self, uid: &str, up: Duration) -> Duration {
+        self.protected.retain(|_, (_, found)| found.saturating_add(RECHECK_TIME) >= up);
+        let (since, found) = self.protected.entry(uid.to_owned()).or_insert((up, up));
+        *found = up;
+        up.saturating_sub(*since)
     }
 
     /// Records that no preemption helps the pod. `has_rules` states whether the pod has rules about

@@ -46,6 +46,7 @@ impl ReplicaIndex {
 
 /// Finds the replicas that the search avoids for a pod, within one reconcile. Locates the replicas
 /// of a controller once, and adds the reservations of this reconcile.
+#[derive(Clone)]
 pub(super) struct ReplicaSearch<'a> {
     index: &'a ReplicaIndex,
     nodes: &'a Nodes,

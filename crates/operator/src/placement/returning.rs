@@ -14,8 +14,8 @@ use super::actions::Actions;
 use super::claims::{PodClaims, claim_nodes};
 use super::facts::Absence;
 use super::nodes::{NodeState, Nodes, OUTDATED_TAINTS};
-use super::preemption::PreemptionProspect;
 use super::search::{Candidate, PlacementSearch, SearchKey};
+use super::verdict::PreemptionProspect;
 
 /// How long pods wait for the units of a node that are briefly unavailable.
 ///

@@ -4,21 +4,27 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use cleave_api::names::CONDITION_PLACED;
-use futures::StreamExt as _;
+use cleave_api::names::{CAPACITY_LABEL, CONDITION_PLACED, NOMINATION_ANNOTATION};
+use cleave_api::{GpuQuota, GpuQuotaStatus};
+use futures::{FutureExt as _, StreamExt as _};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ObjectReference;
+use kube::Api;
+use kube::api::{Patch, PatchParams};
 use tokio::sync::watch;
 
-use super::actions::{Actions, Eviction, Release, ReleaseReason, Report};
+use super::actions::{Actions, Eviction, KeptRoom, Release, ReleaseReason, Report};
 use super::cluster::{Cluster, ReconcileTime};
 use super::gatekeeper::Gatekeeper;
 use super::patch;
+use super::quota_reports::CapacityLabel;
+use super::quotas::QuotaSettings;
 use super::stranded::{PlacedReport, Recreation, StrandedActions};
 use crate::events::{self, EventPublisher};
-use crate::evict::{self, EvictionResult};
-use crate::metrics::Outcome;
+use crate::evict::{self, EvictionOptions, EvictionResult};
+use crate::metrics::{NO_QUOTA, Outcome};
 use crate::pod_condition::{self, Target, WriteResult};
+use crate::pod_metadata::patch_metadata;
 use crate::pods::{POD_SCHEDULED, PodCondition};
 use crate::policies::demand::WaitingPod;
 use crate::policies::taint::{self, TaintChange, TaintWriteResult};
@@ -31,6 +37,17 @@ use crate::write::{MAX_IN_FLIGHT, WRITE_TIMEOUT, publish, publish_all};
 const BATCH_WINDOW: Duration = Duration::from_millis(5);
 /// Delay between a failed write and the next reconcile, even if nothing has changed.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
+
+/// Maximum time after the start for which pods wait until quotas are listed.
+const QUOTA_LIST_TIME: Duration = Duration::from_secs(10);
+/// Maximum number of labels written each time that quotas are reported.
+const MAX_LABELS: usize = 20;
+/// Minimum time between two changes of the label of one pod.
+const LABEL_INTERVAL: Duration = Duration::from_secs(10);
+/// Minimum time between two reports about quotas.
+const QUOTA_STATUS_INTERVAL: Duration = Duration::from_millis(500);
+/// Delay before it is checked again whether quotas are listed.
+const QUOTA_POLL: Duration = Duration::from_millis(100);
 
 /// The inputs of the placement controller.
 pub(crate) struct ControllerInputs {
@@ -49,6 +66,8 @@ pub(crate) struct ControllerInputs {
     pub(crate) report_unschedulable: bool,
     /// Whether nodes that only look free to cluster autoscalers are tainted.
     pub(crate) taint_fragmented: bool,
+    /// Settings of quotas.
+    pub(crate) quotas: QuotaSettings,
 }
 
 /// Why a pod was not released.
@@ -135,6 +154,12 @@ pub(crate) struct PlacementController {
     demand: watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>,
     hosts: Option<MpsHostStores>,
     keeper: Gatekeeper,
+    /// Earliest time at which quotas are reported.
+    next_quota_reports: Duration,
+    /// Whether the last report had quotas, or labels remain from earlier quotas.
+    reports_quotas: bool,
+    /// When the label of a pod was written, by UID.
+    labelled: BTreeMap<String, Duration>,
     publisher: EventPublisher,
     started: Instant,
     clock: SteadyClock,
@@ -150,10 +175,14 @@ impl Controller for PlacementController {
             self.keeper.reset();
             self.context.stores.pods.forget_changes();
             self.context.metrics.reset_placement();
+            self.reports_quotas = true;
             // Read the clock while another process leads, so that `clock` is current when this
             // process becomes the leader.
             self.clock = SteadyClock::read();
             return None;
+        }
+        if !self.knows_quotas() {
+            return Some(QUOTA_POLL);
         }
         let began = Instant::now();
         let (cluster, changes) = (self.cluster(), self.context.stores.pods.changes());
@@ -165,7 +194,7 @@ impl Controller for PlacementController {
         self.set_gauges(&actions, &demand, up);
         self.context.metrics.preemption_searches.inc_by(actions.preemption_searches);
         let mut writes = self.release_all(&actions.releases).await;
-        writes.is_incomplete |= !self.evict_all(&actions.evictions).await;
+        writes.is_incomplete |= !self.evict_all(&actions).await;
         self.wakes.set_awaits_budgets(actions.awaits_budgets);
         self.handle_stranded(&actions.stranded).await;
         writes.is_impaired |= !self.report_all(&actions.reports).await;
@@ -174,11 +203,12 @@ impl Controller for PlacementController {
         if let Some(step) = &actions.rollout {
             self.roll_out(step).await;
         }
+        let statuses = self.report_quotas(&cluster, &actions, ReconcileTime { up, epoch }).await;
         drop(cluster);
         self.report(&actions, &demand, up).await;
         let events = self.publisher.is_waiting().then_some(events::EVENT_CHECK_DELAY);
         let taints = self.keeper.next_taint_retry(self.started.elapsed());
-        next_delay(&actions, writes, events.into_iter().chain(taints).min())
+        next_delay(&actions, writes, events.into_iter().chain(taints).chain(statuses).min())
     }
 }
 
@@ -194,11 +224,22 @@ impl PlacementController {
                 .with_agent_labels(agent_labels)
                 .with_reports(parts.report_unschedulable)
                 .with_taints(parts.taint_fragmented)
+                .with_quotas(parts.quotas)
                 .with_settling_delay(),
+            next_quota_reports: Duration::ZERO,
+            reports_quotas: true,
+            labelled: BTreeMap::new(),
             publisher: EventPublisher::default(),
             started: Instant::now(),
             clock: SteadyClock::read(),
         }
+    }
+
+    /// Returns whether quotas are listed. Without them, a pod could exceed its quota's maximum. A
+    /// cluster may not have the resource, so after some time its absence counts.
+    fn knows_quotas(&self) -> bool {
+        self.started.elapsed() > QUOTA_LIST_TIME
+            || self.context.stores.quotas.wait_until_ready().now_or_never().is_some_and(|listed| listed.is_ok())
     }
 
     /// Returns the current content of the stores, without pods.
@@ -213,9 +254,83 @@ impl PlacementController {
             hosts: self.hosts.as_ref().and_then(MpsHostStores::state),
             volume_claims: stores.volume_claims.state(),
             volumes: stores.volumes.state(),
+            quotas: stores.quotas.state(),
             budgets: stores.budgets.state(),
             namespaces: stores.namespaces.state(),
         }
+    }
+
+    /// Writes the statuses of quotas and the labels of pods that changed, and updates the metrics of
+    /// quotas. Returns the time until they are due again.
+    async fn report_quotas(&mut self, cluster: &Cluster, actions: &Actions, now: ReconcileTime) -> Option<Duration> {
+        if cluster.quotas.is_empty() && !self.reports_quotas {
+            return None;
+        }
+        let left = self.next_quota_reports.saturating_sub(now.up);
+        if !left.is_zero() {
+            return Some(left);
+        }
+        self.next_quota_reports = now.up.saturating_add(QUOTA_STATUS_INTERVAL);
+        let reports = self.keeper.quota_reports(cluster, &actions.waiting, now);
+        self.context.metrics.quotas.set(&reports.usages);
+        self.reports_quotas = !cluster.quotas.is_empty() || !reports.labels.is_empty();
+        for (name, status) in reports.statuses {
+            if !self.context.claim.is_current() {
+                return None;
+            }
+            self.write_quota_status(&name, &status).await;
+        }
+        self.labelled.retain(|_, at| now.up < at.saturating_add(LABEL_INTERVAL));
+        let due = reports.labels.iter().filter(|label| !self.labelled.contains_key(&label.uid));
+        let due: Vec<&CapacityLabel> = due.take(MAX_LABELS).collect();
+        let client = &self.context.client;
+        let writes: Vec<_> = due
+            .iter()
+            .map(|label| {
+                let metadata = serde_json::json!({"labels": {CAPACITY_LABEL: label.value}});
+                patch_metadata(client, (&label.pod, &label.uid), metadata)
+            })
+            .collect();
+        if self.context.claim.is_current() {
+            let _: Vec<bool> = futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
+            self.labelled.extend(due.iter().map(|label| (label.uid.clone(), now.up)));
+        }
+        // Changes within the interval have no later reconcile of their own.
+        self.reports_quotas.then_some(QUOTA_STATUS_INTERVAL)
+    }
+
+    async fn write_quota_status(&self, name: &str, status: &GpuQuotaStatus) {
+        let quotas = Api::<GpuQuota>::all(self.context.client.clone());
+        let patch = Patch::Merge(serde_json::json!({"status": status}));
+        let params = PatchParams::default();
+        let written = quotas.patch_status(name, &params, &patch);
+        match tokio::time::timeout(WRITE_TIMEOUT, written).await {
+            Ok(Ok(_)) => {}
+            Ok(Err(error)) => {
+                tracing::warn!(
+                    quota = name,
+                    error = &error as &dyn std::error::Error,
+                    "failed to write the status of a quota"
+                );
+            }
+            Err(_) => tracing::warn!(quota = name, "failed to write the status of a quota: no answer"),
+        }
+    }
+
+    /// Writes the room that is kept for pods to these pods. Returns the pods for which no others may
+    /// be evicted, because a write failed.
+    async fn write_kept_room<'k>(&self, kept: &'k [KeptRoom]) -> BTreeSet<&'k str> {
+        let client = &self.context.client;
+        let writes: Vec<_> = kept
+            .iter()
+            .map(|KeptRoom { pod, uid, preemptor, room }| async move {
+                let text = room.text().unwrap_or_default();
+                let metadata = serde_json::json!({"annotations": {NOMINATION_ANNOTATION: text}});
+                (preemptor.as_str(), patch_metadata(client, (pod, uid), metadata).await)
+            })
+            .collect();
+        let results: Vec<(&str, bool)> = futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
+        results.into_iter().filter(|(_, written)| !written).map(|(preemptor, _)| preemptor).collect()
     }
 
     /// Releases pods.
@@ -364,23 +479,40 @@ impl PlacementController {
 
     /// Evicts pods for pods of higher priority. Returns false if any of these pods was not evicted.
     /// If one victim cannot be evicted, the preemptor's other victims are not evicted.
-    async fn evict_all(&mut self, evictions: &[Eviction]) -> bool {
-        let mut unsuccessful: BTreeSet<&str> = BTreeSet::new();
-        for eviction in evictions {
-            let Eviction { pod, uid, preemptor } = eviction;
+    async fn evict_all(&mut self, actions: &Actions) -> bool {
+        if actions.evictions.is_empty() || !self.context.claim.is_current() {
+            return true;
+        }
+        let mut unsuccessful = self.write_kept_room(&actions.kept).await;
+        for eviction in &actions.evictions {
+            let Eviction { pod, uid, preemptor, quota } = eviction;
             if !self.context.claim.is_current() {
                 return true;
             }
             if unsuccessful.contains(preemptor.as_str()) {
                 continue;
             }
-            let evicted = evict::evict(&self.context.client, pod, uid).await;
+            let options =
+                EvictionOptions { grace: quota.as_ref().and_then(|quota| quota.grace), timeout: WRITE_TIMEOUT };
+            let evicted = if quota.as_ref().is_some_and(|quota| quota.force) {
+                evict::delete(&self.context.client, pod, uid, options).await
+            } else {
+                evict::evict_with(&self.context.client, pod, uid, options).await
+            };
             self.keeper.record_eviction(eviction, &evicted, self.started.elapsed());
             self.context.metrics.evictions.get_or_create(&Outcome { result: evicted.as_str() }).inc();
             match &evicted {
                 EvictionResult::Done => {
                     tracing::info!(pod, preemptor, "preempted a pod");
-                    let event = events::preempted_event(preemptor);
+                    let event = match quota {
+                        Some(quota) => {
+                            let name = |quota: &Option<String>| quota.clone().unwrap_or_else(|| NO_QUOTA.to_owned());
+                            let (from, to) = (name(&quota.from), name(&quota.to));
+                            self.context.metrics.quotas.count_eviction(&from, &to, quota.kind.name());
+                            events::reclaimed_event(preemptor, &quota.message)
+                        }
+                        None => events::preempted_event(preemptor),
+                    };
                     publish(&self.context.recorder, &event, &events::pod_reference(pod, uid)).await;
                     continue;
                 }

@@ -13,13 +13,16 @@ use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, 
 use super::actions::{Destination, Release, ReleaseReason};
 use super::claims::PodClaims;
 use super::cluster::{Input, plan_pod};
-use super::constraints::{ConstraintKey, Constraints, check_rules};
+use super::constraints::{ConstraintKey, Constraints, ConstraintsCheckpoint, check_rules};
 use super::free_resources::{FreeResources, Requester};
+use super::handover;
 use super::learning;
 use super::nodes::{NodeChecks, Nodes, ResourceProvider};
 use super::other_nodes::{AgentLabels, without_requirement};
 use super::patch;
 use super::pod_tracker::PodTracker;
+use super::quota_pass::QuotaTurn;
+use super::quotas::{QuotaWorlds, WaitingRequests};
 use super::replicas::ReplicaSearch;
 use super::verdict::{AutoscalerNeed, Verdict};
 use crate::pods::PodObject;
@@ -115,6 +118,17 @@ impl<'a> Candidate<'a> {
         candidate
     }
 
+    /// Returns the pod for the restoration of nominations.
+    pub(super) fn for_handover(&self) -> handover::Waiting<'_> {
+        handover::Waiting { name: &self.name, pod: self.pod, device_requests: &self.device_requests }
+    }
+
+    /// Returns the pod for reservations of pods that have waited long.
+    pub(super) fn for_long_wait<'n>(&'n self, nodes: &'n Nodes) -> WaitingRequests<'n, impl Fn() -> Vec<&'n str>> {
+        let eligible = move || nodes.eligible_nodes(&self.plan_pod);
+        WaitingRequests { name: &self.name, requests: &self.device_requests, eligible }
+    }
+
     /// Returns the pod's request to the ledger.
     pub(super) fn pending_pod(&self) -> PendingPod<'_> {
         PendingPod { pod: &self.name, priority: self.plan_pod.priority, device_requests: &self.device_requests }
@@ -134,9 +148,19 @@ impl<'a> Candidate<'a> {
     }
 
     /// Returns the action that releases the pod to the nodes of its reservation.
-    pub(super) fn release_reserved(&self, placement: Placement, nodes: &Nodes, waited: Duration) -> Release {
+    /// `label` is the value of the label that shows whether a quota guarantees the pod's room.
+    pub(super) fn release_reserved(
+        &self,
+        placement: Placement,
+        nodes: &Nodes,
+        (waited, label): (Duration, Option<&'static str>),
+    ) -> Release {
         let hostnames = placement.nodes.keys().filter_map(|node| nodes.hostname(node)).collect();
-        self.release(ReleaseReason::Reserved(placement), Destination::Hostnames(hostnames), waited)
+        let mut release = self.release(ReleaseReason::Reserved(placement), Destination::Hostnames(hostnames), waited);
+        if let Some(label) = label {
+            patch::add_label(&mut release.patch, self.pod, label);
+        }
+        release
     }
 
     /// Returns the action that releases the pod to nodes of another device plugin, which meet the
@@ -179,6 +203,8 @@ pub(super) struct SearchKey<'a> {
     requests: &'a BTreeMap<String, Quantity>,
     nodes: NodeKey<'a>,
     rules: Option<ConstraintKey<'a>>,
+    /// The pool, and number of the quota, and whether the pod is within its guarantee.
+    quota: Option<(usize, usize, bool)>,
 }
 
 impl SearchKey<'_> {
@@ -193,6 +219,13 @@ impl SearchKey<'_> {
     }
 }
 
+/// The reservations and nominations that a search respects.
+pub(super) struct Checkpoint<'a> {
+    free: FreeResources<'a>,
+    constraints: ConstraintsCheckpoint<'a>,
+    replicas: ReplicaSearch<'a>,
+}
+
 /// Searches for placements within one reconcile. The search stores which pods are not placeable,
 /// because replicas of a workload have the same result.
 pub(super) struct PlacementSearch<'a> {
@@ -204,6 +237,10 @@ pub(super) struct PlacementSearch<'a> {
     replicas: RefCell<ReplicaSearch<'a>>,
     eligible: RefCell<BTreeMap<NodeKey<'a>, Vec<&'a str>>>,
     without_place: BTreeMap<SearchKey<'a>, Verdict>,
+    /// Pools of GPUs with quotas, if quotas are enforced.
+    worlds: Option<&'a QuotaWorlds>,
+    /// The turn of the pod that is searched for, if a quota concerns it.
+    turn: Option<QuotaTurn>,
     up: Duration,
 }
 
@@ -225,8 +262,20 @@ impl<'a> PlacementSearch<'a> {
             constraints: Constraints::new(input.cluster, nodes, (tracker, input.unsettled), ledger),
             eligible: RefCell::default(),
             without_place: BTreeMap::new(),
+            worlds: None,
+            turn: None,
             up: input.now.up,
         }
+    }
+
+    /// Respects quotas. [`Self::set_turn`] then precedes each search.
+    pub(super) fn with_quotas(self, worlds: Option<&'a QuotaWorlds>) -> Self {
+        Self { worlds, ..self }
+    }
+
+    /// Limits later searches to the nodes that a pod may use by its quota. `None` means all nodes.
+    pub(super) fn set_turn(&mut self, turn: Option<QuotaTurn>) {
+        self.turn = turn;
     }
 
     /// Finds a placement for a pod.
@@ -296,6 +345,26 @@ impl<'a> PlacementSearch<'a> {
             self.without_place.insert(key, verdict.clone());
         }
         Err(verdict)
+    }
+
+    /// Returns the state to which [`Self::restore`] returns.
+    pub(super) fn checkpoint(&self) -> Checkpoint<'a> {
+        Checkpoint {
+            free: self.free.borrow().clone(),
+            constraints: self.constraints.checkpoint(),
+            replicas: self.replicas.borrow().clone(),
+        }
+    }
+
+    /// Forgets the reservations and nominations since a checkpoint. The ledger has no reservations
+    /// of these pods.
+    pub(super) fn restore(&mut self, ledger: &mut Ledger, before: Checkpoint<'a>) {
+        *self.free.get_mut() = before.free;
+        self.constraints.restore(before.constraints);
+        *self.replicas.get_mut() = before.replicas;
+        // Later pods may fit without these reservations.
+        self.without_place.clear();
+        ledger.synchronize(self.chooser.get_mut());
     }
 
     /// Records a pod's reservation, so that the search for later pods of this reconcile respects
@@ -378,6 +447,7 @@ impl<'a> PlacementSearch<'a> {
             requests: &candidate.plan_pod.requests,
             nodes: candidate.node_key(),
             rules: self.constraints.key(candidate.pod),
+            quota: self.turn.map(|turn| (turn.member.pool, turn.rank.quota, turn.rank.is_within)),
         }
     }
 
@@ -403,6 +473,10 @@ impl<'a> PlacementSearch<'a> {
     }
 
     fn allows(&self, node: &str, checker: Option<&NodeChecker<'_>>) -> bool {
-        self.nodes.0.get(node).is_some_and(|state| check_rules(checker, &state.node).is_ok())
+        let in_pool = match (self.worlds, self.turn) {
+            (Some(worlds), Some(turn)) => worlds.has_node(turn.member.pool, node),
+            _ => true,
+        };
+        in_pool && self.nodes.0.get(node).is_some_and(|state| check_rules(checker, &state.node).is_ok())
     }
 }

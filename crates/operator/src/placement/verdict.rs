@@ -15,6 +15,20 @@ const MAX_NAMED_NODES: usize = 3;
 pub(super) const TOO_FEW_UNITS_IN_SUM: &str =
     "too few free units in the scheduler's sum, which includes pods on faulted GPUs and pods that terminate";
 
+/// Whether preemption makes room for a waiting pod.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum PreemptionProspect {
+    /// The pod is nominated: its victims are evicted or terminate.
+    Nominated,
+    /// Only pods that disruption budgets protect could make room.
+    Protected,
+    /// No preemption helps, or the pod may not preempt others.
+    Impossible,
+    /// It is not this pod's turn, or room is being made for it without evictions. The result of the
+    /// last search applies.
+    Unknown,
+}
+
 /// Why a pod is not placeable.
 #[derive(Debug, Clone)]
 pub(super) enum Verdict {

@@ -68,12 +68,29 @@ pub enum Reason {
     NoRoom,
     /// The pod's requests are malformed.
     Malformed,
+    /// The pod's quota would exceed its maximum.
+    OverMax,
+    /// The pod does not borrow, and its quota's guarantee is used up.
+    WaitsForGuarantee,
+    /// Only pods that disruption budgets protect could be evicted for the pod.
+    Protected,
+    /// Pods of the pod's gang are missing.
+    GangIncomplete,
 }
 
 impl Reason {
     /// All reasons.
-    pub const ALL: [Self; 5] =
-        [Self::Repartitioning, Self::Scheduler, Self::NodeChanging, Self::NoRoom, Self::Malformed];
+    pub const ALL: [Self; 9] = [
+        Self::Repartitioning,
+        Self::Scheduler,
+        Self::NodeChanging,
+        Self::NoRoom,
+        Self::Malformed,
+        Self::OverMax,
+        Self::WaitsForGuarantee,
+        Self::Protected,
+        Self::GangIncomplete,
+    ];
 
     /// Returns the value of the `reason` label in metrics.
     pub const fn as_str(self) -> &'static str {
@@ -83,6 +100,10 @@ impl Reason {
             Self::NodeChanging => "node_changing",
             Self::NoRoom => "no_room",
             Self::Malformed => "malformed",
+            Self::OverMax => "over_max",
+            Self::WaitsForGuarantee => "waits_for_guarantee",
+            Self::Protected => "protected",
+            Self::GangIncomplete => "gang_incomplete",
         }
     }
 }

@@ -24,7 +24,7 @@ pub(crate) mod pace;
 pub(crate) mod partition;
 pub mod plan;
 pub(crate) mod repartition;
-mod select;
+pub(crate) mod select;
 pub mod snapshot;
 pub mod staging;
 pub mod status;

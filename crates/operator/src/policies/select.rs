@@ -69,7 +69,7 @@ pub(super) fn selects_gpu(selector: &GpuSelector, gpu: &GpuStatus) -> bool {
 
 /// Returns whether `wanted` is the product name, or a part of it between word boundaries, ignoring
 /// case. `A100` matches `NVIDIA A100-SXM4-40GB`; `A10` does not.
-pub(super) fn matches_model(wanted: &str, product: &str) -> bool {
+pub(crate) fn matches_model(wanted: &str, product: &str) -> bool {
     let wanted = wanted.trim().to_ascii_lowercase();
     let product = product.to_ascii_lowercase();
     let boundary = |character: Option<char>| character.is_none_or(|character| !character.is_ascii_alphanumeric());

@@ -57,7 +57,7 @@ use layout::missing_units;
 pub use node::DeviceUsage;
 use node::{Node, NominatedUnits};
 use preempt::SearchedNode;
-pub use preempt::{Holder, Holders, Nomination, PendingPod, Preemption, PreemptionNode};
+pub use preempt::{Holder, Holders, IsLegal, Nomination, PendingPod, Preemption, PreemptionNode, Rank};
 pub use request::{DeviceRequest, Units};
 
 use crate::placement::Score;
@@ -77,6 +77,9 @@ pub struct Ledger {
     pods: BTreeMap<String, BTreeSet<Arc<str>>>,
     /// Nominations by pod: units that are kept for a pod while its victims terminate.
     nominations: BTreeMap<String, Nomination>,
+    /// Ranks of waiting pods, while quotas are enforced. Pods without a rank have that of their
+    /// priority. Set anew in each pass.
+    ranks: BTreeMap<String, Rank>,
 }
 
 impl Ledger {
@@ -449,13 +452,34 @@ impl Ledger {
         holders: &Holders<'_>,
         kept: &BTreeSet<String>,
     ) -> Option<Preemption> {
+        self.preempt_legally(pending, nodes, (holders, kept), None)
+    }
+
+    /// Finds pods to preempt as [`Self::preempt`] does, but only preemptions that are legal.
+    pub fn preempt_legally<'a>(
+        &self,
+        pending: PendingPod<'_>,
+        nodes: impl IntoIterator<Item = impl Into<PreemptionNode<'a>>>,
+        (holders, kept): (&Holders<'_>, &BTreeSet<String>),
+        is_legal: Option<IsLegal<'_>>,
+    ) -> Option<Preemption> {
         let nominated = self.nominated_units(Some(pending.pod), pending.priority);
         let nodes = nodes.into_iter().map(Into::into).map(|target: PreemptionNode<'a>| (target.name, target));
         let nodes: BTreeMap<&str, PreemptionNode<'a>> = nodes.collect();
         let nodes = nodes.into_iter().filter_map(|(name, target)| {
             Some(SearchedNode { target, node: self.nodes.get(name)?, nominated: nominated.get(name) })
         });
-        preempt::cheapest_preemption(pending, nodes, (holders, kept))
+        preempt::cheapest_preemption(pending, nodes, (holders, kept), is_legal)
+    }
+
+    /// Sets the rank of a waiting pod, while quotas are enforced.
+    pub fn set_rank(&mut self, pod: &str, rank: Rank) {
+        self.ranks.insert(pod.to_owned(), rank);
+    }
+
+    /// Forgets the ranks of all pods: priority alone decides which nominations a pod sees.
+    pub fn clear_ranks(&mut self) {
+        self.ranks.clear();
     }
 
     /// Nominates units for a pod: free units, and units that terminating pods will free. Replaces
@@ -489,8 +513,10 @@ impl Ledger {
     /// Excludes the nomination of `pod`.
     fn nominated_units(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, NominatedUnits> {
         let mut units: BTreeMap<String, NominatedUnits> = BTreeMap::new();
+        let rank = pod.and_then(|pod| self.ranks.get(pod)).copied().unwrap_or(Rank::of_priority(priority));
         for (of, nomination) in &self.nominations {
-            if nomination.priority >= priority && Some(of.as_str()) != pod {
+            let nominee = self.ranks.get(of).copied().unwrap_or(Rank::of_priority(nomination.priority));
+            if rank.sees(&nominee) && Some(of.as_str()) != pod {
                 let node = units.entry(nomination.node.clone()).or_default();
                 for take in &nomination.takes {
                     let sum = node.entry((take.resource.clone(), take.device.clone())).or_default();

@@ -125,6 +125,37 @@ pub struct Nomination {
     pub takes: Vec<Reservation>,
 }
 
+/// Rank of a waiting pod while quotas are enforced. It decides which nominations the pod sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rank {
+    /// Number of the pod's quota. Pods without a quota have a number of their own.
+    pub quota: usize,
+    /// Whether the pod is within its quota's guarantee.
+    pub is_within: bool,
+    /// Priority of the pod.
+    pub priority: i32,
+}
+
+impl Rank {
+    /// Returns the rank of a pod while no quota is enforced: priority alone decides.
+    pub const fn of_priority(priority: i32) -> Self {
+        Self { quota: 0, is_within: false, priority }
+    }
+
+    /// Returns whether a pod of this rank sees units that are nominated for another pod. It does
+    /// not see nominations of pods that only borrow if it is within its guarantee itself, and in
+    /// its own quota and class no nominations of lower priority.
+    pub const fn sees(&self, nominee: &Self) -> bool {
+        if self.is_within != nominee.is_within {
+            return nominee.is_within;
+        }
+        self.quota != nominee.quota || self.priority <= nominee.priority
+    }
+}
+
+/// Decides whether a preemption may happen.
+pub type IsLegal<'a> = &'a dyn Fn(&Preemption) -> bool;
+
 /// Cost of a preemption, lower is better. In order of weight: the highest priority of the victims,
 /// the sum of their priorities, and their number. Last is the earliest start among the victims of
 /// the highest priority, for which later is better.
@@ -144,6 +175,7 @@ pub(super) fn cheapest_preemption<'a>(
     pending: PendingPod<'_>,
     nodes: impl Iterator<Item = SearchedNode<'a>>,
     holders: (&Holders<'_>, &BTreeSet<String>),
+    is_legal: Option<IsLegal<'_>>,
 ) -> Option<Preemption> {
     let mut best: Option<(PreemptionCost, Preemption)> = None;
     for searched in nodes {
@@ -152,9 +184,9 @@ pub(super) fn cheapest_preemption<'a>(
         if searched.node.short.iter().any(requested) {
             continue;
         }
-        for (cost, takes, victims) in PreemptionSearch::new(&searched, pending, holders).placements() {
+        for (cost, found) in PreemptionSearch::new(&searched, pending, holders).placements(is_legal) {
             if best.as_ref().is_none_or(|(least, _)| cost < *least) {
-                best = Some((cost, Preemption { node: searched.target.name.to_owned(), takes, victims }));
+                best = Some((cost, found));
             }
         }
     }
@@ -183,6 +215,8 @@ struct PossibleVictim<'a> {
 
 /// A node from the point of view of one pending pod.
 struct PreemptionSearch<'a> {
+    /// Name of the node.
+    node: &'a str,
     /// The slots of devices, then the slots of the node's missing resources.
     slots: Vec<LimitedResource<'a>>,
     /// Number of slots of devices.
@@ -251,28 +285,58 @@ impl<'a> PreemptionSearch<'a> {
             }
         }
         candidates.sort_by_key(|one| (Reverse(one.holder.priority), one.holder.started));
-        Self { slots, device_slots, candidates, budgets: &holders.budgets, device_requests }
+        Self { node: target.name, slots, device_slots, candidates, budgets: &holders.budgets, device_requests }
     }
 
-    /// Returns all ways to place the requests: their costs, the units used, and the victims.
-    fn placements(&self) -> impl Iterator<Item = (PreemptionCost, Vec<Reservation>, Vec<String>)> {
-        self.assignments().into_iter().filter_map(|slots| {
+    /// Returns all ways to place the requests that are legal, with their costs. If the least
+    /// important victims may not leave, another victim that makes room alone is tried.
+    fn placements(&self, is_legal: Option<IsLegal<'_>>) -> impl Iterator<Item = (PreemptionCost, Preemption)> {
+        self.assignments().into_iter().filter_map(move |slots| {
             let victims = self.victims(&slots)?;
-            let mut takes: Vec<(usize, Reservation)> = self
-                .device_requests
-                .iter()
-                .zip(&slots)
-                .filter_map(|(&(index, request), &slot)| {
-                    let device = self.slots.get(slot)?.device.to_owned();
-                    Some((index, Reservation { resource: request.resource.clone(), units: request.units, device }))
-                })
-                .collect();
-            takes.sort_by_key(|&(index, _)| index);
-            let takes = takes.into_iter().map(|(_, take)| take).collect();
-            let mut names: Vec<String> = victims.iter().map(|victim| victim.pod.to_owned()).collect();
-            names.sort_unstable();
-            Some((victims_cost(&victims), takes, names))
+            let found = self.preemption(&slots, &victims);
+            match is_legal {
+                Some(is_legal) if !is_legal(&found) => {
+                    let alone = self.victims_alone(&slots);
+                    let mut ways = alone.map(|victim| (vec![victim], self.preemption(&slots, &[victim])));
+                    let (victims, found) = ways.find(|(_, found)| is_legal(found))?;
+                    Some((victims_cost(&victims), found))
+                }
+                _ => Some((victims_cost(&victims), found)),
+            }
         })
+    }
+
+    /// Returns the candidates that make room without other victims, the least important first.
+    fn victims_alone(&self, slots: &[usize]) -> impl Iterator<Item = &PossibleVictim<'a>> {
+        let mut spare = self.spare(slots);
+        self.candidates.iter().for_each(|candidate| candidate.deduct_from_spare(&mut spare));
+        let helps = move |candidate: &&PossibleVictim<'a>| {
+            let freed = |slot: usize| {
+                candidate.frees.iter().filter(|(of, _)| *of == slot).map(|(_, amount)| *amount).sum::<i128>()
+            };
+            spare.iter().all(|(&slot, left)| left + freed(slot) >= 0)
+        };
+        let allowed = |candidate: &&PossibleVictim<'a>| {
+            candidate.holder.budget.is_none_or(|budget| self.budgets.get(budget).is_some_and(|allowed| *allowed > 0))
+        };
+        self.candidates.iter().rev().filter(helps).filter(allowed)
+    }
+
+    fn preemption(&self, slots: &[usize], victims: &[&PossibleVictim<'a>]) -> Preemption {
+        let mut takes: Vec<(usize, Reservation)> = self
+            .device_requests
+            .iter()
+            .zip(slots)
+            .filter_map(|(&(index, request), &slot)| {
+                let device = self.slots.get(slot)?.device.to_owned();
+                Some((index, Reservation { resource: request.resource.clone(), units: request.units, device }))
+            })
+            .collect();
+        takes.sort_by_key(|&(index, _)| index);
+        let takes = takes.into_iter().map(|(_, take)| take).collect();
+        let mut names: Vec<String> = victims.iter().map(|victim| victim.pod.to_owned()).collect();
+        names.sort_unstable();
+        Preemption { node: self.node.to_owned(), takes, victims: names }
     }
 
     /// Returns all ways to place the requests on slots if all candidates were preempted, up to a
@@ -349,18 +413,24 @@ impl<'a> PreemptionSearch<'a> {
     /// Returns the victims of one way to place the requests. Returns `None` if disruption budgets
     /// do not allow enough evictions.
     fn victims(&self, slots: &[usize]) -> Option<Vec<&PossibleVictim<'a>>> {
-        let missing = self.slots.iter().enumerate().skip(self.device_slots);
-        let mut spare: SpareAmounts = missing.map(|(index, slot)| (index, slot.most)).collect();
-        for (&slot, (_, request)) in slots.iter().zip(&self.device_requests) {
-            let most = self.slots.get(slot).map_or(0, |slot| slot.most);
-            *spare.entry(slot).or_insert(most) -= i128::from(request.units.get());
-        }
+        let spare = self.spare(slots);
         // Prefer to evict the least important pods of a budget. If these pods free too little,
         // evict the pods of the budget that free the most.
         self.candidates_to_evict(spare.clone(), &self.evictable_candidates(|_| 0)).or_else(|| {
             let needed = self.needed_amounts(&spare);
             self.candidates_to_evict(spare, &self.evictable_candidates(|candidate| candidate.freed_fraction(&needed)))
         })
+    }
+
+    /// Returns what is spare if all candidates are evicted and the requests are on these slots.
+    fn spare(&self, slots: &[usize]) -> Spare {
+        let missing = self.slots.iter().enumerate().skip(self.device_slots);
+        let mut spare: Spare = missing.map(|(index, slot)| (index, slot.most)).collect();
+        for (&slot, (_, request)) in slots.iter().zip(&self.device_requests) {
+            let most = self.slots.get(slot).map_or(0, |slot| slot.most);
+            *spare.entry(slot).or_insert(most) -= i128::from(request.units.get());
+        }
+        spare
     }
 
     /// Returns which candidates may be evicted together. If a disruption budget allows fewer

@@ -26,8 +26,19 @@ pub enum Kind {
     Priority,
 }
 
+impl Kind {
+    /// Returns the name of the kind, as in metrics.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Reclaim => "Reclaim",
+            Self::FairShare => "FairShare",
+            Self::Priority => "Priority",
+        }
+    }
+}
+
 /// Pods of this priority and above are never evicted: components of the system.
-const NEVER_EVICTED: i32 = 2_000_000_000;
+pub(super) const NEVER_EVICTED: i32 = 2_000_000_000;
 /// Maximum number of pods of a quota that may leave so that it stays below its maximum. These are
 /// the least important.
 const MAX_OVER_MAXIMUM: usize = 256;

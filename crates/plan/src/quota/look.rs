@@ -98,6 +98,12 @@ pub fn look(world: &World, now: Moment) -> Outcome {
     pass.finish()
 }
 
+/// Returns the waiting pods that have waited long and for which room is reserved, each with the
+/// index of the GPU, for callers that place pods themselves. The pod that comes first is first.
+pub fn reserved_for_long_waits(world: &World, now: Moment) -> Vec<(PodId, usize)> {
+    Pass::new(world, now).state.reservations()
+}
+
 /// A pass.
 pub(super) struct Pass<'w> {
     pub(super) state: State<'w>,

@@ -13,6 +13,7 @@
 //! | `cells` | classes and ownership of GPUs for `guarantee: Cells` |
 //! | `gang` | pods that are released, counted and evicted together |
 //! | `pack` | GPUs for several pods at once |
+//! | `book` | accounts, for callers that place pods themselves |
 //! | `account` | what each quota uses, and the class of each pod |
 //! | `room` | free room of each GPU, and room that is nominated |
 //! | `state` | accounts and room together, while a pass changes them |
@@ -28,6 +29,7 @@
 mod account;
 mod ageing;
 mod amount;
+mod book;
 mod cells;
 mod class;
 mod exchange;
@@ -45,9 +47,10 @@ mod tests;
 mod world;
 
 pub use amount::{Amount, GPU, MigSlice, Requested, charge_per_gpu};
+pub use book::{Book, Rights, Turn, Usage};
 pub use class::{Class, Share};
 pub use exchange::Kind;
-pub use look::{Exchange, Outcome, Released, Wait, look};
+pub use look::{Exchange, Outcome, Released, Wait, look, reserved_for_long_waits};
 pub use simulate::{Leave, Rest, Restless, simulate};
 pub use spec::{Guarantee, InvalidQuota, Mode, Namespaces, Quota, QuotaSpec, Unit};
 pub use world::{Gang, Owner, Place, Pod, PodId, Settings, World};

@@ -213,6 +213,13 @@ impl<'w> State<'w> {
         }
     }
 
+    /// Returns the pods for which room is reserved, and their GPUs, in their order.
+    pub(super) fn reservations(&self) -> Vec<(PodId, usize)> {
+        let mut reserved: Vec<Reservation> = self.reserved.values().copied().collect();
+        reserved.sort_by_key(|reservation| reservation.position);
+        reserved.into_iter().map(|Reservation { pod, gpu, .. }| (pod, gpu)).collect()
+    }
+
     fn reserve(&mut self, reservation: Reservation) {
         let Reservation { pod: id, gpu, position } = reservation;
         let (rank, charge) = (self.rank_on(id, gpu), self.charge(id));

@@ -2,9 +2,6 @@
 //! and delays no pod that can run.
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -15,7 +12,7 @@ use cleave_e2e::{
 use serde_json::{Value, json};
 
 use crate::gate_admission::GATE_NAME;
-use crate::restarts::component_pod;
+use crate::leaders::LeaderKiller;
 use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, allocations, ten_shares, wait_until_advertised};
 
 /// Script of a pod that keeps its shares without using the GPU. Hundreds of clients would overload
@@ -328,16 +325,16 @@ fn shares_that_a_stale_kubelet_checkpoint_lists_are_not_reserved_for_another_pod
 
 /// Observations during a storm of pods.
 #[derive(Debug, Default)]
-struct StormObservations {
-    created: u64,
-    ran: BTreeSet<String>,
+pub(crate) struct StormObservations {
+    pub(crate) created: u64,
+    pub(crate) ran: BTreeSet<String>,
     /// Pods that the kubelet permanently rejected, with the reason.
-    rejected: BTreeMap<String, String>,
+    pub(crate) rejected: BTreeMap<String, String>,
     /// Pods that nobody deleted and whose container ended, with the container's state. Every
     /// container sleeps, so only a failure ends it.
-    ended: BTreeMap<String, String>,
+    pub(crate) ended: BTreeMap<String, String>,
     /// Descriptions of pods with shares of two GPUs, and of GPUs with too many shares allocated.
-    errors: BTreeSet<String>,
+    pub(crate) errors: BTreeSet<String>,
 }
 
 /// Maximum time from the end of a container until the API server and the `GpuNode` show it.
@@ -389,7 +386,7 @@ const PODS_BETWEEN_KILLS: u64 = 12;
 /// Creates and deletes pods of 1 to 10 shares in bursts. Calls `kill` after every
 /// [`PODS_BETWEEN_KILLS`] pods, with the number of earlier calls. At the end, waits until each
 /// remaining pod has run.
-fn run_storm(
+pub(crate) fn run_storm(
     scope: &Scope,
     count: u64,
     random: &mut Random,
@@ -466,46 +463,6 @@ fn wait_for_rollout() -> Result<()> {
 /// storm whose size `STORM` sets. A new leader makes no reservations for 5 s, so kills make a storm
 /// longer.
 const LEADER_KILL_INTERVALS: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(10));
-
-/// Kills the leading operator at an interval, on a separate thread. The other replica then leads.
-struct LeaderKiller {
-    stop: Arc<AtomicBool>,
-    thread: JoinHandle<Result<u32>>,
-}
-
-impl LeaderKiller {
-    fn start(interval: Duration) -> Self {
-        let stop = Arc::new(AtomicBool::new(false));
-        let stopped = Arc::clone(&stop);
-        Self { stop, thread: std::thread::spawn(move || Self::run(interval, &stopped)) }
-    }
-
-    /// Kills leaders until `stopped` is set. Returns the number of killed leaders.
-    fn run(interval: Duration, stopped: &AtomicBool) -> Result<u32> {
-        let cluster = Cluster::connect()?;
-        let mut kills = 0;
-        let mut last_kill = Instant::now();
-        while !stopped.load(Ordering::Relaxed) {
-            if last_kill.elapsed() >= interval
-                // If the other replica does not lead yet, no leader exists to kill.
-                && let Ok(leader) = component_pod(&cluster, "operator")
-            {
-                last_kill = Instant::now();
-                let name = text(&leader["metadata"]["name"]);
-                cluster.delete(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{name}"), Some(0))?;
-                kills += 1;
-            }
-            std::thread::sleep(Duration::from_millis(100));
-        }
-        Ok(kills)
-    }
-
-    /// Stops the thread, and returns the number of killed leaders.
-    fn stop(self) -> Result<u32> {
-        self.stop.store(true, Ordering::Relaxed);
-        self.thread.join().map_err(|_| anyhow::anyhow!("the thread that kills leaders panicked"))?
-    }
-}
 
 /// The environment variable `STORM` sets the number of pods. A run with 1,000 pods finds more
 /// errors, but is too slow for every run of the tests.

@@ -38,6 +38,7 @@ pub(super) struct TestCluster {
     pub(super) volumes: Vec<Value>,
     pub(super) budgets: BTreeMap<String, Value>,
     pub(super) namespaces: Vec<Value>,
+    pub(super) quotas: Vec<Value>,
 }
 
 impl TestCluster {
@@ -152,6 +153,7 @@ impl TestCluster {
             volume_claims: self.volume_claims.iter().map(|claim| Arc::new(from_json(claim.clone()))).collect(),
             volumes: self.volumes.iter().map(|volume| Arc::new(from_json(volume.clone()))).collect(),
             budgets: self.budgets.values().map(|budget| Arc::new(from_json(budget.clone()))).collect(),
+            quotas: self.quotas.iter().map(|quota| Arc::new(from_json(quota.clone()))).collect(),
             namespaces: self.namespaces.iter().map(|namespace| Arc::new(from_json(namespace.clone()))).collect(),
         }
     }
@@ -186,6 +188,11 @@ impl TestCluster {
         let pod = self.with_next_resource_version(pod);
         self.pods.insert(release.pod.clone(), pod);
         true
+    }
+
+    /// Returns the UID of a pod.
+    pub(super) fn uid(&self, pod: &str) -> String {
+        self.pods[pod]["metadata"]["uid"].as_str().unwrap().to_owned()
     }
 
     /// Returns the number of shares that a pod requests.

@@ -1,0 +1,67 @@
+//! What quotas say about one pod.
+//!
+//! The sentences repeat what the operator reported: the status of the pod's quotas, and the pod's
+//! label. The reason why a pod waits is part of the verdict.
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use cleave_api::gpuquota::{QuotaMode, QuotaUnit};
+use cleave_operator::pods::PodObject;
+use kube::ResourceExt as _;
+
+use super::live::LiveCluster;
+use crate::quotas::report::Quota;
+
+/// Label of a pod with its class.
+const CAPACITY_LABEL: &str = "cleave.dev/capacity";
+/// Value of the label of a pod within its quota's guarantee.
+const IN_QUOTA: &str = "in-quota";
+/// Value of the label of a pod that borrows.
+const OVER_QUOTA: &str = "over-quota";
+
+/// Returns the sentences about a pod, one for each quota of its namespace.
+pub(super) fn quota_sentences(live: &LiveCluster, pod: &PodObject) -> Vec<String> {
+    if live.quotas.is_empty() || pod.has_ended() || pod.device_requests().is_empty() {
+        return Vec::new();
+    }
+    let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
+    let objects = live.cluster.namespaces.iter();
+    let mut labels =
+        objects.filter(|object| object.metadata.name.as_deref() == Some(namespace)).map(|object| object.labels());
+    let labels = labels.next_back().cloned().unwrap_or_default();
+    let class = pod.metadata.labels.as_ref().and_then(|labels| labels.get(CAPACITY_LABEL)).map(String::as_str);
+    let own: Vec<&Quota> = live.quotas.iter().filter(|quota| selects(quota, namespace, &labels)).collect();
+    if own.is_empty() {
+        return vec![format!(
+            "No quota counts namespace {namespace}. Its pods borrow, unless the namespace is exempt."
+        )];
+    }
+    own.into_iter().map(|quota| sentence(quota, class)).collect()
+}
+
+fn selects(quota: &Quota, namespace: &str, labels: &BTreeMap<String, String>) -> bool {
+    let wanted = &quota.namespace_labels;
+    quota.namespaces.iter().any(|name| name == namespace)
+        || (!wanted.is_empty() && wanted.iter().all(|(key, value)| labels.get(key) == Some(value)))
+}
+
+fn sentence(quota: &Quota, class: Option<&str>) -> String {
+    let unit = if quota.unit == QuotaUnit::Gpus { " GPUs" } else { "" };
+    let (name, min) = (&quota.name, &quota.min);
+    let used = if quota.used.is_empty() { "an unknown amount" } else { &quota.used };
+    let mut text = match class {
+        Some(IN_QUOTA) => format!("Within the guarantee of {name}: {used} of {min}{unit} used."),
+        Some(OVER_QUOTA) => format!("Borrows: {name} uses {used} and is guaranteed {min}{unit}."),
+        _ => format!("{name} uses {used} and is guaranteed {min}{unit}."),
+    };
+    if let Some(max) = &quota.max {
+        let _ = write!(text, " Its maximum is {max}.");
+    }
+    if quota.mode == QuotaMode::Count {
+        text.push_str(" The quota only counts (mode Count).");
+    }
+    if quota.ready.status == "False" {
+        let _ = write!(text, " The quota is not ready: {}.", quota.ready.message.trim_end_matches('.'));
+    }
+    text
+}

@@ -1,0 +1,253 @@
+//! Parses the objects of Nos and Kueue from YAML.
+use std::collections::{BTreeMap, BTreeSet};
+
+use anyhow::{Context as _, Result, bail};
+use cleave_plan::Quantity;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use super::Refusal;
+
+/// API groups of Nos. Its first releases used the second one.
+pub(super) const NOS_GROUPS: [&str; 2] = ["nos.nebuly.com", "nos.nebuly.ai"];
+/// API group of Kueue.
+pub(super) const KUEUE_GROUP: &str = "kueue.x-k8s.io";
+/// Maximum number of objects of the input.
+const MAX_OBJECTS: usize = 100_000;
+
+/// Amounts by resource.
+pub(super) type Amounts = BTreeMap<String, Quantity>;
+
+/// Name and namespace of an object.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+pub(super) struct Metadata {
+    #[serde(default)]
+    pub(super) name: String,
+    #[serde(default)]
+    pub(super) namespace: Option<String>,
+}
+
+/// An object of the input.
+#[derive(Debug, Clone, Deserialize)]
+pub(super) struct Object<S> {
+    #[serde(default)]
+    pub(super) metadata: Metadata,
+    pub(super) spec: S,
+}
+
+/// An `ElasticQuota` or, with namespaces, a `CompositeElasticQuota`.
+#[derive(Debug, Clone, Deserialize)]
+pub(super) struct NosSpec {
+    #[serde(default)]
+    pub(super) namespaces: Option<Vec<String>>,
+    #[serde(default)]
+    pub(super) min: Option<Amounts>,
+    #[serde(default)]
+    pub(super) max: Option<Amounts>,
+}
+
+/// A `ClusterQueue`. Older versions name the cohort `cohort`, newer versions `cohortName`.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct ClusterQueueSpec {
+    #[serde(default, alias = "cohortName")]
+    pub(super) cohort: Option<String>,
+    #[serde(default)]
+    pub(super) namespace_selector: Option<LabelSelector>,
+    #[serde(default)]
+    pub(super) resource_groups: Option<Vec<ResourceGroup>>,
+    #[serde(default)]
+    pub(super) fair_sharing: Option<FairSharing>,
+    #[serde(default)]
+    pub(super) preemption: Option<Preemption>,
+    /// Fields without a counterpart.
+    #[serde(flatten)]
+    pub(super) other: BTreeMap<String, Value>,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct LabelSelector {
+    #[serde(default)]
+    pub(super) match_labels: Option<BTreeMap<String, String>>,
+    #[serde(default)]
+    pub(super) match_expressions: Option<Vec<MatchExpression>>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+pub(super) struct MatchExpression {
+    pub(super) key: String,
+    pub(super) operator: String,
+    #[serde(default)]
+    pub(super) values: Option<Vec<String>>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+pub(super) struct ResourceGroup {
+    #[serde(default)]
+    pub(super) flavors: Vec<FlavorQuotas>,
+}
+
+/// The quotas of one flavor.
+#[derive(Debug, Clone, Deserialize)]
+pub(super) struct FlavorQuotas {
+    pub(super) name: String,
+    #[serde(default)]
+    pub(super) resources: Vec<ResourceQuota>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct ResourceQuota {
+    pub(super) name: String,
+    pub(super) nominal_quota: Quantity,
+    #[serde(default)]
+    pub(super) borrowing_limit: Option<Quantity>,
+    #[serde(default)]
+    pub(super) lending_limit: Option<Quantity>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+pub(super) struct FairSharing {
+    #[serde(default)]
+    pub(super) weight: Option<Quantity>,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct Preemption {
+    #[serde(default)]
+    pub(super) reclaim_within_cohort: Option<String>,
+    #[serde(default)]
+    pub(super) within_cluster_queue: Option<String>,
+    #[serde(default)]
+    pub(super) borrow_within_cohort: Option<BorrowWithinCohort>,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+pub(super) struct BorrowWithinCohort {
+    #[serde(default)]
+    pub(super) policy: Option<String>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct LocalQueueSpec {
+    #[serde(default)]
+    pub(super) cluster_queue: String,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct FlavorSpec {
+    #[serde(default)]
+    pub(super) node_labels: Option<BTreeMap<String, String>>,
+}
+
+/// The objects of the input, in the order of the input.
+#[derive(Debug, Default)]
+pub(super) struct Objects {
+    pub(super) elastic: Vec<Object<NosSpec>>,
+    pub(super) composite: Vec<Object<NosSpec>>,
+    pub(super) cluster_queues: Vec<Object<ClusterQueueSpec>>,
+    pub(super) local_queues: Vec<Object<LocalQueueSpec>>,
+    pub(super) flavors: BTreeMap<String, FlavorSpec>,
+    /// Names of the `Cohort` objects.
+    pub(super) cohorts: BTreeSet<String>,
+    /// Objects that could not be parsed.
+    pub(super) malformed: Vec<Refusal>,
+    /// Kinds of objects that are not imported, such as `ElasticQuota of scheduling.x-k8s.io`.
+    pub(super) foreign: BTreeSet<String>,
+    count: usize,
+}
+
+impl Objects {
+    /// Adds the objects of a YAML stream: documents, and Lists of objects.
+    ///
+    /// # Errors
+    /// Returns an error if the text is not YAML, or contains something other than objects.
+    pub(super) fn add_documents(&mut self, text: &str) -> Result<()> {
+        // In YAML 1.1 the name `n` is a boolean.
+        let options = serde_saphyr::options! { strict_booleans: true };
+        let documents: Vec<Value> =
+            serde_saphyr::from_multiple_with_options(text, options).context("not valid YAML")?;
+        documents.into_iter().filter(|document| !document.is_null()).try_for_each(|document| self.add(document))
+    }
+
+    /// Adds one object, or the objects of a List.
+    pub(super) fn add(&mut self, mut object: Value) -> Result<()> {
+        let text = |pointer: &str| object.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
+        let (version, kind) = (text("/apiVersion"), text("/kind"));
+        let (namespace, name) = (text("/metadata/namespace"), text("/metadata/name"));
+        if let Some(Value::Array(items)) = object.get_mut("items").map(Value::take) {
+            return items.into_iter().try_for_each(|item| self.add(item));
+        }
+        if kind.is_empty() {
+            bail!("an object in the input has no kind");
+        }
+        self.count += 1;
+        if self.count > MAX_OBJECTS {
+            bail!("the input has more than {MAX_OBJECTS} objects");
+        }
+        let group = version.split_once('/').map_or("", |(group, _)| group);
+        let full = if namespace.is_empty() { name.clone() } else { format!("{namespace}/{name}") };
+        let origin = format!("{kind} {full}");
+        let is_nos = NOS_GROUPS.contains(&group);
+        match kind.as_str() {
+            "ElasticQuota" if is_nos => push(&mut self.elastic, &mut self.malformed, origin, object),
+            "CompositeElasticQuota" if is_nos => push(&mut self.composite, &mut self.malformed, origin, object),
+            "ClusterQueue" if group == KUEUE_GROUP => {
+                push(&mut self.cluster_queues, &mut self.malformed, origin, object);
+            }
+            "LocalQueue" if group == KUEUE_GROUP => push(&mut self.local_queues, &mut self.malformed, origin, object),
+            "ResourceFlavor" if group == KUEUE_GROUP => {
+                let spec = object.get_mut("spec").map(Value::take).unwrap_or_default();
+                let spec: Option<Option<FlavorSpec>> = parse(&mut self.malformed, origin, spec);
+                self.flavors.insert(name, spec.flatten().unwrap_or_default());
+            }
+            "Cohort" if group == KUEUE_GROUP => {
+                self.cohorts.insert(name);
+            }
+            "ElasticQuota" | "CompositeElasticQuota" | "ClusterQueue" => {
+                let group = if group.is_empty() { "no API group" } else { group };
+                self.foreign.insert(format!("{kind} of {group}"));
+            }
+            // Other kinds do not limit GPUs.
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Returns whether the input has no object that can be imported.
+    pub(super) const fn is_empty(&self) -> bool {
+        self.elastic.is_empty()
+            && self.composite.is_empty()
+            && self.cluster_queues.is_empty()
+            && self.malformed.is_empty()
+    }
+}
+
+fn push<S: DeserializeOwned>(
+    into: &mut Vec<Object<S>>,
+    malformed: &mut Vec<Refusal>,
+    origin: String,
+    mut object: Value,
+) {
+    let metadata = object.get_mut("metadata").map(Value::take).unwrap_or_default();
+    let metadata = parse::<Option<Metadata>>(malformed, origin.clone(), metadata).flatten().unwrap_or_default();
+    let spec = object.get_mut("spec").map_or_else(|| Value::Object(serde_json::Map::new()), Value::take);
+    if let Some(spec) = parse(malformed, origin, spec) {
+        into.push(Object { metadata, spec });
+    }
+}
+
+fn parse<T: DeserializeOwned>(malformed: &mut Vec<Refusal>, origin: String, value: Value) -> Option<T> {
+    match serde_json::from_value(value) {
+        Ok(parsed) => Some(parsed),
+        Err(error) => {
+            malformed.push(Refusal { origin, reason: format!("the object is malformed: {error}") });
+            None
+        }
+    }
+}

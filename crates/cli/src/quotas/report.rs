@@ -1,0 +1,201 @@
+//! The content of `cleave quotas`. The fields are those of `--output json`.
+use std::collections::BTreeMap;
+
+use cleave_api::GpuQuota;
+use cleave_api::gpuquota::{QuotaGuarantee, QuotaMode, QuotaPods, QuotaUnit, QuotaWaiting};
+use cleave_api::names::CONDITION_READY;
+use cleave_plan::Quantity;
+use cleave_plan::quota::Amount;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use kube::ResourceExt as _;
+use kube::core::DeserializeGuard;
+use serde::Serialize;
+
+use crate::status::report::ConditionValue;
+
+/// Condition of a quota: its guarantee holds.
+const CONDITION_GUARANTEED: &str = "Guaranteed";
+/// Condition of a quota: the operator enforces it.
+const CONDITION_ENFORCED: &str = "Enforced";
+
+/// The quotas of a cluster.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct QuotasReport {
+    /// Quotas by pool and name.
+    pub quotas: Vec<Quota>,
+    /// Pools of GPUs with quotas.
+    pub pools: Vec<Pool>,
+}
+
+/// A quota. Amounts are numbers of GPUs, or of memory such as `40Gi`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Quota {
+    /// Name of the quota.
+    pub name: String,
+    /// Models of the pool. Empty means the GPUs that no other quota names.
+    pub models: Vec<String>,
+    /// Namespaces of the quota, if it names them.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub namespaces: Vec<String>,
+    /// Labels of the namespaces of the quota, if it selects them.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub namespace_labels: BTreeMap<String, String>,
+    /// What amounts count.
+    pub unit: QuotaUnit,
+    /// Guaranteed amount.
+    pub min: String,
+    /// Maximum amount.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max: Option<String>,
+    /// How much of the guarantee others may use. `None` means all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lend: Option<String>,
+    /// Weight of the quota.
+    pub weight: u32,
+    /// What is guaranteed.
+    pub guarantee: QuotaGuarantee,
+    /// Whether the quota is enforced.
+    pub mode: QuotaMode,
+    /// Amount that pods use, without pods that are being deleted.
+    pub used: String,
+    /// Amount that pods use, with pods that are being deleted.
+    pub held: String,
+    /// Amount that pods within the guarantee use.
+    pub in_quota: String,
+    /// Amount that pods use beyond the guarantee.
+    pub borrowed: String,
+    /// Unused part of the guarantee that others may use.
+    pub lent: String,
+    /// What the quota uses beyond its guarantee for each unit of its weight.
+    pub share: String,
+    /// Number of GPUs that the quota's pods own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cells: Option<u32>,
+    /// Numbers of pods.
+    pub pods: QuotaPods,
+    /// Pods that wait.
+    pub waiting: QuotaWaiting,
+    /// Whether the quota counts all of its namespaces.
+    pub ready: ConditionValue,
+    /// Whether the guarantee holds. `None` if the operator does not report it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub guaranteed: Option<ConditionValue>,
+    /// Whether the operator enforces the quota. `None` if the operator does not report it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub enforced: Option<ConditionValue>,
+    /// Whether the status describes an older version of the spec.
+    pub outdated: bool,
+    /// Whether the object could not be parsed. Its amounts are not known.
+    #[serde(skip)]
+    pub is_malformed: bool,
+}
+
+/// The quotas of a pool together.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Pool {
+    /// Models of the pool. Empty means the GPUs that no quota names.
+    pub models: Vec<String>,
+    /// What amounts count.
+    pub unit: QuotaUnit,
+    /// Sum of the guarantees.
+    pub guaranteed: String,
+    /// Sum of what quotas use.
+    pub used: String,
+    /// Sum of what quotas borrow.
+    pub borrowed: String,
+    /// Sum of what quotas lend.
+    pub lent: String,
+    /// Number of pods that wait.
+    pub waiting: u32,
+}
+
+impl QuotasReport {
+    /// Builds the report. Reports malformed objects as such.
+    pub fn new(quotas: Vec<DeserializeGuard<GpuQuota>>) -> Self {
+        let mut quotas: Vec<Quota> = quotas.into_iter().map(Quota::new).collect();
+        quotas.sort_by(|a, b| (&a.models, &a.name).cmp(&(&b.models, &b.name)));
+        let mut by_pool: BTreeMap<(Vec<String>, bool), Vec<&Quota>> = BTreeMap::new();
+        for quota in quotas.iter().filter(|quota| !quota.is_malformed) {
+            by_pool.entry((quota.models.clone(), quota.unit == QuotaUnit::Memory)).or_default().push(quota);
+        }
+        let pools = by_pool.into_iter().map(|((models, _), quotas)| Pool::new(models, &quotas)).collect();
+        Self { quotas, pools }
+    }
+}
+
+impl Quota {
+    fn new(object: DeserializeGuard<GpuQuota>) -> Self {
+        let name = object.name_any();
+        let (object, malformed) = match object.0 {
+            Ok(object) => (object, None),
+            Err(invalid) => (GpuQuota::new(&name, cleave_api::GpuQuotaSpec::default()), Some(invalid.error)),
+        };
+        let generation = object.metadata.generation.unwrap_or_default();
+        let has_status = object.status.is_some();
+        let (spec, status) = (object.spec, object.status.unwrap_or_default());
+        let condition = |type_: &str| status.conditions.iter().find(|condition: &&Condition| condition.type_ == type_);
+        let unknown = || ConditionValue::new("Unknown", "NotReported", "the operator has not evaluated the quota yet");
+        let is_malformed = malformed.is_some();
+        let ready = match malformed {
+            Some(error) => ConditionValue::new("False", "Malformed", &error),
+            None => condition(CONDITION_READY).map_or_else(unknown, ConditionValue::of),
+        };
+        Self {
+            name,
+            models: spec.gpus.map(|gpus| gpus.models).unwrap_or_default(),
+            namespaces: spec.namespaces.unwrap_or_default(),
+            namespace_labels: spec.namespace_selector.map(|selector| selector.match_labels).unwrap_or_default(),
+            unit: spec.unit,
+            min: spec.min.unwrap_or_else(|| "0".to_owned()),
+            max: spec.max,
+            lend: spec.lend,
+            weight: spec.weight,
+            guarantee: spec.guarantee,
+            mode: spec.mode,
+            ready,
+            guaranteed: condition(CONDITION_GUARANTEED).map(ConditionValue::of),
+            enforced: condition(CONDITION_ENFORCED).map(ConditionValue::of),
+            is_malformed,
+            outdated: has_status && status.observed_generation < generation,
+            used: status.used,
+            held: status.held,
+            in_quota: status.in_quota,
+            borrowed: status.borrowed,
+            lent: status.lent,
+            share: status.share,
+            cells: status.cells,
+            pods: status.pods,
+            waiting: status.waiting,
+        }
+    }
+}
+
+impl Pool {
+    fn new(models: Vec<String>, quotas: &[&Quota]) -> Self {
+        let unit = quotas.first().map(|quota| quota.unit).unwrap_or_default();
+        let sum = |field: fn(&Quota) -> &String| sum_text(unit, quotas.iter().map(|quota| field(quota)));
+        Self {
+            models,
+            unit,
+            guaranteed: sum(|quota| &quota.min),
+            used: sum(|quota| &quota.used),
+            borrowed: sum(|quota| &quota.borrowed),
+            lent: sum(|quota| &quota.lent),
+            waiting: quotas.iter().map(|quota| quota.waiting.pods).fold(0, u32::saturating_add),
+        }
+    }
+}
+
+/// Returns the sum of amounts. Texts that are no amounts count as 0.
+fn sum_text<'a>(unit: QuotaUnit, amounts: impl Iterator<Item = &'a String>) -> String {
+    let milli = amounts.map(|text| Quantity::new(text).milli().unwrap_or_default()).fold(0, u64::saturating_add);
+    match unit {
+        QuotaUnit::Gpus => Amount(milli.saturating_mul(1000)).to_string(),
+        QuotaUnit::Memory => {
+            let mib = milli / 1000 / (1 << 20);
+            if mib.is_multiple_of(1 << 10) { format!("{}Gi", mib >> 10) } else { format!("{mib}Mi") }
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! Quotas as text.
+use std::fmt::Write as _;
+
+use cleave_api::gpuquota::{QuotaMode, QuotaUnit};
+
+use super::report::{Pool, Quota, QuotasReport};
+use crate::status::report::ConditionValue;
+use crate::table::Table;
+
+/// Printed if the cluster has no quotas.
+const NO_QUOTAS: &str = "No GpuQuotas. Namespaces are guaranteed nothing, and pods have no maximum.\n";
+
+/// Renders the quotas as a table, with a line for each pool and each problem. `wide` adds columns.
+pub fn render(report: &QuotasReport, wide: bool) -> String {
+    if report.quotas.is_empty() {
+        return NO_QUOTAS.to_owned();
+    }
+    let headings = ["QUOTA", "POOL", "MIN", "USED", "IN", "OVER", "SHARE", "MAX", "LEND", "WAITING", "GUARANTEED"];
+    let mut table = Table::new(&headings)
+        .with_wide_columns(wide, &["MODE", "WEIGHT", "HELD", "LENT", "PODS IN/OVER/LEAVING", "READY", "NAMESPACES"]);
+    for quota in &report.quotas {
+        add_row(&mut table, quota, wide);
+    }
+    let mut text = table.render();
+    text.push('\n');
+    for pool in &report.pools {
+        text.push_str(&pool_line(pool));
+    }
+    for line in problem_lines(report) {
+        let _ = writeln!(text, "{line}");
+    }
+    text
+}
+
+fn add_row(table: &mut Table, quota: &Quota, wide: bool) {
+    let optional = |text: &Option<String>| text.clone().unwrap_or_default();
+    let (pool, max, lend) = (quota.models.join(","), optional(&quota.max), optional(&quota.lend));
+    let (waiting, weight, mode) =
+        (quota.waiting.pods.to_string(), quota.weight.to_string(), format!("{:?}", quota.mode));
+    let pods = format!("{}/{}/{}", quota.pods.within, quota.pods.over, quota.pods.leaving);
+    // In a wide table the column is not the last one.
+    let guaranteed = if wide { guaranteed_word(quota) } else { guaranteed_text(quota) };
+    table.add_wide_row(
+        &[
+            &quota.name,
+            &pool,
+            &quota.min,
+            &quota.used,
+            &quota.in_quota,
+            &quota.borrowed,
+            &quota.share,
+            &max,
+            &lend,
+            &waiting,
+            &guaranteed,
+        ],
+        &[&mode, &weight, &quota.held, &quota.lent, &pods, &quota.ready.status, &namespaces_text(quota)],
+    );
+}
+
+/// Returns whether the guarantee holds, in one word and a reason.
+fn guaranteed_word(quota: &Quota) -> String {
+    match &quota.guaranteed {
+        None => "Unknown".to_owned(),
+        Some(ConditionValue { status, reason, .. }) if status == "False" => format!("False: {reason}"),
+        Some(condition) => condition.status.clone(),
+    }
+}
+
+/// Returns whether the guarantee holds, and why not.
+fn guaranteed_text(quota: &Quota) -> String {
+    match &quota.guaranteed {
+        Some(ConditionValue { status, message, .. }) if status != "True" && !message.is_empty() => {
+            format!("{status}: {}", message.trim_end_matches('.'))
+        }
+        _ => guaranteed_word(quota),
+    }
+}
+
+fn pool_line(pool: &Pool) -> String {
+    let name = if pool.models.is_empty() { "Other GPUs".to_owned() } else { pool.models.join(", ") };
+    let unit = match pool.unit {
+        QuotaUnit::Gpus if pool.guaranteed == "1" => " GPU",
+        QuotaUnit::Gpus => " GPUs",
+        QuotaUnit::Memory => " of memory",
+    };
+    format!(
+        "{name}: {}{unit} guaranteed; quotas use {}, borrow {} and lend {}; {} wait\n",
+        pool.guaranteed,
+        pool.used,
+        pool.borrowed,
+        pool.lent,
+        pods_text(pool.waiting)
+    )
+}
+
+/// Returns the problems, one line each.
+fn problem_lines(report: &QuotasReport) -> Vec<String> {
+    let mut lines = Vec::new();
+    for quota in &report.quotas {
+        let enforced = quota.enforced.iter().filter(|_| quota.mode == QuotaMode::Enforce);
+        for condition in [&quota.ready].into_iter().chain(enforced) {
+            if condition.status != "True" && !condition.message.is_empty() {
+                lines.push(format!("quota {}: {}: {}", quota.name, condition.reason, condition.message));
+            }
+        }
+        if quota.outdated {
+            lines.push(format!("quota {}: the status describes an older version of the quota", quota.name));
+        }
+    }
+    lines
+}
+
+fn namespaces_text(quota: &Quota) -> String {
+    if quota.namespaces.is_empty() {
+        quota.namespace_labels.iter().map(|(key, value)| format!("{key}={value}")).collect::<Vec<_>>().join(",")
+    } else {
+        quota.namespaces.join(",")
+    }
+}
+
+/// Renders one quota with all details and its conditions.
+pub fn render_one(quota: &Quota) -> String {
+    let mut text = String::new();
+    let mut line = |heading: &str, value: &str| {
+        let value = if value.is_empty() { "-" } else { value };
+        let _ = writeln!(text, "{:<14}{value}", format!("{heading}:"));
+    };
+    line("Quota", &quota.name);
+    line("Namespaces", &namespaces_text(quota).replace(',', ", "));
+    line(
+        "Pool",
+        &if quota.models.is_empty() { "GPUs that no other quota names".to_owned() } else { quota.models.join(", ") },
+    );
+    line("Counts", if quota.unit == QuotaUnit::Gpus { "GPUs" } else { "GPU memory" });
+    line("Guarantee", &format!("{} ({:?})", quota.min, quota.guarantee));
+    line("Maximum", quota.max.as_deref().unwrap_or("none"));
+    line("Lends", quota.lend.as_deref().unwrap_or("all of the guarantee"));
+    line("Weight", &quota.weight.to_string());
+    line("Mode", &format!("{:?}", quota.mode));
+    line("Used", &quota.used);
+    line("Within", &format!("{} ({})", or_dash(&quota.in_quota), pods_text(quota.pods.within)));
+    line("Borrowed", &format!("{} ({})", or_dash(&quota.borrowed), pods_text(quota.pods.over)));
+    line("Held", &format!("{} (being deleted: {})", or_dash(&quota.held), pods_text(quota.pods.leaving)));
+    line("Lent", &quota.lent);
+    line("Share", &quota.share);
+    if let Some(cells) = quota.cells {
+        line("Cells", &cells.to_string());
+    }
+    let requested =
+        if quota.waiting.gpus.is_empty() { String::new() } else { format!(", which request {}", quota.waiting.gpus) };
+    line("Waiting", &format!("{}{requested}", pods_text(quota.waiting.pods)));
+    for (reason, pods) in &quota.waiting.reasons {
+        line(&format!("  {reason}"), &pods.to_string());
+    }
+    let conditions = [
+        ("Ready", Some(&quota.ready)),
+        ("Guaranteed", quota.guaranteed.as_ref()),
+        ("Enforced", quota.enforced.as_ref()),
+    ];
+    let mut table = Table::new(&["CONDITION", "STATUS", "REASON", "MESSAGE"]);
+    for (name, condition) in conditions {
+        let Some(ConditionValue { status, reason, message }) = condition else { continue };
+        table.add_row(&[name, status, reason, message]);
+    }
+    text.push('\n');
+    text.push_str(&table.render());
+    if quota.outdated {
+        text.push_str("\nThe status describes an older version of the quota.\n");
+    }
+    text
+}
+
+fn or_dash(text: &str) -> &str {
+    if text.is_empty() { "-" } else { text }
+}
+
+fn pods_text(pods: u32) -> String {
+    if pods == 1 { "1 pod".to_owned() } else { format!("{pods} pods") }
+}
+
+/// Renders the quotas as a short table, without pools and problems.
+pub(crate) fn render_short(quotas: &[Quota]) -> String {
+    let mut table = Table::new(&["QUOTA", "POOL", "MIN", "USED", "BORROWED", "WAITING", "GUARANTEED"]);
+    for quota in quotas {
+        let (pool, waiting) = (quota.models.join(","), quota.waiting.pods.to_string());
+        table.add_row(&[
+            &quota.name,
+            &pool,
+            &quota.min,
+            &quota.used,
+            &quota.borrowed,
+            &waiting,
+            &guaranteed_word(quota),
+        ]);
+    }
+    table.render()
+}

@@ -1,0 +1,599 @@
+//! Tests quotas at the gate: whole cases, from the objects to the pods that are left.
+use std::collections::{BTreeMap, BTreeSet};
+
+use cleave_api::names::{GATE, NOMINATION_ANNOTATION};
+use cleave_plan::quota::{Kind, Settings};
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use super::world::{ActualAllocations, MPS_RESOURCE, TestCluster, at, reservation};
+use crate::evict::EvictionResult;
+use crate::placement::actions::Actions;
+use crate::placement::gatekeeper::Gatekeeper;
+use crate::placement::quota_reports::CapacityLabel;
+use crate::placement::quotas::QuotaSettings;
+use crate::policies::demand::Reason;
+
+/// Maximum number of reconciles until nothing changes.
+const MAX_RECONCILES: u64 = 60;
+
+/// A cluster with one node. Amounts are tenths of a GPU, and each GPU has ten shares.
+pub(super) struct Case {
+    pub(super) world: TestCluster,
+    pub(super) reality: ActualAllocations,
+    gpus: usize,
+    pub(super) keeper: Gatekeeper,
+    rules: Settings,
+    pub(super) seconds: u64,
+    /// Evictions: why, for whom, and who.
+    pub(super) evicted: Vec<(String, String, String)>,
+    /// Reconciles before which the leader is lost, as bits: the first reconcile is the lowest bit.
+    pub(super) losses: u64,
+    /// Whether promises are checked after each reconcile.
+    is_checked: bool,
+}
+
+/// A pod: name, quota, shares and priority.
+pub(super) type PodOfCase<'a> = (&'a str, &'a str, u32, i32);
+
+const RULES: fn() -> Settings = || Settings { min_runtime_fair_share: 0, ..Settings::default() };
+
+pub(super) fn keeper() -> Gatekeeper {
+    keeper_with(RULES())
+}
+
+fn keeper_with(rules: Settings) -> Gatekeeper {
+    Gatekeeper::default().with_quotas(QuotaSettings { rules, ..QuotaSettings::default() })
+}
+
+impl Case {
+    /// `quotas` are names and specs. The quota of this name counts the namespace of this name.
+    pub(super) fn new(gpus: usize, quotas: &[(&str, Value)]) -> Self {
+        let mut world = TestCluster::default().node("n1", &vec![0; gpus]);
+        for (name, spec) in quotas {
+            let mut spec = spec.clone();
+            for field in ["min", "max", "lend"] {
+                if let Some(tenths) = spec[field].as_u64() {
+                    spec[field] = json!(format!("{}m", tenths * 100));
+                }
+            }
+            spec["namespaces"] = json!([name]);
+            world.quotas.push(json!({"apiVersion": "cleave.dev/v1alpha1", "kind": "GpuQuota", "metadata": {"name": name}, "spec": spec}));
+        }
+        let (evicted, reality) = (Vec::new(), ActualAllocations::default());
+        let rules = RULES();
+        Self { world, reality, gpus, keeper: keeper(), rules, seconds: 0, evicted, losses: 0, is_checked: false }
+    }
+
+    /// Reserves room for pods that have waited this number of seconds.
+    pub(super) fn with_ageing(mut self, seconds: u64) -> Self {
+        self.rules.ageing = Some(seconds);
+        self.keeper = keeper_with(self.rules);
+        self
+    }
+
+    /// Makes pods of a quota a gang.
+    pub(super) fn gang(mut self, quota: &str, gang: &str, size: usize, pods: &[&str]) -> Self {
+        for pod in pods {
+            self.world.change(
+                |world| &mut world.pods,
+                &format!("{quota}/{pod}"),
+                |pod| {
+                    pod["metadata"]["annotations"]["cleave.dev/gang"] = json!(gang);
+                    pod["metadata"]["annotations"]["cleave.dev/gang-size"] = json!(size.to_string());
+                },
+            );
+        }
+        self
+    }
+
+    /// Ends a pod, which is not recreated.
+    pub(super) fn end(&mut self, pod: &str) {
+        self.world.pods.remove(pod).unwrap();
+        self.reality.given.remove(pod);
+    }
+
+    pub(super) fn add(&mut self, (name, quota, shares, priority): PodOfCase<'_>, device: Option<usize>) {
+        let namespace = if quota == "-" { "other" } else { quota };
+        self.seconds += 1;
+        self.world.version += 1;
+        let created = jiff::Timestamp::from_second(1_000_000 + i64::try_from(self.seconds).unwrap()).unwrap();
+        let gates = if device.is_some() { json!([]) } else { json!([{"name": GATE}]) };
+        let mut pod = json!({"metadata": {"name": name, "namespace": namespace, "uid": format!("{name}-{}", self.world.version),
+                "resourceVersion": self.world.version.to_string(), "creationTimestamp": created.to_string()},
+            "spec": {"schedulingGates": gates, "priority": priority,
+                "containers": [{"name": "main", "resources": {"limits": {MPS_RESOURCE: shares.to_string()}}}]}});
+        let full = format!("{namespace}/{name}");
+        if let Some(device) = device {
+            pod["spec"]["nodeName"] = json!("n1");
+            self.reality.given.insert(full.clone(), (format!("n1-GPU-{device}"), shares));
+        }
+        self.world.pods.insert(full, pod);
+    }
+
+    pub(super) fn running(mut self, pods: &[(PodOfCase<'_>, usize)]) -> Self {
+        for (pod, device) in pods {
+            self.add(*pod, Some(*device));
+        }
+        self
+    }
+
+    pub(super) fn waiting(mut self, pods: &[PodOfCase<'_>]) -> Self {
+        for pod in pods {
+            self.add(*pod, None);
+        }
+        self
+    }
+
+    /// Reconciles until nothing changes. Evicted pods end at once, and are recreated as a
+    /// Deployment does.
+    pub(super) fn until_rest(mut self) -> Self {
+        let end = self.seconds + MAX_RECONCILES;
+        loop {
+            let actions = self.step();
+            assert!(self.seconds < end, "it does not come to rest: {:?}", self.evicted);
+            if actions.releases.is_empty() && actions.evictions.is_empty() {
+                return self;
+            }
+        }
+    }
+
+    /// Reconciles once, and applies the decisions.
+    pub(super) fn step(&mut self) -> Actions {
+        self.seconds += 1;
+        self.reality.report_on(&mut self.world, self.gpus);
+        if self.losses & 1 == 1 {
+            self.keeper = keeper_with(self.rules);
+        }
+        self.losses >>= 1;
+        let actions = self.keeper.reconcile(&self.world.cluster(), &BTreeMap::new(), at(self.seconds));
+        let before = self.used();
+        if self.is_checked {
+            self.check_promises(&before, &actions);
+        }
+        for release in &actions.releases {
+            assert!(self.world.apply_release(release), "{release:?}");
+            let reserved = reservation(release).nodes["n1"][0].clone();
+            self.reality.given.insert(release.pod.clone(), (reserved.device, reserved.units));
+            self.world.change(|world| &mut world.pods, &release.pod, |pod| pod["spec"]["nodeName"] = json!("n1"));
+        }
+        if self.is_checked {
+            self.check_promises(&before, &Actions::default());
+            self.check_gangs();
+        }
+        for kept in &actions.kept {
+            let note = json!(kept.room.text().unwrap());
+            self.world.change(
+                |world| &mut world.pods,
+                &kept.pod,
+                |pod| pod["metadata"]["annotations"][NOMINATION_ANNOTATION] = note,
+            );
+        }
+        for eviction in &actions.evictions {
+            let kind = eviction.quota.as_ref().map_or_else(|| "-".to_owned(), |quota| format!("{:?}", quota.kind));
+            self.keeper.record_eviction(eviction, &EvictionResult::Done, at(self.seconds).up);
+            self.evicted.push((kind, short(&eviction.preemptor), short(&eviction.pod)));
+            self.recreate(&eviction.pod);
+        }
+        actions
+    }
+
+    /// Replaces a pod as its controller does.
+    fn recreate(&mut self, name: &str) {
+        let pod = self.world.pods.remove(name).unwrap();
+        self.reality.given.remove(name);
+        let (quota, short) = name.split_once('/').unwrap();
+        let priority = i32::try_from(pod["spec"]["priority"].as_i64().unwrap()).unwrap();
+        self.add((short, if quota == "other" { "-" } else { quota }, TestCluster::units(&pod), priority), None);
+        let gang = &pod["metadata"]["annotations"]["cleave.dev/gang"];
+        if !gang.is_null() {
+            let size = &pod["metadata"]["annotations"]["cleave.dev/gang-size"];
+            let annotations = json!({"cleave.dev/gang": gang, "cleave.dev/gang-size": size});
+            self.world.change(|world| &mut world.pods, name, |pod| pod["metadata"]["annotations"] = annotations);
+        }
+    }
+
+    /// Checks that of each gang all pods run, or none.
+    fn check_gangs(&self) {
+        let mut gangs: BTreeMap<(String, String), (usize, usize)> = BTreeMap::new();
+        for (name, pod) in &self.world.pods {
+            let Some(gang) = pod["metadata"]["annotations"]["cleave.dev/gang"].as_str() else { continue };
+            let (namespace, _) = name.split_once('/').unwrap();
+            let (all, running) = gangs.entry((namespace.to_owned(), gang.to_owned())).or_default();
+            *all += 1;
+            *running += usize::from(pod["spec"]["nodeName"].is_string());
+        }
+        for (gang, (all, running)) in gangs {
+            assert!(running == 0 || running == all, "{running} of {all} pods of {gang:?} run");
+        }
+    }
+
+    pub(super) fn is_running(&self) -> BTreeSet<String> {
+        let running = self.world.pods.iter().filter(|(_, pod)| pod["spec"]["nodeName"].is_string());
+        running.map(|(name, _)| short(name)).collect()
+    }
+
+    /// Checks the promises that hold after each reconcile: no quota exceeds its maximum (R1), pods
+    /// of other quotas leave only if they borrowed, and important pods of the system never do (R2),
+    /// and the quota that reclaims stays within its guarantee (R3).
+    fn check_promises(&self, before: &BTreeMap<String, u32>, actions: &Actions) {
+        let used = self.used();
+        for (quota, used) in &used {
+            if let Some(max) = self.limit(quota, "max") {
+                assert!(*used <= max || used <= before.get(quota).unwrap_or(&0), "{quota} uses {used} of {max}");
+            }
+        }
+        for eviction in &actions.evictions {
+            let kind = eviction.quota.as_ref().unwrap().kind;
+            let namespace = |name: &str| name.split_once('/').unwrap().0.to_owned();
+            let (taker, victim) = (namespace(&eviction.preemptor), namespace(&eviction.pod));
+            assert_eq!(kind == Kind::Priority, taker == victim, "{eviction:?}");
+            if kind != Kind::Priority {
+                let min = self.limit(&victim, "min").unwrap_or(0);
+                assert!(before.get(&victim).is_some_and(|used| *used > min), "{eviction:?}: only borrowers leave");
+            }
+            if kind == Kind::Reclaim {
+                let units = TestCluster::units(&self.world.pods[&eviction.preemptor]);
+                let min = self.limit(&taker, "min").unwrap_or(0);
+                assert!(before.get(&taker).unwrap_or(&0) + units <= min, "{eviction:?}: the taker is within");
+            }
+        }
+    }
+
+    /// Returns the shares that the pods of each namespace use.
+    fn used(&self) -> BTreeMap<String, u32> {
+        let mut used = BTreeMap::new();
+        for (pod, (_, units)) in &self.reality.given {
+            *used.entry(pod.split_once('/').unwrap().0.to_owned()).or_default() += units;
+        }
+        used
+    }
+
+    fn limit(&self, quota: &str, field: &str) -> Option<u32> {
+        let spec = self.world.quotas.iter().find(|object| object["metadata"]["name"] == quota)?;
+        let text = spec["spec"][field].as_str()?;
+        Some(text.strip_suffix('m').unwrap().parse::<u32>().unwrap() / 100)
+    }
+
+    /// Checks the evictions, in order, and the pods that run at rest. The result is the same if the
+    /// leader is lost before each decision.
+    pub(super) fn expect(self, evicted: &[(&str, &str, &str)], running: &[&str]) {
+        let lost = Self {
+            world: self.world.clone(),
+            reality: ActualAllocations { given: self.reality.given.clone(), ending: BTreeMap::new() },
+            keeper: keeper_with(self.rules),
+            evicted: Vec::new(),
+            losses: u64::MAX,
+            ..self
+        };
+        for case in [self, lost] {
+            let rest = case.until_rest();
+            let of = |(kind, taker, victim): &(String, String, String)| (kind.clone(), taker.clone(), victim.clone());
+            let expected: Vec<_> = evicted
+                .iter()
+                .map(|(kind, taker, victim)| ((*kind).to_owned(), (*taker).to_owned(), (*victim).to_owned()))
+                .collect();
+            assert_eq!(rest.evicted.iter().map(of).collect::<Vec<_>>(), expected, "in order");
+            assert_eq!(rest.is_running(), running.iter().map(|name| (*name).to_owned()).collect(), "at rest");
+        }
+    }
+}
+
+fn short(name: &str) -> String {
+    name.split_once('/').map_or(name, |(_, name)| name).to_owned()
+}
+
+#[test]
+fn a_guarantee_is_reclaimed_from_borrowers_and_the_second_pod_waits() {
+    Case::new(1, &[("a", json!({"min": 5})), ("b", json!({"min": 5}))])
+        .running(&[(("b1", "b", 5, 0), 0), (("b2", "b", 5, 0), 0)])
+        .waiting(&[("a1", "a", 5, 0), ("a2", "a", 5, 0)])
+        .expect(&[("Reclaim", "a1", "b2")], &["a1", "b1"]);
+}
+
+#[test]
+fn room_that_nobody_is_guaranteed_may_be_borrowed() {
+    Case::new(2, &[("a", json!({"min": 5})), ("b", json!({"min": 5}))])
+        .running(&[(("a1", "a", 5, 0), 0), (("b1", "b", 5, 0), 0)])
+        .waiting(&[("a2", "a", 10, 0)])
+        .expect(&[], &["a1", "a2", "b1"]);
+}
+
+#[test]
+fn a_maximum_holds_though_room_is_free_and_a_smaller_pod_behind_passes() {
+    Case::new(2, &[("a", json!({"min": 5, "max": 10}))])
+        .running(&[(("a1", "a", 6, 0), 0)])
+        .waiting(&[("a2", "a", 5, 0), ("a3", "a", 4, 0)])
+        .expect(&[], &["a1", "a3"]);
+}
+
+#[test]
+fn a_namespace_without_a_quota_borrows() {
+    Case::new(1, &[("a", json!({"min": 6}))])
+        .running(&[(("x1", "-", 6, 500), 0), (("x2", "-", 4, 0), 0)])
+        .waiting(&[("a1", "a", 4, 0)])
+        .expect(&[("Reclaim", "a1", "x2")], &["a1", "x1"]);
+}
+
+#[test]
+fn borrowers_share_by_weight_and_come_to_rest() {
+    let b = ["b1", "b2", "b3", "b4", "b5", "b6", "b7", "b8"];
+    let a = ["a1", "a2", "a3", "a4", "a5", "a6", "a7", "a8"];
+    let running: Vec<_> = b.iter().enumerate().map(|(at, name)| ((*name, "b", 5, 0), at / 2)).collect();
+    let waiting: Vec<_> = a.iter().map(|name| (*name, "a", 5, 0)).collect();
+    let exchanges = [("a1", "b8"), ("a2", "b7"), ("a3", "b6"), ("a4", "b5"), ("a5", "b4"), ("a6", "b3")];
+    Case::new(4, &[("a", json!({"weight": 3})), ("b", json!({}))]).running(&running).waiting(&waiting).expect(
+        &exchanges.map(|(taker, victim)| ("FairShare", taker, victim)),
+        &["a1", "a2", "a3", "a4", "a5", "a6", "b1", "b2"],
+    );
+}
+
+#[test]
+fn at_the_maximum_priority_decides_within_the_quota() {
+    Case::new(2, &[("a", json!({"min": 5, "max": 10}))])
+        .running(&[(("low", "a", 5, 0), 0), (("mid", "a", 5, 10), 0)])
+        .waiting(&[("high", "a", 5, 20)])
+        .expect(&[("Priority", "high", "low")], &["high", "mid"]);
+}
+
+#[test]
+fn priority_does_not_reach_into_the_guarantee_of_another_quota() {
+    Case::new(1, &[("a", json!({"min": 2})), ("b", json!({"min": 8}))])
+        .running(&[(("a1", "a", 2, 0), 0), (("b1", "b", 8, 0), 0)])
+        .waiting(&[("a2", "a", 4, 1_000_000)])
+        .expect(&[], &["a1", "b1"]);
+}
+
+#[test]
+fn reclaimed_room_is_not_taken_by_a_borrower_of_higher_priority() {
+    Case::new(1, &[("a", json!({"min": 5})), ("b", json!({})), ("c", json!({}))])
+        .running(&[(("b1", "b", 10, 0), 0)])
+        .waiting(&[("a1", "a", 5, 0), ("c1", "c", 10, 1000)])
+        .expect(&[("Reclaim", "a1", "b1")], &["a1"]);
+}
+
+#[test]
+fn of_the_borrowers_those_leave_that_are_most_over_their_share() {
+    Case::new(3, &[("a", json!({"min": 10})), ("b", json!({})), ("c", json!({}))])
+        .running(&[(("b1", "b", 10, 5), 0), (("b2", "b", 10, 5), 1), (("c1", "c", 10, 0), 2)])
+        .waiting(&[("a1", "a", 10, 0)])
+        .expect(&[("Reclaim", "a1", "b2")], &["a1", "b1", "c1"]);
+}
+
+#[test]
+fn counts_cannot_promise_a_whole_gpu_and_cells_can() {
+    let pods =
+        |case: Case| case.running(&[(("b1", "b", 5, 0), 0), (("b2", "b", 5, 0), 1)]).waiting(&[("a1", "a", 10, 0)]);
+    pods(Case::new(2, &[("a", json!({"min": 10})), ("b", json!({"min": 10}))])).expect(&[], &["b1", "b2"]);
+    let cells = json!({"min": 10, "guarantee": "Cells"});
+    pods(Case::new(2, &[("a", cells.clone()), ("b", cells)])).expect(&[("Reclaim", "a1", "b2")], &["a1", "b1", "b2"]);
+}
+
+#[test]
+fn what_is_not_lent_is_kept_free() {
+    Case::new(2, &[("a", json!({"min": 10, "lend": 4})), ("b", json!({"min": 10}))])
+        .running(&[(("b1", "b", 10, 0), 0)])
+        .waiting(&[("b2", "b", 3, 0), ("b3", "b", 3, 0)])
+        .expect(&[], &["b1", "b2"]);
+}
+
+#[test]
+fn a_pod_that_does_not_borrow_waits_for_its_guarantee() {
+    let mut case = Case::new(1, &[("a", json!({"min": 5}))])
+        .running(&[(("a1", "a", 3, 0), 0)])
+        .waiting(&[("a2", "a", 4, 0), ("a3", "a", 2, 0)]);
+    for name in ["a/a2", "a/a3"] {
+        let never = |pod: &mut Value| pod["metadata"]["annotations"] = json!({"cleave.dev/borrow": "Never"});
+        case.world.change(|world| &mut world.pods, name, never);
+    }
+    let actions = keeper().reconcile(&case.world.cluster(), &BTreeMap::new(), at(9));
+    let waiting = &actions.waiting["a/a2"];
+    assert_eq!(waiting.reason, Reason::WaitsForGuarantee);
+    assert!(waiting.message.contains("uses 0.3 of 0.5 guaranteed"), "{}", waiting.message);
+    case.expect(&[], &["a1", "a3"]);
+}
+
+#[test]
+fn the_status_says_what_is_used_borrowed_and_awaited() {
+    let mut case = Case::new(1, &[("a", json!({"min": 5})), ("b", json!({"min": 5, "max": 12}))])
+        .running(&[(("b1", "b", 5, 0), 0), (("b2", "b", 5, 0), 0)])
+        .waiting(&[("a1", "a", 5, 0), ("b3", "b", 5, 0)]);
+    case.reality.report_on(&mut case.world, 1);
+    let cluster = case.world.cluster();
+    let mut keeper = keeper();
+    let actions = keeper.reconcile(&cluster, &BTreeMap::new(), at(9));
+    keeper.record_eviction(&actions.evictions[0], &EvictionResult::Done, at(9).up);
+    let reports = keeper.quota_reports(&cluster, &actions.waiting, at(9));
+    let statuses: BTreeMap<_, _> = reports.statuses.into_iter().collect();
+    let (a, b) = (&statuses["a"], &statuses["b"]);
+    assert_eq!((a.used.as_str(), a.pods.within, a.waiting.pods, a.waiting.gpus.as_str()), ("0.5", 1, 1, "0.5"));
+    let guaranteed = |status: &cleave_api::GpuQuotaStatus| status.conditions[1].reason.clone();
+    assert_eq!((guaranteed(a).as_str(), guaranteed(b).as_str()), ("Reclaiming", "Kept"));
+    assert_eq!((b.used.as_str(), b.held.as_str(), b.pods.leaving), ("0.5", "1", 1));
+    assert_eq!(b.waiting.reasons, BTreeMap::from([("OverMax".to_owned(), 1)]));
+    let mut seen = case.world.clone();
+    for quota in &mut seen.quotas {
+        quota["status"] = json!(statuses[quota["metadata"]["name"].as_str().unwrap()]);
+    }
+    let again = keeper.quota_reports(&seen.cluster(), &actions.waiting, at(10));
+    assert_eq!(again.statuses, [], "only differences are written");
+    assert_eq!(again.usages["a"].waiting, BTreeMap::from([("Nominated".to_owned(), 1)]));
+    let label = |pod: &str, value| CapacityLabel { pod: pod.to_owned(), uid: seen.uid(pod), value: Some(value) };
+    assert_eq!(again.labels, [label("b/b1", "in-quota")], "b2 is evicted");
+}
+
+#[test]
+fn quotas_that_only_count_change_nothing() {
+    let case = |quotas: &[(&str, Value)]| {
+        Case::new(1, quotas)
+            .running(&[(("b1", "b", 5, 0), 0), (("b2", "b", 5, 3), 0)])
+            .waiting(&[("a1", "a", 5, 9), ("a2", "a", 5, 1)])
+            .until_rest()
+    };
+    let counted = json!({"min": 5, "max": 5, "mode": "Count"});
+    let (with, without) = (case(&[("a", counted.clone()), ("b", counted)]), case(&[]));
+    assert_eq!((&with.evicted, with.is_running()), (&without.evicted, without.is_running()));
+    assert_eq!(without.evicted.len(), 1, "priority alone decides: {:?}", without.evicted);
+}
+
+#[test]
+fn a_new_leader_keeps_the_room_for_which_pods_were_evicted() {
+    for losses in [0, u64::MAX] {
+        let mut case = Case::new(2, &[("a", json!({})), ("b", json!({})), ("c", json!({}))])
+            .running(&[(("b1", "b", 5, 0), 0), (("b2", "b", 5, 0), 0), (("b3", "b", 5, 0), 1), (("b4", "b", 5, 0), 1)])
+            .waiting(&[("a1", "a", 5, 0)]);
+        case.losses = losses;
+        case.step();
+        assert_eq!(case.evicted.len(), 1, "{:?}", case.evicted);
+        // Its quota has a lower share, so its turn is before that of a1.
+        let case = case.waiting(&[("c1", "c", 4, 0)]).until_rest();
+        let for_a1 = case.evicted.iter().filter(|(_, taker, _)| taker == "a1").count();
+        assert_eq!(for_a1, 1, "losses {losses:x}: {:?}", case.evicted);
+        assert!(case.is_running().contains("a1"), "{:?}", case.is_running());
+    }
+}
+
+#[test]
+fn a_note_about_room_that_is_taken_or_too_old_has_no_effect() {
+    let note = |until: u64| {
+        json!({"until": until, "nodes": {"n1": [{"resource": MPS_RESOURCE, "units": 5, "device": "n1-GPU-0"}]}})
+            .to_string()
+    };
+    for (until, running, expected) in [(2_000_000, 6, 0), (1, 0, 0), (2_000_000, 0, 1)] {
+        let mut case = Case::new(1, &[("a", json!({})), ("b", json!({}))]).waiting(&[("a1", "a", 5, 0)]);
+        if running > 0 {
+            case = case.running(&[(("b1", "b", running, 0), 0)]);
+        }
+        case.world.change(
+            |world| &mut world.pods,
+            "a/a1",
+            |pod| pod["metadata"]["annotations"][NOMINATION_ANNOTATION] = json!(note(until)),
+        );
+        case.reality.report_on(&mut case.world, 1);
+        // The pod is released if it fits, so its nomination is seen while reservations are delayed.
+        let mut keeper = keeper().with_settling_delay();
+        keeper.reconcile(&case.world.cluster(), &BTreeMap::new(), at(1));
+        assert!(keeper.ledger().unwrap().nominations().is_empty(), "nothing is decided yet");
+        let actions = keeper.reconcile(&case.world.cluster(), &BTreeMap::new(), at(9));
+        let kept = keeper.ledger().unwrap().nominations().len() + actions.releases.len();
+        assert!(kept >= expected && actions.evictions.is_empty(), "until {until}: {actions:?}");
+    }
+}
+
+#[test]
+fn a_pod_that_waits_long_is_not_starved_by_a_stream_of_small_pods() {
+    let stream = |ageing: u64| {
+        let mut case = Case::new(1, &[("a", json!({}))])
+            .running(&[(("s0", "a", 5, 0), 0), (("s1", "a", 5, 0), 0)])
+            .waiting(&[("big", "a", 10, 0)])
+            .with_ageing(ageing);
+        for round in 2..12 {
+            // A small pod is always ready before the one that ends.
+            case.add((&format!("s{round}"), "a", 5, 0), None);
+            case.end(&format!("a/s{}", round - 2));
+            case.step();
+            let is_running = case.is_running();
+            if is_running.contains("big") {
+                return Some(round);
+            }
+            if !is_running.contains(&format!("s{round}")) {
+                // The stream stops for the pod that waits: the running pods end one by one.
+                let waits = case.world.pods.iter().filter(|(_, pod)| !pod["spec"]["nodeName"].is_string());
+                assert!(waits.count() >= 2);
+                for name in is_running {
+                    case.end(&format!("a/{name}"));
+                }
+                case.step();
+                return case.is_running().contains("big").then_some(round);
+            }
+        }
+        None
+    };
+    assert_eq!(stream(1_000_000), None, "small pods take each room that becomes free");
+    assert!(stream(3).is_some());
+}
+
+/// Limits of a quota in a random case: min, max beyond it, and weight.
+type Limits = (u32, Option<u32>, u32);
+
+fn random_quota((min, more, weight): Limits) -> Value {
+    let mut spec = json!({"min": min, "weight": weight});
+    if let Some(more) = more {
+        spec["max"] = json!(min + more);
+    }
+    spec
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Pods that are evicted come back at once, as a Deployment's do, and yet it comes to rest,
+    /// also if the leader is lost before any of the first decisions.
+    #[test]
+    fn promises_hold_at_each_step_and_it_comes_to_rest(
+        limits in proptest::collection::vec((0_u32..12, proptest::option::of(0_u32..10), 1_u32..4), 2..4),
+        pods in proptest::collection::vec((0_usize..4, 1_u32..9, 0_i32..3), 1..14),
+        gpus in 1_usize..3,
+        first in 0_usize..10,
+        losses in 0_u64..256,
+    ) {
+        const NAMES: [&str; 4] = ["a", "b", "c", "-"];
+        let quotas: Vec<(&str, Value)> =
+            limits.iter().zip(NAMES).map(|(limits, name)| (name, random_quota(*limits))).collect();
+        let names: Vec<String> = (0..pods.len()).map(|at| format!("p{at}")).collect();
+        let of: Vec<PodOfCase<'_>> = pods
+            .iter()
+            .zip(&names)
+            .map(|((quota, shares, priority), name)| (name.as_str(), if *quota < quotas.len() { NAMES[*quota] } else { "-" }, *shares, *priority))
+            .collect();
+        let (early, late) = of.split_at(first.min(of.len()));
+        let mut case = Case::new(gpus, &quotas).waiting(early);
+        (case.is_checked, case.losses) = (true, losses);
+        let mut case = case.until_rest();
+        case.evicted.clear();
+        let case = case.waiting(late).until_rest();
+        let mut times: BTreeMap<&str, usize> = BTreeMap::new();
+        for (_, _, victim) in &case.evicted {
+            *times.entry(victim.as_str()).or_default() += 1;
+        }
+        prop_assert!(times.values().all(|times| *times <= 2), "{:?}", case.evicted);
+    }
+
+    /// Of each gang all pods run or none, at each step, although pods are evicted and come back. No
+    /// two gangs wait for each other.
+    #[test]
+    fn gangs_run_as_a_whole_and_it_comes_to_rest(
+        limits in proptest::collection::vec((0_u32..20, proptest::option::of(5_u32..15), 1_u32..4), 2..4),
+        gangs in proptest::collection::vec((0_usize..3, 1_usize..4, 1_u32..8, 0_i32..3), 1..6),
+        gpus in 1_usize..3,
+        first in 0_usize..4,
+        losses in 0_u64..256,
+    ) {
+        const NAMES: [&str; 3] = ["a", "b", "c"];
+        let quotas: Vec<(&str, Value)> =
+            limits.iter().zip(NAMES).map(|(limits, name)| (name, random_quota(*limits))).collect();
+        let mut case = Case::new(gpus, &quotas);
+        (case.is_checked, case.losses) = (true, losses);
+        for (at, (quota, size, shares, priority)) in gangs.iter().enumerate() {
+            let quota = NAMES[*quota % quotas.len()];
+            let names: Vec<String> = (0..*size).map(|pod| format!("g{at}-{pod}")).collect();
+            for name in &names {
+                case = case.waiting(&[(name, quota, *shares, *priority)]);
+            }
+            if *size > 1 {
+                let names: Vec<&str> = names.iter().map(String::as_str).collect();
+                case = case.gang(quota, &format!("g{at}"), *size, &names);
+            }
+            if at + 1 == first {
+                case = case.until_rest();
+                case.evicted.clear();
+            }
+        }
+        let case = case.until_rest();
+        let mut times: BTreeMap<&str, usize> = BTreeMap::new();
+        for (_, _, victim) in &case.evicted {
+            *times.entry(victim.as_str()).or_default() += 1;
+        }
+        prop_assert!(times.values().all(|times| *times <= 2), "{:?}", case.evicted);
+    }
+}

@@ -1,0 +1,57 @@
+//! Keeps the room for which an earlier leader of the operator evicted pods.
+//!
+//! Before pods are evicted by the rules of quotas, the room that they free is written to the pod
+//! that waits. Another leader nominates the pod for this room again. Otherwise it would decide anew,
+//! and could evict more pods for the same pod while the first victims terminate.
+use std::collections::{BTreeMap, BTreeSet};
+
+use cleave_api::placement::{Placement, ReservedUnits};
+use cleave_plan::ledger::{DeviceRequest, Holders, Ledger, Nomination, PendingPod, Preemption};
+
+use crate::pods::PodObject;
+
+/// Returns the note about room. `until` is the time at which it expires, in seconds since the Unix
+/// epoch.
+pub(super) fn room(found: &Preemption, until: u64) -> Placement {
+    let units = found.takes.iter().map(|take| ReservedUnits {
+        resource: take.resource.clone(),
+        units: take.units.get(),
+        device: take.device.clone(),
+    });
+    Placement { until, nodes: BTreeMap::from([(found.node.clone(), units.collect())]) }
+}
+
+/// A waiting pod.
+pub(super) struct Waiting<'a> {
+    pub(super) name: &'a str,
+    pub(super) pod: &'a PodObject,
+    pub(super) device_requests: &'a [DeviceRequest],
+}
+
+/// Nominates the waiting pods again for which an earlier leader kept room, if the room is free or
+/// about to be free. `waiting` is in order of priority, and `now` in seconds since the Unix epoch.
+pub(super) fn restore_nominations<'a>(
+    ledger: &mut Ledger,
+    waiting: impl Iterator<Item = Waiting<'a>>,
+    holders: impl FnOnce() -> Holders<'a>,
+    now: u64,
+) {
+    let is_valid = |waiting: &Waiting<'_>| waiting.pod.nomination.as_ref().is_some_and(|room| room.until > now);
+    let mut waiting = waiting.filter(is_valid).peekable();
+    if waiting.peek().is_none() {
+        return;
+    }
+    let mut ending = holders();
+    ending.pods.values_mut().for_each(|pods| pods.retain(|_, holder| holder.ending));
+    for Waiting { name, pod, device_requests } in waiting {
+        let Some((node, _)) = pod.nomination.as_ref().and_then(|room| room.nodes.first_key_value()) else { continue };
+        let priority = pod.spec.priority.unwrap_or(0);
+        let pending = PendingPod { pod: name, priority, device_requests };
+        let found = ledger.preempt(pending, [node.as_str()], &ending, &BTreeSet::new());
+        if let Some(Preemption { node, takes, .. }) = found.filter(|found| found.victims.is_empty()) {
+            // Ignore errors: the ledger refuses only nominations for pods with a claim, and waiting
+            // pods have none.
+            let _ = ledger.nominate(name, Nomination { priority, node, takes });
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! Makes room for a gang: all of its waiting pods get room, or none.
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use cleave_plan::ledger::{Holders, Ledger, Nomination, PendingPod, Preemption};
+use cleave_plan::quota::Kind;
+
+use super::{Exchange, MAX_EXCHANGES, PreemptionSearch, pods_of_affinity};
+use crate::placement::actions::Actions;
+use crate::placement::quota_pass::{PodAndRoom, QuotaPass, QuotaTurn};
+use crate::placement::search::{Candidate, PlacementSearch};
+use crate::placement::verdict::PreemptionProspect;
+
+/// The result of a search for a gang.
+enum GangResult<'a> {
+    Exchange(Exchange<'a>),
+    Impossible,
+    Later,
+    Protected,
+}
+
+/// Pods of a gang, and the room that each gets.
+type Rooms<'a> = Vec<(&'a Candidate<'a>, Preemption)>;
+
+impl<'a> PreemptionSearch<'a> {
+    /// Does for the waiting pods of a gang what [`Self::preempt`] does for a pod: nominates all of
+    /// them, or none.
+    pub(in crate::placement) fn preempt_for_gang(
+        &mut self,
+        ledger: &mut Ledger,
+        search: &mut PlacementSearch<'a>,
+        gang: &[&'a Candidate<'a>],
+        (pass, turn): (&mut QuotaPass<'_>, QuotaTurn),
+        actions: &mut Actions,
+    ) -> PreemptionProspect {
+        let are_nominated =
+            |ledger: &Ledger| gang.iter().all(|one| ledger.nominations().contains_key(one.name.as_str()));
+        let result = self.find_for_gang(ledger, search, gang, (pass, turn), actions);
+        actions.preemption_searches = self.searches;
+        let prospect = match result {
+            GangResult::Exchange(exchange) => {
+                self.carry_out(ledger, search, (pass, turn), exchange, actions);
+                return PreemptionProspect::Nominated;
+            }
+            GangResult::Later if are_nominated(ledger) => {
+                pass.keep_nominations(ledger, turn.member, gang.iter().map(|one| one.name.as_str()));
+                return PreemptionProspect::Nominated;
+            }
+            GangResult::Later => PreemptionProspect::Unknown,
+            GangResult::Protected => PreemptionProspect::Protected,
+            GangResult::Impossible => PreemptionProspect::Impossible,
+        };
+        gang.iter().for_each(|one| self.withdraw_nomination(ledger, search, &one.name));
+        prospect
+    }
+
+    /// Finds room for the pods of a gang, and the pods to evict.
+    fn find_for_gang(
+        &mut self,
+        ledger: &Ledger,
+        search: &mut PlacementSearch<'a>,
+        gang: &[&'a Candidate<'a>],
+        (pass, turn): (&QuotaPass<'_>, QuotaTurn),
+        actions: &mut Actions,
+    ) -> GangResult<'a> {
+        let Some(head) = gang.first() else { return GangResult::Impossible };
+        if gang.iter().any(|one| search.key(one).has_unbound_volume()) {
+            return GangResult::Impossible;
+        }
+        let tracker = self.tracker;
+        let kept: BTreeSet<String> = gang.iter().flat_map(|one| pods_of_affinity(tracker, one.pod)).collect();
+        let nominations = ledger.nominations();
+        if turn.rights.is_within_max_later && gang.iter().all(|one| nominations.contains_key(&one.name)) {
+            let mut ending = self.holders().clone();
+            ending.pods.values_mut().for_each(|pods| pods.retain(|_, holder| holder.ending));
+            let is_own = |one: &Candidate<'_>, node: &str| nominations.get(&one.name).is_some_and(|of| of.node == node);
+            if let Some(found) = rooms(ledger, search, gang, (pass, turn), (ending, &kept), is_own) {
+                return GangResult::Exchange(Exchange { kind: Kind::Priority, found, force: false });
+            }
+        }
+        if gang.iter().any(|one| one.pod.spec.preemption_policy.as_deref() == Some("Never")) {
+            return GangResult::Impossible;
+        }
+        if self.is_paused {
+            return GangResult::Later;
+        }
+        // At the maximum, a gang waits until pods of its quota end.
+        if turn.rights.is_over_max || self.preemptors.is_preemption_delayed(&head.name, self.up) {
+            return GangResult::Impossible;
+        }
+        if self.exchanges >= MAX_EXCHANGES {
+            return GangResult::Later;
+        }
+        self.exchanges += 1;
+        self.searches += 1;
+        for kind in pass.kinds(&turn) {
+            let holders = pass.holders(kind, turn.member, self.holders());
+            if let Some(found) = legal_rooms(ledger, search, gang, (pass, turn), (holders, &kept), kind) {
+                return GangResult::Exchange(Exchange { kind, found, force: false });
+            }
+        }
+        if !pass.kinds(&turn).any(|kind| kind == Kind::Reclaim) {
+            return GangResult::Impossible;
+        }
+        let kind = Kind::Reclaim;
+        let holders = pass.holders(kind, turn.member, &self.holders_ignoring_budgets());
+        let Some(found) = legal_rooms(ledger, search, gang, (pass, turn), (holders, &kept), kind) else {
+            return GangResult::Impossible;
+        };
+        let victims = pass.with_mates(turn.member, found.iter().flat_map(|(_, found)| &found.victims));
+        match pass.budget_patience(turn.member).map(|patience| self.patience_left(patience, &victims)) {
+            Some(Duration::ZERO) => GangResult::Exchange(Exchange { kind, found, force: true }),
+            left => {
+                left.into_iter().for_each(|left| actions.requeue_in(left));
+                GangResult::Protected
+            }
+        }
+    }
+}
+
+/// Finds room as [`rooms`] does, if the rules permit the evictions.
+fn legal_rooms<'a>(
+    ledger: &Ledger,
+    search: &mut PlacementSearch<'a>,
+    gang: &[&'a Candidate<'a>],
+    (pass, turn): (&QuotaPass<'_>, QuotaTurn),
+    holders: (Holders<'a>, &BTreeSet<String>),
+    kind: Kind,
+) -> Option<Rooms<'a>> {
+    let found = rooms(ledger, search, gang, (pass, turn), holders, |_, _| true)?;
+    let named: Vec<PodAndRoom<'_>> = found.iter().map(|(one, found)| (one.name.as_str(), found)).collect();
+    pass.is_legal(kind, turn.member, &named).then_some(found)
+}
+
+/// Finds room for the pods of a gang, one after the other, the largest first. If a pod is evicted,
+/// the rest of its gang leaves too, and its room counts for the next pod. Returns `None` if not all
+/// pods get room. Changes nothing.
+fn rooms<'a>(
+    ledger: &Ledger,
+    search: &mut PlacementSearch<'a>,
+    gang: &[&'a Candidate<'a>],
+    (pass, turn): (&QuotaPass<'_>, QuotaTurn),
+    (mut holders, kept): (Holders<'a>, &BTreeSet<String>),
+    may_use: impl Fn(&Candidate<'_>, &str) -> bool,
+) -> Option<Rooms<'a>> {
+    let mut scratch = ledger.clone();
+    gang.iter().for_each(|one| drop(scratch.withdraw(&one.name)));
+    let mut found: Rooms<'a> = Vec::new();
+    for &one in gang {
+        // The order of evictions is in the priorities of the holders.
+        let pending = PendingPod { priority: i32::MAX, ..one.pending_pod() };
+        let targets = search.preemption_nodes(&scratch, one, |node| may_use(one, node));
+        let Some(room) = scratch.preempt(pending, targets, &holders, kept) else { break };
+        let leaving = pass.with_mates(turn.member, room.victims.iter());
+        let nodes: Vec<String> = holders.pods.keys().cloned().collect();
+        nodes.iter().for_each(|node| holders.evict(node, &leaving));
+        let (priority, node, takes) = (one.plan_pod.priority, room.node.clone(), room.takes.clone());
+        search.nominate(one, &room.node);
+        found.push((one, room));
+        if scratch.nominate(&one.name, Nomination { priority, node, takes }).is_err() {
+            break;
+        }
+    }
+    let is_complete = found.len() == gang.len();
+    for (one, room) in &found {
+        search.withdraw_nomination(&one.name, &room.node);
+    }
+    // The resources of pods that are nominated already are kept as before.
+    for one in gang {
+        if let Some(nomination) = ledger.nominations().get(&one.name) {
+            search.nominate(one, &nomination.node);
+        }
+    }
+    is_complete.then_some(found)
+}

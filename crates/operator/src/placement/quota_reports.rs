@@ -1,0 +1,135 @@
+//! What the operator reports about quotas: statuses, metrics, and the label of pods.
+use std::collections::{BTreeMap, BTreeSet};
+
+use cleave_api::names::{CAPACITY_IN_QUOTA, CAPACITY_LABEL, CAPACITY_OVER_QUOTA};
+use cleave_api::{GpuQuota, GpuQuotaStatus};
+use cleave_plan::ledger::{Ledger, Moment};
+use cleave_plan::quota::{Book, Class, Owner, Place, PodId, Unit};
+use jiff::Timestamp;
+
+use super::cluster::Cluster;
+use super::pod_tracker::PodTracker;
+use super::quotas::{PoolWorld, QuotaSettings, QuotaWorlds, quotas_of};
+use crate::pods::{PodObject, full_name};
+use crate::policies::demand::WaitingPod;
+use crate::quotas::status::{self, PoolView};
+use crate::quotas::usage::{Limits, QuotaUsage};
+
+/// What is reported about quotas.
+#[derive(Debug, Default, PartialEq)]
+pub(crate) struct QuotaReports {
+    /// Statuses that differ from those in the cluster, by quota.
+    pub(crate) statuses: Vec<(String, GpuQuotaStatus)>,
+    /// What each valid quota uses, by name.
+    pub(crate) usages: BTreeMap<String, QuotaUsage>,
+    /// Pods whose label differs from their class.
+    pub(crate) labels: Vec<CapacityLabel>,
+}
+
+/// A pod whose label changes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct CapacityLabel {
+    /// The pod, as `namespace/name`.
+    pub(crate) pod: String,
+    pub(crate) uid: String,
+    /// The new value. `None` removes the label.
+    pub(crate) value: Option<&'static str>,
+}
+
+/// Returns the value of the label of a pod of this class.
+pub(super) const fn label_of(class: Class) -> &'static str {
+    match class {
+        Class::In => CAPACITY_IN_QUOTA,
+        Class::Over => CAPACITY_OVER_QUOTA,
+    }
+}
+
+/// Returns what is reported about quotas. `waits` is what each pod at the gate waits for. If the
+/// cluster has no quota, only labels of earlier quotas are reported.
+pub(super) fn reports<'a>(
+    cluster: &Cluster,
+    (tracker, ledger): (&PodTracker, &Ledger),
+    waiting: impl Iterator<Item = (&'a str, &'a PodObject)>,
+    is_evicted: impl Fn(&str) -> bool,
+    (settings, now): (&QuotaSettings, u64),
+    waits: &BTreeMap<String, WaitingPod>,
+) -> QuotaReports {
+    if cluster.quotas.is_empty() {
+        return QuotaReports { labels: wrong_labels(tracker, &BTreeMap::new()), ..QuotaReports::default() };
+    }
+    let quotas = quotas_of(cluster, settings.unnamed);
+    let worlds = QuotaWorlds::new(cluster, (tracker, ledger), waiting, is_evicted, (settings, now));
+    let pools: Vec<&PoolWorld> = worlds.iter().flat_map(|worlds| &worlds.pools).collect();
+    let views: Vec<PoolView<'_>> = pools
+        .iter()
+        .zip(&quotas.pools)
+        .map(|(pool, of)| PoolView { world: &pool.world, book: Book::new(&pool.world, Moment(now)), unit: of.unit })
+        .collect();
+    let time = Timestamp::from_second(i64::try_from(now).unwrap_or(0)).unwrap_or_default();
+    let namespaces = cluster.namespaces.iter().filter_map(|object| object.metadata.name.as_deref());
+    let namespaces: BTreeSet<&str> = namespaces.collect();
+    let mut reports = QuotaReports::default();
+    for quota in cluster.quotas.iter().filter_map(|object| object.0.as_ref().ok()) {
+        let Some(name) = quota.metadata.name.as_deref() else { continue };
+        let view = views.iter().find(|view| view.world.quotas.contains_key(name));
+        let named = quota.spec.namespaces.iter().flatten().map(String::as_str);
+        let absent: Vec<&str> = named.filter(|name| !namespaces.contains(name)).collect();
+        let (status, waiting) = status::status(quota, (view, quotas.problems.get(name)), &absent, waits, time);
+        if let Some(usage) = view.and_then(|view| usage(quota, view, &waiting)) {
+            reports.usages.insert(name.to_owned(), usage);
+        }
+        if quota.status.as_ref() != Some(&status) {
+            reports.statuses.push((name.to_owned(), status));
+        }
+    }
+    reports.labels = wrong_labels(tracker, &classes(&views));
+    reports
+}
+
+fn usage(quota: &GpuQuota, view: &PoolView<'_>, waiting: &status::Waiting) -> Option<QuotaUsage> {
+    let name = quota.metadata.name.as_deref()?;
+    let limits = view.world.quotas.get(name)?;
+    Some(QuotaUsage {
+        usage: view.book.usage(name)?,
+        limits: Limits { min: limits.min().0, max: limits.max().map(|max| max.0) },
+        waiting: waiting.reasons.clone(),
+        waiting_amount: waiting.amount.0,
+        unmet_amount: waiting.unmet().0,
+        one: match view.unit {
+            Unit::Gpus => cleave_plan::quota::GPU.0,
+            Unit::Memory => 1024,
+        },
+    })
+}
+
+/// Returns the classes of the pods that run and have a quota, by name.
+fn classes<'v>(views: &'v [PoolView<'_>]) -> BTreeMap<&'v str, Class> {
+    let mut classes = BTreeMap::new();
+    for view in views {
+        for (at, pod) in view.world.pods.iter().enumerate() {
+            let is_counted = matches!(pod.place, Place::Running { .. }) && matches!(pod.owner, Owner::Quota(_));
+            if let Some(class) = is_counted.then(|| view.book.class(PodId(at))).flatten() {
+                classes.insert(pod.name.as_str(), class);
+            }
+        }
+    }
+    classes
+}
+
+/// Returns the pods whose label is not that of their class. Pods of no quota have no label.
+fn wrong_labels(tracker: &PodTracker, classes: &BTreeMap<&str, Class>) -> Vec<CapacityLabel> {
+    let mut labels = Vec::new();
+    for pod in tracker.living_pods().filter(|pod| pod.requests_gpus() && pod.metadata.deletion_timestamp.is_none()) {
+        let written = pod.labels().get(CAPACITY_LABEL).map(String::as_str);
+        if classes.is_empty() && written.is_none() {
+            continue;
+        }
+        let name = full_name(&pod.metadata);
+        let value = classes.get(name.as_str()).map(|class| label_of(*class));
+        if written != value {
+            labels.push(CapacityLabel { uid: pod.uid().unwrap_or_default(), pod: name, value });
+        }
+    }
+    labels.sort_by(|one, other| one.pod.cmp(&other.pod));
+    labels
+}

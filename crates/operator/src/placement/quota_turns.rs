@@ -1,0 +1,197 @@
+//! The order of the turns of waiting pods, and why a pod still waits after its turn.
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use cleave_plan::quota::{Amount, Owner, Quota, Wait};
+
+use super::quota_pass::{Hold, Member, QuotaPass, QuotaTurn};
+use super::verdict::PreemptionProspect;
+use crate::policies::demand::{Reason, WaitingPod};
+
+/// The order in which waiting pods have their turns.
+#[derive(Debug)]
+pub(super) enum Order {
+    /// By priority and age.
+    Sorted(std::ops::Range<usize>),
+    /// By the rules of quotas.
+    ByQuota(Queues),
+}
+
+impl Order {
+    /// `names` are sorted by priority and age.
+    pub(super) fn new<'n>(quotas: Option<&QuotaPass<'_>>, names: impl ExactSizeIterator<Item = &'n str>) -> Self {
+        match quotas {
+            None => Self::Sorted(0..names.len()),
+            Some(pass) => Self::ByQuota(Queues::new(pass, names)),
+        }
+    }
+
+    /// Returns the position of the next candidate.
+    pub(super) fn next(&mut self, quotas: Option<&QuotaPass<'_>>) -> Option<usize> {
+        match (self, quotas) {
+            (Self::Sorted(rest), _) => rest.next(),
+            (Self::ByQuota(queues), Some(pass)) => queues.next(pass),
+            (Self::ByQuota(_), None) => None,
+        }
+    }
+
+    /// Returns the positions of all waiting pods of a candidate's gang, if they are decided
+    /// together with the candidate. Pods without a gang have none.
+    pub(super) fn gang(&self, candidate: usize) -> &[usize] {
+        match self {
+            Self::Sorted(_) => &[],
+            Self::ByQuota(queues) => queues.gangs.get(&candidate).map_or(&[], Vec::as_slice),
+        }
+    }
+}
+
+/// Waiting pods by the account whose rights they have.
+#[derive(Debug, Default)]
+pub(super) struct Queues {
+    by_account: BTreeMap<(usize, usize), VecDeque<(usize, Member)>>,
+    others: VecDeque<usize>,
+    /// The candidates of each gang, by the candidate that has the turn.
+    gangs: BTreeMap<usize, Vec<usize>>,
+}
+
+impl Queues {
+    /// Sorts candidates into queues. `names` are sorted by priority and age. Of a gang, only the
+    /// first pod has a turn.
+    fn new<'n>(pass: &QuotaPass<'_>, names: impl Iterator<Item = &'n str>) -> Self {
+        let mut queues = Self::default();
+        let mut units: BTreeMap<Member, (Option<usize>, Vec<usize>)> = BTreeMap::new();
+        let mut mixed = BTreeSet::new();
+        for (at, name) in names.enumerate() {
+            let Some(&member) = pass.members(name).first() else {
+                queues.others.push_back(at);
+                continue;
+            };
+            let book = pass.book(member);
+            let key = (member.pool, book.account(member.id));
+            if let [head, _, ..] = *book.unit(member.id) {
+                mixed.insert(key);
+                let (first, all) = units.entry(Member { id: head, ..member }).or_default();
+                all.push(at);
+                if head != member.id {
+                    continue;
+                }
+                *first = Some(at);
+            }
+            queues.by_account.entry(key).or_default().push_back((at, member));
+        }
+        queues.gangs = units.into_values().filter_map(|(first, all)| Some((first?, all))).collect();
+        for key in mixed {
+            // A gang has the highest priority of its pods, and the age of the youngest.
+            let of_turn = |(_, member): &(usize, Member)| {
+                let book = pass.book(*member);
+                (Reverse(book.priority(member.id)), book.created(member.id), pass.pod(*member).name.clone())
+            };
+            if let Some(queue) = queues.by_account.get_mut(&key) {
+                queue.make_contiguous().sort_by_cached_key(of_turn);
+            }
+        }
+        queues
+    }
+
+    /// Takes the next waiting pod. Pods of pools without quotas come first: they use other GPUs.
+    fn next(&mut self, pass: &QuotaPass<'_>) -> Option<usize> {
+        if let Some(at) = self.others.pop_front() {
+            return Some(at);
+        }
+        let turn = |(_, member): &(usize, Member)| pass.book(*member).turn(member.id);
+        let first = self.by_account.iter().filter_map(|(key, queue)| Some((turn(queue.front()?), *key))).min()?;
+        self.by_account.get_mut(&first.1)?.pop_front().map(|(at, _)| at)
+    }
+}
+
+/// Why a pod waits because of quotas.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct QuotaWait {
+    wait: Wait,
+    message: String,
+}
+
+impl QuotaWait {
+    /// Returns the explanation for the pod's owner.
+    pub(super) fn into_waiting_pod(self) -> WaitingPod {
+        let reason = match self.wait {
+            Wait::OverMax | Wait::LargerThanMax => Reason::OverMax,
+            Wait::WaitsForGuarantee => Reason::WaitsForGuarantee,
+            Wait::Protected => Reason::Protected,
+            Wait::GangIncomplete => Reason::GangIncomplete,
+            _ => Reason::NoRoom,
+        };
+        let mut message = self.message;
+        if let Some(first) = message.get(..1).map(str::to_uppercase) {
+            message.replace_range(..1, &first);
+        }
+        WaitingPod { reason, message }
+    }
+}
+
+impl QuotaPass<'_> {
+    /// Explains why a waiting pod waits that has had its turn. Returns `None` if the placement
+    /// search explains it: no quota keeps the pod from room.
+    pub(super) fn why(&self, turn: &QuotaTurn, prospect: PreemptionProspect) -> Option<QuotaWait> {
+        if !self.book(turn.member).quota(turn.member.id).is_enforced() && turn.may_use_free_room {
+            return None;
+        }
+        let wait = match prospect {
+            PreemptionProspect::Nominated => Wait::Nominated,
+            PreemptionProspect::Protected => Wait::Protected,
+            _ if turn.rights.is_over_max => Wait::OverMax,
+            PreemptionProspect::Unknown => Wait::Later,
+            PreemptionProspect::Impossible => Wait::NoRoom,
+        };
+        Some(self.explain((turn.member, wait)))
+    }
+
+    /// Explains why a gang waits that has had its turn.
+    pub(super) fn why_gang(&self, turn: &QuotaTurn, prospect: PreemptionProspect) -> QuotaWait {
+        self.why(turn, prospect).unwrap_or_else(|| self.explain((turn.member, Wait::NoRoom)))
+    }
+
+    /// Explains why a waiting pod waits.
+    pub(super) fn explain(&self, (member, wait): Hold) -> QuotaWait {
+        let (book, pod) = (self.book(member), self.pod(member));
+        let quota: &Quota = book.quota(member.id);
+        let used = book.used(member.id);
+        let name = match &pod.owner {
+            Owner::Quota(name) => format!("quota {name}"),
+            Owner::Unnamed | Owner::Outside => "the namespaces without a quota".to_owned(),
+        };
+        let (asks, min) = (book.charge(member.id), quota.min());
+        let message = match wait {
+            Wait::OverMax => {
+                format!("{name} would use {} GPUs, and its max is {}", used.plus(asks), quota.max().unwrap_or_default())
+            }
+            Wait::LargerThanMax => {
+                format!("the pod requests {asks} GPUs, and the max of {name} is {}", quota.max().unwrap_or_default())
+            }
+            Wait::WaitsForGuarantee => format!(
+                "the pod does not borrow (cleave.dev/borrow: Never), and {name} uses {used} of {min} guaranteed GPUs"
+            ),
+            Wait::Nominated => {
+                format!("pods terminate to make room for the pod; {name} uses {used} GPUs with it, guaranteed {min}")
+            }
+            Wait::GangIncomplete => {
+                let (name, size) = pod.gang.as_ref().map_or(("", 0), |gang| (gang.name.as_str(), gang.size));
+                format!("pods of the gang {name} are missing: none is released before {size} pods exist")
+            }
+            Wait::Protected => "only pods that disruption budgets protect could be evicted for the pod".to_owned(),
+            _ if book.turn(member.id).0.is_none() => format!(
+                "within the guarantee of {name} ({used} of {min} GPUs used, requests {asks}): no GPU can be freed now"
+            ),
+            _ => {
+                let kept = book.kept_from(member.id);
+                let kept = if kept == Amount::ZERO {
+                    String::new()
+                } else {
+                    format!("; {kept} unlent GPUs of other quotas are kept free")
+                };
+                format!("borrows: {name} uses {used} GPUs, guaranteed {min}{kept}")
+            }
+        };
+        QuotaWait { wait, message }
+    }
+}

@@ -1,0 +1,160 @@
+//! What a pod costs on the GPUs of a node.
+use std::collections::BTreeMap;
+
+use cleave_api::GpuNode;
+use cleave_api::gpunode::{GpuStatus, SliceStatus};
+use cleave_api::names::{RESOURCE_GPU, RESOURCE_MIG_PREFIX};
+use cleave_plan::device::sized_slice_gib;
+use cleave_plan::ledger::DeviceRequest;
+use cleave_plan::quota::{Amount, MigSlice, Requested, Unit};
+use cleave_plan::units::Mebibytes;
+
+/// Suffix of the resource of shares of a MIG instance.
+const SHARED_SUFFIX: &str = ".shared";
+
+/// What one unit of a resource is, on one device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct UnitOfResource {
+    requested: RequestedUnits,
+    memory: Mebibytes,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum RequestedUnits {
+    Whole,
+    Shares { of: u32 },
+    Sized { gib: u64 },
+    Mig(MigSlice),
+    MigShares { slice: MigSlice, of: u32 },
+}
+
+impl UnitOfResource {
+    fn new(gpu: &GpuStatus, slice: &SliceStatus) -> Option<Self> {
+        let memory = Mebibytes(gpu.memory_mib);
+        let resource = slice.resource.as_str();
+        let requested = if resource == RESOURCE_GPU {
+            RequestedUnits::Whole
+        } else if let Some(profile) = resource.strip_prefix(RESOURCE_MIG_PREFIX) {
+            let shared = profile.strip_suffix(SHARED_SUFFIX);
+            let profile = mig_slice(shared.unwrap_or(profile), memory)?;
+            match shared {
+                Some(_) => RequestedUnits::MigShares { slice: profile, of: slice.total },
+                None => RequestedUnits::Mig(profile),
+            }
+        } else if let Some(gib) = sized_slice_gib(resource) {
+            RequestedUnits::Sized { gib }
+        } else {
+            RequestedUnits::Shares { of: slice.total }
+        };
+        Some(Self { requested, memory })
+    }
+
+    fn cost(&self, count: u32, unit: Unit) -> Amount {
+        let times = |requested: Requested, count: u32| {
+            let one = self.amount(requested, unit);
+            Amount(one.0.saturating_mul(count.into()))
+        };
+        match self.requested {
+            RequestedUnits::Whole => self.amount(Requested::Whole { count }, unit),
+            RequestedUnits::Shares { of } => self.amount(Requested::Shares { count, of }, unit),
+            RequestedUnits::Sized { gib } => {
+                let mib = Mebibytes(Mebibytes::from_gib(gib).0.saturating_mul(count.into()));
+                self.amount(Requested::Memory { mib }, unit)
+            }
+            RequestedUnits::Mig(slice) => times(Requested::Mig { slice }, count),
+            RequestedUnits::MigShares { slice, of } => self.amount(Requested::MigShares { slice, count, of }, unit),
+        }
+    }
+
+    fn amount(&self, requested: Requested, unit: Unit) -> Amount {
+        match unit {
+            Unit::Gpus => requested.gpus(self.memory),
+            Unit::Memory => requested.memory(self.memory),
+        }
+    }
+}
+
+/// Reads a MIG profile such as `1g.10gb`. The number of memory slices is not part of the name: it
+/// is the profile's part of the GPU's memory, in eighths.
+fn mig_slice(profile: &str, memory: Mebibytes) -> Option<MigSlice> {
+    let (compute, rest) = profile.split_once("g.")?;
+    let gib: u64 = rest.split("gb").next()?.parse().ok()?;
+    let eighth = (memory.0 / 8).max(1);
+    let mib = Mebibytes::from_gib(gib);
+    let slices = (mib.0.saturating_add(eighth / 2) / eighth).clamp(1, 8);
+    Some(MigSlice { compute: compute.parse().ok()?, memory: u32::try_from(slices).unwrap_or(8), mib })
+}
+
+/// What requests cost on the GPUs of a node.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct NodeCosts(BTreeMap<String, Vec<UnitOfResource>>);
+
+impl NodeCosts {
+    /// Reads the costs from the status of a node.
+    pub fn new(node: &GpuNode) -> Self {
+        let mut costs: BTreeMap<String, Vec<UnitOfResource>> = BTreeMap::new();
+        for gpu in node.status.iter().flat_map(|status| &status.gpus) {
+            for slice in &gpu.slices {
+                let of = costs.entry(slice.resource.clone()).or_default();
+                of.extend(UnitOfResource::new(gpu, slice).filter(|unit| !of.contains(unit)));
+            }
+        }
+        Self(costs)
+    }
+
+    /// Adds the costs on another node.
+    pub fn extend(&mut self, other: &Self) {
+        for (resource, units) in &other.0 {
+            let of = self.0.entry(resource.clone()).or_default();
+            units.iter().for_each(|unit| {
+                if !of.contains(unit) {
+                    of.push(*unit);
+                }
+            });
+        }
+    }
+
+    /// Returns what requests cost where they cost most. Returns `None` if the node offers none of
+    /// the resources.
+    pub fn cost(&self, requests: &[DeviceRequest], unit: Unit) -> Option<Amount> {
+        let dearest = |request: &DeviceRequest| {
+            let units = self.0.get(&request.resource)?;
+            units.iter().map(|of| of.cost(request.units.get(), unit)).max()
+        };
+        let costs: Vec<Amount> = requests.iter().filter_map(dearest).collect();
+        (!costs.is_empty()).then(|| costs.into_iter().sum())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cleave_plan::ledger::Units;
+
+    use super::*;
+
+    fn costs(memory_mib: u64, resource: &str, total: u32) -> NodeCosts {
+        let slice = SliceStatus { resource: resource.to_owned(), total, ..SliceStatus::default() };
+        let gpu = GpuStatus { memory_mib, ..GpuStatus::default() };
+        NodeCosts(BTreeMap::from([(resource.to_owned(), UnitOfResource::new(&gpu, &slice).into_iter().collect())]))
+    }
+
+    #[test]
+    fn each_kind_of_request_costs_its_part_of_a_gpu() {
+        for (memory, resource, total, count, expected) in [
+            (81_920, "nvidia.com/gpu", 1, 2, 2_000_000),
+            (81_559, "nvidia.com/gpu-mps", 10, 3, 300_000),
+            (81_559, "nvidia.com/gpu-timeslice", 4, 1, 250_000),
+            (81_559, "nvidia.com/gpu-10gb", 8, 1, 125_553),
+            (81_920, "nvidia.com/mig-1g.10gb", 1, 1, 142_857),
+            (81_920, "nvidia.com/mig-1g.20gb", 1, 1, 250_000),
+            (81_920, "nvidia.com/mig-3g.40gb", 1, 1, 500_000),
+            (81_920, "nvidia.com/mig-4g.40gb", 1, 1, 571_428),
+            (143_771, "nvidia.com/mig-1g.18gb", 1, 1, 142_857),
+            (81_920, "nvidia.com/mig-3g.40gb.shared", 4, 1, 125_000),
+        ] {
+            let request = DeviceRequest { resource: resource.to_owned(), units: Units::new(count).unwrap() };
+            let cost = costs(memory, resource, total).cost(&[request], Unit::Gpus);
+            assert_eq!(cost, Some(Amount(expected)), "{count} of {resource}");
+        }
+    }
+}

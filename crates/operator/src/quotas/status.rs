@@ -1,0 +1,203 @@
+//! The status of quotas.
+use std::collections::BTreeMap;
+
+use cleave_api::GpuQuota;
+use cleave_api::gpuquota::{GpuQuotaStatus, QuotaMode, QuotaPods, QuotaWaiting};
+use cleave_plan::quota::{Amount, Book, GPU, Owner, Place, Unit, Usage, World};
+use jiff::Timestamp;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+
+use super::validate::Problem;
+use crate::policies::demand::{Reason, WaitingPod};
+
+/// A pool, as the last reconcile left it.
+pub struct PoolView<'a> {
+    /// The pods and GPUs.
+    pub world: &'a World,
+    /// The accounts.
+    pub book: Book<'a>,
+    /// What the quotas count.
+    pub unit: Unit,
+}
+
+/// What the waiting pods of a quota wait for.
+#[derive(Default)]
+pub(crate) struct Waiting {
+    pods: u32,
+    /// What they request.
+    pub(crate) amount: Amount,
+    /// Number of pods by reason.
+    pub(crate) reasons: BTreeMap<String, u32>,
+    /// Pods within the guarantee: what they wait for, and what they request.
+    within: BTreeMap<&'static str, (u32, Amount)>,
+}
+
+impl Waiting {
+    /// Returns what pods within the guarantee request.
+    pub(crate) fn unmet(&self) -> Amount {
+        self.within.values().map(|(_, amount)| *amount).sum()
+    }
+}
+
+/// Returns the status of a quota, and what its pods wait for. `absent`
+/// are namespaces of the quota that do not exist. `pool` is `None` if the quota is in no pool, because it is not
+/// valid. `waits` is what each pod at the gate waits for.
+pub(crate) fn status(
+    quota: &GpuQuota,
+    (pool, problem): (Option<&PoolView<'_>>, Option<&Problem>),
+    absent: &[&str],
+    waits: &BTreeMap<String, WaitingPod>,
+    now: Timestamp,
+) -> (GpuQuotaStatus, Waiting) {
+    let name = quota.metadata.name.as_deref().unwrap_or_default();
+    let generation = quota.metadata.generation.unwrap_or_default();
+    let known = pool.and_then(|pool| Some((pool, pool.book.usage(name)?)));
+    let unit = pool.map_or(Unit::Gpus, |pool| pool.unit);
+    let (usage, waiting, leaving) = match known {
+        Some((pool, usage)) => (usage, waiting(pool, name, waits), leaving(pool.world, name)),
+        None => (Usage::default(), Waiting::default(), 0),
+    };
+    let write = |amount: Amount| written(amount, unit);
+    let is_valid = known.is_some();
+    let ready = match problem {
+        None => (true, "Valid", valid_message(pool, absent)),
+        Some(problem) => (false, problem.reason(), problem.to_string()),
+    };
+    let is_enforced = is_valid && quota.spec.mode == QuotaMode::Enforce;
+    let enforced = match (is_enforced, is_valid) {
+        (true, _) => (true, "Enforced", "Pods over the maximum wait, and borrowers leave for a guarantee".to_owned()),
+        (_, true) => (false, "Counting", "The mode is Count: pods are neither held nor evicted".to_owned()),
+        _ => (false, "NotReady", "The quota is not valid, so its pods have no guarantee".to_owned()),
+    };
+    let guaranteed = match known {
+        Some((pool, _)) => guaranteed(pool, &waiting),
+        None => (false, "NotReady", "The quota is not valid, so its pods have no guarantee".to_owned()),
+    };
+    let before = quota.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
+    let conditions = [("Ready", ready), ("Guaranteed", guaranteed), ("Enforced", enforced)];
+    let condition = |(type_, (holds, reason, message)): (&str, (bool, &str, String))| {
+        let status = if holds { "True" } else { "False" };
+        let same = before.iter().find(|before| before.type_ == type_ && before.status == status);
+        Condition {
+            type_: type_.to_owned(),
+            status: status.to_owned(),
+            reason: reason.to_owned(),
+            message,
+            observed_generation: Some(generation),
+            last_transition_time: same.map_or(Time(now), |before| before.last_transition_time.clone()),
+        }
+    };
+    let status = GpuQuotaStatus {
+        observed_generation: generation,
+        used: write(usage.used),
+        held: write(usage.held),
+        in_quota: write(usage.within),
+        borrowed: write(usage.excess),
+        lent: write(usage.lent),
+        share: share(&usage, unit),
+        cells: usage.cells.map(|cells| u32::try_from(cells).unwrap_or(u32::MAX)),
+        pods: QuotaPods { within: usage.pods_within, over: usage.pods_over, leaving },
+        waiting: QuotaWaiting { pods: waiting.pods, gpus: write(waiting.amount), reasons: waiting.reasons.clone() },
+        conditions: conditions.map(condition).into(),
+    };
+    (status, waiting)
+}
+
+/// Describes a valid quota, and what of it has no effect yet.
+fn valid_message(pool: Option<&PoolView<'_>>, absent: &[&str]) -> String {
+    let mut message = "The quota counts all of its namespaces".to_owned();
+    if pool.is_none_or(|pool| pool.world.gpus.is_empty()) {
+        message.push_str(". No node has such GPUs");
+    }
+    if !absent.is_empty() {
+        message.push_str(". These namespaces do not exist: ");
+        message.push_str(&absent.join(", "));
+    }
+    message
+}
+
+/// Writes an amount as in the spec: a number of GPUs, or a quantity of memory.
+fn written(amount: Amount, unit: Unit) -> String {
+    match unit {
+        Unit::Gpus => amount.to_string(),
+        Unit::Memory if amount.0.is_multiple_of(1024) => format!("{}Gi", amount.0 / 1024),
+        Unit::Memory => format!("{}Mi", amount.0),
+    }
+}
+
+/// Writes the share with two decimals, in GPUs or GiB.
+fn share(usage: &Usage, unit: Unit) -> String {
+    let one = match unit {
+        Unit::Gpus => GPU.0,
+        Unit::Memory => 1024,
+    };
+    let hundredths = u128::from(usage.excess.0) * 100 / u128::from(one.saturating_mul(u64::from(usage.weight.max(1))));
+    format!("{}.{:02}", hundredths / 100, hundredths % 100)
+}
+
+fn waiting(pool: &PoolView<'_>, name: &str, waits: &BTreeMap<String, WaitingPod>) -> Waiting {
+    let mut waiting = Waiting::default();
+    for (at, pod) in pool.world.pods.iter().enumerate() {
+        let Place::Waiting { nominated } = pod.place else { continue };
+        if !matches!(&pod.owner, Owner::Quota(owner) if owner == name) {
+            continue;
+        }
+        let reason = waits.get(&pod.name).map(|wait| wait.reason);
+        let word = match (nominated, reason) {
+            (Some(_), _) => "Nominated",
+            (_, Some(Reason::OverMax)) => "OverMax",
+            (_, Some(Reason::WaitsForGuarantee)) => "WaitsForGuarantee",
+            (_, Some(Reason::Protected)) => "Protected",
+            (_, Some(Reason::GangIncomplete)) => "GangIncomplete",
+            _ => "NoRoom",
+        };
+        waiting.pods += 1;
+        waiting.amount = waiting.amount.plus(pod.charge);
+        *waiting.reasons.entry(word.to_owned()).or_default() += 1;
+        let id = cleave_plan::quota::PodId(at);
+        if pool.book.turn(id).0.is_none() {
+            let (pods, amount) = waiting.within.entry(word).or_default();
+            *pods += 1;
+            *amount = amount.plus(pod.charge);
+        }
+    }
+    waiting
+}
+
+fn leaving(world: &World, name: &str) -> u32 {
+    let is_of = |owner: &Owner| matches!(owner, Owner::Quota(quota) if quota == name);
+    let leaving = world.pods.iter().filter(|pod| matches!(pod.place, Place::Leaving { .. }) && is_of(&pod.owner));
+    u32::try_from(leaving.count()).unwrap_or(u32::MAX)
+}
+
+/// Returns whether the guarantee holds, and why not.
+fn guaranteed(pool: &PoolView<'_>, waiting: &Waiting) -> (bool, &'static str, String) {
+    let write = |amount: Amount| match pool.unit {
+        Unit::Gpus => format!("{amount} GPUs"),
+        Unit::Memory => format!("{} of GPU memory", written(amount, Unit::Memory)),
+    };
+    let (sum, healthy) =
+        (pool.world.quotas.values().map(cleave_plan::quota::Quota::min).sum::<Amount>(), pool.book.healthy());
+    if sum > healthy {
+        let message = format!(
+            "The quotas of these GPUs guarantee {}, and {} are healthy. Lower min, or add GPUs",
+            write(sum),
+            write(healthy)
+        );
+        return (false, "Overcommitted", message);
+    }
+    for (word, reason, what) in [
+        ("Nominated", "Reclaiming", "wait until evicted borrowers have ended"),
+        ("Protected", "Protected", "wait for borrowers that disruption budgets protect"),
+        ("NoRoom", "Fragmented", "wait: no single GPU can be freed for them. guarantee: Cells would prevent that"),
+    ] {
+        if let Some((pods, amount)) = waiting.within.get(word) {
+            return (
+                false,
+                reason,
+                format!("{pods} pods within the guarantee, which request {}, {what}", write(*amount)),
+            );
+        }
+    }
+    (true, "Kept", "No pod within the guarantee waits".to_owned())
+}

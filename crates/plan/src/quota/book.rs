@@ -1,0 +1,404 @@
+//! What quotas use, and what their pods may do, for callers that place pods themselves.
+//!
+//! The operator searches nodes with its own rules. It asks the book for everything that concerns
+//! quotas, and records each of its decisions there, so that later decisions of the same pass see
+//! them.
+use std::collections::BTreeMap;
+
+use super::account::Accounts;
+use super::amount::Amount;
+use super::class::{Class, Share, Since};
+use super::exchange::{Kind, NEVER_EVICTED};
+use super::look::Wait;
+use super::spec::Quota;
+use super::world::{Place, PodId, World};
+use crate::ledger::Moment;
+
+/// The accounts of one pool in the middle of a pass.
+#[derive(Debug, Clone)]
+pub struct Book<'w> {
+    world: &'w World,
+    now: Moment,
+    accounts: Accounts<'w>,
+    /// What pods cost that leave.
+    leaving: Amount,
+    /// What nominated pods cost.
+    nominated: Amount,
+    /// What running and nominated pods cost.
+    counted: Amount,
+}
+
+/// What a waiting pod may do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rights {
+    /// Whether the pod's quota guarantees room for the pod.
+    pub is_within: bool,
+    /// Whether the pod's quota exceeds its maximum if the pod runs now.
+    pub is_over_max: bool,
+    /// Whether the quota stays within its maximum once pods have left.
+    pub is_within_max_later: bool,
+}
+
+/// What a quota uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Usage {
+    /// What running and nominated pods use.
+    pub used: Amount,
+    /// The same, with pods that leave.
+    pub held: Amount,
+    /// What pods within the guarantee use.
+    pub within: Amount,
+    /// What pods use that borrow.
+    pub over: Amount,
+    /// What the quota uses beyond its guarantee.
+    pub excess: Amount,
+    /// The unused part of the guarantee that others may use.
+    pub lent: Amount,
+    /// Weight of the quota.
+    pub weight: u32,
+    /// Number of pods within the guarantee.
+    pub pods_within: u32,
+    /// Number of pods that borrow.
+    pub pods_over: u32,
+    /// Number of GPUs that the quota owns, if it guarantees cells.
+    pub cells: Option<usize>,
+}
+
+/// A position in the order of waiting pods; lower is earlier. Pods within a guarantee are first.
+pub type Turn<'w> = (Option<Share>, std::cmp::Reverse<i32>, Moment, &'w str);
+
+impl<'w> Book<'w> {
+    /// Counts the pods of a pool.
+    pub fn new(world: &'w World, now: Moment) -> Self {
+        let nothing = Amount::ZERO;
+        let mut book =
+            Self { world, now, accounts: Accounts::new(world), leaving: nothing, nominated: nothing, counted: nothing };
+        let mut counted = Vec::new();
+        for (at, pod) in world.pods.iter().enumerate() {
+            let id = PodId(at);
+            match pod.place {
+                Place::Running { gpu, since } => {
+                    book.counted = book.counted.plus(pod.charge);
+                    counted.push((id, gpu, Since { at: since, nominated: None }));
+                }
+                Place::Leaving { held, .. } => {
+                    book.leaving = book.leaving.plus(pod.charge);
+                    if held {
+                        book.accounts.hold_leaving(id);
+                    }
+                }
+                Place::Waiting { nominated: Some(gpu) } => {
+                    book.counted = book.counted.plus(pod.charge);
+                    book.nominated = book.nominated.plus(pod.charge);
+                    counted.push((id, gpu, Since { at: now, nominated: Some(pod.created) }));
+                }
+                Place::Waiting { nominated: None } => {}
+            }
+        }
+        book.accounts.add_all(counted.into_iter());
+        book
+    }
+
+    /// Records that a pod that waited, or all waiting pods of a gang, are released to GPUs.
+    pub fn release(&mut self, parts: &[(PodId, usize)]) {
+        self.counted = self.counted.plus(self.cost(parts));
+        self.accounts.add(parts, |_| Since { at: self.now, nominated: None });
+    }
+
+    /// Records that room of GPUs is kept for a pod, or for all waiting pods of a gang.
+    pub fn nominate(&mut self, parts: &[(PodId, usize)]) {
+        let cost = self.cost(parts);
+        self.counted = self.counted.plus(cost);
+        self.nominated = self.nominated.plus(cost);
+        let (world, now) = (self.world, self.now);
+        self.accounts.add(parts, |id| Since { at: now, nominated: Some(world.pod(id).created) });
+    }
+
+    fn cost(&self, parts: &[(PodId, usize)]) -> Amount {
+        parts.iter().map(|(id, _)| self.world.pod(*id).charge).sum()
+    }
+
+    /// Returns the waiting pods that are released together with a waiting pod, and the pod, in the
+    /// order of their names. A pod without a gang is alone.
+    pub fn unit(&self, id: PodId) -> &[PodId] {
+        self.accounts.gangs().unit(id)
+    }
+
+    /// Returns the pods that are evicted together with a running pod, and the pod: those of its gang
+    /// that count.
+    pub fn mates(&self, id: PodId) -> impl Iterator<Item = PodId> {
+        self.accounts.counted_with(id).filter(|mate| matches!(self.world.pod(*mate).place, Place::Running { .. }))
+    }
+
+    /// Returns whether enough pods of a waiting pod's gang exist: they wait, or run and were not
+    /// evicted.
+    pub fn is_complete(&self, id: PodId) -> bool {
+        let gangs = self.accounts.gangs();
+        let is_present = |pod: &&PodId| {
+            matches!(self.world.pod(**pod).place, Place::Waiting { .. }) || self.accounts.class(**pod).is_some()
+        };
+        gangs.of(id).is_none() || gangs.members(id).iter().filter(is_present).count() >= gangs.size(id)
+    }
+
+    /// Returns what a waiting pod costs, with the waiting pods of its gang.
+    pub fn charge(&self, id: PodId) -> Amount {
+        self.accounts.charge(id)
+    }
+
+    /// Returns the priority of a pod: the highest of its gang.
+    pub fn priority(&self, id: PodId) -> i32 {
+        self.accounts.priority(id)
+    }
+
+    /// Returns when the last pod of a waiting pod's unit was created.
+    pub fn created(&self, id: PodId) -> Moment {
+        self.accounts.gangs().created(self.world, id)
+    }
+
+    /// Returns whether a waiting pod would use what another pod of its quota, which has waited long
+    /// and is as important, needs of the quota's maximum or guarantee.
+    pub fn overtakes(&self, id: PodId, first: PodId) -> bool {
+        let account = self.accounts.rights_of(id);
+        let waits_long = self.world.pod(first);
+        if id == first || self.accounts.rights_of(first) != account || waits_long.priority < self.priority(id) {
+            return false;
+        }
+        let both = self.charge(id).plus(waits_long.charge);
+        let quota = self.accounts.quota(account);
+        let exceeds_max = quota.max().is_some_and(|max| self.accounts.held(account).plus(both) > max);
+        let is_within = !waits_long.borrows && quota.cells().is_none();
+        quota.is_enforced() && (exceeds_max || is_within && self.accounts.used(account).plus(both) > quota.min())
+    }
+
+    /// Records that no room is kept for a waiting pod.
+    pub fn withdraw(&mut self, id: PodId) {
+        if self.accounts.class(id).is_some() {
+            let charge = self.world.pod(id).charge;
+            self.counted = self.counted.minus(charge);
+            self.nominated = self.nominated.minus(charge);
+            self.accounts.remove(id);
+        }
+    }
+
+    /// Records that a pod is evicted. It holds its room until it is gone, and has no rights.
+    pub fn evict(&mut self, id: PodId) {
+        if self.accounts.class(id).is_some() {
+            let charge = self.world.pod(id).charge;
+            self.counted = self.counted.minus(charge);
+            self.leaving = self.leaving.plus(charge);
+            self.accounts.remove(id);
+            self.accounts.hold_leaving(id);
+        }
+    }
+
+    /// Returns what a quota of the pool uses. Returns `None` if the pool has no quota of this name.
+    pub fn usage(&self, name: &str) -> Option<Usage> {
+        let account = self.world.quotas.keys().position(|quota| quota == name)?;
+        let quota = self.accounts.quota(account);
+        let used = self.accounts.used(account);
+        let mut usage = Usage { used, held: self.accounts.held(account), weight: quota.weight(), ..Usage::default() };
+        for id in self.accounts.members(account) {
+            let (pods, amount) = match self.accounts.class(id) {
+                Some(Class::In) => (&mut usage.pods_within, &mut usage.within),
+                _ => (&mut usage.pods_over, &mut usage.over),
+            };
+            *pods += 1;
+            *amount = amount.plus(self.world.pod(id).charge);
+        }
+        usage.lent = quota.min().minus(used).min(quota.min().minus(quota.unlent()));
+        usage.excess = if quota.cells().is_some() { usage.over } else { used.minus(quota.min()) };
+        usage.cells =
+            quota.cells().map(|_| (0..self.world.gpus.len()).filter(|&gpu| self.accounts.owns(account, gpu)).count());
+        Some(usage)
+    }
+
+    /// Returns the amount of the pool's healthy GPUs.
+    pub fn healthy(&self) -> Amount {
+        self.size()
+    }
+
+    /// Returns the limits of a pod's quota. A pod without a quota has no guarantee and no maximum.
+    pub fn quota(&self, id: PodId) -> &Quota {
+        self.accounts.quota(self.accounts.account_of(id))
+    }
+
+    /// Returns a number that pods with equal rights share.
+    pub fn account(&self, id: PodId) -> usize {
+        self.accounts.rights_of(id)
+    }
+
+    /// Returns the class of a pod that runs or has room.
+    pub fn class(&self, id: PodId) -> Option<Class> {
+        self.accounts.class(id)
+    }
+
+    /// Returns the class that a waiting pod or gang would have on GPUs after some pods are gone. Only
+    /// the quotas that are enforced give a class other than [`Class::Over`].
+    pub fn class_with(&self, parts: &[(PodId, usize)], without: &[PodId]) -> Class {
+        let is_enforced = parts.first().is_some_and(|(id, _)| self.quota(*id).is_enforced());
+        if is_enforced { self.accounts.class_with(parts, without) } else { Class::Over }
+    }
+
+    /// Returns what the pods of a pod's quota use, without pods that leave.
+    pub fn used(&self, id: PodId) -> Amount {
+        self.accounts.used(self.accounts.account_of(id))
+    }
+
+    /// Returns the share that a pod's quota has with the pod.
+    pub fn share_with(&self, id: PodId) -> Share {
+        self.accounts.share(self.accounts.account_of(id), self.charge(id), Amount::ZERO)
+    }
+
+    /// Returns the share of a pod's quota.
+    pub fn share(&self, id: PodId) -> Share {
+        self.accounts.share(self.accounts.account_of(id), Amount::ZERO, Amount::ZERO)
+    }
+
+    /// Returns since when a pod counts.
+    pub fn since(&self, id: PodId) -> Option<Moment> {
+        self.accounts.since(id).map(|since| since.at)
+    }
+
+    /// Returns the position of a waiting pod.
+    pub fn turn(&self, id: PodId) -> Turn<'w> {
+        let pod = self.world.pod(id);
+        let quota = self.quota(id);
+        let share = match self.accounts.class(id) {
+            None if quota.is_enforced() && self.accounts.is_within(id) => None,
+            None => Some(self.share_with(id)),
+            // The pod counts already.
+            Some(Class::In) if quota.is_enforced() && quota.cells().is_some() => None,
+            Some(_) if quota.is_enforced() && quota.cells().is_none() && self.used(id) <= quota.min() => None,
+            Some(_) => Some(self.share(id)),
+        };
+        (share, std::cmp::Reverse(self.priority(id)), self.created(id), &pod.name)
+    }
+
+    /// Returns what a waiting pod may do, or why it must wait regardless of free room. The pod must
+    /// not count.
+    pub fn rights(&self, id: PodId) -> Result<Rights, Wait> {
+        let (charge, quota) = (self.charge(id), *self.quota(id));
+        let account = self.accounts.account_of(id);
+        let is_within = self.accounts.is_within(id);
+        if !self.is_complete(id) {
+            return Err(Wait::GangIncomplete);
+        }
+        if !quota.is_enforced() {
+            return Ok(Rights { is_within: false, is_over_max: false, is_within_max_later: true });
+        }
+        if !is_within && !self.unit(id).iter().all(|pod| self.world.pod(*pod).borrows) {
+            return Err(Wait::WaitsForGuarantee);
+        }
+        if quota.max().is_some_and(|max| charge > max) {
+            return Err(Wait::LargerThanMax);
+        }
+        let fits = |used: Amount| quota.max().is_none_or(|max| used.plus(charge) <= max);
+        Ok(Rights {
+            is_within,
+            is_over_max: !fits(self.accounts.held(account)),
+            is_within_max_later: fits(self.accounts.used(account)),
+        })
+    }
+
+    /// Returns how much must stay free for other quotas when a pod borrows.
+    pub fn kept_from(&self, id: PodId) -> Amount {
+        self.accounts.kept_from(self.accounts.account_of(id), &BTreeMap::new())
+    }
+
+    /// Returns whether a waiting pod may use free room: it is within its guarantee, or enough stays
+    /// free for the other quotas.
+    pub fn leaves_kept_room(&self, id: PodId) -> bool {
+        let kept = self.kept_from(id);
+        let free = i128::from(self.size())
+            - i128::from(self.counted.minus(self.nominated))
+            - i128::from(self.leaving.max(self.nominated));
+        !self.quota(id).is_enforced()
+            || self.accounts.is_within(id)
+            || kept == Amount::ZERO
+            || free - i128::from(self.charge(id)) >= i128::from(kept)
+    }
+
+    fn size(&self) -> Amount {
+        self.world.gpus.iter().copied().sum()
+    }
+
+    /// Returns whether a running pod and the rest of its gang may be evicted for a waiting pod, if
+    /// the rules about the complete set of victims hold too.
+    pub fn may_leave(&self, kind: Kind, taker: PodId, victim: PodId) -> bool {
+        let (accounts, settings) = (&self.accounts, &self.world.settings);
+        let (Some(class), Some(since)) =
+            (accounts.class(victim), self.mates(victim).filter_map(|id| self.since(id)).min())
+        else {
+            return false;
+        };
+        let is_running = matches!(self.world.pod(victim).place, Place::Running { .. });
+        let (own, other) = (accounts.account_of(taker), accounts.account_of(victim));
+        let priority = accounts.priority(victim);
+        if !is_running || priority >= NEVER_EVICTED {
+            return false;
+        }
+        let (is_own_enforced, is_other_enforced) =
+            (accounts.quota(own).is_enforced(), accounts.quota(other).is_enforced());
+        let is_older_than = |seconds: u64| since.0.saturating_add(seconds) <= self.now.0;
+        let borrows = own != other && is_own_enforced && is_other_enforced && class == Class::Over;
+        match kind {
+            Kind::Reclaim => borrows && is_older_than(settings.min_runtime_reclaim),
+            Kind::FairShare => borrows && is_older_than(settings.min_runtime_fair_share),
+            Kind::Priority => {
+                let is_own = if is_own_enforced { own == other } else { !is_other_enforced };
+                is_own && priority < accounts.priority(taker)
+            }
+        }
+    }
+
+    /// Returns the position of a running pod among possible victims; lower is evicted first.
+    pub fn importance(&self, victim: PodId) -> (std::cmp::Reverse<Share>, i32) {
+        (std::cmp::Reverse(self.share(victim)), self.priority(victim))
+    }
+
+    /// Returns whether these victims may leave for a waiting pod or gang that then uses these GPUs.
+    /// Of gangs, all pods must be among the victims.
+    pub fn is_legal(&self, kind: Kind, parts: &[(PodId, usize)], victims: &[PodId]) -> bool {
+        let accounts = &self.accounts;
+        let Some(&(taker, _)) = parts.first() else { return false };
+        let (account, charge) = (accounts.account_of(taker), self.cost(parts));
+        let quota = accounts.quota(account);
+        if !quota.is_enforced() {
+            return true;
+        }
+        let mut less: BTreeMap<usize, Amount> = BTreeMap::new();
+        let mut freed = Amount::ZERO;
+        for &victim in victims {
+            let of = less.entry(accounts.account_of(victim)).or_default();
+            *of = of.plus(self.world.pod(victim).charge);
+            freed = freed.plus(self.world.pod(victim).charge);
+        }
+        match kind {
+            Kind::Reclaim => accounts.class_with(parts, victims) == Class::In || quota.cells().is_none(),
+            Kind::FairShare => {
+                let share = accounts.share(account, charge, Amount::ZERO);
+                let after = |victim: &PodId| {
+                    let other = accounts.account_of(*victim);
+                    accounts.share(other, Amount::ZERO, less.get(&other).copied().unwrap_or_default())
+                };
+                victims.iter().all(|victim| share <= after(victim))
+                    && self.leaves_kept_after(account, charge, &less, freed)
+            }
+            Kind::Priority => {
+                let used = accounts.used(account);
+                let after = used.plus(charge).minus(less.get(&account).copied().unwrap_or_default());
+                let all_over = victims.iter().all(|&victim| accounts.class(victim) == Some(Class::Over));
+                quota.max().is_none_or(|max| after <= max)
+                    && (all_over || accounts.class_with(parts, victims) == Class::In)
+                    && (after <= quota.min() || after <= used || self.leaves_kept_after(account, charge, &less, freed))
+            }
+        }
+    }
+
+    /// Returns whether enough is free for other quotas once these victims have left.
+    fn leaves_kept_after(&self, account: usize, charge: Amount, less: &BTreeMap<usize, Amount>, freed: Amount) -> bool {
+        let kept = self.accounts.kept_from(account, less);
+        let free = i128::from(self.size()) - i128::from(self.counted) + i128::from(freed);
+        kept == Amount::ZERO || free - i128::from(charge) >= i128::from(kept)
+    }
+}

@@ -1,0 +1,362 @@
+//! Tests elastic quotas: guarantees that hold, borrowers that leave and do not come back in circles,
+//! and leaders that are lost meanwhile.
+use std::collections::BTreeMap;
+use std::io::Write as _;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use cleave_e2e::{
+    Cluster, Random, SYSTEM_NAMESPACE, Scope, TEST_LABEL, WAIT_TIMEOUT, kubectl, pod, text, wait_for, wait_until,
+};
+use serde_json::{Value, json};
+
+use crate::gate::{SLEEP_FOREVER_SCRIPT, is_gated, run_storm, wait_for_shares_of_one_gpu};
+use crate::leaders::LeaderKiller;
+use crate::{GPUS_PER_NODE, SHARES_RESOURCE, container_and_restarts, ten_shares};
+
+const QUOTAS_PATH: &str = "/apis/cleave.dev/v1alpha1/gpuquotas";
+/// Shares of one GPU.
+const SHARES: u64 = 10;
+/// Grace period of borrowers. Their script ignores SIGTERM, so they use all of it.
+const GRACE: u64 = 5;
+/// Time that the promise P8 allows the operator, in addition to the grace period.
+const OPERATOR_TIME: Duration = Duration::from_secs(2);
+/// Additional time on a machine that runs a cluster and its tests.
+const SLACK: Duration = Duration::from_secs(20);
+
+/// Namespaces of teams, beside the one of a [`Scope`], and the quotas of all. Dropping the value
+/// deletes them.
+struct Teams<'a> {
+    cluster: &'a Cluster,
+    namespaces: Vec<String>,
+}
+
+impl<'a> Teams<'a> {
+    /// Creates namespaces with these names and labels.
+    fn new(cluster: &'a Cluster, teams: &[(&str, Value)]) -> Result<Self> {
+        let namespaces = teams.iter().map(|(name, _)| format!("e2e-{name}")).collect();
+        let created = Self { cluster, namespaces };
+        created.delete()?;
+        for ((name, labels), namespace) in teams.iter().zip(&created.namespaces) {
+            let path = format!("/api/v1/namespaces/{namespace}");
+            wait_until("the namespace of an earlier run no longer exists", || Ok(cluster.find(&path)?.is_none()))?;
+            let mut metadata = json!({"name": namespace, "labels": {TEST_LABEL: name}});
+            for (key, value) in labels.as_object().into_iter().flatten() {
+                metadata["labels"][key] = value.clone();
+            }
+            cluster.create("/api/v1/namespaces", &json!({"metadata": metadata}))?;
+            wait_until("the namespace has its default service account", || {
+                Ok(cluster.find(&format!("{path}/serviceaccounts/default"))?.is_some())
+            })?;
+        }
+        Ok(created)
+    }
+
+    /// Creates a quota of the H100 GPUs for a namespace, and waits until it is in effect.
+    fn quota(&self, name: &str, namespace: &str, mut spec: Value) -> Result<()> {
+        spec["namespaces"] = json!([namespace]);
+        spec["gpus"] = json!({"models": ["H100"]});
+        let object = json!({"apiVersion": "cleave.dev/v1alpha1", "kind": "GpuQuota",
+            "metadata": {"name": name, "labels": {TEST_LABEL: "true"}}, "spec": spec});
+        self.cluster.create(QUOTAS_PATH, &object)?;
+        wait_until(&format!("the quota {name} is ready"), || {
+            let quota = self.cluster.get(&format!("{QUOTAS_PATH}/{name}"))?;
+            let conditions = quota["status"]["conditions"].as_array().cloned().unwrap_or_default();
+            Ok(conditions.iter().any(|condition| condition["type"] == "Ready" && condition["status"] == "True"))
+        })
+    }
+
+    fn status(&self, quota: &str) -> Result<Value> {
+        Ok(self.cluster.get(&format!("{QUOTAS_PATH}/{quota}"))?["status"].clone())
+    }
+
+    fn delete(&self) -> Result<()> {
+        for quota in self.cluster.list(&format!("{QUOTAS_PATH}?labelSelector={TEST_LABEL}"))? {
+            self.cluster.delete(&format!("{QUOTAS_PATH}/{}", text(&quota["metadata"]["name"])), None)?;
+        }
+        for namespace in &self.namespaces {
+            let path = format!("/api/v1/namespaces/{namespace}");
+            if self.cluster.find(&path)?.is_none() {
+                continue;
+            }
+            self.cluster.delete(&path, None)?;
+            wait_until("the namespace has no pods", || {
+                let pods = self.cluster.list(&format!("{path}/pods"))?;
+                for pod in &pods {
+                    self.cluster.delete(&format!("{path}/pods/{}", text(&pod["metadata"]["name"])), Some(0))?;
+                }
+                Ok(pods.is_empty())
+            })?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Teams<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.delete() {
+            let _ = writeln!(std::io::stderr(), "failed to delete the quotas and namespaces of teams: {error:#}");
+        }
+    }
+}
+
+/// Creates a Deployment of borrowers, each with these shares. Its pods come back at once.
+fn create_borrowers(cluster: &Cluster, namespace: &str, replicas: u64, shares: u64) -> Result<()> {
+    let mut template = json!({"metadata": {"labels": {"app": "borrower"}}});
+    template["spec"] = pod("borrower", &json!({SHARES_RESOURCE: shares}), SLEEP_FOREVER_SCRIPT)["spec"].take();
+    template["spec"]["restartPolicy"] = json!("Always");
+    template["spec"]["terminationGracePeriodSeconds"] = json!(GRACE);
+    let spec = json!({"replicas": replicas, "selector": {"matchLabels": {"app": "borrower"}}, "template": template});
+    cluster
+        .create(
+            &format!("/apis/apps/v1/namespaces/{namespace}/deployments"),
+            &json!({"metadata": {"name": "borrower"}, "spec": spec}),
+        )
+        .map(drop)
+}
+
+/// Returns the pods of a namespace that were released and are not being deleted.
+fn released(cluster: &Cluster, namespace: &str) -> Result<Vec<Value>> {
+    let pods = cluster.list(&format!("/api/v1/namespaces/{namespace}/pods"))?;
+    Ok(pods.into_iter().filter(|pod| !is_gated(pod) && pod["metadata"]["deletionTimestamp"].is_null()).collect())
+}
+
+fn wait_for_running(cluster: &Cluster, namespace: &str, count: u64) -> Result<()> {
+    wait_until(&format!("{count} pods of {namespace} run"), || {
+        let pods = released(cluster, namespace)?;
+        let running = pods.iter().filter(|pod| text(&pod["status"]["phase"]) == "Running").count();
+        ensure!(running as u64 == count, "{running} run");
+        Ok(true)
+    })
+}
+
+/// Returns the notes of the Events `Reclaimed` of a namespace: one for each eviction by the rules of
+/// quotas.
+fn reclaimed(cluster: &Cluster, namespace: &str) -> Result<Vec<String>> {
+    let events = cluster.list(&format!("/apis/events.k8s.io/v1/namespaces/{namespace}/events"))?;
+    let reclaimed = events.iter().filter(|event| event["reason"] == "Reclaimed");
+    Ok(reclaimed.map(|event| text(&event["note"])).collect())
+}
+
+#[test]
+fn a_guarantee_is_met_within_the_grace_period_of_borrowers() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "quota-a")?;
+    let teams = Teams::new(&cluster, &[("quota-b", json!({}))])?;
+    teams.quota("e2e-a", &scope.namespace, json!({"min": "2"}))?;
+    teams.quota("e2e-b", "e2e-quota-b", json!({}))?;
+    create_borrowers(&cluster, "e2e-quota-b", GPUS_PER_NODE, SHARES)?;
+    wait_for_running(&cluster, "e2e-quota-b", GPUS_PER_NODE)?;
+    wait_until("the borrowers have their label", || {
+        let pods = released(&cluster, "e2e-quota-b")?;
+        Ok(pods.iter().all(|pod| pod["metadata"]["labels"]["cleave.dev/capacity"] == "over-quota"))
+    })?;
+    let began = Instant::now();
+    scope.create_pod("guaranteed", &json!({SHARES_RESOURCE: SHARES}), SLEEP_FOREVER_SCRIPT)?;
+    let bound = Duration::from_secs(GRACE) + OPERATOR_TIME;
+    let waited = wait_for("the pod within the guarantee is released", bound + SLACK, || {
+        Ok((!is_gated(&cluster.get(&scope.pod_path("guaranteed"))?)).then(|| began.elapsed()))
+    })?;
+    let _ = writeln!(
+        std::io::stderr(),
+        "a pod within its guarantee waited {:.2} s for borrowers with a grace period of {GRACE} s; P8 allows {} s",
+        waited.as_secs_f64(),
+        bound.as_secs()
+    );
+    scope.wait_until_running("guaranteed")?;
+    wait_for_shares_of_one_gpu(&cluster, &scope, "guaranteed", usize::try_from(SHARES)?)?;
+    wait_until("the pod has its label", || {
+        Ok(cluster.get(&scope.pod_path("guaranteed"))?["metadata"]["labels"]["cleave.dev/capacity"] == "in-quota")
+    })?;
+    let notes = reclaimed(&cluster, "e2e-quota-b")?;
+    ensure!(notes.len() == 1 && notes[0].contains("quota e2e-a is guaranteed 2 GPUs"), "{notes:?}");
+    Ok(())
+}
+
+#[test]
+fn borrowers_of_a_deployment_that_comes_back_at_once_do_not_loop() -> Result<()> {
+    /// Number of pods whose arrival and end makes the operator decide again.
+    const DECISIONS: usize = 20;
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "quota-a")?;
+    let teams = Teams::new(&cluster, &[("quota-b", json!({}))])?;
+    teams.quota("e2e-a", &scope.namespace, json!({"min": "1", "max": "1"}))?;
+    teams.quota("e2e-b", "e2e-quota-b", json!({}))?;
+    create_borrowers(&cluster, "e2e-quota-b", GPUS_PER_NODE, SHARES)?;
+    wait_for_running(&cluster, "e2e-quota-b", GPUS_PER_NODE)?;
+    scope.create_pod("guaranteed", &json!({SHARES_RESOURCE: SHARES}), SLEEP_FOREVER_SCRIPT)?;
+    scope.wait_until_running("guaranteed")?;
+    let waits = || {
+        let status = teams.status("e2e-b")?;
+        ensure!(status["waiting"]["pods"] == 1 && status["pods"]["over"] == GPUS_PER_NODE - 1, "{status}");
+        Ok(true)
+    };
+    wait_until("the replaced borrower waits", waits)?;
+    for index in 0..DECISIONS {
+        // The quota is at its maximum, so this pod waits.
+        let name = format!("decision-{index}");
+        scope.create_pod(&name, &json!({SHARES_RESOURCE: 1}), SLEEP_FOREVER_SCRIPT)?;
+        wait_until("the operator has decided about the pod", || {
+            Ok(teams.status("e2e-a")?["waiting"]["reasons"]["OverMax"] == 1)
+        })?;
+        scope.delete_pod(&name, 0)?;
+        wait_until("the operator has seen the end of the pod", || {
+            Ok(teams.status("e2e-a")?["waiting"]["pods"].as_u64().unwrap_or(0) == 0)
+        })?;
+    }
+    wait_until("the replaced borrower still waits", waits)?;
+    let notes = reclaimed(&cluster, "e2e-quota-b")?;
+    ensure!(notes.len() == 1, "one eviction makes room: {notes:?}");
+    Ok(())
+}
+
+/// Checks on a separate thread that a quota never holds more than its maximum (R1).
+struct MaxChecker {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<Result<u64>>,
+}
+
+impl MaxChecker {
+    fn start(namespace: String, max: u64) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        Self { stop, thread: std::thread::spawn(move || Self::run(&namespace, max, &stopped)) }
+    }
+
+    /// Returns the largest number of shares that released pods held.
+    fn run(namespace: &str, max: u64, stopped: &AtomicBool) -> Result<u64> {
+        let cluster = Cluster::connect()?;
+        let mut most = 0;
+        while !stopped.load(Ordering::Relaxed) {
+            if let Ok(pods) = cluster.list(&format!("/api/v1/namespaces/{namespace}/pods")) {
+                let has_ended = |pod: &&Value| matches!(text(&pod["status"]["phase"]).as_str(), "Failed" | "Succeeded");
+                let held = pods.iter().filter(|pod| !is_gated(pod) && !has_ended(pod)).map(shares).sum::<u64>();
+                ensure!(held <= max, "pods of {namespace} hold {held} shares, and the maximum is {max}");
+                most = most.max(held);
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        Ok(most)
+    }
+
+    fn stop(self) -> Result<u64> {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.join().map_err(|_| anyhow::anyhow!("the thread that checks the maximum panicked"))?
+    }
+}
+
+fn shares(pod: &Value) -> u64 {
+    text(&pod["spec"]["containers"][0]["resources"]["limits"][SHARES_RESOURCE]).parse().unwrap_or(0)
+}
+
+/// Promises R1 to R4 in short: no quota exceeds its maximum, only borrowers of other quotas leave,
+/// and pods of exempt namespaces never do.
+#[test]
+fn no_promise_is_broken_when_leaders_are_killed_in_a_storm_with_quotas() -> Result<()> {
+    const MAX_SHARES: u64 = 3 * SHARES;
+    let seed = std::env::var("SEED").map_or(Ok(42), |seed| seed.parse().context("SEED"))?;
+    let count = std::env::var("STORM").map_or(Ok(60), |count| count.parse().context("STORM"))?;
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "quota-a")?;
+    let exempt = json!({"cleave.dev/allow": "quota"});
+    let teams = Teams::new(&cluster, &[("quota-b", json!({})), ("quota-steady", json!({})), ("quota-exempt", exempt)])?;
+    teams.quota("e2e-a", &scope.namespace, json!({"min": "2", "max": "3"}))?;
+    teams.quota("e2e-steady", "e2e-quota-steady", json!({"min": "500m"}))?;
+    let undisturbed = [("e2e-quota-steady", 5), ("e2e-quota-exempt", 2)];
+    let in_team = |namespace: &str| Scope { cluster: &cluster, namespace: namespace.to_owned() };
+    let mut before = BTreeMap::new();
+    for (namespace, count) in undisturbed {
+        // Not dropped, because dropping deletes the policies of the test.
+        let team = std::mem::ManuallyDrop::new(in_team(namespace));
+        team.create_pod("stays", &json!({SHARES_RESOURCE: count}), SLEEP_FOREVER_SCRIPT)?;
+        team.wait_until_running("stays")?;
+        before.insert(namespace, container_and_restarts(&cluster, &team, "stays")?);
+    }
+    create_borrowers(&cluster, "e2e-quota-b", GPUS_PER_NODE + 1, SHARES / 2)?;
+    let checker = MaxChecker::start(scope.namespace.clone(), MAX_SHARES);
+    let killer = LeaderKiller::start(Duration::from_secs(10));
+    let storm = run_storm(&scope, count, &mut Random::seeded(seed), |_| Ok(()));
+    let (leaders, most) = (killer.stop()?, checker.stop()?);
+    let storm = storm?;
+    let notes = reclaimed(&cluster, "e2e-quota-b")?;
+    let _ = writeln!(
+        std::io::stderr(),
+        "storm with quotas, seed {seed}: {} pods, {} ran, {} evictions of borrowers, at most {most} of {MAX_SHARES} shares, killed {leaders} leading operators",
+        storm.created,
+        storm.ran.len(),
+        notes.len()
+    );
+    ensure!(leaders > 0 && storm.rejected.is_empty() && storm.errors.is_empty(), "{storm:?}");
+    for (namespace, before) in before {
+        let team = std::mem::ManuallyDrop::new(in_team(namespace));
+        ensure!(container_and_restarts(&cluster, &team, "stays")? == before, "the pod of {namespace} was disturbed");
+        ensure!(reclaimed(&cluster, namespace)?.is_empty(), "a pod of {namespace} was evicted");
+    }
+    let foreign = notes.iter().filter(|note| !note.contains(&format!("evicted for {}/", scope.namespace)));
+    ensure!(foreign.count() == 0, "only pods of the other quota reclaim: {notes:?}");
+    wait_for("the borrowers that are left run again", WAIT_TIMEOUT, || {
+        Ok((released(&cluster, "e2e-quota-b")?.len() as u64 == GPUS_PER_NODE + 1).then_some(()))
+    })
+}
+
+/// A setting of the operator whose default is 300. Dropping the value restores the default.
+struct OperatorSetting(&'static str);
+
+impl OperatorSetting {
+    fn set(name: &'static str, value: &str) -> Result<Self> {
+        let setting = Self(name);
+        setting.write(value)?;
+        Ok(setting)
+    }
+
+    fn write(&self, value: &str) -> Result<()> {
+        const OPERATOR: &str = "deployment/cleave-operator";
+        kubectl(&["-n", SYSTEM_NAMESPACE, "set", "env", OPERATOR, &format!("{}={value}", self.0)])?;
+        kubectl(&["-n", SYSTEM_NAMESPACE, "rollout", "status", OPERATOR, "--timeout", "2m"]).map(drop)
+    }
+}
+
+impl Drop for OperatorSetting {
+    fn drop(&mut self) {
+        if let Err(error) = self.write("300") {
+            let _ = writeln!(std::io::stderr(), "failed to restore a setting of the operator: {error:#}");
+        }
+    }
+}
+
+/// The example of Nos's documentation: three quotas guarantee 40, 10 and 30, and B uses all of the 30
+/// that C leaves unused. Here half of that, in tenths of GPUs: A may take one pod from B, since A is
+/// entitled to a larger part of the unused amount, and not a second.
+#[test]
+fn the_documented_example_of_nos_ends_with_the_same_pods() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let _setting = OperatorSetting::set("CLEAVE_QUOTAS_MIN_RUNTIME_FAIR_SHARE", "0")?;
+    let scope = ten_shares(&cluster, "quota-a")?;
+    let teams = Teams::new(&cluster, &[("quota-b", json!({})), ("quota-c", json!({}))])?;
+    for (name, namespace, min) in
+        [("e2e-a", scope.namespace.as_str(), "2"), ("e2e-b", "e2e-quota-b", "500m"), ("e2e-c", "e2e-quota-c", "1500m")]
+    {
+        teams.quota(name, namespace, json!({"min": min}))?;
+    }
+    for index in 0..4 {
+        scope.create_pod(&format!("a{index}"), &json!({SHARES_RESOURCE: 5}), SLEEP_FOREVER_SCRIPT)?;
+        scope.wait_until_running(&format!("a{index}"))?;
+    }
+    create_borrowers(&cluster, "e2e-quota-b", 4, 5)?;
+    wait_for_running(&cluster, "e2e-quota-b", 4)?;
+    for name in ["a4", "a5"] {
+        scope.create_pod(name, &json!({SHARES_RESOURCE: 5}), SLEEP_FOREVER_SCRIPT)?;
+    }
+    wait_until("A has one pod more, and its next pod waits", || {
+        let (a, b) = (teams.status("e2e-a")?, teams.status("e2e-b")?);
+        ensure!(a["used"] == "2.5" && a["waiting"]["pods"] == 1 && a["pods"]["over"] == 1, "A: {a}");
+        ensure!(b["used"] == "1.5" && b["waiting"]["pods"] == 1 && b["pods"]["in"] == 1, "B: {b}");
+        Ok(true)
+    })?;
+    let notes = reclaimed(&cluster, "e2e-quota-b")?;
+    ensure!(notes.len() == 1, "{notes:?}");
+    Ok(())
+}
