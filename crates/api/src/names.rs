@@ -39,6 +39,13 @@ pub const REPLICA_PLACEMENT_ANNOTATION: &str = "cleave.dev/replica-placement";
 pub const BORROW_ANNOTATION: &str = "cleave.dev/borrow";
 /// Value of [`BORROW_ANNOTATION`].
 pub const BORROW_NEVER: &str = "Never";
+/// Label of a pod whose namespace has a quota: whether the quota guarantees what the pod uses. The
+/// operator writes the label and never reads it to decide.
+pub const CAPACITY_LABEL: &str = "cleave.dev/capacity";
+/// Value of [`CAPACITY_LABEL`]: the pod is within its quota's guarantee.
+pub const CAPACITY_IN_QUOTA: &str = "in-quota";
+/// Value of [`CAPACITY_LABEL`]: the pod borrows.
+pub const CAPACITY_OVER_QUOTA: &str = "over-quota";
 /// Word of [`ALLOW_LABEL`]: quotas neither hold nor evict pods of the namespace.
 pub const ALLOW_QUOTA: &str = "quota";
 /// Word of [`ALLOW_LABEL`]: no admission rule applies. It must be the label's only word.
@@ -51,8 +58,12 @@ pub const AGENT_FIELD_MANAGER: &str = "cleave-agent";
 
 /// Condition of a `GpuNode`: the node matches its spec.
 pub const CONDITION_APPLIED: &str = "Applied";
-/// Condition of a `GpuNode` and of a `SharingPolicy`: no problem is known.
+/// Condition of a `GpuNode`, a `SharingPolicy` and a `GpuQuota`: no problem is known.
 pub const CONDITION_READY: &str = "Ready";
+/// Condition of a `GpuQuota`: pods within the guarantee run, or wait for a reclaim only.
+pub const CONDITION_GUARANTEED: &str = "Guaranteed";
+/// Condition of a `GpuQuota`: pods are held and evicted by its rules.
+pub const CONDITION_ENFORCED: &str = "Enforced";
 /// Condition of a `GpuNode`: every GPU can serve slices.
 pub const CONDITION_GPUS_HEALTHY: &str = "GpusHealthy";
 /// Condition of a `GpuNode` with MPS daemons: doors enforce the limits of all shares.
