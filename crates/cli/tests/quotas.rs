@@ -211,7 +211,10 @@ fn a_bad_queue_of_kueue_is_refused_with_the_field() {
             groups("{name: nvidia.com/gpu, nominalQuota: [4]}"),
             "spec.resourceGroups[0].flavors[1].resources[0].nominalQuota is malformed",
         ),
-        (groups("{name: nvidia.com/gpu}"), "spec.resourceGroups[0].flavors[1].resources[0] is malformed: missing field"),
+        (
+            groups("{name: nvidia.com/gpu}"),
+            "spec.resourceGroups[0].flavors[1].resources[0] is malformed: missing field",
+        ),
         (queue("{cohort: {}}"), "spec.cohort is malformed"),
     ] {
         let imported = import(&text, None).unwrap();
@@ -225,5 +228,8 @@ fn a_bad_queue_of_kueue_is_refused_with_the_field() {
 fn an_object_without_a_name_is_refused_by_its_position() {
     let text = "kind: ConfigMap\n---\nkind: ElasticQuota\napiVersion: nos.nebuly.com/v1alpha1\nspec: 7\n";
     let imported = import(text, None).unwrap();
-    assert_eq!(refusal(&imported, "ElasticQuota without a name (object 2 of the input)"), "spec is malformed: invalid type: integer `7`, expected struct NosSpec");
+    assert_eq!(
+        refusal(&imported, "ElasticQuota without a name (object 2 of the input)"),
+        "spec is malformed: invalid type: integer `7`, expected struct NosSpec"
+    );
 }

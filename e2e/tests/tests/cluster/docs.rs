@@ -203,7 +203,8 @@ fn run_block(block: &CodeBlock) -> Result<()> {
 /// Returns the complete policies and quotas in a page's YAML blocks.
 fn policies_and_quotas_in(page: &str) -> Vec<&str> {
     let blocks = page.split("```yaml\n").skip(1).filter_map(|rest| rest.split_once("```"));
-    let is_complete = |text: &&str| ["SharingPolicy", "GpuQuota"].iter().any(|kind| text.contains(&format!("\nkind: {kind}\n")));
+    let is_complete =
+        |text: &&str| ["SharingPolicy", "GpuQuota"].iter().any(|kind| text.contains(&format!("\nkind: {kind}\n")));
     blocks.map(|(text, _)| text).filter(is_complete).collect()
 }
 

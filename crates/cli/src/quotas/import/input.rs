@@ -252,12 +252,7 @@ fn push<S: DeserializeOwned>(
 }
 
 /// Parses a field of an object. A malformed field is added to `malformed`.
-fn parse<T: DeserializeOwned>(
-    malformed: &mut Vec<Refusal>,
-    origin: String,
-    field: &str,
-    value: &Value,
-) -> Option<T> {
+fn parse<T: DeserializeOwned>(malformed: &mut Vec<Refusal>, origin: String, field: &str, value: &Value) -> Option<T> {
     match T::deserialize(value) {
         Ok(parsed) => Some(parsed),
         Err(error) => {

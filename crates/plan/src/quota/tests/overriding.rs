@@ -135,7 +135,10 @@ fn contended(override_priority: Option<i32>, urgent: i32) -> World {
 #[test]
 fn from_the_configured_priority_on_a_pod_takes_what_another_quota_is_guaranteed() {
     let rest = simulate(contended(Some(100), 100), 50, |_, _| {}).unwrap();
-    assert_eq!((rest.leaves.len(), rest.leaves[0].kind, &rest.leaves[0].victims[0][..]), (1, Kind::Priority, "guaranteed"));
+    assert_eq!(
+        (rest.leaves.len(), rest.leaves[0].kind, &rest.leaves[0].victims[0][..]),
+        (1, Kind::Priority, "guaranteed")
+    );
     assert!(rest.over.contains("urgent") && rest.waits["guaranteed"] == Wait::NoRoom, "it is not taken back: {rest:?}");
     for world in [contended(None, 100), contended(Some(101), 100), contended(Some(0), 50)] {
         let rest = simulate(world, 50, |_, _| {}).unwrap();
