@@ -74,8 +74,12 @@ pub const AGENT_FIELD_MANAGER: &str = "cleave-agent";
 
 /// Condition of a `GpuNode`: the node matches its spec.
 pub const CONDITION_APPLIED: &str = "Applied";
-/// Condition of a `GpuNode` and of a `SharingPolicy`: no problem is known.
+/// Condition of a `GpuNode`, a `SharingPolicy` and a `GpuQuota`: no problem is known.
 pub const CONDITION_READY: &str = "Ready";
+/// Condition of a `GpuQuota`: pods within the guarantee run, or wait for a reclaim only.
+pub const CONDITION_GUARANTEED: &str = "Guaranteed";
+/// Condition of a `GpuQuota`: pods are held and evicted by its rules.
+pub const CONDITION_ENFORCED: &str = "Enforced";
 /// Condition of a `GpuNode`: every GPU can serve slices.
 pub const CONDITION_GPUS_HEALTHY: &str = "GpusHealthy";
 /// Condition of a `GpuNode` with MPS daemons: doors enforce the limits of all shares.

@@ -28,7 +28,7 @@ pub mod migrate;
 mod output;
 pub mod plan;
 pub mod preflight;
-mod quota_file;
+pub mod quota_file;
 pub mod quotas;
 pub mod simulate;
 pub mod status;

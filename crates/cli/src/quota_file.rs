@@ -5,7 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use cleave_plan::ledger::Moment;
-use cleave_plan::quota::{Amount, GPU, Guarantee, Mode, Owner, Place, Pod, Quota, Rest, Settings, World, simulate};
+use cleave_plan::quota::{
+    Amount, GPU, Gang, Guarantee, Mode, Owner, Place, Pod, Quota, Rest, Settings, World, simulate,
+};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -45,11 +47,13 @@ struct Flags {
     protected: bool,
     preempts: bool,
     exempt: bool,
+    /// Name and size of the pod's gang.
+    gang: Option<(String, usize)>,
 }
 
 impl Default for Flags {
     fn default() -> Self {
-        Self { borrow: true, protected: false, preempts: true, exempt: false }
+        Self { borrow: true, protected: false, preempts: true, exempt: false, gang: None }
     }
 }
 
@@ -63,9 +67,20 @@ const MAX_PASSES: usize = 1000;
 const NO_QUOTA: &str = "-";
 
 /// Simulates the quotas of a JSON text, and returns the result as JSON.
-pub(crate) fn simulate_quotas(text: &str) -> Result<Value> {
+///
+/// # Errors
+/// Returns an error if the text is not a description of quotas, or the pool does not come to rest.
+pub fn simulate_quotas(text: &str) -> Result<Value> {
+    Ok(rest_json(&simulate(parse_world(text)?, MAX_PASSES, |_, _| {})?))
+}
+
+/// Parses GPUs, quotas and pods of a JSON text.
+///
+/// # Errors
+/// Returns an error that names the wrong object, if the text is not a description of quotas.
+pub fn parse_world(text: &str) -> Result<World> {
     let file: QuotaFile = serde_json::from_str(text).context("not a description of quotas")?;
-    Ok(rest_json(&simulate(file.into_world()?, MAX_PASSES, |_, _| {})?))
+    file.into_world()
 }
 
 fn rest_json(rest: &Rest) -> Value {
@@ -160,16 +175,16 @@ fn running_pod(row: Value, gpus: &[Amount], quotas: &BTreeMap<String, Quota>) ->
     let ((name, quota, tenths, priority, since, gpu), flags): (RunningRow, Flags) = parse_row(row, columns)?;
     ensure!(gpu < gpus.len(), "{name} runs on GPU {gpu}, but there are {} GPUs, counted from 0", gpus.len());
     let place = Place::Running { gpu, since: Moment(since) };
-    pod((name, quota, tenths, priority, since), place, &flags, quotas)
+    pod((name, quota, tenths, priority, since), place, flags, quotas)
 }
 
 fn waiting_pod(row: Value, quotas: &BTreeMap<String, Quota>) -> Result<Pod> {
     let columns = "[name, quota, tenths of a GPU, priority, created, flags]";
     let (row, flags): (WaitingRow, Flags) = parse_row(row, columns)?;
-    pod(row, Place::Waiting { nominated: None }, &flags, quotas)
+    pod(row, Place::Waiting { nominated: None }, flags, quotas)
 }
 
-fn pod(row: WaitingRow, place: Place, flags: &Flags, quotas: &BTreeMap<String, Quota>) -> Result<Pod> {
+fn pod(row: WaitingRow, place: Place, flags: Flags, quotas: &BTreeMap<String, Quota>) -> Result<Pod> {
     let (name, quota, tenths, priority, created) = row;
     ensure!(!name.is_empty(), "a pod has no name");
     ensure!(tenths > 0, "{name} requests nothing");
@@ -190,7 +205,7 @@ fn pod(row: WaitingRow, place: Place, flags: &Flags, quotas: &BTreeMap<String, Q
         borrows: flags.borrow,
         preempts: flags.preempts,
         protected: flags.protected.then_some(Moment(0)),
-        gang: None,
+        gang: flags.gang.map(|(name, size)| Gang { name, size }),
         gpus: None,
     })
 }

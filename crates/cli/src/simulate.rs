@@ -48,7 +48,8 @@ Input of --quotas:
 
   A running pod has the columns name, quota, amount, priority, since and GPU. A
   waiting pod has the columns name, quota, amount, priority and created. Optional
-  flags follow: borrow, protected (by a disruption budget), preempts, exempt.
+  flags follow: borrow, protected (by a disruption budget), preempts, exempt, and
+  gang with the gang's name and size: {"gang": ["trainer", 4]}.
 
 Examples:
   cleave simulate policy.yaml pods.yaml nodes.yaml

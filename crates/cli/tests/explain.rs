@@ -183,3 +183,15 @@ fn quotas_of_the_pods_namespace_are_described() {
     );
     assert_eq!(explanation_of("a").quotas, Vec::<String>::new(), "a cluster without quotas has no sentence");
 }
+
+#[test]
+fn a_pod_over_its_quotas_maximum_waits_though_a_gpu_has_room() {
+    let quota = serde_json::from_value::<DeserializeGuard<GpuQuota>>(serde_json::json!({
+        "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuQuota", "metadata": {"name": "team"},
+        "spec": {"namespaces": ["demo"], "max": "0.1"},
+    }));
+    assert_eq!(explanation_of("two").verdict.state, PodState::Fits);
+    let found = explain_pod(&live_cluster().with_quotas(vec![quota.unwrap()]), "demo/two").unwrap();
+    assert_eq!(found.verdict.state, PodState::Waiting, "{}", found.verdict.message);
+    assert!(found.verdict.message.contains("the max of quota team is 0.1"), "{}", found.verdict.message);
+}

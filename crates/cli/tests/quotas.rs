@@ -123,7 +123,8 @@ fn queues_of_kueue_borrow_and_lend_as_before() {
 fn bad_input_is_an_error_that_names_it() {
     for (text, part) in [
         ("a: [", "not valid YAML"),
-        ("metadata: {}", "no kind"),
+        ("metadata: {}", "document 1: an object in the input has no kind"),
+        ("kind: ConfigMap\n---\n---\nitems: [{spec: 1}]", "document 3: an object in the input has no kind"),
         ("- 1", "no kind"),
         ("", "no ElasticQuota or CompositeElasticQuota of Nos, and no ClusterQueue of Kueue"),
         ("kind: ConfigMap", "no ElasticQuota or CompositeElasticQuota of Nos"),
@@ -151,8 +152,9 @@ fn a_bad_quota_is_refused_by_name_and_the_others_are_imported() {
         ("{min: {nvidia.com/gpu: 4}, max: {nvidia.com/gpu: 2}}", "min exceeds max"),
         ("{min: {nos.nebuly.com/gpu-memory: 40Gi}}", "is not a whole number of GB"),
         ("{min: {nos.nebuly.com/gpu-memory: 40}}", "All quotas of a pool count the same"),
-        ("{min: [1]}", "malformed"),
-        ("7", "malformed"),
+        ("{min: [1]}", "spec.min is malformed: invalid type: sequence, expected a map"),
+        ("{max: {nvidia.com/gpu: 1}, namespaces: [a, {}]}", "spec.namespaces[1] is malformed"),
+        ("7", "spec is malformed"),
     ] {
         let bad = format!(
             "kind: ElasticQuota\napiVersion: nos.nebuly.com/v1alpha1\nmetadata: {{name: bad, namespace: bad}}\nspec: {spec}\n"
@@ -194,4 +196,40 @@ fn quotas_of_one_name_get_their_namespace_as_prefix() {
     assert_eq!(names, ["a-gpus", "b-gpus"]);
     let twice = import(&(quota("a") + &quota("a")), None).unwrap();
     assert_eq!((twice.quotas.len(), twice.refused.len()), (1, 1), "a namespace has one quota");
+}
+
+#[test]
+fn a_bad_queue_of_kueue_is_refused_with_the_field() {
+    let queue = |spec: &str| {
+        format!("kind: ClusterQueue\napiVersion: kueue.x-k8s.io/v1beta1\nmetadata: {{name: bad}}\nspec: {spec}\n")
+    };
+    let groups = |resource: &str| {
+        queue(&format!("{{resourceGroups: [{{flavors: [{{name: a}}, {{name: b, resources: [{resource}]}}]}}]}}"))
+    };
+    for (text, part) in [
+        (
+            groups("{name: nvidia.com/gpu, nominalQuota: [4]}"),
+            "spec.resourceGroups[0].flavors[1].resources[0].nominalQuota is malformed",
+        ),
+        (
+            groups("{name: nvidia.com/gpu}"),
+            "spec.resourceGroups[0].flavors[1].resources[0] is malformed: missing field",
+        ),
+        (queue("{cohort: {}}"), "spec.cohort is malformed"),
+    ] {
+        let imported = import(&text, None).unwrap();
+        let reason = refusal(&imported, "ClusterQueue bad");
+        assert!(reason.contains(part), "{part:?} is not in {reason:?}");
+        assert_eq!(imported.quotas, Vec::new(), "{text}");
+    }
+}
+
+#[test]
+fn an_object_without_a_name_is_refused_by_its_position() {
+    let text = "kind: ConfigMap\n---\nkind: ElasticQuota\napiVersion: nos.nebuly.com/v1alpha1\nspec: 7\n";
+    let imported = import(text, None).unwrap();
+    assert_eq!(
+        refusal(&imported, "ElasticQuota without a name (object 2 of the input)"),
+        "spec is malformed: invalid type: integer `7`, expected struct NosSpec"
+    );
 }

@@ -25,7 +25,7 @@ pub struct LiveCluster {
     pub(super) cluster: Cluster,
     /// The input of planning.
     pub(super) observed: Observed,
-    /// The quotas of the cluster.
+    /// What the operator reported about the quotas of the cluster.
     pub(super) quotas: Vec<Quota>,
     /// Seconds since the Unix epoch.
     pub(super) now: u64,
@@ -52,10 +52,12 @@ impl LiveCluster {
         Ok(Self::new(objects, now).with_quotas(list_quotas_if_allowed(client).await?))
     }
 
-    /// Adds the quotas of the cluster.
+    /// Adds the quotas of the cluster. The placement gate applies them.
     #[must_use]
-    pub fn with_quotas(self, quotas: Vec<DeserializeGuard<GpuQuota>>) -> Self {
-        Self { quotas: QuotasReport::new(quotas).quotas, ..self }
+    pub fn with_quotas(mut self, quotas: Vec<DeserializeGuard<GpuQuota>>) -> Self {
+        self.cluster.quotas = quotas.iter().cloned().map(Arc::new).collect();
+        self.quotas = QuotasReport::new(quotas).quotas;
+        self
     }
 
     /// Builds both inputs from the objects. `now` is in seconds since the Unix epoch.
@@ -74,7 +76,6 @@ impl LiveCluster {
             volume_claims: objects.volume_claims.into_iter().map(Arc::new).collect(),
             volumes: objects.volumes.into_iter().map(Arc::new).collect(),
             budgets: objects.budgets.into_iter().map(Arc::new).collect(),
-            // The pod's Events and the quota's status explain what quotas decide.
             quotas: Vec::new(),
             namespaces: objects.namespaces.into_iter().map(Arc::new).collect(),
         };

@@ -6,18 +6,12 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use cleave_api::gpuquota::{QuotaMode, QuotaUnit};
+use cleave_api::names::{CAPACITY_IN_QUOTA, CAPACITY_LABEL, CAPACITY_OVER_QUOTA};
 use cleave_operator::pods::PodObject;
 use kube::ResourceExt as _;
 
 use super::live::LiveCluster;
 use crate::quotas::report::Quota;
-
-/// Label of a pod with its class.
-const CAPACITY_LABEL: &str = "cleave.dev/capacity";
-/// Value of the label of a pod within its quota's guarantee.
-const IN_QUOTA: &str = "in-quota";
-/// Value of the label of a pod that borrows.
-const OVER_QUOTA: &str = "over-quota";
 
 /// Returns the sentences about a pod, one for each quota of its namespace.
 pub(super) fn quota_sentences(live: &LiveCluster, pod: &PodObject) -> Vec<String> {
@@ -50,8 +44,8 @@ fn sentence(quota: &Quota, class: Option<&str>) -> String {
     let (name, min) = (&quota.name, &quota.min);
     let used = if quota.used.is_empty() { "an unknown amount" } else { &quota.used };
     let mut text = match class {
-        Some(IN_QUOTA) => format!("Within the guarantee of {name}: {used} of {min}{unit} used."),
-        Some(OVER_QUOTA) => format!("Borrows: {name} uses {used} and is guaranteed {min}{unit}."),
+        Some(CAPACITY_IN_QUOTA) => format!("Within the guarantee of {name}: {used} of {min}{unit} used."),
+        Some(CAPACITY_OVER_QUOTA) => format!("Borrows: {name} uses {used} and is guaranteed {min}{unit}."),
         _ => format!("{name} uses {used} and is guaranteed {min}{unit}."),
     };
     if let Some(max) = &quota.max {

@@ -122,3 +122,31 @@ pub(crate) async fn list_quotas_if_allowed(client: &Client) -> Result<Vec<Deseri
         listed => Ok(listed.context("failed to list GpuQuotas")?.items),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use kube::client::Body;
+    use tower_test::mock;
+
+    use super::*;
+
+    /// Lists quotas for other commands on a cluster that answers with this code.
+    async fn listed(code: u16) -> Result<usize> {
+        let (service, mut server) = mock::pair::<http::Request<Body>, http::Response<Body>>();
+        let client = Client::new(service, "default");
+        let listing = tokio::spawn(async move { list_quotas_if_allowed(&client).await });
+        let (_, reply) = server.next_request().await.context("no request")?;
+        let failure = serde_json::json!({"kind": "Status", "status": "Failure", "code": code, "message": "no"});
+        let body = Body::from(failure.to_string().into_bytes());
+        reply.send_response(http::Response::builder().status(code).body(body)?);
+        listing.await?.map(|quotas| quotas.len())
+    }
+
+    #[tokio::test]
+    async fn without_the_crd_or_the_right_to_list_quotas_other_commands_show_none() {
+        for code in [403, 404] {
+            assert_eq!(listed(code).await.ok(), Some(0), "{code}");
+        }
+        assert!(listed(500).await.is_err());
+    }
+}

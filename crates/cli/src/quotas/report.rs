@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 
 use cleave_api::GpuQuota;
 use cleave_api::gpuquota::{QuotaGuarantee, QuotaMode, QuotaPods, QuotaUnit, QuotaWaiting};
-use cleave_api::names::CONDITION_READY;
+use cleave_api::names::{CONDITION_ENFORCED, CONDITION_GUARANTEED, CONDITION_READY};
 use cleave_plan::Quantity;
 use cleave_plan::quota::Amount;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
@@ -12,11 +12,6 @@ use kube::core::DeserializeGuard;
 use serde::Serialize;
 
 use crate::status::report::ConditionValue;
-
-/// Condition of a quota: its guarantee holds.
-const CONDITION_GUARANTEED: &str = "Guaranteed";
-/// Condition of a quota: the operator enforces it.
-const CONDITION_ENFORCED: &str = "Enforced";
 
 /// The quotas of a cluster.
 #[derive(Debug, Clone, PartialEq, Serialize)]

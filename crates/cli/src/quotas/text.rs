@@ -2,6 +2,7 @@
 use std::fmt::Write as _;
 
 use cleave_api::gpuquota::{QuotaMode, QuotaUnit};
+use cleave_api::names::{CONDITION_ENFORCED, CONDITION_GUARANTEED, CONDITION_READY};
 
 use super::report::{Pool, Quota, QuotasReport};
 use crate::status::report::ConditionValue;
@@ -154,9 +155,9 @@ pub fn render_one(quota: &Quota) -> String {
         line(&format!("  {reason}"), &pods.to_string());
     }
     let conditions = [
-        ("Ready", Some(&quota.ready)),
-        ("Guaranteed", quota.guaranteed.as_ref()),
-        ("Enforced", quota.enforced.as_ref()),
+        (CONDITION_READY, Some(&quota.ready)),
+        (CONDITION_GUARANTEED, quota.guaranteed.as_ref()),
+        (CONDITION_ENFORCED, quota.enforced.as_ref()),
     ];
     let mut table = Table::new(&["CONDITION", "STATUS", "REASON", "MESSAGE"]);
     for (name, condition) in conditions {

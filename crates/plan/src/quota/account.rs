@@ -248,6 +248,12 @@ impl<'w> Accounts<'w> {
         self.gangs.priority(self.world, id)
     }
 
+    /// Returns the priority of a pod, if its priority does not stop at the borders of quotas.
+    pub(super) fn overriding(&self, id: PodId) -> Option<i32> {
+        let is_enforced = self.entries[self.account_of[id.0]].quota.is_enforced();
+        self.world.settings.overriding(self.priority(id)).filter(|_| is_enforced)
+    }
+
     /// Returns what a waiting pod's unit costs.
     pub(super) fn charge(&self, id: PodId) -> Amount {
         self.gangs.charge(self.world, id)

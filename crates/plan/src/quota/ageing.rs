@@ -1,12 +1,13 @@
 //! Reserves room for pods that have waited long: a stream of small pods cannot starve a large pod.
 //!
-//! A pod is overtaken if pods that are released after its creation use room that it could use. Once
-//! a pod has waited for [`Settings::ageing`](super::Settings::ageing), room is reserved for it. The
-//! room is on one GPU, on which it fits beside the pods that were released before its creation.
-//! Other pods of the same class or of a lower class no longer get this room. Exceptions are pods of
-//! its own quota with a higher priority, and pods for which pods already leave. Pods of its own
-//! quota that are not more important also leave it room below the quota's maximum and, if it does
-//! not borrow, within the guarantee. Nobody is evicted.
+//! A pod overtakes another pod if it is created later, is not more important, and uses room that
+//! the other pod could use. Once a pod has waited for
+//! [`Settings::ageing`](super::Settings::ageing), room is reserved for it. The room is on one GPU,
+//! on which it fits beside the pods that have not overtaken it. Other pods of the same class or of
+//! a lower class no longer get this room. Exceptions are pods of its own quota with a higher
+//! priority, and pods for which pods already leave. Pods of its own quota that are not more
+//! important also leave it room below the quota's maximum and, if it does not borrow, within the
+//! guarantee. Nobody is evicted.
 //!
 //! | limit | reason |
 //! |---|---|
@@ -14,14 +15,19 @@
 //! | one reservation on each GPU, the longest waiting pod first | reserved room is unused |
 //! | none if older or more important pods of the quota use its maximum | it might never end |
 //! | none for gangs | their pods need room on several GPUs |
+//!
 //! **Bound.** Let `E` be the first time at which room is reserved for the pod. If no pod of its
-//! class or of a lower class runs longer than `T`, the pod is released at `E + T` at the latest, by
-//! the next pass. Reasons: all pods on the GPU were released before `E`. Of the possible GPUs, the
-//! one whose last pod was released first is chosen. This time never grows, because no other pod is
-//! released there.
+//! class or of a lower class runs longer than `T`, and no evicted pod needs longer than `G` to
+//! terminate, the pod is released at `E + G + T` at the latest, by the next pass. Reasons: all pods
+//! on the GPU were released before `E`, or get room there for which pods leave already. Of the
+//! possible GPUs, the one whose last pod was released first is chosen. This time never grows,
+//! because no other pod is released there.
 //!
 //! Room is reserved as soon as the pod has waited for `ageing`, is the first such pod of its quota,
 //! and fits on a GPU beside older pods and beside reservations of pods that have waited longer.
+//! Pods that have overtaken it do not delay this: neither those that run nor those for which pods
+//! leave. If they did, a stream of pods for which pods leave would postpone the reservation again
+//! and again.
 //!
 //! The bound does not hold if pods of a higher class, or of its quota with a higher priority, take
 //! the room, or if other quotas' guarantees leave it no room to borrow.
@@ -66,8 +72,18 @@ pub(super) fn reservations(state: &State<'_>, queues: &[VecDeque<PodId>]) -> Vec
     reservations
 }
 
+/// Returns whether a pod that counts has overtaken a waiting pod: it was released after the waiting
+/// pod's creation, or pods leave for it although it was created later.
+fn has_overtaken(state: &State<'_>, other: PodId, id: PodId) -> bool {
+    let (pod, other_pod) = (state.world.pod(id), state.world.pod(other));
+    state.accounts.since(other).is_some_and(|since| match since.nominated {
+        None => since.at > pod.created,
+        Some(_) => (other_pod.created, &other_pod.name) > (pod.created, &pod.name),
+    })
+}
+
 /// Returns whether a pod's quota would let it run if there were room, and if no pod of the quota
-/// had overtaken it: pods that are not more important, and were released after its creation.
+/// had overtaken it.
 fn may_run(state: &State<'_>, id: PodId) -> bool {
     let (accounts, pod) = (&state.accounts, state.world.pod(id));
     let account = accounts.rights_of(id);
@@ -75,11 +91,7 @@ fn may_run(state: &State<'_>, id: PodId) -> bool {
     if !quota.is_enforced() {
         return true;
     }
-    let is_before = |other: PodId| {
-        let is_released =
-            accounts.since(other).is_some_and(|since| since.nominated.is_none() && since.at > pod.created);
-        !is_released || accounts.priority(other) > pod.priority
-    };
+    let is_before = |other: PodId| !has_overtaken(state, other, id) || accounts.priority(other) > pod.priority;
     let used: Amount =
         accounts.members(account).filter(|&other| is_before(other)).map(|other| state.charge(other)).sum();
     let is_never = !pod.borrows && quota.cells().is_none();
@@ -87,7 +99,7 @@ fn may_run(state: &State<'_>, id: PodId) -> bool {
     limits.into_iter().flatten().all(|limit| used.plus(pod.charge) <= limit)
 }
 
-/// Returns when the last pod of a GPU was released.
+/// Returns when the last pod of a GPU was or, if room is kept for pods, will be released.
 fn last_release(state: &State<'_>, gpu: usize) -> Moment {
     let room = &state.gpus[gpu];
     if room.has_nominees() {
@@ -96,7 +108,7 @@ fn last_release(state: &State<'_>, gpu: usize) -> Moment {
     room.pods.iter().filter_map(|&id| state.accounts.since(id)).map(|since| since.at).max().unwrap_or(Moment(0))
 }
 
-/// Returns whether a pod would fit on a GPU if no pod had been released there after its creation.
+/// Returns whether a pod would fit on a GPU if no pod there had overtaken it.
 fn is_overtaken_on(state: &State<'_>, id: PodId, gpu: usize) -> bool {
     let (accounts, pod, room) = (&state.accounts, state.world.pod(id), &state.gpus[gpu]);
     if room.size() < pod.charge || !pod.may_use(gpu) {
@@ -106,7 +118,7 @@ fn is_overtaken_on(state: &State<'_>, id: PodId, gpu: usize) -> bool {
     if is_of_cells && accounts.is_within(id) && accounts.class_with(&[(id, gpu)], &[]) == Class::Over {
         return false;
     }
-    let is_older = |other: &&PodId| accounts.since(**other).is_some_and(|since| since.at <= pod.created);
-    let older: Amount = room.pods.iter().filter(is_older).map(|&other| state.charge(other)).sum();
-    room.size().minus(older.plus(room.nominated())) >= pod.charge
+    let here = room.pods.iter().copied().chain(room.nominees());
+    let older: Amount = here.filter(|&other| !has_overtaken(state, other, id)).map(|other| state.charge(other)).sum();
+    room.size().minus(older) >= pod.charge
 }

@@ -22,7 +22,8 @@ pub enum Kind {
     Reclaim,
     /// The pod borrows, and takes room from borrowers of quotas that borrow more, even afterwards.
     FairShare,
-    /// The pod takes room from pods of lower priority of its own quota.
+    /// The pod takes room from pods of lower priority of its own quota. If its priority overrides
+    /// quotas, it takes room from pods of lower priority of all enforced quotas.
     Priority,
 }
 
@@ -361,13 +362,14 @@ impl<'s, 'w> Search<'s, 'w> {
             Kind::Reclaim => (settings.min_runtime_reclaim, settings.budget_patience),
             _ => (settings.min_runtime_fair_share, None),
         };
-        let one = self.candidate(id, patience)?;
+        // Only a higher priority evicts pods whose priority overrides quotas.
+        let one = self.candidate(id, patience).filter(|_| accounts.overriding(id).is_none())?;
         (one.since.at.0.saturating_add(min_runtime) <= self.state.now.0).then_some(one)
     }
 
     /// Returns the pods of lower priority that may leave for the pod by priority alone. These are
     /// the pods of its quota. If the quota is not enforced, these are all pods of no enforced
-    /// quota.
+    /// quota. If the pod's priority overrides quotas, these are the pods of all enforced quotas.
     fn candidates_of_own(&self) -> Vec<Candidate> {
         let accounts = &self.state.accounts;
         let of_account = |account: usize| self.is_own(account).then(|| accounts.members(account)).into_iter().flatten();
@@ -393,8 +395,17 @@ impl<'s, 'w> Search<'s, 'w> {
     /// Returns whether pods of an account may leave for the pod by priority alone.
     fn is_own(&self, account: usize) -> bool {
         let accounts = &self.state.accounts;
-        let is_enforced = accounts.quota(self.account).is_enforced();
-        if is_enforced { account == self.account } else { !accounts.quota(account).is_enforced() }
+        let is_enforced = accounts.quota(account).is_enforced();
+        if !accounts.quota(self.account).is_enforced() {
+            return !is_enforced;
+        }
+        account == self.account || is_enforced && self.overrides_others()
+    }
+
+    /// Returns whether pods of other quotas may leave for the pod by priority alone. At its quota's
+    /// maximum, only pods of its own quota help.
+    fn overrides_others(&self) -> bool {
+        self.state.accounts.overriding(self.taker).is_some() && self.spare().is_none()
     }
 
     fn own_candidate(&self, id: PodId) -> Option<Candidate> {

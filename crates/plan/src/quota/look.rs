@@ -116,8 +116,9 @@ pub(super) struct Pass<'w> {
     preemptors: usize,
 }
 
-/// Position of an account's first waiting pod. Pods within a guarantee are first.
-type Turn<'w> = (Option<Share>, Reverse<i32>, Moment, &'w str, PodId);
+/// Position of an account's first waiting pod. Pods that override quotas are first, then pods within
+/// a guarantee.
+type Turn<'w> = (Reverse<Option<i32>>, Option<Share>, Reverse<i32>, Moment, &'w str, PodId);
 
 enum Decision {
     Release(Vec<Part>),
@@ -194,7 +195,8 @@ impl<'w> Pass<'w> {
         };
         let world = self.state.world;
         let created = accounts.gangs().created(world, id);
-        (share, Reverse(accounts.priority(id)), created, &world.pod(id).name, id)
+        let overriding = Reverse(accounts.overriding(id));
+        (overriding, share, Reverse(accounts.priority(id)), created, &world.pod(id).name, id)
     }
 
     /// Decides for a unit. `id` is its head.
@@ -300,7 +302,7 @@ impl<'w> Pass<'w> {
     }
 
     /// Returns the GPUs on which the unit fits now, with the least free room. A borrower leaves
-    /// enough free for others.
+    /// enough free for others, unless its priority overrides quotas.
     fn free_place(&self, id: PodId, is_within: bool) -> Option<Vec<Part>> {
         let accounts = &self.state.accounts;
         let (account, charge) = (accounts.account_of(id), i128::from(accounts.charge(id)));
@@ -309,7 +311,7 @@ impl<'w> Pass<'w> {
         let unit: Vec<Part> = accounts.gangs().unit(id).iter().map(|&pod| (pod, 0)).collect();
         // In cells only a unit within the guarantee has a class that depends on the GPU.
         let general = if is_of_cells { self.state.rank(id, Class::Over) } else { self.state.rank_of(&unit) };
-        if quota.is_enforced() && !is_within {
+        if quota.is_enforced() && !is_within && accounts.overriding(id).is_none() {
             let kept = accounts.kept_from(account, &BTreeMap::new());
             if kept > Amount::ZERO && self.state.all_free(&general, false) - charge < i128::from(kept) {
                 return None;

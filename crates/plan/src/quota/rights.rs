@@ -36,6 +36,9 @@ impl Search<'_, '_> {
                 let own = less.get(&self.account).copied().unwrap_or_default();
                 let after = used.plus(self.charge).minus(own);
                 let all_over = victims.iter().all(|victim| victim.class == Class::Over);
+                if accounts.overriding(self.taker).is_some() {
+                    return quota.max().is_none_or(|max| after <= max);
+                }
                 quota.max().is_none_or(|max| after <= max)
                     && (all_over || accounts.class_with(parts, &self.pods_of(victims)) == Class::In)
                     && (after <= quota.min() || after <= used || self.leaves_kept_room(rank, &freed, &less))

@@ -9,12 +9,18 @@ pub(super) struct Rank {
     pub(super) account: usize,
     pub(super) class: Class,
     pub(super) priority: i32,
+    /// The priority, if pods of this priority do not stop at the borders of quotas.
+    pub(super) overriding: Option<i32>,
 }
 
 impl Rank {
     /// Returns whether a pod of this rank sees the nomination of another pod. It does not see
-    /// nominations of a lower class, and in its own quota and class none of a lower priority.
+    /// nominations of a lower class, and in its own quota and class none of a lower priority. For
+    /// pods that do not stop at the borders of quotas, priority alone decides.
     pub(super) fn sees(&self, nominee: &Self) -> bool {
+        if self.overriding.is_some() || nominee.overriding.is_some() {
+            return self.overriding <= nominee.overriding;
+        }
         if self.class != nominee.class {
             return self.class < nominee.class;
         }
@@ -93,8 +99,13 @@ impl GpuRoom {
     }
 
     /// Returns what is nominated.
-    pub(super) fn nominated(&self) -> Amount {
+    fn nominated(&self) -> Amount {
         self.nominees.iter().map(|nominee| nominee.charge).sum()
+    }
+
+    /// Returns the pods for which room is kept.
+    pub(super) fn nominees(&self) -> impl Iterator<Item = PodId> {
+        self.nominees.iter().map(|nominee| nominee.id)
     }
 
     pub(super) const fn has_nominees(&self) -> bool {
@@ -141,7 +152,9 @@ impl GpuRoom {
         let room = i128::from(self.room) - i128::from(self.held) + i128::from(self.leaving);
         let mut left = room - i128::from(self.nominated()) + more;
         let mut unseen: Vec<&Nominee> = self.nominees.iter().filter(|nominee| !rank.sees(&nominee.rank)).collect();
-        unseen.sort_by_key(|nominee| (nominee.rank.class, nominee.rank.priority, std::cmp::Reverse(key(nominee.id))));
+        unseen.sort_by_key(|Nominee { id, rank, .. }| {
+            (rank.overriding, rank.class, rank.priority, std::cmp::Reverse(key(*id)))
+        });
         let mut displaced = Vec::new();
         for nominee in unseen {
             if left >= 0 {
@@ -159,7 +172,15 @@ mod tests {
     use super::*;
 
     const fn rank(account: usize, class: Class, priority: i32) -> Rank {
-        Rank { account, class, priority }
+        Rank { account, class, priority, overriding: None }
+    }
+
+    #[test]
+    fn a_priority_that_overrides_quotas_decides_alone() {
+        let urgent = |priority| Rank { overriding: Some(priority), ..rank(0, Class::Over, priority) };
+        let guaranteed = rank(1, Class::In, 5);
+        assert!(guaranteed.sees(&urgent(9)) && !urgent(9).sees(&guaranteed));
+        assert!(urgent(9).sees(&urgent(9)) && !urgent(10).sees(&urgent(9)) && urgent(9).sees(&urgent(10)));
     }
 
     #[test]

@@ -114,14 +114,16 @@ impl<'w> State<'w> {
     /// Returns the rank that a waiting unit has on GPUs.
     pub(super) fn rank_of(&self, parts: &[Part]) -> Rank {
         let class = self.accounts.class_with(parts, &[]);
-        parts.first().map_or(Rank { account: 0, class, priority: i32::MIN }, |&(id, _)| self.rank(id, class))
+        let nobody = Rank { account: 0, class, priority: i32::MIN, overriding: None };
+        parts.first().map_or(nobody, |&(id, _)| self.rank(id, class))
     }
 
     /// Returns the rank of a pod of a class. The class gives rights only if the quota is enforced.
     pub(super) fn rank(&self, id: PodId, class: Class) -> Rank {
         let account = self.accounts.rights_of(id);
         let class = if self.accounts.quota(account).is_enforced() { class } else { Class::Over };
-        Rank { account, class, priority: self.accounts.priority(id) }
+        let (priority, overriding) = (self.accounts.priority(id), self.accounts.overriding(id));
+        Rank { account, class, priority, overriding }
     }
 
     /// Returns the GPU of a pod that runs.

@@ -107,8 +107,21 @@ pub struct Settings {
     pub budget_patience: Option<u64>,
     /// How long a pod waits before room is reserved for it. `None` means forever.
     pub ageing: Option<u64>,
+    /// Pods of this priority and above do not stop at the borders of quotas. `None` means no pod.
+    pub override_priority: Option<i32>,
     /// Maximum number of pods for which one pass looks for victims.
     pub max_preemptors: usize,
+}
+
+impl Settings {
+    /// Returns the priority if pods of this priority do not stop at the borders of quotas.
+    ///
+    /// Among such pods priority alone decides. They use free room before all others, and may evict
+    /// pods of lower priority of every quota that is enforced. Only pods of a higher priority evict
+    /// them. They still stay within their own quota's maximum.
+    pub fn overriding(&self, priority: i32) -> Option<i32> {
+        self.override_priority.filter(|&limit| priority >= limit).map(|_| priority)
+    }
 }
 
 impl Default for Settings {
@@ -119,6 +132,7 @@ impl Default for Settings {
             grace_cap: 300,
             budget_patience: Some(600),
             ageing: Some(600),
+            override_priority: None,
             max_preemptors: 8,
         }
     }

@@ -25,7 +25,7 @@ const DEMO_NAMESPACE: &str = "demo";
 /// The namespace in which the pages' placeholder commands run: `e2e-` and the scope's name.
 const SCOPE_NAME: &str = "docs";
 /// The guides, in the order in which they run. The last one deletes all policies.
-const GUIDES: [&str; 19] = [
+const GUIDES: [&str; 21] = [
     "preflight",
     "install",
     "platforms",
@@ -36,6 +36,8 @@ const GUIDES: [&str; 19] = [
     "priorities",
     "autoscaling",
     "quotas",
+    "elastic-quotas",
+    "kueue",
     "exceptions",
     "monitor",
     "drain",
@@ -65,20 +67,20 @@ fn commands_of_the_pages_run_and_print_what_the_pages_show() -> Result<()> {
 }
 
 #[test]
-fn the_api_server_accepts_the_policies_on_the_pages() -> Result<()> {
+fn the_api_server_accepts_the_policies_and_quotas_on_the_pages() -> Result<()> {
     let mut checked = 0;
     for page in list_pages("how-to")? {
         let text = std::fs::read_to_string(&page)?;
-        for policy in policies_in(&text) {
+        for objects in policies_and_quotas_in(&text) {
             let file = std::env::temp_dir().join(format!("cleave-docs-{}.yaml", std::process::id()));
-            std::fs::write(&file, policy)?;
+            std::fs::write(&file, objects)?;
             let accepted = kubectl(&["apply", "--dry-run=server", "-f", &file.to_string_lossy()]);
             std::fs::remove_file(&file)?;
-            accepted.with_context(|| format!("a policy of {}:\n{policy}", page.display()))?;
+            accepted.with_context(|| format!("objects of {}:\n{objects}", page.display()))?;
             checked += 1;
         }
     }
-    ensure!(checked > 0, "no page has a policy");
+    ensure!(checked > 0, "no page has a policy or a quota");
     Ok(())
 }
 
@@ -198,10 +200,12 @@ fn run_block(block: &CodeBlock) -> Result<()> {
     Ok(())
 }
 
-/// Returns the complete policies in a page's YAML blocks.
-fn policies_in(page: &str) -> Vec<&str> {
+/// Returns the complete policies and quotas in a page's YAML blocks.
+fn policies_and_quotas_in(page: &str) -> Vec<&str> {
     let blocks = page.split("```yaml\n").skip(1).filter_map(|rest| rest.split_once("```"));
-    blocks.map(|(text, _)| text).filter(|text| text.contains("\nkind: SharingPolicy\n")).collect()
+    let is_complete =
+        |text: &&str| ["SharingPolicy", "GpuQuota"].iter().any(|kind| text.contains(&format!("\nkind: {kind}\n")));
+    blocks.map(|(text, _)| text).filter(is_complete).collect()
 }
 
 /// Returns the pages in a directory of the documentation.

@@ -15,6 +15,8 @@ pub(super) const NOS_GROUPS: [&str; 2] = ["nos.nebuly.com", "nos.nebuly.ai"];
 pub(super) const KUEUE_GROUP: &str = "kueue.x-k8s.io";
 /// Maximum number of objects of the input.
 const MAX_OBJECTS: usize = 100_000;
+/// Maximum number of parts of a malformed value that are searched for the cause of an error.
+const MAX_PARTS: usize = 1000;
 
 /// Amounts by resource.
 pub(super) type Amounts = BTreeMap<String, Quantity>;
@@ -172,7 +174,10 @@ impl Objects {
         let options = serde_saphyr::options! { strict_booleans: true };
         let documents: Vec<Value> =
             serde_saphyr::from_multiple_with_options(text, options).context("not valid YAML")?;
-        documents.into_iter().filter(|document| !document.is_null()).try_for_each(|document| self.add(document))
+        for (index, document) in documents.into_iter().enumerate().filter(|(_, document)| !document.is_null()) {
+            self.add(document).with_context(|| format!("document {}", index + 1))?;
+        }
+        Ok(())
     }
 
     /// Adds one object, or the objects of a List.
@@ -191,7 +196,11 @@ impl Objects {
             bail!("the input has more than {MAX_OBJECTS} objects");
         }
         let group = version.split_once('/').map_or("", |(group, _)| group);
-        let full = if namespace.is_empty() { name.clone() } else { format!("{namespace}/{name}") };
+        let full = match (namespace.is_empty(), name.is_empty()) {
+            (_, true) => format!("without a name (object {} of the input)", self.count),
+            (true, false) => name.clone(),
+            (false, false) => format!("{namespace}/{name}"),
+        };
         let origin = format!("{kind} {full}");
         let is_nos = NOS_GROUPS.contains(&group);
         match kind.as_str() {
@@ -203,7 +212,7 @@ impl Objects {
             "LocalQueue" if group == KUEUE_GROUP => push(&mut self.local_queues, &mut self.malformed, origin, object),
             "ResourceFlavor" if group == KUEUE_GROUP => {
                 let spec = object.get_mut("spec").map(Value::take).unwrap_or_default();
-                let spec: Option<Option<FlavorSpec>> = parse(&mut self.malformed, origin, spec);
+                let spec: Option<Option<FlavorSpec>> = parse(&mut self.malformed, origin, "spec", &spec);
                 self.flavors.insert(name, spec.flatten().unwrap_or_default());
             }
             "Cohort" if group == KUEUE_GROUP => {
@@ -235,19 +244,50 @@ fn push<S: DeserializeOwned>(
     mut object: Value,
 ) {
     let metadata = object.get_mut("metadata").map(Value::take).unwrap_or_default();
-    let metadata = parse::<Option<Metadata>>(malformed, origin.clone(), metadata).flatten().unwrap_or_default();
+    let Some(metadata) = parse::<Option<Metadata>>(malformed, origin.clone(), "metadata", &metadata) else { return };
     let spec = object.get_mut("spec").map_or_else(|| Value::Object(serde_json::Map::new()), Value::take);
-    if let Some(spec) = parse(malformed, origin, spec) {
-        into.push(Object { metadata, spec });
+    if let Some(spec) = parse(malformed, origin, "spec", &spec) {
+        into.push(Object { metadata: metadata.unwrap_or_default(), spec });
     }
 }
 
-fn parse<T: DeserializeOwned>(malformed: &mut Vec<Refusal>, origin: String, value: Value) -> Option<T> {
-    match serde_json::from_value(value) {
+/// Parses a field of an object. A malformed field is added to `malformed`.
+fn parse<T: DeserializeOwned>(malformed: &mut Vec<Refusal>, origin: String, field: &str, value: &Value) -> Option<T> {
+    match T::deserialize(value) {
         Ok(parsed) => Some(parsed),
         Err(error) => {
-            malformed.push(Refusal { origin, reason: format!("the object is malformed: {error}") });
+            let path = malformed_path::<T>(value, &error.to_string());
+            malformed.push(Refusal { origin, reason: format!("{field}{path} is malformed: {error}") });
             None
         }
+    }
+}
+
+/// Returns the path of the value that causes an error, such as `.min`. The error of a value names
+/// no path, so each part of the value is left out once: without the cause, the error differs.
+fn malformed_path<T: DeserializeOwned>(value: &Value, error: &str) -> String {
+    let (mut pointer, mut path) = (String::new(), String::new());
+    loop {
+        let children: Vec<String> = match value.pointer(&pointer) {
+            Some(Value::Object(fields)) => fields.keys().take(MAX_PARTS).cloned().collect(),
+            Some(Value::Array(items)) => (0..items.len().min(MAX_PARTS)).map(|index| index.to_string()).collect(),
+            _ => return path,
+        };
+        let is_cause = |child: &String| {
+            let mut rest = value.clone();
+            match rest.pointer_mut(&pointer) {
+                Some(Value::Object(fields)) => drop(fields.remove(child)),
+                Some(Value::Array(items)) => drop(child.parse().map(|index: usize| items.remove(index))),
+                _ => {}
+            }
+            T::deserialize(&rest).err().is_none_or(|other| other.to_string() != error)
+        };
+        let Some(cause) = children.into_iter().find(is_cause) else { return path };
+        match value.pointer(&pointer) {
+            Some(Value::Array(_)) => path.extend(["[", &cause, "]"]),
+            _ => path.extend([".", &cause]),
+        }
+        pointer.push('/');
+        pointer.push_str(&cause.replace('~', "~0").replace('/', "~1"));
     }
 }

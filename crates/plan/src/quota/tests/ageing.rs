@@ -148,7 +148,8 @@ proptest! {
     #![proptest_config(config())]
 
     /// The large pod waits until it has waited long and the pods have ended that were released
-    /// before its creation, and then at most as long as a small pod runs.
+    /// before its creation. Then it waits at most until pods are gone that leave already, which
+    /// takes 1 s here, and as long as a small pod runs.
     #[test]
     fn a_stream_of_small_pods_does_not_starve_a_large_pod(stream in stream()) {
         let bound = stream.ageing.max(stream.runtime) + stream.runtime + 1;

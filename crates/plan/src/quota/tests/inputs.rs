@@ -70,7 +70,7 @@ pub(super) fn assert_rebuilt(kept: &State<'_>, pool: &Pool) {
         assert_eq!(facts(kept), facts(&rebuilt), "{}", show());
     }
     // A pod of the lowest rank sees all nominations.
-    let lowest = Rank { account: usize::MAX, class: Class::Over, priority: i32::MIN };
+    let lowest = Rank { account: usize::MAX, class: Class::Over, priority: i32::MIN, overriding: None };
     for (one, other) in kept.gpus.iter().zip(&rebuilt.gpus) {
         let pods = |room: &super::super::room::GpuRoom| room.pods.iter().copied().collect::<BTreeSet<PodId>>();
         let free = |room: &super::super::room::GpuRoom| (room.unreserved(&lowest), room.unreserved_later(&lowest));

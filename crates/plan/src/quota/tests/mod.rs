@@ -10,6 +10,7 @@
 //! | `rest` | R5, R6: what holds when nothing changes any more |
 //! | `inputs` | R7 to R11: what does not depend on what |
 //! | `ageing` | a stream of small pods does not starve a large pod |
+//! | `overriding` | pods of high priority that do not stop at the borders of quotas |
 //! | `gangs` | pods that start, wait and leave together |
 //! | `models` | R12, R13: agreement with the naive model, and speed |
 //!
@@ -23,6 +24,7 @@ mod inputs;
 mod models;
 mod naive;
 mod naive_look;
+mod overriding;
 mod rest;
 mod steps;
 mod worlds;

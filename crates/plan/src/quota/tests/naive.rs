@@ -26,8 +26,9 @@ impl fmt::Debug for Pool {
     }
 }
 
-/// Account, class and priority of a pod that has or wants room.
-pub(super) type Rank = (Owner, Class, i32);
+/// Account, class and priority of a pod that has or wants room, and the priority again if it
+/// overrides quotas.
+pub(super) type Rank = (Owner, Class, i32, Option<i32>);
 
 /// Classes of all pods, and who owns which GPU.
 #[derive(Debug, Clone, Default)]
@@ -90,7 +91,14 @@ impl Pool {
     pub(super) fn rank(&self, pod: usize, class: Class) -> Rank {
         let rights = self.rights(pod);
         let class = if rights == Owner::Outside { Class::Over } else { class };
-        (rights, class, self.world.pods[pod].priority)
+        (rights, class, self.world.pods[pod].priority, self.overriding(pod))
+    }
+
+    /// Returns the priority of a pod if it overrides quotas.
+    pub(super) fn overriding(&self, pod: usize) -> Option<i32> {
+        let priority = self.world.pods[pod].priority;
+        let overrides = self.world.settings.override_priority.is_some_and(|limit| priority >= limit);
+        (overrides && self.rights(pod) != Owner::Outside).then_some(priority)
     }
 
     pub(super) fn pods(&self) -> impl Iterator<Item = usize> + use<> {
@@ -304,6 +312,9 @@ impl Pool {
     }
 
     pub(super) fn sees(rank: &Rank, nominee: &Rank) -> bool {
+        if rank.3.max(nominee.3).is_some() {
+            return rank.3 <= nominee.3;
+        }
         if rank.1 == nominee.1 { rank.0 != nominee.0 || rank.2 <= nominee.2 } else { rank.1 < nominee.1 }
     }
 
@@ -334,9 +345,9 @@ impl Pool {
         let may_run = |pod: usize| {
             let owner = self.rights(pod);
             let quota = self.quota(&owner);
-            let is_before = |other: usize| match pods[other].place {
-                Place::Running { since, .. } => since <= pods[pod].created || pods[other].priority > pods[pod].priority,
-                _ => self.nominated(other).is_some(),
+            let is_before = |other: usize| {
+                let is_more_important = pods[other].priority > pods[pod].priority;
+                self.counts_on(other).is_some() && (is_more_important || !self.has_overtaken(other, pod))
             };
             let used = self.sum(|other| self.rights(other) == owner && is_before(other)).plus(self.charge(pod));
             let is_never = !pods[pod].borrows && !has_cells(&quota);
@@ -361,13 +372,21 @@ impl Pool {
         }
     }
 
+    /// Returns whether a pod that counts was released, or may start, before a pod that was created
+    /// earlier.
+    fn has_overtaken(&self, other: usize, pod: usize) -> bool {
+        let key = |pod: usize| (self.world.pods[pod].created, self.world.pods[pod].name.clone());
+        match self.world.pods[other].place {
+            Place::Running { since, .. } => since > key(pod).0,
+            _ => key(other) > key(pod),
+        }
+    }
+
     /// Returns the GPU on which a pod was overtaken, and whose last pod was released first.
     pub(super) fn overtaken_on(&self, pod: usize) -> Option<usize> {
         let of_cells = has_cells(&self.quota(&self.rights(pod))) && self.is_within(pod);
-        let is_older =
-            |other: usize| self.nominated(other).is_some() || self.since(other).0 <= self.world.pods[pod].created;
         let possible = (0..self.world.gpus.len()).filter(|&gpu| {
-            let older = self.sum(|other| self.counts_on(other) == Some(gpu) && is_older(other));
+            let older = self.sum(|other| self.counts_on(other) == Some(gpu) && !self.has_overtaken(other, pod));
             self.world.gpus[gpu].minus(older) >= self.charge(pod)
                 && (!of_cells || self.class_with(pod, gpu, &[]) == Class::In)
                 && self.reserved.values().all(|(other, _)| *other != gpu)
@@ -455,7 +474,8 @@ impl Pool {
         unseen.retain(|other| !Self::sees(rank, &self.ranks[other]));
         unseen.sort_by_key(|&other| {
             let pod = &self.world.pods[other];
-            (self.ranks[&other].1, self.ranks[&other].2, Reverse((pod.created, pod.name.clone())))
+            let (_, class, priority, overriding) = self.ranks[&other];
+            (overriding, class, priority, Reverse((pod.created, pod.name.clone())))
         });
         let mut left = self.room_after_all(gpu) + more;
         unseen.retain(|&other| {

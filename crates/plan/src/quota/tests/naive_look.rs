@@ -67,7 +67,7 @@ impl Pool {
             } else {
                 without.share(&owner, self.charge(pod), Amount::ZERO)
             };
-            ((!within).then_some(share), key(pod))
+            (Reverse(self.overriding(pod)), (!within).then_some(share), key(pod))
         })
     }
 
@@ -131,6 +131,7 @@ impl Pool {
             (0..self.world.gpus.len()).map(|gpu| self.beside_older(pod, gpu, &borrower, false).max(0)).sum();
         let may_borrow = !quota.is_enforced()
             || is_within
+            || self.overriding(pod).is_some()
             || self.kept(&owner, &[]) == Amount::ZERO
             || all_free - i128::from(charge) >= i128::from(self.kept(&owner, &[]));
         if !is_over_max && may_borrow {
@@ -232,6 +233,8 @@ impl Pool {
     fn allowed(&self, taker: usize, kind: Kind) -> Vec<usize> {
         let (owner, classes) = (self.owner(taker), self.classes());
         let settings = &self.world.settings;
+        let used = self.used(&owner).plus(self.charge(taker));
+        let overrides = self.overriding(taker).is_some() && self.quota(&owner).max().is_none_or(|max| used <= max);
         let may_leave = |pod: usize| {
             let (one, other) = (&self.world.pods[pod], self.owner(pod));
             let Place::Running { since, .. } = one.place else { return false };
@@ -244,13 +247,15 @@ impl Pool {
             };
             match kind {
                 Kind::Priority if self.quota(&owner).is_enforced() => {
-                    other == owner && one.priority < self.world.pods[taker].priority
+                    let is_possible = other == owner || overrides && self.quota(&other).is_enforced();
+                    is_possible && one.priority < self.world.pods[taker].priority
                 }
                 Kind::Priority => !self.quota(&other).is_enforced() && one.priority < self.world.pods[taker].priority,
                 _ => {
                     other != owner
                         && classes.of[&pod] == Class::Over
                         && self.quota(&other).is_enforced()
+                        && self.overriding(pod).is_none()
                         && since.0 + min_runtime <= self.now.0
                 }
             }
@@ -364,6 +369,9 @@ impl Pool {
                 let used = self.used(&owner);
                 let after = used.plus(charge).minus(less(&owner));
                 let classes = self.classes();
+                if self.overriding(taker).is_some() {
+                    return quota.max().is_none_or(|max| after <= max);
+                }
                 quota.max().is_none_or(|max| after <= max)
                     && (victims.iter().all(|pod| classes.of[pod] == Class::Over)
                         || self.class_with(taker, gpu, victims) == Class::In)
