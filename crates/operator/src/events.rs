@@ -164,7 +164,7 @@ pub(crate) fn preempted_event(by: &str) -> Event {
 /// Creates the Event of a pod that is evicted for a pod with rights by a quota.
 pub(crate) fn reclaimed_event(by: &str, why: &str) -> Event {
     let note = format!("evicted for {by}: {why}");
-    Event { action: "Preempt".to_owned(), ..event(EventType::Normal, "Reclaimed", &note) }
+    Event { action: "Preempt".to_owned(), ..new_event(EventType::Normal, "Reclaimed", &note) }
 }
 
 /// Creates the Event of a pod that is evicted because it used a GPU outside its share.

@@ -210,8 +210,8 @@ impl Watches<'_> {
             ),
             quotas: self.store_objects(
                 "GpuQuota",
-                (Api::<DeserializeGuard<GpuQuota>>::all(client.clone()), config()),
-                WatchRules { trim: trim_metadata, same: is_same_quota, wake: |wakes, _| wakes.placement() },
+                (Api::<DeserializeGuard<GpuQuota>>::all(client.clone()), watch_config()),
+                WatchRules { trim: trim_metadata, same: is_same_quota, wake: |wakes, _| wakes.wake_placement() },
             ),
             budgets: self.store_objects(
                 "PodDisruptionBudget",

@@ -324,7 +324,7 @@ impl PlacementController {
         let writes: Vec<_> = kept
             .iter()
             .map(|KeptRoom { pod, uid, preemptor, room }| async move {
-                let text = room.text().unwrap_or_default();
+                let text = room.to_text().unwrap_or_default();
                 let metadata = serde_json::json!({"annotations": {NOMINATION_ANNOTATION: text}});
                 (preemptor.as_str(), patch_metadata(client, (pod, uid), metadata).await)
             })

@@ -423,9 +423,9 @@ impl<'a> PreemptionSearch<'a> {
     }
 
     /// Returns what is spare if all candidates are evicted and the requests are on these slots.
-    fn spare(&self, slots: &[usize]) -> Spare {
+    fn spare(&self, slots: &[usize]) -> SpareAmounts {
         let missing = self.slots.iter().enumerate().skip(self.device_slots);
-        let mut spare: Spare = missing.map(|(index, slot)| (index, slot.most)).collect();
+        let mut spare: SpareAmounts = missing.map(|(index, slot)| (index, slot.most)).collect();
         for (&slot, (_, request)) in slots.iter().zip(&self.device_requests) {
             let most = self.slots.get(slot).map_or(0, |slot| slot.most);
             *spare.entry(slot).or_insert(most) -= i128::from(request.units.get());
@@ -482,7 +482,7 @@ impl<'a> PreemptionSearch<'a> {
     }
 }
 
-/// Spare amounts by slot. Contains only slots that the pending pod needs.
+/// SpareAmounts amounts by slot. Contains only slots that the pending pod needs.
 type SpareAmounts = BTreeMap<usize, i128>;
 
 impl PossibleVictim<'_> {

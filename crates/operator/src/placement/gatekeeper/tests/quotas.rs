@@ -162,7 +162,7 @@ impl Case {
             self.check_gangs();
         }
         for kept in &actions.kept {
-            let note = json!(kept.room.text().unwrap());
+            let note = json!(kept.room.to_text().unwrap());
             self.world.change(
                 |world| &mut world.pods,
                 &kept.pod,
