@@ -169,7 +169,7 @@ pub const POLICY_CONDITIONS: &[Reason] = &[
     reason(
         "WaitingForPods",
         "Pods use slices that would change. The message names the pods.",
-        "Wait, or drain the GPU.",
+        "Wait until the pods end, or drain the GPU.",
     ),
     reason("ApplyRefused", "The agent refused the change.", "Read the message."),
     reason("ApplyFailed", "The change failed on the node.", "Read the message."),
@@ -211,7 +211,7 @@ pub const NODE_CONDITIONS: &[Reason] = &[
     reason("GpuUnhealthy", "GPUs cannot serve slices.", "See [Handle failing GPUs](../how-to/failing-gpus.md)."),
     reason("ResetPending", "`GpusHealthy` is True. A GPU works, but needs a reset.", "Reset the GPU when convenient."),
     reason("MpsUnavailable", "MPS daemons cannot accept clients.", "Read the logs of the node's MPS host."),
-    reason("Waiting", "Pods use slices that would change.", "Wait, or drain the GPU."),
+    reason("Waiting", "Pods use slices that would change.", "Wait until the pods end, or drain the GPU."),
     reason("Refused", "The spec cannot be applied.", "Read the message."),
     reason("NoSpec", "The agent has not read a spec.", "Check that the operator runs."),
     reason(

@@ -429,8 +429,8 @@ pub struct DynamicPartitioning {
         .message("idle must be a duration, for example 500ms, 10s or 1m30s"))]
     pub idle: Option<String>,
     /// Maximum time before the operator plans, for example `10s`. Also the maximum time for a node
-    /// to apply a partition. After that, the operator places the node's pods elsewhere. For this
-    /// purpose, the default is 30 s and the minimum is 5 s.
+    /// to apply a partition, by default 30 s and at least 5 s. After that, the operator places the
+    /// node's pods elsewhere.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16))]
     #[x_kube(validation = Rule::new("self.matches('^([0-9]{1,6}(ms|s|m))+$')")

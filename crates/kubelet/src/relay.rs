@@ -306,7 +306,11 @@ impl Relay {
         match tokio::time::timeout(self.timings.stream, streams).await {
             Ok(Ok(_)) => Ok(()),
             Ok(Err(_)) => Err(Status::unavailable("the relay is stopping")),
-            Err(_) => Err(Status::unavailable("the kubelet has not opened a stream of the resource")),
+            Err(_) => Err(Status::unavailable(format!(
+                "the kubelet did not call ListAndWatch for {} within {} s",
+                name.as_str(),
+                self.timings.stream.as_secs_f64()
+            ))),
         }
     }
 

@@ -388,7 +388,7 @@ pub fn built_in(model: &str, memory_mib: u64) -> Option<Vec<Profile>> {
     let words: Vec<&str> = model.split(|c: char| !c.is_ascii_alphanumeric()).collect();
     let has = |word: &str| words.contains(&word);
     let large = |gigabytes: u64| memory_mib >= gigabytes * 1000;
-    let sevenths = |one, two, half, whole| Some(profiles_of_slices(&SliceMemory { one, two, half, whole }));
+    let sevenths = |one, two, half, whole| Some(seven_slice_profiles(&SliceMemory { one, two, half, whole }));
     if has("A30") {
         return Some(vec![
             profile("1g.6gb", 1, &[0, 1, 2, 3]),
@@ -445,7 +445,7 @@ fn profile(name: &str, size: u32, starts: &[u32]) -> Profile {
     Profile { name: name.to_owned(), size, starts: starts.to_vec(), ..Profile::default() }
 }
 
-fn profiles_of_slices(&SliceMemory { one, two, half, whole }: &SliceMemory) -> Vec<Profile> {
+fn seven_slice_profiles(&SliceMemory { one, two, half, whole }: &SliceMemory) -> Vec<Profile> {
     vec![
         profile(&format!("1g.{one}gb"), 1, &[0, 1, 2, 3, 4, 5, 6]),
         profile(&format!("1g.{one}gb+me"), 1, &[0, 1, 2, 3, 4, 5, 6]),

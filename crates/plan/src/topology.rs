@@ -106,8 +106,8 @@ impl Topology {
         let gpus: Vec<String> = earlier.gpus.iter().chain(added).cloned().collect();
         let positions: Vec<_> = gpus.iter().map(|gpu| (self.position(gpu), earlier.position(gpu))).collect();
         Self::from_pairs(gpus, |one, other| {
-            let present = self.known_pair(positions[one].0, positions[other].0);
-            let before = earlier.known_pair(positions[one].1, positions[other].1);
+            let present = self.pair_link(positions[one].0, positions[other].0);
+            let before = earlier.pair_link(positions[one].1, positions[other].1);
             match (present, before) {
                 (Some((score, true)), _) | (_, Some((score, true))) => (score, true),
                 (Some(unknown), _) | (None, Some(unknown)) => unknown,
@@ -157,12 +157,12 @@ impl Topology {
     }
 
     fn pair_score(&self, one: Option<usize>, other: Option<usize>) -> u32 {
-        self.known_pair(one, other).map_or(0, |(score, _)| score)
+        self.pair_link(one, other).map_or(0, |(score, _)| score)
     }
 
     /// Returns the score of two GPUs and whether their link is known. Returns `None` if the
     /// topology does not contain both.
-    fn known_pair(&self, one: Option<usize>, other: Option<usize>) -> Option<(u32, bool)> {
+    fn pair_link(&self, one: Option<usize>, other: Option<usize>) -> Option<(u32, bool)> {
         let at = one? * self.gpus.len() + other?;
         Some((self.scores[at], self.known[at]))
     }

@@ -370,7 +370,7 @@ impl Gatekeeper {
             let room = MAX_RELEASES.saturating_sub(actions.releases.len());
             let queue = &self.queue;
             let retried = self.unanswered.releases_to_retry(&ledger, now);
-            let retried = retried.filter(|release| queue.missing_time(&release.pod, now.up).is_none());
+            let retried = retried.filter(|release| queue.missing_time_left(&release.pod, now.up).is_none());
             actions.releases.extend(retried.take(room));
             let reported = self.growth.reported();
             actions.taints = self.fragments.update((&self.nodes, tracker), &ledger, reported, now.up);

@@ -480,7 +480,7 @@ impl<'a> PreemptionSearch<'a> {
     }
 
     /// Adds the evictions of these victims on a node for the pod `preemptor`. Victims with a
-    /// disruption budget come first, because the API server may refuse them. After a refusal, the
+    /// disruption budget come first, because the API server may refuse to evict them. After a refusal, the
     /// operator does not evict the other victims.
     fn add_evictions(&mut self, node: &str, mut victims: Vec<String>, preemptor: &str, actions: &mut Actions) {
         let Some(holders) = self.holders.get_mut() else { return };

@@ -129,7 +129,7 @@ impl Queue {
 
     /// Returns how long a pod that no longer exists is not released again. Returns `None` if the
     /// pod may be released now.
-    pub(super) fn missing_time(&self, name: &str, up: Duration) -> Option<Duration> {
+    pub(super) fn missing_time_left(&self, name: &str, up: Duration) -> Option<Duration> {
         let until = self.0.get(name)?.missing_until?;
         Some(until.saturating_sub(up)).filter(|left| !left.is_zero())
     }
@@ -144,7 +144,7 @@ impl Queue {
         actions: &mut Actions,
     ) -> Vec<(String, &'a PodObject)> {
         waiting.retain(|(name, _)| {
-            if let Some(left) = self.missing_time(name, up) {
+            if let Some(left) = self.missing_time_left(name, up) {
                 actions.requeue_in(left);
                 drop(ledger.withdraw(name));
                 return false;

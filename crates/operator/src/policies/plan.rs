@@ -1,9 +1,9 @@
 //! Computes the desired state of each node's GPUs from their policies. Pure.
 //!
 //! A GPU that no policy matches is a whole GPU. If a policy is malformed or invalid, or the GPU
-//! does not support it, the GPU keeps the partition in its `GpuNode.spec`. So a mistake in a policy
-//! never repartitions a GPU. GPUs that are partitioned on demand also keep their partition in this
-//! step: [`crate::policies::demand`] plans them.
+//! does not support it, the GPU keeps the partition in its `GpuNode.spec`. So such a policy never
+//! repartitions a GPU. GPUs that are partitioned on demand also keep their partition in this step:
+//! [`crate::policies::demand`] plans them.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::{

@@ -66,7 +66,7 @@ pub enum NoFit {
         most: u32,
     },
     /// Each request fits now, but the requests do not fit together.
-    #[error("each part of the request fits on a device now, but not all parts fit at the same time")]
+    #[error("each part of the request fits on a device now, but no node has room for all parts now")]
     NotFreeTogether,
 }
 

@@ -391,7 +391,8 @@ impl<'a> PreemptionSearch<'a> {
         }
     }
 
-    /// Returns one way to place all requests if all candidates were preempted.
+    /// Returns one way to place all requests if all candidates were preempted. Returns `None` if it
+    /// finds none.
     fn pack_requests(&self) -> Option<Vec<usize>> {
         let mut chosen = Vec::with_capacity(self.device_requests.len());
         for device_requests in self.device_requests.chunk_by(|(_, one), (_, other)| one.resource == other.resource) {

@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn the_score_is_updated_after_an_eighth_more_pods_at_most_500() {
+    fn an_update_is_due_after_an_eighth_more_pods_but_at_least_50_and_at_most_500() {
         let mut learner = Learner::default();
         let mut updates = Vec::new();
         for pod in 1..=20_000 {

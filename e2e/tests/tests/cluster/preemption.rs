@@ -138,7 +138,7 @@ fn free_cpu(cluster: &Cluster) -> Result<u64> {
 }
 
 #[test]
-fn a_pod_preempts_on_a_node_without_free_cpu() -> Result<()> {
+fn a_pod_preempts_on_a_node_with_too_little_free_cpu() -> Result<()> {
     let cluster = Cluster::connect()?;
     let _priorities = Priorities::new(&cluster)?;
     let scope = ten_shares(&cluster, "preempt-cpu")?;
