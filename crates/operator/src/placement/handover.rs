@@ -44,10 +44,17 @@ pub(super) fn restore_nominations<'a>(
     let mut ending = holders();
     ending.pods.values_mut().for_each(|pods| pods.retain(|_, holder| holder.ending));
     for Waiting { name, pod, device_requests } in waiting {
-        let Some((node, _)) = pod.nomination.as_ref().and_then(|room| room.nodes.first_key_value()) else { continue };
+        let Some((node, units)) = pod.nomination.as_ref().and_then(|room| room.nodes.first_key_value()) else {
+            continue;
+        };
         let priority = pod.spec.priority.unwrap_or(0);
         let pending = PendingPod { pod: name, priority, device_requests };
-        let found = ledger.preempt(pending, [node.as_str()], &ending, &BTreeSet::new());
+        // Other devices may be kept for other pods.
+        let is_noted =
+            |found: &Preemption| found.takes.iter().all(|take| units.iter().any(|units| units.device == take.device));
+        let (node, none) = ([node.as_str()], BTreeSet::new());
+        let found = ledger.preempt_legally(pending, node, (&ending, &none), Some(&is_noted));
+        let found = found.or_else(|| ledger.preempt(pending, node, &ending, &none));
         if let Some(Preemption { node, takes, .. }) = found.filter(|found| found.victims.is_empty()) {
             // Ignore errors: the ledger refuses only nominations for pods with a claim, and waiting
             // pods have none.
