@@ -16,13 +16,17 @@
 //! | none if older or more important pods of the quota use its maximum | it might never end |
 //! | none for gangs | their pods need room on several GPUs |
 //!
-//! **Bound.** Let `E` be the time from which on room is reserved for the pod. If no pod of its class
-//! or of a lower class runs longer than `T`, and no evicted pod needs longer than `G` to terminate,
-//! the pod is released at `E + G + T` at the latest, by the next pass. Reasons: the chosen GPU is
-//! the one on which the last pod that has to end for it was released first. At `E`, all these pods
-//! have been released, or get room for which pods leave already. Later, a pod is released to this
-//! GPU only if it fits beside the reserved room, and so does not have to end. Therefore this time
-//! never grows, also if another GPU is chosen.
+//! **Bound.** Let `E` be the time from which on room is reserved for the pod, and `E + G` the time
+//! at which the pods have been released for which pods left already at `E`. If no pod of its class
+//! or of a lower class runs longer than `T`, the pod is released at `E + G + T` at the latest, by
+//! the next pass. Reasons: the chosen GPU is the one on which the last pod that has to end for it
+//! was released first. At `E`, all these pods have been released, or get room for which pods leave
+//! already. Later, a pod is released to this GPU only if it fits beside the reserved room, and so
+//! does not have to end. Therefore this time never grows, also if another GPU is chosen.
+//!
+//! `G` is at most the longest time that an evicted pod needs to terminate, unless pods that are
+//! older than the nominated ones are nominated on the same GPU meanwhile. Newer pods do not delay
+//! them: see [`State::free_for_nominee`].
 //!
 //! Room is reserved as soon as the pod has waited for `ageing`, is the first such pod of its quota,
 //! and fits on a GPU beside older pods and beside reservations of pods that have waited longer.
