@@ -39,6 +39,21 @@ pub const REPLICA_PLACEMENT_ANNOTATION: &str = "cleave.dev/replica-placement";
 pub const BORROW_ANNOTATION: &str = "cleave.dev/borrow";
 /// Value of [`BORROW_ANNOTATION`].
 pub const BORROW_NEVER: &str = "Never";
+/// Annotation of a pod with the name of its gang. The pods of a namespace with the same name are
+/// released and evicted together.
+pub const GANG_ANNOTATION: &str = "cleave.dev/gang";
+/// Annotation of a pod with the number of pods without which none of its gang is released.
+pub const GANG_SIZE_ANNOTATION: &str = "cleave.dev/gang-size";
+/// Label with which Kueue names the group of a pod.
+pub const KUEUE_GROUP_LABEL: &str = "kueue.x-k8s.io/pod-group-name";
+/// Annotation with which Kueue counts the pods of a group.
+pub const KUEUE_GROUP_COUNT_ANNOTATION: &str = "kueue.x-k8s.io/pod-group-total-count";
+/// Label with which the coscheduling plugin names the `PodGroup` of a pod.
+pub const POD_GROUP_LABEL: &str = "scheduling.x-k8s.io/pod-group";
+/// Annotation of a waiting pod for which pods are evicted: the room that is kept for it, as a
+/// [`crate::placement::Placement`]. If the leader of the operator changes, the next leader keeps the
+/// room, and evicts no other pods for the pod.
+pub const NOMINATION_ANNOTATION: &str = "cleave.dev/nomination";
 /// Label of a pod whose namespace has a quota: whether the quota guarantees what the pod uses. The
 /// operator writes the label and never reads it to decide.
 pub const CAPACITY_LABEL: &str = "cleave.dev/capacity";
