@@ -124,7 +124,7 @@ fn bad_input_is_an_error_that_names_it() {
     for (text, part) in [
         ("a: [", "not valid YAML"),
         ("metadata: {}", "document 1: an object in the input has no kind"),
-        ("kind: ConfigMap\n---\n---\nitems: [{spec: 1}]", "document 3: an object in the input has no kind"),
+        ("kind: ConfigMap\n---\nitems: [{spec: 1}]", "document 2: an object in the input has no kind"),
         ("- 1", "no kind"),
         ("", "no ElasticQuota or CompositeElasticQuota of Nos, and no ClusterQueue of Kueue"),
         ("kind: ConfigMap", "no ElasticQuota or CompositeElasticQuota of Nos"),

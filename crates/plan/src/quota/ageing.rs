@@ -16,12 +16,17 @@
 //! | none if older or more important pods of the quota use its maximum | it might never end |
 //! | none for gangs | their pods need room on several GPUs |
 //!
-//! **Bound.** Let `E` be the first time at which room is reserved for the pod. If no pod of its
-//! class or of a lower class runs longer than `T`, and no evicted pod needs longer than `G` to
-//! terminate, the pod is released at `E + G + T` at the latest, by the next pass. Reasons: all pods
-//! on the GPU were released before `E`, or get room there for which pods leave already. Of the
-//! possible GPUs, the one whose last pod was released first is chosen. This time never grows,
-//! because no other pod is released there.
+//! **Bound.** Let `E` be the time from which on room is reserved for the pod, and `E + G` the time
+//! at which the pods have been released for which pods left already at `E`. If no pod of its class
+//! or of a lower class runs longer than `T`, the pod is released at `E + G + T` at the latest, by
+//! the next pass. Reasons: the chosen GPU is the one on which the last pod that has to end for it
+//! was released first. At `E`, all these pods have been released, or get room for which pods leave
+//! already. Later, a pod is released to this GPU only if it fits beside the reserved room, and so
+//! does not have to end. Therefore this time never grows, also if another GPU is chosen.
+//!
+//! `G` is at most the longest time that an evicted pod needs to terminate, unless pods that are
+//! older than the nominated ones are nominated on the same GPU meanwhile. Newer pods do not delay
+//! them: see [`State::free_for_nominee`].
 //!
 //! Room is reserved as soon as the pod has waited for `ageing`, is the first such pod of its quota,
 //! and fits on a GPU beside older pods and beside reservations of pods that have waited longer.
@@ -61,15 +66,94 @@ pub(super) fn reservations(state: &State<'_>, queues: &[VecDeque<PodId>]) -> Vec
         let is_enforced = state.accounts.quota(state.accounts.rights_of(id)).is_enforced();
         (Reverse(is_enforced && state.accounts.is_within(id)), pod.created, &pod.name)
     });
-    let mut gpus: Vec<(Moment, usize)> = (0..state.gpus.len()).map(|gpu| (last_release(state, gpu), gpu)).collect();
-    gpus.sort_unstable();
-    let mut reservations = Vec::new();
-    for id in old {
-        if let Some(at) = gpus.iter().position(|&(_, gpu)| is_overtaken_on(state, id, gpu)) {
-            reservations.push((id, gpus.remove(at).1));
-        }
+    let mut gpus = Gpus::new(state);
+    old.into_iter().filter_map(|id| Some((id, gpus.take(id)?))).collect()
+}
+
+/// A GPU, and when its pods were released.
+struct Gpu {
+    gpu: usize,
+    /// Room beside the pods for which pods leave. Negative if too much is used.
+    room: i128,
+    /// Room beside all pods.
+    free: i128,
+    /// When the pods that run were released, and what they cost. The last release is first.
+    running: Vec<(Moment, Amount)>,
+    /// The first of these releases. If no pod runs, the time of the pass.
+    first_release: Moment,
+    is_taken: bool,
+}
+
+impl Gpu {
+    fn new(state: &State<'_>, gpu: usize) -> Self {
+        let of = &state.gpus[gpu];
+        let room = i128::from(of.size()) - i128::from(of.nominated());
+        let released = |&id: &PodId| Some((state.accounts.since(id)?.at, state.charge(id)));
+        let mut running: Vec<(Moment, Amount)> = of.pods.iter().filter_map(released).collect();
+        running.sort_unstable_by_key(|&release| Reverse(release));
+        let used: i128 = running.iter().map(|&(_, charge)| i128::from(charge)).sum();
+        let first_release = running.last().map_or(state.now, |&(at, _)| at);
+        Self { gpu, room, free: room - used, running, first_release, is_taken: false }
     }
-    reservations
+
+    /// Returns the first time such that a pod fits once all pods have ended that were released up
+    /// to this time. Pods for which pods leave are released at `now`.
+    fn last_to_end(&self, charge: Amount, now: Moment) -> Moment {
+        let mut room = self.room - i128::from(charge);
+        if room < 0 {
+            return now;
+        }
+        for &(at, charge) in &self.running {
+            room -= i128::from(charge);
+            if room < 0 {
+                return at;
+            }
+        }
+        Moment(0)
+    }
+}
+
+/// All GPUs, while room is reserved on them.
+struct Gpus<'s, 'w> {
+    state: &'s State<'w>,
+    /// The GPU whose first pod was released first is first.
+    gpus: Vec<Gpu>,
+    /// Positions in `gpus`. The GPU with the most free room is first.
+    by_free: Vec<usize>,
+}
+
+impl<'s, 'w> Gpus<'s, 'w> {
+    fn new(state: &'s State<'w>) -> Self {
+        let mut gpus: Vec<Gpu> = (0..state.gpus.len()).map(|gpu| Gpu::new(state, gpu)).collect();
+        gpus.sort_by_key(|of| (of.first_release, of.gpu));
+        let mut by_free: Vec<usize> = (0..gpus.len()).collect();
+        by_free.sort_by_key(|&at| Reverse(gpus[at].free));
+        Self { state, gpus, by_free }
+    }
+
+    /// Reserves room for a pod on the GPU that will have room first if pods end in the order in
+    /// which they were released.
+    fn take(&mut self, id: PodId) -> Option<usize> {
+        let (state, charge) = (self.state, self.state.charge(id));
+        let is_possible = |of: &Gpu| !of.is_taken && is_overtaken_on(state, id, of.gpu);
+        let have_room = self.by_free.iter().copied().take_while(|&at| self.gpus[at].free >= i128::from(charge));
+        let mut best =
+            have_room.filter(|&at| is_possible(&self.gpus[at])).map(|at| (Moment(0), self.gpus[at].gpu, at)).min();
+        if best.is_none() {
+            for (at, of) in self.gpus.iter().enumerate() {
+                if best.is_some_and(|(end, ..)| of.first_release > end) {
+                    break;
+                }
+                let key = (of.last_to_end(charge, state.now), of.gpu, at);
+                if best.is_none_or(|best| key < best) && is_possible(of) {
+                    best = Some(key);
+                }
+            }
+        }
+        let (_, gpu, at) = best?;
+        self.gpus[at].is_taken = true;
+        Some(gpu)
+    }
 }
 
 /// Returns whether a pod that counts has overtaken a waiting pod: it was released after the waiting
@@ -97,15 +181,6 @@ fn may_run(state: &State<'_>, id: PodId) -> bool {
     let is_never = !pod.borrows && quota.cells().is_none();
     let limits = [quota.max(), is_never.then_some(quota.min())];
     limits.into_iter().flatten().all(|limit| used.plus(pod.charge) <= limit)
-}
-
-/// Returns when the last pod of a GPU was or, if room is kept for pods, will be released.
-fn last_release(state: &State<'_>, gpu: usize) -> Moment {
-    let room = &state.gpus[gpu];
-    if room.has_nominees() {
-        return state.now;
-    }
-    room.pods.iter().filter_map(|&id| state.accounts.since(id)).map(|since| since.at).max().unwrap_or(Moment(0))
 }
 
 /// Returns whether a pod would fit on a GPU if no pod there had overtaken it.

@@ -292,13 +292,17 @@ impl<'w> Pass<'w> {
             *sum = sum.plus(self.state.charge(pod));
         }
         let gpus = &self.state.gpus;
-        if !is_over_max && wanted.iter().all(|(&gpu, &wanted)| gpus[gpu].unreserved(&rank) >= i128::from(wanted)) {
+        let fits_later = |(&gpu, &wanted): (&usize, &Amount)| gpus[gpu].unreserved_later(&rank) >= i128::from(wanted);
+        if !wanted.iter().all(fits_later) {
+            return None;
+        }
+        let fits =
+            |(&gpu, &wanted): (&usize, &Amount)| self.state.free_for_nominee(id, gpu, &rank) >= i128::from(wanted);
+        if !is_over_max && wanted.iter().all(fits) {
             return Some(Decision::Release(parts));
         }
         let used = accounts.used(accounts.account_of(id)).plus(accounts.charge(id));
-        let fits_later = |(&gpu, &wanted): (&usize, &Amount)| gpus[gpu].unreserved_later(&rank) >= i128::from(wanted);
-        let is_allowed = max.is_none_or(|max| used <= max) && wanted.iter().all(fits_later);
-        is_allowed.then_some(Decision::Nominate(parts, rank))
+        max.is_none_or(|max| used <= max).then_some(Decision::Nominate(parts, rank))
     }
 
     /// Returns the GPUs on which the unit fits now, with the least free room. A borrower leaves

@@ -73,8 +73,15 @@ impl GpuRoom {
 
     /// Returns the room that is free now for a pod of this rank, reserved room included.
     pub(super) fn unreserved(&self, rank: &Rank) -> i128 {
-        let seen = self.nominees.iter().filter(|nominee| rank.sees(&nominee.rank)).map(|nominee| nominee.charge);
-        i128::from(self.room) - i128::from(self.held) - i128::from(seen.sum::<Amount>())
+        self.free_beside(rank, |_| true)
+    }
+
+    /// Returns the room that is free now for a pod of this rank, reserved room included. Of the
+    /// nominations that it sees, only some count.
+    pub(super) fn free_beside(&self, rank: &Rank, counts: impl Fn(&Nominee) -> bool) -> i128 {
+        let seen = self.nominees.iter().filter(|nominee| rank.sees(&nominee.rank) && counts(nominee));
+        let seen: Amount = seen.map(|nominee| nominee.charge).sum();
+        i128::from(self.room) - i128::from(self.held) - i128::from(seen)
     }
 
     /// Returns the room that is free for a pod of this rank once pods have left.
@@ -99,17 +106,13 @@ impl GpuRoom {
     }
 
     /// Returns what is nominated.
-    fn nominated(&self) -> Amount {
+    pub(super) fn nominated(&self) -> Amount {
         self.nominees.iter().map(|nominee| nominee.charge).sum()
     }
 
     /// Returns the pods for which room is kept.
     pub(super) fn nominees(&self) -> impl Iterator<Item = PodId> {
         self.nominees.iter().map(|nominee| nominee.id)
-    }
-
-    pub(super) const fn has_nominees(&self) -> bool {
-        !self.nominees.is_empty()
     }
 
     /// Reserves room for the pod at this position of the pods that have waited long, or for none.

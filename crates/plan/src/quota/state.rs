@@ -230,6 +230,12 @@ impl<'w> State<'w> {
         self.reserved.insert(rank.account, reservation);
     }
 
+    /// Returns whether room is reserved for a pod, because it has waited long.
+    #[cfg(test)]
+    pub(super) fn is_reserved_for(&self, id: PodId) -> bool {
+        self.reserved.values().any(|reservation| reservation.pod == id)
+    }
+
     /// Starts the decision about a pod. Its own reservation does not count meanwhile.
     pub(super) fn start_turn(&mut self, id: PodId) -> Option<Reservation> {
         let account = self.accounts.rights_of(id);
@@ -253,6 +259,19 @@ impl<'w> State<'w> {
     /// other quotas. Pods that have waited longer come first, and others do not matter.
     pub(super) fn free_beside_older(&self, gpu: usize, rank: &Rank) -> i128 {
         self.gpus[gpu].free_before(rank, self.position)
+    }
+
+    /// Returns the room of a GPU that is free now for a pod for which room is kept. Of the other
+    /// nominations that it sees, only those count that come first: of a higher class, of a higher
+    /// priority, or of a pod that is older. Other pods are nominated beside it, so they get their
+    /// room later. Without this order, pods that arrive could delay the pod again and again.
+    pub(super) fn free_for_nominee(&self, id: PodId, gpu: usize, rank: &Rank) -> i128 {
+        let key = |id: PodId| (self.accounts.gangs().created(self.world, id), &self.world.pod(id).name);
+        self.gpus[gpu].free_beside(rank, |other| {
+            (other.rank.overriding, other.rank.class) > (rank.overriding, rank.class)
+                || other.rank.account == rank.account && other.rank.priority > rank.priority
+                || key(other.id) < key(id)
+        })
     }
 
     /// Returns whether room of a GPU is or was kept for pods, or pods leave it.

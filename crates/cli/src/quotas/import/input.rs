@@ -15,6 +15,8 @@ pub(super) const NOS_GROUPS: [&str; 2] = ["nos.nebuly.com", "nos.nebuly.ai"];
 pub(super) const KUEUE_GROUP: &str = "kueue.x-k8s.io";
 /// Maximum number of objects of the input.
 const MAX_OBJECTS: usize = 100_000;
+/// Start of the error of an object that lacks a field.
+const MISSING: &str = "missing field";
 /// Maximum number of parts of a malformed value that are searched for the cause of an error.
 const MAX_PARTS: usize = 1000;
 
@@ -266,6 +268,7 @@ fn parse<T: DeserializeOwned>(malformed: &mut Vec<Refusal>, origin: String, fiel
 /// Returns the path of the value that causes an error, such as `.min`. The error of a value names
 /// no path, so each part of the value is left out once: without the cause, the error differs.
 fn malformed_path<T: DeserializeOwned>(value: &Value, error: &str) -> String {
+    let is_incomplete = error.starts_with(MISSING);
     let (mut pointer, mut path) = (String::new(), String::new());
     loop {
         let children: Vec<String> = match value.pointer(&pointer) {
@@ -280,7 +283,9 @@ fn malformed_path<T: DeserializeOwned>(value: &Value, error: &str) -> String {
                 Some(Value::Array(items)) => drop(child.parse().map(|index: usize| items.remove(index))),
                 _ => {}
             }
-            T::deserialize(&rest).err().is_none_or(|other| other.to_string() != error)
+            // Without any other field, an object that lacks a field lacks two.
+            let differs = |other: String| other != error && !(is_incomplete && other.starts_with(MISSING));
+            T::deserialize(&rest).err().is_none_or(|other| differs(other.to_string()))
         };
         let Some(cause) = children.into_iter().find(is_cause) else { return path };
         match value.pointer(&pointer) {

@@ -2,13 +2,17 @@
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-use super::super::{Owner, Place, Pod, Quota, World, look};
+use super::super::look::Pass;
+use super::super::{Owner, Place, Pod, PodId, Quota, World, look};
 use super::config;
 use super::worlds::{QUOTAS, Run, settings, tenths};
 use crate::ledger::Moment;
 
 /// Quota of the large pod. Small pods are of this quota too.
 const OWN: &str = QUOTAS[0];
+/// Maximum number of seconds until the pods are released for which pods left already when room was
+/// reserved. A victim terminates within 1 s here. Nominated pods that are older come first.
+const MAX_SETTLING: u64 = 4;
 
 /// What limits the large pod, beside room.
 #[derive(Debug, Clone, Copy)]
@@ -120,8 +124,12 @@ impl Stream {
         world
     }
 
-    /// Returns after how many seconds the large pod is released, at most `limit`.
-    fn wait(&self, limit: u64) -> u64 {
+    /// Returns after how many seconds the large pod is released, at most `limit`. Also returns
+    /// after how many seconds room is reserved for it, and the pods have been released for which
+    /// room was kept at that time.
+    fn wait(&self, limit: u64) -> (u64, Option<u64>, Option<u64>) {
+        let (mut reserved, mut settled) = (None, None);
+        let mut nominated: Vec<String> = Vec::new();
         let mut run = Run::new(self.start());
         let mut arriving = self.arriving.iter().cycle();
         for seconds in 0..limit {
@@ -133,28 +141,42 @@ impl Stream {
                 let &(quota, size) = arriving.next().unwrap();
                 run.add(|number, now| self.pod(number, quota, size, now.0));
             }
+            let is_nominated = |pod: &&Pod| matches!(pod.place, Place::Waiting { nominated: Some(_) });
+            if reserved.is_none() && Pass::new(&run.world, run.now).state.is_reserved_for(PodId(0)) {
+                reserved = Some(seconds);
+                nominated = run.world.pods.iter().filter(is_nominated).map(|pod| pod.name.clone()).collect();
+            }
             let outcome = look(&run.world, run.now);
+            nominated.retain(|name| outcome.released.iter().all(|one| run.world.pod(one.pod).name != *name));
+            nominated.retain(|name| run.world.pods.iter().filter(is_nominated).any(|pod| pod.name == *name));
+            if reserved.is_some() && nominated.is_empty() && settled.is_none() {
+                settled = Some(seconds);
+            }
             if outcome.released.iter().any(|released| released.pod.0 == 0) {
-                return seconds;
+                return (seconds, reserved, settled);
             }
             run.apply(&outcome);
             run.replace(false);
         }
-        limit
+        (limit, reserved, settled)
     }
 }
 
 proptest! {
     #![proptest_config(config())]
 
-    /// The large pod waits until it has waited long and the pods have ended that were released
-    /// before its creation. Then it waits at most until pods are gone that leave already, which
-    /// takes 1 s here, and as long as a small pod runs.
+    /// Room is reserved for the large pod once it has waited long and the pods have ended that were
+    /// released before its creation. Then it waits at most until the pods are released for which
+    /// pods left already, and as long as a small pod runs.
     #[test]
     fn a_stream_of_small_pods_does_not_starve_a_large_pod(stream in stream()) {
-        let bound = stream.ageing.max(stream.runtime) + stream.runtime + 1;
-        let wait = stream.wait(bound + 50);
-        prop_assert!(wait <= bound, "waits {wait} s, not {bound}");
+        let start = stream.ageing.max(stream.runtime);
+        let (wait, reserved, settled) = stream.wait(start + 100);
+        let is_early = wait <= start || reserved.is_some_and(|reserved| reserved <= start);
+        prop_assert!(is_early, "room is reserved after {reserved:?} s, not {start}; waits {wait} s");
+        let bound = settled.unwrap_or(start).max(start) + stream.runtime + 1;
+        prop_assert!(wait <= bound, "waits {wait} s, not {bound}; reserved {reserved:?}, settled {settled:?}");
+        prop_assert!(wait <= start + stream.runtime + MAX_SETTLING, "waits {wait} s; settled {settled:?}");
     }
 }
 
@@ -170,8 +192,8 @@ fn without_ageing_a_stream_starves_a_large_pod() {
         running: vec![(0, 3, 0), (1, 3, 0)],
         arriving: vec![(0, 3), (1, 3), (2, 2)],
     };
-    assert_eq!(stream.wait(500), 500);
-    assert!(Stream { ageing: 2, ..stream }.wait(500) <= 7);
+    assert_eq!(stream.wait(500).0, 500);
+    assert!(Stream { ageing: 2, ..stream }.wait(500).0 <= 7);
 }
 
 /// A pod that waits for older pods reserves nothing.
@@ -190,4 +212,36 @@ fn no_room_is_reserved_beside_older_pods() {
     world.pods.push(stream.pod(9, 2, 5, 11));
     let released: Vec<usize> = look(&world, Moment(20)).released.iter().map(|released| released.pod.0).collect();
     assert_eq!(released, [2]);
+}
+
+/// Pods of the large pod's quota for which pods leave when room is reserved postpone neither the
+/// reservation nor, for long, the release.
+#[test]
+fn pods_for_which_pods_leave_delay_a_large_pod_only_until_they_have_ended() {
+    let stream = Stream {
+        limit: Limit::Max,
+        gpus: 2,
+        large: 8,
+        ageing: 6,
+        runtime: 5,
+        running: vec![(3, 1, 2), (2, 1, 2), (0, 2, 1), (0, 4, 1)],
+        arriving: [(0, 2), (3, 1), (0, 2), (0, 3), (1, 4), (3, 2), (3, 2), (3, 4), (1, 1), (2, 3)].to_vec(),
+    };
+    assert_eq!(stream.wait(100), (10, Some(6), Some(6)));
+}
+
+/// Pods that run beside the reserved room do not change the GPU on which room is reserved.
+#[test]
+fn room_stays_reserved_on_a_gpu_that_pods_share_with_it() {
+    let stream = Stream {
+        limit: Limit::Max,
+        gpus: 2,
+        large: 6,
+        ageing: 0,
+        runtime: 5,
+        running: vec![(0, 2, 0), (3, 2, 0), (0, 4, 2), (0, 1, 0)],
+        arriving: [(1, 1), (1, 2), (2, 4), (1, 4), (0, 2), (2, 1), (3, 2), (0, 2)].to_vec(),
+    };
+    let (wait, reserved, _) = stream.wait(100);
+    assert!(wait <= 11 && reserved == Some(5), "{wait} {reserved:?}");
 }

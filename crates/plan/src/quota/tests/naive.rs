@@ -332,6 +332,21 @@ impl Pool {
         i128::from(self.world.gpus[gpu]) - i128::from(self.sum(takes))
     }
 
+    /// Returns the room of a GPU that is free now for a pod that was nominated there. Nominations
+    /// of pods that come after it do not count.
+    pub(super) fn free_for_nominee(&self, pod: usize, gpu: usize, rank: &Rank) -> i128 {
+        let key = |pod: usize| (self.world.pods[pod].created, self.world.pods[pod].name.clone());
+        let mut alone = self.clone();
+        for other in self.pods().filter(|&other| self.nominated(other) == Some(gpu)) {
+            let (owner, class, priority, overriding) = self.ranks[&other].clone();
+            let is_higher = (overriding, class) > (rank.3, rank.1) || owner == rank.0 && priority > rank.2;
+            if !is_higher && key(other) > key(pod) {
+                alone.withdraw(other);
+            }
+        }
+        alone.free(gpu, rank, false)
+    }
+
     /// As [`Self::free`], without room that is reserved for pods that have waited long.
     pub(super) fn unreserved(&self, gpu: usize, rank: &Rank, later: bool) -> i128 {
         let seen = self.reserved.iter().filter(|(_, (at, reserved))| *at == gpu && Self::sees(rank, reserved));
@@ -382,7 +397,8 @@ impl Pool {
         }
     }
 
-    /// Returns the GPU on which a pod was overtaken, and whose last pod was released first.
+    /// Returns the GPU on which a pod was overtaken, and on which the last pod that has to end for
+    /// it was released first.
     pub(super) fn overtaken_on(&self, pod: usize) -> Option<usize> {
         let of_cells = has_cells(&self.quota(&self.rights(pod))) && self.is_within(pod);
         let possible = (0..self.world.gpus.len()).filter(|&gpu| {
@@ -391,11 +407,17 @@ impl Pool {
                 && (!of_cells || self.class_with(pod, gpu, &[]) == Class::In)
                 && self.reserved.values().all(|(other, _)| *other != gpu)
         });
-        let last_release = |gpu: usize| {
-            let on = self.pods().filter(|&other| self.counts_on(other) == Some(gpu));
-            on.map(|other| self.since(other).0).max()
+        // The pod fits once all pods have ended that were released up to this time.
+        let last_to_end = |gpu: usize| {
+            let times =
+                self.pods().filter(|&other| self.counts_on(other) == Some(gpu)).map(|other| self.since(other).0);
+            let fits = |time: &Moment| {
+                let left = self.sum(|other| self.counts_on(other) == Some(gpu) && self.since(other).0 > *time);
+                self.world.gpus[gpu].minus(left) >= self.charge(pod)
+            };
+            times.chain([Moment(0)]).filter(fits).min()
         };
-        possible.min_by_key(|&gpu| (last_release(gpu), gpu))
+        possible.min_by_key(|&gpu| (last_to_end(gpu), gpu))
     }
 
     /// Returns whether a pod would use what a pod of its quota that has waited long needs.

@@ -115,11 +115,11 @@ impl Pool {
         let is_over_max = max.is_some_and(|max| self.held(&owner).plus(charge) > max);
         let fits = |gpu: usize, later: bool| self.unreserved(gpu, &self.rank_on(pod, gpu), later) >= i128::from(charge);
         if let Some((gpu, rank)) = own_place {
-            let fits = |gpu: usize, later: bool| self.free(gpu, &rank, later) >= i128::from(charge);
-            if !is_over_max && fits(gpu, false) {
+            let fits_later = self.free(gpu, &rank, true) >= i128::from(charge);
+            if !is_over_max && fits_later && self.free_for_nominee(pod, gpu, &rank) >= i128::from(charge) {
                 return Decision::Release(gpu);
             }
-            if max.is_none_or(|max| self.used(&owner).plus(charge) <= max) && fits(gpu, true) {
+            if max.is_none_or(|max| self.used(&owner).plus(charge) <= max) && fits_later {
                 return Decision::Nominate(None, gpu, rank, Vec::new());
             }
         }
