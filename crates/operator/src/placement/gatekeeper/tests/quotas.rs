@@ -27,6 +27,8 @@ pub(super) struct Case {
     pub(super) seconds: u64,
     /// Evictions: why, for whom, and who.
     pub(super) evicted: Vec<(String, String, String)>,
+    /// The reconciles that evicted pods for each pod, by UID.
+    rounds: BTreeMap<String, BTreeSet<u64>>,
     /// Reconciles before which the leader is lost, as bits: the first reconcile is the lowest bit.
     pub(super) losses: u64,
     /// Whether promises are checked after each reconcile.
@@ -62,7 +64,8 @@ impl Case {
         }
         let (evicted, reality) = (Vec::new(), ActualAllocations::default());
         let rules = RULES();
-        Self { world, reality, gpus, keeper: keeper(), rules, seconds: 0, evicted, losses: 0, is_checked: false }
+        let (keeper, rounds) = (keeper(), BTreeMap::new());
+        Self { world, reality, gpus, keeper, rules, seconds: 0, evicted, rounds, losses: 0, is_checked: false }
     }
 
     /// Reserves room for pods that have waited this number of seconds.
@@ -169,10 +172,12 @@ impl Case {
                 |pod| pod["metadata"]["annotations"][NOMINATION_ANNOTATION] = note,
             );
         }
+        let round = self.seconds;
         for eviction in &actions.evictions {
             let kind = eviction.quota.as_ref().map_or_else(|| "-".to_owned(), |quota| format!("{:?}", quota.kind));
             self.keeper.record_eviction(eviction, &EvictionResult::Done, at(self.seconds).up);
             self.evicted.push((kind, short(&eviction.preemptor), short(&eviction.pod)));
+            self.rounds.entry(self.world.uid(&eviction.preemptor)).or_default().insert(round);
             self.recreate(&eviction.pod);
         }
         actions
@@ -263,6 +268,7 @@ impl Case {
             reality: ActualAllocations { given: self.reality.given.clone(), ending: BTreeMap::new() },
             keeper: keeper_with(self.rules),
             evicted: Vec::new(),
+            rounds: BTreeMap::new(),
             losses: u64::MAX,
             ..self
         };
@@ -557,6 +563,28 @@ proptest! {
             *times.entry(victim.as_str()).or_default() += 1;
         }
         prop_assert!(times.values().all(|times| *times <= 2), "{:?}", case.evicted);
+    }
+
+    /// Although leaders are lost, pods are evicted only once for the same pod, while others arrive.
+    /// Without guarantees and priorities, no other pod may take the room that is kept for it.
+    #[test]
+    fn with_lost_leaders_nobody_is_evicted_again_for_the_same_pod(
+        weights in proptest::collection::vec(1_u32..4, 3),
+        pods in proptest::collection::vec((0_usize..3, 1_u32..9), 4..16),
+        gpus in 1_usize..3,
+        losses in any::<u64>(),
+    ) {
+        const NAMES: [&str; 3] = ["a", "b", "c"];
+        let quotas: Vec<(&str, Value)> =
+            NAMES.into_iter().zip(&weights).map(|(name, weight)| (name, json!({"weight": weight}))).collect();
+        let mut case = Case::new(gpus, &quotas);
+        case.losses = losses;
+        for (at, (quota, shares)) in pods.iter().enumerate() {
+            case.add((&format!("p{at}"), NAMES[*quota], *shares, 0), None);
+            case.step();
+        }
+        let case = case.until_rest();
+        prop_assert!(case.rounds.values().all(|rounds| rounds.len() == 1), "{:?}: {:?}", case.rounds, case.evicted);
     }
 
     /// Of each gang all pods run or none, at each step, although pods are evicted and come back. No
