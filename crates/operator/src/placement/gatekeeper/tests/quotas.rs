@@ -172,11 +172,12 @@ impl Case {
                 |pod| pod["metadata"]["annotations"][NOMINATION_ANNOTATION] = note,
             );
         }
+        let round = self.seconds;
         for eviction in &actions.evictions {
             let kind = eviction.quota.as_ref().map_or_else(|| "-".to_owned(), |quota| format!("{:?}", quota.kind));
             self.keeper.record_eviction(eviction, &EvictionResult::Done, at(self.seconds).up);
             self.evicted.push((kind, short(&eviction.preemptor), short(&eviction.pod)));
-            self.rounds.entry(self.world.uid(&eviction.preemptor)).or_default().insert(self.seconds);
+            self.rounds.entry(self.world.uid(&eviction.preemptor)).or_default().insert(round);
             self.recreate(&eviction.pod);
         }
         actions
