@@ -134,7 +134,8 @@ impl<'a> PreemptionSearch<'a> {
         let prospect = match self.find_victims(ledger, search, candidate, (verdict, pause.is_some())) {
             SearchResult::Preempt(Preemption { node, takes, victims }) => {
                 // After that time, a victim that does not terminate counts as running.
-                actions.requeue_in(TERMINATION_TIME);
+                actions.requeue_in(self.unlisted_time_left(&candidate.name).unwrap_or(TERMINATION_TIME));
+                self.preemptors.record_victims(&candidate.name, &node, &victims);
                 self.add_evictions(&node, victims, &candidate.name, actions);
                 self.preemptors.record_success(&candidate.name);
                 search.nominate(candidate, &node);
@@ -202,7 +203,9 @@ impl<'a> PreemptionSearch<'a> {
         if let Some(nomination) = nominated {
             let targets = search.preemption_nodes(ledger, candidate, |node| node == nomination.node);
             let found = ledger.preempt(candidate.pending_pod(), targets, self.holders(), &kept);
-            if let Some(found) = found.filter(|found| found.victims.is_empty()) {
+            if let Some(found) =
+                found.filter(|found| found.victims.is_empty()).or_else(|| self.await_units(ledger, name, nomination))
+            {
                 return SearchResult::Preempt(found);
             }
         }
@@ -241,6 +244,23 @@ impl<'a> PreemptionSearch<'a> {
                 SearchResult::Impossible
             }
         }
+    }
+
+    /// Returns how long the units of the pod's ended victims may still be in use although the node
+    /// lists no pod for them.
+    fn unlisted_time_left(&self, pod: &str) -> Option<Duration> {
+        let (node, victims) = self.preemptors.last_victims(pod)?;
+        victims.iter().filter_map(|victim| self.claims.unlisted_time_left(node, victim, self.up)).max()
+    }
+
+    /// Returns the nominated units, if the pod must wait for the report that the units of its ended
+    /// victims are free. Without this wait, more pods would be evicted for the same pod.
+    fn await_units(&self, ledger: &Ledger, pod: &str, nomination: &Nomination) -> Option<Preemption> {
+        let Nomination { node, takes, .. } = nomination;
+        let is_expected = self.preemptors.last_victims(pod).is_some_and(|(evicted_on, _)| evicted_on == node)
+            && self.unlisted_time_left(pod).is_some()
+            && takes.iter().any(|take| ledger.unlisted_units(node, &take.resource, &take.device) > 0);
+        is_expected.then(|| Preemption { node: node.clone(), takes: takes.clone(), victims: Vec::new() })
     }
 
     /// Does what [`Self::preempt`] does, by the rules of quotas.
@@ -284,8 +304,8 @@ impl<'a> PreemptionSearch<'a> {
         Exchange { kind, found, force }: Exchange<'a>,
         actions: &mut Actions,
     ) {
-        actions.requeue_in(TERMINATION_TIME);
         let Some(preemptor) = found.first().map(|(candidate, _)| candidate.name.clone()) else { return };
+        actions.requeue_in(self.unlisted_time_left(&preemptor).unwrap_or(TERMINATION_TIME));
         let (message, cap) = (pass.eviction_message(kind, turn.member), pass.grace_cap(turn.member));
         let victims = pass.with_mates(turn.member, found.iter().flat_map(|(_, found)| &found.victims));
         let named: Vec<PodAndRoom<'_>> =
@@ -311,6 +331,7 @@ impl<'a> PreemptionSearch<'a> {
                     room: handover::room(&found, until),
                 });
             }
+            self.preemptors.record_victims(&candidate.name, &found.node, &found.victims);
             self.preemptors.record_success(&candidate.name);
             search.nominate(candidate, &found.node);
             // Ignore errors: the ledger refuses only nominations for pods with a claim, and waiting
@@ -347,7 +368,9 @@ impl<'a> PreemptionSearch<'a> {
             let mut ending = self.holders().clone();
             ending.pods.values_mut().for_each(|pods| pods.retain(|_, holder| holder.ending));
             let found = ledger.preempt(pending, targets, &ending, &kept);
-            if let Some(found) = found.filter(|found| found.victims.is_empty()) {
+            if let Some(found) =
+                found.filter(|found| found.victims.is_empty()).or_else(|| self.await_units(ledger, name, nomination))
+            {
                 return SearchResult::Exchange { kind: Kind::Priority, found, force: false };
             }
         }

@@ -419,6 +419,11 @@ impl Ledger {
         self.nodes.get(node).map(|node| node.devices().collect()).unwrap_or_default()
     }
 
+    /// Returns the used units of a device for which the node lists no pod.
+    pub fn unlisted_units(&self, node: &str, resource: &str, device: &str) -> u32 {
+        self.nodes.get(node).map_or(0, |node| node.unlisted_units(resource, device))
+    }
+
     /// Finds the pods to preempt so that the pod fits on one of these nodes. Returns `None` if no
     /// preemption helps.
     ///

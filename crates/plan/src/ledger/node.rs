@@ -142,6 +142,15 @@ impl Node {
         })
     }
 
+    /// Returns the used units of a device for which the node lists no pod.
+    pub(super) fn unlisted_units(&self, resource: &str, device: &str) -> u32 {
+        let used =
+            self.units_by_device.get(resource).and_then(|devices| devices.get(device)).map_or(0, DeviceUnits::used);
+        let parts = self.allocations.values().flat_map(|parts| parts.iter());
+        let listed = parts.filter(|part| &*part.resource == resource && &*part.device == device);
+        used.saturating_sub(listed.map(|part| part.units.get()).sum())
+    }
+
     /// Returns the node as other pods may use it: nominated units count as reserved.
     pub(super) fn without_nominated(&self, nominated: &NominatedUnits) -> Self {
         let mut node = self.clone();

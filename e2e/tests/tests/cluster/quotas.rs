@@ -133,12 +133,13 @@ fn wait_for_running(cluster: &Cluster, namespace: &str, count: u64) -> Result<()
     })
 }
 
-/// Returns the notes of the Events `Reclaimed` of a namespace: one for each eviction by the rules of
-/// quotas.
+/// Returns the Events `Reclaimed` of a namespace, each as the evicted pod and the note: one for each
+/// eviction by the rules of quotas.
 fn reclaimed(cluster: &Cluster, namespace: &str) -> Result<Vec<String>> {
     let events = cluster.list(&format!("/apis/events.k8s.io/v1/namespaces/{namespace}/events"))?;
     let reclaimed = events.iter().filter(|event| event["reason"] == "Reclaimed");
-    Ok(reclaimed.map(|event| text(&event["note"])).collect())
+    let describe = |event: &Value| format!("{}: {}", text(&event["regarding"]["name"]), text(&event["note"]));
+    Ok(reclaimed.map(describe).collect())
 }
 
 #[test]

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::world::{ActualAllocations, MPS_RESOURCE, TestCluster, at, reconcile, released};
 use crate::evict::EvictionResult;
 use crate::placement::actions::Actions;
-use crate::placement::claims::LISTED_TIME;
+use crate::placement::claims::{LISTED_TIME, UNLISTED_TIME};
 use crate::placement::cluster::Cluster;
 use crate::placement::gatekeeper::Gatekeeper;
 
@@ -498,6 +498,47 @@ fn no_other_pod_is_evicted_for_shares_that_a_deleted_pod_frees() {
     reality.given.remove(&first);
     reality.report(&mut world);
     assert_eq!(released(&reconcile(&mut keeper, &world, 2)), [("team/high", "reserved")]);
+}
+
+/// Deletes a pod. Its node lists the pod no longer, but still counts its shares as used.
+fn delete_pod_with_unlisted_shares(world: &mut TestCluster, pod: &str) {
+    world.pods.remove(pod);
+    world.change(
+        |world| &mut world.gpu_nodes,
+        "n1",
+        |object| {
+            for gpu in object["status"]["gpus"].as_array_mut().unwrap() {
+                gpu["allocations"].as_array_mut().unwrap().retain(|row| row["pod"] != *pod);
+            }
+        },
+    );
+}
+
+/// The kubelet stops listing a pod before the agent reports that the pod's shares are free.
+#[test]
+fn no_other_pod_is_evicted_while_the_shares_of_a_deleted_pod_are_used_but_not_listed() {
+    let (mut world, mut reality) = cluster_with_two_victims_and_a_preemptor();
+    let mut keeper = Gatekeeper::default();
+    let first = reconcile(&mut keeper, &world, 0).evictions[0].pod.clone();
+    delete_pod_with_unlisted_shares(&mut world, &first);
+    for second in 1..4 {
+        let actions = reconcile(&mut keeper, &world, second);
+        assert_eq!((victims(&actions), actions.requeue.is_some()), (vec![], true), "second {second}");
+    }
+    reality.given.remove(&first);
+    reality.report(&mut world);
+    assert_eq!(released(&reconcile(&mut keeper, &world, 4)), [("team/high", "reserved")]);
+}
+
+#[test]
+fn pods_wait_only_briefly_for_used_shares_that_no_pod_is_listed_for() {
+    let (mut world, _) = cluster_with_two_victims_and_a_preemptor();
+    let mut keeper = Gatekeeper::default();
+    let first = reconcile(&mut keeper, &world, 0).evictions[0].pod.clone();
+    let second = if first == "team/first" { "team/second" } else { "team/first" };
+    delete_pod_with_unlisted_shares(&mut world, &first);
+    assert_eq!(victims(&reconcile(&mut keeper, &world, 1)), [""; 0]);
+    assert_eq!(victims(&reconcile(&mut keeper, &world, 1 + UNLISTED_TIME.as_secs())), [second]);
 }
 
 #[test]
