@@ -12,8 +12,10 @@ use crate::blocks::{fill_generated_parts, table};
 use crate::file::read;
 
 /// Source files that register metrics, by program.
-const METRIC_SOURCES: [&[&str]; 2] =
-    [&["crates/agent/src/metrics.rs", "crates/agent/src/metrics/gpus.rs"], &["crates/operator/src/metrics.rs"]];
+const METRIC_SOURCES: [&[&str]; 2] = [
+    &["crates/agent/src/metrics.rs", "crates/agent/src/metrics/device_counters.rs", "crates/agent/src/metrics/gpus.rs"],
+    &["crates/operator/src/metrics.rs"],
+];
 /// Prefix of metrics that are registered without one.
 const PROCESS_PREFIX: &str = "process";
 
