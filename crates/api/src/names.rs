@@ -48,6 +48,8 @@ pub const CONDITION_APPLIED: &str = "Applied";
 pub const CONDITION_READY: &str = "Ready";
 /// Condition of a `GpuNode`: every GPU can serve slices.
 pub const CONDITION_GPUS_HEALTHY: &str = "GpusHealthy";
+/// Condition of a `GpuNode`: the driver lists every GPU that the node is known to have.
+pub const CONDITION_GPUS_PRESENT: &str = "GpusPresent";
 /// Condition of a `GpuNode` with MPS daemons: doors enforce the limits of all shares.
 pub const CONDITION_LIMITS_ENFORCED: &str = "LimitsEnforced";
 /// Annotation of a `GpuNode` with its cordoned GPUs; see [`crate::cordon::Cordons`].
@@ -64,8 +66,10 @@ pub const PAUSED_FOR_DRIVER_UPGRADE: &str = "paused-for-driver-upgrade";
 /// GPUs.
 pub const PAUSED_FOR_MIG_CHANGE: &str = "paused-for-mig-change";
 /// Annotation of a `GpuNode` with GPUs whose recorded faults are cleared; see
-/// [`crate::cordon::ClearedFaults`].
+/// [`crate::cordon::GpuTimes`].
 pub const CLEARED_ANNOTATION: &str = "cleave.dev/cleared";
+/// Annotation of a `GpuNode` with missing GPUs to forget; see [`crate::cordon::GpuTimes`].
+pub const FORGOTTEN_ANNOTATION: &str = "cleave.dev/forgotten";
 /// Taint of nodes whose free units are on several GPUs, none of which has enough for a waiting pod,
 /// if the operator is configured to set it.
 pub const FRAGMENTED_TAINT: &str = "cleave.dev/fragmented";
@@ -78,6 +82,8 @@ pub const HEALTH_SUSPECT: &str = "Suspect";
 pub const HEALTH_NEEDS_RESET: &str = "NeedsReset";
 /// Health class of a GPU for which NVML does not answer.
 pub const HEALTH_LOST: &str = "Lost";
+/// Health reason of a GPU that the node had and that NVML no longer lists.
+pub const HEALTH_GPU_MISSING: &str = "GpuMissing";
 /// Health reason of a GPU whose MPS daemon does not serve clients.
 pub const HEALTH_MPS_UNAVAILABLE: &str = "MpsUnavailable";
 /// Mode of a GPU that is not shared; see [`crate::gpunode::GpuStatus::mode`].

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 use cleave_api::GpuNodeStatus;
 use cleave_kubelet::ContainerDevices;
 use cleave_kubelet::fake::FakeKubeletState;
+use serde_json::Value;
 use tokio::task::JoinHandle;
 
 use crate::machine::{MPS_RESOURCE, Machine, container_devices, kill_child, mps_spec, share_ids};
@@ -16,6 +17,8 @@ const SHARES_PER_GPU: u32 = 10;
 const BAD: usize = 3;
 /// The bad GPU, as an argument of `simgpu`.
 const BAD_INDEX: &str = "3";
+/// The agent waits for NVML's answer about a GPU for this time only.
+const WITH_SHORT_TIMEOUT: [&str; 2] = ["--gpu-timeout", "2"];
 /// Rounds of new pods on each of the other GPUs while one is bad.
 const ROUNDS: u32 = 3;
 
@@ -35,6 +38,12 @@ fn node_of_eight() -> Machine {
     let machine = Machine::new(&["8xH200"]);
     machine.set_spec("first", machine.uuids.iter().map(|gpu| mps_spec(gpu, SHARES_PER_GPU)).collect());
     machine
+}
+
+/// Triggers a read of all GPUs, with an XID that affects no GPU. Without it, the agent reads them
+/// every ten seconds.
+fn trigger_gpu_reads(machine: &Machine) {
+    machine.simgpu(&["xid", "0", "63"]);
 }
 
 fn good_gpus(machine: &Machine) -> Vec<String> {
@@ -79,19 +88,25 @@ impl SevenGpus {
         Self { machine, good, programs, rows, watching, gaps }
     }
 
-    /// Starts a pod on each of the good GPUs, several times. Checks that each gets its GPU.
+    /// Starts a pod on each of the good GPUs at the same time, several times. Checks that each gets
+    /// its GPU.
     async fn check_new_pods(&self, what: &str) {
         for round in 0..ROUNDS {
+            // The kubelet lists a pod while it runs. The agent ends allocations that are not listed.
+            let mut rows = self.rows.clone();
+            let mut pods = Vec::new();
             for gpu in &self.good {
                 let ids = share_ids(gpu, [2 + round]);
                 let given = self.machine.kubelet.allocate(MPS_RESOURCE, &[&ids[0]]).await.unwrap();
-                // The kubelet lists a pod while it runs. The agent ends allocations that are not
-                // listed.
-                let mut rows = self.rows.clone();
                 rows.push(container_devices(&format!("new-{gpu}"), MPS_RESOURCE, &ids));
                 self.machine.pods.set_devices(&rows);
                 self.machine.kubelet.pre_start(MPS_RESOURCE, &[&ids[0]]).await.unwrap();
-                let seen = self.machine.run_client(&given, &[]);
+                let program = self.machine.container_command(&given).stdout(Stdio::piped()).spawn().unwrap();
+                pods.push((gpu, program));
+            }
+            for (gpu, program) in pods {
+                let output = String::from_utf8(program.wait_with_output().unwrap().stdout).unwrap();
+                let seen: Value = serde_json::from_str(output.lines().next().unwrap_or_default()).unwrap_or_default();
                 assert_eq!(seen["uuid"].as_str(), Some(gpu.as_str()), "{what}, round {round}: {seen}");
             }
         }
@@ -126,7 +141,7 @@ impl SevenGpus {
 async fn seven_gpus_serve_without_a_gap_while_one_hangs_is_lost_and_repeats_xids() {
     let mut machine = node_of_eight();
     machine.start_mps_host();
-    machine.start_agent(&[]);
+    machine.start_agent(&WITH_SHORT_TIMEOUT);
     let seven = SevenGpus::start(machine).await;
     let simgpu = |arguments: &[&str]| drop(seven.machine.simgpu(arguments));
 
@@ -143,6 +158,7 @@ async fn seven_gpus_serve_without_a_gap_while_one_hangs_is_lost_and_repeats_xids
     seven.wait_until_bad_is("GpuLost").await;
     seven.check_new_pods("one GPU is lost").await;
     simgpu(&["restore", BAD_INDEX]);
+    trigger_gpu_reads(&seven.machine);
     seven.machine.wait_for_view("the GPU has recovered", all).await;
 
     let looping = async {
@@ -170,9 +186,12 @@ async fn seven_gpus_serve_while_one_cannot_be_described_from_the_start() {
                 && condition.message.contains("GPU 3")
         })
     };
-    seven.machine.wait_for_status("the GPU is reported by its index", reported).await;
+    let status = seven.machine.wait_for_status("the GPU is reported by its index", reported).await;
+    let [row] = &status.unidentified_gpus[..] else { panic!("{:?}", status.unidentified_gpus) };
+    assert_eq!((row.index, row.message.is_empty(), status.expected_gpus), (3, false, 8));
     let machine = seven.check_no_gap().await;
     machine.simgpu(&["clear"]);
+    trigger_gpu_reads(&machine);
     machine.wait_for_healthy(MPS_RESOURCE, GPUS * SHARES_PER_GPU as usize).await;
 }
 
@@ -184,14 +203,22 @@ async fn seven_gpus_serve_after_a_reboot_without_the_eighth() {
     machine.wait_for_healthy(MPS_RESOURCE, GPUS * SHARES_PER_GPU as usize).await;
     machine.reboot();
     machine.kubelet.restart().unwrap();
-    machine.simgpu(&["lose", BAD_INDEX]);
+    machine.simgpu(&["remove", BAD_INDEX]);
     machine.start_mps_host();
     machine.start_agent(&[]);
     let seven = SevenGpus::start(machine).await;
     seven.check_new_pods("one GPU is gone after a reboot").await;
     let machine = seven.check_no_gap().await;
     let reported = |status: &GpuNodeStatus| {
-        status.conditions.iter().any(|condition| condition.type_ == "GpusHealthy" && condition.status == "False")
+        let is = |type_: &str, reason: &str| {
+            status.conditions.iter().any(|condition| {
+                (condition.type_.as_str(), condition.status.as_str(), condition.reason.as_str())
+                    == (type_, "False", reason)
+            })
+        };
+        is("GpusHealthy", "GpuUnhealthy") && is("GpusPresent", "GpuMissing")
     };
-    machine.wait_for_status("the missing GPU is reported", reported).await;
+    let status = machine.wait_for_status("the missing GPU is reported", reported).await;
+    assert_eq!((status.gpus.len(), status.expected_gpus), (GPUS, 8));
+    assert!(status.gpus.iter().any(|gpu| gpu.uuid == machine.uuids[BAD] && gpu.health.reason == "GpuMissing"));
 }
