@@ -161,9 +161,9 @@ impl PidFd {
         // reads it.
         match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
             Ok(fd) => Ok(Some(Self(fd))),
-            // No process has the PID, or not any more. The error depends on the kernel's version and on
-            // whether the kernel still refers to the PID, or a thread has it. Without flags, an
-            // argument cannot be invalid for another reason.
+            // No process has the PID, or not any more. The error depends on the kernel's version
+            // and on whether the kernel still refers to the PID, or a thread has it. Without flags,
+            // an argument cannot be invalid for another reason.
             Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => Ok(None),
             Err(error) => Err(error.into()),
         }

@@ -59,8 +59,8 @@ pub(crate) enum HandshakeViolation {
     NoLastWord,
     /// Sends this value as the last packet of the handshake to the daemon.
     LastWord(u32),
-    /// Sends `OUTBCRED` and exits. A child process keeps the connection and sends the kind once this
-    /// process has exited and its parent has read its status.
+    /// Sends `OUTBCRED` and exits. A child process keeps the connection and sends the kind once
+    /// this process has exited and its parent has read its status.
     Orphan,
     /// Completes this number of handshakes and keeps the connections open without using them.
     Enter(usize),
