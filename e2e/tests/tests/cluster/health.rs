@@ -193,7 +193,9 @@ fn a_gpu_that_is_taken_out_is_missing_until_an_administrator_forgets_it() -> Res
         ensure!(present["status"] == "False" && present["reason"] == "GpuMissing", "{present}");
         Ok(true)
     })?;
-    let gpus = || Ok(cluster.gpu_node(NODE)?["status"]["gpus"].as_array().cloned().unwrap_or_default());
+    let gpus = || -> Result<Vec<Value>> {
+        Ok(cluster.gpu_node(NODE)?["status"]["gpus"].as_array().cloned().unwrap_or_default())
+    };
     let row = gpus()?.into_iter().find(|gpu| gpu["uuid"] == *uuid).context("the missing GPU has no row")?;
     ensure!(row["health"]["reason"] == "GpuMissing", "{}", row["health"]);
     wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
