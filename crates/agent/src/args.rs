@@ -143,6 +143,10 @@ pub struct AgentArgs {
     #[arg(long, value_name = "DIR", default_value = "/proc", hide = true)]
     pub proc: PathBuf,
 
+    /// Seconds that NVML may take to answer a query of a GPU's state. For tests.
+    #[arg(long, value_name = "SECONDS", default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=600), hide = true)]
+    pub gpu_timeout: u64,
+
     /// Address that serves /metrics, /healthz and /readyz. `[::]` includes IPv4.
     #[arg(long, env = "CLEAVE_METRICS_ADDR", value_name = "ADDR", default_value = "[::]:8080")]
     pub metrics_addr: SocketAddr,

@@ -3,6 +3,7 @@
 //! All metrics use the same labels: `node`, `gpu` (NVML's index), `uuid` (of the GPU or MIG
 //! device), `namespace`, `pod` and `container` of the pod that uses the device, and `resource`. The
 //! agent removes the series of GPUs, pods and containers that no longer exist.
+mod device_counters;
 mod gpus;
 
 use std::borrow::Cow;
@@ -12,6 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use cleave_api::gpunode::{AllocationStatus, GpuNodeStatus, GpuStatus};
+use cleave_api::names::HEALTH_GPU_MISSING;
 use cleave_gpu::nvml::GpuReadings;
 use cleave_serve::descriptors::{self, Usage};
 use prometheus_client::encoding::text::encode;
@@ -22,6 +24,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::Registry;
 
+use self::device_counters::DeviceCounters;
 use self::gpus::{BYTES_PER_MIB, DeviceLabels, GpuMetrics, to_gauge};
 use crate::gpu::mig::{self, MigChange};
 use crate::gpu::xid::FaultClass;
@@ -77,14 +80,6 @@ struct DoorLabels {
     gpu: String,
     uuid: String,
     door: String,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct XidLabels {
-    gpu: String,
-    uuid: String,
-    xid: u64,
-    class: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -183,13 +178,14 @@ pub struct Metrics {
     unhealthy: Family<SliceLabels, Gauge>,
     gpu_healthy: Family<GpuLabels, Gauge>,
     gpu_quiesced: Family<GpuLabels, Gauge>,
+    expected_gpus: Gauge,
+    missing_gpus: Gauge,
     restarts: Family<DeviceLabels, Gauge>,
     doors: Family<DoorLabels, Gauge>,
     descriptors: DescriptorMetrics,
     clients: Family<DeviceLabels, Gauge>,
     unhealthy_devices: Family<UnhealthyLabels, Gauge>,
-    xids: Family<XidLabels, Counter>,
-    faults: Family<DeviceLabels, Counter>,
+    device_counters: DeviceCounters,
     errors: Family<ErrorLabels, Counter>,
     changes: Family<ChangeLabels, Counter>,
     terminations: Family<TerminationLabels, Counter>,
@@ -198,8 +194,8 @@ pub struct Metrics {
     gpus: GpuMetrics,
     tenants: TenantMetrics,
     known: Arc<Mutex<KnownSeries>>,
-    /// Locked while the agent encodes the metrics and while it changes the metrics of the node, so
-    /// that no scrape misses a series that is being replaced.
+    /// Locked while the agent encodes the metrics and while it replaces series, so that no scrape
+    /// misses a series. Locked before `known`.
     registry: Arc<Mutex<Registry>>,
 }
 
@@ -343,6 +339,7 @@ impl Metrics {
         metrics.gpus.register(all.sub_registry_with_prefix("cleave_gpu"));
         metrics.tenants.register(all.sub_registry_with_prefix("cleave_tenant"));
         metrics.durations.register(all.sub_registry_with_prefix("cleave_agent"));
+        metrics.device_counters.register(all.sub_registry_with_prefix("cleave_agent"));
         let registry = all.sub_registry_with_prefix("cleave_agent");
         registry.register("info", "1, with the agent's version", metrics.info.clone());
         metrics.info.get_or_create(&InfoLabels { version: env!("CARGO_PKG_VERSION") }).set(1);
@@ -365,18 +362,16 @@ impl Metrics {
         let quiesced = "Whether a GPU is quiesced. While a GPU is quiesced, the agent does not \
         monitor the node's other GPUs";
         registry.register("gpu_quiesced", quiesced, metrics.gpu_quiesced.clone());
+        let expected = "GPUs that the node should have: all that were seen and not forgotten with cleave forget";
+        registry.register("expected_gpus", expected, metrics.expected_gpus.clone());
+        let missing = "GPUs that the node should have and that NVML does not list";
+        registry.register("missing_gpus", missing, metrics.missing_gpus.clone());
         registry.register("mps_restarts", "Restarts of an MPS daemon", metrics.restarts.clone());
         let doors = "1 for each MPS daemon, by whether its doors enforce limits: Hard, Advisory or Unknown";
         registry.register("mps_door", doors, metrics.doors.clone());
         registry.register("mps_clients", "MPS clients of a device's allocations", metrics.clients.clone());
         let help = "1 for each GPU and MIG device that cannot serve slices or should be reset, by class and reason";
         registry.register("gpu_problem", help, metrics.unhealthy_devices.clone());
-        registry.register("xids", "XIDs, by device, number and health class", metrics.xids.clone());
-        registry.register(
-            "mps_faults",
-            "Fatal GPU errors that broke all MPS clients of a device",
-            metrics.faults.clone(),
-        );
         registry.register(
             "mig_changes",
             "Changes of MIG mode and MIG instances, by change and result",
@@ -409,14 +404,12 @@ impl Metrics {
 
     /// Counts an XID.
     pub fn count_xid(&self, gpu: &str, xid: u64, class: FaultClass) {
-        let DeviceLabels { gpu, uuid } = self.lock_known().labels(gpu);
-        self.xids.get_or_create(&XidLabels { gpu, uuid, xid, class: class.as_str() }).inc();
+        self.device_counters.count_xid(gpu, xid, class);
     }
 
     /// Counts fatal GPU errors under MPS.
     pub fn count_faults(&self, device: &str, count: u64) {
-        let label = self.lock_known().labels(device);
-        self.faults.get_or_create(&label).inc_by(count);
+        self.device_counters.count_faults(device, count);
     }
 
     /// Counts the result of terminating a client of a terminating pod.
@@ -500,10 +493,14 @@ impl Metrics {
         self.count_share_seconds(&mut known, now);
         self.clear_node();
         known.devices = status.gpus.iter().flat_map(device_labels).collect();
+        self.device_counters.set_devices(&known.devices);
         let gpus = status.gpus.iter().map(gpu_labels).collect();
         for removed in std::mem::replace(&mut known.gpus, gpus).difference(&known.gpus) {
             self.gpus.remove(removed);
         }
+        self.expected_gpus.set(status.expected_gpus.into());
+        let missing = status.gpus.iter().filter(|gpu| gpu.health.reason == HEALTH_GPU_MISSING).count();
+        self.missing_gpus.set(i64::try_from(missing).unwrap_or(i64::MAX));
         let mut held = BTreeMap::new();
         for gpu in &status.gpus {
             self.set_gpu(&known, gpu);
@@ -624,6 +621,7 @@ impl Metrics {
     /// Sets the readings that NVML reports about a GPU. `None` means that NVML did not answer.
     /// Ignores GPUs that the last status does not list.
     pub fn set_readings(&self, uuid: &str, readings: Option<&GpuReadings>) {
+        let _update = self.registry.lock().unwrap_or_else(PoisonError::into_inner);
         let known = self.lock_known();
         let Some(label) = known.gpus.iter().find(|label| label.uuid == uuid) else { return };
         self.gpus.set_readings(label, readings);
@@ -631,6 +629,7 @@ impl Metrics {
 
     /// Removes the readings of a GPU that the agent must not query now.
     pub fn forget_readings(&self, uuid: &str) {
+        let _update = self.registry.lock().unwrap_or_else(PoisonError::into_inner);
         let known = self.lock_known();
         if let Some(label) = known.gpus.iter().find(|label| label.uuid == uuid) {
             self.gpus.forget_readings(label);

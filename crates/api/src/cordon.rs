@@ -1,5 +1,5 @@
-//! Annotations of a `GpuNode` that cordon individual GPUs and clear their faults. The command line
-//! writes them for an administrator, and the operator reads them.
+//! Annotations of a `GpuNode` that cordon individual GPUs, clear their faults, and forget GPUs that
+//! were removed. The command line writes them for an administrator, and the operator reads them.
 //!
 //! The annotations name GPUs by UUID, because indices can change. The parsers ignore invalid
 //! entries: administrators can write annotations by hand, and one invalid entry must not hide the
@@ -17,10 +17,11 @@ const MAX_REASON_BYTES: usize = 200;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cordons(pub BTreeMap<String, String>);
 
-/// GPUs by UUID, each with a time: faults up to this time are cleared. Format: `<uuid>=<RFC
+/// GPUs by UUID, each with the time up to which the annotation applies: faults up to this time are
+/// cleared, or a GPU that is missing since before this time is forgotten. Format: `<uuid>=<RFC
 /// 3339>,…`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct ClearedFaults(pub BTreeMap<String, Time>);
+pub struct GpuTimes(pub BTreeMap<String, Time>);
 
 /// Why a reason is not valid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -61,7 +62,7 @@ impl Cordons {
     }
 }
 
-impl ClearedFaults {
+impl GpuTimes {
     /// Reads an annotation. A missing annotation has no entries.
     pub fn read(annotation: Option<&String>) -> Self {
         let timed = |(uuid, time): (&str, Option<&str>)| {
@@ -83,7 +84,7 @@ impl fmt::Display for Cordons {
     }
 }
 
-impl fmt::Display for ClearedFaults {
+impl fmt::Display for GpuTimes {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (at, (uuid, time)) in self.0.iter().enumerate() {
             let comma = if at > 0 { "," } else { "" };
@@ -114,7 +115,7 @@ mod tests {
         assert_eq!(parse_cordons("GPU-a, GPU-b=new fan=yes ,,=x,"), [pair("GPU-a", ""), pair("GPU-b", "new fan=yes")]);
         assert!(parse_cordons("").is_empty() && Cordons::read(None).0.is_empty());
         let cleared =
-            ClearedFaults::read(Some(&"GPU-a=2026-11-21T20:00:00.7Z,GPU-b=soon,GPU-c,=2026-11-21T20:00:00Z".into()));
+            GpuTimes::read(Some(&"GPU-a=2026-11-21T20:00:00.7Z,GPU-b=soon,GPU-c,=2026-11-21T20:00:00Z".into()));
         assert_eq!(cleared.to_string(), "GPU-a=2026-11-21T20:00:00Z");
     }
 
@@ -139,7 +140,7 @@ mod tests {
         #[test]
         fn any_annotation_can_be_read(text in ".{0,60}") {
             Cordons::read(Some(&text));
-            ClearedFaults::read(Some(&text));
+            GpuTimes::read(Some(&text));
         }
     }
 }

@@ -100,6 +100,10 @@ pub struct GpuSpec {
     /// with `status.gpus[].health.last`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cleared: Option<Time>,
+    /// Time at which an administrator decided that the GPU was removed from the node. The agent
+    /// forgets the GPU if it has been missing since before this time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub forgotten: Option<Time>,
 }
 
 /// How a GPU is served. Exactly one field is set.
@@ -234,6 +238,11 @@ pub struct GpuNodeStatus {
     /// Boot id of the node's kernel.
     #[serde(default)]
     pub boot_id: String,
+    /// Number of GPUs that the node should have: every GPU that the agent has seen and that no
+    /// administrator has removed with `cleave forget`, and GPUs that could not be identified. The
+    /// condition `GpusPresent` is False if NVML lists fewer.
+    #[serde(default)]
+    pub expected_gpus: u32,
     /// Summary of `gpus` for `kubectl get`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub summary: Option<Summary>,
@@ -244,6 +253,10 @@ pub struct GpuNodeStatus {
     /// The GPUs, by index.
     #[serde(default)]
     pub gpus: Vec<GpuStatus>,
+    /// GPUs that NVML lists and that could not be identified since the agent first saw the node, by
+    /// index. They serve no slices.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unidentified_gpus: Vec<UnidentifiedGpuStatus>,
     /// Steps of the last change: done, waiting, refused or failed.
     #[serde(default)]
     pub steps: Vec<StepStatus>,
@@ -295,6 +308,16 @@ impl GpuNodeStatus {
         self.models = Vec::new();
         self
     }
+}
+
+/// A GPU that NVML lists and cannot describe.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct UnidentifiedGpuStatus {
+    /// NVML index.
+    pub index: u32,
+    /// Why NVML cannot describe the GPU.
+    pub message: String,
 }
 
 /// Properties of all GPUs of one model.
@@ -527,8 +550,8 @@ pub struct Health {
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub class: String,
     /// Why the GPU cannot serve slices: `XidError`, `EccErrors`, `ResetRequired`, `RowRemapFailed`,
-    /// `GpuLost`, `GpuUnreachable`, `DriverUnavailable` or `MpsUnavailable`. `ResetPending` on a
-    /// healthy GPU: it serves, and a reset would repair a minor fault.
+    /// `GpuLost`, `GpuMissing`, `GpuUnreachable`, `DriverUnavailable` or `MpsUnavailable`.
+    /// `ResetPending` on a healthy GPU: it serves, and a reset would repair a minor fault.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
     /// The reason as a sentence.

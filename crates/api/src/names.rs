@@ -82,6 +82,8 @@ pub const CONDITION_GUARANTEED: &str = "Guaranteed";
 pub const CONDITION_ENFORCED: &str = "Enforced";
 /// Condition of a `GpuNode`: every GPU can serve slices.
 pub const CONDITION_GPUS_HEALTHY: &str = "GpusHealthy";
+/// Condition of a `GpuNode`: the driver lists every GPU that the node is known to have.
+pub const CONDITION_GPUS_PRESENT: &str = "GpusPresent";
 /// Condition of a `GpuNode` with MPS daemons: doors enforce the limits of all shares.
 pub const CONDITION_LIMITS_ENFORCED: &str = "LimitsEnforced";
 /// Annotation of a `GpuNode` with its cordoned GPUs, in the format of [`crate::cordon::Cordons`].
@@ -99,8 +101,11 @@ pub const PAUSED_FOR_DRIVER_UPGRADE: &str = "paused-for-driver-upgrade";
 /// the MIG mode of the node's GPUs.
 pub const PAUSED_FOR_MIG_CHANGE: &str = "paused-for-mig-change";
 /// Annotation of a `GpuNode` with GPUs whose recorded faults are cleared, in the format of
-/// [`crate::cordon::ClearedFaults`].
+/// [`crate::cordon::GpuTimes`].
 pub const CLEARED_ANNOTATION: &str = "cleave.dev/cleared";
+/// Annotation of a `GpuNode` with missing GPUs to forget, in the format of
+/// [`crate::cordon::GpuTimes`].
+pub const FORGOTTEN_ANNOTATION: &str = "cleave.dev/forgotten";
 /// Taint of a node that has enough free units for a waiting pod, but not on a single GPU. The
 /// operator sets the taint only if it is configured to do so.
 pub const FRAGMENTED_TAINT: &str = "cleave.dev/fragmented";
@@ -114,6 +119,8 @@ pub const HEALTH_SUSPECT: &str = "Suspect";
 pub const HEALTH_NEEDS_RESET: &str = "NeedsReset";
 /// Health class of a GPU for which NVML does not answer.
 pub const HEALTH_LOST: &str = "Lost";
+/// Health reason of a GPU that the node had and that NVML no longer lists.
+pub const HEALTH_GPU_MISSING: &str = "GpuMissing";
 /// Health reason of a GPU whose MPS daemon does not serve clients.
 pub const HEALTH_MPS_UNAVAILABLE: &str = "MpsUnavailable";
 /// Mode of a GPU that is not shared, in [`crate::gpunode::GpuStatus::mode`].

@@ -84,6 +84,12 @@ pub const POD_EVENTS_OF_AGENT: &[Reason] = &[
 /// Events that agents publish on their Node and its `GpuNode`.
 pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
     reason("GpuUnhealthy", "A GPU cannot serve slices.", "See [Handle failing GPUs](../how-to/failing-gpus.md)."),
+    reason(
+        "GpuMissing",
+        "The node had a GPU that NVML no longer lists.",
+        "Repair or replace the GPU. If it was removed for good, run `cleave forget`.",
+    ),
+    reason("GpuForgotten", "An administrator ran `cleave forget` for a missing GPU.", ""),
     reason("GpuResetPending", "A GPU works, but needs a reset.", "Drain the GPU and reset it when convenient."),
     reason("Recovered", "A GPU or its MPS daemon serves slices again.", ""),
     reason("MpsUnavailable", "An MPS daemon does not accept clients.", "Read the logs of the node's MPS host."),
@@ -194,6 +200,12 @@ pub const NODE_CONDITIONS: &[Reason] = &[
     reason("Serving", "`Ready` is True: every GPU serves slices, and every MPS daemon accepts clients.", ""),
     reason("Applied", "`Applied` is True: the node matches its spec.", ""),
     reason("Healthy", "`GpusHealthy` is True: every GPU can serve slices.", ""),
+    reason("AllPresent", "`GpusPresent` is True: NVML lists every GPU that the node should have.", ""),
+    reason(
+        "GpuMissing",
+        "`GpusPresent` is False: the node had GPUs that NVML no longer lists.",
+        "Repair or replace the GPUs. If they were removed for good, run `cleave forget`.",
+    ),
     reason("DoorsEnforce", "`LimitsEnforced` is True: doors enforce the limits of all shares.", ""),
     reason(
         "UnknownHandshake",

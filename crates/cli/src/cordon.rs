@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context as _, Result, anyhow, bail};
 use cleave_api::GpuNode;
-use cleave_api::cordon::{ClearedFaults, check_reason};
+use cleave_api::cordon::{GpuTimes, check_reason};
 use cleave_api::gpunode::{GpuStatus, Health};
 use cleave_api::names::{CLEARED_ANNOTATION, CORDON_ANNOTATION, QUIESCE_ANNOTATION};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -60,10 +60,10 @@ pub struct UncordonArgs {
 }
 
 /// Annotations and their new values. `None` removes an annotation.
-type Annotations = Vec<(&'static str, Option<String>)>;
+pub(crate) type Annotations = Vec<(&'static str, Option<String>)>;
 
 /// GPUs, each with whether it needs a change.
-type GpuChanges = Vec<(NodeGpu, bool)>;
+pub(crate) type GpuChanges = Vec<(NodeGpu, bool)>;
 
 /// Runs `cleave cordon`.
 pub(crate) async fn run_cordon(args: CordonArgs) -> Result<()> {
@@ -121,7 +121,7 @@ fn annotations_with_quiesce(object: &GpuNode, uuid: &str) -> Annotations {
 
 /// Writes the annotations that `wanted` computes from the current object, for the GPUs that `find`
 /// returns, in one write. Returns whether each GPU needed a change.
-async fn update_annotations(
+pub(crate) async fn update_annotations(
     client: &Client,
     node: &str,
     find: impl Fn(&GpuNode) -> Result<Vec<NodeGpu>>,
@@ -185,7 +185,7 @@ fn annotations_with_cordon(object: &GpuNode, uuid: &str, reason: &str) -> Annota
 }
 
 /// Returns the annotations that uncordon a GPU, end its quiesce and clear its recorded faults.
-fn annotations_without_cordon(object: &GpuNode, uuid: &str) -> Annotations {
+pub(crate) fn annotations_without_cordon(object: &GpuNode, uuid: &str) -> Annotations {
     let mut annotations = Annotations::new();
     let value = |text: String| (!text.is_empty()).then_some(text);
     let mut cordons = cordons(object);
@@ -196,7 +196,7 @@ fn annotations_without_cordon(object: &GpuNode, uuid: &str) -> Annotations {
     if quiesces.0.remove(uuid).is_some() {
         annotations.push((QUIESCE_ANNOTATION, value(quiesces.to_string())));
     }
-    let mut cleared = ClearedFaults::read(annotation(object, CLEARED_ANNOTATION));
+    let mut cleared = GpuTimes::read(annotation(object, CLEARED_ANNOTATION));
     let gpus = reported_gpus(object);
     if let Some(last) = gpus.iter().find(|gpu| gpu.uuid == uuid).and_then(last_fault_time)
         && cleared.0.get(uuid).is_none_or(|before| *before < last)

@@ -5,7 +5,7 @@ use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use cleave_api::GpuNode;
 use cleave_api::cordon::Cordons;
 use cleave_api::gpunode::GpuStatus;
-use cleave_api::names::{CORDON_ANNOTATION, QUIESCE_ANNOTATION};
+use cleave_api::names::{CORDON_ANNOTATION, HEALTH_GPU_MISSING, QUIESCE_ANNOTATION};
 use kube::core::DeserializeGuard;
 use kube::{Api, Client};
 
@@ -73,7 +73,13 @@ pub(crate) fn reported_gpus(object: &GpuNode) -> &[GpuStatus] {
 /// Returns an error if the node has no such GPU, or `name` names a MIG instance.
 pub(crate) fn find_gpu(object: &GpuNode, node: &str, name: &str) -> Result<NodeGpu> {
     let gpus = reported_gpus(object);
-    if let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == name || gpu.index.to_string() == name) {
+    let has_index = |gpu: &&GpuStatus| gpu.index.to_string() == name;
+    // The last index of a missing GPU may belong to another GPU now.
+    let is_listed = |gpu: &&GpuStatus| gpu.health.reason != HEALTH_GPU_MISSING;
+    let by_uuid = gpus.iter().find(|gpu| gpu.uuid == name);
+    let found =
+        by_uuid.or_else(|| gpus.iter().filter(is_listed).find(has_index)).or_else(|| gpus.iter().find(has_index));
+    if let Some(gpu) = found {
         return Ok(NodeGpu { node: node.to_owned(), index: Some(gpu.index), uuid: gpu.uuid.clone() });
     }
     // Find a removed GPU by its UUID, so that `cleave uncordon` can clear its cordon.
@@ -168,6 +174,16 @@ mod tests {
         for name in ["1", "GPU-b"] {
             assert_eq!(find_gpu(&node(), "n", name).unwrap().to_string(), "GPU 1 (GPU-b) on node n");
         }
+    }
+
+    #[test]
+    fn an_index_names_the_listed_gpu_and_not_a_missing_one_that_had_it() {
+        let mut object = node();
+        let gpus = &mut object.status.as_mut().unwrap().gpus;
+        gpus[1].index = 0;
+        gpus[0].health.reason = HEALTH_GPU_MISSING.to_owned();
+        assert_eq!(find_gpu(&object, "n", "0").unwrap().uuid, "GPU-b");
+        assert_eq!(find_gpu(&object, "n", "GPU-a").unwrap().uuid, "GPU-a");
     }
 
     #[test]

@@ -8,6 +8,7 @@
 //! | [`plan`] | `plan` | a snapshot, or what the operator reads | |
 //! | [`simulate`] | `simulate` | YAML files, or a JSON file of quotas | |
 //! | [`cordon`] | `cordon`, `uncordon` | one `GpuNode` | its annotations |
+//! | [`forget`] | `forget` | one `GpuNode` | its annotations |
 //! | [`drain`] | `drain` | one `GpuNode`, its pods | its annotations, evictions |
 //! | [`crds`] | `crds` | | files |
 //! | [`preflight`] | `preflight` | nodes, `DaemonSets`, quotas, webhooks, or files | |
@@ -23,6 +24,7 @@ pub mod cordon;
 pub mod crds;
 pub mod drain;
 pub mod explain;
+pub mod forget;
 mod gpu;
 pub mod migrate;
 mod output;
@@ -100,6 +102,16 @@ pub enum Command {
     #[command(after_long_help = drain::HELP_EXAMPLES)]
     Drain(drain::DrainArgs),
 
+    /// Remove a GPU that is missing from its node.
+    ///
+    /// A GPU that NVML no longer lists stays in the node's status, so that a failed GPU is not
+    /// overlooked. Run this command if the GPU was removed for good. It also ends the GPU's cordon.
+    /// If the GPU returns, the agent serves it again.
+    ///
+    /// Exit status: 0 if the agent has forgotten the GPU, 1 on an error, 3 on a timeout.
+    #[command(after_long_help = forget::HELP_EXAMPLES)]
+    Forget(forget::ForgetArgs),
+
     /// Print the custom resource definitions.
     #[command(after_long_help = crds::HELP_EXAMPLES)]
     Crds(crds::CrdsArgs),
@@ -148,6 +160,7 @@ impl Command {
             Self::Cordon(args) => cordon::run_cordon(args).await,
             Self::Uncordon(args) => cordon::run_uncordon(args).await,
             Self::Drain(args) => return drain::run(args).await,
+            Self::Forget(args) => return forget::run(args).await,
             Self::Crds(args) => crds::run(&args),
             Self::Preflight(args) => return preflight::run(args).await,
             Self::Migrate(args) => migrate::run(args).await,

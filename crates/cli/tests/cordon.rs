@@ -1,10 +1,11 @@
-//! Tests `cleave cordon` and `cleave drain` against a mock API server.
+//! Tests `cleave cordon`, `cleave drain` and `cleave forget` against a mock API server.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 use std::time::Duration;
 
-use cleave_api::names::CORDON_ANNOTATION;
+use cleave_api::names::{CORDON_ANNOTATION, FORGOTTEN_ANNOTATION};
 use cleave_cli::cordon::cordon;
 use cleave_cli::drain::{DrainArgs, DrainOutcome, drain};
+use cleave_cli::forget::{ForgetArgs, ForgetOutcome, forget};
 use cleave_cli::{ClusterArgs, GpuArgs};
 use kube::Client;
 use kube::client::Body;
@@ -244,4 +245,35 @@ async fn a_gpu_that_is_free_at_the_timeout_is_quiesced_and_the_drain_times_out_a
     assert_eq!(sent["metadata"]["annotations"], json!({"cleave.dev/quiesce": "GPU-a"}));
     answer_request(&mut server, 200, &node(&[])).await;
     assert_eq!(draining.await.unwrap().unwrap(), DrainOutcome::TimedOut);
+}
+
+#[tokio::test(start_paused = true)]
+async fn forget_writes_the_word_and_waits_until_the_agent_reports_the_gpu_no_more() {
+    let mut missing = node(&[]);
+    missing["status"]["gpus"][0]["health"] =
+        json!({"healthy": false, "class": "Lost", "reason": "GpuMissing", "since": "2026-11-21T20:00:00Z"});
+    for (gone, outcome) in [(true, ForgetOutcome::Forgotten), (false, ForgetOutcome::TimedOut)] {
+        let (client, mut server) = mock_client();
+        let forgetting = tokio::spawn(async move {
+            let args = ForgetArgs { gpu: gpu_args(), timeout: 3 };
+            forget(&client, &args, "2026-11-21T21:00:00Z".parse().unwrap()).await
+        });
+        answer_request(&mut server, 200, &missing).await;
+        let (line, sent) = answer_request(&mut server, 200, &missing).await;
+        assert_eq!(line, "PATCH /apis/cleave.dev/v1alpha1/gpunodes/n");
+        let word = json!({FORGOTTEN_ANNOTATION: "GPU-a=2026-11-21T21:00:00Z"});
+        assert_eq!(sent["metadata"], json!({"resourceVersion": "7", "annotations": word}));
+        answer_request(&mut server, 200, &missing).await;
+        if gone {
+            missing["status"]["gpus"] = json!([]);
+            answer_request(&mut server, 200, &missing).await;
+            missing = node(&[]);
+            missing["status"]["gpus"][0]["health"] = json!({"healthy": false, "reason": "GpuMissing"});
+        } else {
+            for _ in 0..3 {
+                answer_request(&mut server, 200, &missing).await;
+            }
+        }
+        assert_eq!(forgetting.await.unwrap().unwrap(), outcome);
+    }
 }

@@ -12,11 +12,11 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use cleave_api::cordon::{ClearedFaults, Cordons};
+use cleave_api::cordon::{Cordons, GpuTimes};
 use cleave_api::gpunode::GpuStatus;
 use cleave_api::names::{
-    CLEARED_ANNOTATION, CORDON_ANNOTATION, GPU_DEPLOY_LABEL_PREFIX, PAUSED_FOR_DRIVER_UPGRADE, PAUSED_FOR_MIG_CHANGE,
-    QUIESCE_ANNOTATION,
+    CLEARED_ANNOTATION, CORDON_ANNOTATION, FORGOTTEN_ANNOTATION, GPU_DEPLOY_LABEL_PREFIX, PAUSED_FOR_DRIVER_UPGRADE,
+    PAUSED_FOR_MIG_CHANGE, QUIESCE_ANNOTATION,
 };
 use cleave_api::{GpuNode, GpuNodeSpec, GpuQuota, SharingPolicy};
 use cleave_plan::Quantity;
@@ -344,8 +344,13 @@ impl Node {
     }
 
     /// Returns the GPUs whose recorded faults an administrator has cleared.
-    pub fn cleared_faults(&self) -> ClearedFaults {
-        ClearedFaults::read(self.annotation(CLEARED_ANNOTATION))
+    pub fn cleared_faults(&self) -> GpuTimes {
+        GpuTimes::read(self.annotation(CLEARED_ANNOTATION))
+    }
+
+    /// Returns the missing GPUs that an administrator has forgotten.
+    pub fn forgotten_gpus(&self) -> GpuTimes {
+        GpuTimes::read(self.annotation(FORGOTTEN_ANNOTATION))
     }
 
     fn annotation(&self, name: &str) -> Option<&String> {

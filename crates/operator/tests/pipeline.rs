@@ -479,10 +479,11 @@ fn gpus_are_quiesced_by_annotation_and_by_the_gpu_operators_labels() {
 #[test]
 fn annotations_of_administrators_are_copied_to_the_spec() {
     let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
-    let annotate = |world: &mut TestCluster, cordon: &str, cleared: &str| {
+    let annotate = |world: &mut TestCluster, cordon: &str, times: &str| {
         let object = world.observed.nodes.get_mut("n1").unwrap().gpu_node.as_mut().map(Arc::make_mut);
         let Some(DeserializeGuard(Ok(object))) = object else { panic!() };
-        let annotations = [("cleave.dev/cordon", cordon), ("cleave.dev/cleared", cleared)];
+        let annotations =
+            [("cleave.dev/cordon", cordon), ("cleave.dev/cleared", times), ("cleave.dev/forgotten", times)];
         let annotations = annotations.map(|(name, value)| (name.to_owned(), value.to_owned()));
         object.metadata.annotations = Some(BTreeMap::from(annotations));
     };
@@ -495,7 +496,8 @@ fn annotations_of_administrators_are_copied_to_the_spec() {
     assert_eq!(cordoned, [false, false, true, false]);
     assert_eq!(after.gpus[2].cleared.as_ref().unwrap().0.as_second(), 1_795_291_200);
     after.gpus[2].cordoned = false;
-    after.gpus[2].cleared = None;
+    assert_eq!(after.gpus[2].forgotten, after.gpus[2].cleared);
+    (after.gpus[2].cleared, after.gpus[2].forgotten) = (None, None);
     assert_eq!(after.gpus, before.gpus);
     annotate(&mut world, "", "nonsense");
     assert_eq!(plan(&world.observed).nodes["n1"], before);

@@ -14,7 +14,7 @@ use crate::text_file::read_text_file;
 
 /// Source files that register metrics, by program.
 const METRIC_SOURCES: [&[&str]; 2] = [
-    &["crates/agent/src/metrics.rs", "crates/agent/src/metrics/gpus.rs"],
+    &["crates/agent/src/metrics.rs", "crates/agent/src/metrics/device_counters.rs", "crates/agent/src/metrics/gpus.rs"],
     &["crates/operator/src/metrics.rs", "crates/operator/src/metrics/quotas.rs"],
 ];
 /// Prefix of metrics that are registered without a prefix.

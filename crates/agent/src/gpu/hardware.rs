@@ -6,7 +6,7 @@
 //! fails, all GPUs are unavailable. Once the driver answers, the last answer of each GPU is valid
 //! again. The tracker maps NVML's indices to GPUs, based only on answers since NVML's list last
 //! changed. The tracker marks no GPU as missing before the GPU at every index has answered or
-//! failed.
+//! failed. A missing GPU remains known, also after a reboot, until an administrator forgets it.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -67,9 +67,22 @@ pub struct KnownGpu {
     pub observed: bool,
     /// Processes on the GPU and in its MIG instances, as NVML last listed them.
     pub processes: Vec<Process>,
+    /// Whether NVML no longer lists the GPU.
+    pub missing: bool,
 }
 
 impl Hardware {
+    /// Returns the number of GPUs that the node should have: every GPU that was seen and not
+    /// forgotten, and listed GPUs that never reported their UUID.
+    pub fn expected_gpus(&self) -> usize {
+        self.gpus.len() + self.unnamed.len()
+    }
+
+    /// Returns the GPUs that NVML no longer lists, in the order of their last indices.
+    pub fn missing_gpus(&self) -> Vec<&Gpu> {
+        self.by_index().into_iter().filter(|known| known.missing).map(|known| &known.gpu).collect()
+    }
+
     /// Returns the GPUs in NVML's order.
     pub fn by_index(&self) -> Vec<&KnownGpu> {
         let mut gpus: Vec<&KnownGpu> = self.gpus.values().collect();
@@ -100,8 +113,7 @@ pub struct HardwareTracker {
     gpus: BTreeMap<String, TrackedGpu>,
     /// The GPU at each of NVML's indices.
     slots: Vec<GpuSlot>,
-    /// Whether the GPUs are from an earlier boot. If so, a GPU that NVML does not list was removed
-    /// from the node.
+    /// Whether the GPUs are from an earlier boot, whose faults have ended.
     earlier_boot: bool,
     /// The time up to which an administrator cleared a GPU's faults, by UUID.
     cleared: BTreeMap<String, Time>,
@@ -128,6 +140,10 @@ enum GpuSlot {
     /// A GPU that has never reported its UUID, with the error.
     Unnamed(String),
 }
+
+/// Problem of a GPU that NVML no longer lists.
+const MISSING: &str =
+    "NVML no longer lists the GPU. Repair or replace it. If it was removed for good, run `cleave forget`";
 
 /// Why a GPU or the driver cannot be queried.
 #[derive(Debug, Clone)]
@@ -159,6 +175,15 @@ impl TrackedGpu {
         let (since, was_permanent) = before.map_or((since, false), |lost| (lost.since, lost.permanent));
         self.lost = Some(LossCause { reason, message, since, permanent: permanent || was_permanent });
     }
+
+    fn mark_missing(&mut self, since: Time) {
+        self.mark_lost(reason::GPU_MISSING, MISSING.into(), since, true);
+    }
+
+    /// Returns since when NVML has not listed the GPU. `None` if NVML lists it.
+    fn missing_since(&self) -> Option<&Time> {
+        self.lost.as_ref().filter(|lost| lost.reason == reason::GPU_MISSING).map(|lost| &lost.since)
+    }
 }
 
 impl HardwareTracker {
@@ -185,16 +210,31 @@ impl HardwareTracker {
         self.gpus.values_mut().for_each(|entry| entry.history.quiet = quiet);
     }
 
-    /// Restores recorded faults, unless the node has rebooted. A reboot ends all recorded faults.
+    /// Restores recorded faults, unless the node has rebooted. A reboot ends all recorded faults. A
+    /// missing GPU remains missing until NVML lists it.
     #[must_use]
     pub fn with_health_records(mut self, records: BTreeMap<String, HealthRecord>, now: Instant) -> Self {
-        for (uuid, record) in records.into_iter().filter(|_| !self.earlier_boot) {
-            if let Some(entry) = self.gpus.get_mut(&uuid) {
+        for (uuid, mut record) in records {
+            let Some(entry) = self.gpus.get_mut(&uuid) else { continue };
+            if let Some(since) = record.missing_since.take() {
+                entry.mark_missing(since);
+            }
+            if !self.earlier_boot {
                 entry.history = HealthHistory::restore(record, now);
                 entry.history.quiet = self.quiet;
             }
         }
         self
+    }
+
+    /// Forgets a GPU that has been missing since before `until`. Returns whether it was forgotten.
+    pub fn forget_gpu(&mut self, uuid: &str, until: &Time) -> bool {
+        let is_missing = |entry: &TrackedGpu| entry.missing_since().is_some_and(|since| since <= until);
+        let forgets = self.gpus.get(uuid).is_some_and(is_missing);
+        if forgets {
+            self.gpus.remove(uuid);
+        }
+        forgets
     }
 
     /// Sets the time of day at `now` to `wall`.
@@ -255,7 +295,9 @@ impl HardwareTracker {
             }
             Err(error) => {
                 let remembered = || {
+                    // The index of a missing GPU may belong to another GPU now.
                     let there = self.gpus.values().filter(|entry| entry.gpu.index == index);
+                    let there = there.filter(|entry| entry.missing_since().is_none());
                     there.map(|entry| entry.gpu.uuid.clone()).find(|uuid| !elsewhere(&self.slots, uuid))
                 };
                 let uuid = match before {
@@ -299,16 +341,8 @@ impl HardwareTracker {
             return;
         }
         let listed: Vec<&String> = self.slots.iter().filter_map(GpuSlot::uuid).collect();
-        let answers = |uuid: &String| self.gpus.get(uuid).is_some_and(|entry| entry.observed && entry.lost.is_none());
-        let all_answer = listed.len() == self.slots.len() && listed.iter().all(|uuid| answers(uuid));
-        let missing: Vec<String> = self.gpus.keys().filter(|uuid| !listed.contains(uuid)).cloned().collect();
-        let removed = std::mem::take(&mut self.earlier_boot) && all_answer;
-        for uuid in missing {
-            if removed {
-                self.gpus.remove(&uuid);
-            } else if let Some(entry) = self.gpus.get_mut(&uuid) {
-                entry.mark_lost(reason::GPU_LOST, "NVML no longer lists the GPU".into(), since.clone(), true);
-            }
+        for (_, entry) in self.gpus.iter_mut().filter(|(uuid, _)| !listed.contains(uuid)) {
+            entry.mark_missing(since.clone());
         }
     }
 
@@ -365,8 +399,10 @@ impl HardwareTracker {
 
     /// Returns the records that are not empty, by UUID of the GPU, for the checkpoint.
     pub fn health_records(&self) -> BTreeMap<String, HealthRecord> {
-        let record =
-            |entry: &TrackedGpu| entry.history.to_record(entry.lost.as_ref().is_some_and(|lost| lost.permanent));
+        let record = |entry: &TrackedGpu| {
+            let lost = entry.lost.as_ref().is_some_and(|lost| lost.permanent);
+            entry.history.to_record(lost, entry.missing_since().cloned())
+        };
         let records = self.gpus.iter().map(|(uuid, entry)| (uuid.clone(), record(entry)));
         records.filter(|(_, record)| !record.is_empty()).collect()
     }
@@ -397,11 +433,13 @@ impl HardwareTracker {
 
     /// Returns the current state of the driver and the GPUs.
     pub fn hardware(&self) -> Hardware {
-        let known = |TrackedGpu { gpu, observed, processes, lost, history }: &TrackedGpu| {
+        let known = |entry: &TrackedGpu| {
+            let missing = entry.missing_since().is_some();
+            let TrackedGpu { gpu, observed, processes, lost, history } = entry;
             let health =
                 self.driver_error.as_ref().or(lost.as_ref()).map_or_else(|| history.health(), LossCause::health);
             let (gpu, processes) = (gpu.clone(), processes.clone());
-            KnownGpu { gpu, health, instances: history.instance_health(), observed: *observed, processes }
+            KnownGpu { gpu, health, instances: history.instance_health(), observed: *observed, processes, missing }
         };
         let unnamed = |(index, slot): (u32, &GpuSlot)| match slot {
             GpuSlot::Unnamed(why) if self.driver_error.is_none() => Some((index, why.clone())),
@@ -436,342 +474,4 @@ pub fn error_chain(error: &dyn std::error::Error) -> String {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-    pub(crate) use crate::fixtures::Inventory;
-    use crate::fixtures::gpu;
-
-    impl HardwareTracker {
-        fn observe(&mut self, answer: Result<Inventory, NvmlError>, requested_at: Instant) {
-            match answer {
-                Ok(inventory) => {
-                    let (record_driver_info, gpus) = inventory.answers();
-                    self.record_driver_info(Ok(record_driver_info), requested_at);
-                    gpus.for_each(|(index, answer)| self.record_answer(index, answer, requested_at));
-                }
-                Err(error) => self.record_driver_info(Err(error), requested_at),
-            }
-        }
-    }
-
-    #[expect(clippy::unnecessary_wraps, reason = "the type of an NVML answer")]
-    fn observation(uuid: &str, index: u32) -> Result<GpuObservation, NvmlError> {
-        Ok(GpuObservation { gpu: gpu(uuid, index), processes: Vec::new() })
-    }
-
-    fn hung_gpu_answer() -> Result<GpuObservation, NvmlError> {
-        Err(NvmlError::Hung(Duration::from_secs(20)))
-    }
-
-    fn record_driver_answer(tracker: &mut HardwareTracker, count: u32, now: Instant) {
-        tracker.record_driver_info(Ok(DriverInfo { driver: "580.159".into(), count }), now);
-    }
-
-    fn unhealthy_uuids(tracker: &HardwareTracker) -> Vec<String> {
-        let hardware = tracker.hardware();
-        hardware.gpus.into_iter().filter(|(_, known)| !known.health.healthy).map(|(uuid, _)| uuid).collect()
-    }
-
-    #[expect(clippy::unnecessary_wraps, reason = "the type of an NVML answer")]
-    fn inventory(gpus: Vec<(u32, Result<Gpu, NvmlError>)>) -> Result<Inventory, NvmlError> {
-        let gpus = gpus.into_iter().collect();
-        Ok(Inventory { driver: "580.159".into(), gpus, processes: BTreeMap::new() })
-    }
-
-    fn two_gpus() -> Result<Inventory, NvmlError> {
-        inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Ok(gpu("GPU-b", 1)))])
-    }
-
-    fn tracker(gpus: Vec<Gpu>, same_boot: bool) -> HardwareTracker {
-        HardwareTracker::restore(gpus, same_boot, Clock::new(Instant::now(), Timestamp::UNIX_EPOCH))
-    }
-
-    fn two_gpu_tracker() -> HardwareTracker {
-        tracker(vec![gpu("GPU-a", 0), gpu("GPU-b", 1)], true)
-    }
-
-    #[test]
-    fn a_hanging_gpu_is_unreachable_until_it_answers_and_others_are_unaffected() {
-        let now = Instant::now();
-        let mut tracker = two_gpu_tracker();
-        tracker.observe(two_gpus(), now);
-        tracker.record_answer(1, hung_gpu_answer(), now);
-        assert_eq!(
-            (unhealthy_uuids(&tracker), reason_of(&tracker, "GPU-b")),
-            (vec!["GPU-b".to_owned()], "GpuUnreachable".into())
-        );
-        let health = tracker.hardware().gpus["GPU-b"].health.clone();
-        assert_eq!((health.class.as_str(), health.message.as_str()), ("Lost", "NVML did not answer for 20 s"));
-        let process = Process { pid: 7, memory: None, mps: false, gpu_instance: None };
-        let answer = GpuObservation { gpu: gpu("GPU-a", 0), processes: vec![process] };
-        tracker.record_answer(0, Ok(answer), now);
-        record_driver_answer(&mut tracker, 2, now);
-        let hardware = tracker.hardware();
-        assert_eq!(hardware.gpus["GPU-a"].processes.len(), 1, "the other GPU's answer is recorded");
-        assert_eq!((unhealthy_uuids(&tracker), hardware.driver.version()), (vec!["GPU-b".to_owned()], Some("580.159")));
-        tracker.record_answer(1, observation("GPU-b", 1), now);
-        assert!(unhealthy_uuids(&tracker).is_empty());
-    }
-
-    #[test]
-    fn a_gpu_that_hangs_from_the_start_is_known_by_index_and_others_serve() {
-        let now = Instant::now();
-        let mut tracker = tracker(vec![], true);
-        record_driver_answer(&mut tracker, 2, now);
-        tracker.record_answer(0, observation("GPU-a", 0), now);
-        assert_eq!((tracker.hardware().gpus.len(), tracker.is_complete()), (1, false));
-        tracker.record_answer(1, hung_gpu_answer(), now);
-        assert!(tracker.is_complete());
-        let hardware = tracker.hardware();
-        assert!(hardware.gpus["GPU-a"].health.healthy);
-        assert_eq!(hardware.unnamed, BTreeMap::from([(1, "NVML did not answer for 20 s".to_owned())]));
-        tracker.record_answer(1, observation("GPU-b", 1), now);
-        assert_eq!((tracker.hardware().gpus.len(), tracker.hardware().unnamed.len()), (2, 0));
-    }
-
-    #[test]
-    fn a_checkpointed_gpu_that_hangs_from_the_start_is_unreachable() {
-        let now = Instant::now();
-        for same_boot in [true, false] {
-            let mut tracker = tracker(vec![gpu("GPU-a", 0), gpu("GPU-b", 1)], same_boot);
-            record_driver_answer(&mut tracker, 2, now);
-            tracker.record_answer(1, hung_gpu_answer(), now);
-            tracker.record_answer(0, observation("GPU-a", 0), now);
-            assert_eq!(
-                (unhealthy_uuids(&tracker), reason_of(&tracker, "GPU-b")),
-                (vec!["GPU-b".to_owned()], "GpuUnreachable".into())
-            );
-            assert!(tracker.hardware().unnamed.is_empty());
-        }
-    }
-
-    #[test]
-    fn a_failing_driver_affects_all_gpus_until_it_answers() {
-        let now = Instant::now();
-        let mut tracker = two_gpu_tracker();
-        tracker.observe(two_gpus(), now);
-        tracker.record_answer(1, hung_gpu_answer(), now);
-        tracker.record_driver_info(Err(NvmlError::Hung(Duration::from_secs(20))), now);
-        // A GPU that answers is unusable while its driver does not answer.
-        tracker.record_answer(0, observation("GPU-a", 0), now);
-        assert_eq!(unhealthy_uuids(&tracker), ["GPU-a", "GPU-b"]);
-        assert_eq!(reason_of(&tracker, "GPU-a"), "DriverUnavailable");
-        record_driver_answer(&mut tracker, 2, now);
-        assert_eq!(
-            (unhealthy_uuids(&tracker), reason_of(&tracker, "GPU-b")),
-            (vec!["GPU-b".to_owned()], "GpuUnreachable".into())
-        );
-    }
-
-    #[test]
-    fn gpus_that_swap_indices_are_not_missing_in_between() {
-        let now = Instant::now();
-        let mut tracker = two_gpu_tracker();
-        tracker.observe(two_gpus(), now);
-        tracker.record_xid("GPU-a", 48, None, &[], now);
-        tracker.record_answer(0, observation("GPU-b", 0), now);
-        assert_eq!(unhealthy_uuids(&tracker), ["GPU-a"]);
-        tracker.record_answer(1, observation("GPU-a", 1), now);
-        assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired", "there was no reset");
-        // The driver now lists one GPU fewer. The tracker identifies the missing GPU once all
-        // remaining indices have answered or failed.
-        record_driver_answer(&mut tracker, 1, now);
-        assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired");
-        tracker.record_answer(1, hung_gpu_answer(), now);
-        tracker.record_answer(0, observation("GPU-a", 0), now);
-        assert_eq!((unhealthy_uuids(&tracker).len(), reason_of(&tracker, "GPU-b")), (2, "GpuLost".into()));
-    }
-
-    fn reason_of(tracker: &HardwareTracker, uuid: &str) -> String {
-        tracker.hardware().gpus[uuid].health.reason.clone()
-    }
-
-    #[test]
-    fn a_lost_gpu_does_not_affect_others_and_recovers() {
-        let now = Instant::now();
-        let mut tracker = two_gpu_tracker();
-        tracker.observe(two_gpus(), now);
-        tracker.record_xid("GPU-b", 79, None, &[], now);
-        tracker.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Err(NvmlError::Lost { call: "x" }))]), now);
-        let hardware = tracker.hardware();
-        assert!(hardware.gpus["GPU-a"].health.healthy);
-        assert_eq!(
-            (reason_of(&tracker, "GPU-b").as_str(), hardware.gpus["GPU-b"].health.class.as_str()),
-            ("GpuLost", "Lost")
-        );
-        assert_eq!(hardware.by_index()[1].gpu.model, "NVIDIA H200", "still described");
-        tracker.observe(two_gpus(), now);
-        assert!(tracker.hardware().gpus["GPU-b"].health.healthy, "a reset also ends the fault of the XID");
-    }
-
-    #[test]
-    fn an_unloaded_driver_proves_a_reset_but_a_hanging_driver_does_not() {
-        let now = Instant::now();
-        let failing = |error| inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Err(error))]);
-        for (answer, heals) in [
-            (Err(NvmlError::Hung(Duration::from_secs(20))), false),
-            (failing(NvmlError::InUse { call: "x" }), false),
-            (failing(NvmlError::Lost { call: "x" }), true),
-            (inventory(vec![(0, Ok(gpu("GPU-a", 0)))]), true),
-            (Err(NvmlError::NoDriver), true),
-        ] {
-            let what = format!("{answer:?}");
-            let mut tracker = two_gpu_tracker();
-            tracker.record_xid("GPU-b", 119, None, &[], now);
-            tracker.observe(answer, now);
-            // A hanging driver neither proves that a GPU is lost, nor cancels earlier proof.
-            tracker.observe(Err(NvmlError::Hung(Duration::from_secs(20))), now);
-            tracker.observe(two_gpus(), now);
-            assert_eq!(tracker.hardware().gpus["GPU-b"].health.healthy, heals, "{what}");
-        }
-    }
-
-    #[test]
-    fn a_gpu_that_vanishes_from_the_list_is_lost() {
-        let now = Instant::now();
-        let mut tracker = tracker(vec![], true);
-        tracker.observe(two_gpus(), now);
-        tracker.observe(inventory(vec![(0, Ok(gpu("GPU-b", 0)))]), now);
-        assert_eq!(reason_of(&tracker, "GPU-a"), "GpuLost");
-        assert_eq!(tracker.hardware().gpus["GPU-b"].gpu.index, 0);
-    }
-
-    #[test]
-    fn recorded_faults_outlive_the_agent_but_not_a_reboot() {
-        let now = Instant::now();
-        let mut before = two_gpu_tracker();
-        before.record_xid("GPU-a", 48, None, &[], now);
-        before.record_xid("GPU-none", 48, None, &[], now);
-        let records = before.health_records();
-        assert_eq!(records.keys().collect::<Vec<_>>(), ["GPU-a"]);
-        let later = now + 100 * DEFAULT_QUIET_PERIOD;
-        let mut after = two_gpu_tracker().with_health_records(records.clone(), later);
-        after.observe(two_gpus(), later);
-        assert_eq!(reason_of(&after, "GPU-a"), "ResetRequired", "an agent restart is no reset");
-        let mut rebooted = tracker(vec![gpu("GPU-a", 0)], false).with_health_records(records, later);
-        rebooted.observe(two_gpus(), later);
-        assert!(rebooted.hardware().gpus["GPU-a"].health.healthy);
-    }
-
-    #[test]
-    fn the_quiet_period_applies_to_checkpointed_and_new_gpus() {
-        let (now, quiet) = (Instant::now(), Duration::from_secs(7));
-        let mut before = two_gpu_tracker();
-        before.record_xid("GPU-a", 999, None, &[], now);
-        for early in [true, false] {
-            let mut tracker = two_gpu_tracker();
-            if early {
-                tracker.set_quiet_period(quiet);
-            }
-            let mut tracker = tracker.with_health_records(before.health_records(), now);
-            if !early {
-                tracker.set_quiet_period(quiet);
-            }
-            let gpus = ["GPU-a", "GPU-new"];
-            tracker.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Ok(gpu("GPU-new", 1)))]), now);
-            tracker.record_xid("GPU-new", 999, None, &[], now);
-            let healthy = |tracker: &HardwareTracker| gpus.map(|uuid| tracker.hardware().gpus[uuid].health.healthy);
-            let again = |tracker: &mut HardwareTracker, after: Duration| {
-                let gpus = gpus.iter().zip(0..).map(|(uuid, index)| (index, Ok(gpu(uuid, index)))).collect();
-                tracker.observe(inventory(gpus), now + after);
-            };
-            again(&mut tracker, quiet.saturating_sub(Duration::from_millis(1)));
-            assert_eq!(healthy(&tracker), [false, false]);
-            let message = tracker.hardware().gpus["GPU-new"].health.message.clone();
-            assert!(message.contains("after 7 s without another"), "{message}");
-            again(&mut tracker, quiet);
-            assert_eq!(healthy(&tracker), [true, true]);
-        }
-    }
-
-    #[test]
-    fn a_lost_gpu_that_is_reset_between_two_agents_is_healthy() {
-        let now = Instant::now();
-        let mut before = two_gpu_tracker();
-        before.record_xid("GPU-b", 79, None, &[], now);
-        before.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Err(NvmlError::Lost { call: "x" }))]), now);
-        let mut after = two_gpu_tracker().with_health_records(before.health_records(), now);
-        assert!(!after.hardware().gpus["GPU-b"].health.healthy);
-        after.observe(two_gpus(), now);
-        assert!(after.hardware().gpus["GPU-b"].health.healthy);
-        assert!(after.health_records().is_empty());
-    }
-
-    #[test]
-    fn gpus_are_unavailable_while_the_driver_is_unloaded() {
-        let now = Instant::now();
-        let mut tracker = tracker(vec![gpu("GPU-a", 0)], true);
-        assert!(tracker.hardware().gpus["GPU-a"].health.healthy, "the checkpoint counts until NVML answers");
-        tracker.observe(Err(NvmlError::NoDriver), now);
-        assert_eq!(reason_of(&tracker, "GPU-a"), "DriverUnavailable");
-        assert_eq!(tracker.hardware().driver, DriverState::Missing("the NVIDIA driver is not loaded".into()));
-        tracker.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0)))]), now);
-        assert!(tracker.hardware().gpus["GPU-a"].health.healthy);
-    }
-
-    #[test]
-    fn a_gpu_that_is_missing_after_a_reboot_is_forgotten() {
-        let listed = || inventory(vec![(0, Ok(gpu("GPU-a", 0)))]);
-        let checkpoint = || vec![gpu("GPU-a", 0), gpu("GPU-b", 1)];
-        let mut rebooted = tracker(checkpoint(), false);
-        rebooted.observe(listed(), Instant::now());
-        assert_eq!(rebooted.hardware().gpus.len(), 1);
-        let mut same = tracker(checkpoint(), true);
-        same.observe(listed(), Instant::now());
-        assert_eq!(reason_of(&same, "GPU-b"), "GpuLost");
-    }
-
-    #[test]
-    fn clearing_faults_does_not_end_later_ones_if_the_clock_was_set_back() {
-        let now = Instant::now();
-        let cleared = whole_seconds(Timestamp::from_second(3_600).unwrap());
-        let mut ahead = two_gpu_tracker();
-        ahead.set_time(now, cleared.0);
-        ahead.record_xid("GPU-a", 48, None, &[], now);
-        ahead.clear_faults("GPU-a", &cleared);
-        assert!(ahead.hardware().gpus["GPU-a"].health.healthy);
-        // An administrator corrects the clock while the same agent runs, or before the next agent
-        // starts. The next agent reads the cleared time from the checkpoint.
-        let mut next = two_gpu_tracker().with_health_records(ahead.health_records(), now);
-        next.clear_faults("GPU-a", &cleared);
-        for mut tracker in [ahead, next] {
-            tracker.set_time(now, Timestamp::UNIX_EPOCH);
-            tracker.record_xid("GPU-a", 48, None, &[], now);
-            tracker.record_xid("GPU-b", 48, None, &[], now);
-            // Each change of the spec repeats the cleared time.
-            tracker.clear_faults("GPU-a", &cleared);
-            let health = tracker.hardware().gpus["GPU-a"].health.clone();
-            assert_eq!(health.reason, "ResetRequired");
-            let last = health.last.unwrap();
-            assert!(last > cleared, "{last:?}: an administrator could not clear it");
-            assert_eq!(tracker.hardware().gpus["GPU-b"].health.last.as_ref().unwrap().0, Timestamp::UNIX_EPOCH);
-            tracker.clear_faults("GPU-a", &last);
-            assert!(tracker.hardware().gpus["GPU-a"].health.healthy);
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn events_of_one_gpu_never_change_the_health_of_another(
-            events in proptest::collection::vec((prop_oneof![Just(13_u64), Just(48), Just(79), Just(94), Just(500)], 0_u32..5, 0_u64..200, 0_u64..5), 0..20),
-        ) {
-            let mut now = Instant::now();
-            let mut tracker = two_gpu_tracker();
-            tracker.observe(two_gpus(), now);
-            tracker.record_vitals("GPU-a", GpuVitals { uncorrected: Some(0), ..GpuVitals::default() }, now);
-            for (xid, what, wait, errors) in events {
-                now += Duration::from_secs(wait);
-                match what {
-                    0 => { tracker.record_xid("GPU-b", xid, Some(1), &[], now); }
-                    1 => tracker.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Err(NvmlError::Lost { call: "x" }))]), now),
-                    2 => tracker.observe(two_gpus(), now),
-                    3 => tracker.record_answer(1, hung_gpu_answer(), now),
-                    _ => tracker.record_vitals("GPU-b", GpuVitals { uncorrected: Some(errors), remap_failed: Some(errors == 4), ..GpuVitals::default() }, now),
-                }
-                prop_assert_eq!(&tracker.hardware().gpus["GPU-a"].health, &Health { healthy: true, ..Health::default() });
-            }
-        }
-    }
-}
+pub(crate) mod tests;

@@ -46,6 +46,8 @@ pub mod reason {
     pub const ECC_ERRORS: &str = "EccErrors";
     /// NVML reports the GPU as lost, or a call for it fails.
     pub const GPU_LOST: &str = "GpuLost";
+    /// NVML no longer lists the GPU.
+    pub const GPU_MISSING: &str = cleave_api::names::HEALTH_GPU_MISSING;
     /// NVML did not answer for the GPU in time.
     pub const GPU_UNREACHABLE: &str = "GpuUnreachable";
     /// The driver does not answer for any GPU.
@@ -113,6 +115,9 @@ pub struct HealthRecord {
     /// Whether the GPU was lost and only a reset restores it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lost: bool,
+    /// Since when NVML has not listed the GPU. `None` if NVML lists it. A reboot does not end this.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub missing_since: Option<Time>,
 }
 
 impl HealthRecord {
@@ -163,19 +168,20 @@ impl HealthHistory {
     /// Restores the record of an earlier agent in the same boot. Quiet periods restart, because no
     /// agent observed errors while the agent was down.
     pub fn restore(record: HealthRecord, now: Instant) -> Self {
-        let HealthRecord { faults, uncorrected, reset_wanted, lost } = record;
+        let HealthRecord { faults, uncorrected, reset_wanted, lost, missing_since: _ } = record;
         let faults = faults.into_iter().map(|recorded| TrackedFault { recorded, quiet: now }).collect();
         Self { faults, uncorrected, reset_wanted, was_lost: lost, ..Self::default() }
     }
 
     /// Returns the record for the checkpoint. `lost` states whether the GPU is lost now and only a
-    /// reset restores it.
-    pub fn to_record(&self, lost: bool) -> HealthRecord {
+    /// reset restores it, and `missing_since` since when NVML has not listed it.
+    pub fn to_record(&self, lost: bool, missing_since: Option<Time>) -> HealthRecord {
         HealthRecord {
             faults: self.faults.iter().map(|fault| fault.recorded.clone()).collect(),
             uncorrected: self.uncorrected.filter(|count| *count > 0),
             reset_wanted: self.reset_wanted.clone(),
             lost: lost || self.was_lost,
+            missing_since,
         }
     }
 
@@ -423,7 +429,7 @@ pub(crate) mod tests {
         assert_eq!(health_class(&driver), "NeedsReset");
         driver.record_vitals(vitals_with_recovery(RecoveryAction::Nothing), event_time(later));
         assert!(driver.health().healthy, "the driver no longer requests a reset");
-        let mut lost = HealthHistory::restore(history.to_record(true), later);
+        let mut lost = HealthHistory::restore(history.to_record(true, None), later);
         assert_eq!(health_class(&lost), "Lost");
         lost.record_answer(later, &[]);
         assert!(lost.health().healthy, "lost and back");
@@ -440,7 +446,7 @@ pub(crate) mod tests {
         for xid in [79, 999] {
             let mut before = HealthHistory::default();
             before.record_xid(xid, None, &[], event_time(start));
-            let json = serde_json::to_string(&before.to_record(false)).unwrap();
+            let json = serde_json::to_string(&before.to_record(false, None)).unwrap();
             let mut after = HealthHistory::restore(serde_json::from_str(&json).unwrap(), start + DEFAULT_QUIET_PERIOD);
             assert_eq!(after.health(), before.health());
             after.record_answer(start + DEFAULT_QUIET_PERIOD, &[]);
@@ -454,7 +460,7 @@ pub(crate) mod tests {
         let mut history = HealthHistory::default();
         history.record_vitals(vitals_with_errors(7), event_time(start));
         assert!(history.health().healthy, "those are old errors");
-        let mut history = HealthHistory::restore(history.to_record(false), start);
+        let mut history = HealthHistory::restore(history.to_record(false, None), start);
         history.record_vitals(vitals_with_errors(9), event_time(start));
         let health = history.health();
         assert_eq!((health.class.as_str(), health.reason.as_str()), ("Suspect", "EccErrors"));
@@ -553,7 +559,7 @@ pub(crate) mod tests {
                     HealthEvent::Answer => history.record_answer(now, &["MIG-a"]),
                     HealthEvent::Errors(more) => { count += more; history.record_vitals(vitals_with_errors(count), event_time(now)); }
                     HealthEvent::Wait(seconds) => now += Duration::from_secs(seconds),
-                    HealthEvent::Restart => history = HealthHistory::restore(history.to_record(false), now),
+                    HealthEvent::Restart => history = HealthHistory::restore(history.to_record(false, None), now),
                 }
                 prop_assert!(history.faults.len() <= 4, "bounded");
             }

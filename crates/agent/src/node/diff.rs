@@ -292,6 +292,7 @@ mod tests {
                     instances: BTreeMap::new(),
                     observed: true,
                     processes: Vec::new(),
+                    missing: false,
                 },
             )
         };

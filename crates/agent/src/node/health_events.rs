@@ -3,9 +3,11 @@ use std::collections::BTreeMap;
 
 use cleave_api::gpunode::Health;
 use cleave_api::names::HEALTH_SUSPECT;
+use cleave_gpu::nvml::Gpu;
 
 use crate::event::{NodeEvent, device_recovery, device_warning};
 use crate::gpu::hardware::Hardware;
+use crate::gpu::health::reason;
 
 /// The reported severity of each GPU and MIG device with a problem. The agent publishes one Event
 /// when a problem begins, when its severity increases, and when it ends. A restart of the agent
@@ -22,6 +24,8 @@ enum Severity {
     Transient,
     /// The GPU needs an administrator.
     Permanent,
+    /// NVML no longer lists the GPU.
+    Missing,
 }
 
 impl ReportedHealth {
@@ -31,12 +35,24 @@ impl ReportedHealth {
         Self(severities(hardware).map(|(device, severity, _)| (device, severity)).collect())
     }
 
+    /// Forgets a GPU that was forgotten, and its MIG devices: its end is no recovery.
+    pub fn forget(&mut self, gpu: &Gpu) {
+        let instances = gpu.mig.iter().flat_map(|mig| &mig.instances).map(|instance| &instance.uuid);
+        for device in instances.chain([&gpu.uuid]) {
+            self.0.remove(device);
+        }
+    }
+
     /// Updates the severities and returns the resulting Events.
     pub fn update(&mut self, hardware: &Hardware) -> Vec<NodeEvent> {
         let (mut found, mut now) = (Vec::new(), BTreeMap::new());
         for (device, severity, health) in severities(hardware) {
             if self.0.get(&device).is_none_or(|reported| *reported < severity) {
-                let reason = if severity == Severity::Pending { "GpuResetPending" } else { "GpuUnhealthy" };
+                let reason = match severity {
+                    Severity::Pending => "GpuResetPending",
+                    Severity::Transient | Severity::Permanent => "GpuUnhealthy",
+                    Severity::Missing => "GpuMissing",
+                };
                 found.push(device_warning(reason, &device, format!("GPU {device}: {}", health.message)));
             }
             now.insert(device, severity);
@@ -58,6 +74,7 @@ fn severities(hardware: &Hardware) -> impl Iterator<Item = (String, Severity, &H
         let severity = match (health.healthy, health.class.as_str()) {
             (true, _) if health.reason.is_empty() => return None,
             (true, _) => Severity::Pending,
+            (false, _) if health.reason == reason::GPU_MISSING => Severity::Missing,
             (false, HEALTH_SUSPECT) => Severity::Transient,
             (false, _) => Severity::Permanent,
         };

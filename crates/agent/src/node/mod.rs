@@ -238,6 +238,11 @@ impl Node {
         self.quiesces.record_nvml_closed(closed);
     }
 
+    /// Records whether a call to NVML hangs so that this process can never close NVML.
+    pub const fn record_nvml_stuck(&mut self, stuck: bool) {
+        self.quiesces.record_nvml_stuck(stuck);
+    }
+
     /// Returns the known GPUs, in NVML's order.
     pub fn gpus(&self) -> Vec<Gpu> {
         self.tracker.hardware().by_index().into_iter().map(|known| known.gpu.clone()).collect()
@@ -343,6 +348,25 @@ impl Node {
             GpuNodeState::Unknown | GpuNodeState::Missing | GpuNodeState::Malformed(_) => {}
         }
         self.object = object;
+    }
+
+    /// Forgets the missing GPUs that the spec declares as removed, and all state of them.
+    fn forget_removed_gpus(&mut self) {
+        let removed = self.spec.iter().flat_map(|(_, spec)| &spec.gpus);
+        let removed = removed.filter_map(|gpu| Some((&gpu.uuid, gpu.forgotten.as_ref()?)));
+        for (uuid, until) in removed {
+            let Some(gpu) = self.tracker.known_gpu(uuid).cloned() else { continue };
+            if self.tracker.forget_gpu(uuid, until) {
+                self.reported_health.forget(&gpu);
+                self.pending_events.push(NodeEvent {
+                    warning: false,
+                    reason: "GpuForgotten",
+                    note: format!("GPU {} ({uuid}) was removed from the node", gpu.index),
+                    regarding: None,
+                    related: EventSubject::device(uuid),
+                });
+            }
+        }
     }
 
     /// Records the state of the MPS host.

@@ -26,6 +26,9 @@ pub struct Quiesces {
     /// GPUs that an Event has reported as quiesced.
     reported: BTreeSet<String>,
     nvml_closed: bool,
+    /// Whether a call to NVML hangs in the kernel, so that not even a restart of the agent closes
+    /// NVML.
+    nvml_stuck: bool,
 }
 
 /// Progress of one quiesce.
@@ -61,6 +64,11 @@ impl Quiesces {
     /// Records whether NVML is closed.
     pub const fn record_nvml_closed(&mut self, closed: bool) {
         self.nvml_closed = closed;
+    }
+
+    /// Records whether a call to NVML hangs so that this process can never close NVML.
+    pub const fn record_nvml_stuck(&mut self, stuck: bool) {
+        self.nvml_stuck = stuck;
     }
 
     /// Updates the progress of the GPUs that the spec requests to quiesce. `state` returns the
@@ -111,6 +119,9 @@ impl Quiesces {
             Some(why) => format!("waiting: {why}"),
             None if self.nvml_closed => {
                 "quiesced: its MPS daemons have exited, and the agent has closed NVML. The GPU can be reset".into()
+            }
+            None if self.nvml_stuck => {
+                "waiting: a call to NVML hangs in the kernel, so the agent cannot close NVML. Restart the node".into()
             }
             None => "waiting: calls to NVML have not returned yet".into(),
         };
@@ -177,6 +188,10 @@ mod tests {
         quiesces.update(&requested_gpus(), unused, later);
         assert!(quiesces.closes_nvml() && quiesces.is_in_progress());
         assert!(!quiesces.status("GPU-a").unwrap().quiesced && event_reasons(&mut quiesces).is_empty());
+        quiesces.record_nvml_stuck(true);
+        let stuck = quiesces.status("GPU-a").unwrap();
+        assert!(!stuck.quiesced && stuck.message.contains("Restart the node"), "{}", stuck.message);
+        quiesces.record_nvml_stuck(false);
         quiesces.record_nvml_closed(true);
         assert!(quiesces.status("GPU-a").unwrap().quiesced && !quiesces.is_in_progress());
         assert_eq!(event_reasons(&mut quiesces), ["GpuQuiesced"]);

@@ -40,6 +40,7 @@ const QUIESCE_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 impl Node {
     /// Decides the next actions, and updates the table.
     pub fn reconcile(&mut self, table: &mut AllocationTable, now: Instant) -> Actions {
+        self.forget_removed_gpus();
         let hardware = self.tracker.hardware();
         let in_use = self.slices_in_use(&table.allocations);
         let usage = in_use.as_ref().filter(|_| self.pod_resources.is_some());
@@ -62,7 +63,7 @@ impl Node {
         }
 
         self.update_quiesces(&hardware, in_use.as_ref(), &table.pending, now);
-        let desired = self.desired_mps_state(&table.allocations);
+        let desired = self.desired_mps_state(&hardware, &table.allocations);
         self.update_daemons(&desired, now);
         let orders = self.order_changes(&hardware, &partitions, changes, now);
         steps.extend(self.mig_progress.values().flat_map(MigProgress::steps).cloned());
@@ -246,7 +247,8 @@ impl Node {
     fn take_events(&mut self, hardware: &Hardware) -> Vec<NodeEvent> {
         let mut events = std::mem::take(&mut self.pending_events);
         events.extend(self.reported_health.update(hardware));
-        let running = self.layouts.iter().filter(|(uuid, _)| !self.quiesces.ends_daemons(uuid));
+        let missing = |uuid: &str| hardware.gpus.get(uuid).is_some_and(|known| known.missing);
+        let running = self.layouts.iter().filter(|(uuid, _)| !self.quiesces.ends_daemons(uuid) && !missing(uuid));
         let daemons = running.flat_map(|(_, layout)| &layout.daemons).collect();
         events.extend(self.reported_daemons.update(&daemons, &self.view));
         events.extend(self.quiesces.take_events());
@@ -423,9 +425,16 @@ impl Node {
     }
 
     /// Returns the daemons and doors that the MPS host must run.
-    fn desired_mps_state(&self, allocations: &Allocations) -> Desired {
+    fn desired_mps_state(&self, hardware: &Hardware, allocations: &Allocations) -> Desired {
         let mut daemons = self.adopted.clone();
-        for (_, layout) in self.layouts.iter().filter(|(uuid, _)| !self.quiesces.ends_daemons(uuid)) {
+        let held: BTreeSet<&str> =
+            allocations.iter().flat_map(|(_, allocation)| &allocation.devices).map(String::as_str).collect();
+        for (uuid, layout) in self.layouts.iter().filter(|(uuid, _)| !self.quiesces.ends_daemons(uuid)) {
+            // A daemon cannot start on a missing GPU. One that runs may still have clients.
+            let missing = hardware.gpus.get(uuid).is_some_and(|known| known.missing);
+            if missing && !layout.daemons.keys().any(|device| held.contains(device.as_str())) {
+                continue;
+            }
             daemons.extend(layout.daemons.iter().map(|(device, daemon)| (device.clone(), daemon.clone())));
         }
         let mut doors = self.adopted_allocations.clone();

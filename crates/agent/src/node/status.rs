@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use cleave_api::GpuNodeSpec;
 use cleave_api::gpunode::{
     AllocationStatus, FindingStatus, GpuNodeStatus, GpuStatus, Health, MigInstanceStatus, MigProfileStatus, MigStatus,
-    MpsStatus, SliceStatus, StepStatus, Summary,
+    MpsStatus, SliceStatus, StepStatus, Summary, UnidentifiedGpuStatus,
 };
 use cleave_api::names::{
-    CONDITION_APPLIED, CONDITION_GPUS_HEALTHY, CONDITION_LIMITS_ENFORCED, CONDITION_READY, STEP_DONE, daemon_state,
-    door,
+    CONDITION_APPLIED, CONDITION_GPUS_HEALTHY, CONDITION_GPUS_PRESENT, CONDITION_LIMITS_ENFORCED, CONDITION_READY,
+    STEP_DONE, daemon_state, door,
 };
 use cleave_gpu::mps::drivers::DriverEvidence;
 use cleave_gpu::mps::wire::{DaemonSettings, DaemonState, DaemonStatus, Enforcement};
@@ -53,6 +53,10 @@ pub mod reason {
     pub const MALFORMED: &str = "Malformed";
     /// `GpusHealthy`: all GPUs are healthy.
     pub const HEALTHY: &str = "Healthy";
+    /// `GpusPresent`: NVML lists every GPU that the node should have.
+    pub const ALL_PRESENT: &str = "AllPresent";
+    /// Not `GpusPresent`: the node had GPUs that NVML no longer lists.
+    pub const GPU_MISSING: &str = cleave_api::names::HEALTH_GPU_MISSING;
     /// `LimitsEnforced`: doors enforce the limits of all shares.
     pub const DOORS_ENFORCE: &str = "DoorsEnforce";
     /// Not `LimitsEnforced`: the MPS handshake of the driver is unknown, or the daemon's replies to
@@ -153,15 +157,18 @@ pub fn build_status(input: &StatusInput<'_>) -> GpuNodeStatus {
             Some((CONDITION_READY, ready_condition(input, &gpus))),
             Some((CONDITION_APPLIED, applied_condition(input))),
             Some((CONDITION_GPUS_HEALTHY, gpus_healthy_condition(input))),
+            Some((CONDITION_GPUS_PRESENT, gpus_present_condition(input))),
             limits_enforced_condition(input, &gpus).map(|content| (CONDITION_LIMITS_ENFORCED, content)),
         ]
         .into_iter()
         .flatten()
         .map(|(type_, content)| condition(type_, generation, content))
         .collect(),
+        expected_gpus: saturate_u32(hardware.expected_gpus()),
         summary: Some(Summary::from_gpus(&gpus)),
         models: Vec::new(),
         gpus,
+        unidentified_gpus: unidentified_gpus(hardware),
         steps: steps.to_vec(),
         findings: input.findings.to_vec(),
     }
@@ -183,7 +190,7 @@ fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
         health = Health { healthy: false, reason: reason::MPS_UNAVAILABLE.into(), message, ..Health::default() };
     }
     let quiesce = input.quiesces.status(&gpu.uuid);
-    if let Some(quiesce) = quiesce.as_ref().filter(|_| input.quiesces.ends_daemons(&gpu.uuid)) {
+    if let Some(quiesce) = quiesce.as_ref().filter(|_| !known.missing && input.quiesces.ends_daemons(&gpu.uuid)) {
         let reason = crate::gpu::health::reason::QUIESCED.into();
         health = Health { healthy: false, reason, message: quiesce.message.clone(), ..Health::default() };
     }
@@ -434,8 +441,13 @@ fn ready_condition(input: &StatusInput<'_>, gpus: &[GpuStatus]) -> ConditionCont
     condition_content(true, reason::SERVING, "")
 }
 
-/// Returns the GPUs that NVML lists but that never reported their UUID. These GPUs have no row in
-/// the status.
+/// Returns the rows of GPUs that NVML lists but that never reported their UUID.
+fn unidentified_gpus(hardware: &Hardware) -> Vec<UnidentifiedGpuStatus> {
+    let row = |(index, why): (&u32, &String)| UnidentifiedGpuStatus { index: *index, message: why.clone() };
+    hardware.unnamed.iter().map(row).collect()
+}
+
+/// Returns the GPUs that NVML lists but that never reported their UUID, each as a clause.
 fn unnamed_gpus(hardware: &Hardware) -> impl Iterator<Item = String> {
     hardware.unnamed.iter().map(|(index, why)| format!("GPU {index}: {why}"))
 }
@@ -463,6 +475,30 @@ fn gpus_healthy_condition(input: &StatusInput<'_>) -> ConditionContent {
         (true, false) => condition_content(true, crate::gpu::health::reason::RESET_PENDING, pending.join("; ")),
         (true, true) => condition_content(true, reason::HEALTHY, ""),
     }
+}
+
+/// Returns the condition `GpusPresent`. Only `cleave forget` lowers the number of expected GPUs.
+fn gpus_present_condition(input: &StatusInput<'_>) -> ConditionContent {
+    let hardware = input.hardware;
+    if let DriverState::Missing(why) = &hardware.driver {
+        return condition_content(false, reason::NO_DRIVER, why.clone());
+    }
+    let missing = hardware.missing_gpus();
+    if missing.is_empty() {
+        return if input.inventoried {
+            condition_content(true, reason::ALL_PRESENT, "")
+        } else {
+            condition_content(false, reason::STARTING, "NVML has not answered yet")
+        };
+    }
+    let names: Vec<String> = missing.iter().map(|gpu| format!("GPU {} ({})", gpu.index, gpu.uuid)).collect();
+    let expected = hardware.expected_gpus();
+    let listed = expected - missing.len();
+    let message = format!(
+        "NVML lists {listed} of {expected} GPUs. Missing: {}. Repair or replace them. Run `cleave forget` for those that were removed for good",
+        names.join(", ")
+    );
+    condition_content(false, reason::GPU_MISSING, message)
 }
 
 /// Returns the condition `LimitsEnforced`, or `None` if no MPS daemon has reported its handshake.

@@ -1,7 +1,10 @@
 //! Tests of [`Node`] as a whole.
-use cleave_api::names::{CONDITION_LIMITS_ENFORCED, CONDITION_READY};
+use cleave_api::gpunode::GpuSpec;
+use cleave_api::names::{CONDITION_GPUS_PRESENT, CONDITION_LIMITS_ENFORCED, CONDITION_READY};
 use cleave_api::sharingpolicy::MpsEnforcement;
 use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Enforcement, MpsHostStatus};
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use super::reconcile::LIST_INTERVAL_WHILE_IN_USE;
 use super::*;
@@ -636,4 +639,53 @@ fn an_unplanned_spec_counts_as_no_spec_and_a_malformed_one_keeps_the_last_spec()
     assert_eq!((applied.reason.as_str(), applied.status.as_str()), ("Malformed", "False"));
     node.record_gpu_node(GpuNodeState::Missing);
     assert_eq!(node.reconcile(&mut table, start).lists.values().flatten().count(), 10);
+}
+
+#[test]
+fn a_missing_gpu_stays_in_the_status_until_the_spec_forgets_it() {
+    let start = Instant::now();
+    let two = || {
+        let gpus = BTreeMap::from([(0, Ok(gpu("GPU-a", 0))), (1, Ok(gpu("GPU-b", 1)))]);
+        Ok(Inventory { driver: "580".into(), gpus, processes: BTreeMap::new() })
+    };
+    let spec = |generation, forgotten: Option<Time>| {
+        let gpus = vec![mps_spec("GPU-a", 10), GpuSpec { forgotten, ..mps_spec("GPU-b", 10) }];
+        GpuNodeState::Present(generation, GpuNodeSpec { plan_id: "p".into(), gpus })
+    };
+    let present = |actions: &Actions| condition(actions, CONDITION_GPUS_PRESENT).unwrap();
+    let (mut node, mut table) = start_node(None, None, start);
+    node.set_time(start, Timestamp::from_second(1000).unwrap());
+    node.record_inventory(two(), start);
+    node.record_gpu_node(spec(1, None));
+    let actions = node.reconcile(&mut table, start);
+    assert_eq!(present(&actions), ("True".into(), "AllPresent".into()));
+    assert_eq!(actions.desired.daemons.len(), 2);
+
+    // The next boot has one GPU less.
+    let checkpoint = Checkpoint { boot_id: "earlier".into(), ..actions.checkpoint };
+    let (mut node, mut table) = start_node(Some(checkpoint), None, start);
+    node.set_time(start, Timestamp::from_second(2000).unwrap());
+    node.record_inventory(inventory(), start);
+    let actions = node.reconcile(&mut table, start);
+    assert_eq!(present(&actions), ("False".into(), "GpuMissing".into()));
+    assert_eq!(event_reasons(&actions), ["GpuMissing"]);
+    let GpuNodeStatus { gpus, expected_gpus, .. } = &actions.status;
+    assert_eq!((gpus.len(), *expected_gpus), (2, 2));
+    assert_eq!((gpus[1].uuid.as_str(), gpus[1].health.reason.as_str()), ("GPU-b", "GpuMissing"));
+    assert_eq!(gpus[1].health.since.as_ref().unwrap().0, Timestamp::from_second(2000).unwrap());
+    assert_eq!(actions.desired.daemons.keys().collect::<Vec<_>>(), ["GPU-a"], "no daemon can start on it");
+    assert_eq!(actions.lists.values().flatten().count(), 20, "its shares are listed and Unhealthy");
+
+    let forgets = |at| spec(2, Some(Time(Timestamp::from_second(at).unwrap())));
+    node.record_gpu_node(forgets(1999));
+    assert_eq!(node.reconcile(&mut table, start).status.gpus.len(), 2, "the word is about an earlier absence");
+    node.record_gpu_node(forgets(2000));
+    let actions = node.reconcile(&mut table, start);
+    assert_eq!(event_reasons(&actions), ["GpuForgotten"]);
+    assert_eq!((actions.status.gpus.len(), actions.status.expected_gpus), (1, 1));
+    assert_eq!(present(&actions), ("True".into(), "AllPresent".into()));
+    assert_eq!(actions.lists.values().flatten().count(), 10);
+    assert_eq!(actions.checkpoint.gpus.len(), 1);
+    node.record_inventory(two(), start);
+    assert_eq!(node.reconcile(&mut table, start).status.gpus.len(), 2, "a GPU that returns is served again");
 }

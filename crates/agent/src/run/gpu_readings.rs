@@ -66,7 +66,7 @@ impl GpuSensors {
             match answer {
                 Ok(readings) => self.metrics.set_readings(uuid, Some(&readings)),
                 // NVML is closed while a GPU is quiesced or its MIG mode changes.
-                Err(NvmlError::Closed) => self.metrics.forget_readings(uuid),
+                Err(error) if error.is_of_this_process() => self.metrics.forget_readings(uuid),
                 Err(error) => {
                     self.metrics.count_error("sensors");
                     let error = &error as &dyn std::error::Error;
@@ -91,14 +91,12 @@ mod tests {
     use std::sync::mpsc::{Receiver, channel};
 
     use cleave_api::gpunode::{GpuNodeStatus, GpuStatus};
-    use cleave_gpu::nvml::{ComputeMode, DriverInfo, Gpu, Gpus, MigActivation, MigInstance, Process};
+    use cleave_gpu::nvml::Gpus;
 
     use super::*;
 
     /// NVML with two GPUs. `GPU-b` answers once for each message in the channel.
     struct FakeNvml(Mutex<Receiver<()>>);
-
-    const UNSUPPORTED: NvmlError = NvmlError::NotSupported { call: "test" };
 
     impl Gpus for FakeNvml {
         fn readings(&self, uuid: &str) -> Result<GpuReadings, NvmlError> {
@@ -106,30 +104,6 @@ mod tests {
                 self.0.lock().unwrap().recv().map_err(|_| NvmlError::Lost { call: "test" })?;
             }
             Ok(GpuReadings { busy_percent: Some(25), temperature_celsius: Some(40), ..GpuReadings::default() })
-        }
-        fn driver_info(&self) -> Result<DriverInfo, NvmlError> {
-            Err(UNSUPPORTED)
-        }
-        fn gpu_at(&self, _: u32) -> Result<Gpu, NvmlError> {
-            Err(UNSUPPORTED)
-        }
-        fn gpu(&self, _: &str) -> Result<Gpu, NvmlError> {
-            Err(UNSUPPORTED)
-        }
-        fn processes(&self, _: &str) -> Result<Vec<Process>, NvmlError> {
-            Err(UNSUPPORTED)
-        }
-        fn set_compute_mode(&self, _: &str, _: ComputeMode) -> Result<ComputeMode, NvmlError> {
-            Err(UNSUPPORTED)
-        }
-        fn set_mig_mode(&self, _: &str, _: bool) -> Result<MigActivation, NvmlError> {
-            Err(UNSUPPORTED)
-        }
-        fn create_mig_instance(&self, _: &str, _: &str, _: u32) -> Result<MigInstance, NvmlError> {
-            Err(UNSUPPORTED)
-        }
-        fn destroy_mig_instance(&self, _: &str, _: u32) -> Result<(), NvmlError> {
-            Err(UNSUPPORTED)
         }
     }
 

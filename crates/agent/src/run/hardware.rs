@@ -31,9 +31,9 @@ const GPU_POLL_INTERVAL: Duration = Duration::from_secs(10);
 const MAX_LINK_READS: usize = 10;
 /// Minimum interval between polls, even if more events trigger polls.
 const MIN_GPU_POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Maximum time that an NVML call for a GPU may take. A call may have to initialize the GPU first.
-/// A hanging driver takes minutes to answer, or never answers.
-const GPU_CALL_TIMEOUT: Duration = Duration::from_secs(20);
+/// Maximum time that the read of the links between GPUs may take. A call may have to initialize a
+/// GPU first. A hanging driver takes minutes to answer, or never answers.
+const LINKS_CALL_TIMEOUT: Duration = Duration::from_secs(20);
 /// Interval between reads of the links between GPUs. The links change only if hardware fails.
 const LINKS_POLL_INTERVAL: Duration = Duration::from_secs(3600);
 /// Interval between reads of the links while a read fails or lacks a GPU or a link.
@@ -45,7 +45,8 @@ const BATCH_WINDOW: Duration = Duration::from_millis(50);
 /// fewer GPUs than it has. A GPU that hangs delays the other GPUs by this time, once.
 const FIRST_ANSWERS_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Polls the driver and its GPUs. Returns when the main loop has ended.
+/// Polls the driver and its GPUs. NVML may take `timeout` for each answer. Returns when the main
+/// loop has ended.
 ///
 /// # Errors
 /// Returns an error if a thread cannot be started.
@@ -53,6 +54,7 @@ pub(crate) async fn watch_hardware(
     library: Library,
     inputs: mpsc::Sender<Input>,
     mut poll: watch::Receiver<()>,
+    timeout: Duration,
 ) -> anyhow::Result<()> {
     let node = Worker::start(&library, "nvml-node").context("failed to start the NVML thread")?;
     let (mut events, mut received_events) = EventWatch::new(library.clone());
@@ -74,8 +76,8 @@ pub(crate) async fn watch_hardware(
         let mut answered = false;
         loop {
             let requested_at = Instant::now();
-            let answer = node.call(GPU_CALL_TIMEOUT, |gpus| gpus.driver_info()).await;
-            if matches!(answer, Err(NvmlError::Closed)) {
+            let answer = node.call(timeout, |gpus| gpus.driver_info()).await;
+            if answer.as_ref().is_err_and(NvmlError::is_of_this_process) {
                 wait_for_next_poll(&mut poll).await;
                 continue;
             }
@@ -93,7 +95,8 @@ pub(crate) async fn watch_hardware(
             while watched < count {
                 let worker = Worker::start(&library, format!("nvml-gpu-{watched}"));
                 let worker = worker.context("failed to start the NVML thread of a GPU")?;
-                gpus.spawn(watch_gpu(watched, worker, answers.clone(), poll.clone(), driver_returned.clone()));
+                let triggers = (poll.clone(), driver_returned.clone());
+                gpus.spawn(watch_gpu(watched, (worker, timeout), answers.clone(), triggers));
                 watched += 1;
             }
             wait_for_next_poll(&mut poll).await;
@@ -154,17 +157,16 @@ async fn forward_in_batches(mut answers: mpsc::Receiver<Input>, inputs: &mpsc::S
 /// the GPU may reappear.
 async fn watch_gpu(
     index: u32,
-    worker: Worker,
+    (worker, timeout): (Worker, Duration),
     answers: mpsc::Sender<Input>,
-    mut poll: watch::Receiver<()>,
-    mut driver_returned: watch::Receiver<()>,
+    (mut poll, mut driver_returned): (watch::Receiver<()>, watch::Receiver<()>),
 ) {
     let mut answered = true;
     loop {
         let requested_at = Instant::now();
-        let answer = worker.call(GPU_CALL_TIMEOUT, move |gpus| gpus.observe(index)).await;
-        if matches!(answer, Err(NvmlError::Closed)) {
-            // The last answer remains valid while another GPU is quiesced.
+        let answer = worker.call(timeout, move |gpus| gpus.observe(index)).await;
+        if answer.as_ref().is_err_and(NvmlError::is_of_this_process) {
+            // The last answer remains valid, while another GPU is quiesced for example.
             wait_for_next_poll(&mut poll).await;
             continue;
         }
@@ -183,7 +185,7 @@ async fn watch_gpu(
         if let Some(uuid) = uuid {
             let of = uuid.clone();
             // Do not send missing values: the next poll requests them again.
-            if let Ok(vitals) = worker.call(GPU_CALL_TIMEOUT, move |gpus| gpus.vitals(&of)).await
+            if let Ok(vitals) = worker.call(timeout, move |gpus| gpus.vitals(&of)).await
                 && answers.send(Input::Vitals(uuid, vitals, requested_at)).await.is_err()
             {
                 return;
@@ -209,7 +211,7 @@ async fn watch_links(worker: Worker, inputs: mpsc::Sender<Input>, mut count: wat
         let expected = *count.borrow_and_update();
         let mut complete = expected == 0;
         if expected > 0 {
-            match worker.call(GPU_CALL_TIMEOUT, |gpus| gpus.topology()).await {
+            match worker.call(LINKS_CALL_TIMEOUT, |gpus| gpus.topology()).await {
                 Ok(topology) => {
                     complete = u32::try_from(topology.gpus().len()) == Ok(expected) && topology.has_all_links();
                     tracing::debug!(complete, "read the links between GPUs");
@@ -227,7 +229,7 @@ async fn watch_links(worker: Worker, inputs: mpsc::Sender<Input>, mut count: wat
                     }
                 }
                 Err(NvmlError::NotSupported { .. }) => complete = true,
-                Err(NvmlError::Closed) => {}
+                Err(error) if error.is_of_this_process() => {}
                 Err(error) => {
                     tracing::warn!(
                         error = &error as &dyn std::error::Error,
@@ -250,7 +252,7 @@ mod tests {
     use std::sync::Arc;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    use cleave_gpu::nvml::{ComputeMode, DriverInfo, Gpu, Gpus, MigActivation, MigInstance, NvmlError, Process};
+    use cleave_gpu::nvml::{DriverInfo, Gpus, NvmlError};
     use cleave_plan::topology::GpuLink;
 
     use super::*;
@@ -261,35 +263,9 @@ mod tests {
         read: fn(usize) -> Result<Topology, NvmlError>,
     }
 
-    const UNSUPPORTED: NvmlError = NvmlError::NotSupported { call: "test" };
-
     impl Gpus for FakeNvml {
-        fn driver_info(&self) -> Result<DriverInfo, NvmlError> {
-            Err(UNSUPPORTED)
-        }
-        fn gpu_at(&self, _: u32) -> Result<Gpu, NvmlError> {
-            Err(UNSUPPORTED)
-        }
         fn topology(&self) -> Result<Topology, NvmlError> {
             (self.read)(self.reads.fetch_add(1, Ordering::SeqCst))
-        }
-        fn gpu(&self, _: &str) -> Result<Gpu, NvmlError> {
-            Err(UNSUPPORTED)
-        }
-        fn processes(&self, _: &str) -> Result<Vec<Process>, NvmlError> {
-            Err(UNSUPPORTED)
-        }
-        fn set_compute_mode(&self, _: &str, _: ComputeMode) -> Result<ComputeMode, NvmlError> {
-            Err(UNSUPPORTED)
-        }
-        fn set_mig_mode(&self, _: &str, _: bool) -> Result<MigActivation, NvmlError> {
-            Err(UNSUPPORTED)
-        }
-        fn create_mig_instance(&self, _: &str, _: &str, _: u32) -> Result<MigInstance, NvmlError> {
-            Err(UNSUPPORTED)
-        }
-        fn destroy_mig_instance(&self, _: &str, _: u32) -> Result<(), NvmlError> {
-            Err(UNSUPPORTED)
         }
     }
 

@@ -1,5 +1,6 @@
 //! The main loop: the only task that makes decisions.
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -19,6 +20,7 @@ use super::http::Heartbeat;
 use super::input::Input;
 use super::kubelet::ListSchedule;
 use super::mig;
+use super::nvml_closing::{self, ClosingStep, NvmlClosing};
 use super::pods::NodePods;
 use crate::args::{AgentArgs, DeviceListStrategy};
 use crate::cdi;
@@ -58,6 +60,7 @@ pub(super) struct MainLoop {
     /// Keeps NVML closed while a GPU is quiesced.
     pub(super) closed_library: Option<ClosedLibrary>,
     pub(super) nvml_was_closed: bool,
+    pub(super) nvml_closing: NvmlClosing,
     pub(super) inputs: mpsc::WeakSender<Input>,
     /// Steps that are already in the log.
     pub(super) steps: Vec<cleave_api::gpunode::StepStatus>,
@@ -79,6 +82,10 @@ impl MainLoop {
         let allocator = Arc::clone(&self.pods.allocator);
         loop {
             let pause = self.reconcile().unwrap_or(MAX_RECONCILE_INTERVAL);
+            if self.must_restart_to_close_nvml() {
+                tracing::warn!("restarting this agent: a call to NVML hangs and keeps the GPUs open");
+                return self.restart().await;
+            }
             tokio::select! {
                 // Cancel-safe: an unreceived message remains in the channel.
                 input = inputs.recv() => match input {
@@ -116,10 +123,27 @@ impl MainLoop {
         }
     }
 
+    /// Returns whether only a restart of this process can close NVML, which a quiesce needs. Tells
+    /// the node if not even a restart can.
+    fn must_restart_to_close_nvml(&mut self) -> bool {
+        let must_close = self.closed_library.is_some() && !self.library.is_closed();
+        let can_end_threads = || nvml_closing::can_end_threads(Path::new("/proc/self/task"));
+        let step = self.nvml_closing.next_step(must_close, can_end_threads, Instant::now());
+        self.node.record_nvml_stuck(step == ClosingStep::Stuck);
+        // A restart would interrupt a change of a GPU.
+        step == ClosingStep::Restart && !self.node.is_changing_hardware()
+    }
+
     /// Stops serving, releases the lock, and restarts this process as a standby. Returns only if
     /// the agent must end.
-    async fn hand_over(mut self, successor: &str) -> anyhow::Result<()> {
+    async fn hand_over(self, successor: &str) -> anyhow::Result<()> {
         tracing::info!(successor, "handing over to another agent of this node");
+        self.restart().await
+    }
+
+    /// Stops serving, releases the lock, and restarts this process. Without a successor in the
+    /// record of hand-overs, the process serves again at once. Returns only if the agent must end.
+    async fn restart(mut self) -> anyhow::Result<()> {
         self.stopping.cancel();
         self.plugins.stop().await;
         // Write the files after the last allocation, because the successor starts from them.
@@ -129,13 +153,13 @@ impl MainLoop {
         if tokio::time::timeout(WRITE_TIMEOUT, complete).await.is_err() {
             // After a failed write, the successor learns recent allocations from the kubelet, as
             // after a crash.
-            tracing::warn!("failed to write the files before the hand-over");
+            tracing::warn!("failed to write the files before the restart");
         }
         if self.terminate.recv().now_or_never().is_some() {
             tracing::info!("received SIGTERM");
             return Ok(());
         }
-        Err(hand_over::restart_as_standby(self.lock)).context("failed to restart as a standby")
+        Err(hand_over::restart_as_standby(self.lock)).context("failed to restart the agent")
     }
 
     fn handle_input(&mut self, input: Input) {

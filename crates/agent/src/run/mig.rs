@@ -14,12 +14,25 @@ const SLOW_CHANGE_THRESHOLD: Duration = Duration::from_secs(15);
 /// Maximum time to wait until calls in progress return, so that NVML can be closed before a change
 /// of MIG mode.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(25);
+/// A call in progress for this time probably never returns, so NVML cannot be closed. Closing it
+/// would only interrupt the watch of the other GPUs. Initializing a GPU takes seconds.
+const HANGING_CALL_THRESHOLD: Duration = Duration::from_secs(10);
 /// Interval between checks whether NVML is closed.
 const CLOSE_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Performs a change and reports its result. If the change is slow, reports the delay before the
 /// result.
 pub(super) async fn run_order(library: Library, order: MigOrder, report: impl AsyncFn(MigOrderResult)) {
+    run_order_unless_hanging(library, order, HANGING_CALL_THRESHOLD, report).await;
+}
+
+/// Performs a change as [`run_order`] does. A call in progress for `hanging` counts as hanging.
+async fn run_order_unless_hanging(
+    library: Library,
+    order: MigOrder,
+    hanging: Duration,
+    report: impl AsyncFn(MigOrderResult),
+) {
     let result = |outcome, after| MigOrderResult { order: order.clone(), outcome, after, at: Instant::now() };
     let worker = match Worker::start(&library, "nvml-change") {
         Ok(worker) => worker,
@@ -39,9 +52,12 @@ pub(super) async fn run_order(library: Library, order: MigOrder, report: impl As
     };
     let mut closed = None;
     if resets {
-        closed = Some(library.close());
-        if tokio::time::timeout(CLOSE_TIMEOUT, wait_until_closed(&library)).await.is_err() {
-            let why = "a call to NVML does not return, so the agent cannot close NVML";
+        let cannot_close = library.longest_call() >= hanging || {
+            closed = Some(library.close());
+            tokio::time::timeout(CLOSE_TIMEOUT, wait_until_closed(&library)).await.is_err()
+        };
+        if cannot_close {
+            let why = "a call to NVML does not return, so the agent cannot close NVML. Restart the node";
             return report(result(ChangeOutcome::Busy(why.into()), None)).await;
         }
     }
@@ -85,7 +101,50 @@ async fn wait_until_closed(library: &Library) {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::sync::mpsc::channel;
+
+    use cleave_gpu::nvml::{Gpu, Gpus, NvmlError};
+
     use super::*;
+    use crate::fixtures::gpu;
+
+    /// NVML with one A100.
+    struct OneGpu;
+
+    impl Gpus for OneGpu {
+        fn gpu(&self, uuid: &str) -> Result<Gpu, NvmlError> {
+            Ok(Gpu { compute_capability: (8, 0), ..gpu(uuid, 0) })
+        }
+    }
+
+    #[tokio::test]
+    async fn a_change_fails_at_once_and_leaves_nvml_open_while_a_call_hangs() {
+        let opened = Arc::new(AtomicU32::new(0));
+        let count = Arc::clone(&opened);
+        let library = Library::new(move || {
+            count.fetch_add(1, Ordering::SeqCst);
+            Ok(Arc::new(OneGpu))
+        });
+        let (release, released) = channel::<()>();
+        let worker = Worker::start(&library, "hanging").unwrap();
+        let hangs = worker.call(Duration::from_millis(1), move |_| {
+            // Hangs until the test drops the sender.
+            let _ = released.recv();
+            Ok(())
+        });
+        assert!(matches!(hangs.await, Err(NvmlError::Hung(_))));
+        let results = RefCell::new(Vec::new());
+        let order = MigOrder { gpu: "GPU-a".into(), change: MigChange::Mode(true) };
+        let report = async |result: MigOrderResult| results.borrow_mut().push(result.outcome);
+        run_order_unless_hanging(library.clone(), order, Duration::from_millis(1), report).await;
+        let results = results.into_inner();
+        assert!(matches!(&results[..], [ChangeOutcome::Busy(why)] if why.contains("does not return")), "{results:?}");
+        assert_eq!(opened.load(Ordering::SeqCst), 1, "the session of the other GPUs is still open");
+        drop(release);
+    }
 
     #[test]
     fn a_change_of_mode_resets_gpus_before_hopper() {

@@ -11,6 +11,7 @@ mod kubelet;
 mod main_loop;
 pub(crate) mod mig;
 mod mps;
+mod nvml_closing;
 mod offline;
 mod pods;
 mod shutdown;
@@ -37,6 +38,7 @@ use self::files::FileContents;
 use self::http::Heartbeat;
 use self::kubelet::ListSchedule;
 use self::main_loop::MainLoop;
+use self::nvml_closing::NvmlClosing;
 use self::pods::NodePods;
 use crate::allocation::pending::PendingAllocations;
 use crate::allocation::table::AllocationTable;
@@ -106,6 +108,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let main = MainLoop {
         nvml_was_closed: closed_library.is_some(),
         closed_library,
+        nvml_closing: NvmlClosing::default(),
         node,
         pods: pods.clone(),
         plugins: PluginServer::start(&PluginServerConfig::new(
@@ -133,10 +136,11 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     };
     let (plugin_states, stopping) = (main.plugins.state(), main.stopping.clone());
 
+    let gpu_timeout = Duration::from_secs(args.gpu_timeout);
     let mut tasks = JoinSet::new();
     // Start the main loop first: it serves the checkpoint's state before other tasks have answers.
     tasks.spawn(main.run(received));
-    tasks.spawn(hardware::watch_hardware(library.clone(), inputs.clone(), polls));
+    tasks.spawn(hardware::watch_hardware(library.clone(), inputs.clone(), polls, gpu_timeout));
     let view = watch::Sender::new(link.read_view());
     let terminating = (pods.terminating.subscribe(), view.subscribe());
     tasks.spawn(termination::run(link.clone(), terminating, termination_events, metrics.clone()));

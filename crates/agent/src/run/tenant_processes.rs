@@ -120,8 +120,8 @@ impl ProcessObserver {
                 round.sample.devices.extend(devices);
                 round.sample.daemon_pods.extend(daemon_pods);
             }
-            // NVML is briefly closed, or a GPU is quiesced.
-            Err(NvmlError::Closed) => {}
+            // NVML is briefly closed, a GPU is quiesced, or this process has no free descriptor.
+            Err(error) if error.is_of_this_process() => {}
             Err(error) => round.unreachable.push((gpu, error)),
         }
     }
@@ -202,7 +202,7 @@ mod tests {
     use std::sync::Mutex;
     use std::sync::mpsc::{Receiver, Sender, channel};
 
-    use cleave_gpu::nvml::{ComputeMode, DeviceProcesses, DriverInfo, Gpu, MigActivation, MigInstance, Process};
+    use cleave_gpu::nvml::DeviceProcesses;
 
     use super::*;
     use crate::tenants::snapshot::SharedDevice;
@@ -211,18 +211,6 @@ mod tests {
     struct FakeNvml(Mutex<Receiver<()>>);
 
     impl Gpus for FakeNvml {
-        fn driver_info(&self) -> Result<DriverInfo, NvmlError> {
-            Err(NvmlError::NoDriver)
-        }
-        fn gpu_at(&self, index: u32) -> Result<Gpu, NvmlError> {
-            Err(NvmlError::NotFound(index.to_string()))
-        }
-        fn gpu(&self, uuid: &str) -> Result<Gpu, NvmlError> {
-            Err(NvmlError::NotFound(uuid.into()))
-        }
-        fn processes(&self, uuid: &str) -> Result<Vec<Process>, NvmlError> {
-            self.device_processes(uuid).map(|found| found.processes)
-        }
         fn device_processes(&self, device: &str) -> Result<DeviceProcesses, NvmlError> {
             match device {
                 "GPU-b" => self.0.lock().unwrap().recv().map_err(|_| NvmlError::Lost { call: "tenants" })?,
@@ -230,18 +218,6 @@ mod tests {
                 _ => {}
             }
             Ok(DeviceProcesses { are_clients_known: true, ..DeviceProcesses::default() })
-        }
-        fn set_compute_mode(&self, _: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError> {
-            Ok(mode)
-        }
-        fn set_mig_mode(&self, _: &str, _: bool) -> Result<MigActivation, NvmlError> {
-            Err(NvmlError::NotSupported { call: "set" })
-        }
-        fn create_mig_instance(&self, _: &str, _: &str, _: u32) -> Result<MigInstance, NvmlError> {
-            Err(NvmlError::NotSupported { call: "create" })
-        }
-        fn destroy_mig_instance(&self, _: &str, _: u32) -> Result<(), NvmlError> {
-            Ok(())
         }
     }
 

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use cleave_api::GpuNodeStatus;
 use cleave_kubelet::ContainerDevices;
 use cleave_kubelet::fake::FakeKubeletState;
+use serde_json::Value;
 use tokio::task::JoinHandle;
 
 use crate::machine::{MPS_RESOURCE, Machine, container_devices, kill_child, mps_spec, share_ids};
@@ -17,6 +18,8 @@ const SHARES_PER_GPU: u32 = 10;
 const BAD_GPU: usize = 3;
 /// Index of the bad GPU, as an argument of `simgpu`.
 const BAD_GPU_ARGUMENT: &str = "3";
+/// Arguments of an agent that waits only 2 s for NVML's answer about a GPU.
+const WITH_SHORT_TIMEOUT: [&str; 2] = ["--gpu-timeout", "2"];
 /// Number of new pods on each good GPU while one GPU is bad.
 const NEW_PODS_PER_GPU: u32 = 3;
 
@@ -36,6 +39,12 @@ fn eight_gpu_node() -> Machine {
     let machine = Machine::new(&["8xH200"]);
     machine.set_spec("first", machine.uuids.iter().map(|gpu| mps_spec(gpu, SHARES_PER_GPU)).collect());
     machine
+}
+
+/// Triggers a read of all GPUs, with an XID that affects no GPU. Without it, the agent reads them
+/// every ten seconds.
+fn trigger_gpu_reads(machine: &Machine) {
+    machine.simgpu(&["xid", "0", "63"]);
 }
 
 fn good_gpus(machine: &Machine) -> Vec<String> {
@@ -81,19 +90,26 @@ impl SevenGpus {
         Self { machine, good, programs, rows, watching, gaps }
     }
 
-    /// Starts several pods on each good GPU. Checks that each pod gets its GPU.
+    /// Starts several pods on each good GPU, one on every good GPU at the same time. Checks that
+    /// each pod gets its GPU.
     async fn check_new_pods(&self, what: &str) {
         for round in 0..NEW_PODS_PER_GPU {
+            // The kubelet lists a pod while the pod runs. The agent ends allocations that the
+            // kubelet does not list.
+            let mut rows = self.rows.clone();
+            let mut pods = Vec::new();
             for gpu in &self.good {
                 let ids = share_ids(gpu, [2 + round]);
                 let given = self.machine.kubelet.allocate(MPS_RESOURCE, &[&ids[0]]).await.unwrap();
-                // The kubelet lists a pod while the pod runs. The agent ends allocations that the
-                // kubelet does not list.
-                let mut rows = self.rows.clone();
                 rows.push(container_devices(&format!("new-{gpu}"), MPS_RESOURCE, &ids));
                 self.machine.pods.set_devices(&rows);
                 self.machine.kubelet.pre_start(MPS_RESOURCE, &[&ids[0]]).await.unwrap();
-                let seen = self.machine.run_client(&given, &[]);
+                let program = self.machine.container_command(&given).stdout(Stdio::piped()).spawn().unwrap();
+                pods.push((gpu, program));
+            }
+            for (gpu, program) in pods {
+                let output = String::from_utf8(program.wait_with_output().unwrap().stdout).unwrap();
+                let seen: Value = serde_json::from_str(output.lines().next().unwrap_or_default()).unwrap_or_default();
                 assert_eq!(seen["uuid"].as_str(), Some(gpu.as_str()), "{what}, round {round}: {seen}");
             }
         }
@@ -128,7 +144,7 @@ impl SevenGpus {
 async fn seven_gpus_serve_uninterrupted_while_one_hangs_is_lost_and_repeats_xids() {
     let mut machine = eight_gpu_node();
     machine.start_mps_host();
-    machine.start_agent(&[]);
+    machine.start_agent(&WITH_SHORT_TIMEOUT);
     let seven = SevenGpus::start(machine).await;
     let simgpu = |arguments: &[&str]| drop(seven.machine.simgpu(arguments));
 
@@ -145,6 +161,7 @@ async fn seven_gpus_serve_uninterrupted_while_one_hangs_is_lost_and_repeats_xids
     seven.wait_for_bad_gpu_reason("GpuLost").await;
     seven.check_new_pods("one GPU is lost").await;
     simgpu(&["restore", BAD_GPU_ARGUMENT]);
+    trigger_gpu_reads(&seven.machine);
     seven.machine.wait_for_view("the GPU has recovered", all).await;
 
     let looping = async {
@@ -172,9 +189,12 @@ async fn seven_gpus_serve_while_one_cannot_be_described_from_the_start() {
                 && condition.message.contains("GPU 3")
         })
     };
-    seven.machine.wait_for_status("the GPU is reported by its index", reported).await;
+    let status = seven.machine.wait_for_status("the GPU is reported by its index", reported).await;
+    let [row] = &status.unidentified_gpus[..] else { panic!("{:?}", status.unidentified_gpus) };
+    assert_eq!((row.index, row.message.is_empty(), status.expected_gpus), (3, false, 8));
     let machine = seven.check_uninterrupted().await;
     machine.simgpu(&["clear"]);
+    trigger_gpu_reads(&machine);
     machine.wait_for_healthy(MPS_RESOURCE, GPU_COUNT * SHARES_PER_GPU as usize).await;
 }
 
@@ -186,14 +206,22 @@ async fn seven_gpus_serve_after_a_reboot_without_the_eighth() {
     machine.wait_for_healthy(MPS_RESOURCE, GPU_COUNT * SHARES_PER_GPU as usize).await;
     machine.reboot();
     machine.kubelet.restart().unwrap();
-    machine.simgpu(&["lose", BAD_GPU_ARGUMENT]);
+    machine.simgpu(&["remove", BAD_GPU_ARGUMENT]);
     machine.start_mps_host();
     machine.start_agent(&[]);
     let seven = SevenGpus::start(machine).await;
     seven.check_new_pods("one GPU is gone after a reboot").await;
     let machine = seven.check_uninterrupted().await;
     let reported = |status: &GpuNodeStatus| {
-        status.conditions.iter().any(|condition| condition.type_ == "GpusHealthy" && condition.status == "False")
+        let is = |type_: &str, reason: &str| {
+            status.conditions.iter().any(|condition| {
+                (condition.type_.as_str(), condition.status.as_str(), condition.reason.as_str())
+                    == (type_, "False", reason)
+            })
+        };
+        is("GpusHealthy", "GpuUnhealthy") && is("GpusPresent", "GpuMissing")
     };
-    machine.wait_for_status("the missing GPU is reported", reported).await;
+    let status = machine.wait_for_status("the missing GPU is reported", reported).await;
+    assert_eq!((status.gpus.len(), status.expected_gpus), (GPU_COUNT, 8));
+    assert!(status.gpus.iter().any(|gpu| gpu.uuid == machine.uuids[BAD_GPU] && gpu.health.reason == "GpuMissing"));
 }

@@ -199,3 +199,37 @@ async fn a_full_disk_makes_no_share_unhealthy_and_keeps_no_container_from_starti
     machine.wait_until("the new allocation is saved", || saved(&meanwhile).then_some(())).await;
     assert!(saved(&kept) && machine.agent_is_running());
 }
+
+fn checkpoint_contains(machine: &Machine, share: &str) -> bool {
+    let text = fs::read_to_string(machine.path("state/agent.json"));
+    text.is_ok_and(|text| text.contains(&format!("\"{share}\"")))
+}
+
+#[tokio::test]
+async fn an_agent_that_cannot_open_any_file_keeps_all_shares_healthy_and_loses_no_allocation() {
+    let mut machine = node_with_shares();
+    machine.start_mps_host();
+    machine.start_agent(&[]);
+    machine.wait_for_healthy(MPS_RESOURCE, TOTAL_SHARES).await;
+    let [kept] = <[String; 1]>::try_from(share_ids(&machine.uuids[0], [0])).unwrap();
+    check_new_pod_works(&machine, &kept).await;
+    set_pods(&machine, &[&kept]);
+    machine.wait_until("the allocation is saved", || checkpoint_contains(&machine, &kept).then_some(())).await;
+
+    let watching = expect_healthy_from_now_on(&machine);
+    let before = set_descriptor_limit(machine.agent_pid(), Some(0));
+    let [meanwhile] = <[String; 1]>::try_from(share_ids(&machine.uuids[1], [3])).unwrap();
+    // The kubelet's connection is open, so the pod is admitted. Its container cannot start yet.
+    machine.kubelet.allocate(MPS_RESOURCE, &[&meanwhile]).await.unwrap();
+    set_pods(&machine, &[&kept, &meanwhile]);
+    let failed = || (machine.count_logged(WRITE_FAILURE_LOG_WORDS) >= FAILED_WRITE_ATTEMPTS).then_some(());
+    machine.wait_until("writes fail for longer than a daemon may be absent", failed).await;
+    assert!(!checkpoint_contains(&machine, &meanwhile));
+    check_stayed_healthy(watching).await;
+
+    set_descriptor_limit(machine.agent_pid(), before);
+    machine.wait_until("the new allocation is saved", || checkpoint_contains(&machine, &meanwhile).then_some(())).await;
+    machine.kubelet.pre_start(MPS_RESOURCE, &[&meanwhile]).await.unwrap();
+    assert!(checkpoint_contains(&machine, &kept), "the pod's allocation was forgotten");
+    assert!(machine.agent_is_running());
+}

@@ -295,3 +295,58 @@ async fn a_gpu_that_hangs_while_its_events_are_registered_does_not_block_events_
     machine.wait_until("an XID of the other GPU", reported).await;
     machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
 }
+
+#[tokio::test]
+async fn a_gpu_that_is_taken_out_stays_in_the_status_until_an_administrator_forgets_it() {
+    let mut machine = Machine::start(&["3xH200"], ten_share_specs);
+    machine.wait_for_healthy(MPS_RESOURCE, 30).await;
+    machine.reboot();
+    machine.kubelet.restart().unwrap();
+    machine.simgpu(&["remove", "1"]);
+    machine.start_mps_host();
+    machine.start_agent(&[]);
+    let missing = |status: &GpuNodeStatus| {
+        condition(status, "GpusPresent") == ("False", "GpuMissing") && condition(status, "Applied").0 == "True"
+    };
+    let status = machine.wait_for_status("the GPU is missing", missing).await;
+    let lost = status.gpus.iter().find(|gpu| gpu.uuid == machine.uuids[1]).unwrap();
+    assert_eq!((lost.health.class.as_str(), lost.health.reason.as_str()), ("Lost", "GpuMissing"));
+    assert_eq!((status.gpus.len(), status.expected_gpus), (3, 3));
+    let message = &status.conditions.iter().find(|condition| condition.type_ == "GpusPresent").unwrap().message;
+    assert!(message.starts_with("NVML lists 2 of 3 GPUs"), "{message}");
+    machine.wait_for_healthy(MPS_RESOURCE, 20).await;
+    let metrics = || {
+        (
+            machine.metric_without_labels("cleave_agent_expected_gpus"),
+            machine.metric_without_labels("cleave_agent_missing_gpus"),
+        )
+    };
+    machine.wait_until("the metrics", || (metrics() == (Some(3.0), Some(1.0))).then_some(())).await;
+    machine.wait_until("the Event", || machine.events().contains(&"GpuMissing".to_owned()).then_some(())).await;
+
+    // A restarted agent keeps the time since when the GPU is missing.
+    let since = lost.health.since.clone();
+    machine.kill_agent();
+    std::fs::remove_file(machine.path("spec/status.json")).unwrap();
+    machine.start_agent(&[]);
+    let status = machine.wait_for_status("the GPU is still missing", missing).await;
+    assert_eq!(status.gpus.iter().find(|gpu| gpu.uuid == machine.uuids[1]).unwrap().health.since, since);
+
+    let mut specs = ten_share_specs(&machine.uuids);
+    specs[1].forgotten = since;
+    machine.set_spec("forgotten", specs);
+    let forgotten = |status: &GpuNodeStatus| {
+        status.gpus.len() == 2 && status.expected_gpus == 2 && condition(status, "GpusPresent").0 == "True"
+    };
+    machine.wait_for_status("the GPU is forgotten", forgotten).await;
+    let unlisted = |seen: &cleave_kubelet::fake::FakeKubeletState| {
+        let endpoint = &seen.endpoints[MPS_RESOURCE];
+        (endpoint.devices.len(), endpoint.healthy_ids().len()) == (20, 20)
+    };
+    machine.wait_for_view("its shares are no longer listed", unlisted).await;
+    machine.wait_until("the Event", || machine.events().contains(&"GpuForgotten".to_owned()).then_some(())).await;
+
+    machine.simgpu(&["restore", "1"]);
+    trigger_gpu_read(&machine);
+    machine.wait_for_healthy(MPS_RESOURCE, 30).await;
+}

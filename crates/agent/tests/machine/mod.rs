@@ -190,6 +190,11 @@ impl Machine {
         value.parse().ok()
     }
 
+    /// Returns the value of an agent's metric that has no label but `node`.
+    pub(crate) fn metric_without_labels(&self, name: &str) -> Option<f64> {
+        self.metric(name, &["node="])
+    }
+
     /// Stops the first of two agents (SIGTERM). Returns its exit status.
     pub(crate) fn stop_first_agent(&mut self) -> std::process::ExitStatus {
         terminate(self.first_agent.take().unwrap())

@@ -64,3 +64,42 @@ async fn a_quiesce_waits_for_pods_and_survives_a_restart_of_the_agent() {
     machine.wait_for_healthy(MPS_RESOURCE, 4).await;
     machine.wait_for_status("the new driver", |status| status.driver == "590.1").await;
 }
+
+#[tokio::test]
+async fn a_sensor_that_hangs_on_one_gpu_does_not_keep_another_one_from_being_quiesced() {
+    let mut machine = Machine::start(&["2xH200"], |gpus| vec![mps_spec(&gpus[0], 4), mps_spec(&gpus[1], 4)]);
+    machine.wait_for_healthy(MPS_RESOURCE, 8).await;
+    machine.simgpu(&["hang", "nvmlDeviceGetPowerUsage", "--gpu", "0"]);
+    let uuid = format!("uuid=\"{}\"", machine.uuids[0]);
+    // A scrape queries the sensors.
+    let hangs = || (machine.metric("cleave_gpu_up", &[&uuid]) == Some(0.0)).then_some(());
+    machine.wait_until("the sensor hangs", hangs).await;
+
+    machine.set_spec("quiesce", vec![mps_spec(&machine.uuids[0], 4), quiesced(mps_spec(&machine.uuids[1], 4))]);
+    machine.wait_for_status("quiesced", |status| is_quiesced(status, 1)).await;
+    machine.simgpu(&["reset", "1"]);
+    machine.wait_for_healthy(MPS_RESOURCE, 4).await;
+    let share = share_ids(&machine.uuids[0], [0]);
+    machine.kubelet.allocate(MPS_RESOURCE, &[&share[0]]).await.unwrap();
+    assert!(machine.agent_is_running(), "the agent keeps its PID");
+    machine.simgpu(&["clear"]);
+    machine.set_spec("resume", vec![mps_spec(&machine.uuids[0], 4), mps_spec(&machine.uuids[1], 4)]);
+    machine.wait_for_healthy(MPS_RESOURCE, 8).await;
+}
+
+#[tokio::test]
+async fn a_driver_that_hangs_in_its_initialization_blocks_neither_the_main_loop_nor_a_quiesce() {
+    let mut machine = Machine::start(&["H200"], |gpus| vec![mps_spec(&gpus[0], 4)]);
+    machine.wait_for_healthy(MPS_RESOURCE, 4).await;
+    machine.kill_agent();
+    machine.simgpu(&["hang", "nvmlInit*"]);
+    std::fs::remove_file(machine.path("spec/status.json")).unwrap();
+    machine.start_agent(&[]);
+    let served = |status: &GpuNodeStatus| status.plan_id.is_empty() && status.gpus[0].slices[0].total == 4;
+    machine.wait_for_status("it serves the state of the checkpoint", served).await;
+    machine.set_spec("quiesce", vec![quiesced(mps_spec(&machine.uuids[0], 4))]);
+    machine.wait_for_status("quiesced", |status| is_quiesced(status, 0)).await;
+    machine.simgpu(&["clear"]);
+    machine.set_spec("resume", vec![mps_spec(&machine.uuids[0], 4)]);
+    machine.wait_for_healthy(MPS_RESOURCE, 4).await;
+}

@@ -28,7 +28,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{Mutex, Semaphore};
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
 use super::context::HostContext;
@@ -68,6 +68,8 @@ pub(crate) struct Door {
     turn: Mutex<()>,
     /// Number of consecutive clients that did not complete their handshake.
     stalled: Cell<u32>,
+    /// When a failure to open a pidfd was last logged.
+    pidfd_error_logged: Cell<Option<Instant>>,
     /// Cancelled when a new listener replaces the current one.
     replaced: RefCell<CancellationToken>,
     closed: CancellationToken,
@@ -98,6 +100,7 @@ impl Door {
             server_connections: Arc::new(Semaphore::new(MAX_SERVER_CONNECTIONS)),
             turn: Mutex::default(),
             stalled: Cell::default(),
+            pidfd_error_logged: Cell::default(),
             replaced: RefCell::default(),
             closed: CancellationToken::new(),
         });

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use super::control::ControlError;
 use super::process::ChildExit;
+use super::procfs::ProcessSearchError;
 use super::protocol::{ServerState, UnexpectedAnswer};
 use super::seqpacket::MAX_SOCKET_PATH_BYTES;
 use super::wire::{DaemonState, InvalidDesired};
@@ -66,6 +67,8 @@ pub(crate) enum DaemonError {
     Spawn { program: String, source: io::Error },
     #[error("failed to prepare {path}: {source}")]
     Prepare { path: PathBuf, source: io::Error },
+    #[error("failed to search for processes of an earlier MPS daemon: {0}")]
+    Search(#[from] ProcessSearchError),
     #[error("the MPS control daemon exited with {exit}{}", prefix_with_colon(.last_line))]
     Exited { exit: ChildExit, last_line: String },
     #[error("the MPS server stayed in FAULT: the MPS daemon was replaced and exited with {0}")]
@@ -159,6 +162,8 @@ pub(crate) enum TerminateError {
     NoDaemon(String),
     #[error("client {0} is stopped (SIGSTOP or a debugger): MPS would hang until the client continues")]
     ClientStopped(u32),
+    #[error("failed to read whether the client is stopped: {0}")]
+    State(#[from] ProcessSearchError),
     #[error("the MPS daemon is busy")]
     Busy,
     #[error("no MPS server is running")]

@@ -149,7 +149,8 @@ fn to_kernel_pid(pid: u32) -> Option<Pid> {
 pub(crate) struct PidFd(OwnedFd);
 
 impl PidFd {
-    /// Opens a pidfd. Returns `None` if no such process exists.
+    /// Opens a pidfd. Returns `None` if no process has this PID. A process whose main thread has
+    /// ended exists until its last thread ends.
     ///
     /// # Errors
     /// Returns the kernel's error for any other reason: no descriptor is free, or the kernel is
@@ -160,7 +161,10 @@ impl PidFd {
         // reads it.
         match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
             Ok(fd) => Ok(Some(Self(fd))),
-            Err(Errno::SRCH) => Ok(None),
+            // No process has the PID, or not any more. The error depends on the kernel's version
+            // and on whether the kernel still refers to the PID, or a thread has it. Without flags,
+            // an argument cannot be invalid for another reason.
+            Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => Ok(None),
             Err(error) => Err(error.into()),
         }
     }
@@ -197,5 +201,12 @@ mod tests {
         assert!(pidfd.has_exited());
         assert!(PidFd::open(child.id()).unwrap().is_none_or(|reused| !reused.has_exited()));
         assert!(PidFd::open(u32::MAX).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_pid_that_is_no_process_is_not_an_error() {
+        // Not the main thread, so no process has this PID.
+        let thread = std::thread::spawn(|| PidFd::open(rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs()));
+        assert!(thread.join().unwrap().unwrap().is_none());
     }
 }

@@ -1,7 +1,14 @@
 //! Finds MPS processes in `/proc` and reads their state. Kills processes of an earlier MPS host.
-use std::path::Path;
-use std::time::Duration;
+//!
+//! A file that cannot be read is an error and never means that there is no process. A process that
+//! hangs in the driver is not an error: reading its environment hangs, and must not keep the
+//! daemons of other devices from starting or stopping.
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
 use rustix::process::Signal;
 use tokio::sync::oneshot;
 use tokio::time::timeout;
@@ -14,72 +21,157 @@ const PROCESS_SEARCH_DEADLINE: Duration = Duration::from_secs(5);
 const SEARCH_THREAD_STACK_BYTES: usize = 128 * 1024;
 /// Time limit for a killed process to exit.
 const KILLED_PROCESSES_EXIT_DEADLINE: Duration = Duration::from_secs(5);
+/// Time limit for reading the environments of all MPS processes. Below [`PROCESS_SEARCH_DEADLINE`].
+const ENVIRONMENT_READ_DEADLINE: Duration = Duration::from_secs(2);
 /// Maximum number of reads of an empty environment.
 const MAX_EMPTY_ENVIRONMENT_READS: u32 = 20;
 const EMPTY_ENVIRONMENT_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Finds the MPS daemons and servers whose pipe directory is `pipe`. This MPS host or an earlier
-/// one started them.
-pub(crate) async fn find_processes_of_pipe(pipe: &Path) -> Vec<(u32, PidFd)> {
-    let of = pipe.to_owned();
-    run_on_own_thread(move || find_processes(&of)).await.unwrap_or_default()
+/// Directory of the files about processes.
+const PROC: &str = "/proc";
+
+/// Why a search for MPS processes has no result.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ProcessSearchError {
+    #[error("failed to read {path}: {source}")]
+    Read { path: PathBuf, source: io::Error },
+    #[error("failed to open a pidfd of process {pid}: {source}")]
+    PidFd { pid: u32, source: io::Error },
+    #[error("failed to start a thread: {0}")]
+    Thread(io::Error),
+    #[error("the search took longer than {} s", .0.as_secs())]
+    Timeout(Duration),
 }
 
-/// Finds all MPS daemons and servers that may serve a GPU. Returns `None` if the search failed.
-pub(crate) async fn find_processes_of_gpu(uuid: &str) -> Option<Vec<u32>> {
+/// What is known about the environment of a process.
+enum EnvironmentState {
+    Known(Vec<u8>),
+    /// The process exited.
+    Gone,
+    /// Reading it hangs, or it is still empty.
+    Unknown,
+}
+
+/// Finds the MPS daemons and servers whose pipe directory is `pipe`. This MPS host or an earlier
+/// one started them. Omits processes whose environment cannot be read because they hang, except
+/// `own`, which is known to use the pipe directory.
+///
+/// # Errors
+/// Returns [`ProcessSearchError`] if it is unknown which processes there are.
+pub(crate) async fn find_processes_of_pipe(
+    pipe: &Path,
+    own: Option<u32>,
+) -> Result<Vec<(u32, PidFd)>, ProcessSearchError> {
+    let of = pipe.to_owned();
+    run_on_own_thread(move || find_processes(Path::new(PROC), &of, own)).await
+}
+
+/// Finds all MPS daemons and servers that may serve a GPU.
+///
+/// # Errors
+/// Returns [`ProcessSearchError`] if it is unknown which processes there are.
+pub(crate) async fn find_processes_of_gpu(uuid: &str) -> Result<Vec<u32>, ProcessSearchError> {
     let uuid = uuid.to_owned();
     run_on_own_thread(move || {
-        all_pids().filter(|&pid| is_mps_process(pid) && may_process_serve_device(pid, &uuid)).collect()
+        let serves = |environment: &EnvironmentState| match environment {
+            EnvironmentState::Known(environment) => may_environment_serve_gpu(environment, &uuid),
+            EnvironmentState::Gone => false,
+            EnvironmentState::Unknown => true,
+        };
+        let found = mps_processes(Path::new(PROC))?;
+        Ok(found.into_iter().filter(|(_, environment)| serves(environment)).map(|(pid, _)| pid).collect())
     })
     .await
 }
 
-/// Runs a search on a new thread. Reading the environment of a process that hangs in the driver
-/// also hangs, and must not block other devices. The search abandons a thread that hangs.
-async fn run_on_own_thread<T: Send + 'static>(search: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+/// Runs a search on a new thread, because it reads many files and may wait.
+async fn run_on_own_thread<T: Send + 'static>(
+    search: impl FnOnce() -> Result<T, ProcessSearchError> + Send + 'static,
+) -> Result<T, ProcessSearchError> {
     let (found, answer) = oneshot::channel();
     let search = move || {
         // Ignore errors: the search may have timed out.
         let _ = found.send(search());
     };
-    let started = std::thread::Builder::new().stack_size(SEARCH_THREAD_STACK_BYTES).spawn(search);
-    match (started, timeout(PROCESS_SEARCH_DEADLINE, answer).await) {
-        (Ok(_), Ok(Ok(found))) => return Some(found),
-        (Err(error), _) => tracing::error!(%error, "failed to start the search for MPS processes"),
-        _ => tracing::error!(deadline = ?PROCESS_SEARCH_DEADLINE, "search for MPS processes timed out"),
-    }
-    None
+    start_thread(search)?;
+    let timed_out = || ProcessSearchError::Timeout(PROCESS_SEARCH_DEADLINE);
+    timeout(PROCESS_SEARCH_DEADLINE, answer).await.map_err(|_| timed_out())?.unwrap_or_else(|_| Err(timed_out()))
+}
+
+fn start_thread(run: impl FnOnce() + Send + 'static) -> Result<(), ProcessSearchError> {
+    let thread = std::thread::Builder::new().stack_size(SEARCH_THREAD_STACK_BYTES);
+    thread.spawn(run).map(drop).map_err(ProcessSearchError::Thread)
 }
 
 /// Returns the PIDs of all visible processes.
-fn all_pids() -> impl Iterator<Item = u32> {
-    let processes = std::fs::read_dir("/proc").into_iter().flatten();
-    processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+fn all_pids(proc: &Path) -> Result<Vec<u32>, ProcessSearchError> {
+    let failed = |source| ProcessSearchError::Read { path: proc.to_owned(), source };
+    let mut pids = Vec::new();
+    for entry in std::fs::read_dir(proc).map_err(failed)? {
+        pids.extend(entry.map_err(failed)?.file_name().to_str().and_then(|name| name.parse::<u32>().ok()));
+    }
+    Ok(pids)
 }
 
-/// Returns the content of a process's file, or nothing if the file cannot be read.
-fn read_proc(pid: u32, what: &str) -> Vec<u8> {
-    std::fs::read(format!("/proc/{pid}/{what}")).unwrap_or_default()
+/// Returns the content of a process's file. Returns `None` if the process no longer exists.
+fn read_proc(proc: &Path, pid: u32, what: &str) -> Result<Option<Vec<u8>>, ProcessSearchError> {
+    let path = proc.join(pid.to_string()).join(what);
+    match std::fs::read(&path) {
+        Ok(content) => Ok(Some(content)),
+        Err(error) if is_of_ended_process(&error) => Ok(None),
+        Err(source) => Err(ProcessSearchError::Read { path, source }),
+    }
 }
 
-fn is_mps_process(pid: u32) -> bool {
-    read_proc(pid, "comm").starts_with(b"nvidia-cuda-mps")
+/// Returns whether a file in `/proc` cannot be read because its process has ended.
+fn is_of_ended_process(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(Errno::SRCH.raw_os_error())
 }
 
-/// Returns whether an MPS process may serve a device.
-fn may_process_serve_device(pid: u32, uuid: &str) -> bool {
+/// Returns the MPS daemons and servers, each with its environment. Reads the environments on
+/// threads of their own, and abandons those that hang.
+fn mps_processes(proc: &Path) -> Result<Vec<(u32, EnvironmentState)>, ProcessSearchError> {
+    let mut found = Vec::new();
+    let (sender, environments) = mpsc::channel();
+    for pid in all_pids(proc)? {
+        if !is_mps_process(proc, pid)? {
+            continue;
+        }
+        let (sender, proc) = (sender.clone(), proc.to_owned());
+        start_thread(move || {
+            // Ignore errors: the search may have ended.
+            let _ = sender.send((pid, read_environment(&proc, pid)));
+        })?;
+        found.push((pid, EnvironmentState::Unknown));
+    }
+    drop(sender);
+    let end = Instant::now() + ENVIRONMENT_READ_DEADLINE;
+    while let Ok((pid, environment)) = environments.recv_timeout(end.saturating_duration_since(Instant::now())) {
+        if let Some((_, state)) = found.iter_mut().find(|(found, _)| *found == pid) {
+            *state = environment?;
+        }
+    }
+    Ok(found)
+}
+
+fn is_mps_process(proc: &Path, pid: u32) -> Result<bool, ProcessSearchError> {
+    Ok(read_proc(proc, pid, "comm")?.is_some_and(|name| name.starts_with(b"nvidia-cuda-mps")))
+}
+
+/// Reads the environment of a process. Hangs if the process hangs in the driver.
+fn read_environment(proc: &Path, pid: u32) -> Result<EnvironmentState, ProcessSearchError> {
     // A process briefly has no environment while it starts, and none once it has exited.
     for _ in 0..MAX_EMPTY_ENVIRONMENT_READS {
-        let environment = read_proc(pid, "environ");
+        let Some(environment) = read_proc(proc, pid, "environ")? else { return Ok(EnvironmentState::Gone) };
         if !environment.is_empty() {
-            return may_environment_serve_gpu(&environment, uuid);
+            return Ok(EnvironmentState::Known(environment));
         }
-        if process_state(pid).is_none_or(|state| matches!(state, 'Z' | 'X')) {
-            return false;
+        if process_state(proc, pid)?.is_none_or(|state| matches!(state, 'Z' | 'X')) {
+            return Ok(EnvironmentState::Gone);
         }
         std::thread::sleep(EMPTY_ENVIRONMENT_RETRY_INTERVAL);
     }
-    true
+    Ok(EnvironmentState::Unknown)
 }
 
 /// Returns whether a daemon with this environment may serve a GPU. Returns false if the environment
@@ -94,26 +186,40 @@ fn may_environment_serve_gpu(environment: &[u8], uuid: &str) -> bool {
 }
 
 /// Returns the MPS processes that use a pipe directory, with open pidfds.
-fn find_processes(pipe: &Path) -> Vec<(u32, PidFd)> {
-    all_pids()
-        .filter(|&pid| is_process_of_pipe(pid, pipe))
-        // Check again with the pidfd open: the PID may have been reused after the first check.
-        .filter_map(|pid| Some((pid, PidFd::open(pid).ok()??)))
-        .filter(|&(pid, _)| is_process_of_pipe(pid, pipe))
-        .collect()
-}
-
-fn is_process_of_pipe(pid: u32, pipe: &Path) -> bool {
-    if !is_mps_process(pid) {
-        return false;
-    }
+fn find_processes(proc: &Path, pipe: &Path, own: Option<u32>) -> Result<Vec<(u32, PidFd)>, ProcessSearchError> {
     let wanted = [b"CUDA_MPS_PIPE_DIRECTORY=", pipe.as_os_str().as_encoded_bytes()].concat();
-    read_proc(pid, "environ").split(|&byte| byte == 0).any(|variable| variable == wanted)
+    let is_of_pipe = |pid: u32, environment: &EnvironmentState| match environment {
+        EnvironmentState::Known(environment) => environment.split(|&byte| byte == 0).any(|variable| variable == wanted),
+        EnvironmentState::Gone => false,
+        EnvironmentState::Unknown if own == Some(pid) => true,
+        EnvironmentState::Unknown => {
+            tracing::warn!(pid, "the environment of an MPS process cannot be read in time; another device's?");
+            false
+        }
+    };
+    let mut found = Vec::new();
+    for (pid, environment) in mps_processes(proc)?.iter().filter(|(pid, environment)| is_of_pipe(*pid, environment)) {
+        let opened = PidFd::open(*pid).map_err(|source| ProcessSearchError::PidFd { pid: *pid, source })?;
+        let Some(pidfd) = opened else { continue };
+        // Check again with the pidfd open: the PID may have been reused after the first check.
+        let is_same = match environment {
+            EnvironmentState::Known(environment) => read_proc(proc, *pid, "environ")?.as_ref() == Some(environment),
+            EnvironmentState::Gone | EnvironmentState::Unknown => is_mps_process(proc, *pid)?,
+        };
+        if is_same {
+            found.push((*pid, pidfd));
+        }
+    }
+    Ok(found)
 }
 
-/// Kills the MPS processes of a pipe directory. Returns their number.
-pub(crate) async fn kill_processes_of_pipe(pipe: &Path) -> usize {
-    let left = find_processes_of_pipe(pipe).await;
+/// Kills the MPS processes of a pipe directory. Returns their number. `own` is as in
+/// [`find_processes_of_pipe`].
+///
+/// # Errors
+/// Returns [`ProcessSearchError`] if it is unknown which processes there are.
+pub(crate) async fn kill_processes_of_pipe(pipe: &Path, own: Option<u32>) -> Result<usize, ProcessSearchError> {
+    let left = find_processes_of_pipe(pipe, own).await?;
     for (pid, hold) in &left {
         tracing::warn!(pid, pipe = %pipe.display(), "killing leftover MPS process");
         hold.signal(Signal::KILL);
@@ -123,30 +229,100 @@ pub(crate) async fn kill_processes_of_pipe(pipe: &Path) -> usize {
             tracing::error!(pid, "leftover MPS process still runs after SIGKILL");
         }
     }
-    left.len()
+    Ok(left.len())
 }
 
 /// Returns whether a process is stopped by a signal or a debugger. Such a process does not answer.
-pub(crate) fn is_process_stopped(pid: u32) -> bool {
-    matches!(process_state(pid), Some('T' | 't'))
+///
+/// # Errors
+/// Returns [`ProcessSearchError`] if the process exists and its state cannot be read.
+pub(crate) fn is_process_stopped(pid: u32) -> Result<bool, ProcessSearchError> {
+    Ok(matches!(process_state(Path::new(PROC), pid)?, Some('T' | 't')))
 }
 
 /// Returns a process's state from `/proc/PID/stat`, or `None` if the process no longer exists.
-fn process_state(pid: u32) -> Option<char> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+fn process_state(proc: &Path, pid: u32) -> Result<Option<char>, ProcessSearchError> {
+    let Some(stat) = read_proc(proc, pid, "stat")? else { return Ok(None) };
+    let stat = String::from_utf8_lossy(&stat);
     // The second field is the name in parentheses, which may contain anything.
-    stat.rsplit_once(") ")?.1.chars().next()
+    Ok(stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next()))
 }
 
-/// Returns the user id of a process.
-pub(crate) fn owner_uid(pid: u32) -> Option<u32> {
+/// Returns the user id of a process, or `None` if the process no longer exists.
+///
+/// # Errors
+/// Returns [`ProcessSearchError`] if the process exists and its owner cannot be read.
+pub(crate) fn owner_uid(pid: u32) -> Result<Option<u32>, ProcessSearchError> {
     use std::os::unix::fs::MetadataExt;
-    std::fs::metadata(format!("/proc/{pid}")).ok().map(|metadata| metadata.uid())
+    let path = Path::new(PROC).join(pid.to_string());
+    match std::fs::metadata(&path) {
+        Ok(metadata) => Ok(Some(metadata.uid())),
+        Err(error) if is_of_ended_process(&error) => Ok(None),
+        Err(source) => Err(ProcessSearchError::Read { path, source }),
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{may_environment_serve_gpu, may_process_serve_device, process_state};
+    use std::fs;
+    use std::process::Command;
+
+    use super::*;
+
+    /// A `/proc` with one MPS daemon, process 7, and this environment.
+    fn proc_with_daemon(environment: &[u8]) -> tempfile::TempDir {
+        let proc = tempfile::tempdir().unwrap();
+        fs::create_dir(proc.path().join("7")).unwrap();
+        for (name, content) in
+            [("comm", b"nvidia-cuda-mps-control".as_slice()), ("environ", environment), ("stat", b"7 (a) b) S 1")]
+        {
+            fs::write(proc.path().join("7").join(name), content).unwrap();
+        }
+        proc
+    }
+
+    /// Makes a file unreadable, also for root: it becomes a directory.
+    fn make_unreadable(path: &Path) {
+        fs::remove_file(path).unwrap();
+        fs::create_dir(path).unwrap();
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_read_is_an_error_and_never_no_process() {
+        let pipe = Path::new("/pipe");
+        for what in ["comm", "environ"] {
+            let proc = proc_with_daemon(b"CUDA_MPS_PIPE_DIRECTORY=/pipe\0");
+            make_unreadable(&proc.path().join("7").join(what));
+            assert!(find_processes(proc.path(), pipe, None).is_err(), "{what}");
+            assert!(mps_processes(proc.path()).is_err(), "{what}");
+        }
+        let proc = proc_with_daemon(b"");
+        make_unreadable(&proc.path().join("7/stat"));
+        assert!(mps_processes(proc.path()).is_err());
+        assert!(find_processes(&proc.path().join("none"), pipe, None).is_err());
+        // A process that has ended has no files.
+        let proc = tempfile::tempdir().unwrap();
+        fs::create_dir(proc.path().join("7")).unwrap();
+        assert!(find_processes(proc.path(), pipe, None).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_process_that_hangs_is_of_this_device_only_if_it_is_known_to_be() {
+        // Nothing is ever written to a FIFO, so reading it hangs.
+        let fifo = |pid: u32| {
+            let proc = proc_with_daemon(b"CUDA_MPS_PIPE_DIRECTORY=/other\0");
+            let directory = proc.path().join(pid.to_string());
+            fs::create_dir(&directory).unwrap();
+            fs::write(directory.join("comm"), "nvidia-cuda-mps-server").unwrap();
+            assert!(Command::new("mkfifo").arg(directory.join("environ")).status().unwrap().success());
+            proc
+        };
+        let own = std::process::id();
+        let proc = fifo(own);
+        assert!(find_processes(proc.path(), Path::new("/pipe"), None).unwrap().is_empty());
+        let found = find_processes(proc.path(), Path::new("/pipe"), Some(own)).unwrap();
+        assert_eq!(found.into_iter().map(|(pid, _)| pid).collect::<Vec<_>>(), [own]);
+    }
 
     #[test]
     fn a_daemon_that_names_only_other_gpus_does_not_serve_this_one() {
@@ -163,12 +339,13 @@ mod tests {
     }
 
     #[test]
-    fn an_exited_daemon_serves_no_gpu() {
-        let mut child = std::process::Command::new("true").spawn().unwrap();
-        while process_state(child.id()) != Some('Z') {
+    fn an_exited_daemon_has_no_environment() {
+        let proc = Path::new(PROC);
+        let mut child = Command::new("true").spawn().unwrap();
+        while process_state(proc, child.id()).unwrap() != Some('Z') {
             std::thread::yield_now();
         }
-        assert!(!may_process_serve_device(child.id(), "GPU-1"), "an exited process has no environment");
+        assert!(matches!(read_environment(proc, child.id()).unwrap(), EnvironmentState::Gone));
         child.wait().unwrap();
     }
 }

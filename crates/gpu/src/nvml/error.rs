@@ -45,6 +45,10 @@ pub enum NvmlError {
     /// This process keeps NVML closed, so that a GPU can be reset or the driver unloaded.
     #[error("NVML is closed while a GPU is quiesced")]
     Closed,
+    /// A call failed while this process could not open any file. The error shows nothing about the
+    /// GPU or the driver.
+    #[error("this process has no free file descriptor")]
+    NoDescriptors,
     /// Any other error of the library.
     #[error("{call} failed")]
     Call {
@@ -65,6 +69,12 @@ impl NvmlError {
             Code::InUse => Self::InUse { call },
             source => Self::Call { call, source },
         }
+    }
+
+    /// Returns whether the cause is this process, so that the error shows nothing about the GPU or
+    /// the driver.
+    pub const fn is_of_this_process(&self) -> bool {
+        matches!(self, Self::Closed | Self::NoDescriptors)
     }
 
     /// Returns whether calls can succeed only after the library is reloaded.

@@ -9,13 +9,18 @@ use super::model::{
     MigInstance, Process,
 };
 
-/// A node's GPUs. Threads may make calls concurrently.
+/// A node's GPUs. Threads may make calls concurrently. A call without an implementation is not
+/// supported.
 pub trait Gpus: Send + Sync {
     /// Returns the driver version and the number of GPUs. Accesses no GPU.
-    fn driver_info(&self) -> Result<DriverInfo, NvmlError>;
+    fn driver_info(&self) -> Result<DriverInfo, NvmlError> {
+        Err(NvmlError::NotSupported { call: "nvmlDeviceGetCount" })
+    }
 
     /// Returns the GPU at one of NVML's indices. Accesses no other GPU.
-    fn gpu_at(&self, index: u32) -> Result<Gpu, NvmlError>;
+    fn gpu_at(&self, _index: u32) -> Result<Gpu, NvmlError> {
+        Err(NvmlError::NotSupported { call: "nvmlDeviceGetHandleByIndex" })
+    }
 
     /// Returns the GPU at an index and its processes. The list is empty if the GPU cannot report
     /// processes.
@@ -44,10 +49,14 @@ pub trait Gpus: Send + Sync {
     }
 
     /// Returns the GPU with this UUID.
-    fn gpu(&self, uuid: &str) -> Result<Gpu, NvmlError>;
+    fn gpu(&self, _uuid: &str) -> Result<Gpu, NvmlError> {
+        Err(NvmlError::NotSupported { call: "nvmlDeviceGetHandleByUUID" })
+    }
 
     /// Returns the processes that use the GPU or MIG device with this UUID.
-    fn processes(&self, uuid: &str) -> Result<Vec<Process>, NvmlError>;
+    fn processes(&self, _uuid: &str) -> Result<Vec<Process>, NvmlError> {
+        Err(NvmlError::NotSupported { call: "nvmlDeviceGetComputeRunningProcesses" })
+    }
 
     /// Returns the memory errors of a GPU and the recovery action that its driver requests. Fails
     /// only if the GPU or the driver is lost.
@@ -77,17 +86,25 @@ pub trait Gpus: Send + Sync {
     }
 
     /// Sets the compute mode of a GPU and returns the previous one.
-    fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError>;
+    fn set_compute_mode(&self, _uuid: &str, _mode: ComputeMode) -> Result<ComputeMode, NvmlError> {
+        Err(NvmlError::NotSupported { call: "nvmlDeviceSetComputeMode" })
+    }
 
     /// Turns a GPU's MIG mode on or off. Returns the time at which the change takes effect. The GPU
     /// must be idle. The driver may reset the GPU, and the reset may change other properties of the
     /// GPU.
-    fn set_mig_mode(&self, gpu: &str, on: bool) -> Result<MigActivation, NvmlError>;
+    fn set_mig_mode(&self, _gpu: &str, _on: bool) -> Result<MigActivation, NvmlError> {
+        Err(NvmlError::NotSupported { call: "nvmlDeviceSetMigMode" })
+    }
 
     /// Creates a GPU instance of `profile` at exactly `start`, and one compute instance that spans
     /// the GPU instance. On failure, neither instance remains.
-    fn create_mig_instance(&self, gpu: &str, profile: &str, start: u32) -> Result<MigInstance, NvmlError>;
+    fn create_mig_instance(&self, _gpu: &str, _profile: &str, _start: u32) -> Result<MigInstance, NvmlError> {
+        Err(NvmlError::NotSupported { call: "nvmlDeviceCreateGpuInstanceWithPlacement" })
+    }
 
     /// Destroys a GPU instance and its compute instances.
-    fn destroy_mig_instance(&self, gpu: &str, gpu_instance: u32) -> Result<(), NvmlError>;
+    fn destroy_mig_instance(&self, _gpu: &str, _gpu_instance: u32) -> Result<(), NvmlError> {
+        Err(NvmlError::NotSupported { call: "nvmlGpuInstanceDestroy" })
+    }
 }

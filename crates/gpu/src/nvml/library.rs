@@ -1,8 +1,10 @@
 //! One NVML session for all threads of a process.
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::error::NvmlError;
 use super::find::LibrarySearch;
@@ -25,17 +27,23 @@ pub struct Library(Arc<SharedLibraryState>);
 /// The parts that all clones of a [`Library`] use.
 struct SharedLibraryState {
     open: OpenLibrary,
-    /// Locked while the library is being loaded: one thread can hang in `nvmlInit`, and the other
-    /// threads wait for that thread. Never locked during any other call.
+    /// Locked only for a moment, and never during a call of NVML, because a call can hang. Callers
+    /// that must not wait use it too.
     session: Mutex<SessionSlot>,
-    /// Number of sessions that NVML has not shut down yet.
+    /// Notified when an attempt to open a session has ended, and when the library is closed.
+    changed: Condvar,
+    /// Number of sessions that are being opened, or that NVML has not shut down yet.
     open_sessions: Arc<AtomicUsize>,
+    calls: Arc<Mutex<CallsInProgress>>,
 }
 
 /// The current session, and whether sessions are allowed.
 #[derive(Default)]
 struct SessionSlot {
     current: Option<Arc<Session>>,
+    /// Whether a thread opens a session. It can hang in `nvmlInit`. Other threads that need a
+    /// session wait for it.
+    opening: bool,
     /// Number of [`ClosedLibrary`] values. A session can open only while this number is 0.
     closers: usize,
 }
@@ -74,6 +82,52 @@ impl Drop for SessionCount {
     }
 }
 
+/// When each call in progress began, by its number. For [`Library::listen`], when NVML last
+/// returned.
+#[derive(Default)]
+struct CallsInProgress {
+    last: u64,
+    since: BTreeMap<u64, Instant>,
+}
+
+/// One call in [`CallsInProgress`].
+struct CallInProgress {
+    calls: Arc<Mutex<CallsInProgress>>,
+    number: u64,
+}
+
+impl CallInProgress {
+    fn begin(calls: &Arc<Mutex<CallsInProgress>>) -> Self {
+        let mut all = lock(calls);
+        all.last += 1;
+        let number = all.last;
+        all.since.insert(number, Instant::now());
+        drop(all);
+        Self { calls: Arc::clone(calls), number }
+    }
+
+    /// Records that NVML has returned and that the call goes on.
+    fn record_progress(&self) {
+        lock(&self.calls).since.insert(self.number, Instant::now());
+    }
+}
+
+impl Drop for CallInProgress {
+    fn drop(&mut self) {
+        lock(&self.calls).since.remove(&self.number);
+    }
+}
+
+/// Ends an attempt to open a session, also if it panics.
+struct OpeningSession<'a>(&'a SharedLibraryState);
+
+impl Drop for OpeningSession<'_> {
+    fn drop(&mut self) {
+        lock(&self.0.session).opening = false;
+        self.0.changed.notify_all();
+    }
+}
+
 impl fmt::Debug for Library {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Library").finish_non_exhaustive()
@@ -92,7 +146,9 @@ impl Library {
         Self(Arc::new(SharedLibraryState {
             open: Box::new(open),
             session: Mutex::default(),
+            changed: Condvar::new(),
             open_sessions: Arc::default(),
+            calls: Arc::default(),
         }))
     }
 
@@ -105,6 +161,7 @@ impl Library {
             slot.closers += 1;
             slot.current.take()
         };
+        self.0.changed.notify_all();
         if let Some(before) = before {
             // Dropping the last handle shuts NVML down, which can block. If no thread can be
             // started, this thread drops the handle.
@@ -119,21 +176,27 @@ impl Library {
         kept_closed && self.0.open_sessions.load(Ordering::SeqCst) == 0
     }
 
+    /// Returns for how long the longest call in progress has not returned. Zero without a call in
+    /// progress. A call that hangs keeps its session open.
+    pub fn longest_call(&self) -> Duration {
+        lock(&self.0.calls).since.values().min().map_or(Duration::ZERO, Instant::elapsed)
+    }
+
     /// Runs `call` in a separate session, which is shut down afterwards. Keep the library closed
     /// before and during the call, so that no other thread of this process uses a GPU.
     pub(super) fn call_alone<T>(&self, call: impl FnOnce(&dyn Gpus) -> Result<T, NvmlError>) -> Result<T, NvmlError> {
-        let session = Session { gpus: (self.0.open)()?, _count: SessionCount::new(&self.0.open_sessions) };
+        let count = SessionCount::new(&self.0.open_sessions);
+        let session = Session { gpus: (self.0.open)()?, _count: count };
         call(session.gpus.as_ref())
     }
 
     /// Runs `call` on this thread. The thread hangs if the driver hangs.
+    ///
+    /// # Errors
+    /// Returns the errors of the call. Returns [`NvmlError::NoDescriptors`] if the call fails while
+    /// this process cannot open any file: NVML opens files, so its error shows nothing about a GPU.
     pub(super) fn call_library<T>(&self, call: impl FnOnce(&dyn Gpus) -> Result<T, NvmlError>) -> Result<T, NvmlError> {
-        let session = self.open_or_reuse_session()?;
-        let result = call(session.gpus.as_ref());
-        if result.as_ref().is_err_and(NvmlError::requires_reload) {
-            self.discard(&session);
-        }
-        result
+        self.call_tracked(|gpus, _| call(gpus))
     }
 
     /// Calls [`Gpus::listen`] on this thread. Returns `Ok` when another thread has closed the
@@ -143,27 +206,60 @@ impl Library {
         index: u32,
         report: &mut dyn FnMut(Option<GpuEvent>) -> ControlFlow<()>,
     ) -> Result<(), NvmlError> {
-        self.call_library(|gpus| {
+        self.call_tracked(|gpus, progress| {
             gpus.listen(index, &mut |event| {
+                progress.record_progress();
                 report(event)?;
                 if self.is_current(gpus) { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
             })
         })
     }
 
+    fn call_tracked<T>(
+        &self,
+        call: impl FnOnce(&dyn Gpus, &CallInProgress) -> Result<T, NvmlError>,
+    ) -> Result<T, NvmlError> {
+        let progress = CallInProgress::begin(&self.0.calls);
+        let result = self.open_or_reuse_session().and_then(|session| {
+            let result = call(session.gpus.as_ref(), &progress).map_err(without_descriptors);
+            if result.as_ref().is_err_and(NvmlError::requires_reload) {
+                self.discard(&session);
+            }
+            result
+        });
+        drop(progress);
+        result
+    }
+
     fn open_or_reuse_session(&self) -> Result<Arc<Session>, NvmlError> {
         let mut slot = self.lock_slot();
-        if slot.closers > 0 {
-            return Err(NvmlError::Closed);
-        }
-        match &slot.current {
-            Some(session) => Ok(Arc::clone(session)),
-            None => {
-                let gpus = (self.0.open)()?;
-                let session = Session { gpus, _count: SessionCount::new(&self.0.open_sessions) };
-                Ok(Arc::clone(slot.current.insert(Arc::new(session))))
+        loop {
+            if slot.closers > 0 {
+                return Err(NvmlError::Closed);
             }
+            if let Some(session) = &slot.current {
+                return Ok(Arc::clone(session));
+            }
+            if !slot.opening {
+                break;
+            }
+            slot = self.0.changed.wait(slot).unwrap_or_else(PoisonError::into_inner);
         }
+        slot.opening = true;
+        drop(slot);
+        let opening = OpeningSession(&self.0);
+        let count = SessionCount::new(&self.0.open_sessions);
+        let gpus = (self.0.open)().map_err(without_descriptors)?;
+        let session = Arc::new(Session { gpus, _count: count });
+        let mut slot = self.lock_slot();
+        let is_allowed = slot.closers == 0;
+        if is_allowed {
+            slot.current = Some(Arc::clone(&session));
+        }
+        drop(slot);
+        drop(opening);
+        // If the library was closed meanwhile, this drops the session and shuts NVML down.
+        if is_allowed { Ok(session) } else { Err(NvmlError::Closed) }
     }
 
     /// Closes a session: the next call reloads the library. Calls in progress continue in the old
@@ -181,14 +277,33 @@ impl Library {
     }
 
     fn lock_slot(&self) -> MutexGuard<'_, SessionSlot> {
-        self.0.session.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0.session)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Replaces an error of NVML that occurs while this process cannot open any file.
+fn without_descriptors(error: NvmlError) -> NvmlError {
+    use rustix::fs::{Mode, OFlags};
+    use rustix::io::Errno;
+    match rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) {
+        Err(Errno::MFILE | Errno::NFILE) if !matches!(error, NvmlError::Closed) => NvmlError::NoDescriptors,
+        _ => error,
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::model::{ComputeMode, DriverInfo, Gpu, MigActivation, MigInstance, Process};
+    use std::sync::mpsc::channel;
+    use std::thread;
+
+    use super::super::model::{DriverInfo, MigActivation};
     use super::*;
+
+    const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
     struct LibraryWithoutGpus;
 
@@ -196,26 +311,8 @@ mod tests {
         fn driver_info(&self) -> Result<DriverInfo, NvmlError> {
             Ok(DriverInfo { driver: "1".into(), count: 0 })
         }
-        fn gpu_at(&self, index: u32) -> Result<Gpu, NvmlError> {
-            Err(NvmlError::NotFound(index.to_string()))
-        }
-        fn gpu(&self, uuid: &str) -> Result<Gpu, NvmlError> {
-            Err(NvmlError::NotFound(uuid.into()))
-        }
         fn set_mig_mode(&self, _: &str, _: bool) -> Result<MigActivation, NvmlError> {
             Ok(MigActivation::Now)
-        }
-        fn processes(&self, _: &str) -> Result<Vec<Process>, NvmlError> {
-            Ok(Vec::new())
-        }
-        fn set_compute_mode(&self, _: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError> {
-            Ok(mode)
-        }
-        fn create_mig_instance(&self, _: &str, _: &str, _: u32) -> Result<MigInstance, NvmlError> {
-            Err(NvmlError::NotSupported { call: "create" })
-        }
-        fn destroy_mig_instance(&self, _: &str, _: u32) -> Result<(), NvmlError> {
-            Ok(())
         }
     }
 
@@ -241,5 +338,72 @@ mod tests {
         assert!(library.is_closed(), "closed while one value remains");
         drop(closed);
         assert!(library.call_library(|gpus| gpus.driver_info()).is_ok() && !library.is_closed());
+    }
+
+    #[test]
+    fn a_hanging_initialization_blocks_neither_the_close_nor_the_question_whether_it_is_closed() {
+        let (entered, enters) = channel();
+        let (release, released) = channel::<()>();
+        let released = Mutex::new(released);
+        let library = Library::new(move || {
+            entered.send(()).unwrap();
+            // Hangs until the test drops the sender.
+            let _ = lock(&released).recv();
+            Ok(Arc::new(LibraryWithoutGpus))
+        });
+        let calls = [0, 1].map(|_| {
+            let library = library.clone();
+            thread::spawn(move || library.call_library(|gpus| gpus.driver_info()))
+        });
+        enters.recv().unwrap();
+        let (answer, answered) = channel();
+        let closing = library.clone();
+        thread::spawn(move || {
+            let closed = closing.close();
+            let is_closed = closing.is_closed();
+            answer.send((closed, is_closed, closing.longest_call())).unwrap();
+        });
+        let (closed, is_closed, longest) =
+            answered.recv_timeout(TEST_TIMEOUT).expect("the close waits for the initialization");
+        assert!(!is_closed, "the initialization may have opened device files");
+        assert!(longest > Duration::ZERO);
+        drop(release);
+        for call in calls {
+            assert!(matches!(call.join().unwrap(), Err(NvmlError::Closed)));
+        }
+        assert!(library.is_closed(), "the session was not kept");
+        assert_eq!(library.longest_call(), Duration::ZERO);
+        drop(closed);
+        assert!(library.call_library(|gpus| gpus.driver_info()).is_ok());
+    }
+
+    #[test]
+    fn a_listening_thread_that_returns_is_no_call_that_hangs() {
+        struct Listening;
+        impl Gpus for Listening {
+            fn listen(
+                &self,
+                _: u32,
+                report: &mut dyn FnMut(Option<GpuEvent>) -> ControlFlow<()>,
+            ) -> Result<(), NvmlError> {
+                while report(None).is_continue() {}
+                Ok(())
+            }
+        }
+        let library = Library::new(|| Ok(Arc::new(Listening)));
+        let mut first = None;
+        let mut measured = None;
+        library
+            .listen(0, &mut |_| {
+                if first.is_none() {
+                    first = Some(Instant::now());
+                    return ControlFlow::Continue(());
+                }
+                measured = first.map(|first| (library.longest_call(), first.elapsed()));
+                ControlFlow::Break(())
+            })
+            .unwrap();
+        let (longest, since_first) = measured.unwrap();
+        assert!(longest < since_first, "{longest:?} is not from the last return, but from the beginning");
     }
 }

@@ -79,7 +79,7 @@ fn watch_gpu(library: &Library, index: u32, events: &mpsc::Sender<GpuEvent>, sto
         match library.listen(index, &mut report) {
             Ok(()) => pause = BACK_OFF_RANGE.0,
             // Retry soon: NVML may reopen at any moment.
-            Err(NvmlError::Closed) => {
+            Err(error) if error.is_of_this_process() => {
                 pause = BACK_OFF_RANGE.0;
                 sleep_unless_stopped(pause, stop);
             }

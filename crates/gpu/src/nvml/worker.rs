@@ -132,7 +132,7 @@ fn run_jobs(queue: &Receiver<Job>) {
 mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
 
-    use super::super::model::{ComputeMode, DriverInfo, Gpu, MigActivation, MigInstance, Process};
+    use super::super::model::{DriverInfo, Process};
     use super::*;
 
     struct LibraryWithoutGpus;
@@ -141,26 +141,8 @@ mod tests {
         fn driver_info(&self) -> Result<DriverInfo, NvmlError> {
             Ok(DriverInfo { driver: "1".into(), count: 0 })
         }
-        fn gpu_at(&self, index: u32) -> Result<Gpu, NvmlError> {
-            Err(NvmlError::NotFound(index.to_string()))
-        }
-        fn gpu(&self, uuid: &str) -> Result<Gpu, NvmlError> {
-            Err(NvmlError::NotFound(uuid.into()))
-        }
-        fn set_mig_mode(&self, _: &str, _: bool) -> Result<MigActivation, NvmlError> {
-            Err(NvmlError::NotSupported { call: "set" })
-        }
         fn processes(&self, _: &str) -> Result<Vec<Process>, NvmlError> {
             Err(NvmlError::NoDriver)
-        }
-        fn set_compute_mode(&self, _: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError> {
-            Ok(mode)
-        }
-        fn create_mig_instance(&self, _: &str, _: &str, _: u32) -> Result<MigInstance, NvmlError> {
-            Err(NvmlError::NotSupported { call: "create" })
-        }
-        fn destroy_mig_instance(&self, _: &str, _: u32) -> Result<(), NvmlError> {
-            Ok(())
         }
     }
 

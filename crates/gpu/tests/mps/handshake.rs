@@ -209,3 +209,19 @@ fn allocations_take_turns_even_if_one_sends_many_clients() {
     assert_eq!(node.daemon_status(0).server_pid, before);
     drop(stalling);
 }
+
+#[test]
+fn a_connection_whose_process_has_exited_is_refused_once_and_logged_once() {
+    let node = node_with_two_tenants();
+    let server = node.daemon_status(0).server_pid;
+    let mut client = node.start_client(ALLOCATION_A, &["--lie", "orphan"]);
+    // The test reads the exit status, so that no process has the PID any more.
+    client.wait();
+    let status =
+        node.wait_for_status("the connection is refused", |status| status.allocations[ALLOCATION_A].refused == 1);
+    assert_eq!((status.allocations[ALLOCATION_A].admitted, status.allocations[ALLOCATION_A].waiting), (0, 0));
+    let log = node.read_mps_host_log();
+    assert_eq!(log.matches("process has exited").count(), 1, "{log}");
+    assert!(!log.contains("failed to open a pidfd"), "{log}");
+    assert_other_clients_unharmed(&node, server);
+}

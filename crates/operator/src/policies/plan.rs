@@ -270,11 +270,12 @@ fn plan_gpu(
 
 /// Copies administrators' annotations on GPUs to the spec, because agents do not read annotations.
 fn apply_annotations(node: &Node, desired: &mut [GpuSpec]) {
-    let (cordons, cleared) = (node.cordons(), node.cleared_faults());
+    let (cordons, cleared, forgotten) = (node.cordons(), node.cleared_faults(), node.forgotten_gpus());
     for spec in desired {
         spec.quiesced = node.is_quiesced(&spec.uuid);
         spec.cordoned = spec.quiesced || cordons.0.contains_key(&spec.uuid);
         spec.cleared = cleared.0.get(&spec.uuid).cloned();
+        spec.forgotten = forgotten.0.get(&spec.uuid).cloned();
     }
 }
 

@@ -587,8 +587,8 @@ fn restore_entries(policy: &str, paused: bool, current: &GpuNodeSpec, desired: &
         let present = current.gpus.iter().find(|present| present.uuid == entry.uuid);
         if let Some(present) = present.filter(|present| is_staged(present, entry, paused)) {
             // Administrators' annotations apply immediately.
-            let (cordoned, quiesced, cleared) = (entry.cordoned, entry.quiesced, entry.cleared.clone());
-            *entry = GpuSpec { cordoned, quiesced, cleared, ..present.clone() };
+            let GpuSpec { cordoned, quiesced, cleared, forgotten, .. } = entry.clone();
+            *entry = GpuSpec { cordoned, quiesced, cleared, forgotten, ..present.clone() };
         }
     }
     desired.plan_id = plan_id(&desired.gpus);

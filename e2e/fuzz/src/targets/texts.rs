@@ -1,6 +1,6 @@
 //! Targets for short texts with a grammar: annotations, quantities and names.
 use cleave_agent::gpu::layout::{parse_slice_id, slice_id};
-use cleave_api::cordon::{ClearedFaults, Cordons, check_reason};
+use cleave_api::cordon::{Cordons, GpuTimes, check_reason};
 use cleave_api::placement::Placement;
 use cleave_kubelet::{DeviceId, ResourceName};
 use cleave_plan::Quantity;
@@ -50,9 +50,9 @@ pub(super) const CORDON_ANNOTATIONS: Target = Target {
     inputs: 20_000,
     run: |bytes| {
         let text = String::from_utf8_lossy(bytes).into_owned();
-        let (cordons, cleared) = (Cordons::read(Some(&text)), ClearedFaults::read(Some(&text)));
+        let (cordons, cleared) = (Cordons::read(Some(&text)), GpuTimes::read(Some(&text)));
         assert_eq!(Cordons::read(Some(&cordons.to_string())), cordons);
-        assert_eq!(ClearedFaults::read(Some(&cleared.to_string())), cleared);
+        assert_eq!(GpuTimes::read(Some(&cleared.to_string())), cleared);
         assert!(cordons.0.keys().chain(cleared.0.keys()).all(|uuid| !uuid.is_empty() && text.contains(uuid)));
         if let Err(error) = check_reason(&text) {
             assert_printable(&error.to_string());

@@ -92,7 +92,7 @@ pub(crate) struct Arguments {
     /// short-kind, huge, garbage, twice, descriptors, pid=PID, root, unread,
     /// administrator-after-client, long-command, flood=N, vanish=WORDS, mute=WORDS, shutdown,
     /// shutdown=STEP, shutdown-reading=STEP, shutdown-writing=STEP, shutdown-daemon=STEP,
-    /// shutdown-channel=STEP, no-last-word, last-word=N, enter=N
+    /// shutdown-channel=STEP, no-last-word, last-word=N, orphan, enter=N
     #[arg(long, value_name = "LIE", verbatim_doc_comment)]
     pub(crate) lie: Option<HandshakeViolation>,
 

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
@@ -58,6 +59,9 @@ pub(crate) enum HandshakeViolation {
     NoLastWord,
     /// Sends this value as the last packet of the handshake to the daemon.
     LastWord(u32),
+    /// Sends `OUTBCRED` and exits. A child process keeps the connection and sends the kind once
+    /// this process has exited and its parent has read its status.
+    Orphan,
     /// Completes this number of handshakes and keeps the connections open without using them.
     Enter(usize),
 }
@@ -81,7 +85,7 @@ pub(crate) enum SocketPart {
 pub(crate) const VIOLATION_NAMES: &str = "stall=BYTES, kind=K, short-kind, huge, garbage, twice, descriptors, pid=PID, root, unread, \
                          administrator-after-client, long-command, flood=N, vanish=WORDS, mute=WORDS, shutdown, \
                          shutdown=STEP, shutdown-reading=STEP, shutdown-writing=STEP, shutdown-daemon=STEP, \
-                         shutdown-channel=STEP, no-last-word, last-word=N, enter=N";
+                         shutdown-channel=STEP, no-last-word, last-word=N, orphan, enter=N";
 
 impl FromStr for HandshakeViolation {
     type Err = String;
@@ -117,6 +121,7 @@ impl FromStr for HandshakeViolation {
             ("shutdown-channel", Some(_)) => shutdown(SocketPart::Channel),
             ("no-last-word", None) => Some(Self::NoLastWord),
             ("last-word", Some(value)) => value.parse().ok().map(Self::LastWord),
+            ("orphan", None) => Some(Self::Orphan),
             ("enter", Some(_)) => number().map(Self::Enter),
             _ => None,
         };
@@ -157,6 +162,11 @@ pub(crate) fn run(control: &Path, lie: HandshakeViolation, patience: Duration) -
         report(if closed { "closed" } else { "open" }, open.len());
         return Ok(());
     }
+    if lie == HandshakeViolation::Orphan {
+        leave_connection_to_child(&Connection::connect(control)?)?;
+        report("open", 0);
+        return Ok(());
+    }
     let connections = (0..if let HandshakeViolation::Flood(count) = lie { count } else { 1 })
         .map(|_| Connection::connect(control))
         .collect::<io::Result<Vec<_>>>()?;
@@ -181,6 +191,18 @@ pub(crate) fn run(control: &Path, lie: HandshakeViolation, patience: Duration) -
     }
     report(outcome, packets);
     Ok(())
+}
+
+/// Begins the introduction. A child process completes it after this process has exited, and keeps
+/// the connection until the peer closes it.
+fn leave_connection_to_child(connection: &Connection) -> io::Result<()> {
+    connection.send_credentials(CREDENTIALS_PACKET, handshake::own_credentials())?;
+    let kind: String = KIND_CLIENT.to_le_bytes().iter().map(|byte| format!("\\{byte:03o}")).collect();
+    let parent = std::process::id();
+    let script = format!("while [ -d /proc/{parent} ]; do sleep 0.01; done; printf '{kind}' >&0; exec cat >/dev/null");
+    let mut child = Command::new("/bin/sh");
+    child.args(["-c", &script]).stdin(Stdio::from(connection.as_fd().try_clone_to_owned()?));
+    child.stdout(Stdio::null()).stderr(Stdio::null()).spawn().map(drop)
 }
 
 /// Violates the handshake with the server. Returns the connections to keep open, the daemon's
@@ -284,6 +306,7 @@ fn perform_violation(connection: &Connection, lie: HandshakeViolation) -> io::Re
         | HandshakeViolation::Shutdown(..)
         | HandshakeViolation::NoLastWord
         | HandshakeViolation::LastWord(_)
+        | HandshakeViolation::Orphan
         | HandshakeViolation::Enter(_) => introduce(own, KIND_CLIENT),
         HandshakeViolation::AdministratorAfterClient => {
             introduce(own, KIND_CLIENT)?;

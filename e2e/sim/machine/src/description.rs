@@ -133,6 +133,7 @@ impl MachineDescription {
             mig_needs_reset: false,
             instances: Vec::new(),
             lost: false,
+            removed: false,
             ecc: [0, 0],
             remap_pending: false,
             remap_failed: false,

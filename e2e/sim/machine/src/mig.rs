@@ -67,11 +67,11 @@ impl Gpu {
     }
 
     /// Resets the GPU. The pending MIG mode becomes current, instances are destroyed, and a lost
-    /// GPU works again.
+    /// GPU works again, unless it was removed.
     pub fn reset(&mut self) {
         self.mig = self.mig_pending;
         self.instances.clear();
-        self.lost = false;
+        self.lost = self.removed;
         // A reset clears volatile counters, remaps pending rows and performs the recovery that the
         // driver requested. A reset does not repair failed remapping.
         (self.ecc, self.remap_pending, self.recovery) = ([0, 0], false, 0);

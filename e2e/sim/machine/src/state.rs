@@ -102,6 +102,10 @@ pub struct Gpu {
     /// Whether the GPU fell off the bus. Every call about a lost GPU fails.
     #[serde(default)]
     pub lost: bool,
+    /// Whether the driver does not list the GPU, like a GPU that was taken out of the machine. Such
+    /// a GPU is also lost.
+    #[serde(default)]
+    pub removed: bool,
     /// Uncorrected and corrected ECC errors since boot.
     #[serde(default)]
     pub ecc: [u64; 2],

@@ -155,9 +155,14 @@ pub(crate) struct MachineView {
 impl MachineView {
     fn new(name: &str, device: Option<&str>) -> Result<Self> {
         let machine = lock_library().machine.clone().ok_or(Code::UNINITIALIZED)?;
-        let state = begin_call(&machine, name, device)?;
+        let mut state = begin_call(&machine, name, device)?;
         if !state.driver.present {
             return Err(Code::UNKNOWN);
+        }
+        if state.gpus.iter().any(|gpu| gpu.removed) {
+            let listed = Arc::make_mut(&mut state);
+            listed.gpus.retain(|gpu| !gpu.removed);
+            listed.gpus.iter_mut().zip(0..).for_each(|(gpu, index)| gpu.index = index);
         }
         Ok(Self { machine, state })
     }

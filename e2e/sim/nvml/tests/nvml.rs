@@ -240,6 +240,24 @@ fn gpus_report_nvlinks_and_paths_of_a_cube_mesh() {
 }
 
 #[test]
+fn a_removed_gpu_is_not_listed_and_the_indices_of_later_gpus_move_down() {
+    run_in_separate_process(
+        "a_removed_gpu_is_not_listed_and_the_indices_of_later_gpus_move_down",
+        &["3xH200-141"],
+        |machine| {
+            let nvml = nvml();
+            let uuid = |index: u32| nvml.device_by_index(index).and_then(|device| device.uuid());
+            let [first, second, third] = [0, 1, 2].map(|index| uuid(index).unwrap());
+            change_state(machine, |state| (state.gpus[1].lost, state.gpus[1].removed) = (true, true));
+            assert_eq!(nvml.device_count().unwrap(), 2);
+            assert_eq!((uuid(0).unwrap(), uuid(1).unwrap()), (first, third.clone()));
+            assert_eq!(nvml.device_by_uuid(third.as_str()).unwrap().index().unwrap(), 1);
+            assert!(uuid(2).is_err() && nvml.device_by_uuid(second.as_str()).is_err());
+        },
+    );
+}
+
+#[test]
 fn gpus_without_nvlinks_support_no_query_of_a_link() {
     run_in_separate_process("gpus_without_nvlinks_support_no_query_of_a_link", &["H200-141", "T4"], |_| {
         let nvml = nvml();

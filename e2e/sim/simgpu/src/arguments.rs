@@ -88,7 +88,13 @@ pub(crate) enum Command {
         /// Index or UUID of the GPU.
         gpu: String,
     },
-    /// Restore a lost GPU in its previous state.
+    /// Take a GPU out of the machine: NVML no longer lists it, and the indices of later GPUs move
+    /// down. `restore` puts it back. Other commands name GPUs by their index with all GPUs.
+    Remove {
+        /// Index or UUID of the GPU.
+        gpu: String,
+    },
+    /// Restore a lost or removed GPU in its previous state.
     Restore {
         /// Index or UUID of the GPU.
         gpu: String,

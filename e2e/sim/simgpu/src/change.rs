@@ -20,8 +20,12 @@ pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
             g.lost = true;
             Ok(())
         }),
+        Command::Remove { gpu } => change_gpu(state, &gpu, |g, _| {
+            (g.lost, g.removed) = (true, true);
+            Ok(())
+        }),
         Command::Restore { gpu } => change_gpu(state, &gpu, |g, _| {
-            g.lost = false;
+            (g.lost, g.removed) = (false, false);
             Ok(())
         }),
         Command::Reset { gpu, from_outside } => {

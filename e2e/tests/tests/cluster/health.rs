@@ -172,6 +172,45 @@ fn one_lost_gpu_fails_no_pod_on_another_gpu_and_recovers_by_itself() -> Result<(
     Ok(())
 }
 
+#[test]
+fn a_gpu_that_is_taken_out_is_missing_until_an_administrator_forgets_it() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "forget")?;
+    let repair = RepairGuard::new(&cluster);
+    let uuid = text(&gpu_status(&cluster, 2)?["uuid"]);
+    let forget = || run_program(&cleave_path(), &["forget", NODE, &uuid]);
+    let refused = format!("{:#}", forget().err().context("a listed GPU was forgotten")?);
+    ensure!(refused.contains("is not missing"), "{refused}");
+
+    repair.faults.simgpu(&["remove", "2"])?;
+    let present = || -> Result<Value> {
+        let node = cluster.gpu_node(NODE)?;
+        let conditions = node["status"]["conditions"].as_array().cloned().unwrap_or_default();
+        conditions.into_iter().find(|condition| condition["type"] == "GpusPresent").context("no condition GpusPresent")
+    };
+    wait_until("the GPU is missing", || {
+        let present = present()?;
+        ensure!(present["status"] == "False" && present["reason"] == "GpuMissing", "{present}");
+        Ok(true)
+    })?;
+    let gpus = || -> Result<Vec<Value>> {
+        Ok(cluster.gpu_node(NODE)?["status"]["gpus"].as_array().cloned().unwrap_or_default())
+    };
+    let row = gpus()?.into_iter().find(|gpu| gpu["uuid"] == *uuid).context("the missing GPU has no row")?;
+    ensure!(row["health"]["reason"] == "GpuMissing", "{}", row["health"]);
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
+    scope.create_pod_on_node(NODE, "beside-missing", &json!({SHARES_RESOURCE: 10}), HOLD_CLIENT_SCRIPT)?;
+    scope.wait_until_running("beside-missing")?;
+
+    let printed = forget()?;
+    ensure!(printed.contains("is forgotten"), "{printed}");
+    wait_until("all GPUs are present", || Ok(present()?["status"] == "True"))?;
+    ensure!(gpus()?.iter().all(|gpu: &Value| gpu["uuid"] != *uuid), "the forgotten GPU has a row");
+    repair.faults.simgpu(&["restore", "2"])?;
+    wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+    Ok(())
+}
+
 /// Time for which one GPU hangs while the test watches the other GPUs. This time exceeds the
 /// deadline of NVML calls and includes several later health checks.
 const HANG_DURATION: Duration = Duration::from_secs(40);

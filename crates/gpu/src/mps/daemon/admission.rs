@@ -58,11 +58,16 @@ impl Device {
             return Ok(phase.server);
         }
         let servers = protocol::parse_pids(&self.send_command(&Command::ServerList).await?)?;
-        match servers.first() {
-            None => self.start_server(uid).await.map(Some),
-            Some(&server) if procfs::owner_uid(server) == Some(uid) => Ok(Some(server)),
+        let Some(&server) = servers.first() else { return self.start_server(uid).await.map(Some) };
+        match procfs::owner_uid(server) {
+            Ok(Some(owner)) if owner == uid => Ok(Some(server)),
+            // It may be the user's server. The client waits.
+            Err(error) => {
+                tracing::warn!(device = self.name, server, %error, "failed to read the user of an MPS server");
+                Ok(None)
+            }
             // The server belongs to another user. Shut it down once it has no clients.
-            Some(&server) => {
+            Ok(_) => {
                 if protocol::parse_pids(&self.send_command(&Command::Clients(server)).await?)?.is_empty() {
                     self.send_command(&Command::ShutdownServer { server, force: false }).await?;
                 }

@@ -32,6 +32,10 @@ const FAST_PROBE_COUNT: u32 = 400;
 const DAEMON_START_POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Time limit for reading the last log lines of an exited daemon.
 const LAST_LOG_LINES_DEADLINE: Duration = Duration::from_millis(200);
+/// Interval of searches for leftover processes while the search fails.
+const SEARCH_RETRY_INTERVAL: Duration = Duration::from_millis(500);
+/// Minimum time between two log entries about searches that fail.
+const SEARCH_ERROR_LOG_INTERVAL: Duration = Duration::from_secs(10);
 /// Time limit for a killed daemon to exit. The driver may delay the exit.
 const KILLED_DAEMON_EXIT_DEADLINE: Duration = Duration::from_secs(10);
 
@@ -116,7 +120,7 @@ impl Device {
                 tracing::error!(device = self.name, pid = child.pid, "MPS daemon still runs after SIGKILL");
             }
         }
-        procfs::kill_processes_of_pipe(&self.pipe).await;
+        self.end_leftover_processes().await;
         self.clients.borrow_mut().remove_all();
         self.end_fault("the MPS daemon has exited");
         self.faults.borrow_mut().mark_server_clean();
@@ -124,6 +128,23 @@ impl Device {
         self.set_server(None);
         self.context.notify_status_change();
         end
+    }
+
+    /// Kills the processes of the daemon that are left. Repeats a search that fails: the agent must
+    /// not conclude that the device is free.
+    async fn end_leftover_processes(&self) {
+        let server = self.phase.borrow().server;
+        let mut logged: Option<Instant> = None;
+        while let Err(error) = procfs::kill_processes_of_pipe(&self.pipe, server).await {
+            if logged.is_none_or(|logged| logged.elapsed() >= SEARCH_ERROR_LOG_INTERVAL) {
+                tracing::error!(device = self.name, %error, "failed to search for processes of the MPS daemon; retrying");
+                logged = Some(Instant::now());
+            }
+            tokio::select! {
+                () = self.context.stopping.cancelled() => return,
+                () = sleep(SEARCH_RETRY_INTERVAL) => {}
+            }
+        }
     }
 
     /// Sends the daemon the command to quit. Logs a warning if the daemon does not exit in time.
@@ -196,12 +217,12 @@ impl Device {
             std::fs::set_permissions(self.context.paths.mps_host_dir(), std::fs::Permissions::from_mode(0o711))
                 .map_err(failed)?;
         }
-        if !procfs::find_processes_of_pipe(&self.pipe).await.is_empty() {
+        if !procfs::find_processes_of_pipe(&self.pipe, None).await?.is_empty() {
             tracing::warn!(device = self.name, "stopping the daemon of an earlier MPS host");
             if let Err(error) = control::send_command(&self.pipe, &QUIT_COMMAND, QUIT_DEADLINE).await {
                 tracing::warn!(device = self.name, %error, "failed to stop the daemon of an earlier MPS host");
             }
-            procfs::kill_processes_of_pipe(&self.pipe).await;
+            procfs::kill_processes_of_pipe(&self.pipe, None).await?;
         }
         for name in ["control", "control_privileged"] {
             match std::fs::remove_file(self.pipe.join(name)) {

@@ -141,7 +141,9 @@ impl OwnDaemon {
         {
             let _ = self.child.kill().await;
         }
-        procfs::kill_processes_of_pipe(&self.pipe_directory()).await;
+        if let Err(error) = procfs::kill_processes_of_pipe(&self.pipe_directory(), None).await {
+            tracing::warn!(%error, "failed to search for processes of the doctor's MPS daemon");
+        }
         if let Err(error) = fs::remove_dir_all(&self.directory) {
             tracing::warn!(directory = %self.directory.display(), %error, "failed to remove the doctor's directory");
         }

@@ -79,7 +79,10 @@ pub(super) async fn check_preconditions(
         mig: gpu.mig.as_ref().is_some_and(|mig| mig.enabled),
         compute_mode,
         cleave: reason_cleave_may_use_gpu(run_dir, &gpu.uuid),
-        mps: procfs::find_processes_of_gpu(&gpu.uuid).await,
+        mps: procfs::find_processes_of_gpu(&gpu.uuid)
+            .await
+            .inspect_err(|error| tracing::error!(%error, "failed to search for MPS processes"))
+            .ok(),
         processes: facts.gpu.processes,
         foreign_processes: match namespace.as_os_str() == INITIAL_PID_NAMESPACE {
             true => ForeignProcesses::Visible,

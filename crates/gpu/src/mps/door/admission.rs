@@ -1,4 +1,5 @@
 //! Admits a client: sets its limits and connects it to the server.
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -6,7 +7,7 @@ use std::time::Duration;
 
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::JoinHandle;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use super::handshake::{IntroducedPeer, Refusal, introduce_client_to_server, run_client_handshake};
 use super::relay::relay;
@@ -30,6 +31,8 @@ const INTRODUCTION_DEADLINE: Duration = Duration::from_secs(2);
 const MIN_INTRODUCTION_DEADLINE: Duration = Duration::from_millis(250);
 /// Delay before the door retries to admit a client.
 const ADMISSION_RETRY_DELAY: Duration = Duration::from_millis(100);
+/// Minimum time between two log entries of a door about pidfds that cannot be opened.
+const PIDFD_ERROR_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Result of one attempt to admit a client.
 #[derive(Debug)]
@@ -155,11 +158,14 @@ impl Door {
         // From here on the pidfd refers to this process, even if it exits.
         let mut pidfd = loop {
             match PidFd::open(who.pid) {
-                Ok(pidfd) => break pidfd,
+                Ok(Some(pidfd)) => break Some(pidfd),
+                // A process that has exited cannot be counted. Another process may still have its
+                // connection, and would use the GPU without the limit of clients.
+                Ok(None) => return self.refusal_of_exited_process(client).await,
                 // A client without a pidfd would count as exited, so the allocation's maximum of
                 // clients would not apply.
                 Err(error) => {
-                    tracing::warn!(allocation = self.id, pid = who.pid, %error, "failed to open a pidfd; the client waits");
+                    self.log_pidfd_error(who, &error);
                     waiting.begin_connection();
                     tokio::select! {
                         () = self.closed.cancelled() => return None,
@@ -201,6 +207,28 @@ impl Door {
                     }
                 }
             }
+        }
+    }
+
+    /// Returns why the connection of a process that has exited is refused. `None` if the connection
+    /// is closed too, as usual when a program ends.
+    async fn refusal_of_exited_process(&self, client: &Socket) -> Option<Refusal> {
+        tokio::select! {
+            biased;
+            () = self.closed.cancelled() => None,
+            () = client.wait_until_closed() => None,
+            () = sleep(ADMISSION_RETRY_DELAY) => Some(Refusal::ProcessExited),
+        }
+    }
+
+    /// Logs that a client waits because no pidfd can be opened. Logs only at intervals: the door
+    /// retries often, for each client that waits.
+    fn log_pidfd_error(&self, who: Credentials, error: &io::Error) {
+        let now = Instant::now();
+        let logged = self.pidfd_error_logged.get();
+        if logged.is_none_or(|logged| now.saturating_duration_since(logged) >= PIDFD_ERROR_LOG_INTERVAL) {
+            self.pidfd_error_logged.set(Some(now));
+            tracing::warn!(allocation = self.id, pid = who.pid, %error, "failed to open a pidfd; clients wait");
         }
     }
 

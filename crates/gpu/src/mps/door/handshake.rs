@@ -17,6 +17,8 @@ pub(super) enum Refusal {
     ForeignNamespace,
     #[error("the client claims to be process {0}")]
     Impostor(u32),
+    #[error("the client's process has exited and left its connection to another process")]
+    ProcessExited,
     #[error("the client sent no credentials")]
     NoCredentials,
     #[error("the client is an administrator: doors accept no commands")]

@@ -1,0 +1,113 @@
+//! Closes NVML for a quiesce even if a call to NVML hangs.
+//!
+//! A call that hangs keeps its NVML session open, and with it the device files of all GPUs. Only
+//! the end of this program closes them. So the agent restarts itself: it starts again with the
+//! checkpoint and with NVML closed, like after an upgrade. A thread that hangs in the kernel cannot
+//! end, and a restart would wait for it forever. Then only a restart of the node helps.
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// Time for calls in progress to return, after which the agent restarts itself. Initializing a GPU
+/// takes seconds.
+const RETURN_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What to do about a quiesce that needs NVML closed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ClosingStep {
+    /// Nothing: NVML is closed or need not be, or calls in progress may still return.
+    Wait,
+    /// A call hangs, and its thread can be ended.
+    Restart,
+    /// A call hangs, and its thread cannot be ended.
+    Stuck,
+}
+
+/// How long NVML has been open although it must be closed.
+#[derive(Debug, Default)]
+pub(super) struct NvmlClosing {
+    since: Option<Instant>,
+}
+
+impl NvmlClosing {
+    /// Decides the next step. `must_close` states whether NVML must be closed and is not.
+    /// `can_end_threads` returns whether all threads of this process can be ended.
+    pub(super) fn next_step(
+        &mut self,
+        must_close: bool,
+        can_end_threads: impl FnOnce() -> bool,
+        now: Instant,
+    ) -> ClosingStep {
+        if !must_close {
+            self.since = None;
+            return ClosingStep::Wait;
+        }
+        let since = *self.since.get_or_insert(now);
+        if now.saturating_duration_since(since) < RETURN_TIMEOUT {
+            ClosingStep::Wait
+        } else if can_end_threads() {
+            ClosingStep::Restart
+        } else {
+            ClosingStep::Stuck
+        }
+    }
+}
+
+/// Returns whether a signal can end each thread in this directory of `/proc`. Returns false if that
+/// is not known.
+pub(super) fn can_end_threads(tasks: &Path) -> bool {
+    let all = || -> io::Result<bool> {
+        for task in fs::read_dir(tasks)? {
+            let path = task?.path().join("stat");
+            match fs::read_to_string(&path) {
+                // The name in parentheses may contain anything. `D` is an uninterruptible sleep.
+                Ok(stat) if stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('D')) => return Ok(false),
+                Ok(_) => {}
+                // The thread has ended.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
+    };
+    all().unwrap_or_else(|error| {
+        tracing::warn!(%error, tasks = %tasks.display(), "failed to read the state of the agent's threads");
+        false
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_agent_restarts_only_if_calls_hang_and_their_threads_can_end() {
+        let begin = Instant::now();
+        let late = begin + RETURN_TIMEOUT;
+        let mut closing = NvmlClosing::default();
+        assert_eq!(closing.next_step(true, || true, begin), ClosingStep::Wait);
+        assert_eq!(closing.next_step(true, || false, late), ClosingStep::Stuck);
+        assert_eq!(closing.next_step(true, || true, late), ClosingStep::Restart);
+        assert_eq!(closing.next_step(false, || true, late), ClosingStep::Wait);
+        assert_eq!(closing.next_step(true, || true, late), ClosingStep::Wait, "calls have time to return again");
+    }
+
+    #[test]
+    fn a_thread_in_an_uninterruptible_sleep_or_an_unknown_state_cannot_end() {
+        let tasks = tempfile::tempdir().unwrap();
+        let set = |task: &str, stat: &str| {
+            fs::create_dir_all(tasks.path().join(task)).unwrap();
+            fs::write(tasks.path().join(task).join("stat"), stat).unwrap();
+        };
+        set("1", "1 (cleave) S 0");
+        set("2", "2 (D) ) R 0");
+        assert!(can_end_threads(tasks.path()));
+        set("3", "3 (nvml-gpu-0) D 0");
+        assert!(!can_end_threads(tasks.path()));
+        set("3", "");
+        assert!(!can_end_threads(tasks.path()));
+        assert!(!can_end_threads(&tasks.path().join("none")));
+        assert!(can_end_threads(Path::new("/proc/self/task")));
+    }
+}
