@@ -210,8 +210,8 @@ pub struct GpuQuotaStatus {
     /// Unused part of the guarantee that others may use.
     #[serde(default)]
     pub lent: String,
-    /// What the quota uses beyond its guarantee for each unit of its weight, in GPUs or GiB with two
-    /// decimals. Fair share takes from the quota with the highest share.
+    /// What the quota uses beyond its guarantee for each unit of its weight, in GPUs or GiB with
+    /// two decimals. Fair share takes from the quota with the highest share.
     #[serde(default)]
     pub share: String,
     /// Number of GPUs that the quota's pods own. Set only with `guarantee: Cells`.

@@ -51,8 +51,8 @@ pub const KUEUE_GROUP_COUNT_ANNOTATION: &str = "kueue.x-k8s.io/pod-group-total-c
 /// Label with which the coscheduling plugin names the `PodGroup` of a pod.
 pub const POD_GROUP_LABEL: &str = "scheduling.x-k8s.io/pod-group";
 /// Annotation of a waiting pod for which pods are evicted: the room that is kept for it, as a
-/// [`crate::placement::Placement`]. If the leader of the operator changes, the next leader keeps the
-/// room, and evicts no other pods for the pod.
+/// [`crate::placement::Placement`]. If the leader of the operator changes, the next leader keeps
+/// the room, and evicts no other pods for the pod.
 pub const NOMINATION_ANNOTATION: &str = "cleave.dev/nomination";
 /// Label of a pod whose namespace has a quota: whether the quota guarantees what the pod uses. The
 /// operator writes the label and never reads it to decide.

@@ -20,6 +20,7 @@
 //! Commands that predict the operator's actions call the operator's code in
 //! [`cleave_operator::dry`] and [`cleave_operator::placement`].
 mod client;
+mod condition;
 pub mod cordon;
 pub mod crds;
 pub mod drain;

@@ -33,7 +33,8 @@ struct CheckpointFile {
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct CheckpointData {
-    /// Devices that the kubelet has allocated. `None` if there are none: Go writes a nil slice as null.
+    /// Devices that the kubelet has allocated. `None` if there are none: Go writes a nil slice as
+    /// null.
     pod_device_entries: Option<Vec<DeviceEntry>>,
 }
 

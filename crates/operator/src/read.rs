@@ -413,8 +413,8 @@ pub struct Stores {
 }
 
 impl Stores {
-    /// Waits until each watch has listed its objects once. Does not wait for quotas: the cluster may
-    /// not have the resource, if an older chart installed the CRDs.
+    /// Waits until each watch has listed its objects once. Does not wait for quotas: the cluster
+    /// may not have the resource, if an older chart installed the CRDs.
     ///
     /// # Errors
     /// Returns an error if a watch stops.

@@ -153,6 +153,10 @@ pub(crate) struct Watches<'a> {
     pub(crate) stop: &'a CancellationToken,
 }
 
+fn wake_placement<K>(wakes: &Wakers, _: Option<&K>) {
+    wakes.wake_placement();
+}
+
 impl Watches<'_> {
     /// Starts the watches that fill [`Stores`].
     pub(crate) fn start_stores(&mut self, client: &Client, namespace: &str, agent_selector: &str) -> Stores {
@@ -193,25 +197,17 @@ impl Watches<'_> {
             volume_claims: self.store_objects(
                 "PersistentVolumeClaim",
                 (Api::<VolumeClaimObject>::all(client.clone()), watch_config()),
-                WatchRules {
-                    trim: trim_metadata,
-                    same: VolumeClaimObject::is_same,
-                    wake: |wakes, _| wakes.wake_placement(),
-                },
+                WatchRules { trim: trim_metadata, same: VolumeClaimObject::is_same, wake: wake_placement },
             ),
             volumes: self.store_objects(
                 "PersistentVolume",
                 (Api::<VolumeObject>::all(client.clone()), watch_config()),
-                WatchRules {
-                    trim: trim_metadata,
-                    same: VolumeObject::is_same,
-                    wake: |wakes, _| wakes.wake_placement(),
-                },
+                WatchRules { trim: trim_metadata, same: VolumeObject::is_same, wake: wake_placement },
             ),
             quotas: self.store_objects(
                 "GpuQuota",
                 (Api::<DeserializeGuard<GpuQuota>>::all(client.clone()), watch_config()),
-                WatchRules { trim: trim_metadata, same: is_same_quota, wake: |wakes, _| wakes.wake_placement() },
+                WatchRules { trim: trim_metadata, same: is_same_quota, wake: wake_placement },
             ),
             budgets: self.store_objects(
                 "PodDisruptionBudget",

@@ -62,8 +62,8 @@ pub(crate) struct GpuModel<'a> {
 /// Pods that differ only in their names.
 pub(crate) struct PodGroup<'a> {
     pub(crate) priority: i32,
-    /// Demands of one pod. All shares that a pod requests of one resource are one demand. Each other
-    /// slice is a separate demand.
+    /// Demands of one pod. All shares that a pod requests of one resource are one demand. Each
+    /// other slice is a separate demand.
     pub(crate) units: Vec<DemandId>,
     /// Number shared by all groups with the same units.
     pub(crate) shape: u32,

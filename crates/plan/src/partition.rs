@@ -161,8 +161,8 @@ impl GpuClass {
         Some(self.build_packed_partition(free, demands))
     }
 
-    /// Returns the name of the MIG profile with this index. Returns `None` if the GPU has no profile
-    /// table, or its table has no such profile.
+    /// Returns the name of the MIG profile with this index. Returns `None` if the GPU has no
+    /// profile table, or its table has no such profile.
     pub(crate) fn profile_name(&self, profile: u8) -> Option<String> {
         self.table()?.name(profile).map(str::to_owned)
     }

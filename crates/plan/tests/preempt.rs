@@ -634,8 +634,8 @@ proptest! {
             };
             for way in case.device_choices(node) {
                 let helps = sets.iter().filter(|gone| helps(gone, &way));
-                // Keep the pods at the start of `lower` (highest priority, then oldest) if possible,
-                // even if more of the other pods are then evicted.
+                // Keep the pods at the start of `lower` (highest priority, then oldest) if
+                // possible, even if more of the other pods are then evicted.
                 let best = helps.min_by_key(|gone| lower.iter().map(|pod| gone.contains(pod)).collect::<Vec<bool>>());
                 if let Some(gone) = best {
                     is_possible = true;

@@ -16,8 +16,8 @@ pub struct Usage {
     pub limit: Option<u64>,
 }
 
-/// Raises the soft limit of open files to `WANTED_OPEN_FILES`, or to the hard limit if that is lower.
-/// Logs a failure and returns, because the program also works with the current limit.
+/// Raises the soft limit of open files to `WANTED_OPEN_FILES`, or to the hard limit if that is
+/// lower. Logs a failure and returns, because the program also works with the current limit.
 pub fn raise_limit() {
     let limit = rustix::process::getrlimit(Resource::Nofile);
     let Some(current) = limit.current else { return };

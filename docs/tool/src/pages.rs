@@ -58,8 +58,8 @@ pub(crate) fn find_problems(root: &Path) -> Result<Vec<String>> {
     Ok(problems)
 }
 
-/// Returns the numbers of lines that are too long. Tables, code blocks, and lines that are a link or
-/// its address may be long.
+/// Returns the numbers of lines that are too long. Tables, code blocks, and lines that are a link
+/// or its address may be long.
 fn long_lines(text: &str) -> Vec<usize> {
     let mut in_code = false;
     let mut long = Vec::new();

@@ -147,8 +147,8 @@ struct WaitingAgent {
 }
 
 impl WaitingAgent {
-    /// Reads the record at intervals, and requests a hand-over if [`HandOverRecord::decide_standby`]
-    /// decides so.
+    /// Reads the record at intervals, and requests a hand-over if
+    /// [`HandOverRecord::decide_standby`] decides so.
     fn poll(&mut self) {
         if self.last_poll.is_none_or(|last_poll| last_poll.elapsed() >= POLL_INTERVAL) {
             self.last_poll = Some(Instant::now());

@@ -84,13 +84,12 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let offline = args.offline.clone().map(offline::OfflineDirectory::new);
     let source = offline.map(|directory| (directory.read_spec(1), directory));
     let (node, table) = restore_node_and_table(&args, &store, &link, source.as_ref(), now);
-    let settings = ContainerSettings::new(&args);
-    let allocator = Arc::new(Allocator::new(table, settings, link.clone(), metrics.clone()));
-    let pods = NodePods::new(allocator);
+    let allocator = Allocator::new(table, ContainerSettings::new(&args), link.clone(), metrics.clone());
+    let pods = NodePods::new(Arc::new(allocator));
 
     let (inputs, received) = mpsc::channel(64);
-    let (heartbeat, heartbeats) =
-        watch::channel(Heartbeat { reconciled: now, not_ready: Some("starting".into()), changing: false });
+    let starting = Heartbeat { reconciled: now, not_ready: Some("starting".into()), changing: false };
+    let (heartbeat, heartbeats) = watch::channel(starting);
     let (written, to_write) = watch::channel(Arc::<FileContents>::default());
     let (completed, complete) = watch::channel(Arc::<FileContents>::default());
     let (successor, successors) = watch::channel(None);
@@ -105,15 +104,14 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let library = Library::find(nvml_search(&args));
     // Set this before any task can open NVML.
     let closed_library = node.closes_nvml().then(|| library.close());
+    let plugin_dir = args.relay_dir.as_ref().unwrap_or(&args.device_plugin_dir);
     let main = MainLoop {
         nvml_was_closed: closed_library.is_some(),
         closed_library,
         nvml_closing: NvmlClosing::default(),
         node,
         pods: pods.clone(),
-        plugins: PluginServer::start(&PluginServerConfig::new(
-            args.relay_dir.as_ref().unwrap_or(&args.device_plugin_dir),
-        ))?,
+        plugins: PluginServer::start(&PluginServerConfig::new(plugin_dir))?,
         served: BTreeMap::new(),
         args: Arc::clone(&args),
         metrics: metrics.clone(),

@@ -146,18 +146,13 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
     let after = machine.wait_for_healthy(MIG_1G_RESOURCE, 2).await;
     machine.wait_until_applied("again").await;
     assert!(machine.instances(0).contains(&kept), "the instance was not replaced");
-    let lists = |seen: &FakeKubeletState, resource: &str| {
-        (
-            seen.endpoints[resource].lists,
-            seen.registrations.iter().filter(|r| r.request.resource_name == resource).count(),
-        )
-    };
-    assert_eq!(lists(&after, MIG_3G_RESOURCE), lists(&before, MIG_3G_RESOURCE), "the GPU's stream sent no list");
-    assert_eq!(
-        lists(&after, WHOLE_GPU_RESOURCE),
-        lists(&before, WHOLE_GPU_RESOURCE),
-        "the other GPU's stream sent no list"
-    );
+    for (resource, stream) in [(MIG_3G_RESOURCE, "the GPU's stream"), (WHOLE_GPU_RESOURCE, "the other GPU's stream")] {
+        let lists = |seen: &FakeKubeletState| {
+            let registrations = seen.registrations.iter().filter(|one| one.request.resource_name == resource);
+            (seen.endpoints[resource].lists, registrations.count())
+        };
+        assert_eq!(lists(&after), lists(&before), "{stream} sent no list");
+    }
     machine.wait_until("the daemon exits", || machine.mps_host_status()?.daemons.is_empty().then_some(())).await;
 
     // The change that would destroy the instance waits for the pod, and the step names the pod.

@@ -11,7 +11,7 @@ use kube::ResourceExt as _;
 use kube::core::DeserializeGuard;
 use serde::Serialize;
 
-use crate::status::report::ConditionValue;
+use crate::condition::ConditionValue;
 
 /// The quotas of a cluster.
 #[derive(Debug, Clone, PartialEq, Serialize)]

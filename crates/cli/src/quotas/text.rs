@@ -5,7 +5,7 @@ use cleave_api::gpuquota::{QuotaMode, QuotaUnit};
 use cleave_api::names::{CONDITION_ENFORCED, CONDITION_GUARANTEED, CONDITION_READY};
 
 use super::report::{Pool, Quota, QuotasReport};
-use crate::status::report::ConditionValue;
+use crate::condition::ConditionValue;
 use crate::table::Table;
 
 /// Printed if the cluster has no quotas.

@@ -5,11 +5,11 @@ use cleave_api::GpuQuota;
 use cleave_api::gpunode::{AllocationStatus, GpuNode, GpuNodeStatus, GpuStatus, SliceStatus};
 use cleave_api::names::{CONDITION_APPLIED, CONDITION_CONFLICT, CONDITION_GPUS_HEALTHY, CONDITION_READY};
 use cleave_api::sharingpolicy::SharingPolicy;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::ResourceExt as _;
 use kube::core::DeserializeGuard;
 use serde::Serialize;
 
+use crate::condition::ConditionValue;
 use crate::quotas::report::{Quota, QuotasReport};
 
 /// The status of a cluster, or of one node of it.
@@ -45,17 +45,6 @@ pub struct Node {
     pub gpus_healthy: Option<ConditionValue>,
     /// GPUs, sorted by index.
     pub gpus: Vec<Gpu>,
-}
-
-/// The value of a condition.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct ConditionValue {
-    /// `True`, `False` or `Unknown`.
-    pub status: String,
-    /// The reason, in one word.
-    pub reason: String,
-    /// The reason, as a sentence.
-    pub message: String,
 }
 
 /// A GPU.
@@ -261,16 +250,6 @@ impl Node {
             gpus_healthy: None,
             gpus: Vec::new(),
         }
-    }
-}
-
-impl ConditionValue {
-    pub(crate) fn new(status: &str, reason: &str, message: &str) -> Self {
-        Self { status: status.to_owned(), reason: reason.to_owned(), message: message.to_owned() }
-    }
-
-    pub(crate) fn of(condition: &Condition) -> Self {
-        Self::new(&condition.status, &condition.reason, &condition.message)
     }
 }
 

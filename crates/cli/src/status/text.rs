@@ -1,5 +1,6 @@
 //! Renders the report of `cleave status` as tables.
-use super::report::{Allocation, ConditionValue, Gpu, StatusReport};
+use super::report::{Allocation, Gpu, StatusReport};
+use crate::condition::ConditionValue;
 use crate::quotas::render_short;
 use crate::table::Table;
 

@@ -241,8 +241,8 @@ impl PodClaims {
         up < ended.saturating_add(LISTED_TIME)
     }
 
-    /// Returns how much longer the units of a pod may be in use although its node lists it no longer.
-    /// Returns `None` if the pod has not ended, or if its time is over.
+    /// Returns how much longer the units of a pod may be in use although its node lists it no
+    /// longer. Returns `None` if the pod has not ended, or if its time is over.
     pub(super) fn unlisted_time_left(&self, node: &str, name: &str, up: Duration) -> Option<Duration> {
         let ended = *self.ended.get(name)?.get(node)?;
         ended.saturating_add(UNLISTED_TIME).checked_sub(up).filter(|left| !left.is_zero())

@@ -1,8 +1,8 @@
 //! Keeps the room for which an earlier leader of the operator evicted pods.
 //!
 //! Before pods are evicted by the rules of quotas, the room that they free is written to the pod
-//! that waits. Another leader nominates the pod for this room again. Otherwise it would decide anew,
-//! and could evict more pods for the same pod while the first victims terminate.
+//! that waits. Another leader nominates the pod for this room again. Otherwise it would decide
+//! anew, and could evict more pods for the same pod while the first victims terminate.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::placement::{Placement, ReservedUnits};

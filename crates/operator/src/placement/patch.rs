@@ -46,8 +46,8 @@ pub(super) fn release_patch(pod: &PodObject, reason: &ReleaseReason, destination
     Value::Array(operations)
 }
 
-/// Adds the label that shows whether a quota guarantees the pod's room to a patch. The gate is still
-/// removed last.
+/// Adds the label that shows whether a quota guarantees the pod's room to a patch. The gate is
+/// still removed last.
 pub(super) fn add_label(patch: &mut Value, pod: &PodObject, value: &str) {
     let Some(operations) = patch.as_array_mut() else { return };
     let label = if pod.metadata.labels.is_some() {

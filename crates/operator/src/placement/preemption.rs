@@ -203,9 +203,8 @@ impl<'a> PreemptionSearch<'a> {
         if let Some(nomination) = nominated {
             let targets = search.preemption_nodes(ledger, candidate, |node| node == nomination.node);
             let found = ledger.preempt(candidate.pending_pod(), targets, self.holders(), &kept);
-            if let Some(found) =
-                found.filter(|found| found.victims.is_empty()).or_else(|| self.await_units(ledger, name, nomination))
-            {
+            let found = found.filter(|found| found.victims.is_empty());
+            if let Some(found) = found.or_else(|| self.await_units(ledger, name, nomination)) {
                 return SearchResult::Preempt(found);
             }
         }
@@ -503,8 +502,8 @@ impl<'a> PreemptionSearch<'a> {
     }
 
     /// Adds the evictions of these victims on a node for the pod `preemptor`. Victims with a
-    /// disruption budget come first, because the API server may refuse to evict them. After a refusal, the
-    /// operator does not evict the other victims.
+    /// disruption budget come first, because the API server may refuse to evict them. After a
+    /// refusal, the operator does not evict the other victims.
     fn add_evictions(&mut self, node: &str, mut victims: Vec<String>, preemptor: &str, actions: &mut Actions) {
         let Some(holders) = self.holders.get_mut() else { return };
         victims.sort_by_key(|pod| holders.get(node, pod).is_none_or(|holder| holder.budget.is_none()));

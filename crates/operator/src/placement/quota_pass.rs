@@ -1,5 +1,5 @@
-//! Follows the decisions of one reconcile by the rules of quotas: whose turn it is, what the pod may
-//! do, and who may be evicted for it.
+//! Follows the decisions of one reconcile by the rules of quotas: whose turn it is, what the pod
+//! may do, and who may be evicted for it.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -147,8 +147,8 @@ impl<'w> QuotaPass<'w> {
         members
     }
 
-    /// Starts the turn of a waiting pod, or of all waiting pods of its gang. Their nominations do not
-    /// count meanwhile. Returns `None` if no quota concerns the pod.
+    /// Starts the turn of a waiting pod, or of all waiting pods of its gang. Their nominations do
+    /// not count meanwhile. Returns `None` if no quota concerns the pod.
     ///
     /// # Errors
     /// Returns why the pod must wait regardless of free room.
@@ -208,8 +208,8 @@ impl<'w> QuotaPass<'w> {
         self.book(member).class(member.id)
     }
 
-    /// Records that the pods of a turn are released, and returns the value of their label. Pods of no quota have no
-    /// label.
+    /// Records that the pods of a turn are released, and returns the value of their label. Pods of
+    /// no quota have no label.
     pub(super) fn label_released(&mut self, turn: QuotaTurn, pods: &[(&str, &Fits)]) -> Option<&'static str> {
         let class = self.release(turn.member, pods)?;
         matches!(self.pod(turn.member).owner, Owner::Quota(_)).then(|| label_of(class))

@@ -1,7 +1,7 @@
 //! Reads the pods and GPUs of each pool with quotas, for one reconcile.
 //!
-//! [`QuotaWorlds`] is read anew in each reconcile from the pods' annotations, the `GpuNode`s and the
-//! ledger. Nothing else is stored, so a new leader decides the same. `quota_pass` follows the
+//! [`QuotaWorlds`] is read anew in each reconcile from the pods' annotations, the `GpuNode`s and
+//! the ledger. Nothing else is stored, so a new leader decides the same. `quota_pass` follows the
 //! decisions of the reconcile. The rules are in `cleave_plan::quota`.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

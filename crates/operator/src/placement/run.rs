@@ -260,8 +260,8 @@ impl PlacementController {
         }
     }
 
-    /// Writes the statuses of quotas and the labels of pods that changed, and updates the metrics of
-    /// quotas. Returns the time until they are due again.
+    /// Writes the statuses of quotas and the labels of pods that changed, and updates the metrics
+    /// of quotas. Returns the time until they are due again.
     async fn report_quotas(&mut self, cluster: &Cluster, actions: &Actions, now: ReconcileTime) -> Option<Duration> {
         if cluster.quotas.is_empty() && !self.reports_quotas {
             return None;
@@ -317,8 +317,8 @@ impl PlacementController {
         }
     }
 
-    /// Writes the room that is kept for pods to these pods. Returns the pods for which no others may
-    /// be evicted, because a write failed.
+    /// Writes the room that is kept for pods to these pods. Returns the pods for which no others
+    /// may be evicted, because a write failed.
     async fn write_kept_room<'k>(&self, kept: &'k [KeptRoom]) -> BTreeSet<&'k str> {
         let client = &self.context.client;
         let writes: Vec<_> = kept

@@ -39,9 +39,9 @@ impl Waiting {
     }
 }
 
-/// Returns the status of a quota, and what its pods wait for. `absent`
-/// are namespaces of the quota that do not exist. `pool` is `None` if the quota is in no pool, because it is not
-/// valid. `waits` is what each pod at the gate waits for.
+/// Returns the status of a quota, and what its pods wait for. `absent` are namespaces of the quota
+/// that do not exist. `pool` is `None` if the quota is in no pool, because it is not valid. `waits`
+/// is what each pod at the gate waits for.
 pub(crate) fn status(
     quota: &GpuQuota,
     (pool, problem): (Option<&PoolView<'_>>, Option<&Problem>),

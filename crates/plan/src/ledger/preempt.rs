@@ -483,7 +483,7 @@ impl<'a> PreemptionSearch<'a> {
     }
 }
 
-/// SpareAmounts amounts by slot. Contains only slots that the pending pod needs.
+/// Spare amounts by slot. Contains only slots that the pending pod needs.
 type SpareAmounts = BTreeMap<usize, i128>;
 
 impl PossibleVictim<'_> {

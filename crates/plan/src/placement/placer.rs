@@ -206,8 +206,8 @@ impl<S: Score> Placer<S> {
         cached_ranks.seen = seen;
     }
 
-    /// Drops the cached ranks of the least recently placed kinds of pods until another kind fits into
-    /// the cache. Keeps at least one kind.
+    /// Drops the cached ranks of the least recently placed kinds of pods until another kind fits
+    /// into the cache. Keeps at least one kind.
     fn drop_oldest_ranks(&mut self) {
         while self.cached_ranks.len() > 1
             && (self.cached_ranks.len() + 1).saturating_mul(self.nodes.len()) > MAX_CACHED_RANKS

@@ -66,12 +66,12 @@ pub(super) fn reservations(state: &State<'_>, queues: &[VecDeque<PodId>]) -> Vec
         let is_enforced = state.accounts.quota(state.accounts.rights_of(id)).is_enforced();
         (Reverse(is_enforced && state.accounts.is_within(id)), pod.created, &pod.name)
     });
-    let mut gpus = Gpus::new(state);
+    let mut gpus = AgeingGpus::new(state);
     old.into_iter().filter_map(|id| Some((id, gpus.take(id)?))).collect()
 }
 
 /// A GPU, and when its pods were released.
-struct Gpu {
+struct AgeingGpu {
     gpu: usize,
     /// Room beside the pods for which pods leave. Negative if too much is used.
     room: i128,
@@ -84,7 +84,7 @@ struct Gpu {
     is_taken: bool,
 }
 
-impl Gpu {
+impl AgeingGpu {
     fn new(state: &State<'_>, gpu: usize) -> Self {
         let of = &state.gpus[gpu];
         let room = i128::from(of.size()) - i128::from(of.nominated());
@@ -114,17 +114,17 @@ impl Gpu {
 }
 
 /// All GPUs, while room is reserved on them.
-struct Gpus<'s, 'w> {
+struct AgeingGpus<'s, 'w> {
     state: &'s State<'w>,
     /// The GPU whose first pod was released first is first.
-    gpus: Vec<Gpu>,
+    gpus: Vec<AgeingGpu>,
     /// Positions in `gpus`. The GPU with the most free room is first.
     by_free: Vec<usize>,
 }
 
-impl<'s, 'w> Gpus<'s, 'w> {
+impl<'s, 'w> AgeingGpus<'s, 'w> {
     fn new(state: &'s State<'w>) -> Self {
-        let mut gpus: Vec<Gpu> = (0..state.gpus.len()).map(|gpu| Gpu::new(state, gpu)).collect();
+        let mut gpus: Vec<AgeingGpu> = (0..state.gpus.len()).map(|gpu| AgeingGpu::new(state, gpu)).collect();
         gpus.sort_by_key(|of| (of.first_release, of.gpu));
         let mut by_free: Vec<usize> = (0..gpus.len()).collect();
         by_free.sort_by_key(|&at| Reverse(gpus[at].free));
@@ -135,7 +135,7 @@ impl<'s, 'w> Gpus<'s, 'w> {
     /// which they were released.
     fn take(&mut self, id: PodId) -> Option<usize> {
         let (state, charge) = (self.state, self.state.charge(id));
-        let is_possible = |of: &Gpu| !of.is_taken && is_overtaken_on(state, id, of.gpu);
+        let is_possible = |of: &AgeingGpu| !of.is_taken && is_overtaken_on(state, id, of.gpu);
         let have_room = self.by_free.iter().copied().take_while(|&at| self.gpus[at].free >= i128::from(charge));
         let mut best =
             have_room.filter(|&at| is_possible(&self.gpus[at])).map(|at| (Moment(0), self.gpus[at].gpu, at)).min();

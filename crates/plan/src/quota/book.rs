@@ -124,8 +124,8 @@ impl<'w> Book<'w> {
         self.accounts.gangs().unit(id)
     }
 
-    /// Returns the pods that are evicted together with a running pod, and the pod: those of its gang
-    /// that count.
+    /// Returns the pods that are evicted together with a running pod, and the pod: those of its
+    /// gang that count.
     pub fn mates(&self, id: PodId) -> impl Iterator<Item = PodId> {
         self.accounts.counted_with(id).filter(|mate| matches!(self.world.pod(*mate).place, Place::Running { .. }))
     }
@@ -232,8 +232,8 @@ impl<'w> Book<'w> {
         self.accounts.class(id)
     }
 
-    /// Returns the class that a waiting pod or gang would have on GPUs after some pods are gone. Only
-    /// the quotas that are enforced give a class other than [`Class::Over`].
+    /// Returns the class that a waiting pod or gang would have on GPUs after some pods are gone.
+    /// Only the quotas that are enforced give a class other than [`Class::Over`].
     pub fn class_with(&self, parts: &[(PodId, usize)], without: &[PodId]) -> Class {
         let is_enforced = parts.first().is_some_and(|(id, _)| self.quota(*id).is_enforced());
         if is_enforced { self.accounts.class_with(parts, without) } else { Class::Over }

@@ -116,8 +116,8 @@ pub(super) struct Pass<'w> {
     preemptors: usize,
 }
 
-/// Position of an account's first waiting pod. Pods that override quotas are first, then pods within
-/// a guarantee.
+/// Position of an account's first waiting pod. Pods that override quotas are first, then pods
+/// within a guarantee.
 type Turn<'w> = (Reverse<Option<i32>>, Option<Share>, Reverse<i32>, Moment, &'w str, PodId);
 
 enum Decision {

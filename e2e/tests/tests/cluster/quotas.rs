@@ -1,5 +1,5 @@
-//! Tests elastic quotas: guarantees that hold, borrowers that leave and do not come back in circles,
-//! and leaders that are lost meanwhile.
+//! Tests elastic quotas: guarantees that hold, borrowers that leave and do not come back in
+//! circles, and leaders that are lost meanwhile.
 use std::collections::BTreeMap;
 use std::io::Write as _;
 use std::sync::Arc;
@@ -133,8 +133,8 @@ fn wait_for_running(cluster: &Cluster, namespace: &str, count: u64) -> Result<()
     })
 }
 
-/// Returns the Events `Reclaimed` of a namespace, each as the evicted pod and the note: one for each
-/// eviction by the rules of quotas.
+/// Returns the Events `Reclaimed` of a namespace, each as the evicted pod and the note: one for
+/// each eviction by the rules of quotas.
 fn reclaimed(cluster: &Cluster, namespace: &str) -> Result<Vec<String>> {
     let events = cluster.list(&format!("/apis/events.k8s.io/v1/namespaces/{namespace}/events"))?;
     let reclaimed = events.iter().filter(|event| event["reason"] == "Reclaimed");
@@ -328,9 +328,9 @@ impl Drop for OperatorSetting {
     }
 }
 
-/// The example of Nos's documentation: three quotas guarantee 40, 10 and 30, and B uses all of the 30
-/// that C leaves unused. Here half of that, in tenths of GPUs: A may take one pod from B, since A is
-/// entitled to a larger part of the unused amount, and not a second.
+/// The example of Nos's documentation: three quotas guarantee 40, 10 and 30, and B uses all of the
+/// 30 that C leaves unused. Here half of that, in tenths of GPUs: A may take one pod from B, since
+/// A is entitled to a larger part of the unused amount, and not a second.
 #[test]
 fn the_documented_example_of_nos_ends_with_the_same_pods() -> Result<()> {
     let cluster = Cluster::connect()?;

@@ -320,7 +320,7 @@ fn report_limit(place: SettingPlace, key: &str, value: &Value, notes: &mut Notes
             notes.decide(place, "SMs follow memory. mps.threads: Burst gives up to twice that, and Uncapped all SMs.");
         }
         "deviceMemoryScaling" | "deviceCoreScaling" => {
-            notes.translated(place, "The setting causes no over-commitment.")
+            notes.translated(place, "The setting causes no over-commitment.");
         }
         "defaultMemory" | "defaultCores" if number > 0.0 => {
             notes.decide(place, "Cleave has no default request. Pods that request only nvidia.com/gpu get whole GPUs.");

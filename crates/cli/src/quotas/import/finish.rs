@@ -8,7 +8,7 @@ use cleave_plan::ledger::Moment;
 use cleave_plan::quota::{Amount, Guarantee, Mode, Namespaces, Quota, QuotaSpec, Unit};
 
 use super::amounts::amount_text;
-use super::{Draft, Import, ImportedQuota, Refusal, Selection};
+use super::model::{Draft, Import, ImportedQuota, Refusal, Selection};
 
 /// Maximum number of namespaces of a quota.
 const MAX_NAMESPACES: usize = 256;

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::amounts::{BadAmount, parse_gpus, scale_weights};
 use super::input::{ClusterQueueSpec, FlavorQuotas, FlavorSpec, Object, Objects, ResourceQuota};
-use super::{Draft, Import, Refusal, Selection};
+use super::model::{Draft, Import, Refusal, Selection};
 
 /// Label of every namespace with its name.
 const NAMESPACE_NAME_LABEL: &str = "kubernetes.io/metadata.name";

@@ -13,6 +13,7 @@ mod finish;
 mod input;
 mod kueue;
 mod live;
+mod model;
 mod nos;
 mod text;
 
@@ -21,14 +22,13 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, Result, ensure};
 use clap::ValueEnum;
-use cleave_api::GpuQuota;
-use cleave_api::gpuquota::{QuotaMode, QuotaNamespaceSelector};
-use cleave_plan::quota::{Amount, Unit};
+use cleave_api::gpuquota::QuotaMode;
 
 use crate::client::ClusterArgs;
 use crate::output::{print, read_input};
 use input::Objects;
 
+pub use model::{Import, ImportedQuota, Refusal};
 pub use text::{render_report, render_yaml};
 
 /// Examples in the help of `cleave quotas import`.
@@ -73,65 +73,6 @@ impl From<ImportMode> for QuotaMode {
             ImportMode::Count => Self::Count,
         }
     }
-}
-
-/// The result of an import.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Import {
-    /// The `GpuQuota`s, in the order of the input.
-    pub quotas: Vec<ImportedQuota>,
-    /// Objects that limit no GPUs, and so have no counterpart.
-    pub skipped: Vec<Refusal>,
-    /// Objects that could not be imported.
-    pub refused: Vec<Refusal>,
-    /// Differences that concern all quotas.
-    pub notes: Vec<String>,
-}
-
-/// A `GpuQuota`, and what was lost on the way.
-#[derive(Debug, Clone, PartialEq)]
-pub struct ImportedQuota {
-    /// Kind and name of the imported object.
-    pub origin: String,
-    /// The quota.
-    pub quota: GpuQuota,
-    /// What has no counterpart, or differs, one sentence each.
-    pub notes: Vec<String>,
-}
-
-/// An object that was not imported.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Refusal {
-    /// Kind and name of the object.
-    pub origin: String,
-    /// Why the object was not imported.
-    pub reason: String,
-}
-
-/// A quota before names, weights and units of all quotas are known.
-#[derive(Debug, Clone)]
-struct Draft {
-    origin: String,
-    /// Names of the quota, the preferred one first.
-    names: Vec<String>,
-    namespaces: Selection,
-    /// Models of the pool. Empty if the pool is not known.
-    models: Vec<String>,
-    unit: Unit,
-    min: Amount,
-    max: Option<Amount>,
-    lend: Option<Amount>,
-    /// A number in whose ratio the weights are.
-    weight: u64,
-    mode: QuotaMode,
-    notes: Vec<String>,
-}
-
-/// The namespaces of a draft.
-#[derive(Debug, Clone)]
-enum Selection {
-    Names(Vec<String>),
-    Labels(QuotaNamespaceSelector),
 }
 
 /// Runs `cleave quotas import`. The exit status is 1 if an object could not be imported.

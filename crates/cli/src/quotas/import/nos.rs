@@ -8,7 +8,7 @@ use cleave_plan::quota::{Amount, Unit};
 
 use super::amounts::{BadAmount, parse_gigabytes, parse_gpus, scale_weights};
 use super::input::{Amounts, NOS_GROUPS, NosSpec, Object, Objects};
-use super::{Draft, Import, Refusal, Selection};
+use super::model::{Draft, Import, Refusal, Selection};
 
 /// Name of Nos's resource of GPU memory, after its group.
 const GPU_MEMORY: &str = "gpu-memory";

@@ -3,7 +3,7 @@ use std::fmt::Write as _;
 
 use anyhow::{Context as _, Result};
 
-use super::{Import, Refusal};
+use super::model::{Import, Refusal};
 
 /// Maximum length of a comment's line.
 const MAX_WIDTH: usize = 100;
