@@ -9,12 +9,15 @@
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! use sim_machine::{ContextKind, Machine};
 //!
-//! let machine = Machine::open_default()?; // An `Arc<State>`. The state is parsed again only after
-//! a change. let state = machine.snapshot()?; for gpu in &state.gpus { println!("{} {} {}",
-//! gpu.index, gpu.uuid, state.model(gpu)?.name); } // A CUDA context of this process. The call
-//! respects compute mode, MIG, lost GPUs and free memory. let context =
-//! machine.open_context(&state.gpus[0].uuid, ContextKind::Compute, 500 << 20)?; context.allocate(1
-//! << 30)?;
+//! let machine = Machine::open_default()?;
+//! // An `Arc<State>`. The state is parsed again only after a change.
+//! let state = machine.snapshot()?;
+//! for gpu in &state.gpus {
+//!     println!("{} {} {}", gpu.index, gpu.uuid, state.model(gpu)?.name);
+//! }
+//! // A CUDA context of this process. The call respects compute mode, MIG, lost GPUs and free memory.
+//! let context = machine.open_context(&state.gpus[0].uuid, ContextKind::Compute, 500 << 20)?;
+//! context.allocate(1 << 30)?;
 //! # Ok(())
 //! # }
 //! ```

@@ -243,7 +243,7 @@ fn gpus_report_nvlinks_and_paths_of_a_cube_mesh() {
 fn a_removed_gpu_is_not_listed_and_the_indices_of_later_gpus_move_down() {
     run_in_separate_process(
         "a_removed_gpu_is_not_listed_and_the_indices_of_later_gpus_move_down",
-        &["3xH200-141"],
+        &["H200-141", "H200-141", "H200-141"],
         |machine| {
             let nvml = nvml();
             let uuid = |index: u32| nvml.device_by_index(index).and_then(|device| device.uuid());
