@@ -15,7 +15,7 @@
 //! for gpu in &state.gpus {
 //!     println!("{} {} {}", gpu.index, gpu.uuid, state.model(gpu)?.name);
 //! }
-//! // A CUDA context of this process. The call respects compute mode, MIG, lost GPUs and free memory.
+//! // A CUDA context of this process. The call respects compute mode, MIG, lost GPUs and memory.
 //! let context = machine.open_context(&state.gpus[0].uuid, ContextKind::Compute, 500 << 20)?;
 //! context.allocate(1 << 30)?;
 //! # Ok(())
