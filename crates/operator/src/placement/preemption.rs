@@ -203,8 +203,7 @@ impl<'a> PreemptionSearch<'a> {
         if let Some(nomination) = nominated {
             let targets = search.preemption_nodes(ledger, candidate, |node| node == nomination.node);
             let found = ledger.preempt(candidate.pending_pod(), targets, self.holders(), &kept);
-            let found = found.filter(|found| found.victims.is_empty());
-            if let Some(found) = found.or_else(|| self.await_units(ledger, name, nomination)) {
+            if let Some(found) = self.keep_nomination(ledger, name, nomination, found) {
                 return SearchResult::Preempt(found);
             }
         }
@@ -250,6 +249,19 @@ impl<'a> PreemptionSearch<'a> {
     fn unlisted_time_left(&self, pod: &str) -> Option<Duration> {
         let (node, victims) = self.preemptors.last_victims(pod)?;
         victims.iter().filter_map(|victim| self.claims.unlisted_time_left(node, victim, self.up)).max()
+    }
+
+    /// Returns the units that a nominated pod waits for without further evictions. `found` is the
+    /// search's result on the nominated node.
+    fn keep_nomination(
+        &self,
+        ledger: &Ledger,
+        pod: &str,
+        nomination: &Nomination,
+        found: Option<Preemption>,
+    ) -> Option<Preemption> {
+        let found = found.filter(|found| found.victims.is_empty());
+        found.or_else(|| self.await_units(ledger, pod, nomination))
     }
 
     /// Returns the nominated units, if the pod must wait for the report that the units of its ended
@@ -367,9 +379,7 @@ impl<'a> PreemptionSearch<'a> {
             let mut ending = self.holders().clone();
             ending.pods.values_mut().for_each(|pods| pods.retain(|_, holder| holder.ending));
             let found = ledger.preempt(pending, targets, &ending, &kept);
-            if let Some(found) =
-                found.filter(|found| found.victims.is_empty()).or_else(|| self.await_units(ledger, name, nomination))
-            {
+            if let Some(found) = self.keep_nomination(ledger, name, nomination, found) {
                 return SearchResult::Exchange { kind: Kind::Priority, found, force: false };
             }
         }

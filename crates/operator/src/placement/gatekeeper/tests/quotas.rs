@@ -25,7 +25,7 @@ pub(super) struct Case {
     pub(super) keeper: Gatekeeper,
     rules: Settings,
     pub(super) seconds: u64,
-    /// Evictions: why, for whom, and who.
+    /// Evictions: the kind, the preemptor and the victim.
     pub(super) evicted: Vec<(String, String, String)>,
     /// The reconciles that evicted pods for each pod, by UID.
     rounds: BTreeMap<String, BTreeSet<u64>>,
