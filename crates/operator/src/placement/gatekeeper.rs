@@ -31,6 +31,7 @@ use super::returning::Returning;
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::{self, PlacedReport, StrandedActions, StrandedPods};
 use super::unanswered::UnansweredReleases;
+use super::unlisted::UnlistedUnits;
 use super::verdict::{PreemptionProspect, Verdict};
 use super::{learning, mps_hosts};
 use crate::evict::EvictionResult;
@@ -74,6 +75,8 @@ pub struct Gatekeeper {
     evictions: EvictionRecords,
     /// Waiting pods for which the operator has searched for preemption victims.
     preemptors: Preemptors,
+    /// Units of pods that nodes have just stopped listing.
+    unlisted: UnlistedUnits,
     stranded: StrandedPods,
     growth: AutoscalerReports,
     returning: Returning,
@@ -111,6 +114,7 @@ impl Gatekeeper {
             queue: Queue::default(),
             evictions: EvictionRecords::default(),
             preemptors: Preemptors::default(),
+            unlisted: UnlistedUnits::default(),
             stranded: StrandedPods::default(),
             growth: AutoscalerReports::new(true),
             returning: Returning::default(),
@@ -316,12 +320,14 @@ impl Gatekeeper {
         demand: &BTreeMap<String, WaitingPod>,
         now: ReconcileTime,
     ) -> Actions {
+        self.unlisted.expire(now.up);
         let changed = self.nodes.update(cluster, &self.rollout);
         changed.iter().for_each(|(node, _)| self.preemptors.record_node_change(node));
         self.returning.update(&self.nodes, changed.iter().map(|(node, _)| node.as_str()), now.up);
         let mut ledger = match self.ledger.take() {
             Some(mut ledger) => {
                 for (name, facts) in changed {
+                    self.unlisted.update(&ledger, &name, facts.as_ref(), now.up);
                     match facts {
                         Some(facts) => ledger.observe(&name, facts),
                         None => ledger.remove_node(&name),
@@ -447,6 +453,7 @@ impl Gatekeeper {
         let step = self.rollout.update(&views, up);
         for (name, facts) in self.nodes.update(cluster, &self.rollout) {
             self.preemptors.record_node_change(&name);
+            self.unlisted.update(ledger, &name, facts.as_ref(), up);
             if let Some(facts) = facts {
                 ledger.observe(&name, facts);
             }
@@ -538,6 +545,7 @@ impl Gatekeeper {
         if !waiting.is_empty() {
             self.preemptors.update_budgets(&input.cluster.budgets);
             self.evictions.deadlines(up).for_each(|deadline| actions.requeue_in(deadline));
+            self.unlisted.next_expiry(up).into_iter().for_each(|expiry| actions.requeue_in(expiry));
         }
     }
 
@@ -555,7 +563,7 @@ impl Gatekeeper {
         let (expires, unschedulable_after) = (claims::expiry(input.now), self.unschedulable_after);
         let Self { agent_labels, chooser, nodes, claims, queue, rollout, stranded, .. } = self;
         let tracker = input.tracker;
-        let Self { evictions, preemptors, growth, returning, .. } = self;
+        let Self { evictions, preemptors, growth, returning, unlisted, .. } = self;
         let mut other_nodes = LazyCell::new(|| OtherNodes::new(nodes, tracker, agent_labels, input.unsettled));
         let waiting = queue.remove_delayed(ledger, waiting, up, actions).into_iter();
         let candidate = |(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod));
@@ -563,7 +571,7 @@ impl Gatekeeper {
         let evictability = Evictability::new(&input.cluster.budgets, evictions, input.now.epoch);
         if std::mem::take(&mut self.restores_nominations) && !input.cluster.quotas.is_empty() {
             let is_ending = |node: &str, pod: &str| claims.is_ending(node, pod, up);
-            let holders = || nodes.holders(tracker, &evictability, is_ending);
+            let holders = || nodes.holders(tracker, &evictability, unlisted, is_ending);
             handover::restore_nominations(
                 ledger,
                 candidates.iter().map(Candidate::for_handover),
@@ -588,7 +596,7 @@ impl Gatekeeper {
             PlacementSearch::new(input, (nodes, tracker, &*claims), ledger, chooser).with_quotas(worlds.as_ref());
         let mut order = Order::new(quotas.as_ref(), candidates.iter().map(|candidate| candidate.name.as_str()));
         let offers = LazyCell::new(|| Offers::of_policies(input.cluster.policies.iter().map(AsRef::as_ref)));
-        let mut preemption = PreemptionSearch::new((nodes, tracker), evictability, claims, preemptors, up);
+        let mut preemption = PreemptionSearch::new((nodes, tracker, unlisted), evictability, claims, preemptors, up);
         let mut returning = returning.units(nodes, (ledger, claims), up, actions);
         let (mut reserved, mut unplaceable_releases) = (Vec::<(String, &PodObject)>::new(), 0);
         while let Some((at, candidate)) = order.next(quotas.as_ref()).and_then(|at| Some((at, candidates.get(at)?))) {

@@ -15,7 +15,7 @@
 //! | | `quotas`, `quota_pass`, `quota_turns` | quotas: the order of the pods, what each may use, and who may be evicted for it |
 //! | | `gangs` | pods that are released together |
 //! | | `handover` | room that is kept when the leader changes |
-//! | | `preemption`, `preemptors`, `evictions`, `budgets` | pods to evict for pods of higher priority |
+//! | | `preemption`, `preemptors`, `evictions`, `budgets`, `unlisted` | pods to evict for pods of higher priority |
 //! | | `stranded` | released pods to evict |
 //! | | `other_nodes` | nodes of other device plugins |
 //! | | `growth`, `returning`, `fragments` | pods to report to cluster autoscalers, nodes that only look free to them |
@@ -70,6 +70,7 @@ mod run;
 mod search;
 mod stranded;
 mod unanswered;
+mod unlisted;
 mod verdict;
 
 pub use actions::{Actions, Eviction, KeptRoom, QuotaEviction, Release, ReleaseReason, Report};

@@ -16,6 +16,7 @@ use super::pod_tracker::PodTracker;
 use super::preemptors::{Preemptors, SearchScope};
 use super::quota_pass::{PodAndRoom, QuotaPass, QuotaTurn, capped_grace};
 use super::search::{Candidate, PlacementSearch, SearchKey};
+use super::unlisted::UnlistedUnits;
 use super::verdict::{PreemptionProspect, Verdict};
 use crate::pods::{PodObject, full_name};
 
@@ -33,6 +34,7 @@ const MAX_EXCHANGES: usize = 8;
 pub(super) struct PreemptionSearch<'a> {
     nodes: &'a Nodes,
     tracker: &'a PodTracker,
+    unlisted: &'a UnlistedUnits,
     evictability: Evictability<'a>,
     claims: &'a PodClaims,
     preemptors: &'a mut Preemptors,
@@ -82,7 +84,7 @@ enum SearchResult {
 
 impl<'a> PreemptionSearch<'a> {
     pub(super) fn new(
-        (nodes, tracker): (&'a Nodes, &'a PodTracker),
+        (nodes, tracker, unlisted): (&'a Nodes, &'a PodTracker, &'a UnlistedUnits),
         evictability: Evictability<'a>,
         claims: &'a PodClaims,
         preemptors: &'a mut Preemptors,
@@ -93,6 +95,7 @@ impl<'a> PreemptionSearch<'a> {
         Self {
             nodes,
             tracker,
+            unlisted,
             evictability,
             claims,
             preemptors,
@@ -134,8 +137,7 @@ impl<'a> PreemptionSearch<'a> {
         let prospect = match self.find_victims(ledger, search, candidate, (verdict, pause.is_some())) {
             SearchResult::Preempt(Preemption { node, takes, victims }) => {
                 // After that time, a victim that does not terminate counts as running.
-                actions.requeue_in(self.unlisted_time_left(&candidate.name).unwrap_or(TERMINATION_TIME));
-                self.preemptors.record_victims(&candidate.name, &node, &victims);
+                actions.requeue_in(TERMINATION_TIME);
                 self.add_evictions(&node, victims, &candidate.name, actions);
                 self.preemptors.record_success(&candidate.name);
                 search.nominate(candidate, &node);
@@ -203,7 +205,7 @@ impl<'a> PreemptionSearch<'a> {
         if let Some(nomination) = nominated {
             let targets = search.preemption_nodes(ledger, candidate, |node| node == nomination.node);
             let found = ledger.preempt(candidate.pending_pod(), targets, self.holders(), &kept);
-            if let Some(found) = self.keep_nomination(ledger, name, nomination, found) {
+            if let Some(found) = found.filter(|found| found.victims.is_empty()) {
                 return SearchResult::Preempt(found);
             }
         }
@@ -242,36 +244,6 @@ impl<'a> PreemptionSearch<'a> {
                 SearchResult::Impossible
             }
         }
-    }
-
-    /// Returns how long the units of the pod's ended victims may still be in use although the node
-    /// lists no pod for them.
-    fn unlisted_time_left(&self, pod: &str) -> Option<Duration> {
-        let (node, victims) = self.preemptors.last_victims(pod)?;
-        victims.iter().filter_map(|victim| self.claims.unlisted_time_left(node, victim, self.up)).max()
-    }
-
-    /// Returns the units that a nominated pod waits for without further evictions. `found` is the
-    /// search's result on the nominated node.
-    fn keep_nomination(
-        &self,
-        ledger: &Ledger,
-        pod: &str,
-        nomination: &Nomination,
-        found: Option<Preemption>,
-    ) -> Option<Preemption> {
-        let found = found.filter(|found| found.victims.is_empty());
-        found.or_else(|| self.await_units(ledger, pod, nomination))
-    }
-
-    /// Returns the nominated units, if the pod must wait for the report that the units of its ended
-    /// victims are free. Without this wait, more pods would be evicted for the same pod.
-    fn await_units(&self, ledger: &Ledger, pod: &str, nomination: &Nomination) -> Option<Preemption> {
-        let Nomination { node, takes, .. } = nomination;
-        let is_expected = self.preemptors.last_victims(pod).is_some_and(|(evicted_on, _)| evicted_on == node)
-            && self.unlisted_time_left(pod).is_some()
-            && takes.iter().any(|take| ledger.unlisted_units(node, &take.resource, &take.device) > 0);
-        is_expected.then(|| Preemption { node: node.clone(), takes: takes.clone(), victims: Vec::new() })
     }
 
     /// Does what [`Self::preempt`] does, by the rules of quotas.
@@ -316,7 +288,7 @@ impl<'a> PreemptionSearch<'a> {
         actions: &mut Actions,
     ) {
         let Some(preemptor) = found.first().map(|(candidate, _)| candidate.name.clone()) else { return };
-        actions.requeue_in(self.unlisted_time_left(&preemptor).unwrap_or(TERMINATION_TIME));
+        actions.requeue_in(TERMINATION_TIME);
         let (message, cap) = (pass.eviction_message(kind, turn.member), pass.grace_cap(turn.member));
         let victims = pass.with_mates(turn.member, found.iter().flat_map(|(_, found)| &found.victims));
         let named: Vec<PodAndRoom<'_>> =
@@ -342,7 +314,6 @@ impl<'a> PreemptionSearch<'a> {
                     room: handover::room(&found, until),
                 });
             }
-            self.preemptors.record_victims(&candidate.name, &found.node, &found.victims);
             self.preemptors.record_success(&candidate.name);
             search.nominate(candidate, &found.node);
             // Ignore errors: the ledger refuses only nominations for pods with a claim, and waiting
@@ -379,7 +350,7 @@ impl<'a> PreemptionSearch<'a> {
             let mut ending = self.holders().clone();
             ending.pods.values_mut().for_each(|pods| pods.retain(|_, holder| holder.ending));
             let found = ledger.preempt(pending, targets, &ending, &kept);
-            if let Some(found) = self.keep_nomination(ledger, name, nomination, found) {
+            if let Some(found) = found.filter(|found| found.victims.is_empty()) {
                 return SearchResult::Exchange { kind: Kind::Priority, found, force: false };
             }
         }
@@ -464,7 +435,7 @@ impl<'a> PreemptionSearch<'a> {
     /// Returns the pods with allocations as if disruption budgets protected none.
     fn holders_ignoring_budgets(&self) -> Holders<'a> {
         let is_ending = |node: &str, pod: &str| self.claims.is_ending(node, pod, self.up);
-        let mut all = self.nodes.holders(self.tracker, &self.evictability.ignoring_budgets(), is_ending);
+        let mut all = self.nodes.holders(self.tracker, &self.evictability.ignoring_budgets(), self.unlisted, is_ending);
         // Pods that are evicted in this reconcile.
         for (node, pods) in &self.holders().pods {
             let evicted: Vec<String> =
@@ -496,7 +467,7 @@ impl<'a> PreemptionSearch<'a> {
 
     fn holders(&self) -> &Holders<'a> {
         let is_ending = |node: &str, pod: &str| self.claims.is_ending(node, pod, self.up);
-        self.holders.get_or_init(|| self.nodes.holders(self.tracker, &self.evictability, is_ending))
+        self.holders.get_or_init(|| self.nodes.holders(self.tracker, &self.evictability, self.unlisted, is_ending))
     }
 
     /// Returns whether a pod with GPUs has a lower priority than `priority`.

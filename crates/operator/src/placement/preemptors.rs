@@ -43,8 +43,6 @@ pub(super) struct Preemptors {
     is_deferred: bool,
     /// Waiting pods for which pods were evicted, by name.
     rounds: BTreeMap<String, EvictionRounds>,
-    /// Victims of the last evictions for each waiting pod, with their node.
-    victims: BTreeMap<String, (String, Vec<String>)>,
     /// Pods that disruption budgets keep although their room is guaranteed to others, by UID: since
     /// when, and when this was last found.
     protected: BTreeMap<String, (Duration, Duration)>,
@@ -107,12 +105,11 @@ impl Preemptors {
     pub(super) fn update(&mut self, waiting: &[(String, &PodObject)]) {
         self.reconciles += 1;
         self.is_deferred = false;
-        if self.waiting.is_empty() && self.rounds.is_empty() && self.victims.is_empty() {
+        if self.waiting.is_empty() && self.rounds.is_empty() {
             return;
         }
         let present: BTreeMap<&str, &PodObject> = waiting.iter().map(|(name, pod)| (name.as_str(), *pod)).collect();
         self.rounds.retain(|name, _| present.contains_key(name.as_str()));
-        self.victims.retain(|name, _| present.contains_key(name.as_str()));
         self.waiting.retain(|name, one| present.get(name.as_str()).is_some_and(|pod| one.id == uid_and_version(pod)));
         if self.waiting.is_empty() {
             self.changed.clear();
@@ -200,19 +197,6 @@ impl Preemptors {
     /// Records that evictions free enough units for the pod.
     pub(super) fn record_success(&mut self, name: &str) {
         self.waiting.remove(name);
-    }
-
-    /// Records the pods that are evicted for a waiting pod on a node. Ignores a search without
-    /// victims: the earlier victims terminate.
-    pub(super) fn record_victims(&mut self, name: &str, node: &str, victims: &[String]) {
-        if !victims.is_empty() {
-            self.victims.insert(name.to_owned(), (node.to_owned(), victims.to_vec()));
-        }
-    }
-
-    /// Returns the node and the victims of the last evictions for a waiting pod.
-    pub(super) fn last_victims(&self, name: &str) -> Option<(&str, &[String])> {
-        self.victims.get(name).map(|(node, victims)| (node.as_str(), victims.as_slice()))
     }
 
     /// Records that a disruption budget keeps a pod whose room is guaranteed to a waiting pod.

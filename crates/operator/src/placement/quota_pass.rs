@@ -292,7 +292,9 @@ impl<'w> QuotaPass<'w> {
         let position = |id: PodId| {
             order.binary_search(&book.importance(id)).map_or(0, |at| i32::try_from(at).unwrap_or(i32::MAX - 1))
         };
-        let mut holders = Holders { pods: BTreeMap::new(), budgets: all.budgets.clone() };
+        let unlisted = all.unlisted.iter().filter(|(node, _)| self.has_node(member, node));
+        let unlisted = unlisted.map(|(node, units)| (node.clone(), units.clone())).collect();
+        let mut holders = Holders { pods: BTreeMap::new(), budgets: all.budgets.clone(), unlisted };
         for (node, pods) in in_pool() {
             let allowed = pods.iter().filter_map(|(name, holder)| {
                 let holder = match may_leave(name, holder) {

@@ -54,8 +54,8 @@ use device_units::DeviceUnits;
 pub use facts::{Allocation, Claim, DeviceFacts, Facts, Moment, NodeFacts, Place, Reservation};
 pub use fit::{Fit, Fits, ReserveError};
 use layout::missing_units;
-pub use node::DeviceUsage;
-use node::{Node, NominatedUnits};
+use node::Node;
+pub use node::{DeviceAmounts, DeviceUsage};
 use preempt::SearchedNode;
 pub use preempt::{Holder, Holders, IsLegal, Nomination, PendingPod, Preemption, PreemptionNode, Rank};
 pub use request::{DeviceRequest, Units};
@@ -419,9 +419,9 @@ impl Ledger {
         self.nodes.get(node).map(|node| node.devices().collect()).unwrap_or_default()
     }
 
-    /// Returns the used units of a device for which the node lists no pod.
-    pub fn unlisted_units(&self, node: &str, resource: &str, device: &str) -> u32 {
-        self.nodes.get(node).map_or(0, |node| node.unlisted_units(resource, device))
+    /// Returns the allocations that a node lists.
+    pub fn allocations(&self, node: &str) -> impl Iterator<Item = Allocation> {
+        self.nodes.get(node).into_iter().flat_map(Node::allocations)
     }
 
     /// Finds the pods to preempt so that the pod fits on one of these nodes. Returns `None` if no
@@ -432,8 +432,9 @@ impl Ledger {
     /// ([`PreemptionNode::missing`]). Reserved units remain reserved. Units that are nominated for
     /// other pods of the same or higher priority remain nominated. A node that has too few units of
     /// a requested resource for its claims is excluded. The units and other resources of
-    /// terminating pods count as free, so no pod is preempted for units that become free anyway.
-    /// While the victims terminate, another call returns no further victims.
+    /// terminating pods count as free, so no pod is preempted for units that become free anyway. The
+    /// same applies to units of pods that have just ended ([`Holders::unlisted`]). While the victims
+    /// terminate, another call returns no further victims.
     ///
     /// For each way to place the requests on devices, as many pods as possible are kept: first pods
     /// of higher priority, then pods that started earlier. The victims never exceed the evictions
@@ -516,8 +517,8 @@ impl Ledger {
 
     /// Returns the nominated units by node, for pods of this priority or a higher priority.
     /// Excludes the nomination of `pod`.
-    fn nominated_units(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, NominatedUnits> {
-        let mut units: BTreeMap<String, NominatedUnits> = BTreeMap::new();
+    fn nominated_units(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, DeviceAmounts> {
+        let mut units: BTreeMap<String, DeviceAmounts> = BTreeMap::new();
         let rank = pod.and_then(|pod| self.ranks.get(pod)).copied().unwrap_or(Rank::of_priority(priority));
         for (of, nomination) in &self.nominations {
             let nominee = self.ranks.get(of).copied().unwrap_or(Rank::of_priority(nomination.priority));

@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::choose::requested_units;
 use super::device_units::DeviceUnits;
 use super::facts::{Moment, Reservation};
-use super::node::{Node, NominatedUnits};
+use super::node::{DeviceAmounts, Node};
 use super::pack::{assign_to_devices, tightest_devices};
 use super::request::DeviceRequest;
 use crate::Quantity;
@@ -63,6 +63,10 @@ pub struct Holders<'a> {
     pub pods: BTreeMap<String, BTreeMap<String, Holder<'a>>>,
     /// Number of evictions that each disruption budget allows now.
     pub budgets: Vec<u32>,
+    /// Units by node that pods used which have just ended, and which the node no longer lists. If
+    /// the units are still used, and the node lists no pod for them, they become free without
+    /// preemption.
+    pub unlisted: BTreeMap<String, DeviceAmounts>,
 }
 
 impl<'a> Holders<'a> {
@@ -165,7 +169,7 @@ type PreemptionCost = (Option<i32>, i128, usize, Reverse<Option<Moment>>);
 pub(super) struct SearchedNode<'a> {
     pub(super) target: PreemptionNode<'a>,
     pub(super) node: &'a Node,
-    pub(super) nominated: Option<&'a NominatedUnits>,
+    pub(super) nominated: Option<&'a DeviceAmounts>,
 }
 
 /// Returns the cheapest preemption on these nodes. Returns `None` if no preemption helps. Among
@@ -243,8 +247,11 @@ impl<'a> PreemptionSearch<'a> {
         let mut at: BTreeMap<(&str, &str), usize> = BTreeMap::new();
         for resource in requested_units(pending.device_requests).into_keys() {
             for (device, device_units) in node.units_by_device.get(resource).into_iter().flatten() {
-                let kept = nominated.and_then(|kept| kept.get(&(resource.to_owned(), device.clone())));
-                let most = free_units(device_units) - i128::from(kept.copied().unwrap_or(0));
+                let key = (resource.to_owned(), device.clone());
+                let kept = nominated.and_then(|kept| kept.get(&key)).copied().unwrap_or(0);
+                let ended = holders.unlisted.get(target.name).and_then(|units| units.get(&key)).copied().unwrap_or(0);
+                let ending = if ended == 0 { 0 } else { ended.min(node.unlisted_units(resource, device)) };
+                let most = free_units(device_units) - i128::from(kept) + i128::from(ending);
                 at.insert((resource, device), slots.len());
                 slots.push(LimitedResource { resource, device, most });
             }

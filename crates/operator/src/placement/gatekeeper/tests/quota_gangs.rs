@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use cleave_api::names::CAPACITY_LABEL;
 use serde_json::json;
 
-use super::quotas::{Case, keeper};
+use super::quotas::{Case, Ending, keeper};
 use super::world::at;
+use crate::placement::unlisted::UNLISTED_TIME;
 use crate::policies::demand::Reason;
 
 #[test]
@@ -47,6 +48,39 @@ fn a_gang_within_its_guarantee_reclaims_room_for_all_of_its_pods() {
         .waiting(&[("g1", "a", 10, 0), ("g2", "a", 10, 0)])
         .gang("a", "train", 2, &["g1", "g2"])
         .expect(&[("Reclaim", "g1", "b1"), ("Reclaim", "g1", "b2")], &["g1", "g2"]);
+}
+
+/// The kubelet stops listing a pod before the agent reports that the pod's shares are free.
+#[test]
+fn nobody_else_is_evicted_for_a_gang_while_the_shares_of_its_victims_are_used_but_not_listed() {
+    let mut case = Case::new(3, &[("a", json!({"min": 20})), ("b", json!({}))])
+        .running(&[(("b1", "b", 10, 0), 0), (("b2", "b", 10, 0), 1), (("b3", "b", 10, 0), 2)])
+        .waiting(&[("g1", "a", 10, 0), ("g2", "a", 10, 0)])
+        .gang("a", "train", 2, &["g1", "g2"]);
+    case.ending = Ending::Unlisted;
+    assert_eq!(case.step().evictions.len(), 2);
+    for second in 0..3 {
+        let actions = case.step();
+        assert!(actions.evictions.is_empty() && actions.requeue.is_some(), "after {second} s: {actions:?}");
+    }
+    case.reality.unlisted.clear();
+    case.expect(&[("Reclaim", "g1", "b2"), ("Reclaim", "g1", "b3")], &["b1", "g1", "g2"]);
+}
+
+#[test]
+fn a_gang_waits_only_briefly_for_used_shares_that_no_pod_is_listed_for() {
+    let mut case = Case::new(3, &[("a", json!({"min": 20})), ("b", json!({}))])
+        .running(&[(("b1", "b", 10, 0), 0), (("b2", "b", 10, 0), 1), (("b3", "b", 10, 0), 2)])
+        .waiting(&[("g1", "a", 10, 0), ("g2", "a", 10, 0)])
+        .gang("a", "train", 2, &["g1", "g2"]);
+    case.ending = Ending::Unlisted;
+    case.step();
+    let stuck = case.reality.unlisted.keys().next().unwrap().clone();
+    case.reality.unlisted.retain(|pod, _| *pod == stuck);
+    for _ in 0..UNLISTED_TIME.as_secs() {
+        assert!(case.step().evictions.is_empty(), "after {} s", case.seconds);
+    }
+    assert_eq!(case.step().evictions.len(), 1, "one GPU is missing");
 }
 
 #[test]

@@ -33,6 +33,19 @@ pub(super) struct Case {
     pub(super) losses: u64,
     /// Whether promises are checked after each reconcile.
     is_checked: bool,
+    /// How evicted pods end.
+    pub(super) ending: Ending,
+}
+
+/// How evicted pods end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Ending {
+    /// At once. Their shares are free.
+    Free,
+    /// At once. The node no longer lists them, but still counts their shares as used.
+    Unlisted,
+    /// They terminate until the test ends them.
+    Terminating,
 }
 
 /// A pod: name, quota, shares and priority.
@@ -65,7 +78,8 @@ impl Case {
         let (evicted, reality) = (Vec::new(), ActualAllocations::default());
         let rules = RULES();
         let (keeper, rounds) = (keeper(), BTreeMap::new());
-        Self { world, reality, gpus, keeper, rules, seconds: 0, evicted, rounds, losses: 0, is_checked: false }
+        let ending = Ending::Free;
+        Self { world, reality, gpus, keeper, rules, seconds: 0, evicted, rounds, losses: 0, is_checked: false, ending }
     }
 
     /// Reserves room for pods that have waited this number of seconds.
@@ -178,7 +192,11 @@ impl Case {
             self.keeper.record_eviction(eviction, &EvictionResult::Done, at(self.seconds).up);
             self.evicted.push((kind, short(&eviction.preemptor), short(&eviction.pod)));
             self.rounds.entry(self.world.uid(&eviction.preemptor)).or_default().insert(round);
-            self.recreate(&eviction.pod);
+            if self.ending == Ending::Terminating {
+                self.world.terminate(&eviction.pod, "2100-01-01T00:00:00Z");
+            } else {
+                self.recreate(&eviction.pod);
+            }
         }
         actions
     }
@@ -186,7 +204,9 @@ impl Case {
     /// Replaces a pod as its controller does.
     fn recreate(&mut self, name: &str) {
         let pod = self.world.pods.remove(name).unwrap();
-        self.reality.given.remove(name);
+        if let Some(given) = self.reality.given.remove(name).filter(|_| self.ending == Ending::Unlisted) {
+            self.reality.unlisted.insert(name.to_owned(), given);
+        }
         let (quota, short) = name.split_once('/').unwrap();
         let priority = i32::try_from(pod["spec"]["priority"].as_i64().unwrap()).unwrap();
         self.add((short, if quota == "other" { "-" } else { quota }, TestCluster::units(&pod), priority), None);
@@ -270,7 +290,7 @@ impl Case {
     pub(super) fn expect(self, evicted: &[(&str, &str, &str)], running: &[&str]) {
         let lost = Self {
             world: self.world.clone(),
-            reality: ActualAllocations { given: self.reality.given.clone(), ending: BTreeMap::new() },
+            reality: ActualAllocations { given: self.reality.given.clone(), ..ActualAllocations::default() },
             keeper: keeper_with(self.rules),
             evicted: Vec::new(),
             rounds: BTreeMap::new(),
