@@ -55,6 +55,12 @@ pub struct QuotaArgs {
     /// After that the pod is deleted. 0 means forever.
     #[arg(long, env = "CLEAVE_QUOTAS_BUDGET_PATIENCE", value_name = "SECONDS", default_value_t = 600)]
     pub quotas_budget_patience: u64,
+
+    /// Priority from which on pods do not stop at the borders of quotas. Such a pod may evict pods
+    /// of lower priority of all enforced quotas, also pods within their guarantee. Without it, no
+    /// pod may.
+    #[arg(long, env = "CLEAVE_QUOTAS_OVERRIDE_PRIORITY", value_name = "PRIORITY", allow_negative_numbers = true)]
+    pub quotas_override_priority: Option<i32>,
 }
 
 impl QuotaArgs {
@@ -65,6 +71,7 @@ impl QuotaArgs {
             min_runtime_reclaim: self.quotas_min_runtime_reclaim,
             grace_cap: self.quotas_grace_cap,
             budget_patience: Some(self.quotas_budget_patience).filter(|patience| *patience > 0),
+            override_priority: self.quotas_override_priority,
             ..Settings::default()
         };
         QuotaSettings { rules, unnamed: self.unnamed }

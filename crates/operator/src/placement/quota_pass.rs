@@ -129,7 +129,13 @@ impl<'w> QuotaPass<'w> {
     fn rank_of(&self, member: Member, is_within: bool) -> Rank {
         // Numbers of accounts are per pool. Pods of different pools use different GPUs.
         let book = self.book(member);
-        Rank { quota: book.account(member.id) + 1, is_within, priority: book.priority(member.id) }
+        Rank {
+            quota: book.account(member.id) + 1,
+            is_within,
+            priority: book.priority(member.id),
+            overriding: book.overriding(member.id),
+            created: Some(book.created(member.id)),
+        }
     }
 
     /// Returns a pod in the enforced pools whose GPUs it may use, the pool first in which it is
@@ -141,7 +147,8 @@ impl<'w> QuotaPass<'w> {
         if members.len() > 1 {
             members.sort_by_key(|member| {
                 let book = self.book(*member);
-                (book.class(member.id).is_none(), book.turn(member.id).0)
+                let (_, share, ..) = book.turn(member.id);
+                (book.class(member.id).is_none(), share)
             });
         }
         members

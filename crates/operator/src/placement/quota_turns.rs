@@ -179,7 +179,7 @@ impl QuotaPass<'_> {
                 format!("pods of the gang {name} are missing: none is released before {size} pods exist")
             }
             Wait::Protected => "only pods that disruption budgets protect could be evicted for the pod".to_owned(),
-            _ if book.turn(member.id).0.is_none() => format!(
+            _ if book.is_guaranteed(member.id) => format!(
                 "within the guarantee of {name} ({used} of {min} GPUs used, requests {asks}): no GPU can be freed now"
             ),
             _ => {

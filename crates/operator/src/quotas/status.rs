@@ -155,7 +155,7 @@ fn waiting(pool: &PoolView<'_>, name: &str, waits: &BTreeMap<String, WaitingPod>
         waiting.amount = waiting.amount.plus(pod.charge);
         *waiting.reasons.entry(word.to_owned()).or_default() += 1;
         let id = cleave_plan::quota::PodId(at);
-        if pool.book.turn(id).0.is_none() {
+        if pool.book.is_guaranteed(id) {
             let (pods, amount) = waiting.within.entry(word).or_default();
             *pods += 1;
             *amount = amount.plus(pod.charge);

@@ -10,6 +10,7 @@ mod predecessors;
 mod preemption;
 mod quota_gangs;
 mod quota_input;
+mod quota_order;
 mod quotas;
 mod release;
 mod replicas;

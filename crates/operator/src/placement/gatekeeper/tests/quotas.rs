@@ -89,6 +89,13 @@ impl Case {
         self
     }
 
+    /// Lets pods of this priority and above override quotas.
+    pub(super) fn with_override_priority(mut self, priority: Option<i32>) -> Self {
+        self.rules.override_priority = priority;
+        self.keeper = keeper_with(self.rules);
+        self
+    }
+
     /// Makes pods of a quota a gang.
     pub(super) fn gang(mut self, quota: &str, gang: &str, size: usize, pods: &[&str]) -> Self {
         for pod in pods {
