@@ -7,7 +7,7 @@
 //! | step | module | purpose |
 //! |---|---|---|
 //! | read | `cluster`, `nodes`, `facts`, `pod_tracker`, `claims` | the objects, and the facts that the ledger and the scheduler's rules need |
-//! | decide | `gatekeeper` | [`Actions`] of one reconcile |
+//! | decide | `gatekeeper`, `decisions` | [`Actions`] of one reconcile |
 //! | | `queue` | order and back-off of the pods at the gate |
 //! | | `unanswered` | releases to send again |
 //! | | `learning`, `replicas` | data by which the search ranks nodes |
@@ -43,6 +43,7 @@ mod budgets;
 mod claims;
 mod cluster;
 mod constraints;
+mod decisions;
 mod evictions;
 mod facts;
 mod fragments;

@@ -65,6 +65,10 @@ pub(super) struct NodeState {
     absences: BTreeSet<Absence>,
     /// The `GpuNode`, if units of the node are briefly unavailable.
     gpu_node: Option<Arc<DeserializeGuard<GpuNode>>>,
+    /// The last valid `GpuNode` that had GPUs.
+    last_gpu_node: Option<Arc<DeserializeGuard<GpuNode>>>,
+    /// Whether `last_gpu_node` is the present `GpuNode`.
+    is_current: bool,
 }
 
 /// No absences.
@@ -326,6 +330,9 @@ impl Nodes {
             let facts = gpu_node.and_then(|object| object.0.as_ref().ok()).map(|object| state.update_from(object));
             state.gpu_node = gpu_node.filter(|_| !state.absences.is_empty()).cloned();
             let before = self.0.get(name);
+            let with_gpus = gpu_node.filter(|_| state.gpus > 0 && facts.is_some());
+            state.is_current = with_gpus.is_some();
+            state.last_gpu_node = with_gpus.cloned().or_else(|| before?.last_gpu_node.clone());
             state.missing = state.still_reported_resources(before);
             state.was_managed = before.is_some_and(|before| before.was_managed || before.managed || before.has_agent());
             self.0.insert(name.to_owned(), state);
@@ -350,6 +357,20 @@ impl Nodes {
     /// Returns whether selector, affinity and taints allow the pod on the node.
     pub(super) fn admits(&self, node: &str, pod: &PlanPod) -> bool {
         self.0.get(node).is_some_and(|state| state.admits(pod))
+    }
+
+    /// Returns the nodes with GPUs by name, each with its last valid `GpuNode`, and whether that is
+    /// the present one.
+    pub(super) fn with_gpus(&self) -> impl Iterator<Item = (&str, &GpuNode, bool)> {
+        self.0.iter().filter_map(|(name, state)| {
+            let object = state.last_gpu_node.as_ref()?.0.as_ref().ok()?;
+            Some((name.as_str(), object, state.is_current))
+        })
+    }
+
+    /// Returns the names of the nodes whose GPUs Cleave serves.
+    pub(super) fn managed(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().filter(|(_, state)| state.managed).map(|(name, _)| name.as_str())
     }
 
     /// Returns whether the cluster has the node.

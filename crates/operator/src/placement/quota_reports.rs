@@ -8,6 +8,7 @@ use cleave_plan::quota::{Book, Class, Owner, Place, PodId, Unit};
 use jiff::Timestamp;
 
 use super::cluster::Cluster;
+use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use super::quotas::{PoolWorld, QuotaSettings, QuotaWorlds, quotas_of};
 use crate::pods::{PodObject, full_name};
@@ -47,7 +48,7 @@ pub(super) const fn label_of(class: Class) -> &'static str {
 /// Returns what is reported about quotas. `waits` is what each pod at the gate waits for. If the
 /// cluster has no quota, only labels of earlier quotas are reported.
 pub(super) fn reports<'a>(
-    cluster: &Cluster,
+    (cluster, nodes): (&Cluster, &Nodes),
     (tracker, ledger): (&PodTracker, &Ledger),
     waiting: impl Iterator<Item = (&'a str, &'a PodObject)>,
     is_evicted: impl Fn(&str) -> bool,
@@ -57,8 +58,8 @@ pub(super) fn reports<'a>(
     if cluster.quotas.is_empty() {
         return QuotaReports { labels: wrong_labels(tracker, &BTreeMap::new()), ..QuotaReports::default() };
     }
-    let quotas = quotas_of(cluster, settings.unnamed);
-    let worlds = QuotaWorlds::new(cluster, (tracker, ledger), waiting, is_evicted, (settings, now));
+    let quotas = quotas_of(cluster, nodes, settings.unnamed);
+    let worlds = QuotaWorlds::new((cluster, nodes), (tracker, ledger), waiting, is_evicted, (settings, now));
     let pools: Vec<&PoolWorld> = worlds.iter().flat_map(|worlds| &worlds.pools).collect();
     let views: Vec<PoolView<'_>> = pools
         .iter()
@@ -102,12 +103,13 @@ fn usage(quota: &GpuQuota, view: &PoolView<'_>, waiting: &status::Waiting) -> Op
     })
 }
 
-/// Returns the classes of the pods that run and have a quota, by name.
+/// Returns the classes of the pods that run, by name. Pods without a quota borrow. Pods of exempt
+/// namespaces have no class.
 fn classes<'v>(views: &'v [PoolView<'_>]) -> BTreeMap<&'v str, Class> {
     let mut classes = BTreeMap::new();
     for view in views {
         for (at, pod) in view.world.pods.iter().enumerate() {
-            let is_counted = matches!(pod.place, Place::Running { .. }) && matches!(pod.owner, Owner::Quota(_));
+            let is_counted = matches!(pod.place, Place::Running { .. }) && pod.owner != Owner::Outside;
             if let Some(class) = is_counted.then(|| view.book.class(PodId(at))).flatten() {
                 classes.insert(pod.name.as_str(), class);
             }
@@ -116,7 +118,7 @@ fn classes<'v>(views: &'v [PoolView<'_>]) -> BTreeMap<&'v str, Class> {
     classes
 }
 
-/// Returns the pods whose label is not that of their class. Pods of no quota have no label.
+/// Returns the pods whose label is not that of their class. Pods without a class have no label.
 fn wrong_labels(tracker: &PodTracker, classes: &BTreeMap<&str, Class>) -> Vec<CapacityLabel> {
     let mut labels = Vec::new();
     for pod in tracker.living_pods().filter(|pod| pod.requests_gpus() && pod.metadata.deletion_timestamp.is_none()) {

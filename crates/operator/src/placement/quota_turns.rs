@@ -68,7 +68,9 @@ impl Queues {
             };
             let book = pass.book(member);
             let key = (member.pool, book.account(member.id));
-            if let [head, _, ..] = *book.unit(member.id) {
+            if let [head, _, ..] = *book.unit(member.id)
+                && pass.has_whole_gang(member)
+            {
                 mixed.insert(key);
                 let (first, all) = units.entry(Member { id: head, ..member }).or_default();
                 all.push(at);
@@ -173,6 +175,9 @@ impl QuotaPass<'_> {
             ),
             Wait::Nominated => {
                 format!("pods terminate to make room for the pod; {name} uses {used} GPUs with it, guaranteed {min}")
+            }
+            Wait::GangIncomplete if !self.has_whole_gang(member) => {
+                "the pods of the gang request GPUs of different pools with quotas: no pool has all of them".to_owned()
             }
             Wait::GangIncomplete => {
                 let (name, size) = pod.gang.as_ref().map_or(("", 0), |gang| (gang.name.as_str(), gang.size));

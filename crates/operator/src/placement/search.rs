@@ -275,7 +275,8 @@ impl<'a> PlacementSearch<'a> {
         Self { worlds, ..self }
     }
 
-    /// Limits later searches to the nodes that a pod may use by its quota. `None` means all nodes.
+    /// Limits later searches to the pool of a turn. While quotas are enforced, `None` means the
+    /// nodes that are in no pool with an enforced quota.
     pub(super) fn set_turn(&mut self, turn: Option<QuotaTurn>) {
         self.turn = turn;
     }
@@ -478,7 +479,8 @@ impl<'a> PlacementSearch<'a> {
     fn allows(&self, node: &str, checker: Option<&NodeChecker<'_>>) -> bool {
         let in_pool = match (self.worlds, self.turn) {
             (Some(worlds), Some(turn)) => worlds.has_node(turn.member.pool, node),
-            _ => true,
+            (Some(worlds), None) => !worlds.is_in_enforced_pool(node),
+            (None, _) => true,
         };
         in_pool && self.nodes.0.get(node).is_some_and(|state| check_rules(checker, &state.node).is_ok())
     }

@@ -492,6 +492,11 @@ impl Ledger {
         self.ranks.insert(pod.to_owned(), rank);
     }
 
+    /// Forgets the rank of a waiting pod: its priority alone decides.
+    pub fn remove_rank(&mut self, pod: &str) {
+        self.ranks.remove(pod);
+    }
+
     /// Forgets the ranks of all pods: priority alone decides which nominations a pod sees.
     pub fn clear_ranks(&mut self) {
         self.ranks.clear();

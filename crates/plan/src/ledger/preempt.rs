@@ -176,35 +176,6 @@ impl Rank {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const fn rank(quota: usize, is_within: bool, priority: i32, created: u64) -> Rank {
-        Rank { quota, is_within, priority, overriding: None, created: Some(Moment(created)) }
-    }
-
-    #[test]
-    fn a_priority_that_overrides_quotas_decides_alone() {
-        let urgent = |priority| Rank { overriding: Some(priority), ..rank(1, false, priority, 9) };
-        let guaranteed = rank(2, true, 5, 1);
-        assert!(guaranteed.sees(&urgent(9)) && !urgent(9).sees(&guaranteed));
-        assert!(urgent(9).sees(&urgent(9)) && !urgent(10).sees(&urgent(9)) && urgent(9).sees(&urgent(10)));
-        assert!(urgent(9).comes_before("b", (&guaranteed, "a")));
-    }
-
-    #[test]
-    fn of_nominated_pods_class_then_priority_in_a_quota_then_age_comes_first() {
-        let first = |one: Rank, other: Rank| one.comes_before("b", (&other, "a"));
-        assert!(first(rank(1, true, 0, 9), rank(2, false, 5, 1)), "the class");
-        assert!(first(rank(1, true, 6, 9), rank(1, true, 5, 1)), "the priority in a quota");
-        assert!(!first(rank(1, true, 6, 9), rank(2, true, 5, 1)), "priorities of different quotas do not matter");
-        assert!(first(rank(1, true, 0, 1), rank(2, true, 0, 2)), "the age");
-        assert!(!first(rank(1, true, 0, 1), rank(2, true, 0, 1)), "the name");
-        assert!(first(Rank::of_priority(0), Rank::of_priority(0)), "without quotas each waits for the other");
-    }
-}
-
 /// Decides whether a preemption may happen.
 pub type IsLegal<'a> = &'a dyn Fn(&Preemption) -> bool;
 
@@ -585,4 +556,33 @@ fn victims_cost(victims: &[&PossibleVictim<'_>]) -> PreemptionCost {
         victims.len(),
         Reverse(of_highest.map(|victim| victim.holder.started).min()),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const fn rank(quota: usize, is_within: bool, priority: i32, created: u64) -> Rank {
+        Rank { quota, is_within, priority, overriding: None, created: Some(Moment(created)) }
+    }
+
+    #[test]
+    fn a_priority_that_overrides_quotas_decides_alone() {
+        let urgent = |priority| Rank { overriding: Some(priority), ..rank(1, false, priority, 9) };
+        let guaranteed = rank(2, true, 5, 1);
+        assert!(guaranteed.sees(&urgent(9)) && !urgent(9).sees(&guaranteed));
+        assert!(urgent(9).sees(&urgent(9)) && !urgent(10).sees(&urgent(9)) && urgent(9).sees(&urgent(10)));
+        assert!(urgent(9).comes_before("b", (&guaranteed, "a")));
+    }
+
+    #[test]
+    fn of_nominated_pods_class_then_priority_in_a_quota_then_age_comes_first() {
+        let first = |one: Rank, other: Rank| one.comes_before("b", (&other, "a"));
+        assert!(first(rank(1, true, 0, 9), rank(2, false, 5, 1)), "the class");
+        assert!(first(rank(1, true, 6, 9), rank(1, true, 5, 1)), "the priority in a quota");
+        assert!(!first(rank(1, true, 6, 9), rank(2, true, 5, 1)), "priorities of different quotas do not matter");
+        assert!(first(rank(1, true, 0, 1), rank(2, true, 0, 2)), "the age");
+        assert!(!first(rank(1, true, 0, 1), rank(2, true, 0, 1)), "the name");
+        assert!(first(Rank::of_priority(0), Rank::of_priority(0)), "without quotas each waits for the other");
+    }
 }

@@ -220,7 +220,8 @@ impl<'w> Accounts<'w> {
             let charge = self.world.pod(id).charge;
             let class = is_counted.then_some(counted.class);
             let gang = self.gangs.of(id);
-            Some(Occupant { id, account, gpu: counted.gpu, charge, counted: class, gang })
+            let spans_gpus = self.world.pod(id).spans_gpus;
+            Some(Occupant { id, account, gpu: counted.gpu, charge, counted: class, gang, spans_gpus })
         };
         let mut seen = BTreeSet::new();
         let mut occupants = Vec::with_capacity(cells.order.len());
@@ -348,7 +349,7 @@ impl<'w> Accounts<'w> {
         };
         let gpus: Vec<usize> = parts.iter().map(|&(_, gpu)| gpu).collect();
         let rest_borrows = self.counted_with(id).any(|mate| self.class(mate) == Some(Class::Over));
-        if rest_borrows {
+        if rest_borrows || parts.iter().any(|(id, _)| self.world.pod(*id).spans_gpus) {
             return Class::Over;
         }
         if without.iter().any(|&gone| self.class(gone) == Some(Class::In)) {
@@ -393,6 +394,9 @@ impl<'w> Accounts<'w> {
         let (Some(limit), Some(Cells { ownership, .. })) = (quota.cells(), &self.cells) else {
             return used.plus(charge) <= quota.min();
         };
+        if self.gangs.unit(id).iter().any(|id| self.world.pod(*id).spans_gpus) {
+            return false;
+        }
         let room = |gpu: usize| self.world.gpus[gpu].minus(ownership.guaranteed[gpu]);
         if let [_] = self.gangs.unit(id) {
             let has_room = |gpu: usize| room(gpu) >= charge;

@@ -239,6 +239,7 @@ impl Row {
             protected: (self.flag == Flag::Protected).then_some(created),
             gang: self.gang.map(|(number, size)| Gang { name: format!("g{number}"), size }),
             gpus: None,
+ spans_gpus: false,
         }
     }
 }
