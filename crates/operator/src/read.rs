@@ -410,6 +410,8 @@ pub struct Stores {
     pub namespaces: NamespaceStore,
     /// Stored `GpuQuota`s. Empty if the cluster has no such resource.
     pub quotas: QuotaStore,
+    /// Whether the cluster has no resource `GpuQuota`.
+    pub has_no_quotas: Arc<AtomicBool>,
 }
 
 impl Stores {

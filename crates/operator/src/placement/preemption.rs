@@ -26,7 +26,7 @@ mod gangs;
 /// Each search scans every device.
 const MAX_NEW_PREEMPTORS: usize = 4;
 
-/// Maximum number of waiting pods per reconcile for which victims are searched by the rules of
+/// Maximum number of waiting pods per reconcile with their first search for victims by the rules of
 /// quotas. The turns are in the order of the quotas, so pods within a guarantee come first.
 const MAX_EXCHANGES: usize = 8;
 
@@ -48,8 +48,10 @@ pub(super) struct PreemptionSearch<'a> {
     new: usize,
     /// Number of all searches in this reconcile.
     searches: u64,
-    /// Number of searches so far by the rules of quotas.
+    /// Number of first searches so far by the rules of quotas.
     exchanges: usize,
+    /// Pods for which victims were searched in this reconcile by the rules of quotas, in any pool.
+    searched: BTreeSet<String>,
     /// Properties of pods for which no preemption helps. Replicas of a workload have the same
     /// result.
     futile: BTreeSet<SearchKey<'a>>,
@@ -65,6 +67,15 @@ struct Exchange<'a> {
     found: Vec<(&'a Candidate<'a>, Preemption)>,
     /// Whether pods are deleted that disruption budgets protect.
     force: bool,
+}
+
+/// Whether pods to evict are searched for by the rules of quotas.
+enum ExchangeTurn {
+    Now,
+    /// Other pods come first.
+    Later,
+    /// An earlier search failed, and nothing has changed.
+    Failed { is_protected: bool },
 }
 
 /// The result of one search.
@@ -105,6 +116,7 @@ impl<'a> PreemptionSearch<'a> {
             new: 0,
             searches: 0,
             exchanges: 0,
+            searched: BTreeSet::new(),
             futile,
             is_paused,
             up,
@@ -127,7 +139,8 @@ impl<'a> PreemptionSearch<'a> {
         actions: &mut Actions,
     ) -> PreemptionProspect {
         if let Some((pass, turn)) = quota {
-            let prospect = self.exchange(ledger, search, candidate, verdict, (pass, turn), actions);
+            let of_turn = (verdict, pause);
+            let prospect = self.exchange(ledger, search, candidate, of_turn, (pass, turn), actions);
             actions.preemption_searches = self.searches;
             return prospect;
         }
@@ -252,11 +265,15 @@ impl<'a> PreemptionSearch<'a> {
         ledger: &mut Ledger,
         search: &mut PlacementSearch<'a>,
         candidate: &'a Candidate<'a>,
-        verdict: &Verdict,
+        (verdict, pause): (&Verdict, Option<Duration>),
         (pass, turn): (&mut QuotaPass<'_>, QuotaTurn),
         actions: &mut Actions,
     ) -> PreemptionProspect {
-        match self.find_exchange(ledger, search, candidate, verdict, (pass, turn), actions) {
+        if let Some(pause) = pause {
+            actions.requeue_in(pause);
+        }
+        let is_paused = self.is_paused || pause.is_some();
+        match self.find_exchange(ledger, search, candidate, (verdict, is_paused), (pass, turn), actions) {
             SearchResult::Exchange { kind, found, force } => {
                 let found = vec![(candidate, found)];
                 self.carry_out(ledger, search, (pass, turn), Exchange { kind, found, force }, actions);
@@ -290,7 +307,10 @@ impl<'a> PreemptionSearch<'a> {
         let Some(preemptor) = found.first().map(|(candidate, _)| candidate.name.clone()) else { return };
         actions.requeue_in(TERMINATION_TIME);
         let (message, cap) = (pass.eviction_message(kind, turn.member), pass.grace_cap(turn.member));
-        let victims = pass.with_mates(turn.member, found.iter().flat_map(|(_, found)| &found.victims));
+        let mut victims = pass.with_mates(turn.member, found.iter().flat_map(|(_, found)| &found.victims));
+        // The API server may refuse to evict pods with a disruption budget. After a refusal, the
+        // operator does not evict the others.
+        victims.sort_by_key(|pod| !self.has_budget(pod));
         let named: Vec<PodAndRoom<'_>> =
             found.iter().map(|(candidate, found)| (candidate.name.as_str(), found)).collect();
         pass.nominate(turn.member, &named, &victims);
@@ -331,7 +351,7 @@ impl<'a> PreemptionSearch<'a> {
         ledger: &Ledger,
         search: &mut PlacementSearch<'a>,
         candidate: &'a Candidate<'a>,
-        verdict: &Verdict,
+        (verdict, is_paused): (&Verdict, bool),
         (pass, turn): (&QuotaPass<'_>, QuotaTurn),
         actions: &mut Actions,
     ) -> SearchResult {
@@ -347,8 +367,7 @@ impl<'a> PreemptionSearch<'a> {
         let pending = PendingPod { priority: i32::MAX, ..candidate.pending_pod() };
         if let Some(nomination) = ledger.nominations().get(name).filter(|_| turn.rights.is_within_max_later) {
             let targets = search.preemption_nodes(ledger, candidate, |node| node == nomination.node);
-            let mut ending = self.holders().clone();
-            ending.pods.values_mut().for_each(|pods| pods.retain(|_, holder| holder.ending));
+            let ending = pass.ending(member, self.holders());
             let found = ledger.preempt(pending, targets, &ending, &kept);
             if let Some(found) = found.filter(|found| found.victims.is_empty()) {
                 return SearchResult::Exchange { kind: Kind::Priority, found, force: false };
@@ -357,17 +376,67 @@ impl<'a> PreemptionSearch<'a> {
         if pod.spec.preemption_policy.as_deref() == Some("Never") {
             return SearchResult::Impossible;
         }
-        if self.is_paused {
+        if is_paused {
             return SearchResult::Later;
         }
-        if self.futile.contains(&key) || self.preemptors.is_preemption_delayed(name, self.up) {
+        if self.preemptors.is_preemption_delayed(name, self.up) {
             return SearchResult::Impossible;
         }
-        if self.exchanges >= MAX_EXCHANGES {
-            return SearchResult::Later;
+        if self.futile.contains(&key) {
+            self.preemptors.record_failed_exchange((name, member.pool), pod, false, self.up);
+            return SearchResult::Impossible;
         }
-        self.exchanges += 1;
+        match self.exchange_turn((name, member.pool), pod) {
+            ExchangeTurn::Now => {}
+            ExchangeTurn::Later => return SearchResult::Later,
+            ExchangeTurn::Failed { is_protected: true } => return SearchResult::Protected,
+            ExchangeTurn::Failed { is_protected: false } => return SearchResult::Impossible,
+        }
+        let found = self.search_exchange(ledger, search, candidate, (pass, turn), &kept, actions);
+        if matches!(found, SearchResult::Impossible | SearchResult::Protected) {
+            let is_protected = matches!(found, SearchResult::Protected);
+            self.preemptors.record_failed_exchange((name, member.pool), pod, is_protected, self.up);
+        }
+        found
+    }
+
+    /// Decides whether pods to evict for a waiting pod or gang are searched for now in a pool. Of
+    /// pods whose search failed, those with the oldest search come first, so that no pod waits for
+    /// its search forever.
+    fn exchange_turn(&mut self, (name, pool): (&str, usize), pod: &PodObject) -> ExchangeTurn {
+        if let Some(is_protected) = self.preemptors.failed_exchange((name, pool), self.up) {
+            return ExchangeTurn::Failed { is_protected };
+        }
+        let is_turn = if self.searched.contains(name) {
+            true
+        } else if self.preemptors.has_waited(name) {
+            self.pods_in_turn.contains(name)
+        } else {
+            self.exchanges += 1;
+            self.exchanges <= MAX_EXCHANGES
+        };
+        if !is_turn {
+            self.preemptors.defer(name, pod);
+            return ExchangeTurn::Later;
+        }
+        self.searched.insert(name.to_owned());
         self.searches += 1;
+        ExchangeTurn::Now
+    }
+
+    /// Searches for pods to evict for a waiting pod by the rules of quotas.
+    fn search_exchange(
+        &mut self,
+        ledger: &Ledger,
+        search: &mut PlacementSearch<'a>,
+        candidate: &'a Candidate<'a>,
+        (pass, turn): (&QuotaPass<'_>, QuotaTurn),
+        kept: &BTreeSet<String>,
+        actions: &mut Actions,
+    ) -> SearchResult {
+        let (name, member, key) = (&candidate.name, turn.member, search.key(candidate));
+        // The order of evictions is in the priorities of the holders.
+        let pending = PendingPod { priority: i32::MAX, ..candidate.pending_pod() };
         if turn.rights.is_over_max
             && let Ok(fits) = search.find(ledger, candidate)
         {
@@ -383,13 +452,16 @@ impl<'a> PreemptionSearch<'a> {
         for kind in pass.kinds(&turn) {
             let holders = pass.holders(kind, member, self.holders());
             let targets = search.preemption_nodes(ledger, candidate, |_| true);
-            let is_legal = |found: &Preemption| pass.is_legal(kind, member, &[(name.as_str(), found)]);
-            let found = ledger.preempt_legally(pending, targets, (&holders, &kept), Some(&is_legal));
+            let is_legal = |found: &Preemption| {
+                pass.is_legal(kind, member, &[(name.as_str(), found)])
+                    && self.is_within_budgets((pass, turn), &[(name.as_str(), found)])
+            };
+            let found = ledger.preempt_legally(pending, targets, (&holders, kept), Some(&is_legal));
             if let Some(found) = found {
                 return SearchResult::Exchange { kind, found, force: false };
             }
         }
-        let result = self.find_protected(ledger, search, candidate, (pass, turn), &kept, actions);
+        let result = self.find_protected(ledger, search, candidate, (pass, turn), kept, actions);
         if matches!(result, SearchResult::Impossible) {
             let eligible = search.eligible_nodes(candidate).into_iter();
             if !search.has_lasting_predecessor(ledger, candidate, eligible) && !ledger.nominations().contains_key(name)
@@ -430,6 +502,22 @@ impl<'a> PreemptionSearch<'a> {
                 SearchResult::Protected
             }
         }
+    }
+
+    /// Returns whether disruption budgets allow that all of these victims leave, and the rest of
+    /// their gangs, which can run on other nodes.
+    fn is_within_budgets(&self, (pass, turn): (&QuotaPass<'_>, QuotaTurn), found: &[PodAndRoom<'_>]) -> bool {
+        let victims: BTreeSet<&String> = found.iter().flat_map(|(_, found)| &found.victims).collect();
+        let all = pass.with_mates(turn.member, victims.iter().copied());
+        if all.len() == victims.len() && found.len() == 1 {
+            // The search has considered the budgets of these pods.
+            return true;
+        }
+        let holders = self.holders();
+        let holder = |pod: &String| holders.pods.values().find_map(|pods| pods.get(pod).filter(|one| !one.ending));
+        let mut counts: BTreeMap<usize, u32> = BTreeMap::new();
+        all.iter().filter_map(|pod| holder(pod)?.budget).for_each(|budget| *counts.entry(budget).or_default() += 1);
+        counts.iter().all(|(budget, count)| holders.budgets.get(*budget).is_some_and(|allowed| count <= allowed))
     }
 
     /// Returns the pods with allocations as if disruption budgets protected none.
@@ -480,6 +568,11 @@ impl<'a> PreemptionSearch<'a> {
         let holders = || self.holders().pods.values().flat_map(BTreeMap::values);
         let lowest = || holders().map(|holder| holder.priority).min().unwrap_or(i32::MAX);
         priority > 0 && *self.lowest_holder.get_or_init(lowest) < priority
+    }
+
+    /// Returns whether a disruption budget limits the eviction of a pod.
+    fn has_budget(&self, pod: &str) -> bool {
+        self.holders().pods.values().filter_map(|pods| pods.get(pod)).any(|holder| holder.budget.is_some())
     }
 
     /// Adds the evictions of these victims on a node for the pod `preemptor`. Victims with a

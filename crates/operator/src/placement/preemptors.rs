@@ -16,6 +16,9 @@ pub(super) const RECHECK_TIME: Duration = Duration::from_secs(60);
 /// Time after which a search is repeated for a pod with rules about other pods or volumes. A change
 /// of any node may affect such rules.
 const RULES_RECHECK_TIME: Duration = Duration::from_secs(10);
+/// Time after which a search by the rules of quotas is repeated even if nothing has changed. After
+/// this time, the end of a minimum run time takes effect.
+const EXCHANGE_RECHECK_TIME: Duration = Duration::from_secs(2);
 /// Number of times that pods are evicted for a waiting pod without a delay.
 const UNDELAYED_ROUNDS: u32 = 3;
 /// First delay between two evictions for a pod that still waits. Each further eviction doubles the
@@ -41,6 +44,8 @@ pub(super) struct Preemptors {
     budgets: BTreeMap<String, BudgetState>,
     /// Whether another reconcile may help a waiting pod that had no turn in this reconcile.
     is_deferred: bool,
+    /// Searches by the rules of quotas that found no victims, by pod and pool.
+    failed_exchanges: BTreeMap<(String, usize), FailedExchange>,
     /// Waiting pods for which pods were evicted, by name.
     rounds: BTreeMap<String, EvictionRounds>,
     /// Pods that disruption budgets keep although their room is guaranteed to others, by UID: since
@@ -81,6 +86,15 @@ struct FutileSearch {
     is_shared: bool,
 }
 
+/// A search by the rules of quotas that found no victims.
+#[derive(Debug, Clone, Copy)]
+struct FailedExchange {
+    version: u64,
+    until: Duration,
+    /// Whether only pods that disruption budgets protect could make room.
+    is_protected: bool,
+}
+
 /// The nodes on which a preemption may help a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SearchScope {
@@ -114,6 +128,8 @@ impl Preemptors {
         if self.waiting.is_empty() {
             self.changed.clear();
         }
+        let Self { waiting, failed_exchanges, .. } = self;
+        failed_exchanges.retain(|(name, _), _| waiting.contains_key(name));
     }
 
     /// Records a change of a node that may make preemption possible on the node.
@@ -221,6 +237,30 @@ impl Preemptors {
         let futile_search = Some(FutileSearch { version: self.version, until: up.saturating_add(time), is_shared });
         self.waiting
             .insert(name.to_owned(), Preemptor { id: uid_and_version(pod), turn: self.reconciles, futile_search });
+    }
+
+    /// Records that by the rules of quotas no pods can be evicted in a pool for a pod.
+    pub(super) fn record_failed_exchange(
+        &mut self,
+        (name, pool): (&str, usize),
+        pod: &PodObject,
+        is_protected: bool,
+        up: Duration,
+    ) {
+        let until = up.saturating_add(EXCHANGE_RECHECK_TIME);
+        let failed = FailedExchange { version: self.version, until, is_protected };
+        self.failed_exchanges.insert((name.to_owned(), pool), failed);
+        let futile_search = Some(FutileSearch { version: self.version, until, is_shared: false });
+        self.waiting
+            .insert(name.to_owned(), Preemptor { id: uid_and_version(pod), turn: self.reconciles, futile_search });
+    }
+
+    /// Returns whether only protected pods could make room for a pod in a pool, if the last search
+    /// there found no victims and nothing has changed since.
+    pub(super) fn failed_exchange(&self, (name, pool): (&str, usize), up: Duration) -> Option<bool> {
+        let failed = self.failed_exchanges.get(&(name.to_owned(), pool))?;
+        let is_same = failed.until > up && self.version == failed.version && self.last_cluster_change <= failed.version;
+        is_same.then_some(failed.is_protected)
     }
 
     /// Records an eviction for a waiting pod. The evictions of one reconcile are one round.

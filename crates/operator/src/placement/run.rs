@@ -2,6 +2,7 @@
 //! separate from the passes, so that a release does not wait for writes to nodes.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use cleave_api::names::{CAPACITY_LABEL, CONDITION_PLACED, NOMINATION_ANNOTATION};
@@ -28,6 +29,7 @@ use crate::pod_metadata::patch_metadata;
 use crate::pods::{POD_SCHEDULED, PodCondition};
 use crate::policies::demand::WaitingPod;
 use crate::policies::taint::{self, TaintChange, TaintWriteResult};
+use crate::quotas::status::merge_patch;
 use crate::rollout::{self, DeletionResult, MpsHostStores, Replacement, Step};
 use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakers;
@@ -38,14 +40,18 @@ const BATCH_WINDOW: Duration = Duration::from_millis(5);
 /// Delay between a failed write and the next reconcile, even if nothing has changed.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
-/// Maximum time after the start for which pods wait until quotas are listed.
-const QUOTA_LIST_TIME: Duration = Duration::from_secs(10);
 /// Maximum number of labels written each time that quotas are reported.
 const MAX_LABELS: usize = 20;
 /// Minimum time between two changes of the label of one pod.
 const LABEL_INTERVAL: Duration = Duration::from_secs(10);
 /// Minimum time between two reports about quotas.
 const QUOTA_STATUS_INTERVAL: Duration = Duration::from_millis(500);
+/// Maximum time between two reports about quotas, even if no change wakes the controller.
+const QUOTA_REFRESH_INTERVAL: Duration = Duration::from_secs(30);
+/// Maximum number of statuses written each time that quotas are reported. Releases wait for them.
+const MAX_STATUSES: usize = 50;
+/// Delay before a status that could not be written is written again.
+const STATUS_RETRY_DELAY: Duration = Duration::from_secs(5);
 /// Delay before it is checked again whether quotas are listed.
 const QUOTA_POLL: Duration = Duration::from_millis(100);
 
@@ -160,6 +166,8 @@ pub(crate) struct PlacementController {
     reports_quotas: bool,
     /// When the label of a pod was written, by UID.
     labelled: BTreeMap<String, Duration>,
+    /// Quotas whose status could not be written, each with the time of the next attempt.
+    quota_retries: BTreeMap<String, Duration>,
     publisher: EventPublisher,
     started: Instant,
     clock: SteadyClock,
@@ -229,17 +237,19 @@ impl PlacementController {
             next_quota_reports: Duration::ZERO,
             reports_quotas: true,
             labelled: BTreeMap::new(),
+            quota_retries: BTreeMap::new(),
             publisher: EventPublisher::default(),
             started: Instant::now(),
             clock: SteadyClock::read(),
         }
     }
 
-    /// Returns whether quotas are listed. Without them, a pod could exceed its quota's maximum. A
-    /// cluster may not have the resource, so after some time its absence counts.
+    /// Returns whether quotas are listed, or the cluster does not have the resource. Without them,
+    /// a pod could exceed its quota's maximum, and priorities would apply across teams.
     fn knows_quotas(&self) -> bool {
-        self.started.elapsed() > QUOTA_LIST_TIME
-            || self.context.stores.quotas.wait_until_ready().now_or_never().is_some_and(|listed| listed.is_ok())
+        let stores = &self.context.stores;
+        stores.has_no_quotas.load(Ordering::Acquire)
+            || stores.quotas.wait_until_ready().now_or_never().is_some_and(|listed| listed.is_ok())
     }
 
     /// Returns the current content of the stores, without pods.
@@ -270,19 +280,24 @@ impl PlacementController {
         if !left.is_zero() {
             return Some(left);
         }
-        self.next_quota_reports = now.up.saturating_add(QUOTA_STATUS_INTERVAL);
         let reports = self.keeper.quota_reports(cluster, &actions.waiting, now);
         self.context.metrics.quotas.set(&reports.usages);
         self.reports_quotas = !cluster.quotas.is_empty() || !reports.labels.is_empty();
-        for (name, status) in reports.statuses {
-            if !self.context.claim.is_current() {
-                return None;
-            }
-            self.write_quota_status(&name, &status).await;
+        self.quota_retries.retain(|_, until| now.up < *until);
+        let due = reports.statuses.iter().filter(|(name, _)| !self.quota_retries.contains_key(name));
+        let due: Vec<&(String, GpuQuotaStatus)> = due.take(MAX_STATUSES).collect();
+        if !self.context.claim.is_current() {
+            return None;
         }
+        let writes: Vec<_> = due.iter().map(|(name, status)| self.write_quota_status(cluster, name, status)).collect();
+        let results: Vec<(&str, bool)> = futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
+        let failed = results.iter().filter(|(_, written)| !written).map(|(name, _)| (*name).to_owned());
+        self.quota_retries.extend(failed.map(|name| (name, now.up.saturating_add(STATUS_RETRY_DELAY))));
+        let mut is_complete = results.len() == reports.statuses.len() && self.quota_retries.is_empty();
         self.labelled.retain(|_, at| now.up < at.saturating_add(LABEL_INTERVAL));
         let due = reports.labels.iter().filter(|label| !self.labelled.contains_key(&label.uid));
         let due: Vec<&CapacityLabel> = due.take(MAX_LABELS).collect();
+        is_complete &= due.len() == reports.labels.len();
         let client = &self.context.client;
         let writes: Vec<_> = due
             .iter()
@@ -295,26 +310,43 @@ impl PlacementController {
             let _: Vec<bool> = futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
             self.labelled.extend(due.iter().map(|label| (label.uid.clone(), now.up)));
         }
-        // Changes within the interval have no later reconcile of their own.
-        self.reports_quotas.then_some(QUOTA_STATUS_INTERVAL)
+        // The interval starts after the writes, so that they take at most a part of the time.
+        let up = self.started.elapsed().max(now.up);
+        self.next_quota_reports = up.saturating_add(QUOTA_STATUS_INTERVAL);
+        let next = if is_complete { QUOTA_REFRESH_INTERVAL } else { QUOTA_STATUS_INTERVAL };
+        self.reports_quotas.then_some(next)
     }
 
-    async fn write_quota_status(&self, name: &str, status: &GpuQuotaStatus) {
+    /// Writes the status of a quota. Returns whether it was written, or the quota no longer exists.
+    async fn write_quota_status<'n>(
+        &self,
+        cluster: &Cluster,
+        name: &'n str,
+        status: &GpuQuotaStatus,
+    ) -> (&'n str, bool) {
+        let known = cluster.quotas.iter().filter_map(|object| object.0.as_ref().ok());
+        let before = known.into_iter().find(|quota| quota.metadata.name.as_deref() == Some(name));
+        let patch = Patch::Merge(merge_patch(before.and_then(|quota| quota.status.as_ref()), status));
         let quotas = Api::<GpuQuota>::all(self.context.client.clone());
-        let patch = Patch::Merge(serde_json::json!({"status": status}));
         let params = PatchParams::default();
         let written = quotas.patch_status(name, &params, &patch);
-        match tokio::time::timeout(WRITE_TIMEOUT, written).await {
-            Ok(Ok(_)) => {}
+        let is_written = match tokio::time::timeout(WRITE_TIMEOUT, written).await {
+            Ok(Ok(_)) => true,
+            Ok(Err(kube::Error::Api(status))) if status.code == 404 => true,
             Ok(Err(error)) => {
                 tracing::warn!(
                     quota = name,
                     error = &error as &dyn std::error::Error,
                     "failed to write the status of a quota"
                 );
+                false
             }
-            Err(_) => tracing::warn!(quota = name, "failed to write the status of a quota: no answer"),
-        }
+            Err(_) => {
+                tracing::warn!(quota = name, "failed to write the status of a quota: no answer");
+                false
+            }
+        };
+        (name, is_written)
     }
 
     /// Writes the room that is kept for pods to these pods. Returns the pods for which no others

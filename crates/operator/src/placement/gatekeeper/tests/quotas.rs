@@ -156,7 +156,7 @@ impl Case {
         loop {
             let actions = self.step();
             assert!(self.seconds < end, "it does not come to rest: {:?}", self.evicted);
-            if actions.releases.is_empty() && actions.evictions.is_empty() {
+            if actions.releases.is_empty() && actions.evictions.is_empty() && !actions.more {
                 return self;
             }
         }
