@@ -11,6 +11,7 @@
 //! | pod | fields of [`crate::pods::PodObject`] |
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use cleave_api::cordon::{Cordons, GpuTimes};
 use cleave_api::gpunode::GpuStatus;

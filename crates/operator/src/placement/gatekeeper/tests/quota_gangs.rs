@@ -138,6 +138,64 @@ fn a_gang_has_one_class_and_one_label() {
     assert_eq!([label("a/g1"), label("a/g2"), label("a/small")], ["over-quota", "over-quota", "in-quota"]);
 }
 
+/// Kueue counts all pods of a group, also those that request no GPUs.
+#[test]
+fn pods_of_a_gang_without_gpus_count() {
+    let mut case = Case::new(1, &[("a", json!({}))])
+        .waiting(&[("g1", "a", 5, 0), ("g2", "a", 5, 0), ("launcher", "a", 1, 0)])
+        .gang("a", "train", 3, &["g1", "g2", "launcher"]);
+    let without_gpus = json!([{"name": "main", "resources": {"requests": {"cpu": "1"}}}]);
+    case.world.change(
+        |world| &mut world.pods,
+        "a/launcher",
+        |pod| (pod["spec"]["containers"], pod["spec"]["schedulingGates"]) = (without_gpus, json!([])),
+    );
+    assert_eq!(case.step().releases.len(), 2);
+}
+
+#[test]
+fn a_lost_pod_of_a_gang_is_replaced_although_another_has_finished() {
+    Case::new(2, &[("a", json!({}))])
+        .running(&[(("g1", "a", 5, 0), 0), (("g2", "a", 5, 0), 0)])
+        .waiting(&[("g3", "a", 5, 0)])
+        .gang("a", "train", 4, &["g1", "g2", "g3"])
+        .expect(&[], &["g1", "g2", "g3"]);
+}
+
+/// A controller may change a pod while the operator releases it.
+#[test]
+fn a_pod_of_a_gang_whose_release_failed_keeps_its_room() {
+    let mut case = Case::new(1, &[("a", json!({})), ("c", json!({}))])
+        .waiting(&[("g1", "a", 5, 0), ("g2", "a", 5, 0)])
+        .gang("a", "train", 2, &["g1", "g2"]);
+    case.failing_release = Some("a/g2".to_owned());
+    assert_eq!(case.step().releases.len(), 2);
+    case.failing_release = None;
+    // Its quota has the lower share, so its turn is before that of g2.
+    let case = case.waiting(&[("c1", "c", 5, 0)]).until_rest();
+    assert_eq!(case.is_running(), ["g1", "g2"].map(str::to_owned).into(), "{:?}", case.evicted);
+}
+
+#[test]
+fn a_gang_whose_pods_need_different_pools_waits_and_says_so() {
+    let quotas = [("a", json!({"gpus": {"models": ["H100"]}})), ("b", json!({"gpus": {"models": ["L4"]}}))];
+    let mut case = Case::new(1, &quotas).waiting(&[("g1", "a", 5, 0), ("g2", "a", 5, 0)]).gang("a", "train", 2, &["g1", "g2"]);
+    case.world = case.world.node("n2", &[0]);
+    let set = |object: &mut serde_json::Value| {
+        let gpu = &mut object["status"]["gpus"][0];
+        (gpu["model"], gpu["slices"][0]["resource"]) = (json!("L4"), json!("nvidia.com/gpu-timeslice"));
+    };
+    case.world.change(|world| &mut world.gpu_nodes, "n2", set);
+    let limits = json!({"limits": {"nvidia.com/gpu-timeslice": "5"}});
+    let other = |pod: &mut serde_json::Value| pod["spec"]["containers"][0]["resources"] = limits;
+    case.world.change(|world| &mut world.pods, "a/g2", other);
+    let actions = keeper().reconcile(&case.world.cluster(), &BTreeMap::new(), at(9));
+    assert!(actions.releases.is_empty(), "{actions:?}");
+    for pod in ["a/g1", "a/g2"] {
+        assert!(actions.waiting[pod].message.contains("different pools"), "{:?}", actions.waiting[pod]);
+    }
+}
+
 #[test]
 fn gangs_have_no_effect_without_an_enforced_quota() {
     for quotas in [vec![], vec![("a", json!({"mode": "Count"}))]] {

@@ -35,6 +35,8 @@ pub(super) struct Case {
     is_checked: bool,
     /// How evicted pods end.
     pub(super) ending: Ending,
+    /// A pod whose release fails, because the pod has changed.
+    pub(super) failing_release: Option<String>,
 }
 
 /// How evicted pods end.
@@ -78,13 +80,32 @@ impl Case {
         let (evicted, reality) = (Vec::new(), ActualAllocations::default());
         let rules = RULES();
         let (keeper, rounds) = (keeper(), BTreeMap::new());
-        let ending = Ending::Free;
-        Self { world, reality, gpus, keeper, rules, seconds: 0, evicted, rounds, losses: 0, is_checked: false, ending }
+        Self {
+            world,
+            reality,
+            gpus,
+            keeper,
+            rules,
+            seconds: 0,
+            evicted,
+            rounds,
+            losses: 0,
+            is_checked: false,
+            ending: Ending::Free,
+            failing_release: None,
+        }
     }
 
     /// Reserves room for pods that have waited this number of seconds.
     pub(super) fn with_ageing(mut self, seconds: u64) -> Self {
         self.rules.ageing = Some(seconds);
+        self.keeper = keeper_with(self.rules);
+        self
+    }
+
+    /// Lets disruption budgets protect borrowers for this number of seconds.
+    pub(super) fn with_budget_patience(mut self, seconds: u64) -> Self {
+        self.rules.budget_patience = Some(seconds);
         self.keeper = keeper_with(self.rules);
         self
     }
@@ -176,10 +197,14 @@ impl Case {
             self.check_promises(&before, &actions);
         }
         for release in &actions.releases {
+            if self.failing_release.as_ref() == Some(&release.pod) {
+                self.keeper.record_failed_release(&release.pod);
+                continue;
+            }
             assert!(self.world.apply_release(release), "{release:?}");
-            let reserved = reservation(release).nodes["n1"][0].clone();
-            self.reality.given.insert(release.pod.clone(), (reserved.device, reserved.units));
-            self.world.change(|world| &mut world.pods, &release.pod, |pod| pod["spec"]["nodeName"] = json!("n1"));
+            let (node, reserved) = reservation(release).nodes.pop_first().unwrap();
+            self.reality.given.insert(release.pod.clone(), (reserved[0].device.clone(), reserved[0].units));
+            self.world.change(|world| &mut world.pods, &release.pod, |pod| pod["spec"]["nodeName"] = json!(node));
         }
         if self.is_checked {
             self.check_promises(&before, &Actions::default());
