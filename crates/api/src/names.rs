@@ -54,7 +54,11 @@ pub const POD_GROUP_LABEL: &str = "scheduling.x-k8s.io/pod-group";
 /// [`crate::placement::Placement`]. If the leader of the operator changes, the next leader keeps
 /// the room, and evicts no other pods for the pod.
 pub const NOMINATION_ANNOTATION: &str = "cleave.dev/nomination";
-/// Label of a pod whose namespace has a quota: whether the quota guarantees what the pod uses. The
+/// Annotation of a pod that a disruption budget keeps although its room is guaranteed to another
+/// pod: since when, in seconds since the Unix epoch. If the leader of the operator changes, the time
+/// that the budget has left does not start again.
+pub const PROTECTED_SINCE_ANNOTATION: &str = "cleave.dev/protected-since";
+/// Label of a pod that uses GPUs with quotas: whether a quota guarantees what the pod uses. The
 /// operator writes the label and never reads it to decide.
 pub const CAPACITY_LABEL: &str = "cleave.dev/capacity";
 /// Value of [`CAPACITY_LABEL`]: the pod is within its quota's guarantee.

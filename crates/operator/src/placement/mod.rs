@@ -74,7 +74,7 @@ mod unanswered;
 mod unlisted;
 mod verdict;
 
-pub use actions::{Actions, Eviction, KeptRoom, QuotaEviction, Release, ReleaseReason, Report};
+pub use actions::{Actions, Eviction, KeptRoom, ProtectedPod, QuotaEviction, Release, ReleaseReason, Report};
 pub use cluster::{Cluster, ReconcileTime};
 pub use gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 pub use quotas::QuotaSettings;

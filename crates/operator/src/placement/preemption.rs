@@ -6,8 +6,9 @@ use std::time::Duration;
 use cleave_plan::ledger::{Holders, Ledger, Nomination, PendingPod, Preemption};
 use cleave_plan::quota::Kind;
 
-use super::actions::{Actions, Eviction, KeptRoom, QuotaEviction};
+use super::actions::{Actions, Eviction, KeptRoom, ProtectedPod, QuotaEviction};
 use super::claims::PodClaims;
+use super::cluster::ReconcileTime;
 use super::constraints;
 use super::evictions::{Evictability, TERMINATION_TIME};
 use super::handover;
@@ -495,7 +496,8 @@ impl<'a> PreemptionSearch<'a> {
             return SearchResult::Impossible;
         };
         let victims = pass.with_mates(turn.member, found.victims.iter());
-        match pass.budget_patience(turn.member).map(|patience| self.patience_left(patience, &victims)) {
+        let patience = pass.budget_patience(turn.member);
+        match patience.map(|patience| self.patience_left(patience, &victims, candidate.pod, actions)) {
             Some(Duration::ZERO) => SearchResult::Exchange { kind: Kind::Reclaim, found, force: true },
             left => {
                 left.into_iter().for_each(|left| actions.requeue_in(left));
@@ -533,12 +535,29 @@ impl<'a> PreemptionSearch<'a> {
         all
     }
 
-    /// Returns how long disruption budgets may still keep these pods.
-    fn patience_left(&mut self, patience: Duration, victims: &[String]) -> Duration {
+    /// Returns how long disruption budgets may still keep these pods from leaving for a waiting pod.
+    pub(super) fn patience_left(
+        &mut self,
+        patience: Duration,
+        victims: &[String],
+        preemptor: &PodObject,
+        actions: &mut Actions,
+    ) -> Duration {
+        let now = ReconcileTime { up: self.up, epoch: self.evictability.now() };
+        let created = preemptor.metadata.creation_timestamp.as_ref();
+        let created = created.map_or(0, |time| u64::try_from(time.0.as_second()).unwrap_or(0));
         let mut left = Duration::ZERO;
-        for victim in victims {
-            let uid = self.claims.uid(victim).unwrap_or_default().to_owned();
-            left = left.max(patience.saturating_sub(self.preemptors.protected_for(&uid, self.up)));
+        let living = self.tracker.living_pods().map(|pod| (full_name(&pod.metadata), pod));
+        let protected: Vec<(String, &PodObject)> = living.filter(|(name, _)| victims.contains(name)).collect();
+        for (name, pod) in protected {
+            let uid = pod.uid().unwrap_or_default();
+            // Nobody was kept from leaving for this pod before it existed.
+            let recorded = pod.protected_since.map(|since| since.max(created));
+            let since = self.preemptors.protected_since(&uid, recorded, now);
+            left = left.max(patience.saturating_sub(Duration::from_secs(now.epoch.saturating_sub(since))));
+            if pod.protected_since.is_none_or(|recorded| recorded.max(created) != since) {
+                actions.protected.push(ProtectedPod { pod: name, uid, since });
+            }
         }
         left
     }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::actions::Actions;
+use super::cluster::ReconcileTime;
 use crate::pods::PodObject;
 use crate::read::BudgetObject;
 
@@ -49,8 +50,11 @@ pub(super) struct Preemptors {
     /// Waiting pods for which pods were evicted, by name.
     rounds: BTreeMap<String, EvictionRounds>,
     /// Pods that disruption budgets keep although their room is guaranteed to others, by UID: since
-    /// when, and when this was last found.
-    protected: BTreeMap<String, (Duration, Duration)>,
+    /// when, in seconds since the Unix epoch, and when this was last found.
+    protected: BTreeMap<String, (u64, Duration)>,
+    /// When this process first searched for protected pods. Until [`RECHECK_TIME`] later, it
+    /// continues what an earlier leader recorded.
+    first_protected: Option<Duration>,
 }
 
 /// The evictions for one waiting pod. Evictions have no effect if the pod's rules then refuse the
@@ -216,12 +220,18 @@ impl Preemptors {
     }
 
     /// Records that a disruption budget keeps a pod whose room is guaranteed to a waiting pod.
-    /// Returns for how long it does.
-    pub(super) fn protected_for(&mut self, uid: &str, up: Duration) -> Duration {
+    /// Returns since when it does, in seconds since the Unix epoch. `recorded` is what an earlier
+    /// leader recorded.
+    pub(super) fn protected_since(&mut self, uid: &str, recorded: Option<u64>, now: ReconcileTime) -> u64 {
+        let ReconcileTime { up, epoch } = now;
         self.protected.retain(|_, (_, found)| found.saturating_add(RECHECK_TIME) >= up);
-        let (since, found) = self.protected.entry(uid.to_owned()).or_insert((up, up));
+        let first = *self.first_protected.get_or_insert(up);
+        // A later record is of an earlier wait that is over.
+        let recorded = recorded.filter(|_| up <= first.saturating_add(RECHECK_TIME));
+        let new = (recorded.map_or(epoch, |recorded| recorded.min(epoch)), up);
+        let (since, found) = self.protected.entry(uid.to_owned()).or_insert(new);
         *found = up;
-        up.saturating_sub(*since)
+        *since
     }
 
     /// Records that no preemption helps the pod. `has_rules` states whether the pod has rules about

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use cleave_api::names::{CAPACITY_LABEL, CONDITION_PLACED, NOMINATION_ANNOTATION};
+use cleave_api::names::{CAPACITY_LABEL, CONDITION_PLACED, NOMINATION_ANNOTATION, PROTECTED_SINCE_ANNOTATION};
 use cleave_api::{GpuQuota, GpuQuotaStatus};
 use futures::{FutureExt as _, StreamExt as _};
 use jiff::Timestamp;
@@ -14,7 +14,7 @@ use kube::Api;
 use kube::api::{Patch, PatchParams};
 use tokio::sync::watch;
 
-use super::actions::{Actions, Eviction, KeptRoom, Release, ReleaseReason, Report};
+use super::actions::{Actions, Eviction, KeptRoom, ProtectedPod, Release, ReleaseReason, Report};
 use super::cluster::{Cluster, ReconcileTime};
 use super::gatekeeper::Gatekeeper;
 use super::patch;
@@ -203,6 +203,7 @@ impl Controller for PlacementController {
         self.context.metrics.preemption_searches.inc_by(actions.preemption_searches);
         let mut writes = self.release_all(&actions.releases).await;
         writes.is_incomplete |= !self.evict_all(&actions).await;
+        self.write_protected(&actions.protected).await;
         self.wakes.set_awaits_budgets(actions.awaits_budgets);
         self.handle_stranded(&actions.stranded).await;
         writes.is_impaired |= !self.report_all(&actions.reports).await;
@@ -363,6 +364,23 @@ impl PlacementController {
             .collect();
         let results: Vec<(&str, bool)> = futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
         results.into_iter().filter(|(_, written)| !written).map(|(preemptor, _)| preemptor).collect()
+    }
+
+    /// Records since when disruption budgets keep pods. A failed write is repeated, because a later
+    /// reconcile decides the same.
+    async fn write_protected(&self, protected: &[ProtectedPod]) {
+        if protected.is_empty() || !self.context.claim.is_current() {
+            return;
+        }
+        let client = &self.context.client;
+        let writes: Vec<_> = protected
+            .iter()
+            .map(|ProtectedPod { pod, uid, since }| {
+                let metadata = serde_json::json!({"annotations": {PROTECTED_SINCE_ANNOTATION: since.to_string()}});
+                patch_metadata(client, (pod, uid), metadata)
+            })
+            .collect();
+        let _: Vec<bool> = futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
     }
 
     /// Releases pods.

@@ -134,7 +134,9 @@ impl<'a> PreemptionSearch<'a> {
             return GangResult::Impossible;
         };
         let victims = pass.with_mates(turn.member, found.iter().flat_map(|(_, found)| &found.victims));
-        match pass.budget_patience(turn.member).map(|patience| self.patience_left(patience, &victims)) {
+        let (patience, head) = (pass.budget_patience(turn.member), gang.first());
+        let left = patience.zip(head);
+        match left.map(|(patience, head)| self.patience_left(patience, &victims, head.pod, actions)) {
             Some(Duration::ZERO) => GangResult::Exchange(Exchange { kind, found, force: true }),
             left => {
                 left.into_iter().for_each(|left| actions.requeue_in(left));

@@ -71,6 +71,33 @@ fn a_protected_borrower_is_deleted_after_some_time_and_a_refused_deletion_is_del
     }
 }
 
+/// Otherwise each change of the leader would give the budget its full time again.
+#[test]
+fn a_new_leader_continues_the_time_of_a_disruption_budget() {
+    let case = |recorded: Option<u64>| {
+        let mut case = Case::new(1, &[("a", json!({"min": 5}))])
+            .with_budget_patience(60)
+            .running(&[(("x1", "-", 10, 0), 0)])
+            .waiting(&[("a1", "a", 5, 0)]);
+        add_budget(&mut case, "other", 0);
+        let note = |pod: &mut Value| pod["metadata"]["annotations"] = json!({"cleave.dev/protected-since": recorded.unwrap().to_string()});
+        if recorded.is_some() {
+            case.world.change(|world| &mut world.pods, "other/x1", note);
+        }
+        case.seconds += 50;
+        let actions = case.step();
+        (actions.protected.first().map(|one| one.since), actions.requeue, actions.evictions.len())
+    };
+    let now = 1_000_053;
+    let (since, _, evictions) = case(None);
+    assert_eq!((since, evictions), (Some(now), 0), "the time is recorded");
+    assert_eq!(case(Some(now - 40)).0, None, "nothing changes");
+    assert_eq!(case(Some(now - 40)).2, 0);
+    // The waiting pod was created 51 s ago: the record is of another pod.
+    assert_eq!((case(Some(1)).0, case(Some(1)).2), (None, 0));
+    assert_eq!(case(Some(now + 900)).0, Some(now), "a record of the future is corrected");
+}
+
 #[test]
 fn a_pod_that_terminates_late_does_not_keep_its_room_from_a_guarantee() {
     let mut case = Case::new(1, &[("a", json!({"min": 10})), ("b", json!({}))])
