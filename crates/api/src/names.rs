@@ -48,6 +48,8 @@ pub const GANG_SIZE_ANNOTATION: &str = "cleave.dev/gang-size";
 pub const KUEUE_GROUP_LABEL: &str = "kueue.x-k8s.io/pod-group-name";
 /// Annotation with which Kueue counts the pods of a group.
 pub const KUEUE_GROUP_COUNT_ANNOTATION: &str = "kueue.x-k8s.io/pod-group-total-count";
+/// Labels of pods that Kueue admits: plain pods, and pods of jobs.
+pub const KUEUE_LABELS: [&str; 2] = ["kueue.x-k8s.io/managed", "kueue.x-k8s.io/podset"];
 /// Label with which the coscheduling plugin names the `PodGroup` of a pod.
 pub const POD_GROUP_LABEL: &str = "scheduling.x-k8s.io/pod-group";
 /// Annotation of a waiting pod for which pods are evicted: the room that is kept for it, as a
@@ -84,6 +86,8 @@ pub const CONDITION_READY: &str = "Ready";
 pub const CONDITION_GUARANTEED: &str = "Guaranteed";
 /// Condition of a `GpuQuota`: pods are held and evicted by its rules.
 pub const CONDITION_ENFORCED: &str = "Enforced";
+/// Reason of the condition `Enforced` if Kueue admits pods of the quota too.
+pub const REASON_ALSO_KUEUE: &str = "AlsoKueue";
 /// Condition of a `GpuNode`: every GPU can serve slices.
 pub const CONDITION_GPUS_HEALTHY: &str = "GpusHealthy";
 /// Condition of a `GpuNode`: the driver lists every GPU that the node is known to have.

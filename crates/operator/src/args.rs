@@ -61,6 +61,16 @@ pub struct QuotaArgs {
     /// pod may.
     #[arg(long, env = "CLEAVE_QUOTAS_OVERRIDE_PRIORITY", value_name = "PRIORITY", allow_negative_numbers = true)]
     pub quotas_override_priority: Option<i32>,
+
+    /// Write the label `cleave.dev/capacity` to pods: whether a quota guarantees what they use.
+    #[arg(
+        long,
+        env = "CLEAVE_QUOTAS_LABELS",
+        value_name = "BOOL",
+        action = clap::ArgAction::Set,
+        default_value_t = true
+    )]
+    pub quotas_labels: bool,
 }
 
 impl QuotaArgs {
@@ -74,7 +84,7 @@ impl QuotaArgs {
             override_priority: self.quotas_override_priority,
             ..Settings::default()
         };
-        QuotaSettings { rules, unnamed: self.unnamed }
+        QuotaSettings { rules, unnamed: self.unnamed, without_labels: !self.quotas_labels }
     }
 }
 

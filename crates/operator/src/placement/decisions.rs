@@ -54,6 +54,8 @@ pub(super) struct Decisions<'a, 'm> {
     pub(super) other_nodes: Option<OtherNodes<'a>>,
     /// When new reservations expire.
     pub(super) expires: Moment,
+    /// Whether pods get no label that shows whether a quota guarantees what they use.
+    pub(super) without_labels: bool,
     /// How long a pod must be unplaceable before it is released as unschedulable.
     pub(super) unschedulable_after: Duration,
     /// Pods that received a reservation.
@@ -181,6 +183,7 @@ impl<'a> Decisions<'a, '_> {
     fn release(&mut self, pods: &[&'a Candidate<'a>], turn: Option<QuotaTurn>, found: &[&Fits]) {
         let named: Vec<(&str, &Fits)> = pods.iter().map(|one| one.name.as_str()).zip(found.iter().copied()).collect();
         let label = self.quotas.as_mut().and_then(|pass| pass.label_released(turn, &named));
+        let label = label.filter(|_| !self.without_labels);
         for (one, fits) in pods.iter().zip(found) {
             let placement = placement(&one.pod.spec.device_requests, fits, self.expires);
             let waited = self.queue.waiting_time(&one.name, self.input.now.up);

@@ -611,6 +611,7 @@ impl Gatekeeper {
             quotas,
             other_nodes: None,
             expires: claims::expiry(input.now),
+            without_labels: self.quotas.without_labels,
             unschedulable_after: self.unschedulable_after,
             reserved: Vec::new(),
             unplaceable_releases: 0,

@@ -1,7 +1,7 @@
 //! What the operator reports about quotas: statuses, metrics, and the label of pods.
 use std::collections::{BTreeMap, BTreeSet};
 
-use cleave_api::names::{CAPACITY_IN_QUOTA, CAPACITY_LABEL, CAPACITY_OVER_QUOTA};
+use cleave_api::names::{CAPACITY_IN_QUOTA, CAPACITY_LABEL, CAPACITY_OVER_QUOTA, KUEUE_LABELS};
 use cleave_api::{GpuQuota, GpuQuotaStatus};
 use cleave_plan::ledger::{Ledger, Moment};
 use cleave_plan::quota::{Book, Class, Owner, Place, PodId, Unit};
@@ -13,8 +13,9 @@ use super::pod_tracker::PodTracker;
 use super::quotas::{PoolWorld, QuotaSettings, QuotaWorlds, quotas_of};
 use crate::pods::{PodObject, full_name};
 use crate::policies::demand::WaitingPod;
-use crate::quotas::status::{self, PoolView};
+use crate::quotas::status::{self, KueuePods, PoolView};
 use crate::quotas::usage::{Limits, QuotaUsage};
+use crate::quotas::validate::{Quotas, Unnamed};
 
 /// What is reported about quotas.
 #[derive(Debug, Default, PartialEq)]
@@ -69,13 +70,22 @@ pub(super) fn reports<'a>(
     let time = Timestamp::from_second(i64::try_from(now).unwrap_or(0)).unwrap_or_default();
     let namespaces = cluster.namespaces.iter().filter_map(|object| object.metadata.name.as_deref());
     let namespaces: BTreeSet<&str> = namespaces.collect();
+    let kueue = kueue_pods(tracker, &quotas);
     let mut reports = QuotaReports::default();
     for quota in cluster.quotas.iter().filter_map(|object| object.0.as_ref().ok()) {
         let Some(name) = quota.metadata.name.as_deref() else { continue };
         let view = views.iter().find(|view| view.world.quotas.contains_key(name));
         let named = quota.spec.namespaces.iter().flatten().map(String::as_str);
         let absent: Vec<&str> = named.filter(|name| !namespaces.contains(name)).collect();
-        let (status, waiting) = status::status(quota, (view, quotas.problems.get(name)), &absent, waits, time);
+        let is_oldest = quotas.pools.iter().any(|pool| pool.oldest() == name);
+        let shows_unnamed = is_oldest && quotas.unnamed() == Unnamed::Borrow;
+        let (status, waiting) = status::status(
+            quota,
+            (view, quotas.problems.get(name)),
+            (&absent, kueue.get(name)),
+            (waits, shows_unnamed),
+            time,
+        );
         if let Some(usage) = view.and_then(|view| usage(quota, view, &waiting)) {
             reports.usages.insert(name.to_owned(), usage);
         }
@@ -83,7 +93,8 @@ pub(super) fn reports<'a>(
             reports.statuses.push((name.to_owned(), status));
         }
     }
-    reports.labels = wrong_labels(tracker, &classes(&views));
+    let classes = if settings.without_labels { BTreeMap::new() } else { classes(&views) };
+    reports.labels = wrong_labels(tracker, &classes);
     reports
 }
 
@@ -101,6 +112,23 @@ fn usage(quota: &GpuQuota, view: &PoolView<'_>, waiting: &status::Waiting) -> Op
             Unit::Memory => 1024,
         },
     })
+}
+
+/// Returns the pods of each quota that Kueue admitted.
+fn kueue_pods(tracker: &PodTracker, quotas: &Quotas) -> BTreeMap<String, KueuePods> {
+    let mut pods: BTreeMap<String, KueuePods> = BTreeMap::new();
+    let is_admitted = |pod: &&PodObject| KUEUE_LABELS.iter().any(|label| pod.labels().contains_key(*label));
+    for pod in tracker.living_pods().filter(|pod| pod.requests_gpus()).filter(is_admitted) {
+        for pool in 0..quotas.pools.len() {
+            let Owner::Quota(quota) = quotas.owner(pool, pod.namespace()) else { continue };
+            let (of_quota, name) = (pods.entry(quota).or_default(), full_name(&pod.metadata));
+            if of_quota.count == 0 || name < of_quota.first {
+                of_quota.first = name;
+            }
+            of_quota.count += 1;
+        }
+    }
+    pods
 }
 
 /// Returns the classes of the pods that run, by name. Pods without a quota borrow. Pods of exempt

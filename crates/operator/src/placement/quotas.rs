@@ -30,6 +30,8 @@ pub struct QuotaSettings {
     pub rules: Settings,
     /// What pods of namespaces without a quota may do.
     pub unnamed: Unnamed,
+    /// Whether pods get no label that shows whether a quota guarantees what they use.
+    pub without_labels: bool,
 }
 
 /// The pods and GPUs of one pool.

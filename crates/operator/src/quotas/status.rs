@@ -2,8 +2,9 @@
 use std::collections::BTreeMap;
 
 use cleave_api::GpuQuota;
-use cleave_api::gpuquota::{GpuQuotaStatus, QuotaMode, QuotaPods, QuotaWaiting};
-use cleave_plan::quota::{Amount, Book, GPU, Owner, Place, Unit, Usage, World};
+use cleave_api::gpuquota::{GpuQuotaStatus, QuotaMode, QuotaPods, QuotaUnnamed, QuotaWaiting};
+use cleave_api::names::REASON_ALSO_KUEUE;
+use cleave_plan::quota::{Amount, Book, GPU, Owner, Place, Pod, Unit, Usage, World};
 use jiff::Timestamp;
 use serde_json::Value;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
@@ -41,13 +42,14 @@ impl Waiting {
 }
 
 /// Returns the status of a quota, and what its pods wait for. `absent` are namespaces of the quota
-/// that do not exist. `pool` is `None` if the quota is in no pool, because it is not valid. `waits`
-/// is what each pod at the gate waits for.
+/// that do not exist, and `kueue` are its pods that Kueue admitted. `pool` is `None` if the quota is
+/// in no pool, because it is not valid. `waits` is what each pod at the gate waits for. With
+/// `shows_unnamed`, the status shows what pods without a quota use of the pool.
 pub(crate) fn status(
     quota: &GpuQuota,
     (pool, problem): (Option<&PoolView<'_>>, Option<&Problem>),
-    absent: &[&str],
-    waits: &BTreeMap<String, WaitingPod>,
+    (absent, kueue): (&[&str], Option<&KueuePods>),
+    (waits, shows_unnamed): (&BTreeMap<String, WaitingPod>, bool),
     now: Timestamp,
 ) -> (GpuQuotaStatus, Waiting) {
     let name = quota.metadata.name.as_deref().unwrap_or_default();
@@ -66,6 +68,7 @@ pub(crate) fn status(
     };
     let is_enforced = is_valid && quota.spec.mode == QuotaMode::Enforce;
     let enforced = match (is_enforced, is_valid) {
+        (true, _) if kueue.is_some() => (true, REASON_ALSO_KUEUE, kueue.map(KueuePods::message).unwrap_or_default()),
         (true, _) => (true, "Enforced", "Pods over the maximum wait, and borrowers leave for a guarantee".to_owned()),
         (_, true) => (false, "Counting", "The mode is Count: pods are neither held nor evicted".to_owned()),
         _ => (false, "NotReady", "The quota is not valid, so its pods have no guarantee".to_owned()),
@@ -98,10 +101,41 @@ pub(crate) fn status(
         share: share(&usage, unit),
         cells: usage.cells.map(|cells| u32::try_from(cells).unwrap_or(u32::MAX)),
         pods: QuotaPods { within: usage.pods_within, over: usage.pods_over, leaving },
+        unnamed: pool.filter(|_| shows_unnamed).map(unnamed),
         waiting: QuotaWaiting { pods: waiting.pods, gpus: write(waiting.amount), reasons: waiting.reasons.clone() },
         conditions: conditions.map(condition).into(),
     };
     (status, waiting)
+}
+
+/// Pods of a quota that Kueue admitted.
+#[derive(Debug, Default)]
+pub(crate) struct KueuePods {
+    /// Number of the pods.
+    pub(crate) count: usize,
+    /// The first of them by name, as `namespace/name`.
+    pub(crate) first: String,
+}
+
+impl KueuePods {
+    fn message(&self) -> String {
+        format!(
+            "Kueue admits pods of this quota too: {}, such as {}. Each of the two queues can hold pods that the other admitted. Set mode: Count, or exclude the namespaces from Kueue",
+            self.count, self.first
+        )
+    }
+}
+
+/// Returns what pods of namespaces without a quota use of a pool.
+fn unnamed(pool: &PoolView<'_>) -> QuotaUnnamed {
+    let usage = pool.book.unnamed_usage();
+    let waits = |pod: &&Pod| pod.owner == Owner::Unnamed && matches!(pod.place, Place::Waiting { .. });
+    QuotaUnnamed {
+        used: written(usage.used, pool.unit),
+        share: share(&usage, pool.unit),
+        pods: usage.pods_within.saturating_add(usage.pods_over),
+        waiting: u32::try_from(pool.world.pods.iter().filter(waits).count()).unwrap_or(u32::MAX),
+    }
 }
 
 /// Returns the merge patch (RFC 7386) that replaces a status. A merge patch keeps fields that it

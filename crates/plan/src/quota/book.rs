@@ -195,7 +195,15 @@ impl<'w> Book<'w> {
 
     /// Returns what a quota of the pool uses. Returns `None` if the pool has no quota of this name.
     pub fn usage(&self, name: &str) -> Option<Usage> {
-        let account = self.world.quotas.keys().position(|quota| quota == name)?;
+        self.world.quotas.keys().position(|quota| quota == name).map(|account| self.usage_of(account))
+    }
+
+    /// Returns what pods without a quota use.
+    pub fn unnamed_usage(&self) -> Usage {
+        self.usage_of(self.world.quotas.len())
+    }
+
+    fn usage_of(&self, account: usize) -> Usage {
         let quota = self.accounts.quota(account);
         let used = self.accounts.used(account);
         let mut usage = Usage { used, held: self.accounts.held(account), weight: quota.weight(), ..Usage::default() };
@@ -211,7 +219,7 @@ impl<'w> Book<'w> {
         usage.excess = if quota.cells().is_some() { usage.over } else { used.minus(quota.min()) };
         usage.cells =
             quota.cells().map(|_| (0..self.world.gpus.len()).filter(|&gpu| self.accounts.owns(account, gpu)).count());
-        Some(usage)
+        usage
     }
 
     /// Returns the amount of the pool's healthy GPUs.
