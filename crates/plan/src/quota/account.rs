@@ -133,7 +133,7 @@ impl<'w> Accounts<'w> {
 
     fn importance(&self, id: PodId, since: Since) -> Importance<'w> {
         let pod = self.world.pod(id);
-        Importance { priority: Reverse(self.priority(id)), since, name: &pod.name, id }
+        Importance { borrows: self.borrows(id), priority: Reverse(self.priority(id)), since, name: &pod.name, id }
     }
 
     fn insert(&mut self, id: PodId, gpu: usize, since: Since) {
@@ -249,6 +249,11 @@ impl<'w> Accounts<'w> {
         self.gangs.priority(self.world, id)
     }
 
+    /// Returns whether a pod may run outside its quota's guarantee. A gang may if all of its pods may.
+    pub(super) fn borrows(&self, id: PodId) -> bool {
+        self.gangs.members(id).iter().all(|member| self.world.pod(*member).borrows)
+    }
+
     /// Returns the priority of a pod, if its priority does not stop at the borders of quotas.
     pub(super) fn overriding(&self, id: PodId) -> Option<i32> {
         let is_enforced = self.entries[self.account_of[id.0]].quota.is_enforced();
@@ -339,7 +344,7 @@ impl<'w> Accounts<'w> {
     }
 
     /// Returns the class that a unit would have on GPUs after some pods are gone. The unit must not
-    /// count yet. Among pods of equal priority it is the last.
+    /// count yet. Among pods of equal priority that borrow, or do not, it is the last.
     pub(super) fn class_with(&self, parts: &[Part], without: &[PodId]) -> Class {
         let Some(&(id, _)) = parts.first() else { return Class::Over };
         let account = self.account_of[id.0];
@@ -370,7 +375,8 @@ impl<'w> Accounts<'w> {
         let (priority, own) = (Reverse(self.priority(id)), self.gangs.of(id));
         let mut fit = FirstFit::new(min);
         let mut seen = BTreeSet::new();
-        let more_important = members.iter().take_while(|member| member.priority <= priority);
+        let rank = (self.borrows(id), priority);
+        let more_important = members.iter().take_while(|member| (member.borrows, member.priority) <= rank);
         for member in more_important.filter(|member| !without.contains(&member.id)) {
             match self.gangs.of(member.id) {
                 None => {

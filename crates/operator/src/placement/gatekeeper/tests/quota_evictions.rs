@@ -190,3 +190,18 @@ fn a_pod_of_several_gpus_is_never_within_a_guarantee_of_cells() {
     case.world.change(|world| &mut world.pods, "a/a1", set);
     assert!(case.step().evictions.is_empty(), "one GPU is guaranteed, and the pod needs two");
 }
+
+/// It has waited for its guarantee so that it is not evicted for that of others.
+#[test]
+fn a_pod_that_does_not_borrow_is_not_pushed_out_of_its_guarantee() {
+    let mut case = Case::new(2, &[("a", json!({"min": 5})), ("b", json!({"min": 5}))])
+        .running(&[(("a1", "a", 5, 0), 0), (("a2", "a", 5, 10), 0), (("b1", "b", 10, 0), 1)])
+        .waiting(&[("b2", "b", 5, 0)]);
+    let never = |pod: &mut Value| pod["metadata"]["annotations"] = json!({"cleave.dev/borrow": "Never"});
+    case.world.change(|world| &mut world.pods, "a/a1", never);
+    case.end("b/b1");
+    case.world = case.world.pod_with("full", 10, json!({"nodeName": "n1", "schedulingGates": [], "priority": 0}));
+    case.reality.given.insert("team/full".to_owned(), ("n1-GPU-1".to_owned(), 10));
+    case.world.namespaces.push(json!({"metadata": {"name": "team", "labels": {"cleave.dev/allow": "quota"}}}));
+    case.expect(&[("Reclaim", "b2", "a2")], &["a1", "b2", "full"]);
+}
