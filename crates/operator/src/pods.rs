@@ -258,7 +258,8 @@ impl PodObject {
         self.nomination = nomination.map(Shared::from).or(self.nomination.take());
         let protected_since = annotation(PROTECTED_SINCE_ANNOTATION).and_then(|text| text.trim().parse().ok());
         self.protected_since = protected_since.or(self.protected_since);
-        let group = self.spec.scheduling_group.take().and_then(|group| group.pod_group_name);
+        let workload = self.spec.workload_ref.take().map(|workload| workload.group_name());
+        let group = self.spec.scheduling_group.take().and_then(|group| group.pod_group_name).or(workload);
         let gang = PodGang::find(self.labels(), |name| annotation(name).map(String::as_str), group.as_deref());
         self.gang = gang.map(Shared::from).or(self.gang.take());
         self.annotated = self.annotated || annotations.is_some();
