@@ -51,8 +51,8 @@ pub(super) struct PreemptionSearch<'a> {
     searches: u64,
     /// Number of first searches so far by the rules of quotas.
     exchanges: usize,
-    /// Pods for which victims were searched in this reconcile by the rules of quotas, in any pool.
-    searched: BTreeSet<String>,
+    /// Waiting pods whose turn it is for a repeated search by the rules of quotas, with the pool.
+    exchanges_in_turn: BTreeSet<(String, usize)>,
     /// Properties of pods for which no preemption helps. Replicas of a workload have the same
     /// result.
     futile: BTreeSet<SearchKey<'a>>,
@@ -104,6 +104,7 @@ impl<'a> PreemptionSearch<'a> {
     ) -> Self {
         let (pods_in_turn, is_paused) = (preemptors.pods_in_turn(up), evictability.is_paused(up));
         let (holders, futile) = (OnceCell::new(), BTreeSet::new());
+        let exchanges_in_turn = preemptors.exchanges_in_turn(up);
         Self {
             nodes,
             tracker,
@@ -117,7 +118,7 @@ impl<'a> PreemptionSearch<'a> {
             new: 0,
             searches: 0,
             exchanges: 0,
-            searched: BTreeSet::new(),
+            exchanges_in_turn,
             futile,
             is_paused,
             up,
@@ -384,10 +385,10 @@ impl<'a> PreemptionSearch<'a> {
             return SearchResult::Impossible;
         }
         if self.futile.contains(&key) {
-            self.preemptors.record_failed_exchange((name, member.pool), pod, false, self.up);
+            self.preemptors.record_failed_exchange((name.clone(), member.pool), false, self.up);
             return SearchResult::Impossible;
         }
-        match self.exchange_turn((name, member.pool), pod) {
+        match self.exchange_turn((name, member.pool)) {
             ExchangeTurn::Now => {}
             ExchangeTurn::Later => return SearchResult::Later,
             ExchangeTurn::Failed { is_protected: true } => return SearchResult::Protected,
@@ -396,7 +397,7 @@ impl<'a> PreemptionSearch<'a> {
         let found = self.search_exchange(ledger, search, candidate, (pass, turn), &kept, actions);
         if matches!(found, SearchResult::Impossible | SearchResult::Protected) {
             let is_protected = matches!(found, SearchResult::Protected);
-            self.preemptors.record_failed_exchange((name, member.pool), pod, is_protected, self.up);
+            self.preemptors.record_failed_exchange((name.clone(), member.pool), is_protected, self.up);
         }
         found
     }
@@ -404,23 +405,21 @@ impl<'a> PreemptionSearch<'a> {
     /// Decides whether pods to evict for a waiting pod or gang are searched for now in a pool. Of
     /// pods whose search failed, those with the oldest search come first, so that no pod waits for
     /// its search forever.
-    fn exchange_turn(&mut self, (name, pool): (&str, usize), pod: &PodObject) -> ExchangeTurn {
-        if let Some(is_protected) = self.preemptors.failed_exchange((name, pool), self.up) {
+    fn exchange_turn(&mut self, (name, pool): (&str, usize)) -> ExchangeTurn {
+        let key = (name.to_owned(), pool);
+        if let Some(is_protected) = self.preemptors.failed_exchange(&key, self.up) {
             return ExchangeTurn::Failed { is_protected };
         }
-        let is_turn = if self.searched.contains(name) {
-            true
-        } else if self.preemptors.has_waited(name) {
-            self.pods_in_turn.contains(name)
+        let is_turn = if self.preemptors.has_exchange(&key) {
+            self.exchanges_in_turn.contains(&key)
         } else {
             self.exchanges += 1;
             self.exchanges <= MAX_EXCHANGES
         };
         if !is_turn {
-            self.preemptors.defer(name, pod);
+            self.preemptors.defer_exchange(key);
             return ExchangeTurn::Later;
         }
-        self.searched.insert(name.to_owned());
         self.searches += 1;
         ExchangeTurn::Now
     }

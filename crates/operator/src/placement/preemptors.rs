@@ -45,8 +45,8 @@ pub(super) struct Preemptors {
     budgets: BTreeMap<String, BudgetState>,
     /// Whether another reconcile may help a waiting pod that had no turn in this reconcile.
     is_deferred: bool,
-    /// Searches by the rules of quotas that found no victims, by pod and pool.
-    failed_exchanges: BTreeMap<(String, usize), FailedExchange>,
+    /// Searches by the rules of quotas, by pod and pool. Excludes pods for which victims were found.
+    exchanges: BTreeMap<(String, usize), ExchangeSearch>,
     /// Waiting pods for which pods were evicted, by name.
     rounds: BTreeMap<String, EvictionRounds>,
     /// Pods that disruption budgets keep although their room is guaranteed to others, by UID: since
@@ -90,6 +90,15 @@ struct FutileSearch {
     is_shared: bool,
 }
 
+/// The last search by the rules of quotas for a waiting pod.
+#[derive(Debug, Clone, Copy)]
+struct ExchangeSearch {
+    /// The reconcile of the search, or that first deferred the pod.
+    turn: u64,
+    /// The result. `None` if the pod was deferred.
+    failed: Option<FailedExchange>,
+}
+
 /// A search by the rules of quotas that found no victims.
 #[derive(Debug, Clone, Copy)]
 struct FailedExchange {
@@ -123,7 +132,7 @@ impl Preemptors {
     pub(super) fn update(&mut self, waiting: &[(String, &PodObject)]) {
         self.reconciles += 1;
         self.is_deferred = false;
-        if self.waiting.is_empty() && self.rounds.is_empty() {
+        if self.waiting.is_empty() && self.rounds.is_empty() && self.exchanges.is_empty() {
             return;
         }
         let present: BTreeMap<&str, &PodObject> = waiting.iter().map(|(name, pod)| (name.as_str(), *pod)).collect();
@@ -132,13 +141,12 @@ impl Preemptors {
         if self.waiting.is_empty() {
             self.changed.clear();
         }
-        let Self { waiting, failed_exchanges, .. } = self;
-        failed_exchanges.retain(|(name, _), _| waiting.contains_key(name));
+        self.exchanges.retain(|(name, _), _| present.contains_key(name.as_str()));
     }
 
     /// Records a change of a node that may make preemption possible on the node.
     pub(super) fn record_node_change(&mut self, node: &str) {
-        if !self.waiting.is_empty() {
+        if !self.waiting.is_empty() || !self.exchanges.is_empty() {
             self.version += 1;
             self.changed.insert(node.to_owned(), self.version);
         }
@@ -217,6 +225,7 @@ impl Preemptors {
     /// Records that evictions free enough units for the pod.
     pub(super) fn record_success(&mut self, name: &str) {
         self.waiting.remove(name);
+        self.exchanges.retain(|(pod, _), _| pod != name);
     }
 
     /// Records that a disruption budget keeps a pod whose room is guaranteed to a waiting pod.
@@ -249,28 +258,43 @@ impl Preemptors {
             .insert(name.to_owned(), Preemptor { id: uid_and_version(pod), turn: self.reconciles, futile_search });
     }
 
+    /// Returns the pods and pools whose turn it is for a repeated search by the rules of quotas:
+    /// those with the oldest searches, among those that another search may help.
+    pub(super) fn exchanges_in_turn(&self, up: Duration) -> BTreeSet<(String, usize)> {
+        let due = self.exchanges.iter().filter(|(_, search)| self.result_of(search, up).is_none());
+        let mut due: Vec<(u64, &(String, usize))> = due.map(|(key, search)| (search.turn, key)).collect();
+        due.sort_unstable();
+        due.into_iter().take(MAX_REPEATED_SEARCHES).map(|(_, key)| key.clone()).collect()
+    }
+
+    /// Returns whether victims were searched for a pod in a pool, or the pod was deferred.
+    pub(super) fn has_exchange(&self, key: &(String, usize)) -> bool {
+        self.exchanges.contains_key(key)
+    }
+
     /// Records that by the rules of quotas no pods can be evicted in a pool for a pod.
-    pub(super) fn record_failed_exchange(
-        &mut self,
-        (name, pool): (&str, usize),
-        pod: &PodObject,
-        is_protected: bool,
-        up: Duration,
-    ) {
+    pub(super) fn record_failed_exchange(&mut self, key: (String, usize), is_protected: bool, up: Duration) {
         let until = up.saturating_add(EXCHANGE_RECHECK_TIME);
-        let failed = FailedExchange { version: self.version, until, is_protected };
-        self.failed_exchanges.insert((name.to_owned(), pool), failed);
-        let futile_search = Some(FutileSearch { version: self.version, until, is_shared: false });
-        self.waiting
-            .insert(name.to_owned(), Preemptor { id: uid_and_version(pod), turn: self.reconciles, futile_search });
+        let failed = Some(FailedExchange { version: self.version, until, is_protected });
+        self.exchanges.insert(key, ExchangeSearch { turn: self.reconciles, failed });
     }
 
     /// Returns whether only protected pods could make room for a pod in a pool, if the last search
     /// there found no victims and nothing has changed since.
-    pub(super) fn failed_exchange(&self, (name, pool): (&str, usize), up: Duration) -> Option<bool> {
-        let failed = self.failed_exchanges.get(&(name.to_owned(), pool))?;
-        let is_same = failed.until > up && self.version == failed.version && self.last_cluster_change <= failed.version;
-        is_same.then_some(failed.is_protected)
+    pub(super) fn failed_exchange(&self, key: &(String, usize), up: Duration) -> Option<bool> {
+        self.exchanges.get(key).and_then(|search| self.result_of(search, up))
+    }
+
+    fn result_of(&self, search: &ExchangeSearch, up: Duration) -> Option<bool> {
+        let failed = search.failed?;
+        let is_same = self.version == failed.version && self.last_cluster_change <= failed.version;
+        (failed.until > up && is_same).then_some(failed.is_protected)
+    }
+
+    /// Records that a pod must wait for its turn in a pool.
+    pub(super) fn defer_exchange(&mut self, key: (String, usize)) {
+        self.exchanges.entry(key).or_insert(ExchangeSearch { turn: self.reconciles, failed: None });
+        self.is_deferred = true;
     }
 
     /// Records an eviction for a waiting pod. The evictions of one reconcile are one round.
@@ -311,9 +335,10 @@ impl Preemptors {
         actions.awaits_budgets = !self.waiting.is_empty();
         let rechecks = self.waiting.values().filter_map(|one| one.futile_search).map(|futile| futile.until);
         let delays = self.rounds.values().map(|rounds| rounds.until);
+        let exchanges = self.exchanges.values().filter_map(|search| search.failed).map(|failed| failed.until);
         // This reconcile has searched again for a pod whose recheck is due, or the pod waits for
         // something else.
-        if let Some(recheck) = rechecks.chain(delays).filter(|until| *until > up).min() {
+        if let Some(recheck) = rechecks.chain(delays).chain(exchanges).filter(|until| *until > up).min() {
             actions.requeue_in(recheck.saturating_sub(up));
         }
     }

@@ -90,7 +90,7 @@ impl<'a> PreemptionSearch<'a> {
         if turn.rights.is_over_max || self.preemptors.is_preemption_delayed(&head.name, self.up) {
             return GangResult::Impossible;
         }
-        match self.exchange_turn((&head.name, turn.member.pool), head.pod) {
+        match self.exchange_turn((&head.name, turn.member.pool)) {
             ExchangeTurn::Now => {}
             ExchangeTurn::Later => return GangResult::Later,
             ExchangeTurn::Failed { is_protected: true } => return GangResult::Protected,
@@ -99,7 +99,7 @@ impl<'a> PreemptionSearch<'a> {
         let found = self.search_for_gang(ledger, search, gang, (pass, turn), &kept, actions);
         if matches!(found, GangResult::Impossible | GangResult::Protected) {
             let is_protected = matches!(found, GangResult::Protected);
-            self.preemptors.record_failed_exchange((&head.name, turn.member.pool), head.pod, is_protected, self.up);
+            self.preemptors.record_failed_exchange((head.name.clone(), turn.member.pool), is_protected, self.up);
         }
         found
     }
