@@ -63,8 +63,10 @@ mod tests {
     #[test]
     fn the_group_of_kubernetes_1_35_names_workload_group_and_replica() {
         let trimmed = |reference: serde_json::Value| {
-            let mut pod: crate::pods::PodObject =
-                serde_json::from_value(serde_json::json!({"metadata": {"name": "p"}, "spec": {"workloadRef": reference}})).unwrap();
+            let mut pod: crate::pods::PodObject = serde_json::from_value(
+                serde_json::json!({"metadata": {"name": "p"}, "spec": {"workloadRef": reference}}),
+            )
+            .unwrap();
             pod.trim();
             pod.gang.map(|gang| gang.name.clone())
         };

@@ -1,5 +1,5 @@
 //! Decides about the pods at the gate, one after the other: each is released, or waits for a reason.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use cleave_api::placement::{Placement, ReservedUnits};
@@ -19,7 +19,7 @@ use super::returning::ReturningUnits;
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::StrandedPods;
 use super::verdict::{PreemptionProspect, Verdict};
-use crate::pods::{PodObject, is_interchangeable};
+use crate::pods::is_interchangeable;
 use crate::policies::demand::{Reason, WaitingPod};
 use crate::rollout::Rollout;
 
@@ -59,7 +59,7 @@ pub(super) struct Decisions<'a, 'm> {
     /// How long a pod must be unplaceable before it is released as unschedulable.
     pub(super) unschedulable_after: Duration,
     /// Pods that received a reservation.
-    pub(super) reserved: Vec<(String, &'a PodObject)>,
+    pub(super) reserved: BTreeSet<String>,
     /// Number of pods released as unschedulable.
     pub(super) unplaceable_releases: usize,
 }
@@ -100,6 +100,16 @@ impl<'a> Decisions<'a, '_> {
                 self.decide_for_gang(&gang);
             }
         }
+    }
+
+    /// Ends the reconcile. Returns the names of the pods that received a reservation.
+    pub(super) fn finish(self, candidates: &[Candidate<'_>]) -> BTreeSet<String> {
+        let Self { ledger, actions, growth, preemption, quotas, reserved, .. } = self;
+        preemption.finish(actions);
+        actions.awaits_budgets |= quotas.is_some();
+        quotas.into_iter().for_each(|pass| pass.finish(ledger));
+        growth.add_reports(candidates, self.input.now.up, actions);
+        reserved
     }
 
     /// Decides about one pod.
@@ -170,13 +180,13 @@ impl<'a> Decisions<'a, '_> {
 
     /// Reserves room for a pod, and releases it.
     fn reserve(&mut self, candidate: &'a Candidate<'a>, turn: Option<QuotaTurn>, fits: &Fits) {
-        let Candidate { name, pod, .. } = candidate;
+        let name = &candidate.name;
         if self.ledger.reserve(name, fits, self.expires).is_err() {
             return;
         }
         self.search.reserve(self.ledger, candidate, fits);
         self.release(&[candidate], turn, &[fits]);
-        self.reserved.push((name.clone(), pod));
+        self.reserved.insert(name.clone());
     }
 
     /// Releases pods to the room that is reserved for them.
@@ -312,16 +322,13 @@ impl<'a> Decisions<'a, '_> {
                 self.start_attempt(&head.name, *turn);
                 if let Some(found) = gangs::reserve_all(self.ledger, &mut self.search, gang, self.expires) {
                     self.release(gang, *turn, &found.iter().collect::<Vec<_>>());
-                    self.reserved.extend(gang.iter().map(|one| (one.name.clone(), one.pod)));
+                    self.reserved.extend(gang.iter().map(|one| one.name.clone()));
                     return;
                 }
             }
         }
-        let prospect = if delay.is_some() {
-            PreemptionProspect::Unknown
-        } else {
-            self.make_room_for_gang(gang, &enforced)
-        };
+        let prospect =
+            if delay.is_some() { PreemptionProspect::Unknown } else { self.make_room_for_gang(gang, &enforced) };
         if let Some(turn) = enforced.first() {
             let wait = self.quotas.as_ref().map(|pass| pass.why_gang(turn, prospect).into_waiting_pod());
             for one in gang {
@@ -400,7 +407,6 @@ fn placement(device_requests: &[DeviceRequest], fits: &Fits, expires: Moment) ->
         }
         held
     };
-    let nodes: BTreeMap<_, _> =
-        fits.iter().map(|fit| (fit.node().to_owned(), held(fit.reservations()))).collect();
+    let nodes: BTreeMap<_, _> = fits.iter().map(|fit| (fit.node().to_owned(), held(fit.reservations()))).collect();
     Placement { until: expires.0, nodes }
 }

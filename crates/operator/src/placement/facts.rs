@@ -62,11 +62,7 @@ pub(super) struct Blocked {
 /// - all units of a GPU that is being repartitioned, is unhealthy or is cordoned
 /// - units that are reported as unhealthy
 /// - units that `availability` excludes
-pub(super) fn node_facts(
-    object: &GpuNode,
-    availability: Availability<'_>,
-    mps: &MpsState,
-) -> (NodeFacts, Blocked) {
+pub(super) fn node_facts(object: &GpuNode, availability: Availability<'_>, mps: &MpsState) -> (NodeFacts, Blocked) {
     let Availability { ready, withheld, over } = availability;
     let ready = ready || over.contains(&Absence::Agent);
     let gpus = object.status.iter().flat_map(|status| &status.gpus);

@@ -12,11 +12,6 @@ pub(super) fn in_order<'a>(candidates: &'a [Candidate<'a>], positions: &[usize])
     gang
 }
 
-/// Returns the names of pods with the room that is reserved for them.
-pub(super) fn named<'n>(gang: &'n [&Candidate<'_>], found: &'n [Fits]) -> Vec<(&'n str, &'n Fits)> {
-    gang.iter().map(|one| one.name.as_str()).zip(found).collect()
-}
-
 /// Reserves room for all pods of a gang. Reserves nothing if a pod is not placeable.
 pub(super) fn reserve_all<'a>(
     ledger: &mut Ledger,

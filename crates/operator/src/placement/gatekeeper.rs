@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cleave_api::names::CONDITION_PLACED;
-use cleave_plan::ledger::{Chooser, Ledger, Moment, Nomination, Place};
+use cleave_plan::ledger::{Chooser, Ledger, Nomination, Place};
 
 use super::actions::{Actions, Eviction, Release};
 use super::claims::{self, PodClaims};
@@ -613,16 +613,14 @@ impl Gatekeeper {
             expires: claims::expiry(input.now),
             without_labels: self.quotas.without_labels,
             unschedulable_after: self.unschedulable_after,
-            reserved: Vec::new(),
+            reserved: BTreeSet::new(),
             unplaceable_releases: 0,
         };
         decisions.decide_all(&candidates, order);
-        let Decisions { ledger, actions, quotas, reserved, .. } = decisions;
-        preemptors.finish_reconcile(up, actions);
-        actions.awaits_budgets |= quotas.is_some();
-        quotas.into_iter().for_each(|pass| pass.finish(ledger));
-        reserved.into_iter().for_each(|(name, pod)| claims.add(Arc::from(name), pod));
-        growth.add_reports(&candidates, up, actions);
+        let reserved = decisions.finish(&candidates);
+        for candidate in candidates.iter().filter(|candidate| reserved.contains(&candidate.name)) {
+            claims.add(Arc::from(candidate.name.as_str()), candidate.pod);
+        }
     }
 }
 

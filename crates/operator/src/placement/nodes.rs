@@ -8,9 +8,7 @@ use cleave_api::names::is_served;
 use cleave_plan::Quantity;
 use cleave_plan::affinity::HOSTNAME;
 use cleave_plan::constraints::Conflict;
-use cleave_plan::ledger::{
-    DeviceAmounts, Holder, Holders, Ledger, Moment, NoFit, NodeFacts, PendingPod, Tightest,
-};
+use cleave_plan::ledger::{DeviceAmounts, Holder, Holders, Ledger, Moment, NoFit, NodeFacts, PendingPod, Tightest};
 use cleave_plan::scheduling::{self, NodeRefusal};
 use cleave_plan::snapshot::{Node as PlanNode, Pod as PlanPod};
 use kube::Resource;
@@ -448,7 +446,8 @@ impl Nodes {
             };
             let mut units = DeviceAmounts::new();
             for (_, of_pod) in unlisted.of_node(node).filter(|(pod, _)| !runs(pod)) {
-                for (device, count) in of_pod.iter().filter(|((_, device), _)| !state.blocked.devices.contains(device)) {
+                for (device, count) in of_pod.iter().filter(|((_, device), _)| !state.blocked.devices.contains(device))
+                {
                     let sum = units.entry(device.clone()).or_default();
                     *sum = sum.saturating_add(*count);
                 }

@@ -76,7 +76,9 @@ enum ExchangeTurn {
     /// Other pods come first.
     Later,
     /// An earlier search failed, and nothing has changed.
-    Failed { is_protected: bool },
+    Failed {
+        is_protected: bool,
+    },
 }
 
 /// The result of one search.
@@ -123,6 +125,11 @@ impl<'a> PreemptionSearch<'a> {
             is_paused,
             up,
         }
+    }
+
+    /// Ends the reconcile, and records in `actions` when the next reconcile is due.
+    pub(super) fn finish(&self, actions: &mut Actions) {
+        self.preemptors.finish_reconcile(self.up, actions);
     }
 
     /// If evictions free enough units for a pod at the placement gate, evicts the victims and

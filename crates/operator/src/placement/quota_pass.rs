@@ -507,7 +507,7 @@ impl<'w> QuotaPass<'w> {
         for (mates, charge) in chosen.iter().rev().filter(|(_, charge)| *charge > Amount::ZERO) {
             if after.plus(*charge) <= max {
                 after = after.plus(*charge);
-                mates.iter().for_each(|mate| drop(leaving.remove(mate)));
+                leaving.retain(|pod| !mates.contains(pod));
             }
         }
         let victims = leaving.into_iter().map(|id| pool.world.pod(id).name.clone()).collect();

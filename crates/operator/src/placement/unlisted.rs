@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use cleave_plan::ledger::{Ledger, NodeFacts, DeviceAmounts};
+use cleave_plan::ledger::{DeviceAmounts, Ledger, NodeFacts};
 
 /// How long used units count as about to be free after the node stopped listing their pod. After
 /// that, the units count as used until the node reports otherwise.

@@ -6,8 +6,8 @@ use cleave_api::gpuquota::{GpuQuotaStatus, QuotaMode, QuotaPods, QuotaUnnamed, Q
 use cleave_api::names::REASON_ALSO_KUEUE;
 use cleave_plan::quota::{Amount, Book, GPU, Owner, Place, Pod, Unit, Usage, World};
 use jiff::Timestamp;
-use serde_json::Value;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+use serde_json::Value;
 
 use super::validate::Problem;
 use crate::policies::demand::{Reason, WaitingPod};
@@ -290,7 +290,8 @@ mod tests {
             },
             ..GpuQuotaStatus::default()
         };
-        let states = [waiting(&[("NoRoom", 1)]), waiting(&[("Nominated", 1), ("OverMax", 2)]), GpuQuotaStatus::default()];
+        let states =
+            [waiting(&[("NoRoom", 1)]), waiting(&[("Nominated", 1), ("OverMax", 2)]), GpuQuotaStatus::default()];
         let mut stored = serde_json::json!({"metadata": {"name": "a"}});
         let mut before = None;
         for state in &states {

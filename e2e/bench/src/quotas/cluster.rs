@@ -97,9 +97,12 @@ fn quota_object(name: &str, quota: &Quota) -> Value {
 fn add_node(cluster: &mut Cluster, node: usize, gpus: &[Vec<&Pod>], gpus_per_node: usize) -> anyhow::Result<()> {
     let name = node_name(node);
     let total = gpus.len() as u64 * SHARES;
-    let metadata = json!({"name": name, "uid": name, "resourceVersion": "1", "labels": {"kubernetes.io/hostname": name}});
+    let metadata =
+        json!({"name": name, "uid": name, "resourceVersion": "1", "labels": {"kubernetes.io/hostname": name}});
     let allocatable = json!({"cpu": "192", "memory": "2Ti", "pods": "250", RESOURCE: total.to_string()});
-    cluster.nodes.push(Arc::new(parse(json!({"metadata": metadata, "spec": {}, "status": {"allocatable": allocatable}}))?));
+    cluster
+        .nodes
+        .push(Arc::new(parse(json!({"metadata": metadata, "spec": {}, "status": {"allocatable": allocatable}}))?));
     let ready = json!({"conditions": [{"type": "Ready", "status": "True"}]});
     let agent = json!({"metadata": {"name": format!("agent-{node}")}, "spec": {"nodeName": name}, "status": ready});
     cluster.agents.push(Arc::new(parse(agent)?));

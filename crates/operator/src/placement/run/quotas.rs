@@ -40,7 +40,12 @@ impl PlacementController {
 
     /// Writes the statuses of quotas and the labels of pods that changed, and updates the metrics
     /// of quotas. Returns the time until they are due again.
-    pub(super) async fn report_quotas(&mut self, cluster: &Cluster, actions: &Actions, now: ReconcileTime) -> Option<Duration> {
+    pub(super) async fn report_quotas(
+        &mut self,
+        cluster: &Cluster,
+        actions: &Actions,
+        now: ReconcileTime,
+    ) -> Option<Duration> {
         if cluster.quotas.is_empty() && !self.reports_quotas {
             return None;
         }

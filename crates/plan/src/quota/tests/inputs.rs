@@ -270,7 +270,7 @@ fn r11_a_quota_that_only_counts_has_classes() {
         protected: None,
         gang: None,
         gpus: None,
- spans_gpus: false,
+        spans_gpus: false,
     };
     let world = World {
         gpus: vec![super::worlds::tenths(10)],

@@ -35,9 +35,8 @@ fn pods_that_no_eviction_helps_do_not_keep_others_from_evictions() {
 
 #[test]
 fn a_borrower_without_a_quota_has_a_label() {
-    let mut case = Case::new(1, &[("a", json!({"min": 5}))])
-        .running(&[(("x1", "-", 2, 0), 0)])
-        .waiting(&[("x2", "-", 2, 0)]);
+    let mut case =
+        Case::new(1, &[("a", json!({"min": 5}))]).running(&[(("x1", "-", 2, 0), 0)]).waiting(&[("x2", "-", 2, 0)]);
     let actions = case.step();
     assert_eq!(case.world.pods["other/x2"]["metadata"]["labels"][CAPACITY_LABEL], "over-quota");
     let reports = case.keeper.quota_reports(&case.world.cluster(), &actions.waiting, at(case.seconds));
@@ -80,7 +79,9 @@ fn a_new_leader_continues_the_time_of_a_disruption_budget() {
             .running(&[(("x1", "-", 10, 0), 0)])
             .waiting(&[("a1", "a", 5, 0)]);
         add_budget(&mut case, "other", 0);
-        let note = |pod: &mut Value| pod["metadata"]["annotations"] = json!({"cleave.dev/protected-since": recorded.unwrap().to_string()});
+        let note = |pod: &mut Value| {
+            pod["metadata"]["annotations"] = json!({"cleave.dev/protected-since": recorded.unwrap().to_string()})
+        };
         if recorded.is_some() {
             case.world.change(|world| &mut world.pods, "other/x1", note);
         }
@@ -108,7 +109,8 @@ fn a_pod_that_terminates_late_does_not_keep_its_room_from_a_guarantee() {
     case.world.change(|world| &mut world.pods, "b/b1", set);
     case.ending = Ending::Terminating;
     let actions = case.step();
-    let graces: Vec<_> = actions.evictions.iter().map(|one| (one.pod.as_str(), one.quota.as_ref().unwrap().grace)).collect();
+    let graces: Vec<_> =
+        actions.evictions.iter().map(|one| (one.pod.as_str(), one.quota.as_ref().unwrap().grace)).collect();
     assert_eq!(graces, [("b/b1", Some(300))], "its grace period is shortened");
 }
 
@@ -186,7 +188,9 @@ fn a_pod_of_several_gpus_is_never_within_a_guarantee_of_cells() {
         .running(&[(("b1", "b", 10, 0), 0), (("b2", "b", 10, 0), 1)])
         .waiting(&[("a1", "a", 10, 0)]);
     let limits = json!({"limits": {super::world::MPS_RESOURCE: "10"}});
-    let set = |pod: &mut Value| pod["spec"]["containers"] = json!([{"name": "one", "resources": limits}, {"name": "two", "resources": limits}]);
+    let set = |pod: &mut Value| {
+        pod["spec"]["containers"] = json!([{"name": "one", "resources": limits}, {"name": "two", "resources": limits}])
+    };
     case.world.change(|world| &mut world.pods, "a/a1", set);
     assert!(case.step().evictions.is_empty(), "one GPU is guaranteed, and the pod needs two");
 }

@@ -179,7 +179,8 @@ fn a_pod_of_a_gang_whose_release_failed_keeps_its_room() {
 #[test]
 fn a_gang_whose_pods_need_different_pools_waits_and_says_so() {
     let quotas = [("a", json!({"gpus": {"models": ["H100"]}})), ("b", json!({"gpus": {"models": ["L4"]}}))];
-    let mut case = Case::new(1, &quotas).waiting(&[("g1", "a", 5, 0), ("g2", "a", 5, 0)]).gang("a", "train", 2, &["g1", "g2"]);
+    let mut case =
+        Case::new(1, &quotas).waiting(&[("g1", "a", 5, 0), ("g2", "a", 5, 0)]).gang("a", "train", 2, &["g1", "g2"]);
     case.world = case.world.node("n2", &[0]);
     let set = |object: &mut serde_json::Value| {
         let gpu = &mut object["status"]["gpus"][0];

@@ -56,7 +56,11 @@ fn a_borrower_of_higher_priority_does_not_use_cpu_that_is_kept_for_a_guarantee()
     }
     case.ending = Ending::Terminating;
     let actions = case.step();
-    assert_eq!((case.evicted.len(), released(&actions)), (1, vec![]), "b1 would use CPU that a1 waits for: {actions:?}");
+    assert_eq!(
+        (case.evicted.len(), released(&actions)),
+        (1, vec![]),
+        "b1 would use CPU that a1 waits for: {actions:?}"
+    );
     case.end("c/c1");
     assert_eq!(released(&case.step()), [("a/a1", "reserved")]);
 }

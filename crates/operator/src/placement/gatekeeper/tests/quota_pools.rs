@@ -44,7 +44,10 @@ fn a_pod_uses_gpus_without_a_quota_if_its_pool_is_full() {
         let mut case = with_l4(case, 1).running(&[(("a1", "a", 10, 0), 0)]).waiting(&[("x1", "-", 5, 0)]);
         change(&mut case);
         let actions = case.step();
-        assert_eq!((released(&actions), nodes_of(&actions)), (vec![("other/x1", "reserved")], vec![vec!["n2".to_owned()]]));
+        assert_eq!(
+            (released(&actions), nodes_of(&actions)),
+            (vec![("other/x1", "reserved")], vec![vec!["n2".to_owned()]])
+        );
         assert!(case.evicted.is_empty(), "{:?}", case.evicted);
     }
 }
@@ -62,7 +65,8 @@ fn a_pod_uses_a_second_pool_if_the_first_is_full() {
 #[test]
 fn a_pod_over_the_maximum_of_one_pool_uses_others() {
     let case = Case::new(2, &[("a", of_h100(json!({"min": 5, "max": 5})))]);
-    let mut case = with_l4(case, 2).running(&[(("a1", "a", 5, 0), 0)]).waiting(&[("a2", "a", 5, 0), ("a3", "a", 10, 0)]);
+    let mut case =
+        with_l4(case, 2).running(&[(("a1", "a", 5, 0), 0)]).waiting(&[("a2", "a", 5, 0), ("a3", "a", 10, 0)]);
     assert_eq!(nodes_of(&case.step()), [["n2"], ["n2"]]);
 }
 
@@ -78,7 +82,8 @@ fn free_room_of_any_pool_is_used_before_pods_are_evicted() {
 
 #[test]
 fn without_free_room_a_pod_keeps_its_nomination_in_one_pool() {
-    let quotas = [("a", of_h100(json!({"min": 10}))), ("b", of_h100(json!({}))), ("l", json!({"gpus": {"models": ["L4"]}}))];
+    let quotas =
+        [("a", of_h100(json!({"min": 10}))), ("b", of_h100(json!({}))), ("l", json!({"gpus": {"models": ["L4"]}}))];
     let mut case = with_l4(Case::new(1, &quotas), 1);
     case.world = case.world.pod_with("l4", 10, json!({"nodeName": "n2", "schedulingGates": [], "priority": 0}));
     case.reality.given.insert("team/l4".to_owned(), ("n2-GPU-0".to_owned(), 10));
@@ -97,7 +102,8 @@ fn without_free_room_a_pod_keeps_its_nomination_in_one_pool() {
 fn whole_gpus_count() {
     let world = whole_gpus(super::world::TestCluster::default(), "n1", &[0, 0, 0]);
     let two = |name: &str| (name.to_owned(), requesting("nvidia.com/gpu", 2));
-    let mut world = [two("first"), two("second")].into_iter().fold(world, |world, (name, spec)| world.pod_with(&name, 0, spec));
+    let mut world =
+        [two("first"), two("second")].into_iter().fold(world, |world, (name, spec)| world.pod_with(&name, 0, spec));
     world.quotas.push(json!({"apiVersion": "cleave.dev/v1alpha1", "kind": "GpuQuota", "metadata": {"name": "team"},
         "spec": {"namespaces": ["team"], "min": "2", "max": "3"}}));
     let mut keeper = keeper();

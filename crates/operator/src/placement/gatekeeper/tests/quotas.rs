@@ -329,6 +329,7 @@ impl Case {
             evicted: Vec::new(),
             rounds: BTreeMap::new(),
             losses: u64::MAX,
+            failing_release: self.failing_release.clone(),
             ..self
         };
         for case in [self, lost] {
