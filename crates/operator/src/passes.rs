@@ -294,7 +294,7 @@ impl GpuController {
     async fn report_demand(&mut self, outcome: &demand::Outcome, observed: &Observed) {
         let events = self.publisher.events(outcome, observed, self.now());
         publish_all(&self.context.recorder, &self.context.claim, events).await;
-        if self.publisher.is_waiting() {
+        if self.publisher.has_unreported_wait() {
             self.next = Some(self.next.map_or(events::EVENT_CHECK_DELAY, |next| next.min(events::EVENT_CHECK_DELAY)));
         }
     }

@@ -1,11 +1,12 @@
-//! The webhook's TLS certificate. The operator creates it, stores it in a Secret, and renews it
-//! before it expires.
+//! The webhook's TLS certificate. The operator creates the certificate, stores it in a Secret, and
+//! renews it before it expires.
 //!
-//! Each certificate has its own CA. The CA's key is dropped after signing, so the CA cannot sign
-//! another certificate. The Secret contains the certificate, its key, and the CAs that API servers
-//! must trust: the certificate's own CA and the previous one. API servers therefore also trust a
-//! replica that still serves the previous certificate. [`next_step`] decides and is pure. To detect
-//! expiry, the function verifies the certificate like a client at a given time.
+//! Each certificate has its own CA. The operator discards the CA's key after signing, so the CA
+//! cannot sign another certificate. The Secret contains the certificate, its key, and the CAs that
+//! API servers must trust: the certificate's own CA and the previous one. API servers therefore
+//! also trust a replica that still serves the previous certificate. [`next_step`] selects the next
+//! action and is pure. It detects an expired certificate by verifying the certificate as a client
+//! does.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -35,7 +36,7 @@ use crate::leader::LeaseGuard;
 
 /// How long a certificate is valid.
 pub(crate) const VALIDITY: Duration = Duration::from_secs(90 * 24 * 3600);
-/// Time before expiry at which a certificate is renewed.
+/// How long before its expiry a certificate is renewed.
 pub(crate) const RENEW_BEFORE: Duration = Duration::from_secs(30 * 24 * 3600);
 /// Maximum time that an API server's clock may be behind the operator's clock.
 const MAX_CLOCK_SKEW: Duration = Duration::from_secs(3600);
@@ -46,7 +47,7 @@ const CA_PUBLICATION_DELAY: Duration = Duration::from_secs(2);
 const POLL_INTERVALS: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(1));
 /// Time limit of a request to the API server.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(4);
-/// Keys of the Secret's data, as in Secrets of type `kubernetes.io/tls`.
+/// Keys of the entries in the Secret's data, as in Secrets of type `kubernetes.io/tls`.
 const CERTIFICATE_ENTRY: &str = "tls.crt";
 const KEY_ENTRY: &str = "tls.key";
 const AUTHORITIES_ENTRY: &str = "ca.crt";
@@ -54,10 +55,10 @@ const AUTHORITIES_ENTRY: &str = "ca.crt";
 /// A certificate could not be created or read.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// The library failed to create the certificate.
+    /// The certificate library failed to create a key or a certificate.
     #[error("failed to create a certificate")]
     Create(#[source] rcgen::Error),
-    /// The Secret lacks an entry.
+    /// The Secret has no entry with this key.
     #[error("the Secret has no {0}")]
     Lacks(&'static str),
     /// An entry of the Secret is not PEM.
@@ -76,7 +77,7 @@ pub(crate) enum Error {
 pub(crate) struct Certificate {
     chain_pem: String,
     key_pem: String,
-    /// The CAs to trust, in DER. The certificate's own CA comes first.
+    /// The CAs to trust, in DER. The certificate's own CA is the first.
     authorities: Vec<CertificateDer<'static>>,
     authorities_pem: String,
     served: Arc<CertifiedKey>,
@@ -84,9 +85,9 @@ pub(crate) struct Certificate {
 }
 
 impl Certificate {
-    /// Creates a certificate for a host, valid from `now`, with a new CA. The CA of `before`
-    /// remains trusted, because a replica may still serve `before`.
-    pub(crate) fn create(host: &str, now: SystemTime, before: Option<&Self>) -> Result<Self, Error> {
+    /// Creates a certificate for a host, with a new CA. The CA of `previous` remains trusted,
+    /// because a replica may still serve `previous`.
+    pub(crate) fn create(host: &str, now: SystemTime, previous: Option<&Self>) -> Result<Self, Error> {
         let key = KeyPair::generate().map_err(Error::Create)?;
         let mut leaf = certificate_params(vec![host.to_owned()], host.to_owned(), now)?;
         leaf.key_usages = vec![KeyUsagePurpose::DigitalSignature];
@@ -101,7 +102,7 @@ impl Certificate {
             CertifiedIssuer::self_signed(ca, KeyPair::generate().map_err(Error::Create)?).map_err(Error::Create)?;
         let certificate = leaf.signed_by(&key, &issuer).map_err(Error::Create)?.pem();
         let mut authorities = issuer.pem();
-        if let Some(own) = before.and_then(Self::own_authority) {
+        if let Some(own) = previous.and_then(Self::own_authority) {
             authorities.push_str(&own);
         }
         Self::new(certificate, key.serialize_pem(), authorities)
@@ -200,7 +201,7 @@ fn crypto_provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
-/// The next step with the certificate.
+/// The next action of the certificate manager.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CertificateStep {
     /// Serve the stored certificate.
@@ -211,7 +212,7 @@ pub(crate) enum CertificateStep {
     Create,
 }
 
-/// Decides the next step with the stored certificate.
+/// Returns the next action, given the stored certificate.
 ///
 /// Only the leader renews a certificate. Otherwise replicas could undo each other's changes before
 /// API servers receive them. If no valid certificate is stored, any replica creates one, because
@@ -269,7 +270,8 @@ enum UpdateError {
     Certificate(#[from] Error),
 }
 
-/// Keeps the Secret, the CAs in the webhook configuration, and the served certificate up to date.
+/// Keeps the certificate in the Secret, the CAs in the webhook configuration, and the served
+/// certificate up to date.
 pub(crate) struct CertificateManager {
     secrets: Api<Secret>,
     webhooks: Api<MutatingWebhookConfiguration>,
@@ -482,7 +484,7 @@ mod tests {
             (now() + VALIDITY + MAX_CLOCK_SKEW, false, CertificateStep::Create),
             (now() - 2 * MAX_CLOCK_SKEW, false, CertificateStep::Create),
         ] {
-            // `at` is the current time of the case.
+            // `at` is the current time of the test case.
             let step = next_step(Some(&made), SERVICE_HOST, at, leads);
             assert_eq!(step, expected, "{:?} after its creation", at.duration_since(now()));
         }

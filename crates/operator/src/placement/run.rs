@@ -206,7 +206,7 @@ impl Controller for PlacementController {
         let statuses = self.report_quotas(&cluster, &actions, ReconcileTime { up, epoch }).await;
         drop(cluster);
         self.report(&actions, &demand, up).await;
-        let events = self.publisher.is_waiting().then_some(events::EVENT_CHECK_DELAY);
+        let events = self.publisher.has_unreported_wait().then_some(events::EVENT_CHECK_DELAY);
         let taints = self.keeper.next_taint_retry(self.started.elapsed());
         next_delay(&actions, writes, events.into_iter().chain(taints).chain(statuses).min())
     }
