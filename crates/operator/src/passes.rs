@@ -130,8 +130,8 @@ impl GpuController {
         self.started.elapsed()
     }
 
-    /// Drops all remembered state of the cluster. The state becomes obsolete while another process
-    /// leads.
+    /// Drops all remembered state of the cluster, because the state becomes obsolete while another
+    /// process leads.
     fn forget(&mut self) {
         self.written = WrittenStatuses::new();
         self.history = History::default();
@@ -263,7 +263,8 @@ impl GpuController {
             if before == Some(&status.steps) {
                 continue;
             }
-            // A previous process has already counted the steps from before this process started.
+            // A previous process has already counted the steps that were reported before this
+            // process started.
             if let Some(before) = before {
                 for step in status.steps.iter().filter(|step| !before.contains(step)) {
                     let result = match step.result.as_str() {

@@ -28,7 +28,7 @@ pub struct Cluster {
     pub policies: Vec<Arc<DeserializeGuard<SharingPolicy>>>,
     /// Pods of the agents.
     pub agents: Vec<Arc<AgentPod>>,
-    /// MPS hosts. `None` if the operator does not replace them, or has not listed them yet.
+    /// MPS hosts. `None` if the operator does not replace MPS hosts, or has not listed them yet.
     pub hosts: Option<MpsHosts>,
     /// `PersistentVolumeClaim`s that pods refer to.
     pub volume_claims: Vec<Arc<VolumeClaimObject>>,
@@ -52,7 +52,7 @@ pub struct ReconcileTime {
     pub epoch: u64,
 }
 
-/// Inputs of one reconcile besides nodes and ledger.
+/// Inputs of one reconcile, other than the nodes and the ledger.
 pub(super) struct Input<'a> {
     pub(super) cluster: &'a Cluster,
     /// The pods of the cluster.

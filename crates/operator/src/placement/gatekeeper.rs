@@ -70,7 +70,7 @@ pub struct Gatekeeper {
     claims: PodClaims,
     unanswered: UnansweredReleases,
     queue: Queue,
-    /// Results of evictions for pods of higher priority.
+    /// Results of evictions for waiting pods.
     evictions: EvictionRecords,
     /// Waiting pods for which the operator has searched for preemption victims.
     preemptors: Preemptors,
@@ -79,7 +79,7 @@ pub struct Gatekeeper {
     returning: Returning,
     fragments: FragmentationTaints,
     quotas: QuotaSettings,
-    /// Whether the room that an earlier leader kept for pods must be looked for.
+    /// Whether the next reconcile restores the nominations of an earlier leader.
     restores_nominations: bool,
     /// State of the replacement of MPS hosts.
     pub(crate) rollout: Rollout,
@@ -129,7 +129,7 @@ impl Gatekeeper {
         Self { agent_labels, ..self }
     }
 
-    /// Reserves nothing for some seconds after each build of the ledger from the cluster.
+    /// Delays reservations for some seconds after each build of the ledger from the cluster.
     ///
     /// A pod that was deleted without a grace period shortly before may still use shares that its
     /// node has not reported. A gatekeeper that saw the pod keeps its claim; see
@@ -154,7 +154,7 @@ impl Gatekeeper {
         Self { fragments: FragmentationTaints::new(enabled), ..self }
     }
 
-    /// Sets the settings of quotas.
+    /// Sets how quotas work.
     #[must_use]
     pub fn with_quotas(self, quotas: QuotaSettings) -> Self {
         Self { quotas, ..self }
@@ -209,7 +209,7 @@ impl Gatekeeper {
         !self.unanswered.contains(pod) && self.claims.end_claim(self.ledger.as_mut(), pod)
     }
 
-    /// Records the result of an eviction for a pod of higher priority.
+    /// Records the result of an eviction for a waiting pod.
     pub fn record_eviction(&mut self, eviction: &Eviction, result: &EvictionResult, up: Duration) {
         self.evictions.record(&eviction.uid, result, up);
         // A pod that is not found has ended, so its eviction is not needed.
@@ -254,7 +254,7 @@ impl Gatekeeper {
         gated.map(|pod| (full_name(&pod.metadata), pod.uid().unwrap_or_default())).collect()
     }
 
-    /// Returns what is reported about quotas. `waits` is what each pod at the gate waits for.
+    /// Returns the reports about quotas. `waits` contains each pod's reason to wait at the gate.
     pub(crate) fn quota_reports(
         &self,
         cluster: &Cluster,
@@ -291,8 +291,8 @@ impl Gatekeeper {
         self.reconcile_changes(cluster, PodChanges::All(cluster.pods.clone()), demand, now)
     }
 
-    /// Decides like [`Self::reconcile`], but examines only the pods in `changes`. The pods of
-    /// `cluster` do not count.
+    /// Decides like [`Self::reconcile`], but examines only the pods in `changes`. Ignores the pods
+    /// in `cluster`.
     pub fn reconcile_changes(
         &mut self,
         cluster: &Cluster,
@@ -355,7 +355,7 @@ impl Gatekeeper {
             self.preemptors.record_node_change(&node);
         }
         ledger.synchronize(&mut self.chooser);
-        actions.stranded = self.handle_stranded(&ledger, &input);
+        actions.stranded = self.decide_about_stranded(&ledger, &input);
         if let Some(requeue) = actions.stranded.requeue {
             actions.requeue_in(requeue);
         }
@@ -477,7 +477,7 @@ impl Gatekeeper {
     }
 
     /// Decides how to handle released pods that are not bound.
-    fn handle_stranded(&mut self, ledger: &Ledger, input: &Input<'_>) -> StrandedActions {
+    fn decide_about_stranded(&mut self, ledger: &Ledger, input: &Input<'_>) -> StrandedActions {
         let Self { unschedulable_after, agent_labels, chooser, nodes, stranded, claims, .. } = self;
         let tracker = input.tracker;
         let mut found: Vec<(&PodObject, stranded::Reason)> = Vec::new();
@@ -592,8 +592,8 @@ impl Gatekeeper {
         let mut returning = returning.units(nodes, (ledger, claims), up, actions);
         let (mut reserved, mut unplaceable_releases) = (Vec::<(String, &PodObject)>::new(), 0);
         while let Some((at, candidate)) = order.next(quotas.as_ref()).and_then(|at| Some((at, candidates.get(at)?))) {
-            let gang = gangs::in_order(&candidates, order.gang(at));
-            // A gang that is larger than the limit is released alone.
+            let gang = gangs::in_placement_order(&candidates, order.gang(at));
+            // A gang that is larger than the limit is released by a reconcile of its own.
             let is_too_much = actions.releases.len() + gang.len() > MAX_RELEASES && !actions.releases.is_empty();
             if actions.releases.len() >= MAX_RELEASES || is_too_much {
                 actions.more = true;
@@ -609,7 +609,7 @@ impl Gatekeeper {
                 actions.requeue_in(delay);
                 preemption.withdraw_nomination(ledger, &mut search, name);
                 growth.record_delayed(pod, up);
-                actions.waiting.insert(name.clone(), waiting_for_room(DELAYED_MESSAGE.to_owned()));
+                actions.waiting.insert(name.clone(), waiting_for_free_units(DELAYED_MESSAGE.to_owned()));
                 continue;
             }
             let turn = match quotas.as_mut().and_then(|pass| pass.start_turn(ledger, name)).transpose() {
@@ -634,7 +634,7 @@ impl Gatekeeper {
                 let found =
                     may_use_free_room.then(|| gangs::reserve_all(ledger, &mut search, &gang, expires)).flatten();
                 if let Some(found) = found {
-                    let label = pass.label_released(turn, &gangs::named(&gang, &found));
+                    let label = pass.label_released(turn, &gangs::with_names(&gang, &found));
                     for (one, fits) in gang.iter().zip(&found) {
                         reserved.push((one.name.clone(), one.pod));
                         let placement = placement(&one.pod.spec.device_requests, fits, expires);
@@ -709,7 +709,7 @@ impl Gatekeeper {
                 }
                 None => {}
             }
-            actions.waiting.insert(name.clone(), waiting_for_room(message));
+            actions.waiting.insert(name.clone(), waiting_for_free_units(message));
         }
         preemptors.finish_reconcile(up, actions);
         actions.awaits_budgets |= quotas.is_some();
@@ -719,7 +719,7 @@ impl Gatekeeper {
     }
 }
 
-fn waiting_for_room(message: String) -> WaitingPod {
+fn waiting_for_free_units(message: String) -> WaitingPod {
     WaitingPod { reason: Reason::NoRoom, message }
 }
 

@@ -15,7 +15,7 @@ use super::simulation::{CreatedPod, Simulation};
 /// controller are delayed by up to 600 s.
 const RESCUE_DEADLINE_SECONDS: u64 = 1000;
 
-/// Checks that the units of no GPU are reserved twice.
+/// Checks that no unit of a GPU is reserved twice.
 pub(super) fn no_units_are_reserved_twice(simulation: &Simulation) -> Result<(), String> {
     let mut units: BTreeMap<String, u32> = BTreeMap::new();
     for pod in simulation.api.pods.values() {
@@ -53,8 +53,8 @@ fn check_gated(simulation: &Simulation, operator: &Operator, name: &str, origina
     let Some(waiting) = operator.last.waiting.get(name) else {
         return Err(format!("nothing states why {name} waits"));
     };
-    // The operator does not know where a volume can be created. After each release of a
-    // controller's pods without effect, the operator delays their next release longer.
+    // The operator does not know where a volume can be created. Each time that the scheduler does
+    // not bind a controller's released pods, the operator delays their next release longer.
     if original.has_new_volume && waiting.message.contains("This pod is released later") {
         return Ok(());
     }
@@ -71,7 +71,10 @@ fn check_released(simulation: &Simulation, name: &str, pod: &Value, original: &C
         return Ok(());
     }
     if is_reserved {
-        return Err(format!("{name} ({:?}) is released since {released}, and no node accepts it", original.owner));
+        return Err(format!(
+            "{name} ({:?}) has been released since {released}, and no node accepts it",
+            original.owner
+        ));
     }
     match find_runnable_node(simulation, &original.pod) {
         Some(node) => Err(format!("{name} was released as unschedulable, but could run on {node}")),
