@@ -15,7 +15,7 @@ use super::cluster::{Cluster, Input, ReconcileTime, is_released};
 use super::evictions::{Evictability, EvictionRecords};
 use super::fragments::FragmentationTaints;
 use super::gangs;
-use super::growth::{AutoscalerReports, NeedInputs, Offers, PlacementOutlook};
+use super::growth::{AllowedUnits, AutoscalerReports, NeedInputs, PlacementOutlook};
 use super::handover;
 use super::nodes::Nodes;
 use super::other_nodes::{AgentLabels, OtherNodes};
@@ -587,7 +587,7 @@ impl Gatekeeper {
         let mut search =
             PlacementSearch::new(input, (nodes, tracker, &*claims), ledger, chooser).with_quotas(worlds.as_ref());
         let mut order = Order::new(quotas.as_ref(), candidates.iter().map(|candidate| candidate.name.as_str()));
-        let offers = LazyCell::new(|| Offers::of_policies(input.cluster.policies.iter().map(AsRef::as_ref)));
+        let offers = LazyCell::new(|| AllowedUnits::of_policies(input.cluster.policies.iter().map(AsRef::as_ref)));
         let mut preemption = PreemptionSearch::new((nodes, tracker), evictability, claims, preemptors, up);
         let mut returning = returning.units(nodes, (ledger, claims), up, actions);
         let (mut reserved, mut unplaceable_releases) = (Vec::<(String, &PodObject)>::new(), 0);

@@ -460,7 +460,7 @@ impl Nodes {
             Err(why) if why.is_temporary() => Verdict::Waits(why.to_string()),
             Err(why) => {
                 let not_offered = matches!(why, NoFit::NotOffered { .. } | NoFit::NoNode);
-                let impossible = if not_offered { PermanentObstacle::NotOffered } else { PermanentObstacle::TooLarge };
+                let impossible = if not_offered { PermanentObstacle::NotServed } else { PermanentObstacle::TooLarge };
                 Verdict::Never { message: why.to_string(), impossible }
             }
         }

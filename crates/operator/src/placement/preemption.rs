@@ -339,7 +339,7 @@ impl<'a> PreemptionSearch<'a> {
                     pod: candidate.name.clone(),
                     uid: candidate.pod.uid().unwrap_or_default(),
                     preemptor: preemptor.clone(),
-                    room: handover::room(&found, until),
+                    room: handover::annotated_nomination(&found, until),
                 });
             }
             self.preemptors.record_victims(&candidate.name, &found.node, &found.victims);

@@ -44,7 +44,7 @@ pub(super) enum PermanentObstacle {
     /// The pod may not use any node with GPUs.
     Excluded,
     /// The nodes that the pod may use do not serve the requested resources.
-    NotOffered,
+    NotServed,
     /// The nodes that the pod may use serve the resources, but no GPU is large enough, or no node
     /// has enough GPUs.
     TooLarge,
@@ -70,7 +70,7 @@ impl Verdict {
             // for the pod.
             (Self::Never { impossible, .. }, Some(waiting))
                 if waiting.reason != Reason::Malformed
-                    && (impossible == PermanentObstacle::NotOffered || device_requests.iter().any(is_partitioned)) =>
+                    && (impossible == PermanentObstacle::NotServed || device_requests.iter().any(is_partitioned)) =>
             {
                 (waiting.message.clone(), true)
             }
