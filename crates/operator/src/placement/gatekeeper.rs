@@ -649,7 +649,7 @@ impl Gatekeeper {
                 } else {
                     preemption.preempt_for_gang(ledger, &mut search, &gang, (pass, turn), actions)
                 };
-                let wait = quotas.as_ref().map(|pass| pass.why_gang(&turn, prospect).into_waiting_pod());
+                let wait = quotas.as_ref().map(|pass| pass.explain_gang_wait(&turn, prospect).into_waiting_pod());
                 for one in gang {
                     growth.record_delayed(one.pod, up);
                     actions.waiting.extend(wait.clone().map(|wait| (one.name.clone(), wait)));
@@ -687,7 +687,8 @@ impl Gatekeeper {
                 preemption.preempt(ledger, &mut search, candidate, (&verdict, pause), quota, actions);
             returning.end_promise(name, circumstances.preemption);
             quotas.as_ref().into_iter().for_each(|pass| pass.end_turn(ledger, name));
-            let wait = quotas.as_ref().zip(turn).and_then(|(pass, turn)| pass.why(&turn, circumstances.preemption));
+            let wait =
+                quotas.as_ref().zip(turn).and_then(|(pass, turn)| pass.explain_wait(&turn, circumstances.preemption));
             if let Some(wait) = wait.filter(|_| verdict.permanent_obstacle().is_none()) {
                 if is_held {
                     growth.record_delayed(pod, up);

@@ -104,7 +104,7 @@ impl<'a> Candidate<'a> {
         let (message, may_pass) = verdict.explain(&self.device_requests, self.planned_wait(demand));
         match &self.missing {
             Some(resource) if !may_pass => {
-                (format!("A node offers {resource}, but its GpuNode or the status of its GpuNode is missing"), true)
+                (format!("A node advertises {resource}, but its GpuNode or the status of its GpuNode is missing"), true)
             }
             _ => (message, may_pass),
         }
