@@ -1,4 +1,4 @@
-//! Writes the operator's own conditions of pods.
+//! Writes conditions of pods.
 use jiff::Timestamp;
 use kube::Client;
 use serde::Deserialize;

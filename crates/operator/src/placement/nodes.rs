@@ -177,7 +177,7 @@ impl NodeState {
     }
 
     /// Returns the node's CPU, memory and other resources that no bound pod requests, in
-    /// thousandths. Excludes the resources that Cleave can serve. The result is negative if pods
+    /// thousandths. Excludes the resources that Cleave can serve. An amount is negative if pods
     /// request more than the node has.
     pub(super) fn free_resources(&self, tracker: &PodTracker) -> FreeAmounts<'_> {
         let mut free = self.free_resources_with_gpus(tracker);
@@ -206,7 +206,7 @@ impl NodeState {
         self.versions.agent.unwrap_or_default()
     }
 
-    /// Returns all of the node's resources that no bound pod requests, in thousandths. The result
+    /// Returns all of the node's resources that no bound pod requests, in thousandths. An amount
     /// is negative if pods request more than the node has.
     pub(super) fn free_resources_with_gpus(&self, tracker: &PodTracker) -> FreeAmounts<'_> {
         let requested = tracker.requested(&self.node.name);

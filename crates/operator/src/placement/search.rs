@@ -148,7 +148,7 @@ impl<'a> Candidate<'a> {
     }
 
     /// Returns the action that releases the pod to the nodes of its reservation.
-    /// `label` is the value of the label that shows whether a quota guarantees the pod's room.
+    /// `label` is the value of the pod's capacity label (in quota or over quota).
     pub(super) fn release_reserved(
         &self,
         placement: Placement,
@@ -203,7 +203,8 @@ pub(super) struct SearchKey<'a> {
     requests: &'a BTreeMap<String, Quantity>,
     nodes: NodeKey<'a>,
     rules: Option<ConstraintKey<'a>>,
-    /// The pool, and number of the quota, and whether the pod is within its guarantee.
+    /// The number of the pool, the number of the quota, and whether the pod is within the quota's
+    /// guarantee.
     quota: Option<(usize, usize, bool)>,
 }
 
@@ -219,7 +220,7 @@ impl SearchKey<'_> {
     }
 }
 
-/// The reservations and nominations that a search respects.
+/// A state of [`PlacementSearch`] that [`PlacementSearch::restore`] restores.
 pub(super) struct Checkpoint<'a> {
     free: FreeResources<'a>,
     constraints: ConstraintsCheckpoint<'a>,
@@ -239,7 +240,7 @@ pub(super) struct PlacementSearch<'a> {
     without_place: BTreeMap<SearchKey<'a>, Verdict>,
     /// Pools of GPUs with quotas, if quotas are enforced.
     worlds: Option<&'a QuotaWorlds>,
-    /// The turn of the pod that is searched for, if a quota concerns it.
+    /// The turn of the current pod, if the rules of quotas apply to the pod.
     turn: Option<QuotaTurn>,
     up: Duration,
 }
@@ -268,7 +269,7 @@ impl<'a> PlacementSearch<'a> {
         }
     }
 
-    /// Respects quotas. [`Self::set_turn`] then precedes each search.
+    /// Makes the search respect quotas. With quotas, call [`Self::set_turn`] before each search.
     pub(super) fn with_quotas(self, worlds: Option<&'a QuotaWorlds>) -> Self {
         Self { worlds, ..self }
     }
@@ -295,7 +296,7 @@ impl<'a> PlacementSearch<'a> {
         let shortage = |node: &str| self.free.borrow_mut().shortage(node, candidate.requester());
         let has_room = |node: &str| shortage(node).is_none();
         // This pod has no node and so no allocations. The allocations of an earlier pod with the
-        // same name would count as this pod's and end its reservation.
+        // same name would count as allocations of this pod, and end the pod's reservation.
         let waits_for_predecessor = Cell::new(false);
         let is_free_of_predecessor = |node: &str| {
             let lists = ledger.has_allocations(node, name);
@@ -347,7 +348,7 @@ impl<'a> PlacementSearch<'a> {
         Err(verdict)
     }
 
-    /// Returns the state to which [`Self::restore`] returns.
+    /// Returns the current state, for [`Self::restore`].
     pub(super) fn checkpoint(&self) -> Checkpoint<'a> {
         Checkpoint {
             free: self.free.borrow().clone(),
@@ -356,8 +357,8 @@ impl<'a> PlacementSearch<'a> {
         }
     }
 
-    /// Forgets the reservations and nominations since a checkpoint. The ledger has no reservations
-    /// of these pods.
+    /// Removes the reservations and nominations that were added since a checkpoint. The ledger must
+    /// no longer contain these reservations.
     pub(super) fn restore(&mut self, ledger: &mut Ledger, before: Checkpoint<'a>) {
         *self.free.get_mut() = before.free;
         self.constraints.restore(before.constraints);
@@ -451,8 +452,8 @@ impl<'a> PlacementSearch<'a> {
         }
     }
 
-    /// Returns whether a node lists no allocations of an earlier pod with this name, or soon will
-    /// not. Until then, [`Self::find`] does not place the pod on the node.
+    /// Returns whether a node lists no allocations of an earlier pod with this name, or will soon
+    /// list none. Until then, [`Self::find`] does not place the pod on the node.
     fn will_be_free_of_predecessor(&self, ledger: &Ledger, node: &str, pod: &str) -> bool {
         !ledger.has_allocations(node, pod) || self.claims.is_ending(node, pod, self.up)
     }

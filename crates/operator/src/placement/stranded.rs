@@ -8,9 +8,9 @@
 //!
 //! | a released pod that is not bound | is stranded |
 //! |---|---|
-//! | Its reservation ended, and the scheduler refuses it or its GPUs have no room. | immediately |
+//! | Its reservation ended, and the scheduler refuses it or its GPUs have too few free units. | immediately |
 //! | All its nodes were deleted. | after [`MISSING_NODE_DELAY`] |
-//! | All its nodes are cordoned, tainted or full. | after the time after which a gated pod is released as unschedulable |
+//! | All its nodes are cordoned, tainted or full. | after `--unschedulable-after-seconds` |
 //! | It was released to nodes of another device plugin, the scheduler refuses it, and it would fit on a node of Cleave now. | after [`MISSING_NODE_DELAY`] |
 //! | It was released as unschedulable, and would wait or fit now. | after [`MISSING_NODE_DELAY`] |
 use std::collections::{BTreeMap, BTreeSet};
@@ -52,14 +52,14 @@ pub(super) enum Reason {
     Refused(String),
     /// The pod was released as unschedulable, but may fit a GPU now.
     Possible,
-    /// The pod was released to nodes of another device plugin, which have no room for it. A node of
-    /// Cleave has room now.
+    /// The pod was released to nodes of another device plugin, which have too few free resources.
+    /// The pod fits on a node of Cleave now.
     OtherNodesFull,
 }
 
 impl Reason {
     /// Returns why a pod that was released to nodes will not be bound. Returns `None` if the
-    /// scheduler may still bind it.
+    /// scheduler may still bind the pod.
     pub(super) fn of_released_pod(
         pod: &PodObject,
         ledger: &Ledger,
