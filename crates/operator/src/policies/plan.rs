@@ -48,7 +48,8 @@ pub struct OnDemandGpu {
     pub batch_rules: BatchRules,
 }
 
-/// GPUs that one policy applies to, and why it does not apply to other GPUs.
+/// The GPUs that one policy applies to, and the reasons why the policy does not apply to other
+/// GPUs.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Report {
     /// Why the policy is invalid. An invalid policy leaves the other fields empty.
@@ -106,7 +107,7 @@ pub struct GpuRef {
 /// Why a GPU does not support its policy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UnsupportedReason {
-    /// The GPU has no room for one share.
+    /// The GPU has too little memory for one share.
     #[error("the GPU has {has} for shares, and one share needs {wants}")]
     TooSmall {
         /// The memory available for shares.

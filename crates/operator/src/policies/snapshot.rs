@@ -55,7 +55,7 @@ pub enum GpuProgress {
     Changing,
     /// Pods use slices that must be removed first.
     Blocked,
-    /// The change failed, or the agent refused it. Contains the agent's message.
+    /// The change failed, or the agent refused the change. Contains the agent's message.
     Failed(String),
 }
 
@@ -94,7 +94,7 @@ struct PartitionFailure {
 pub struct PlannerInput {
     /// The planner's input.
     pub snapshot: Snapshot,
-    /// On-demand GPUs that may be repartitioned now.
+    /// GPUs partitioned on demand that may be repartitioned now.
     pub repartitionable: BTreeSet<GpuKey>,
     /// Nodes on which a repartitioning is in progress.
     pub changing: BTreeSet<String>,
@@ -117,11 +117,11 @@ pub fn gpu_progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> GpuProgress
     }
     let steps = node.object().and_then(|object| object.status.as_ref()).map_or(&[][..], |status| &status.steps);
     let of_gpu = || steps.iter().filter(|step| step.gpu == gpu.uuid);
-    // The agent retries. Pods do not wait for the retry, because other GPUs may have room.
+    // The agent retries. Pods do not wait for the retry, because other GPUs may have free units.
     if let Some(step) = of_gpu().find(|step| matches!(step.result.as_str(), STEP_FAILED | STEP_REFUSED)) {
         return GpuProgress::Failed(step.message.clone());
     }
-    let blocked = of_gpu().any(|step| step.result == STEP_WAITING) && !has_room_for_all_in_use(&spec.partition, gpu);
+    let blocked = of_gpu().any(|step| step.result == STEP_WAITING) && !contains_all_slices_in_use(&spec.partition, gpu);
     if blocked { GpuProgress::Blocked } else { GpuProgress::Changing }
 }
 
@@ -140,8 +140,8 @@ fn blocking_pods_message(node: &Node, gpu: &GpuStatus) -> String {
     step.map(|step| format!(": {}", step.message)).unwrap_or_default()
 }
 
-/// Returns whether the partition has room for all slices in use. If so, no pod blocks the change.
-fn has_room_for_all_in_use(partition: &Partition, gpu: &GpuStatus) -> bool {
+/// Returns whether the partition contains all slices in use. If so, no pod blocks the change.
+fn contains_all_slices_in_use(partition: &Partition, gpu: &GpuStatus) -> bool {
     let all = |slices: &[SliceGroup]| {
         let mut counts: BTreeMap<(Option<u32>, String), u32> = BTreeMap::new();
         for slice in slices {

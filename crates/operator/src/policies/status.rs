@@ -74,7 +74,8 @@ pub fn updates(plan: &Plan, observed: &Observed, written: &WrittenStatuses, now:
                 Some(last) => (&policy.metadata, Some(last.status.clone())),
                 None => (&policy.metadata, policy.status.clone()),
             },
-            // The status of a malformed policy cannot be read. Each process writes it once.
+            // The status of a malformed policy cannot be read, so each process writes the status
+            // once.
             Err(invalid) => (&invalid.metadata, last.map(|last| last.status.clone())),
         };
         let generation = meta.generation;
@@ -92,7 +93,7 @@ pub fn updates(plan: &Plan, observed: &Observed, written: &WrittenStatuses, now:
     plan.policies.iter().filter_map(differs).collect()
 }
 
-/// Writes a status. The returned object may be malformed and is ignored.
+/// Writes a status. Ignores the object in the response, because it may be malformed.
 ///
 /// # Errors
 /// Returns an error if the API server refuses the write or cannot be reached.
@@ -563,7 +564,8 @@ fn unsupported_message(report: &Report) -> String {
     join_items(sentences.into_iter().collect(), "; ")
 }
 
-/// Joins distinct sentences, at most [`MAX_LISTED_ITEMS`].
+/// Joins the distinct sentences to one sentence, which contains at most [`MAX_LISTED_ITEMS`] of
+/// them.
 fn join_sentences(sentences: Vec<String>) -> Vec<String> {
     let distinct: BTreeSet<String> = sentences.into_iter().collect();
     vec![join_items(distinct.into_iter().collect(), "; ")]

@@ -49,7 +49,7 @@ enum Verdict {
     Usable,
     /// The node cannot serve pods. Contains the reason.
     Unusable(&'static str),
-    /// The node's agent is not ready. Contains the time since it became not ready.
+    /// The node's agent is not ready. Contains the time since the agent became not ready.
     NotReady(Duration),
 }
 
@@ -89,7 +89,7 @@ impl TaintBackoff {
         self.0.values().map(|failures| failures.until.saturating_sub(now)).filter(|left| !left.is_zero()).min()
     }
 
-    /// Forgets the failures of all other nodes.
+    /// Forgets the failures of all nodes that are not in `nodes`.
     pub(crate) fn retain(&mut self, nodes: &BTreeSet<&str>) {
         self.0.retain(|node, _| nodes.contains(node.as_str()));
     }
@@ -146,7 +146,7 @@ impl Taints {
     }
 
     fn verdict(&mut self, name: &str, node: &Node, now: Duration) -> Verdict {
-        // A node whose agent has not reported any GPU may have no GPU, so it is not tainted.
+        // A node whose agent has not reported any GPU may have no GPU, so the node is not tainted.
         let Some(gpus) = node.reported().filter(|gpus| !gpus.is_empty()) else {
             self.away.remove(name);
             return Verdict::Usable;
@@ -266,7 +266,7 @@ mod tests {
         super::remove_patch(&UNHEALTHY_KEY_AND_EFFECT, index)
     }
 
-    const fn secs(seconds: u64) -> Duration {
+    const fn seconds(seconds: u64) -> Duration {
         Duration::from_secs(seconds)
     }
 
@@ -296,7 +296,7 @@ mod tests {
 
     fn update(taints: &mut Taints, node: Node, now: u64) -> (Option<bool>, Option<u64>) {
         let observed = Observed { nodes: BTreeMap::from([("n".to_owned(), node)]), ..Observed::default() };
-        let (changes, next) = taints.update(&observed, secs(now));
+        let (changes, next) = taints.update(&observed, seconds(now));
         assert!(changes.len() <= 1 && changes.iter().all(|change| change.node == "n"));
         (changes.first().map(|change| change.why.is_some()), next.map(|next| next.as_secs()))
     }
@@ -350,18 +350,18 @@ mod tests {
         let lost = || BTreeMap::from(["n", "m"].map(|name| (name.to_owned(), node(&["Lost"]))));
         let mut observed = Observed { nodes: lost(), ..Observed::default() };
         let changed = |taints: &mut Taints, observed: &Observed, now: u64| {
-            let (changes, next) = taints.update(observed, secs(now));
+            let (changes, next) = taints.update(observed, seconds(now));
             (changes.into_iter().map(|change| change.node).collect::<Vec<_>>(), next.map(|next| next.as_secs()))
         };
         let mut now = 9;
         for delay in [1, 2, 4, 8, 16, 32, 60, 60] {
             assert_eq!(changed(&mut taints, &observed, now), (vec!["m".to_owned(), "n".to_owned()], None));
-            assert_eq!(taints.record_write("m", true, secs(now)), None);
-            assert_eq!(taints.record_write("n", false, secs(now)), Some(secs(delay)));
+            assert_eq!(taints.record_write("m", true, seconds(now)), None);
+            assert_eq!(taints.record_write("n", false, seconds(now)), Some(seconds(delay)));
             assert_eq!(changed(&mut taints, &observed, now), (vec!["m".to_owned()], Some(delay)));
             now += delay;
         }
-        taints.record_write("n", false, secs(now));
+        taints.record_write("n", false, seconds(now));
         observed.nodes.insert("n".to_owned(), node(&[""]));
         assert_eq!(changed(&mut taints, &observed, now), (vec!["m".to_owned()], None), "n needs no taint");
         observed.nodes = lost();
