@@ -24,8 +24,8 @@ fn mock_client() -> (Client, Server) {
     (Client::new(service, "default"), server)
 }
 
-/// Answers the next request with `status` and `answer`. Returns its method, its path with query,
-/// and its body.
+/// Answers the next request with `status` and `answer`. Returns the request's method, its path with
+/// query, and its body.
 async fn answer_request(server: &mut Server, status: StatusCode, answer: &Value) -> (String, String, Value) {
     let (request, reply) = server.next_request().await.unwrap_or_else(|| panic!("no request"));
     let (parts, body) = request.into_parts();

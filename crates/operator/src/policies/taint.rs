@@ -1,8 +1,8 @@
 //! Taints nodes that can serve no pod, because all of their GPUs are lost or need a reset, or
-//! because their agent is not ready. This is disabled by default.
+//! because their agent is not ready. The taint is disabled by default.
 //!
-//! [`Taints`] decides and is pure. [`write_all`] changes only Cleave's taint of a node, with a JSON
-//! patch. [`TaintBackoff`] delays the nodes whose taint could not be written.
+//! [`Taints`] makes the decisions and is pure. [`write_all`] changes only Cleave's taint of a node,
+//! with a JSON patch. [`TaintBackoff`] delays the nodes whose taint could not be written.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 

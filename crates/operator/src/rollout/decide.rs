@@ -50,7 +50,7 @@ impl Replacement {
 pub struct Step {
     /// MPS hosts whose pods the operator deletes.
     pub replace: Vec<Replacement>,
-    /// Why replacement stopped and which `DaemonSet` is affected. `None` if this was already
+    /// Why replacement stopped and which `DaemonSet` is affected. `None` if the stop was already
     /// reported.
     pub stop_report: Option<(String, ObjectReference)>,
     /// Whether replacement is stopped.
