@@ -18,7 +18,7 @@
 //! `output` and `table` print.
 //!
 //! Commands that predict the operator's actions call the operator's code in
-//! [`cleave_operator::dry`] and [`cleave_operator::placement`].
+//! [`cleave_operator::dry_run`] and [`cleave_operator::placement`].
 mod client;
 mod condition;
 pub mod cordon;

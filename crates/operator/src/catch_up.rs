@@ -143,7 +143,7 @@ impl CatchUp {
     /// Returns whether the process has led for too long without writing. If so, logs and counts the
     /// late term. `before` is the number of consecutive late terms before this one.
     fn is_term_late(&self, before: u32, late: &Counter) -> bool {
-        if self.began.elapsed() < late_after(before) {
+        if self.began.elapsed() < time_until_late(before) {
             return false;
         }
         late.inc();
@@ -155,7 +155,7 @@ impl CatchUp {
 
 /// Returns the time after which a term is late. `before` is the number of consecutive late terms
 /// before it.
-fn late_after(before: u32) -> Duration {
+fn time_until_late(before: u32) -> Duration {
     LATE_AFTER.saturating_mul(2_u32.saturating_pow(before.min(MAX_DOUBLINGS)))
 }
 
@@ -337,7 +337,8 @@ mod tests {
 
     #[test]
     fn the_time_for_a_term_doubles_up_to_a_limit() {
-        let minutes: Vec<u64> = [0, 1, 2, 3, 4, 5, u32::MAX].map(|before| late_after(before).as_secs() / 60).into();
+        let minutes: Vec<u64> =
+            [0, 1, 2, 3, 4, 5, u32::MAX].map(|before| time_until_late(before).as_secs() / 60).into();
         assert_eq!(minutes, [1, 2, 4, 8, 16, 16, 16]);
     }
 

@@ -38,7 +38,11 @@ impl PodGang {
 mod tests {
     use super::*;
 
-    fn gang(labels: &[(&str, &str)], annotations: &[(&str, &str)], group: Option<&str>) -> Option<(String, usize)> {
+    fn find_gang(
+        labels: &[(&str, &str)],
+        annotations: &[(&str, &str)],
+        group: Option<&str>,
+    ) -> Option<(String, usize)> {
         let map = |pairs: &[(&str, &str)]| -> BTreeMap<String, String> {
             pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
         };
@@ -50,25 +54,29 @@ mod tests {
     #[test]
     fn a_gangs_name_comes_from_an_annotation_a_label_or_the_spec() {
         let named = |name: &str, size| Some((name.to_owned(), size));
-        assert_eq!(gang(&[("app", "x")], &[("cleave.dev/borrow", "Never")], None), None);
-        assert_eq!(gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", "4")], None), named("t", 4));
+        assert_eq!(find_gang(&[("app", "x")], &[("cleave.dev/borrow", "Never")], None), None);
+        assert_eq!(find_gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", "4")], None), named("t", 4));
         let kueue = [("kueue.x-k8s.io/pod-group-name", "k")];
-        assert_eq!(gang(&kueue, &[("kueue.x-k8s.io/pod-group-total-count", "3")], None), named("k", 3));
-        assert_eq!(gang(&[("scheduling.x-k8s.io/pod-group", "s")], &[], None), named("s", 1));
-        assert_eq!(gang(&[], &[("cleave.dev/gang-size", "2")], Some("g")), named("g", 2));
-        assert_eq!(gang(&kueue, &[("cleave.dev/gang", "t")], Some("g")), named("t", 1), "Cleave's annotation is first");
+        assert_eq!(find_gang(&kueue, &[("kueue.x-k8s.io/pod-group-total-count", "3")], None), named("k", 3));
+        assert_eq!(find_gang(&[("scheduling.x-k8s.io/pod-group", "s")], &[], None), named("s", 1));
+        assert_eq!(find_gang(&[], &[("cleave.dev/gang-size", "2")], Some("g")), named("g", 2));
+        assert_eq!(
+            find_gang(&kueue, &[("cleave.dev/gang", "t")], Some("g")),
+            named("t", 1),
+            "Cleave's annotation is first"
+        );
     }
 
     #[test]
     fn an_invalid_gang_size_is_ignored() {
         for size in ["", "-1", "1e9", "many", "99999999999999999999"] {
-            let found = gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", size)], None);
+            let found = find_gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", size)], None);
             assert_eq!(found, Some(("t".to_owned(), 1)), "{size:?}");
         }
         assert_eq!(
-            gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", "0")], None),
+            find_gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", "0")], None),
             Some(("t".to_owned(), 1))
         );
-        assert_eq!(gang(&[], &[("cleave.dev/gang", "")], None), None, "an empty name is none");
+        assert_eq!(find_gang(&[], &[("cleave.dev/gang", "")], None), None, "an empty name is none");
     }
 }

@@ -27,7 +27,7 @@
 pub mod admission;
 mod args;
 mod catch_up;
-pub mod dry;
+pub mod dry_run;
 mod events;
 pub mod evict;
 mod gang;

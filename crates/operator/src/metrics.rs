@@ -421,7 +421,7 @@ mod tests {
             gauge.set(1);
         }
         fragmentation.set(1.0);
-        quotas.set(&super::quotas::tests::usages(&["a"]));
+        quotas.set_gauges(&super::quotas::tests::usages(&["a"]));
     }
 
     /// Returns the names of the registered gauges about the cluster, and the names of the gauges

@@ -315,7 +315,7 @@ pub(crate) async fn serve(
         // Cancel-safe: dropping this future loses no permit and no connection.
         let (stream, permit) = tokio::select! {
             () = &mut end => break,
-            accepted = accept(&listener, &connections) => match accepted {
+            accepted = accept_connection(&listener, &connections) => match accepted {
                 Ok(accepted) => accepted,
                 Err(error) => {
                     tracing::warn!(error = &error as &dyn std::error::Error, "failed to accept a connection");
@@ -334,7 +334,7 @@ pub(crate) async fn serve(
     Ok(())
 }
 
-async fn accept(
+async fn accept_connection(
     listener: &TcpListener,
     connections: &Arc<Semaphore>,
 ) -> std::io::Result<(TcpStream, OwnedSemaphorePermit)> {
@@ -637,10 +637,10 @@ mod tests {
 
         impl Server {
             async fn start(certificate: Option<&Certificate>) -> Self {
-                Self::start_with(certificate, false).await
+                Self::start_with_toleration(certificate, false).await
             }
 
-            async fn start_with(certificate: Option<&Certificate>, tolerate: bool) -> Self {
+            async fn start_with_toleration(certificate: Option<&Certificate>, tolerate: bool) -> Self {
                 let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
                 let addr = listener.local_addr().unwrap();
                 let (served, certified) = watch::channel(certificate.map(Certificate::certified_key));
@@ -731,7 +731,7 @@ mod tests {
         async fn the_gate_path_adds_the_toleration_only_if_configured() {
             let current = new_certificate(None);
             for tolerate in [false, true] {
-                let server = Server::start_with(Some(&current), tolerate).await;
+                let server = Server::start_with_toleration(Some(&current), tolerate).await;
                 let (status, body) =
                     server.send(&current, "POST /gate?timeout=10s", &review_in_namespace("team")).await;
                 let answer: Value = serde_json::from_str(&body).unwrap();

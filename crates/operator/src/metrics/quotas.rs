@@ -95,7 +95,7 @@ impl QuotaMetrics {
     }
 
     /// Sets the gauges. Quotas that are not in `usages` have no series afterwards.
-    pub(crate) fn set(&self, usages: &BTreeMap<String, QuotaUsage>) {
+    pub(crate) fn set_gauges(&self, usages: &BTreeMap<String, QuotaUsage>) {
         self.clear_gauges();
         for (name, usage) in usages {
             let quota = QuotaLabel { quota: name.clone() };
@@ -206,7 +206,7 @@ pub(super) mod tests {
             encode(&mut text, &registry).unwrap();
             text
         };
-        metrics.set(&usages(&["a", "b"]));
+        metrics.set_gauges(&usages(&["a", "b"]));
         for (from, to) in [("a", "b"), ("b", "a"), ("-", "a")] {
             metrics.count_eviction(from, to, "Reclaim");
         }
@@ -222,7 +222,7 @@ pub(super) mod tests {
         ] {
             assert!(both.lines().any(|line| line == series), "{series} in {both}");
         }
-        metrics.set(&usages(&["a"]));
+        metrics.set_gauges(&usages(&["a"]));
         let one = text();
         assert!(!one.contains("\"b\"") && one.contains("evictions_total{from=\"-\",to=\"a\""), "{one}");
         metrics.clear_gauges();

@@ -12,7 +12,7 @@ use serde_json::Value;
 use super::stranded::StrandedActions;
 use crate::policies::demand::WaitingPod;
 use crate::policies::taint::TaintChange;
-use crate::rollout::Step;
+use crate::rollout::RolloutStep;
 
 /// Why a pod is released.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -73,7 +73,7 @@ pub struct Eviction {
 /// The nomination of a waiting pod. The operator writes the nomination to the pod before it evicts
 /// other pods. So the next leader keeps the same units for the pod, and evicts no further pods.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KeptRoom {
+pub struct NominationRecord {
     /// The pod, as `namespace/name`.
     pub pod: String,
     /// UID of the pod.
@@ -103,7 +103,7 @@ pub struct QuotaEviction {
 
 /// A pod whose condition `PodScheduled` changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Report {
+pub struct AutoscalerReport {
     /// The pod, as `namespace/name`.
     pub pod: String,
     /// UID of the pod.
@@ -125,11 +125,11 @@ pub struct Actions {
     /// Pods to evict. The ledger keeps the freed shares for the preemptor.
     pub evictions: Vec<Eviction>,
     /// Nominations to write to pods before the evictions.
-    pub kept: Vec<KeptRoom>,
+    pub kept: Vec<NominationRecord>,
     /// Pods that wait at the gate, each with the reason.
     pub waiting: BTreeMap<String, WaitingPod>,
     /// Pods whose report to cluster autoscalers changes.
-    pub reports: Vec<Report>,
+    pub reports: Vec<AutoscalerReport>,
     /// Number of pods at the gate that must be reported to cluster autoscalers.
     pub reported: usize,
     /// Nodes whose taint for cluster autoscalers changes. See [`super::fragments`].
@@ -137,7 +137,7 @@ pub struct Actions {
     /// Actions for stranded pods.
     pub stranded: StrandedActions,
     /// Actions for MPS hosts. `None` if this reconcile did not examine MPS hosts.
-    pub rollout: Option<Step>,
+    pub rollout: Option<RolloutStep>,
     /// Whether another reconcile can release more pods immediately.
     pub more: bool,
     /// Number of searches for pods to evict.

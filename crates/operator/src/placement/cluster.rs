@@ -53,7 +53,7 @@ pub struct ReconcileTime {
 }
 
 /// Inputs of one reconcile, other than the nodes and the ledger.
-pub(super) struct Input<'a> {
+pub(super) struct ReconcileInput<'a> {
     pub(super) cluster: &'a Cluster,
     /// The pods of the cluster.
     pub(super) tracker: &'a PodTracker,
@@ -71,7 +71,7 @@ pub(super) fn is_released(pod: &PodObject) -> bool {
 
 /// Converts a pod to the planner's input. For a pod without GPU requests, the result contains only
 /// the pod's other requests.
-pub(super) fn plan_pod(pod: &PodObject) -> PlanPod {
+pub(super) fn to_plan_pod(pod: &PodObject) -> PlanPod {
     let plain = || PlanPod { requests: pod.spec.requests.clone(), ..Default::default() };
     claimant(pod).map_or_else(plain, |found| found.pod)
 }

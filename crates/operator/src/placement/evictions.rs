@@ -36,14 +36,14 @@ pub(super) struct EvictionRecords {
     /// counts as terminating.
     accepted: BTreeMap<String, Duration>,
     /// Pods that could not be evicted, by UID.
-    failures: BTreeMap<String, Failures>,
+    failures: BTreeMap<String, EvictionFailures>,
     /// The time until which no pods are evicted, because the API server limits requests.
     paused_until: Duration,
 }
 
 /// Consecutive failures to evict a pod.
 #[derive(Debug, Default)]
-struct Failures {
+struct EvictionFailures {
     unanswered: u32,
     refused: u32,
     /// The time until which the pod is not evicted. `None` after that time.

@@ -11,7 +11,7 @@ use cleave_plan::ledger::{Chooser, DeviceRequest, Fits, Ledger, Moment, Place, R
 
 use super::actions::{Actions, Destination, Eviction, Release, ReleaseReason};
 use super::claims::{self, PodClaims};
-use super::cluster::{Cluster, Input, ReconcileTime, is_released};
+use super::cluster::{Cluster, ReconcileInput, ReconcileTime, is_released};
 use super::evictions::{Evictability, EvictionRecords};
 use super::fragments::FragmentationTaints;
 use super::gangs;
@@ -25,7 +25,7 @@ use super::preemptors::Preemptors;
 use super::queue::{self, Queue};
 use super::quota_pass::QuotaPass;
 use super::quota_reports::{self, QuotaReports};
-use super::quota_turns::Order;
+use super::quota_turns::TurnOrder;
 use super::quotas::{QuotaSettings, QuotaWorlds};
 use super::returning::Returning;
 use super::search::{Candidate, PlacementSearch};
@@ -37,7 +37,7 @@ use crate::evict::EvictionResult;
 use crate::pod_store::PodChanges;
 use crate::pods::{PodObject, full_name, is_interchangeable};
 use crate::policies::demand::{Reason, WaitingPod};
-use crate::rollout::{self, Rollout, Step};
+use crate::rollout::{self, Rollout, RolloutStep};
 
 /// Default time for which a pod must be unplaceable before it is released as unschedulable. During
 /// this time, a policy, a node or its `GpuNode` may appear.
@@ -272,7 +272,7 @@ impl Gatekeeper {
         let waiting = waiting.iter().map(|(name, pod)| (name.as_str(), *pod));
         let is_evicted = |uid: &str| self.evictions.is_accepted(uid);
         let state = (&self.tracker, ledger);
-        quota_reports::reports(cluster, state, waiting, is_evicted, (&self.quotas, now.epoch), waits)
+        quota_reports::build_reports(cluster, state, waiting, is_evicted, (&self.quotas, now.epoch), waits)
     }
 
     /// Returns the ledger, after the first reconcile.
@@ -350,7 +350,7 @@ impl Gatekeeper {
         let requeue = self.next_deadline(&ledger, cluster, rollout.as_ref(), now);
         let mut actions = Actions { rollout, requeue, ..Actions::default() };
         let changed_nodes = tracker.take_changed_nodes();
-        let input = Input { cluster, tracker, unsettled: &unsettled, demand, now };
+        let input = ReconcileInput { cluster, tracker, unsettled: &unsettled, demand, now };
         for node in changed_nodes.into_iter().chain(self.claims.take_freed_nodes()) {
             self.preemptors.record_node_change(&node);
         }
@@ -440,7 +440,7 @@ impl Gatekeeper {
 
     /// Decides which MPS hosts to replace, if that is enabled and due. A node whose MPS host is
     /// about to be replaced receives no reservations.
-    fn plan_rollout(&mut self, cluster: &Cluster, ledger: &mut Ledger, up: Duration) -> Option<Step> {
+    fn plan_rollout(&mut self, cluster: &Cluster, ledger: &mut Ledger, up: Duration) -> Option<RolloutStep> {
         let hosts = cluster.hosts.as_ref().filter(|_| self.next_rollout <= up)?;
         self.next_rollout = up.saturating_add(rollout::UPDATE_INTERVAL);
         let views = mps_hosts::host_views(cluster, hosts, &self.nodes, ledger);
@@ -460,7 +460,7 @@ impl Gatekeeper {
         &self,
         ledger: &Ledger,
         cluster: &Cluster,
-        rollout: Option<&Step>,
+        rollout: Option<&RolloutStep>,
         now: ReconcileTime,
     ) -> Option<Duration> {
         let reservations = ledger.unbound_claims().filter_map(|(_, claim)| match &claim.place {
@@ -477,7 +477,7 @@ impl Gatekeeper {
     }
 
     /// Decides how to handle released pods that are not bound.
-    fn decide_about_stranded(&mut self, ledger: &Ledger, input: &Input<'_>) -> StrandedActions {
+    fn decide_about_stranded(&mut self, ledger: &Ledger, input: &ReconcileInput<'_>) -> StrandedActions {
         let Self { unschedulable_after, agent_labels, chooser, nodes, stranded, claims, .. } = self;
         let tracker = input.tracker;
         let mut found: Vec<(&PodObject, stranded::Reason)> = Vec::new();
@@ -526,7 +526,7 @@ impl Gatekeeper {
         &mut self,
         ledger: &mut Ledger,
         waiting: &[(String, &PodObject)],
-        input: &Input<'_>,
+        input: &ReconcileInput<'_>,
         actions: &mut Actions,
     ) {
         let up = input.now.up;
@@ -548,7 +548,7 @@ impl Gatekeeper {
         &mut self,
         ledger: &mut Ledger,
         waiting: Vec<(String, &PodObject)>,
-        input: &Input<'_>,
+        input: &ReconcileInput<'_>,
         actions: &mut Actions,
     ) {
         let up = input.now.up;
@@ -586,7 +586,7 @@ impl Gatekeeper {
         let mut quotas = worlds.as_ref().map(|worlds| QuotaPass::new(worlds, ledger));
         let mut search =
             PlacementSearch::new(input, (nodes, tracker, &*claims), ledger, chooser).with_quotas(worlds.as_ref());
-        let mut order = Order::new(quotas.as_ref(), candidates.iter().map(|candidate| candidate.name.as_str()));
+        let mut order = TurnOrder::new(quotas.as_ref(), candidates.iter().map(|candidate| candidate.name.as_str()));
         let offers = LazyCell::new(|| AllowedUnits::of_policies(input.cluster.policies.iter().map(AsRef::as_ref)));
         let mut preemption = PreemptionSearch::new((nodes, tracker), evictability, claims, preemptors, up);
         let mut returning = returning.units(nodes, (ledger, claims), up, actions);
@@ -637,7 +637,7 @@ impl Gatekeeper {
                     let label = pass.label_released(turn, &gangs::with_names(&gang, &found));
                     for (one, fits) in gang.iter().zip(&found) {
                         reserved.push((one.name.clone(), one.pod));
-                        let placement = placement(&one.pod.spec.device_requests, fits, expires);
+                        let placement = build_placement(&one.pod.spec.device_requests, fits, expires);
                         let waited = queue.waiting_time(&one.name, up);
                         actions.releases.push(one.release_reserved(placement, nodes, (waited, label)));
                     }
@@ -667,14 +667,14 @@ impl Gatekeeper {
                             .zip(turn)
                             .and_then(|(pass, turn)| pass.label_released(turn, &[(name, &fits)]));
                         reserved.push((name.clone(), pod));
-                        let placement = placement(&pod.spec.device_requests, &fits, expires);
+                        let placement = build_placement(&pod.spec.device_requests, &fits, expires);
                         actions.releases.push(candidate.release_reserved(placement, nodes, (waited, label)));
                     }
                     continue;
                 }
                 Err(verdict) => verdict,
             };
-            if let Some(requirement) = other_nodes.place(&candidate.plan_pod).filter(|_| !is_held) {
+            if let Some(requirement) = other_nodes.place_pod(&candidate.plan_pod).filter(|_| !is_held) {
                 actions.releases.push(candidate.release_to_other_nodes(requirement, waited));
                 continue;
             }
@@ -737,7 +737,7 @@ fn withdraw_other_nominations(ledger: &mut Ledger, waiting: &[(String, &PodObjec
 
 /// Builds the reservation for the pod's annotation. The reservation lists groups of units in the
 /// order of the pod's requests. The units of one group must be on one device.
-fn placement(device_requests: &[DeviceRequest], fits: &Fits, expires: Moment) -> Placement {
+fn build_placement(device_requests: &[DeviceRequest], fits: &Fits, expires: Moment) -> Placement {
     let held = |takes: &[Reservation]| {
         let mut left: Vec<&Reservation> = takes.iter().filter(|take| !is_interchangeable(&take.resource)).collect();
         let mut held = Vec::with_capacity(device_requests.len());

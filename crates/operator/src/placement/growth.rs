@@ -26,7 +26,7 @@ use cleave_plan::snapshot::Pod as PlanPod;
 use kube::ResourceExt;
 use kube::core::DeserializeGuard;
 
-use super::actions::{Actions, Report};
+use super::actions::{Actions, AutoscalerReport};
 use super::search::{Candidate, NodeKey};
 use super::verdict::PreemptionProspect;
 use super::verdict::{AutoscalerNeed, PermanentObstacle, Verdict};
@@ -355,7 +355,7 @@ impl AutoscalerReports {
             } else {
                 waiter.written = Some((wanted, up));
                 let message = actions.waiting.get(&candidate.name).map(|waiting| waiting.message.as_str());
-                actions.reports.push(Report {
+                actions.reports.push(AutoscalerReport {
                     pod: candidate.name.clone(),
                     uid: uid.clone(),
                     version: candidate.pod.resource_version().unwrap_or_default(),

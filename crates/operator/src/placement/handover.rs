@@ -22,7 +22,7 @@ pub(super) fn annotated_nomination(found: &Preemption, until: u64) -> Placement 
 }
 
 /// A waiting pod.
-pub(super) struct Waiting<'a> {
+pub(super) struct HandoverCandidate<'a> {
     pub(super) name: &'a str,
     pub(super) pod: &'a PodObject,
     pub(super) device_requests: &'a [DeviceRequest],
@@ -32,18 +32,19 @@ pub(super) struct Waiting<'a> {
 /// about to be free. `waiting` is in order of priority. `now` is in seconds since the Unix epoch.
 pub(super) fn restore_nominations<'a>(
     ledger: &mut Ledger,
-    waiting: impl Iterator<Item = Waiting<'a>>,
+    waiting: impl Iterator<Item = HandoverCandidate<'a>>,
     holders: impl FnOnce() -> Holders<'a>,
     now: u64,
 ) {
-    let is_valid = |waiting: &Waiting<'_>| waiting.pod.nomination.as_ref().is_some_and(|room| room.until > now);
+    let is_valid =
+        |waiting: &HandoverCandidate<'_>| waiting.pod.nomination.as_ref().is_some_and(|room| room.until > now);
     let mut waiting = waiting.filter(is_valid).peekable();
     if waiting.peek().is_none() {
         return;
     }
     let mut ending = holders();
     ending.pods.values_mut().for_each(|pods| pods.retain(|_, holder| holder.ending));
-    for Waiting { name, pod, device_requests } in waiting {
+    for HandoverCandidate { name, pod, device_requests } in waiting {
         let Some((node, units)) = pod.nomination.as_ref().and_then(|room| room.nodes.first_key_value()) else {
             continue;
         };

@@ -72,7 +72,7 @@ mod stranded;
 mod unanswered;
 mod verdict;
 
-pub use actions::{Actions, Eviction, KeptRoom, QuotaEviction, Release, ReleaseReason, Report};
+pub use actions::{Actions, AutoscalerReport, Eviction, NominationRecord, QuotaEviction, Release, ReleaseReason};
 pub use cluster::{Cluster, ReconcileTime};
 pub use gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 pub use quotas::QuotaSettings;

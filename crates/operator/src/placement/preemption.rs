@@ -6,7 +6,7 @@ use std::time::Duration;
 use cleave_plan::ledger::{Holders, Ledger, Nomination, PendingPod, Preemption};
 use cleave_plan::quota::Kind;
 
-use super::actions::{Actions, Eviction, KeptRoom, QuotaEviction};
+use super::actions::{Actions, Eviction, NominationRecord, QuotaEviction};
 use super::claims::PodClaims;
 use super::constraints;
 use super::evictions::{Evictability, TERMINATION_TIME};
@@ -124,7 +124,7 @@ impl<'a> PreemptionSearch<'a> {
         actions: &mut Actions,
     ) -> PreemptionProspect {
         if let Some((pass, turn)) = quota {
-            let prospect = self.exchange(ledger, search, candidate, verdict, (pass, turn), actions);
+            let prospect = self.preempt_by_quota(ledger, search, candidate, verdict, (pass, turn), actions);
             actions.preemption_searches = self.searches;
             return prospect;
         }
@@ -275,7 +275,7 @@ impl<'a> PreemptionSearch<'a> {
     }
 
     /// Like [`Self::preempt`], but follows the rules of quotas.
-    fn exchange(
+    fn preempt_by_quota(
         &mut self,
         ledger: &mut Ledger,
         search: &mut PlacementSearch<'a>,
@@ -335,7 +335,7 @@ impl<'a> PreemptionSearch<'a> {
         let until = self.evictability.now().saturating_add(cap.as_secs()).saturating_add(TERMINATION_TIME.as_secs());
         for (candidate, found) in found {
             if !evictions.is_empty() {
-                actions.kept.push(KeptRoom {
+                actions.kept.push(NominationRecord {
                     pod: candidate.name.clone(),
                     uid: candidate.pod.uid().unwrap_or_default(),
                     preemptor: preemptor.clone(),

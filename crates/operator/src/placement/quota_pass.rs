@@ -185,27 +185,31 @@ impl<'w> QuotaPass<'w> {
         Some(Ok(QuotaTurn { member, rights, was_nominated: nominated.is_some(), may_use_free_room, rank }))
     }
 
-    fn gpu(&self, member: Member, device: Option<&str>) -> usize {
+    fn gpu_index(&self, member: Member, device: Option<&str>) -> usize {
         device.and_then(|device| self.worlds.pools[member.pool].gpus.get(device).copied()).unwrap_or(0)
     }
 
     /// Returns the pods of a turn with the GPUs of their first devices.
-    fn parts<'n>(&self, member: Member, pods: impl Iterator<Item = (&'n str, Option<&'n str>)>) -> Vec<(PodId, usize)> {
+    fn pods_with_gpus<'n>(
+        &self,
+        member: Member,
+        pods: impl Iterator<Item = (&'n str, Option<&'n str>)>,
+    ) -> Vec<(PodId, usize)> {
         let ids = &self.worlds.pools[member.pool].ids;
-        pods.filter_map(|(name, device)| Some((*ids.get(name)?, self.gpu(member, device)))).collect()
+        pods.filter_map(|(name, device)| Some((*ids.get(name)?, self.gpu_index(member, device)))).collect()
     }
 
     fn gpus_of_found(&self, member: Member, found: &[PodAndRoom<'_>]) -> Vec<(PodId, usize)> {
         let named = found.iter().map(|(name, found)| (*name, found.takes.first().map(|take| take.device.as_str())));
-        self.parts(member, named)
+        self.pods_with_gpus(member, named)
     }
 
     /// Records that the pods of a turn are released to devices. Returns the class of the first pod.
-    pub(super) fn release(&mut self, member: Member, released: &[(&str, &Fits)]) -> Option<Class> {
+    pub(super) fn record_release(&mut self, member: Member, released: &[(&str, &Fits)]) -> Option<Class> {
         let first =
             |fits: &Fits| fits.iter().next().and_then(|fit| fit.reservations().first()).map(|take| take.device.clone());
         let devices: Vec<(&str, Option<String>)> = released.iter().map(|(name, fits)| (*name, first(fits))).collect();
-        let parts = self.parts(member, devices.iter().map(|(name, device)| (*name, device.as_deref())));
+        let parts = self.pods_with_gpus(member, devices.iter().map(|(name, device)| (*name, device.as_deref())));
         self.books[member.pool].release(&parts);
         released.iter().for_each(|(name, _)| drop(self.long_waits.remove(*name)));
         self.book(member).class(member.id)
@@ -214,7 +218,7 @@ impl<'w> QuotaPass<'w> {
     /// Records that the pods of a turn are released, and returns the value of their capacity label.
     /// Pods without a quota have no label.
     pub(super) fn label_released(&mut self, turn: QuotaTurn, pods: &[(&str, &Fits)]) -> Option<&'static str> {
-        let class = self.release(turn.member, pods)?;
+        let class = self.record_release(turn.member, pods)?;
         matches!(self.pod(turn.member).owner, Owner::Quota(_)).then(|| label_of(class))
     }
 
@@ -240,7 +244,7 @@ impl<'w> QuotaPass<'w> {
             nomination.and_then(|of| of.takes.first()).map(|take| take.device.clone())
         };
         let devices: Vec<(&str, Option<String>)> = names.map(|name| (name, device(name))).collect();
-        let parts = self.parts(member, devices.iter().map(|(name, device)| (*name, device.as_deref())));
+        let parts = self.pods_with_gpus(member, devices.iter().map(|(name, device)| (*name, device.as_deref())));
         self.books[member.pool].nominate(&parts);
     }
 

@@ -46,7 +46,7 @@ pub(super) const fn label_of(class: Class) -> &'static str {
 
 /// Returns the reports about quotas. `waits` contains each pod's reason to wait at the gate. If the
 /// cluster has no quota, the reports only remove the labels of earlier quotas.
-pub(super) fn reports<'a>(
+pub(super) fn build_reports<'a>(
     cluster: &Cluster,
     (tracker, ledger): (&PodTracker, &Ledger),
     waiting: impl Iterator<Item = (&'a str, &'a PodObject)>,
@@ -75,7 +75,7 @@ pub(super) fn reports<'a>(
         let named = quota.spec.namespaces.iter().flatten().map(String::as_str);
         let absent: Vec<&str> = named.filter(|name| !namespaces.contains(name)).collect();
         let (status, waiting) = status::status(quota, (view, quotas.problems.get(name)), &absent, waits, time);
-        if let Some(usage) = view.and_then(|view| usage(quota, view, &waiting)) {
+        if let Some(usage) = view.and_then(|view| quota_usage(quota, view, &waiting)) {
             reports.usages.insert(name.to_owned(), usage);
         }
         if quota.status.as_ref() != Some(&status) {
@@ -86,7 +86,7 @@ pub(super) fn reports<'a>(
     reports
 }
 
-fn usage(quota: &GpuQuota, view: &PoolView<'_>, waiting: &status::Waiting) -> Option<QuotaUsage> {
+fn quota_usage(quota: &GpuQuota, view: &PoolView<'_>, waiting: &status::WaitingPods) -> Option<QuotaUsage> {
     let name = quota.metadata.name.as_deref()?;
     let limits = view.world.quotas.get(name)?;
     Some(QuotaUsage {

@@ -11,19 +11,19 @@ use crate::policies::demand::{Reason, WaitingPod};
 
 /// The order in which waiting pods have their turns.
 #[derive(Debug)]
-pub(super) enum Order {
+pub(super) enum TurnOrder {
     /// By priority and age.
     Sorted(std::ops::Range<usize>),
     /// By the rules of quotas.
-    ByQuota(Queues),
+    ByQuota(TurnQueues),
 }
 
-impl Order {
+impl TurnOrder {
     /// `names` are sorted by priority and age.
     pub(super) fn new<'n>(quotas: Option<&QuotaPass<'_>>, names: impl ExactSizeIterator<Item = &'n str>) -> Self {
         match quotas {
             None => Self::Sorted(0..names.len()),
-            Some(pass) => Self::ByQuota(Queues::new(pass, names)),
+            Some(pass) => Self::ByQuota(TurnQueues::new(pass, names)),
         }
     }
 
@@ -48,14 +48,14 @@ impl Order {
 
 /// Waiting pods, by the account that they are charged to.
 #[derive(Debug, Default)]
-pub(super) struct Queues {
+pub(super) struct TurnQueues {
     by_account: BTreeMap<(usize, usize), VecDeque<(usize, Member)>>,
     others: VecDeque<usize>,
     /// The candidates of each gang, by the candidate that represents the gang.
     gangs: BTreeMap<usize, Vec<usize>>,
 }
 
-impl Queues {
+impl TurnQueues {
     /// Sorts candidates into queues. `names` are sorted by priority and age. Only the first pod of
     /// a gang has a turn.
     fn new<'n>(pass: &QuotaPass<'_>, names: impl Iterator<Item = &'n str>) -> Self {

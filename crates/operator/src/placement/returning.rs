@@ -123,7 +123,7 @@ impl<'a> ReturningUnits<'a> {
         // Evaluate rules between pods last, because they cost more time than the check of units.
         let has_units: Vec<&str> = admitted.filter(|name| fits(returned, &[name]).is_some()).collect();
         let found = (!has_units.is_empty())
-            .then(|| search.with_room(ledger, candidate, has_units.into_iter()))
+            .then(|| search.nodes_with_room(ledger, candidate, has_units.into_iter()))
             .and_then(|on| fits(returned, &on));
         let Some(found) = found else {
             if !search.has_lasting_predecessor(ledger, candidate, returning.keys().copied()) {

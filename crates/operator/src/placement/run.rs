@@ -13,7 +13,7 @@ use kube::Api;
 use kube::api::{Patch, PatchParams};
 use tokio::sync::watch;
 
-use super::actions::{Actions, Eviction, KeptRoom, Release, ReleaseReason, Report};
+use super::actions::{Actions, AutoscalerReport, Eviction, NominationRecord, Release, ReleaseReason};
 use super::cluster::{Cluster, ReconcileTime};
 use super::gatekeeper::Gatekeeper;
 use super::patch;
@@ -23,12 +23,12 @@ use super::stranded::{PlacedReport, Recreation, StrandedActions};
 use crate::events::{self, EventPublisher};
 use crate::evict::{self, EvictionOptions, EvictionResult};
 use crate::metrics::{NO_QUOTA, Outcome};
-use crate::pod_condition::{self, Target, WriteResult};
+use crate::pod_condition::{self, ConditionTarget, WriteResult};
 use crate::pod_metadata::patch_metadata;
 use crate::pods::{POD_SCHEDULED, PodCondition};
 use crate::policies::demand::WaitingPod;
 use crate::policies::taint::{self, TaintChange, TaintWriteResult};
-use crate::rollout::{self, DeletionResult, MpsHostStores, Replacement, Step};
+use crate::rollout::{self, DeletionResult, MpsHostStores, Replacement, RolloutStep};
 use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakers;
 use crate::write::{MAX_IN_FLIGHT, WRITE_TIMEOUT, publish, publish_all};
@@ -87,7 +87,7 @@ enum ReleaseFailure {
 
 /// The results of the writes of one reconcile.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Writes {
+struct WriteSummary {
     /// Whether a write must be repeated, even if no change wakes the controller.
     is_incomplete: bool,
     /// Whether the API server limited the rate of writes, did not answer, or failed.
@@ -96,7 +96,7 @@ struct Writes {
     freed_room: bool,
 }
 
-impl Writes {
+impl WriteSummary {
     /// Records why a pod was not released.
     fn record(&mut self, failure: &ReleaseFailure) {
         self.is_incomplete |= !matches!(failure, ReleaseFailure::Missing);
@@ -108,7 +108,7 @@ impl Writes {
 /// If the API server did not accept writes, the next reconcile does not follow immediately, because
 /// the next reconcile would repeat the same writes. `later` is the time until Events or failed
 /// taint writes are due.
-fn next_delay(actions: &Actions, writes: Writes, later: Option<Duration>) -> Option<Duration> {
+fn next_delay(actions: &Actions, writes: WriteSummary, later: Option<Duration>) -> Option<Duration> {
     if writes.is_impaired {
         return Some(RETRY_DELAY);
     }
@@ -273,7 +273,7 @@ impl PlacementController {
         }
         self.next_quota_reports = now.up.saturating_add(QUOTA_STATUS_INTERVAL);
         let reports = self.keeper.quota_reports(cluster, &actions.waiting, now);
-        self.context.metrics.quotas.set(&reports.usages);
+        self.context.metrics.quotas.set_gauges(&reports.usages);
         self.reports_quotas = !cluster.quotas.is_empty() || !reports.labels.is_empty();
         for (name, status) in reports.statuses {
             if !self.context.claim.is_current() {
@@ -322,11 +322,11 @@ impl PlacementController {
 
     /// Writes nominations to the nominated pods. Returns the preemptors for which no pods may be
     /// evicted, because a write failed.
-    async fn write_nominations<'k>(&self, kept: &'k [KeptRoom]) -> BTreeSet<&'k str> {
+    async fn write_nominations<'k>(&self, kept: &'k [NominationRecord]) -> BTreeSet<&'k str> {
         let client = &self.context.client;
         let writes: Vec<_> = kept
             .iter()
-            .map(|KeptRoom { pod, uid, preemptor, room }| async move {
+            .map(|NominationRecord { pod, uid, preemptor, room }| async move {
                 let text = room.to_text().unwrap_or_default();
                 let metadata = serde_json::json!({"annotations": {NOMINATION_ANNOTATION: text}});
                 (preemptor.as_str(), patch_metadata(client, (pod, uid), metadata).await)
@@ -337,11 +337,11 @@ impl PlacementController {
     }
 
     /// Releases pods.
-    async fn release_all(&mut self, releases: &[Release]) -> Writes {
+    async fn release_all(&mut self, releases: &[Release]) -> WriteSummary {
         let writes: Vec<_> = releases.iter().map(|release| self.release(release)).collect();
         let results: Vec<(&Release, Result<(), ReleaseFailure>)> =
             futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
-        let mut all = Writes::default();
+        let mut all = WriteSummary::default();
         for (Release { pod, uid, .. }, result) in results {
             if let Err(failure) = &result {
                 all.record(failure);
@@ -440,7 +440,7 @@ impl PlacementController {
     /// scheduler may report `Unschedulable`. Returns the patch that then releases the pod.
     async fn withdraw_report(&self, release: &Release) -> Result<serde_json::Value, ReleaseFailure> {
         let version = patch::resource_version(&release.patch);
-        let target = Target { pod: &release.pod, uid: &release.uid, version };
+        let target = ConditionTarget { pod: &release.pod, uid: &release.uid, version };
         match pod_condition::write_to(&self.context.client, target, &scheduled_condition(None), false).await {
             WriteResult::Done(version) => Ok(patch::with_resource_version(&release.patch, version)),
             WriteResult::Obsolete => Err(ReleaseFailure::Changed),
@@ -451,7 +451,7 @@ impl PlacementController {
 
     /// Reports pods at the gate to cluster autoscalers, or withdraws reports. Returns false if a
     /// write failed.
-    async fn report_all(&mut self, reports: &[Report]) -> bool {
+    async fn report_all(&mut self, reports: &[AutoscalerReport]) -> bool {
         if !self.context.claim.is_current() {
             return true;
         }
@@ -473,9 +473,9 @@ impl PlacementController {
     }
 
     /// Writes one report.
-    async fn report_pod<'r>(&self, report: &'r Report) -> (&'r str, WriteResult) {
-        let Report { pod, uid, version, message } = report;
-        let target = Target { pod, uid, version: Some(version) };
+    async fn report_pod<'r>(&self, report: &'r AutoscalerReport) -> (&'r str, WriteResult) {
+        let AutoscalerReport { pod, uid, version, message } = report;
+        let target = ConditionTarget { pod, uid, version: Some(version) };
         let condition = scheduled_condition(message.as_deref());
         (uid, pod_condition::write_to(&self.context.client, target, &condition, false).await)
     }
@@ -599,7 +599,7 @@ impl PlacementController {
     }
 
     /// Deletes the pods of the MPS hosts to replace, and reports the progress.
-    async fn apply_rollout_step(&mut self, step: &Step) {
+    async fn apply_rollout_step(&mut self, step: &RolloutStep) {
         let metrics = &self.context.metrics;
         metrics.hosts_outdated.set(i64::try_from(step.outdated).unwrap_or(i64::MAX));
         metrics.rollout_stopped.set(i64::from(step.stopped));
@@ -717,7 +717,7 @@ mod tests {
         let mut actions = Actions { more: true, ..Actions::default() };
         actions.requeue_in(Duration::from_millis(50));
         let delay = |actions: &Actions, failures: &[ReleaseFailure]| {
-            let mut writes = Writes::default();
+            let mut writes = WriteSummary::default();
             failures.iter().for_each(|failure| writes.record(failure));
             next_delay(actions, writes, None)
         };
@@ -729,10 +729,10 @@ mod tests {
         let idle = Actions::default();
         assert_eq!((delay(&idle, &[]), delay(&idle, &[ReleaseFailure::Changed])), (None, Some(RETRY_DELAY)));
         assert_eq!(delay(&idle, &[ReleaseFailure::Missing]), None, "the watch reports the deletion");
-        assert_eq!(next_delay(&idle, Writes::default(), Some(RETRY_DELAY * 2)), Some(RETRY_DELAY * 2));
-        let freed = Writes { freed_room: true, ..Writes::default() };
+        assert_eq!(next_delay(&idle, WriteSummary::default(), Some(RETRY_DELAY * 2)), Some(RETRY_DELAY * 2));
+        let freed = WriteSummary { freed_room: true, ..WriteSummary::default() };
         assert_eq!(next_delay(&idle, freed, None), Some(BATCH_WINDOW), "another pod may fit now");
-        assert_eq!(next_delay(&idle, Writes { is_impaired: true, ..freed }, None), Some(RETRY_DELAY));
+        assert_eq!(next_delay(&idle, WriteSummary { is_impaired: true, ..freed }, None), Some(RETRY_DELAY));
     }
 
     #[test]

@@ -12,7 +12,7 @@ use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, 
 
 use super::actions::{Destination, Release, ReleaseReason};
 use super::claims::PodClaims;
-use super::cluster::{Input, plan_pod};
+use super::cluster::{ReconcileInput, to_plan_pod};
 use super::constraints::{ConstraintKey, Constraints, ConstraintsCheckpoint, check_rules};
 use super::free_resources::{FreeResources, Requester};
 use super::handover;
@@ -74,7 +74,7 @@ impl<'a> Candidate<'a> {
         let missing = missing.map(|(resource, _)| resource);
         let whole_gpus = device_requests.iter().filter(|request| request.resource == RESOURCE_GPU).count();
         let too_many_gpus = whole_gpus > nodes.max_gpus();
-        let plan_pod = plan_pod(pod);
+        let plan_pod = to_plan_pod(pod);
         Self { name, pod, plan_pod, device_requests, avoided, offered, unclear, missing, too_many_gpus }
     }
 
@@ -119,8 +119,8 @@ impl<'a> Candidate<'a> {
     }
 
     /// Returns the pod for the restoration of nominations.
-    pub(super) fn for_handover(&self) -> handover::Waiting<'_> {
-        handover::Waiting { name: &self.name, pod: self.pod, device_requests: &self.device_requests }
+    pub(super) fn for_handover(&self) -> handover::HandoverCandidate<'_> {
+        handover::HandoverCandidate { name: &self.name, pod: self.pod, device_requests: &self.device_requests }
     }
 
     /// Returns the pod for reservations of pods that have waited long.
@@ -221,7 +221,7 @@ impl SearchKey<'_> {
 }
 
 /// A state of [`PlacementSearch`] that [`PlacementSearch::restore`] restores.
-pub(super) struct Checkpoint<'a> {
+pub(super) struct SearchCheckpoint<'a> {
     free: FreeResources<'a>,
     constraints: ConstraintsCheckpoint<'a>,
     replicas: ReplicaSearch<'a>,
@@ -247,7 +247,7 @@ pub(super) struct PlacementSearch<'a> {
 
 impl<'a> PlacementSearch<'a> {
     pub(super) fn new(
-        input: &Input<'a>,
+        input: &ReconcileInput<'a>,
         (nodes, tracker, claims): (&'a Nodes, &'a PodTracker, &'a PodClaims),
         ledger: &Ledger,
         chooser: &'a mut Chooser,
@@ -349,8 +349,8 @@ impl<'a> PlacementSearch<'a> {
     }
 
     /// Returns the current state, for [`Self::restore`].
-    pub(super) fn checkpoint(&self) -> Checkpoint<'a> {
-        Checkpoint {
+    pub(super) fn checkpoint(&self) -> SearchCheckpoint<'a> {
+        SearchCheckpoint {
             free: self.free.borrow().clone(),
             constraints: self.constraints.checkpoint(),
             replicas: self.replicas.borrow().clone(),
@@ -359,7 +359,7 @@ impl<'a> PlacementSearch<'a> {
 
     /// Removes the reservations and nominations that were added since a checkpoint. The ledger must
     /// no longer contain these reservations.
-    pub(super) fn restore(&mut self, ledger: &mut Ledger, before: Checkpoint<'a>) {
+    pub(super) fn restore(&mut self, ledger: &mut Ledger, before: SearchCheckpoint<'a>) {
         *self.free.get_mut() = before.free;
         self.constraints.restore(before.constraints);
         *self.replicas.get_mut() = before.replicas;
@@ -415,7 +415,7 @@ impl<'a> PlacementSearch<'a> {
 
     /// Returns the given nodes that rules between pods and volumes allow, and that have enough CPU,
     /// memory and other resources for the pod.
-    pub(super) fn with_room<'n>(
+    pub(super) fn nodes_with_room<'n>(
         &self,
         ledger: &Ledger,
         candidate: &'a Candidate<'a>,

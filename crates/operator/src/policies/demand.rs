@@ -173,7 +173,7 @@ fn gpu_partition(
     status: &GpuStatus,
     current: &Partition,
 ) -> Result<Partition, String> {
-    partition::partition(&gpu.slices, gpu.mode, &by_demand.demand, status, Some(current))
+    partition::partition_with_slices(&gpu.slices, gpu.mode, &by_demand.demand, status, Some(current))
 }
 
 fn gpu_status<'a>(observed: &'a Observed, (node, uuid): &GpuKey) -> Option<&'a GpuStatus> {

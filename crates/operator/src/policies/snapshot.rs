@@ -355,13 +355,13 @@ impl NodeBuilder<'_> {
                     input
                         .excluded_gpus
                         .insert(at.clone(), format!("the last repartitioning failed: {}", failure.message));
-                    fix_slices(&mut planned);
+                    pin_slices(&mut planned);
                     // The GPU is pinned, so its current slices become its desired partition.
                     if !changing && exclusion.is_none() {
                         input.repartitionable.insert(at);
                     }
                 } else if changing || partition::has_unknown_ids(gpu) {
-                    fix_slices(&mut planned);
+                    pin_slices(&mut planned);
                 } else if exclusion.is_none() {
                     input.repartitionable.insert(at);
                 }
@@ -426,7 +426,7 @@ impl NodeBuilder<'_> {
             return planned;
         };
         planned.mode = demand.mode;
-        planned.units = partition::units(demand, gpu);
+        planned.units = partition::share_count(demand, gpu);
         planned.replicas = demand.time_slicing.as_ref().map(|slicing| slicing.replicas);
         planned.mig_sharing = match &demand.each {
             InstanceShare::Whole => None,
@@ -456,14 +456,14 @@ impl NodeBuilder<'_> {
             _ => partition::observed_slices(gpu, None),
         };
         let named = planned.slices.iter().map(|slice| slice.resource.as_str());
-        let shares: BTreeSet<&str> = named.filter(|name| names_shares(name)).collect();
+        let shares: BTreeSet<&str> = named.filter(|name| is_share_resource(name)).collect();
         // The planner knows the default names. Pass only a name that a policy sets.
         planned.resource_name = shares.first().map(|&name| name.to_owned());
         if let Some(slice) = planned.slices.iter().find(|slice| slice.profile.is_some()) {
             planned.mig_sharing =
                 Some(MigSharing { units: slice.count.max(1), resource_name: Some(slice.resource.clone()) });
         }
-        fix_slices(planned);
+        pin_slices(planned);
     }
 
     /// Returns whether the GPU does not have this partition yet.
@@ -490,11 +490,11 @@ impl NodeBuilder<'_> {
                 if missing == 0 {
                     continue;
                 }
-                let together = names_shares(resource) || resource.ends_with(SHARED_SUFFIX);
+                let together = is_share_resource(resource) || resource.ends_with(SHARED_SUFFIX);
                 let mut offers = false;
                 for gpu in all.iter_mut().filter(|gpu| has_free_unit(gpu, resource)) {
                     offers = true;
-                    fix_slices(gpu);
+                    pin_slices(gpu);
                     input.repartitionable.remove(&(self.name.to_owned(), gpu.uuid.clone()));
                 }
                 if offers {
@@ -515,7 +515,7 @@ fn cap_next_pass(input: &mut PlannerInput, at: Duration, now: Duration) {
 
 /// Forces the planner to keep a GPU's slices. A GPU that has no slices or is used as a whole is
 /// planned as a whole GPU.
-fn fix_slices(gpu: &mut Gpu) {
+fn pin_slices(gpu: &mut Gpu) {
     if gpu.slices.iter().all(|slice| slice.resource == RESOURCE_GPU) {
         gpu.mode = Mode::Whole;
     } else {
@@ -524,7 +524,7 @@ fn fix_slices(gpu: &mut Gpu) {
 }
 
 /// Returns whether a resource names shares or replicas of whole GPUs.
-fn names_shares(resource: &str) -> bool {
+fn is_share_resource(resource: &str) -> bool {
     resource != RESOURCE_GPU && !resource.starts_with(MIG_PREFIX) && sized_slice_gib(resource).is_none()
 }
 

@@ -161,7 +161,7 @@ pub struct Staging {
 impl Staging {
     /// Restores the current entries of nodes whose wave has not begun, and records the progress of
     /// each policy. Returns the time until the next decision, even if nothing changes.
-    pub fn hold_back(&mut self, plan: &mut Plan, observed: &Observed, now: Duration) -> Option<Duration> {
+    pub fn withhold_changes(&mut self, plan: &mut Plan, observed: &Observed, now: Duration) -> Option<Duration> {
         let mut next = None;
         let mut seen = BTreeSet::new();
         let mut held: Vec<(String, String, bool)> = Vec::new();

@@ -44,7 +44,7 @@ pub struct TaintChange {
 
 /// Whether a node can serve pods with GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Verdict {
+enum NodeVerdict {
     /// The node can serve pods, or its state is unknown.
     Usable,
     /// The node cannot serve pods. Contains the reason.
@@ -56,11 +56,11 @@ enum Verdict {
 /// The nodes whose taint could not be written. Each node has its own delay, so that one refused
 /// taint does not delay other writes. Times are durations since the process started.
 #[derive(Debug, Default)]
-pub(crate) struct TaintBackoff(BTreeMap<String, Failures>);
+pub(crate) struct TaintBackoff(BTreeMap<String, WriteFailures>);
 
 /// Consecutive failures to write the taint of a node.
 #[derive(Debug, Default)]
-struct Failures {
+struct WriteFailures {
     times: u32,
     /// The end of the delay.
     until: Duration,
@@ -116,18 +116,18 @@ impl Taints {
             let tainted =
                 node.taints.iter().position(|taint| taint.key == UNHEALTHY_TAINT && taint.effect == UNHEALTHY_EFFECT);
             let (why, patch) = match (verdict, tainted) {
-                (Verdict::NotReady(since), _) if since < NOT_READY_TIMEOUT => {
+                (NodeVerdict::NotReady(since), _) if since < NOT_READY_TIMEOUT => {
                     let left = NOT_READY_TIMEOUT.saturating_sub(since);
                     next = Some(next.map_or(left, |next| next.min(left)));
                     continue;
                 }
-                (Verdict::NotReady(_), None) => {
+                (NodeVerdict::NotReady(_), None) => {
                     (Some("the agent is not ready"), add_patch(&UNHEALTHY_KEY_AND_EFFECT, &node.taints, &node.version))
                 }
-                (Verdict::Unusable(why), None) => {
+                (NodeVerdict::Unusable(why), None) => {
                     (Some(why), add_patch(&UNHEALTHY_KEY_AND_EFFECT, &node.taints, &node.version))
                 }
-                (Verdict::Usable, Some(index)) => (None, remove_patch(&UNHEALTHY_KEY_AND_EFFECT, index)),
+                (NodeVerdict::Usable, Some(index)) => (None, remove_patch(&UNHEALTHY_KEY_AND_EFFECT, index)),
                 _ => continue,
             };
             differing.insert(name.as_str());
@@ -145,24 +145,24 @@ impl Taints {
         self.backoff.time_to_retry(now)
     }
 
-    fn verdict(&mut self, name: &str, node: &Node, now: Duration) -> Verdict {
+    fn verdict(&mut self, name: &str, node: &Node, now: Duration) -> NodeVerdict {
         // A node whose agent has not reported any GPU may have no GPU, so the node is not tainted.
         let Some(gpus) = node.reported().filter(|gpus| !gpus.is_empty()) else {
             self.away.remove(name);
-            return Verdict::Usable;
+            return NodeVerdict::Usable;
         };
         if !node.agent.is_some_and(|agent| agent.ready) {
             let since = *self.away.entry(name.to_owned()).or_insert(now);
-            return Verdict::NotReady(now.saturating_sub(since));
+            return NodeVerdict::NotReady(now.saturating_sub(since));
         }
         self.away.remove(name);
         // Suspect GPUs become healthy again within a minute. Other causes, such as a failed MPS
         // daemon, are not faults of the GPU.
         let is_out = |class: &str| matches!(class, HEALTH_LOST | HEALTH_NEEDS_RESET);
         if gpus.iter().all(|gpu| !gpu.health.healthy && is_out(&gpu.health.class)) {
-            return Verdict::Unusable("all GPUs of the node are lost or need a reset");
+            return NodeVerdict::Unusable("all GPUs of the node are lost or need a reset");
         }
-        Verdict::Usable
+        NodeVerdict::Usable
     }
 }
 

@@ -390,7 +390,7 @@ fn equal_shares(mps: &Mps, resource: Option<&str>) -> Result<Option<MpsShare>, E
 fn mps_rules(mps: &Mps) -> Result<MpsRules, Error> {
     let Mps { units: _, unit_memory: _, sizes: _, threads, memory, multi_user, compute_mode, enforcement, clients } =
         mps;
-    let (max_clients, memory_parts) = clients.as_ref().map_or(Ok((None, 1)), client_rule)?;
+    let (max_clients, memory_parts) = clients.as_ref().map_or(Ok((None, 1)), client_rules)?;
     Ok(MpsRules {
         threads: (*threads).into(),
         limited: *memory == MemoryPolicy::Limited,
@@ -402,7 +402,7 @@ fn mps_rules(mps: &Mps) -> Result<MpsRules, Error> {
     })
 }
 
-fn client_rule(clients: &ClientLimits) -> Result<(Option<u32>, u32), Error> {
+fn client_rules(clients: &ClientLimits) -> Result<(Option<u32>, u32), Error> {
     let ClientLimits { max, split } = clients;
     if let Some(max) = max {
         check_range("clients.max", *max, 1, MAX_CLIENTS)?;

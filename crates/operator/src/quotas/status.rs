@@ -22,7 +22,7 @@ pub struct PoolView<'a> {
 
 /// The waiting pods of a quota: numbers, amounts and reasons.
 #[derive(Default)]
-pub(crate) struct Waiting {
+pub(crate) struct WaitingPods {
     pods: u32,
     /// Amount that the pods request.
     pub(crate) amount: Amount,
@@ -32,7 +32,7 @@ pub(crate) struct Waiting {
     within: BTreeMap<&'static str, (u32, Amount)>,
 }
 
-impl Waiting {
+impl WaitingPods {
     /// Returns the amount that waiting pods within the guarantee request.
     pub(crate) fn unmet(&self) -> Amount {
         self.within.values().map(|(_, amount)| *amount).sum()
@@ -48,14 +48,14 @@ pub(crate) fn status(
     absent: &[&str],
     waits: &BTreeMap<String, WaitingPod>,
     now: Timestamp,
-) -> (GpuQuotaStatus, Waiting) {
+) -> (GpuQuotaStatus, WaitingPods) {
     let name = quota.metadata.name.as_deref().unwrap_or_default();
     let generation = quota.metadata.generation.unwrap_or_default();
     let known = pool.and_then(|pool| Some((pool, pool.book.usage(name)?)));
     let unit = pool.map_or(Unit::Gpus, |pool| pool.unit);
     let (usage, waiting, leaving) = match known {
         Some((pool, usage)) => (usage, waiting_pods(pool, name, waits), count_terminating_pods(pool.world, name)),
-        None => (Usage::default(), Waiting::default(), 0),
+        None => (Usage::default(), WaitingPods::default(), 0),
     };
     let write = |amount: Amount| format_amount(amount, unit);
     let is_valid = known.is_some();
@@ -139,8 +139,8 @@ fn format_share(usage: &Usage, unit: Unit) -> String {
     format!("{}.{:02}", hundredths / 100, hundredths % 100)
 }
 
-fn waiting_pods(pool: &PoolView<'_>, name: &str, waits: &BTreeMap<String, WaitingPod>) -> Waiting {
-    let mut waiting = Waiting::default();
+fn waiting_pods(pool: &PoolView<'_>, name: &str, waits: &BTreeMap<String, WaitingPod>) -> WaitingPods {
+    let mut waiting = WaitingPods::default();
     for (at, pod) in pool.world.pods.iter().enumerate() {
         let Place::Waiting { nominated } = pod.place else { continue };
         if !matches!(&pod.owner, Owner::Quota(owner) if owner == name) {
@@ -175,7 +175,7 @@ fn count_terminating_pods(world: &World, name: &str) -> u32 {
 }
 
 /// Returns whether the guarantee holds, and the reason and message of the condition `Guaranteed`.
-fn guaranteed_condition(pool: &PoolView<'_>, waiting: &Waiting) -> (bool, &'static str, String) {
+fn guaranteed_condition(pool: &PoolView<'_>, waiting: &WaitingPods) -> (bool, &'static str, String) {
     let write = |amount: Amount| match pool.unit {
         Unit::Gpus => format!("{amount} GPUs"),
         Unit::Memory => format!("{} of GPU memory", format_amount(amount, Unit::Memory)),

@@ -253,11 +253,11 @@ mod tests {
         serde_json::from_value(object).unwrap()
     }
 
-    fn old(name: &str, spec: Value) -> GpuQuota {
+    fn older_quota(name: &str, spec: Value) -> GpuQuota {
         quota(name, "2026-01-01T00:00:00Z", spec)
     }
 
-    fn young(name: &str, spec: Value) -> GpuQuota {
+    fn newer_quota(name: &str, spec: Value) -> GpuQuota {
         quota(name, "2026-02-01T00:00:00Z", spec)
     }
 
@@ -277,10 +277,10 @@ mod tests {
     #[test]
     fn a_namespace_belongs_to_the_quota_that_names_it_or_to_the_older_quota() {
         let quotas = validate_quotas(&[
-            young("young", json!({"namespaces": ["b", "c"], "min": "1"})),
-            old("selector", json!({"namespaceSelector": {"matchLabels": {"team": "a"}}})),
-            young("named", json!({"namespaces": ["a-train"]})),
-            old("old", json!({"namespaces": ["b"]})),
+            newer_quota("young", json!({"namespaces": ["b", "c"], "min": "1"})),
+            older_quota("selector", json!({"namespaceSelector": {"matchLabels": {"team": "a"}}})),
+            newer_quota("named", json!({"namespaces": ["a-train"]})),
+            older_quota("old", json!({"namespaces": ["b"]})),
         ]);
         assert_eq!(reasons(&quotas), [("selector", "NamespaceTaken"), ("young", "NamespaceTaken")]);
         for (namespace, owner) in [("a-train", "named"), ("b", "old"), ("c", "young")] {
@@ -292,13 +292,13 @@ mod tests {
     #[test]
     fn quotas_of_a_pool_have_one_unit_and_pools_do_not_overlap() {
         let quotas = validate_quotas(&[
-            old("a", json!({"namespaces": ["a"], "gpus": {"models": ["H100"]}, "min": "2"})),
-            young(
+            older_quota("a", json!({"namespaces": ["a"], "gpus": {"models": ["H100"]}, "min": "2"})),
+            newer_quota(
                 "differs",
                 json!({"namespaces": ["b"], "gpus": {"models": ["h100"]}, "unit": "Memory", "min": "4Gi"}),
             ),
-            young("overlaps", json!({"namespaces": ["c"], "gpus": {"models": ["NVIDIA H100"]}})),
-            young("rest", json!({"namespaces": ["d"]})),
+            newer_quota("overlaps", json!({"namespaces": ["c"], "gpus": {"models": ["NVIDIA H100"]}})),
+            newer_quota("rest", json!({"namespaces": ["d"]})),
         ]);
         assert_eq!(reasons(&quotas), [("differs", "UnitDiffers"), ("overlaps", "PoolOverlaps")]);
         assert_eq!((quotas.pool_of("NVIDIA H100 80GB HBM3"), quotas.pool_of("NVIDIA L4")), (Some(0), Some(1)));
@@ -319,7 +319,8 @@ mod tests {
             json!({"namespaces": namespaces, "guarantee": "Cells", "min": "2500m"}),
             json!({"namespaces": namespaces, "guarantee": "Cells", "unit": "Memory", "min": "4Gi"}),
         ] {
-            let quotas = validate_quotas(&[old("bad", spec.clone()), young("good", json!({"namespaces": ["a"]}))]);
+            let quotas =
+                validate_quotas(&[older_quota("bad", spec.clone()), newer_quota("good", json!({"namespaces": ["a"]}))]);
             assert_eq!(reasons(&quotas), [("bad", "Invalid")], "{spec}");
             assert_eq!(quotas.owner(0, "a"), Owner::Quota("good".to_owned()), "{spec}");
         }

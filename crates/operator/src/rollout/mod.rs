@@ -22,7 +22,7 @@
 //! | step | module | purpose |
 //! |---|---|---|
 //! | read | `hosts`, `view` | pods and revisions, and the state of MPS on each node |
-//! | decide | `decide` | [`Step`]: the pods to delete now |
+//! | decide | `decide` | [`RolloutStep`]: the pods to delete now |
 //! | apply | `replace` | the deletion, by UID |
 //!
 //! The decision is part of placement's reconcile ([`crate::placement`]). So the operator reserves
@@ -34,7 +34,7 @@ mod hosts;
 mod replace;
 mod view;
 
-pub(crate) use decide::{Replacement, Step};
+pub(crate) use decide::{Replacement, RolloutStep};
 pub(crate) use decide::{Rollout, UPDATE_INTERVAL};
 pub(crate) use hosts::{MpsHostStores, NewestRevisions, mps_hosts_by_node};
 pub(crate) use hosts::{MpsHosts, Revision};

@@ -173,7 +173,7 @@ impl TestCluster {
         self.nodes.get_mut(name).unwrap()
     }
 
-    fn update(&mut self) -> Step {
+    fn update(&mut self) -> RolloutStep {
         self.rollout.update(&self.nodes, self.up)
     }
 
@@ -246,7 +246,7 @@ fn shares_of_idle_nodes_are_withheld_and_their_mps_hosts_replaced_one_by_one() {
     assert_eq!(world.update().next, Some(STEADY_TIME));
     world.up += STEADY_TIME;
     let step = world.update();
-    assert_eq!((step, world.rollout.outages.len(), world.rollout.deleted.len()), (Step::default(), 0, 0));
+    assert_eq!((step, world.rollout.outages.len(), world.rollout.deleted.len()), (RolloutStep::default(), 0, 0));
 }
 
 #[test]

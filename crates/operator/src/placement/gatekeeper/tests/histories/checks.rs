@@ -5,7 +5,7 @@ use cleave_api::placement::PLACEMENT_ANNOTATION;
 use cleave_plan::affinity::HOSTNAME;
 use serde_json::{Value, json};
 
-use super::operator::{Operator, has_stranded_condition, is_replaced, reserved};
+use super::operator::{Operator, has_stranded_condition, is_replaced, units_reserved_for};
 use super::pods::{Owner, require_node};
 use super::scheduler::{list, node_of, text};
 use super::simulation::{CreatedPod, Simulation};
@@ -19,7 +19,7 @@ const RESCUE_DEADLINE_SECONDS: u64 = 1000;
 pub(super) fn no_units_are_reserved_twice(simulation: &Simulation) -> Result<(), String> {
     let mut units: BTreeMap<String, u32> = BTreeMap::new();
     for pod in simulation.api.pods.values() {
-        for (device, reserved) in reserved(simulation, pod) {
+        for (device, reserved) in units_reserved_for(simulation, pod) {
             *units.entry(device).or_default() += reserved;
         }
     }
@@ -88,7 +88,7 @@ fn find_runnable_node<'a>(simulation: &'a Simulation, pod: &Value) -> Option<&'a
     let view = simulation.view();
     let mut reserved_units: BTreeMap<String, u32> = BTreeMap::new();
     for other in simulation.api.pods.values() {
-        for (device, units) in reserved(simulation, other) {
+        for (device, units) in units_reserved_for(simulation, other) {
             *reserved_units.entry(device).or_default() += units;
         }
     }

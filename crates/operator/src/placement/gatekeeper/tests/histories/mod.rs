@@ -471,7 +471,7 @@ impl Simulation {
     }
 }
 
-fn run((gpus, steps, reports, heals): &(Vec<usize>, Vec<Step>, bool, bool)) -> Result<(), String> {
+fn run_history((gpus, steps, reports, heals): &(Vec<usize>, Vec<Step>, bool, bool)) -> Result<(), String> {
     let simulation = Simulation::new(gpus);
     let operator = Operator::new(&simulation, *reports);
     let mut world = World { simulation, operator, reacted: (0, 0) };
@@ -496,13 +496,13 @@ proptest! {
     /// run. Also checks that no units are reserved twice.
     #[test]
     fn every_pod_that_can_run_runs(history in history()) {
-        run(&history).map_err(TestCaseError::fail)?;
+        run_history(&history).map_err(TestCaseError::fail)?;
     }
 
     /// A new leader does not know of allocations that no node has reported, so it waits before it
     /// reserves units.
     #[test]
     fn a_new_leader_reserves_no_units_of_pods_that_were_just_deleted(history in handover_history()) {
-        run(&history).map_err(TestCaseError::fail)?;
+        run_history(&history).map_err(TestCaseError::fail)?;
     }
 }
