@@ -2,7 +2,7 @@
 //!
 //! Watches may lag. A new leader whose watches have not yet delivered the former leader's last
 //! releases would reserve the same shares again. So a new leader writes only after its watches have
-//! stored everything that was written before it acquired the lease:
+//! stored all objects that were written before the leader acquired the lease:
 //!
 //! - **Pods.** The process writes an annotation to its own pod. A watch delivers changes in order.
 //!   So once the watch delivers the annotation, the store contains all earlier changes of pods. One
@@ -56,7 +56,7 @@ pub(crate) struct Versions {
     pub(crate) gpu_nodes: u64,
 }
 
-/// Selects one kind of [`Versions`].
+/// Selects the version of one kind of object in [`Versions`].
 pub(crate) type VersionOfKind = fn(&mut Versions) -> &mut u64;
 
 impl Versions {
@@ -226,7 +226,7 @@ enum Error {
 }
 
 /// Returns the resource versions that the stores must contain. No write before this call has a
-/// newer version.
+/// newer resource version.
 async fn read_required_versions(client: &Client, pod: &(String, String)) -> Result<Versions, Error> {
     let all = ListParams::default().limit(PAGE_SIZE);
     let pods = match annotate_own_pod(client, pod).await {

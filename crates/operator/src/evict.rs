@@ -1,4 +1,4 @@
-//! Evicts pods through the API that respects disruption budgets.
+//! Evicts pods through the Eviction API, which respects disruption budgets, and deletes pods.
 use std::time::Duration;
 
 use kube::Client;

@@ -1,10 +1,10 @@
 //! Leader election: only the process that holds a lease writes to the cluster.
 //!
-//! [`evaluate`] decides and is pure. [`Elector::run`] reads the lease, decides and writes. The
-//! holder's [`LeaseGuard`] expires before another process may acquire the lease. So a holder that
-//! cannot reach the API server stops its writes before another process starts to write. Processes
-//! never compare each other's clocks: a process measures the age of a renewal from its own read of
-//! the changed lease.
+//! [`evaluate`] makes the decisions and is pure. [`Elector::run`] reads the lease, decides and
+//! writes. The holder's [`LeaseGuard`] expires before another process may acquire the lease. So a
+//! holder that cannot reach the API server stops its writes before another process starts to write.
+//! Processes never compare each other's clocks: a process measures the age of a renewal from its
+//! own read of the changed lease.
 //!
 //! [`start`] runs the elector on a separate thread. A long pass or many TLS handshakes can keep the
 //! main thread busy, but must not delay a renewal.
@@ -28,7 +28,7 @@ pub const GUARD_TIME: Duration = Duration::from_secs(10);
 /// Maximum duration of a write that starts while a [`LeaseGuard`] is valid.
 const WRITE_TIME: Duration = LEASE_TIME.saturating_sub(GUARD_TIME);
 /// Interval between renewals by the holder. A guard remains valid if one renewal fails and the next
-/// succeeds, even if both requests of the failed renewal time out.
+/// renewal succeeds, even if both requests of the failed renewal time out.
 const RENEW_INTERVAL: Duration = Duration::from_secs(3);
 /// Interval between reads of the lease by processes that do not hold it.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
@@ -399,8 +399,7 @@ impl Elector {
                 self.set_term(Some(sent + GUARD_TIME));
                 Ok(RENEW_INTERVAL)
             }
-            // Another process wrote first. Another process has changed the lease: read it again
-            // after 100 ms.
+            // Another process wrote first. Read the lease again after 100 ms.
             Err(Error::Api(kube::Error::Api(status))) if status.code == 409 => Ok(Duration::from_millis(100)),
             Err(error) => Err(error),
         }

@@ -57,7 +57,7 @@ pub(crate) struct Metrics {
     /// Time from the operator's first sight of a pod at the placement gate to the patch that
     /// released the pod.
     pub(crate) gate_wait_seconds: Histogram,
-    /// Pods evicted for pods of higher priority, by result.
+    /// Pods evicted for waiting pods, by result.
     pub(crate) evictions: Family<Outcome, Counter>,
     /// Searches for preemption victims.
     pub(crate) preemption_searches: Counter,
@@ -230,7 +230,7 @@ impl Metrics {
             "Time that a pod waited at the placement gate",
             self.gate_wait_seconds.clone(),
         );
-        registry.register("evictions", "Pods evicted for pods of higher priority, by result", self.evictions.clone());
+        registry.register("evictions", "Pods evicted for waiting pods, by result", self.evictions.clone());
         registry.register("preemption_searches", "Searches for preemption victims", self.preemption_searches.clone());
         registry.register(
             "stranded_pods_recreated",

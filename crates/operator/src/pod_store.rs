@@ -233,7 +233,7 @@ impl PodWriter {
     /// returns the effect of all listed pods with the last event.
     ///
     /// Stores each listed pod immediately. A listed pod is newer than the stored pod, and a second
-    /// copy of all pods would need much memory.
+    /// copy of all pods would need a lot of memory.
     pub(crate) fn apply(&mut self, event: Event<RawPod>) -> AffectedControllers {
         let mut state = lock(&self.state);
         match event {

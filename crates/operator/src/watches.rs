@@ -350,7 +350,7 @@ impl Watches<'_> {
                     tracing::warn!(kind, error = &error as &dyn std::error::Error, "watch failed; retrying");
                 }
             });
-            // Dropping a watch is safe: after `stop` nothing reads the store.
+            // Dropping a watch is safe, because no task reads the store after `stop`.
             tokio::select! {
                 () = followed => {}
                 () = stop.cancelled() => {}

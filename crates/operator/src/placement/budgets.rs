@@ -12,7 +12,7 @@ const ALWAYS_ALLOW: &str = "AlwaysAllow";
 #[derive(Clone)]
 pub(super) struct DisruptionBudgets<'a> {
     all: Vec<&'a BudgetObject>,
-    /// Indices in `all` of the budgets of each namespace.
+    /// Indices in `all`, by the namespace of the budget.
     of_namespace: BTreeMap<&'a str, Vec<usize>>,
 }
 

@@ -46,7 +46,7 @@ pub(super) struct PodClaims {
     /// Ended or deleted pods that may still use shares, each with the time at which its claim ends.
     lingering: BTreeMap<String, Duration>,
     /// Pods that ended or were deleted less than [`LISTED_TIME`] ago, by name and node, each with
-    /// the time of its end. A new pod may have the name of such a pod.
+    /// the time of its end. A new pod may have the same name.
     ended: BTreeMap<String, BTreeMap<String, Duration>>,
     /// When the ledger was built. Pods that are not in `ended` count as ended at this time.
     built: Duration,

@@ -185,9 +185,9 @@ impl NodeState {
         free
     }
 
-    /// Returns the units that the scheduler counts as free, by resource, in thousandths. These are
-    /// the healthy units minus the requests of all bound pods. An amount is negative if pods
-    /// request more units.
+    /// Returns the units that the scheduler counts as free, by resource, in thousandths. The
+    /// scheduler subtracts the requests of all bound pods from the healthy units. An amount is
+    /// negative if pods request more units.
     ///
     /// The scheduler also counts pods on a faulted GPU, whose units are no longer allocatable, and
     /// terminating pods that no longer use units. The result ignores the kubelet's report of
@@ -446,8 +446,8 @@ impl Nodes {
         {
             return Verdict::Waits(why.to_string());
         }
-        // Search again, including the nodes that only temporary obstacles exclude. On such a node,
-        // the pod fits after a wait.
+        // Search again, including the nodes that only temporary obstacles exclude. The pod may fit
+        // on these nodes after a wait.
         let is_possible = |state: &&NodeState| {
             state.may_admit_later(pod)
                 && (checks.conflict)(&state.node).map_or_else(|conflict| conflict.is_temporary(), |()| true)

@@ -86,7 +86,7 @@ fn existing_affinity(pod: &PodObject) -> ExistingAffinity<'_> {
 ///
 /// Only autoscalers' node templates and administrators set the label of the requirement. The
 /// requirement names no node, so any node with the label may serve the pod. Returns `None` for
-/// whole GPUs and whole MIG instances: the scheduler counts them correctly.
+/// whole GPUs and whole MIG instances, because the scheduler counts these units correctly.
 fn larger_gpus_requirement(device_requests: &[DeviceRequest]) -> Option<Requirement> {
     let request = device_requests
         .iter()

@@ -8,9 +8,10 @@ use super::actions::Actions;
 use crate::pods::PodObject;
 use crate::read::BudgetObject;
 
-/// Maximum number of waiting pods per reconcile with a repeated search for preemption victims.
+/// Maximum number of waiting pods per reconcile for which the operator repeats the search for
+/// preemption victims.
 const MAX_REPEATED_SEARCHES: usize = 8;
-/// Time after which a search without result is repeated even if nothing has changed. After this
+/// Time after which a search without a result is repeated even if nothing has changed. After this
 /// time, changes that this module does not track, such as another pod's labels, take effect.
 pub(super) const RECHECK_TIME: Duration = Duration::from_secs(60);
 /// Time after which a search is repeated for a pod with rules about other pods or volumes. A change
@@ -46,7 +47,7 @@ pub(super) struct Preemptors {
     /// Victims of the last evictions for each waiting pod, with their node.
     victims: BTreeMap<String, (String, Vec<String>)>,
     /// Pods that disruption budgets protect although their units are guaranteed to other pods, by
-    /// UID. Each value contains the times at which this was first and last found.
+    /// UID. Each value contains the times at which the operator first and last found this state.
     protected: BTreeMap<String, (Duration, Duration)>,
 }
 

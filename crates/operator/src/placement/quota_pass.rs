@@ -128,7 +128,7 @@ impl<'w> QuotaPass<'w> {
     }
 
     fn rank_of(&self, member: Member, is_within: bool) -> Rank {
-        // Different pools may use the same account number. That does no harm, because pods of
+        // Different pools may use the same account number. This has no effect, because pods of
         // different pools use different GPUs.
         let book = self.book(member);
         Rank { quota: book.account(member.id) + 1, is_within, priority: book.priority(member.id) }

@@ -569,8 +569,7 @@ fn unsupported_message(report: &PolicyReport) -> String {
     join_items(sentences.into_iter().collect(), "; ")
 }
 
-/// Joins the distinct sentences to one sentence, which contains at most [`MAX_LISTED_ITEMS`] of
-/// them.
+/// Joins the distinct sentences into one sentence. Lists at most [`MAX_LISTED_ITEMS`] sentences.
 fn join_sentences(sentences: Vec<String>) -> Vec<String> {
     let distinct: BTreeSet<String> = sentences.into_iter().collect();
     vec![join_items(distinct.into_iter().collect(), "; ")]

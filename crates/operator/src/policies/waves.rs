@@ -100,7 +100,7 @@ pub struct RolloutProgress {
     pub failed: BTreeMap<String, String>,
     /// Nodes that keep an older partition until their wave begins.
     pub pending: BTreeSet<String>,
-    /// Changed nodes that have not served for long enough. Other fields also count these nodes.
+    /// Changed nodes that have not served long enough. Other fields also count these nodes.
     pub unsteady: BTreeSet<String>,
     /// Cordoned nodes that changed, do not serve, and hold back other nodes. Other fields also
     /// count these nodes.
@@ -170,7 +170,7 @@ fn proves_change(view: &NodeView) -> bool {
     view.has_newest && view.is_steady && is_serving(view)
 }
 
-/// Returns whether a node that the change has reached serves, but not for long enough.
+/// Returns whether a node that the change has reached serves, but has not served long enough.
 fn is_unsteady(view: &NodeView) -> bool {
     view.has_newest && view.affected && !view.is_steady && is_serving(view)
 }
@@ -244,7 +244,7 @@ fn withheld_by(rules: RolloutRules, view: &NodeView) -> Option<WithheldNodes> {
         NodeState::Changing => (is_canary || !view.excused).then_some(WithheldNodes::All),
         NodeState::WaitingForPods => (is_canary || !view.excused).then_some(WithheldNodes::InUse),
         NodeState::Serving => is_canary.then_some(WithheldNodes::Unfit),
-        // Depending on `onFailure`, a failure that is not excused stops all nodes or none.
+        // Depending on `onFailure`, a failure that is not excused stops all nodes or no node.
         NodeState::Failed(_) => {
             (is_canary && view.excused && rules.on_failure == OnFailure::Stop).then_some(WithheldNodes::Unfit)
         }

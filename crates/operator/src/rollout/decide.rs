@@ -234,8 +234,9 @@ impl Rollout {
                 host.outdated && !host.terminating && view.busy.is_none() && !self.closed.contains_key(*name)
             })
             .filter(|(name, _, _)| !self.outages.contains_key(*name))
-            // Replace MPS hosts that do not serve last. If such a node's new MPS host also fails,
-            // the failure does not show whether the new release works.
+            // First replace the MPS hosts that serve, then the other MPS hosts. If a new MPS host
+            // fails on a node whose old MPS host did not serve, the failure does not show whether
+            // the new release works.
             .map(|(name, view, host)| (!host.ready || view.daemon_problem.is_some(), name.clone(), host.uid.clone()))
             .collect();
         next.sort();

@@ -100,7 +100,7 @@ impl FindingTracker {
             let uid = pod.metadata.uid.as_deref().unwrap_or_default();
             let findings = pod.node().and_then(|node| found.get(&(node, uid))).map_or(&[][..], Vec::as_slice);
             let has = pod.status.conditions.iter().find(|condition| condition.type_ == CONDITION_WITHIN_SHARE);
-            // This skips most pods, because no agent ever reported them.
+            // This check skips most pods, because no agent ever reported them.
             if findings.is_empty() && has.is_none() && !self.written.contains_key(uid) {
                 continue;
             }

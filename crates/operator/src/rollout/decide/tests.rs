@@ -446,7 +446,7 @@ proptest! {
             let withheld = world.rollout.is_withheld(&name);
             let view = world.nodes.get_mut(&name).unwrap();
             match what {
-                // The gatekeeper reserves no shares on a withheld node.
+                // The gatekeeper reserves no shares on a node whose shares are withheld.
                 0 if !withheld && view.host.as_ref().is_some_and(|host| host.ready && !host.terminating) => view.busy = Some("a pod".into()),
                 1 => view.busy = None,
                 2 => world.rollout = Rollout::default(),

@@ -1,5 +1,5 @@
-//! Tests unusual and hostile objects. A pass over such objects is short, each message has a limited
-//! length, and no other pod is delayed.
+//! Tests unusual and hostile objects. A pass over these objects is short, each message has a
+//! limited length, and no other pod is delayed.
 use std::time::{Duration, Instant};
 
 use cleave_plan::affinity::HOSTNAME;

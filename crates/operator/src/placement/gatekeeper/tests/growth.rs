@@ -259,7 +259,7 @@ fn pods_that_fit_a_node_whose_agent_is_briefly_not_ready_are_not_reported() {
             |node| node["status"]["gpus"][0]["health"]["healthy"] = json!(false),
         );
     };
-    // The node has room for one of two pods.
+    // Only one of the two pods fits on the node.
     let one: &[_] = &[("team/b", true)];
     let both: &[_] = &[("team/a", true), ("team/b", true)];
     let cases = [
