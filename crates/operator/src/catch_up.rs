@@ -140,8 +140,8 @@ impl CatchUp {
         }
     }
 
-    /// Returns whether the process has led for too long without writing. If so, logs and counts the
-    /// late term. `before` is the number of consecutive late terms before this one.
+    /// Returns whether the process has led for too long without writing. If the term is late, logs
+    /// and counts the term. `before` is the number of consecutive late terms before this term.
     fn is_term_late(&self, before: u32, late: &Counter) -> bool {
         if self.began.elapsed() < time_until_late(before) {
             return false;
@@ -154,7 +154,7 @@ impl CatchUp {
 }
 
 /// Returns the time after which a term is late. `before` is the number of consecutive late terms
-/// before it.
+/// before that term.
 fn time_until_late(before: u32) -> Duration {
     LATE_AFTER.saturating_mul(2_u32.saturating_pow(before.min(MAX_DOUBLINGS)))
 }
@@ -343,8 +343,8 @@ mod tests {
     }
 
     /// Returns an API server with a lease, two pages of nodes and one `GpuNode`. The server answers
-    /// the annotation of this process's pod with the status code `annotation_status`. It records
-    /// all requests except those about the lease.
+    /// the annotation of this process's pod with the status code `annotation_status`. The server
+    /// records all requests except requests about the lease.
     fn mock_server(annotation_status: u16) -> (Client, Arc<Mutex<Vec<String>>>) {
         let requests = Arc::new(Mutex::new(Vec::new()));
         let lease = Arc::new(Mutex::new(json!({"metadata": {"name": "l"}})));

@@ -232,8 +232,8 @@ impl LeaseGuard {
 /// Starts an elector on a separate thread. Returns the guard, and a future that resolves when the
 /// elector has ended; see [`Elector::run`] for `stop` and `released`.
 ///
-/// `connect` runs on that thread, because a client's tasks belong to the runtime that creates the
-/// client.
+/// `connect` runs on the elector's thread, because a client's tasks belong to the runtime that
+/// creates the client.
 ///
 /// # Errors
 /// Returns an error if the thread cannot be started. The future fails if the client cannot be
@@ -493,7 +493,7 @@ mod tests {
         assert_eq!(evaluate(Some(&observed("b", 100)), "a", at(100)), Decision::Wait(15 * SECOND));
         assert_eq!(evaluate(Some(&observed("b", 100)), "a", at(114)), Decision::Wait(SECOND));
         assert_eq!(evaluate(Some(&observed("b", 100)), "a", at(115)), Decision::Acquire);
-        // A missing or negative duration counts as the default.
+        // The default replaces a missing or negative duration.
         for seconds in [None, Some(-1)] {
             let malformed = ObservedLease { spec: lease("b", seconds), since: at(0) };
             assert_eq!(evaluate(Some(&malformed), "a", at(14)), Decision::Wait(SECOND));

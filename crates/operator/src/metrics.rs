@@ -41,7 +41,7 @@ pub(crate) struct Metrics {
     /// Time to compute one plan.
     pub(crate) plan_seconds: Histogram,
     /// Time from the first observed change to the last `GpuNode` that a pass writes. Passes that
-    /// write no `GpuNode` do not count.
+    /// write no `GpuNode` are not measured.
     pub(crate) reaction_seconds: Histogram,
     /// Time from the write of a changed `GpuNode` until its agent reports that the node serves it.
     pub(crate) repartition_seconds: Histogram,

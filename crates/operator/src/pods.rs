@@ -348,7 +348,7 @@ impl PodSpec {
 }
 
 /// Returns whether all units of a resource on a node are equivalent: whole GPUs and whole MIG
-/// instances. Placement counts such units and does not choose devices for them.
+/// instances. Placement only counts these units, and does not choose devices for them.
 pub fn is_interchangeable(resource: &str) -> bool {
     resource == RESOURCE_GPU || resource.starts_with(RESOURCE_MIG_PREFIX) && !resource.ends_with(SHARED_SUFFIX)
 }

@@ -152,7 +152,7 @@ pub struct BudgetStatus {
     pub current_healthy: i32,
     /// Minimum number of pods that must be ready.
     pub desired_healthy: i32,
-    /// Pods whose eviction the API server accepted recently, each with the time.
+    /// Pods whose eviction the API server accepted recently, each with the time of the eviction.
     pub disrupted_pods: BTreeMap<String, Time>,
 }
 

@@ -5,8 +5,8 @@
 //! cannot sign another certificate. The Secret contains the certificate, its key, and the CAs that
 //! API servers must trust: the certificate's own CA and the previous CA. API servers therefore also
 //! trust a replica that still serves the previous certificate. [`next_step`] selects the next
-//! action and is pure. It detects an expired certificate by verifying the certificate as a client
-//! does.
+//! action and is pure. The function detects an expired certificate by verifying the certificate as
+//! a client does.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};

@@ -42,7 +42,8 @@ impl FragmentationTaints {
         self.enabled
     }
 
-    /// Records whether a node's taint was written. If not, a later reconcile retries the write.
+    /// Records whether a node's taint was written. If the write failed, a later reconcile retries
+    /// it.
     pub(super) fn record_write(&mut self, node: &str, written: bool, up: Duration) {
         self.backoff.record_write(node, written, up);
         if !written {

@@ -369,7 +369,7 @@ impl Nodes {
     }
 
     /// Returns why a node does not accept a released pod now. Returns `None` if the node accepts
-    /// the pod. Other pods that are released to the node but not bound to it do not count.
+    /// the pod. Ignores other pods that are released to the node but not bound to it.
     pub(super) fn refusal(&self, node: &str, pod: &PlanPod, tracker: &PodTracker) -> Option<String> {
         let Some(state) = self.0.get(node) else { return Some("the node no longer exists".to_owned()) };
         if !state.managed {
@@ -487,12 +487,12 @@ impl Nodes {
     }
 
     /// Returns which component serves a resource, for a pod that may run on any node. If several
-    /// providers serve the resource, returns the provider that the pod waits for the longest. Nodes
-    /// that are not ready and show no sign of Cleave count only if no other node reports the
-    /// resource.
+    /// providers serve the resource, returns the provider that the pod waits for the longest.
+    /// Considers nodes that are not ready and that show no sign of Cleave only if no other node
+    /// reports the resource.
     ///
     /// The kubelet of a node that has just lost its `GpuNode` or its policy may still report
-    /// Cleave's resources. Such a report alone does not prove that another plugin serves the
+    /// Cleave's resources. The kubelet's report alone does not prove that another plugin serves the
     /// resources.
     pub(super) fn provider(&self, resource: &str) -> ResourceProvider {
         if self.0.values().any(|state| state.offers.contains(resource)) {
@@ -524,8 +524,8 @@ pub(super) const OUTDATED_TAINTS: [&str; 2] = ["node.kubernetes.io/not-ready", "
 pub(super) enum ResourceProvider {
     /// No node serves the resource.
     Nothing,
-    /// Only kubelets of nodes that are not ready and where Cleave never ran report the resource.
-    /// Their reports may be old.
+    /// Only kubelets of NotReady nodes on which Cleave never ran report the resource. Their reports
+    /// may be old.
     Outdated,
     /// Another device plugin, on nodes where Cleave does not run.
     Another,

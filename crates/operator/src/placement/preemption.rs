@@ -179,7 +179,7 @@ impl<'a> PreemptionSearch<'a> {
         let nominated = ledger.nominations().get(name);
         let scope = self.preemptors.search_scope(name, self.up);
         let key = search.key(candidate);
-        // The scheduler may refuse the node, because the volume cannot be created there. The
+        // The scheduler may refuse the node, because the volume cannot be created on the node. The
         // evictions would have no effect.
         if key.has_unbound_volume() {
             return SearchResult::Impossible;

@@ -160,8 +160,8 @@ impl Preemptors {
         self.budgets = now;
     }
 
-    /// Returns the waiting pods whose turn it is. These are the pods with the oldest searches,
-    /// among the pods that another search may help.
+    /// Returns the waiting pods whose turn it is. Among the pods that another search may help, the
+    /// pods with the oldest searches have their turn.
     pub(super) fn pods_in_turn(&self, up: Duration) -> BTreeSet<String> {
         let due = self.waiting.iter().filter(|(_, one)| self.scope_of(one, up) != SearchScope::Nothing);
         let mut due: Vec<(u64, &String)> = due.map(|(name, one)| (one.turn, name)).collect();

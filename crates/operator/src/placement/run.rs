@@ -678,8 +678,7 @@ impl PlacementController {
         publish_all(&self.context.recorder, &self.context.claim, all).await;
     }
 
-    /// Updates the gauges of pods at the gate. For a pod in `demand`, the reason in `demand`
-    /// counts.
+    /// Updates the gauges of pods at the gate. For a pod in `demand`, uses the reason in `demand`.
     fn set_gauges(&self, actions: &Actions, demand: &BTreeMap<String, WaitingPod>, up: Duration) {
         let reason = |pod: &str, gated: &WaitingPod| demand.get(pod).map_or(gated.reason, |planned| planned.reason);
         let mut gated = BTreeMap::new();

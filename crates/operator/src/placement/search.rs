@@ -459,7 +459,7 @@ impl<'a> PlacementSearch<'a> {
     }
 
     /// Returns whether an earlier pod with the same name excludes the pod from one of these nodes.
-    /// If so, the result of a search does not apply to otherwise equal pods.
+    /// In this case, the result of a search does not apply to otherwise equal pods.
     pub(super) fn has_lasting_predecessor<'n>(
         &self,
         ledger: &Ledger,

@@ -273,7 +273,7 @@ impl StrandedPods {
     }
 
     /// Records that a pod could not be evicted. The operator evicts other pods before it retries
-    /// this one.
+    /// this pod.
     pub(super) fn record_failed_eviction(&mut self, uid: &str, up: Duration) {
         self.failed.insert(uid.to_owned(), up.saturating_add(EVICTION_RETRY_DELAY));
     }

@@ -76,7 +76,7 @@ struct PolicyChange {
     affected: BTreeMap<String, AffectedNode>,
     /// Whether a former leader may have begun the change.
     is_inherited: bool,
-    /// Whether the previous change was incomplete. Nodes of that change may have the newest
+    /// Whether the previous change was incomplete. Nodes of the previous change may have the newest
     /// partition.
     follows_incomplete: bool,
 }
@@ -386,9 +386,9 @@ impl Staging {
         }
     }
 
-    /// Applies the recorded failures of a node to its view. Returns the time until a failure
-    /// counts. A failure lasts until the policy's GPUs serve, wait for pods, or get other
-    /// partitions.
+    /// Applies the recorded failures of a node to its view. Returns the time until a failure has
+    /// lasted for [`FAILURE_TIME`]. A failure lasts until the policy's GPUs serve, wait for pods,
+    /// or get other partitions.
     fn update_failure(
         &mut self,
         key: &PolicyAndNode,

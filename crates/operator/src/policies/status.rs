@@ -172,8 +172,8 @@ fn policy_status(
             reason: verdict.reason.to_owned(),
             message: verdict.message,
             observed_generation: Some(generation),
-            // As in Kubernetes, this is the time at which `status` changed. A changed message does
-            // not count.
+            // As in Kubernetes, the transition time is the time at which `status` changed. A
+            // changed message does not change the time.
             last_transition_time: before
                 .filter(|before| before.status == status)
                 .map_or(Time(now), |before| before.last_transition_time.clone()),

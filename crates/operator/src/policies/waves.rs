@@ -251,7 +251,7 @@ fn withheld_by(rules: RolloutRules, view: &NodeView) -> Option<WithheldNodes> {
     }
 }
 
-/// Returns whether a pending node is a poor test of the change.
+/// Returns whether a pending node is unlikely to prove the change.
 const fn is_unfit(view: &NodeView) -> bool {
     view.excused || view.cordoned || matches!(view.state, NodeState::Failed(_))
 }

@@ -224,8 +224,8 @@ impl Rollout {
         let max_replacing = if proven { (hosts().count() / BATCH_DIVISOR).max(1) } else { 1 };
         let excused = |name: &String| nodes.get(name).is_some_and(|view| view.excused);
         let replacing = self.outages.keys().filter(|name| self.deleted.contains_key(*name) || !excused(name)).count();
-        // Reopen nodes if too many are closed. This happens when MPS hosts stop serving after nodes
-        // were closed.
+        // Reopen nodes if too many are closed. Too many nodes are closed when MPS hosts stop
+        // serving after nodes were closed.
         while !self.closed.is_empty() && replacing.saturating_add(self.closed.len()) > max_replacing {
             self.closed.pop_last();
         }

@@ -104,7 +104,7 @@ pub(crate) struct MpsHostView {
     pub daemon_problem: Option<String>,
     /// A pod or program that uses MPS on the node, or has a reservation for MPS shares.
     pub busy: Option<String>,
-    /// Whether the node is unreachable or cordoned. Failures on such a node do not count against a
+    /// Whether the node is unreachable or cordoned. Failures on such a node are not attributed to a
     /// release.
     pub excused: bool,
 }

@@ -14,7 +14,7 @@ use crate::write::publish;
 /// Time to wait for further changes after the first one.
 const BATCH_WINDOW: Duration = Duration::from_millis(200);
 
-/// Writes the conditions of pods and evicts pods, as [`FindingTracker`] decides.
+/// Writes the conditions of pods and evicts pods, according to the decisions of [`FindingTracker`].
 pub(crate) struct TenantController {
     context: Context,
     wakes: Wakers,

@@ -407,7 +407,7 @@ fn several_of_many_mps_hosts_are_replaced_at_a_time_after_one_has_served() {
     assert_eq!(world.replace_next_mps_host(), ["n01", "n02"]);
     world.view_of("n01").host = Some(mps_host("n01", "2", false, true));
     assert_eq!(world.replace_next_mps_host(), ["n03"]);
-    // One of two replaced MPS hosts serves, and the other does not.
+    // One of two replaced MPS hosts serves, and the other MPS host does not.
     world.view_of("n02").host = Some(mps_host("n02", "2", false, false));
     world.view_of("n03").host = Some(mps_host("n03", "2", false, true));
     world.up += START_TIMEOUT;

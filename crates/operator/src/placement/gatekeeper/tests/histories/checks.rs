@@ -53,8 +53,9 @@ fn check_gated(simulation: &Simulation, operator: &Operator, name: &str, origina
     let Some(waiting) = operator.last.waiting.get(name) else {
         return Err(format!("nothing states why {name} waits"));
     };
-    // The operator does not know where a volume can be created. Each time that the scheduler does
-    // not bind a controller's released pods, the operator delays their next release longer.
+    // The operator does not know where a volume can be created. Whenever the scheduler does not
+    // bind a controller's released pods, the operator increases the delay before their next
+    // release.
     if original.has_new_volume && waiting.message.contains("This pod is released later") {
         return Ok(());
     }
