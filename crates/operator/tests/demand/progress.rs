@@ -38,7 +38,7 @@ fn a_node_gets_no_second_change_while_it_changes() {
 }
 
 #[test]
-fn a_written_spec_counts_before_the_watch_returns_it() {
+fn a_written_spec_is_used_before_the_watch_returns_it() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1);
     world.pod("first", SLICE_10GB_RESOURCE, 1);
     let old = world.object("n1").clone();

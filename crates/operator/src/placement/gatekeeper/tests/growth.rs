@@ -313,7 +313,7 @@ fn pods_that_fit_a_gpu_after_its_repartitioning_are_not_reported() {
 }
 
 #[test]
-fn rules_between_pods_count_on_nodes_whose_agent_is_not_ready() {
+fn rules_between_pods_apply_on_nodes_whose_agent_is_not_ready() {
     let term = json!({"labelSelector": {"matchLabels": {"app": "web"}}, "topologyKey": "kubernetes.io/hostname"});
     let apart = json!({"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}});
     let mut world = TestCluster::default().node("n1", &[10]).node("n2", &[0]).policy(10);

@@ -35,7 +35,7 @@ fn node_without_agent() -> TestCluster {
 }
 
 #[test]
-fn no_pod_is_evicted_while_the_agent_of_a_node_with_room_is_briefly_not_ready() {
+fn no_pod_is_evicted_while_the_agent_of_a_node_with_free_units_is_briefly_not_ready() {
     let mut world = node_without_agent();
     let mut keeper = Gatekeeper::default();
     let first = reconcile(&mut keeper, &world, 0);
