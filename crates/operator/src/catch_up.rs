@@ -1,8 +1,8 @@
 //! Delays writes after this process acquires the lease, until its stores are as new as the lease.
 //!
-//! Watches may lag. A new leader whose watches have not yet delivered the former leader's last
-//! releases would reserve the same shares again. So a new leader writes only after its watches have
-//! stored all objects that were written before the leader acquired the lease:
+//! Watches may lag. If a new leader's watches have not yet delivered the former leader's last
+//! releases, the new leader would reserve the same shares again. So a new leader writes only after
+//! its watches have stored all objects that were written before the leader acquired the lease:
 //!
 //! - **Pods.** The process writes an annotation to its own pod. A watch delivers changes in order.
 //!   So once the watch delivers the annotation, the store contains all earlier changes of pods. One

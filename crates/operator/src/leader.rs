@@ -143,8 +143,8 @@ impl Term {
 }
 
 impl LeaseGuard {
-    /// Returns whether the lease remains valid long enough for this process to complete a write,
-    /// and the process is ready to write.
+    /// Returns whether this process is ready to write, and the lease remains valid long enough to
+    /// complete a write.
     pub fn is_current(&self) -> bool {
         let term = self.term();
         term.is_some_and(|term| self.ready.as_ref().is_none_or(|ready| *ready.borrow() >= term))

@@ -54,7 +54,7 @@ pub(crate) struct Metrics {
     /// Duration of one decision about gated pods, including reads of the stores and excluding
     /// writes.
     pub(crate) placement_seconds: Histogram,
-    /// Time from the operator's first sight of a pod at the placement gate to the patch that
+    /// Time from the operator's first reconcile with a pod at the placement gate to the patch that
     /// released the pod.
     pub(crate) gate_wait_seconds: Histogram,
     /// Pods evicted for waiting pods, by result.

@@ -189,9 +189,9 @@ impl NodeState {
     /// scheduler subtracts the requests of all bound pods from the healthy units. An amount is
     /// negative if pods request more units.
     ///
-    /// The scheduler also counts pods on a faulted GPU, whose units are no longer allocatable, and
-    /// terminating pods that no longer use units. The result ignores the kubelet's report of
-    /// allocatable units, which is some seconds late.
+    /// The scheduler also counts pods on a faulted GPU, although the units of the GPU are no longer
+    /// allocatable, and terminating pods that no longer use units. The result ignores the kubelet's
+    /// report of allocatable units, which is some seconds late.
     pub(super) fn units_free_for_scheduler(&self, tracker: &PodTracker) -> FreeAmounts<'_> {
         let requested = tracker.requested(&self.node.name);
         let free = |(resource, counts): (&'_ String, &UnitCounts)| {
@@ -387,11 +387,11 @@ impl Nodes {
             .or_else(|| lacks_units().then(|| TOO_FEW_UNITS_IN_SUM.to_owned()))
     }
 
-    /// Returns the pods with allocations that preemption can evict, and ended or deleted pods whose
-    /// node still reports their allocations. Ended or deleted pods that `is_ending` accepts count
-    /// as terminating, so that no other pod is evicted for the same units. The units of other ended
-    /// or deleted pods count as used. `is_ending` receives the node and the name of the pod,
-    /// because a pod of the same name may run on another node.
+    /// Returns the pods with allocations that preemption can evict. Also returns ended or deleted
+    /// pods if their node still reports their allocations. Ended or deleted pods that `is_ending`
+    /// accepts count as terminating, so that no other pod is evicted for the same units. The units
+    /// of other ended or deleted pods count as used. `is_ending` receives the node and the name of
+    /// the pod, because a pod of the same name may run on another node.
     pub(super) fn holders<'a>(
         &self,
         tracker: &'a PodTracker,
@@ -488,8 +488,7 @@ impl Nodes {
 
     /// Returns which component serves a resource, for a pod that may run on any node. If several
     /// providers serve the resource, returns the provider that the pod waits for the longest.
-    /// Considers nodes that are not ready and that show no sign of Cleave only if no other node
-    /// reports the resource.
+    /// If another node reports the resource, ignores NotReady nodes that show no sign of Cleave.
     ///
     /// The kubelet of a node that has just lost its `GpuNode` or its policy may still report
     /// Cleave's resources. The kubelet's report alone does not prove that another plugin serves the
@@ -529,9 +528,9 @@ pub(super) enum ResourceProvider {
     Outdated,
     /// Another device plugin, on nodes where Cleave does not run.
     Another,
-    /// Kubelets report the resource on nodes where Cleave runs but does not serve it, or on nodes
-    /// that are not ready and where Cleave ran before. Either another plugin serves the resource,
-    /// or the kubelet's report is old.
+    /// Kubelets report the resource on nodes where Cleave runs but does not serve the resource, or
+    /// on NotReady nodes where Cleave ran before. Either another plugin serves the resource, or the
+    /// kubelet's report is old.
     Unclear,
     /// Cleave served the resource on a node, or its agent may serve it, but the `GpuNode` or its
     /// status is missing. The kubelet still reports the resource.

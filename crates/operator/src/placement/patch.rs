@@ -15,8 +15,8 @@ const VERSION_POINTER: &str = "/0/value";
 /// Returns the JSON Patch that narrows the pod, annotates it with its reservation and removes its
 /// only gate.
 ///
-/// The patch applies as a whole or not at all, and only to the version of the pod that the decision
-/// was based on.
+/// The patch applies completely or not at all, and only to the version of the pod on which the
+/// decision is based.
 pub(super) fn release_patch(pod: &PodObject, reason: &ReleaseReason, destination: Destination<'_>) -> Value {
     let mut operations =
         vec![json!({"op": "test", "path": "/metadata/resourceVersion", "value": pod.metadata.resource_version})];

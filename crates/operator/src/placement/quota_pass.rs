@@ -394,8 +394,8 @@ impl<'w> QuotaPass<'w> {
         self.book(member).is_legal(kind, &self.gpus_of_found(member, found), &victims)
     }
 
-    /// Returns the least important pods of the waiting pod's quota, so that their eviction keeps
-    /// the quota within its maximum. The waiting pod then uses the free units of `found`. Returns
+    /// Selects the least important pods of the waiting pod's quota, until their eviction keeps the
+    /// quota within its maximum. The waiting pod then uses the free units of `found`. Returns
     /// `None` if no such eviction is possible or permitted.
     pub(super) fn victims_for_max(&self, member: Member, all: &Holders<'_>, found: Preemption) -> Option<Preemption> {
         let (book, pool) = (self.book(member), &self.worlds.pools[member.pool]);

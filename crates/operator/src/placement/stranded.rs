@@ -2,9 +2,9 @@
 //! callers pass in the time.
 //!
 //! A scheduling gate cannot be added again. So if a pod has lost its reservation, or its nodes no
-//! longer accept it, the pod's controller must recreate it. The operator evicts the pod, and the
-//! replacement waits at the gate. The operator never deletes a pod that no controller recreates.
-//! Instead, a condition and an Event state how to resolve the problem.
+//! longer accept it, the pod's controller must recreate the pod. The operator evicts the pod, and
+//! the replacement waits at the gate. The operator never deletes a pod that no controller
+//! recreates. Instead, a condition and an Event state how to resolve the problem.
 //!
 //! | a released pod that is not bound | is stranded |
 //! |---|---|

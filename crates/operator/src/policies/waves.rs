@@ -4,8 +4,8 @@
 //! served the newest partition for some time:
 //!
 //! - A canary that can never serve, such as one with cordoned GPUs, also holds back all nodes that
-//!   are cordoned or failed. A node that can serve replaces this canary. A canary that an
-//!   administrator cordons after its change began holds back no node.
+//!   are cordoned or failed. A node that can serve replaces this canary. If an administrator
+//!   cordons a canary after its change began, the canary holds back no node.
 //! - At most `maxUnavailable` nodes are repartitioned at a time.
 //! - Nodes whose GPUs are in use wait for their pods after their spec is written. These nodes count
 //!   separately, so they do not delay unused nodes.

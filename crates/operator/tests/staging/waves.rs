@@ -242,7 +242,8 @@ fn nodes_that_the_change_does_not_affect_are_not_canaries() {
     world.run_pass();
     world.serve_all();
     assert!(world.run_pass().is_empty());
-    // The nodes of `q` follow `p`, whose partition other nodes already serve.
+    // The nodes of policy `q` now follow policy `p`. Other nodes already serve the partition of
+    // `p`.
     world.set_policy("q", &spec("pool: none", 5));
     world.set_policy("p", &spec("zone: a", 10));
     assert_eq!(world.run_pass(), ["n10"]);

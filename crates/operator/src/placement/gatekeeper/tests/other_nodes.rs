@@ -244,7 +244,7 @@ fn a_not_ready_node_of_another_plugin_delays_no_pod() {
     for mut keeper in [gatekeeper_with_agent_labels(), Gatekeeper::default()] {
         assert_eq!(released(&reconcile(&mut keeper, &world, 0)), [("team/a", "not_managed")]);
     }
-    // The labels of nodes with an agent may be labels of every node, such as `kubernetes.io/os`.
+    // Every node may have the labels of nodes with an agent, for example `kubernetes.io/os`.
     let mut labelled = world.clone();
     add_agent_labels(&mut labelled, "dead");
     let mut keeper = gatekeeper_with_agent_labels();

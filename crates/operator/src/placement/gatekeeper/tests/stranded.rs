@@ -1,5 +1,5 @@
-//! Tests that the operator neither releases nor strands a pod because of a temporary obstacle, and
-//! that it recreates or reports stranded pods.
+//! Tests that temporary obstacles do not make the operator release or strand a pod, and that the
+//! operator recreates or reports stranded pods.
 use std::time::Duration;
 
 use cleave_api::names::CONDITION_PLACED;

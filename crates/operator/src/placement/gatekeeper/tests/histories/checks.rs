@@ -32,7 +32,8 @@ pub(super) fn no_units_are_reserved_twice(simulation: &Simulation) -> Result<(),
     Ok(())
 }
 
-/// Checks that no pod that could run waits or is pinned to a node where it cannot run.
+/// Checks that each pod that could run is released, and is not pinned to a node where it cannot
+/// run.
 pub(super) fn no_runnable_pod_waits(simulation: &Simulation, operator: &Operator) -> Result<(), String> {
     for (name, pod) in &simulation.api.pods {
         let Some(original) = simulation.originals.get(text(pod, "/metadata/uid")) else { continue };
