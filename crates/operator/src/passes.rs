@@ -371,9 +371,10 @@ impl GpuController {
         all
     }
 
-    /// Adds the taint to nodes that can serve no pod, and removes it from other nodes, several nodes
-    /// at a time. Does nothing if tainting is disabled. Each node has its own retries, so a failed
-    /// write does not fail the pass. Returns false if this process no longer leads.
+    /// Adds the taint to nodes that can serve no pod, and removes the taint from other nodes,
+    /// several nodes at a time. Does nothing if tainting is disabled. Each node has its own
+    /// retries, so a failed write does not fail the pass. Returns false if this process no longer
+    /// leads.
     async fn update_taints(&mut self, observed: &Observed) -> bool {
         let now = self.now();
         let Some(taints) = &mut self.taints else { return true };

@@ -488,7 +488,7 @@ impl Nodes {
 
     /// Returns which component serves a resource, for a pod that may run on any node. If several
     /// providers serve the resource, returns the provider that the pod waits for the longest.
-    /// If another node reports the resource, ignores NotReady nodes that show no sign of Cleave.
+    /// If another node reports the resource, ignores `NotReady` nodes that show no sign of Cleave.
     ///
     /// The kubelet of a node that has just lost its `GpuNode` or its policy may still report
     /// Cleave's resources. The kubelet's report alone does not prove that another plugin serves the
@@ -523,14 +523,14 @@ pub(super) const OUTDATED_TAINTS: [&str; 2] = ["node.kubernetes.io/not-ready", "
 pub(super) enum ResourceProvider {
     /// No node serves the resource.
     Nothing,
-    /// Only kubelets of NotReady nodes on which Cleave never ran report the resource. Their reports
-    /// may be old.
+    /// Only the kubelets of `NotReady` nodes on which Cleave never ran report the resource. These
+    /// reports may be old.
     Outdated,
     /// Another device plugin, on nodes where Cleave does not run.
     Another,
     /// Kubelets report the resource on nodes where Cleave runs but does not serve the resource, or
-    /// on NotReady nodes where Cleave ran before. Either another plugin serves the resource, or the
-    /// kubelet's report is old.
+    /// on `NotReady` nodes on which Cleave ran before. Either another plugin serves the resource,
+    /// or the kubelet's report is old.
     Unclear,
     /// Cleave served the resource on a node, or its agent may serve it, but the `GpuNode` or its
     /// status is missing. The kubelet still reports the resource.

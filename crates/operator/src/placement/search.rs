@@ -45,8 +45,8 @@ pub(super) struct Candidate<'a> {
     avoided: Option<&'a BTreeSet<String>>,
     /// Whether Cleave serves at least one of the requested resources.
     offered: bool,
-    /// Whether kubelets report all requested resources on NotReady nodes, or on nodes where Cleave
-    /// runs but does not serve the resources.
+    /// Whether kubelets report all requested resources on `NotReady` nodes, or on nodes on which
+    /// Cleave runs but does not serve the resources.
     unclear: bool,
     /// A requested resource that Cleave may serve on a node whose `GpuNode` is missing.
     missing: Option<String>,
