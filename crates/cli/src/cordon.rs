@@ -18,7 +18,7 @@ use serde_json::json;
 
 use crate::client::ClusterArgs;
 use crate::gpu::{
-    GpuArgs, NodeGpu, annotation, cordons, find_gpus, find_gpus_and_removed_ones, quiesces, read_gpu_node,
+    GpuArgs, NodeGpu, annotation, cordons, find_gpus, find_reported_and_removed_gpus, quiesces, read_gpu_node,
     reported_gpus,
 };
 
@@ -62,7 +62,7 @@ pub struct UncordonArgs {
 /// Annotations and their new values. `None` removes an annotation.
 pub(crate) type Annotations = Vec<(&'static str, Option<String>)>;
 
-/// GPUs, each with whether it needs a change.
+/// GPUs, and whether each GPU needs a change.
 pub(crate) type GpuChanges = Vec<(NodeGpu, bool)>;
 
 /// Runs `cleave cordon`.
@@ -74,7 +74,7 @@ pub(crate) async fn run_cordon(args: CordonArgs) -> Result<()> {
 /// Runs `cleave uncordon`.
 pub(crate) async fn run_uncordon(args: UncordonArgs) -> Result<()> {
     let client = args.cluster.connect().await?;
-    let find = |object: &GpuNode| find_gpus_and_removed_ones(object, &args.node, args.gpu.as_deref());
+    let find = |object: &GpuNode| find_reported_and_removed_gpus(object, &args.node, args.gpu.as_deref());
     let changes = update_annotations(&client, &args.node, find, annotations_without_cordon).await?;
     for (target, changed) in changes {
         println!("{target} {}", if changed { "is uncordoned" } else { "is not cordoned and has no recorded faults" });
@@ -105,7 +105,7 @@ pub(crate) async fn cordon_gpus(client: &Client, node: &str, gpu: Option<&str>, 
     Ok(cordoned)
 }
 
-/// Requests the quiesce of GPUs of a node.
+/// Requests that the agent quiesces GPUs of a node.
 pub(crate) async fn quiesce(client: &Client, node: &str, gpus: &[NodeGpu]) -> Result<()> {
     update_annotations(client, node, |_| Ok(gpus.to_vec()), annotations_with_quiesce).await.map(drop)
 }
@@ -131,7 +131,7 @@ pub(crate) async fn update_annotations(
     let manager = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
     for _ in 0..MAX_WRITE_ATTEMPTS {
         let object = read_gpu_node(client, node).await?;
-        let (changes, annotations) = changes_of_gpus(&object, find(&object)?, &wanted);
+        let (changes, annotations) = compute_gpu_changes(&object, find(&object)?, &wanted);
         if annotations.is_empty() {
             return Ok(changes);
         }
@@ -149,8 +149,8 @@ pub(crate) async fn update_annotations(
     bail!("failed to update GpuNode {node}: it changed during each of {MAX_WRITE_ATTEMPTS} attempts. Try again.")
 }
 
-/// Returns whether each GPU needs a change, and the annotations that make all of the changes.
-fn changes_of_gpus(
+/// Returns whether each GPU needs a change, and the annotations for all changes.
+fn compute_gpu_changes(
     object: &GpuNode,
     gpus: Vec<NodeGpu>,
     wanted: impl Fn(&GpuNode, &str) -> Annotations,
@@ -173,7 +173,7 @@ fn changes_of_gpus(
     (changes.collect(), all.into_iter().collect())
 }
 
-/// Returns the annotations that cordon a GPU. An empty reason preserves an existing reason.
+/// Returns the annotations that cordon a GPU. An empty reason keeps an existing reason.
 fn annotations_with_cordon(object: &GpuNode, uuid: &str, reason: &str) -> Annotations {
     let mut cordons = cordons(object);
     let before = cordons.0.get(uuid);
@@ -202,7 +202,7 @@ pub(crate) fn annotations_without_cordon(object: &GpuNode, uuid: &str) -> Annota
         && cleared.0.get(uuid).is_none_or(|before| *before < last)
     {
         cleared.0.insert(uuid.to_owned(), last);
-        // Remove the entries of removed GPUs, which have no effect.
+        // Remove the entries of removed GPUs: these entries have no effect.
         cleared.0.retain(|uuid, _| gpus.iter().any(|gpu| gpu.uuid == *uuid));
         annotations.push((CLEARED_ANNOTATION, value(cleared.to_string())));
     }
@@ -210,7 +210,7 @@ pub(crate) fn annotations_without_cordon(object: &GpuNode, uuid: &str) -> Annota
 }
 
 /// Returns the time of the latest fault of a GPU and its MIG devices. Ignores devices that are
-/// healthy now, and returns `None` if all are healthy.
+/// healthy now. Returns `None` if all devices are healthy.
 fn last_fault_time(gpu: &GpuStatus) -> Option<Time> {
     let instances = gpu.mig.iter().flat_map(|mig| &mig.instances).filter_map(|instance| instance.health.as_ref());
     let last = |health: &Health| health.last.clone().filter(|_| !health.healthy);
@@ -265,7 +265,7 @@ mod tests {
     #[test]
     fn all_gpus_of_a_node_change_in_one_write() {
         let all = |object: &GpuNode, wanted: fn(&GpuNode, &str) -> Annotations| {
-            let (changes, annotations) = changes_of_gpus(object, find_gpus(object, "n", None).unwrap(), wanted);
+            let (changes, annotations) = compute_gpu_changes(object, find_gpus(object, "n", None).unwrap(), wanted);
             (changes.into_iter().map(|(_, changed)| changed).collect::<Vec<_>>(), annotations)
         };
         let first = apply_annotations(&annotations_with_quiesce(&node(), "GPU-a"), node());

@@ -1,4 +1,4 @@
-//! Finds one GPU of a node.
+//! Finds GPUs of a node by index or UUID.
 use std::collections::BTreeSet;
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
@@ -30,7 +30,7 @@ pub struct GpuArgs {
 pub struct NodeGpu {
     /// Name of the node.
     pub node: String,
-    /// The GPU's index. `None` if the GPU was removed from the node.
+    /// Index of the GPU. `None` if the agent no longer reports the GPU.
     pub index: Option<u32>,
     /// The GPU's UUID.
     pub uuid: String,
@@ -70,11 +70,12 @@ pub(crate) fn reported_gpus(object: &GpuNode) -> &[GpuStatus] {
 /// Finds a GPU of a node by its index or UUID.
 ///
 /// # Errors
-/// Returns an error if the node has no such GPU, or `name` names a MIG instance.
+/// Returns an error if the node has no such GPU or has not reported its GPUs, or if `name` is the
+/// UUID of a MIG device.
 pub(crate) fn find_gpu(object: &GpuNode, node: &str, name: &str) -> Result<NodeGpu> {
     let gpus = reported_gpus(object);
     let has_index = |gpu: &&GpuStatus| gpu.index.to_string() == name;
-    // The last index of a missing GPU may belong to another GPU now.
+    // Another GPU may have the last index of a missing GPU now.
     let is_listed = |gpu: &&GpuStatus| gpu.health.reason != HEALTH_GPU_MISSING;
     let by_uuid = gpus.iter().find(|gpu| gpu.uuid == name);
     let found =
@@ -116,7 +117,7 @@ pub(crate) fn find_gpus(object: &GpuNode, node: &str, name: Option<&str>) -> Res
 ///
 /// # Errors
 /// Returns the errors of [`find_gpus`].
-pub(crate) fn find_gpus_and_removed_ones(object: &GpuNode, node: &str, name: Option<&str>) -> Result<Vec<NodeGpu>> {
+pub(crate) fn find_reported_and_removed_gpus(object: &GpuNode, node: &str, name: Option<&str>) -> Result<Vec<NodeGpu>> {
     let removed = unreported_gpus(object);
     if name.is_some() || removed.is_empty() {
         return find_gpus(object, node, name);
@@ -142,7 +143,7 @@ pub(crate) fn cordons(object: &GpuNode) -> Cordons {
     Cordons::read(annotation(object, CORDON_ANNOTATION))
 }
 
-/// Returns the GPUs of a node whose quiesce is requested.
+/// Returns the GPUs of a node for which an annotation requests a quiesce.
 pub(crate) fn quiesces(object: &GpuNode) -> Cordons {
     Cordons::read(annotation(object, QUIESCE_ANNOTATION))
 }
@@ -177,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_names_the_listed_gpu_and_not_a_missing_one_that_had_it() {
+    fn an_index_names_the_listed_gpu_and_not_a_missing_gpu_that_had_the_index() {
         let mut object = node();
         let gpus = &mut object.status.as_mut().unwrap().gpus;
         gpus[1].index = 0;
@@ -227,11 +228,11 @@ mod tests {
         annotations.insert(QUIESCE_ANNOTATION.to_owned(), "GPU-gone".to_owned());
         let uuids = |found: Result<Vec<NodeGpu>>| found.unwrap().into_iter().map(|gpu| gpu.uuid).collect::<Vec<_>>();
         assert_eq!(uuids(find_gpus(&object, "n", None)), ["GPU-a", "GPU-b"]);
-        assert_eq!(uuids(find_gpus_and_removed_ones(&object, "n", None)), ["GPU-a", "GPU-b", "GPU-gone"]);
-        assert_eq!(uuids(find_gpus_and_removed_ones(&object, "n", Some("1"))), ["GPU-b"]);
+        assert_eq!(uuids(find_reported_and_removed_gpus(&object, "n", None)), ["GPU-a", "GPU-b", "GPU-gone"]);
+        assert_eq!(uuids(find_reported_and_removed_gpus(&object, "n", Some("1"))), ["GPU-b"]);
         object.status = None;
-        assert_eq!(uuids(find_gpus_and_removed_ones(&object, "n", None)), ["GPU-a", "GPU-gone"]);
+        assert_eq!(uuids(find_reported_and_removed_gpus(&object, "n", None)), ["GPU-a", "GPU-gone"]);
         object.metadata.annotations = None;
-        assert!(find_gpus_and_removed_ones(&object, "n", None).is_err());
+        assert!(find_reported_and_removed_gpus(&object, "n", None).is_err());
     }
 }
