@@ -1,4 +1,4 @@
-//! The checks of preflight. Pure: they turn facts about a cluster into a report.
+//! The checks of preflight. Pure: the checks turn facts about a cluster into a report.
 mod cluster;
 mod namespace;
 mod nodes;
