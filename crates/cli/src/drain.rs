@@ -135,7 +135,7 @@ pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Resul
         if args.timeout > 0 && started.elapsed() >= Duration::from_secs(args.timeout) {
             let wanted = if quiescing { "quiesced" } else { "free" };
             for target in late {
-                eprintln!("cleave: {target} is not {wanted} after {} s and stays cordoned", args.timeout);
+                eprintln!("cleave: {target} is not {wanted} after {} s and remains cordoned", args.timeout);
             }
             return Ok(DrainOutcome::TimedOut);
         }
@@ -257,7 +257,7 @@ async fn evict_due_pods(
     };
     ensure!(
         args.force || bare.is_empty(),
-        "no controller recreates these pods: {}. Pass --force to evict them. {cordoned} stays cordoned.",
+        "no controller recreates these pods: {}. Pass --force to evict them. {cordoned} remains cordoned.",
         bare.join(", ")
     );
     for (pod, meta) in &metas {

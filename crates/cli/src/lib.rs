@@ -48,7 +48,7 @@ pub use output::OutputFormat;
 /// A command and its options. The doc comment of a variant is the command's help.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
-    /// Show nodes, GPUs, policies, and the pods that use them.
+    /// Show nodes, GPUs, policies, quotas, and the pods that use GPUs.
     ///
     /// Reads every GpuNode, SharingPolicy and GpuQuota, and shows what the agents and the operator
     /// reported.
@@ -94,7 +94,7 @@ pub enum Command {
     /// of the node, whatever the reason for each cordon.
     Uncordon(cordon::UncordonArgs),
 
-    /// Cordon GPUs, evict their pods, and wait until they are free.
+    /// Cordon GPUs, evict their pods, and wait until the GPUs are free.
     ///
     /// Evictions respect disruption budgets. The GPUs remain cordoned, even if the drain fails or
     /// times out.
@@ -103,7 +103,7 @@ pub enum Command {
     #[command(after_long_help = drain::HELP_EXAMPLES)]
     Drain(drain::DrainArgs),
 
-    /// Remove a GPU that is missing from its node.
+    /// Remove a missing GPU from the status of its node.
     ///
     /// A GPU that NVML no longer lists stays in the node's status, so that a failed GPU is not
     /// overlooked. Run this command if the GPU was removed for good. The command also ends the

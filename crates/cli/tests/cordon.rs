@@ -13,8 +13,8 @@ use serde_json::{Value, json};
 use tokio::time::timeout;
 use tower_test::mock;
 
-/// Deadline of each test, in paused time. Longer than any test takes.
-const TEST_TIMEOUT: Duration = Duration::from_secs(120);
+/// Time limit for the next request, in tokio's paused time. Longer than any test waits.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
 
 type Server = mock::Handle<http::Request<Body>, http::Response<Body>>;
 
@@ -23,9 +23,9 @@ fn mock_client() -> (Client, Server) {
     (Client::new(service, "default"), server)
 }
 
-/// Answers the next request. Returns its method and path, and its body.
+/// Answers the next request. Returns the method and the path of the request, and its body.
 async fn answer_request(server: &mut Server, status: u16, body: &Value) -> (String, Value) {
-    let (request, reply) = timeout(TEST_TIMEOUT, server.next_request()).await.unwrap().unwrap();
+    let (request, reply) = timeout(REQUEST_TIMEOUT, server.next_request()).await.unwrap().unwrap();
     let line = format!("{} {}", request.method(), request.uri().path());
     let sent = request.into_body().collect_bytes().await.unwrap();
     let body = Body::from(body.to_string().into_bytes());
@@ -124,12 +124,12 @@ async fn drain_evicts_no_bare_pod_without_force() {
     let error = draining.await.unwrap().unwrap_err().to_string();
     assert_eq!(
         error,
-        "no controller recreates these pods: ns/p. Pass --force to evict them. GPU 0 (GPU-a) on node n stays cordoned."
+        "no controller recreates these pods: ns/p. Pass --force to evict them. GPU 0 (GPU-a) on node n remains cordoned."
     );
 }
 
 #[tokio::test(start_paused = true)]
-async fn drain_with_force_evicts_a_bare_pod_and_times_out_while_it_stays() {
+async fn drain_with_force_evicts_a_bare_pod_and_times_out_if_the_pod_keeps_running() {
     let (client, mut server) = mock_client();
     let draining = tokio::spawn(async move { drain(&client, &client, &drain_args(true, 3)).await });
     answer_cordon(&mut server, &["ns/p"]).await;
@@ -196,7 +196,7 @@ async fn a_gpu_that_is_reported_during_the_drain_of_a_node_is_drained_before_the
     };
     answer_request(&mut server, 200, &gpus(&["GPU-a"], false)).await;
     answer_request(&mut server, 200, &gpus(&["GPU-a"], false)).await;
-    // The agent reports a second GPU, and the first has another index now.
+    // The agent reports a second GPU, and the first GPU now has another index.
     let both = |quiesced| gpus(&["GPU-b", "GPU-a"], quiesced);
     answer_request(&mut server, 200, &both(false)).await;
     answer_request(&mut server, 200, &both(false)).await;
@@ -217,7 +217,7 @@ async fn a_pod_that_is_reported_after_the_gpu_seemed_to_be_free_is_evicted_too()
     let draining = tokio::spawn(async move { drain(&client, &client, &args).await });
     answer_cordon(&mut server, &[]).await;
     answer_request(&mut server, 200, &node(&[])).await;
-    // Answer the request for the quiesce.
+    // Answer the requests that quiesce the GPU.
     answer_cordon(&mut server, &[]).await;
     answer_request(&mut server, 200, &node(&["ns/p"])).await;
     assert_eq!(answer_request(&mut server, 200, &pod(true)).await.0, "GET /api/v1/namespaces/ns/pods/p");
@@ -238,7 +238,7 @@ async fn a_gpu_that_is_free_at_the_timeout_is_quiesced_and_the_drain_times_out_a
     answer_request(&mut server, 200, &node(&["ns/p"])).await;
     answer_request(&mut server, 200, &pod(true)).await;
     answer_request(&mut server, 201, &json!({"kind": "Status", "status": "Success"})).await;
-    // The pod has exited one second later.
+    // One second later, the pod has exited.
     answer_request(&mut server, 200, &node(&[])).await;
     answer_request(&mut server, 200, &node(&[])).await;
     let (_, sent) = answer_request(&mut server, 200, &node(&[])).await;
@@ -248,7 +248,7 @@ async fn a_gpu_that_is_free_at_the_timeout_is_quiesced_and_the_drain_times_out_a
 }
 
 #[tokio::test(start_paused = true)]
-async fn forget_writes_the_word_and_waits_until_the_agent_reports_the_gpu_no_more() {
+async fn forget_writes_the_annotation_and_waits_until_the_agent_no_longer_reports_the_gpu() {
     let mut missing = node(&[]);
     missing["status"]["gpus"][0]["health"] =
         json!({"healthy": false, "class": "Lost", "reason": "GpuMissing", "since": "2026-11-21T20:00:00Z"});

@@ -29,7 +29,7 @@ pub(super) fn quota_sentences(live: &LiveCluster, pod: &PodObject) -> Vec<String
     let own: Vec<&Quota> = live.quotas.iter().filter(|quota| selects(quota, namespace, &labels)).collect();
     if own.is_empty() {
         return vec![format!(
-            "No quota counts namespace {namespace}. Its pods borrow, unless the namespace is exempt."
+            "No quota applies to namespace {namespace}. Its pods borrow, unless the namespace is exempt."
         )];
     }
     own.into_iter().map(|quota| sentence(quota, class)).collect()
@@ -54,7 +54,7 @@ fn sentence(quota: &Quota, class: Option<&str>) -> String {
         let _ = write!(text, " Its maximum is {max}.");
     }
     if quota.mode == QuotaMode::Count {
-        text.push_str(" The quota only counts (mode Count).");
+        text.push_str(" The quota only counts usage (mode Count).");
     }
     if quota.ready.status == "False" {
         let _ = write!(text, " The quota is not ready: {}.", quota.ready.message.trim_end_matches('.'));

@@ -44,8 +44,8 @@ const DISCOVERED_LABEL_PREFIXES: [&str; 2] = ["feature.node.kubernetes.io/", "nv
 const NVIDIA_RESOURCE_PREFIX: &str = "nvidia.com/";
 /// Names of resources that are GPUs, without the prefix [`NVIDIA_RESOURCE_PREFIX`].
 const GPU_RESOURCES: [&str; 3] = ["gpu", "gpu.shared", "pgpu"];
-/// Prefixes of names of resources that are GPUs or parts of GPUs, without [`NVIDIA_RESOURCE_PREFIX`]. The
-/// last three are for virtual GPUs.
+/// Prefixes of names of resources that are GPUs or parts of GPUs, without
+/// [`NVIDIA_RESOURCE_PREFIX`]. The last three prefixes are for virtual GPUs.
 const GPU_RESOURCE_PREFIXES: [&str; 5] = ["gpu-", "mig-", "vgpu", "GRID_", "NVIDIA_"];
 
 /// The facts about a cluster, and derived values that several checks use.

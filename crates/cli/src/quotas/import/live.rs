@@ -8,9 +8,9 @@ use kube::{Api, discovery};
 
 use super::input::{KUEUE_GROUP, NOS_GROUPS, Objects};
 
-/// Objects per request of a list.
+/// Maximum number of objects in one page of a list.
 const PAGE_SIZE: u32 = 500;
-/// The imported kinds of both groups.
+/// The kinds that the import reads from Nos and Kueue.
 const KINDS: [&str; 6] =
     ["ElasticQuota", "CompositeElasticQuota", "ClusterQueue", "LocalQueue", "ResourceFlavor", "Cohort"];
 
