@@ -12,7 +12,7 @@ use super::process::Children;
 use super::selinux::ContainerLabel;
 use super::wire::Paths;
 
-/// Paths of the driver's programs and libraries.
+/// The programs and files that the MPS host uses.
 #[derive(Debug)]
 pub(crate) struct HostOptions {
     /// Path of `nvidia-cuda-mps-control`.
