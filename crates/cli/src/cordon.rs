@@ -18,8 +18,8 @@ use serde_json::json;
 
 use crate::client::ClusterArgs;
 use crate::gpu::{
-    GpuArgs, NodeGpu, annotation, cordons, find_gpus, find_reported_and_removed_gpus, quiesces, read_gpu_node,
-    reported_gpus,
+    GpuArgs, NodeGpu, annotation, cordons, find_gpus, find_reported_and_removed_gpus, read_gpu_node, reported_gpus,
+    requested_quiesces,
 };
 
 /// Maximum number of attempts to write an object that other clients change at the same time.
@@ -112,7 +112,7 @@ pub(crate) async fn quiesce(client: &Client, node: &str, gpus: &[NodeGpu]) -> Re
 
 /// Returns the annotations that quiesce a GPU.
 fn annotations_with_quiesce(object: &GpuNode, uuid: &str) -> Annotations {
-    let mut quiesces = quiesces(object);
+    let mut quiesces = requested_quiesces(object);
     match quiesces.0.insert(uuid.to_owned(), String::new()) {
         Some(_) => Annotations::new(),
         None => vec![(QUIESCE_ANNOTATION, Some(quiesces.to_string()))],
@@ -192,7 +192,7 @@ pub(crate) fn annotations_without_cordon(object: &GpuNode, uuid: &str) -> Annota
     if cordons.0.remove(uuid).is_some() {
         annotations.push((CORDON_ANNOTATION, value(cordons.to_string())));
     }
-    let mut quiesces = quiesces(object);
+    let mut quiesces = requested_quiesces(object);
     if quiesces.0.remove(uuid).is_some() {
         annotations.push((QUIESCE_ANNOTATION, value(quiesces.to_string())));
     }
@@ -223,7 +223,7 @@ mod tests {
 
     /// Returns a node with two faults: one of GPU `GPU-a`, and a later one of a MIG device of
     /// `GPU-b`.
-    fn node() -> GpuNode {
+    fn gpu_node_with_faults() -> GpuNode {
         let instance = json!({"uuid": "MIG-b", "profile": "1g.10gb", "start": 0, "gpuInstance": 1,
             "health": {"healthy": false, "last": "2026-11-21T20:00:05Z"}});
         serde_json::from_value(json!({
@@ -254,7 +254,8 @@ mod tests {
 
     #[test]
     fn uncordon_ends_only_the_quiesce_of_the_uncordoned_gpu() {
-        let first = apply_annotations(&annotations_with_quiesce(&node(), "GPU-a"), node());
+        let first =
+            apply_annotations(&annotations_with_quiesce(&gpu_node_with_faults(), "GPU-a"), gpu_node_with_faults());
         assert!(annotations_with_quiesce(&first, "GPU-a").is_empty());
         let both = apply_annotations(&annotations_with_quiesce(&first, "GPU-b"), first);
         assert_eq!(annotation(&both, QUIESCE_ANNOTATION).unwrap(), "GPU-a,GPU-b");
@@ -268,7 +269,8 @@ mod tests {
             let (changes, annotations) = compute_gpu_changes(object, find_gpus(object, "n", None).unwrap(), wanted);
             (changes.into_iter().map(|(_, changed)| changed).collect::<Vec<_>>(), annotations)
         };
-        let first = apply_annotations(&annotations_with_quiesce(&node(), "GPU-a"), node());
+        let first =
+            apply_annotations(&annotations_with_quiesce(&gpu_node_with_faults(), "GPU-a"), gpu_node_with_faults());
         let (changed, annotations) = all(&first, annotations_with_quiesce);
         assert_eq!(changed, [false, true]);
         assert_eq!(annotations, [(QUIESCE_ANNOTATION, Some("GPU-a,GPU-b".to_owned()))]);
@@ -281,7 +283,10 @@ mod tests {
 
     #[test]
     fn cordon_writes_once_and_keeps_other_gpus_and_reasons() {
-        let first = apply_annotations(&annotations_with_cordon(&node(), "GPU-a", "new fan"), node());
+        let first = apply_annotations(
+            &annotations_with_cordon(&gpu_node_with_faults(), "GPU-a", "new fan"),
+            gpu_node_with_faults(),
+        );
         assert!(annotations_with_cordon(&first, "GPU-a", "new fan").is_empty());
         assert!(annotations_with_cordon(&first, "GPU-a", "").is_empty(), "an empty reason keeps the existing one");
         let both = apply_annotations(&annotations_with_cordon(&first, "GPU-b", ""), first);
@@ -294,13 +299,16 @@ mod tests {
 
     #[test]
     fn uncordon_keeps_other_gpus_and_clears_faults_once() {
-        let both = apply_annotations(&annotations_with_cordon(&node(), "GPU-a", "new fan"), node());
+        let both = apply_annotations(
+            &annotations_with_cordon(&gpu_node_with_faults(), "GPU-a", "new fan"),
+            gpu_node_with_faults(),
+        );
         let both = apply_annotations(&annotations_with_cordon(&both, "GPU-b", ""), both);
         let after = annotations_without_cordon(&both, "GPU-a");
         assert_eq!(after[0], (CORDON_ANNOTATION, Some("GPU-b".to_owned())));
         assert_eq!(after[1], (CLEARED_ANNOTATION, Some("GPU-a=2026-11-21T20:00:00Z".to_owned())));
         assert!(annotations_without_cordon(&apply_annotations(&after, both), "GPU-a").is_empty());
-        let instance = annotations_without_cordon(&node(), "GPU-b");
+        let instance = annotations_without_cordon(&gpu_node_with_faults(), "GPU-b");
         assert_eq!(instance, [(CLEARED_ANNOTATION, Some("GPU-b=2026-11-21T20:00:05Z".to_owned()))]);
     }
 }

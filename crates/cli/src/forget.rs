@@ -136,7 +136,7 @@ mod tests {
     use super::*;
 
     /// Returns a node on which `GPU-b` is missing and `GPU-c` has the index of `GPU-b`.
-    fn node() -> GpuNode {
+    fn gpu_node_with_missing_gpu() -> GpuNode {
         let missing =
             json!({"healthy": false, "class": "Lost", "reason": "GpuMissing", "since": "2026-11-21T20:00:00Z"});
         serde_json::from_value(json!({
@@ -157,18 +157,22 @@ mod tests {
     #[test]
     fn only_a_missing_gpu_that_no_pod_uses_is_found() {
         for name in ["1", "GPU-b"] {
-            assert_eq!(find_missing_gpu(&node(), "n", name).unwrap().uuid, "GPU-b");
+            assert_eq!(find_missing_gpu(&gpu_node_with_missing_gpu(), "n", name).unwrap().uuid, "GPU-b");
         }
         let error = |object: &GpuNode, name: &str| find_missing_gpu(object, "n", name).unwrap_err().to_string();
-        assert!(error(&node(), "0").starts_with("GPU 0 (GPU-a) on node n is not missing"), "{}", error(&node(), "0"));
-        assert!(error(&node(), "GPU-c").contains("is not missing"));
-        assert!(error(&node(), "GPU-x").contains("has no GPU"));
-        let mut used = node();
+        assert!(
+            error(&gpu_node_with_missing_gpu(), "0").starts_with("GPU 0 (GPU-a) on node n is not missing"),
+            "{}",
+            error(&gpu_node_with_missing_gpu(), "0")
+        );
+        assert!(error(&gpu_node_with_missing_gpu(), "GPU-c").contains("is not missing"));
+        assert!(error(&gpu_node_with_missing_gpu(), "GPU-x").contains("has no GPU"));
+        let mut used = gpu_node_with_missing_gpu();
         let allocation =
             json!({"pod": "ns/p", "container": "c", "resource": "r", "device": "GPU-b", "ids": ["GPU-b::0"]});
         used.status.as_mut().unwrap().gpus[1].allocations = vec![serde_json::from_value(allocation).unwrap()];
         assert_eq!(error(&used, "GPU-b"), "GPU 1 (GPU-b) on node n is in use by ns/p. Run `cleave drain` first.");
-        let mut two = node();
+        let mut two = gpu_node_with_missing_gpu();
         two.status.as_mut().unwrap().gpus[2].health.reason = HEALTH_GPU_MISSING.to_owned();
         assert!(error(&two, "1").contains("Name one by its UUID"));
         assert_eq!(find_missing_gpu(&two, "n", "GPU-c").unwrap().uuid, "GPU-c");
@@ -180,7 +184,7 @@ mod tests {
             ("2026-11-21T20:00:07.5Z", "GPU-b=2026-11-21T20:00:07Z"),
             ("2026-11-21T19:00:00Z", "GPU-b=2026-11-21T20:00:00Z"),
         ] {
-            let annotations = annotations_to_forget(&node(), "GPU-b", now.parse().unwrap());
+            let annotations = annotations_to_forget(&gpu_node_with_missing_gpu(), "GPU-b", now.parse().unwrap());
             assert_eq!(
                 annotations,
                 [

@@ -101,7 +101,7 @@ impl QuotaFile {
             .into_iter()
             .map(|(name, limits)| {
                 ensure!(name != NO_QUOTA, "a quota cannot be named {NO_QUOTA}: it stands for pods without a quota");
-                let quota = limits.parse().with_context(|| format!("quota {name}"))?;
+                let quota = limits.to_quota().with_context(|| format!("quota {name}"))?;
                 Ok((name, quota))
             })
             .collect::<Result<_>>()?;
@@ -135,7 +135,7 @@ impl QuotaFile {
 }
 
 impl Limits {
-    fn parse(&self) -> Result<Quota> {
+    fn to_quota(&self) -> Result<Quota> {
         let optional = |tenths: Option<u64>| tenths.map(parse_amount).transpose();
         let quota =
             Quota::new(parse_amount(self.min)?).with_max(optional(self.max)?)?.with_lend(optional(self.lend)?)?;

@@ -56,7 +56,7 @@ pub enum PodState {
     Reserved,
     /// The pod fits, and the operator will release it.
     Fits,
-    /// The pod waits until a GPU has room.
+    /// The pod waits for a GPU, or for its quota.
     Waiting,
     /// The pod fits on no GPU of the cluster, even if all other pods end.
     Never,

@@ -105,7 +105,7 @@ impl Notes {
 
     /// Sets a chart value. If an earlier setting set another value, keeps the earlier value and
     /// reports that the administrator must decide.
-    pub(super) fn set(&mut self, place: SettingPlace, path: &str, value: Value) {
+    pub(super) fn set_chart_value(&mut self, place: SettingPlace, path: &str, value: Value) {
         match self.values.get(path) {
             Some(first) if *first != value => {
                 let text = format!("The chart's value {path} is already {first}, from another setting.");

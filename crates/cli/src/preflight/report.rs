@@ -136,7 +136,7 @@ impl Report {
     }
 
     /// Sets a value of the chart.
-    pub(super) fn set(&mut self, path: &str, value: impl Into<Value>) {
+    pub(super) fn set_chart_value(&mut self, path: &str, value: impl Into<Value>) {
         self.values.insert(path.to_owned(), value.into());
     }
 

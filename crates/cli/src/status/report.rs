@@ -181,7 +181,7 @@ impl StatusReport {
     ) -> Self {
         let mut report = Self { nodes: Vec::new(), policies: Vec::new(), quotas: Vec::new(), allocations: Vec::new() };
         for node in nodes.into_iter().filter(|node| only.is_none_or(|only| node.name_any() == only)) {
-            report.add(node);
+            report.add_node(node);
         }
         report.policies = policies.into_iter().map(Policy::new).collect();
         report.nodes.sort_by(|a, b| a.name.cmp(&b.name));
@@ -196,7 +196,7 @@ impl StatusReport {
         Self { quotas: QuotasReport::new(quotas).quotas, ..self }
     }
 
-    fn add(&mut self, node: DeserializeGuard<GpuNode>) {
+    fn add_node(&mut self, node: DeserializeGuard<GpuNode>) {
         let name = node.name_any();
         let object = match node.0 {
             Ok(object) => object,

@@ -26,7 +26,7 @@ pub(in crate::migrate) struct ChartFacts {
 }
 
 /// The report's text for settings of the plugin's own pods.
-const OWN_POD_NOTE: &str = "A property of the plugin's own pods. Cleave's pods have their own settings.";
+const OWN_POD_NOTE: &str = "The setting applies only to the plugin's own pods. Cleave's pods have their own settings.";
 
 /// Returns whether a mapping is a values file of NVIDIA's device plugin.
 pub(in crate::migrate) fn is_plugin_values(value: &Value) -> bool {
@@ -61,10 +61,10 @@ pub(in crate::migrate) fn parse_plugin_values(source: &str, value: Value, notes:
         notes.dropped(place, "The agent adds device nodes itself under deviceListStrategy DeviceNodes.");
     }
     if let Some((place, class)) = top.take_string("runtimeClassName")? {
-        notes.set(place, "driver.runtimeClassName", json!(class));
+        notes.set_chart_value(place, "driver.runtimeClassName", json!(class));
     }
     if let Some((place, selector)) = top.take_value("nodeSelector") {
-        notes.set(place, "nodes.nodeSelector", selector);
+        notes.set_chart_value(place, "nodes.nodeSelector", selector);
     }
     if let Some((place, _)) = top.take_value("affinity") {
         notes.decide(
@@ -153,7 +153,7 @@ const OTHER_COMPONENTS: [(&str, &str); 30] = [
     ("nodeStatusExporter", "It does not serve GPUs."),
     ("validator", "Its check of the plugin is skipped while the plugin is disabled."),
     ("operator", "It does not serve GPUs."),
-    ("daemonsets", "A property of the GPU Operator's pods."),
+    ("daemonsets", "The setting applies only to the GPU Operator's pods."),
     ("psa", "It does not serve GPUs."),
     ("psp", "It does not serve GPUs."),
     ("gds", "Cleave does not inject GPUDirect Storage into containers."),
@@ -253,7 +253,7 @@ fn read_environment_variables(place: &SettingPlace, value: &Value, notes: &mut N
             "DP_DISABLE_HEALTHCHECKS" => {
                 let xids: Option<Vec<u32>> = value.split(',').map(|xid| xid.trim().parse().ok()).collect();
                 match xids {
-                    Some(xids) => notes.set(here, "agent.ignoreXids", json!(xids)),
+                    Some(xids) => notes.set_chart_value(here, "agent.ignoreXids", json!(xids)),
                     None => notes.decide(
                         here,
                         "Cleave always checks health. agent.ignoreXids names XIDs that do not affect it.",
@@ -264,14 +264,14 @@ fn read_environment_variables(place: &SettingPlace, value: &Value, notes: &mut N
             | "FAIL_ON_INIT_ERROR"
             | "DP_ENABLE_HEALTHCHECKS"
             | "NVIDIA_VISIBLE_DEVICES"
-            | "NVIDIA_DRIVER_CAPABILITIES" => notes.dropped(here, "A property of NVIDIA's plugin."),
+            | "NVIDIA_DRIVER_CAPABILITIES" => notes.dropped(here, "The setting applies only to NVIDIA's plugin."),
             _ => notes.add(here, Outcome::Unknown, "`cleave migrate` does not know this setting."),
         }
     }
 }
 
 fn read_mig_manager(manager: &mut Section, facts: &mut ChartFacts, notes: &mut Notes) -> Result<()> {
-    const MANAGER_POD_NOTE: &str = "A property of the MIG manager's own pods.";
+    const MANAGER_POD_NOTE: &str = "The setting applies only to the MIG manager's own pods.";
     if let Some((place, enabled)) = manager.take_bool("enabled")? {
         let (outcome, text) = if enabled {
             (Outcome::Decide, "Disable it, or set agent.migMode to Never: only one of the two may change MIG.")

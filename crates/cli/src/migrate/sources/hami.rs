@@ -12,16 +12,16 @@ use crate::migrate::report::{Notes, Outcome, SettingPlace};
 /// Name of HAMi's scheduler in pods.
 pub(in crate::migrate) const SCHEDULER_NAME: &str = "hami-scheduler";
 
-/// The resources that pods request from HAMi.
+/// The names of the resources that pods request from HAMi.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::migrate) struct HamiResources {
-    /// Number of GPUs.
+    /// The resource for the number of GPUs.
     pub(in crate::migrate) count: String,
-    /// Memory of each GPU, in MiB.
+    /// The resource for the memory of each GPU, in MiB.
     pub(in crate::migrate) memory: String,
-    /// Memory of each GPU, in percent.
+    /// The resource for the memory of each GPU, in percent.
     pub(in crate::migrate) percentage: String,
-    /// SMs of each GPU, in percent.
+    /// The resource for the SMs of each GPU, in percent.
     pub(in crate::migrate) cores: String,
 }
 
@@ -77,7 +77,7 @@ pub(in crate::migrate) fn is_node_config(value: &Value) -> bool {
 }
 
 /// The report's text for settings of HAMi's own pods.
-const OWN_POD_NOTE: &str = "A property of HAMi's own pods.";
+const OWN_POD_NOTE: &str = "The setting applies only to HAMi's own pods.";
 
 /// Parses a values file.
 ///
@@ -402,7 +402,7 @@ fn read_device_plugin(plugin: &mut Section, into: &mut HamiConfig, notes: &mut N
     if let Some((place, class)) = plugin.take_string("runtimeClassName")?
         && !class.is_empty()
     {
-        notes.set(place, "driver.runtimeClassName", class.into());
+        notes.set_chart_value(place, "driver.runtimeClassName", class.into());
     }
     if let Some(mut nodes) = plugin.take_section("nodeConfiguration")? {
         if let Some((place, config)) = nodes.take_string("config")?
@@ -426,7 +426,7 @@ fn read_scheduler(scheduler: &mut Section, notes: &mut Notes) -> Result<()> {
         for key in ["nodeSchedulerPolicy", "gpuSchedulerPolicy"] {
             match policy.take_string(key)? {
                 Some((place, word)) if word == "binpack" => {
-                    notes.translated(place, "Cleave fills nodes and GPUs that are in use first.");
+                    notes.translated(place, "Cleave first fills nodes and GPUs that are already in use.");
                 }
                 Some((place, _)) => notes.decide(
                     place,

@@ -89,7 +89,7 @@ pub(in crate::migrate) fn parse(source: &str, value: Value, notes: &mut Notes) -
 }
 
 fn read_partitioner(partitioner: &mut Section, notes: &mut Notes) -> Result<NosValues> {
-    const OWN_POD_NOTE: &str = "A property of Nos's own pods.";
+    const OWN_POD_NOTE: &str = "The setting applies only to Nos's own pods.";
     let mut values = NosValues::default();
     let check = |place: &SettingPlace, seconds: u32| {
         ensure!(

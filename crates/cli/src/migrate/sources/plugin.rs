@@ -229,11 +229,10 @@ pub(in crate::migrate) fn read_plugin_flags(plugin: &mut Section, notes: &mut No
     }
     if let Some((place, policy)) = plugin.take_string("sharedDevicesAllocationPolicy")? {
         match policy.as_str() {
-            "packed" => notes.translated(place, "Cleave fills GPUs that are in use first."),
+            "packed" => notes.translated(place, "Cleave first fills GPUs that are already in use."),
             "distributed" => notes.decide(
                 place,
-                "Cleave keeps only replicas of one controller apart (replicaPlacement: Spread, the default). Other \
-                 pods fill GPUs that are in use first.",
+                "Cleave keeps only replicas of one controller apart (replicaPlacement: Spread, the default). Other pods first fill GPUs that are already in use.",
             ),
             _ => bail!("{}: {} is {policy:?}; it must be distributed or packed", place.source, place.setting),
         }
@@ -254,8 +253,8 @@ pub(in crate::migrate) fn read_plugin_flags(plugin: &mut Section, notes: &mut No
 fn report_device_list(place: SettingPlace, strategy: &str, notes: &mut Notes) -> Result<()> {
     const CHART_VALUE_PATH: &str = "agent.deviceListStrategy";
     match strategy {
-        "envvar" => notes.set(place, CHART_VALUE_PATH, json!("Envvar")),
-        "cdi-cri" | "cdi-annotations" => notes.set(place, CHART_VALUE_PATH, json!("Cdi")),
+        "envvar" => notes.set_chart_value(place, CHART_VALUE_PATH, json!("Envvar")),
+        "cdi-cri" | "cdi-annotations" => notes.set_chart_value(place, CHART_VALUE_PATH, json!("Cdi")),
         "volume-mounts" => notes.decide(
             place,
             "Cleave does not list devices as volume mounts. Choose Envvar or Cdi for agent.deviceListStrategy.",

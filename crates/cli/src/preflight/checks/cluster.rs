@@ -91,7 +91,7 @@ fn check_version(view: &View<'_>, report: &mut Report) {
     if version.is_some_and(|version| version >= FIRST_VERSION_WITH_MUTATING_POLICIES)
         && !has("mutatingadmissionpolicies")
     {
-        report.set("admission.gate", "webhook");
+        report.set_chart_value("admission.gate", "webhook");
         report.add_warning(
             FindingReason::MutatingPoliciesMissing,
             "The API server does not serve MutatingAdmissionPolicies of admissionregistration.k8s.io/v1, \
@@ -114,7 +114,7 @@ fn check_platform(view: &View<'_>, report: &mut Report) {
         report.add_info(FindingReason::PlatformDetected, message, "");
         report.values_files.extend(platform.values_file().map(|name| format!("platforms/{name}.yaml")));
         if let Some(directory) = platform.kubelet_directory() {
-            report.set("paths.kubelet", directory);
+            report.set_chart_value("paths.kubelet", directory);
         }
     } else if view.platforms.is_empty() {
         report.add_warning(
@@ -126,7 +126,7 @@ fn check_platform(view: &View<'_>, report: &mut Report) {
         let names = join_names(view.platforms.iter().map(|platform| platform.name()));
         report.add_warning(
             FindingReason::PlatformsMixed,
-            format!("The GPU nodes belong to several platforms: {names}. One Helm release can serve only one of them."),
+            format!("The GPU nodes belong to several platforms: {names}. One Helm release can serve only one of these platforms."),
             "Choose the nodes of one platform with --node-selector, and run preflight again.",
         );
     }

@@ -119,7 +119,7 @@ fn check_quotas(view: &View<'_>, report: &mut Report) {
     let covers = |class: &str| quotas.iter().any(|quota| selects_priority_class(quota, class));
     let is_gke = view.platforms.contains(&Platform::Gke);
     if is_gke && name != "kube-system" && !SYSTEM_PRIORITY_CLASSES.into_iter().all(covers) {
-        report.set("priorityClass.quota", true);
+        report.set_chart_value("priorityClass.quota", true);
         report.add_info(
             FindingReason::PriorityQuotaMissing,
             format!(

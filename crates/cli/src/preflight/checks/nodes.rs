@@ -234,7 +234,7 @@ fn check_operator(view: &View<'_>, report: &mut Report) {
                 view.nodes.iter().flat_map(|node| lasting_taints(node)).map(|taint| taint.key.as_str()).collect();
             let all: BTreeSet<&str> = keys.iter().copied().chain(OPERATOR_TOLERATIONS).collect();
             let values: Vec<Value> = all.iter().map(|key| json!({"key": key, "operator": "Exists"})).collect();
-            report.set("operator.tolerations", values);
+            report.set_chart_value("operator.tolerations", values);
             report.add_error(
                 FindingReason::OperatorUnschedulable,
                 format!("Every node has a taint that the operator does not tolerate: {}.", join_names(keys)),
@@ -242,7 +242,7 @@ fn check_operator(view: &View<'_>, report: &mut Report) {
             );
         }
         [only] => {
-            report.set("operator.replicas", 1);
+            report.set_chart_value("operator.replicas", 1);
             report.add_warning(
                 FindingReason::OneOperatorNode,
                 format!(

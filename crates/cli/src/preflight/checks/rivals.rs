@@ -294,7 +294,7 @@ fn check_dra(found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
 /// Reports NVIDIA's MIG manager. The suggested values leave MIG mode to the MIG manager.
 fn check_mig_manager(found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
     for manager in with_role(found, Role::MigManager).filter(|manager| !manager.nodes.is_empty()) {
-        report.set("agent.migMode", "Never");
+        report.set_chart_value("agent.migMode", "Never");
         report.add_warning(
             FindingReason::MigManager,
             format!(
@@ -340,7 +340,7 @@ fn check_runtime_class(view: &View<'_>, uses_operator: bool, report: &mut Report
     match (usage, exists) {
         (RuntimeClassUse::Never, _) | (RuntimeClassUse::IfFound, false) => {}
         (RuntimeClassUse::IfFound | RuntimeClassUse::Always, true) => {
-            report.set("driver.runtimeClassName", RUNTIME_CLASS);
+            report.set_chart_value("driver.runtimeClassName", RUNTIME_CLASS);
             report_runtime_class(view, report);
         }
         (RuntimeClassUse::Always, false) => report.add_error(

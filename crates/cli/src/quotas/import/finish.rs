@@ -8,7 +8,7 @@ use cleave_plan::ledger::Moment;
 use cleave_plan::quota::{Amount, Guarantee, Mode, Namespaces, Quota, QuotaSpec, Unit};
 
 use super::amounts::amount_text;
-use super::model::{Draft, Import, ImportedQuota, Refusal, Selection};
+use super::model::{Draft, Import, ImportedQuota, NamespaceSelection, Refusal};
 
 /// Maximum number of namespaces of a quota.
 const MAX_NAMESPACES: usize = 256;
@@ -62,7 +62,7 @@ impl EarlierQuotas {
                 words(*unit)
             ));
         }
-        let Selection::Names(namespaces) = &draft.namespaces else { return Ok(()) };
+        let NamespaceSelection::Names(namespaces) = &draft.namespaces else { return Ok(()) };
         let owner = |namespace: &String| self.owners.get(&(draft.models.clone(), namespace.clone()));
         match namespaces.iter().find_map(|namespace| Some((namespace, owner(namespace)?))) {
             Some((namespace, owner)) => Err(format!(
@@ -73,7 +73,7 @@ impl EarlierQuotas {
     }
 
     fn add(&mut self, draft: &Draft, name: String) {
-        if let Selection::Names(namespaces) = &draft.namespaces {
+        if let NamespaceSelection::Names(namespaces) = &draft.namespaces {
             let key = |namespace: &String| ((draft.models.clone(), namespace.clone()), draft.origin.clone());
             self.owners.extend(namespaces.iter().map(key));
         }
@@ -92,8 +92,8 @@ fn build(draft: &Draft, name: &str) -> Result<GpuQuota, String> {
     let (max, lend) = (draft.max.map(text), draft.lend.map(text));
     let weight = u32::try_from(draft.weight).unwrap_or(u32::MAX);
     let (namespaces, selector) = match &draft.namespaces {
-        Selection::Names(names) => (Some(names.clone()), None),
-        Selection::Labels(labels) => (None, Some(labels.clone())),
+        NamespaceSelection::Names(names) => (Some(names.clone()), None),
+        NamespaceSelection::Labels(labels) => (None, Some(labels.clone())),
     };
     if let Some(names) = &namespaces {
         if names.len() > MAX_NAMESPACES {

@@ -179,18 +179,18 @@ impl Objects {
         let documents: Vec<Value> =
             serde_saphyr::from_multiple_with_options(text, options).context("not valid YAML")?;
         for (index, document) in documents.into_iter().enumerate().filter(|(_, document)| !document.is_null()) {
-            self.add(document).with_context(|| format!("document {}", index + 1))?;
+            self.add_object(document).with_context(|| format!("document {}", index + 1))?;
         }
         Ok(())
     }
 
     /// Adds one object, or the objects of a List.
-    pub(super) fn add(&mut self, mut object: Value) -> Result<()> {
+    pub(super) fn add_object(&mut self, mut object: Value) -> Result<()> {
         let text = |pointer: &str| object.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
         let (version, kind) = (text("/apiVersion"), text("/kind"));
         let (namespace, name) = (text("/metadata/namespace"), text("/metadata/name"));
         if let Some(Value::Array(items)) = object.get_mut("items").map(Value::take) {
-            return items.into_iter().try_for_each(|item| self.add(item));
+            return items.into_iter().try_for_each(|item| self.add_object(item));
         }
         if kind.is_empty() {
             bail!("an object in the input has no kind");
@@ -208,12 +208,16 @@ impl Objects {
         let origin = format!("{kind} {full}");
         let is_nos = NOS_GROUPS.contains(&group);
         match kind.as_str() {
-            "ElasticQuota" if is_nos => push(&mut self.elastic, &mut self.malformed, origin, object),
-            "CompositeElasticQuota" if is_nos => push(&mut self.composite, &mut self.malformed, origin, object),
-            "ClusterQueue" if group == KUEUE_GROUP => {
-                push(&mut self.cluster_queues, &mut self.malformed, origin, object);
+            "ElasticQuota" if is_nos => push_parsed_object(&mut self.elastic, &mut self.malformed, origin, object),
+            "CompositeElasticQuota" if is_nos => {
+                push_parsed_object(&mut self.composite, &mut self.malformed, origin, object)
             }
-            "LocalQueue" if group == KUEUE_GROUP => push(&mut self.local_queues, &mut self.malformed, origin, object),
+            "ClusterQueue" if group == KUEUE_GROUP => {
+                push_parsed_object(&mut self.cluster_queues, &mut self.malformed, origin, object);
+            }
+            "LocalQueue" if group == KUEUE_GROUP => {
+                push_parsed_object(&mut self.local_queues, &mut self.malformed, origin, object)
+            }
             "ResourceFlavor" if group == KUEUE_GROUP => {
                 let spec = object.get_mut("spec").map(Value::take).unwrap_or_default();
                 let spec: Option<Option<FlavorSpec>> = parse(&mut self.malformed, origin, "spec", &spec);
@@ -241,7 +245,7 @@ impl Objects {
     }
 }
 
-fn push<S: DeserializeOwned>(
+fn push_parsed_object<S: DeserializeOwned>(
     into: &mut Vec<Object<S>>,
     malformed: &mut Vec<Refusal>,
     origin: String,

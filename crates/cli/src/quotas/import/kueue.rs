@@ -8,13 +8,13 @@ use serde_json::Value;
 
 use super::amounts::{InvalidAmount, parse_gpus, scale_weights};
 use super::input::{ClusterQueueSpec, FlavorQuotas, FlavorSpec, Object, Objects, ResourceQuota};
-use super::model::{Draft, Import, Refusal, Selection};
+use super::model::{Draft, Import, NamespaceSelection, Refusal};
 
 /// The label that contains the name of a namespace. Every namespace has it.
 const NAMESPACE_NAME_LABEL: &str = "kubernetes.io/metadata.name";
 /// Node labels with the model of the node's GPUs.
 const MODEL_LABELS: [&str; 2] = ["nvidia.com/gpu.product", "cloud.google.com/gke-accelerator"];
-/// Models that are recognized in labels and in names of flavors.
+/// GPU models that the import recognizes in node labels and in names of flavors.
 const MODELS: [&str; 27] = [
     "A2", "A10", "A10G", "A16", "A30", "A40", "A100", "B100", "B200", "B300", "GB200", "GB300", "GH200", "H20", "H100",
     "H200", "H800", "L4", "L20", "L40", "L40S", "P4", "P40", "P100", "T4", "T4G", "V100",
@@ -155,14 +155,18 @@ fn only_model_in(text: &str) -> Option<&'static str> {
 
 /// Returns the namespaces of a queue, and a note about them. The namespaces are those of the
 /// `LocalQueue`s, or else the namespaces that the queue selects.
-fn selection(name: &str, spec: &ClusterQueueSpec, objects: &Objects) -> Result<(Selection, Vec<String>), Failure> {
+fn selection(
+    name: &str,
+    spec: &ClusterQueueSpec,
+    objects: &Objects,
+) -> Result<(NamespaceSelection, Vec<String>), Failure> {
     let own = objects.local_queues.iter().filter(|queue| queue.spec.cluster_queue == name);
     let namespaces: BTreeSet<String> =
         own.map(|queue| queue.metadata.namespace.clone().unwrap_or_else(|| "default".to_owned())).collect();
     if !namespaces.is_empty() {
         let note =
             "Namespaces are those of its LocalQueues. All GPU pods of a namespace count, with or without a queue.";
-        return Ok((Selection::Names(namespaces.into_iter().collect()), vec![note.to_owned()]));
+        return Ok((NamespaceSelection::Names(namespaces.into_iter().collect()), vec![note.to_owned()]));
     }
     let selector = spec.namespace_selector.clone().unwrap_or_default();
     let (labels, expressions) =
@@ -171,10 +175,10 @@ fn selection(name: &str, spec: &ClusterQueueSpec, objects: &Objects) -> Result<(
     match (labels.is_empty(), expressions.as_slice()) {
         (false, []) => {
             let selector = QuotaNamespaceSelector { match_labels: labels };
-            Ok((Selection::Labels(selector), vec![note.to_owned()]))
+            Ok((NamespaceSelection::Labels(selector), vec![note.to_owned()]))
         }
         (true, [one]) if one.key == NAMESPACE_NAME_LABEL && one.operator == "In" => {
-            Ok((Selection::Names(one.values.clone().unwrap_or_default()), vec![note.to_owned()]))
+            Ok((NamespaceSelection::Names(one.values.clone().unwrap_or_default()), vec![note.to_owned()]))
         }
         _ => Err(Failure::Refused(
             "no LocalQueue of the input uses the queue, and namespaceSelector is not a list of labels or names. Add \

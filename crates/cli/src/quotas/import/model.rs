@@ -42,7 +42,7 @@ pub(super) struct Draft {
     pub(super) origin: String,
     /// Possible names of the quota, the preferred name first.
     pub(super) names: Vec<String>,
-    pub(super) namespaces: Selection,
+    pub(super) namespaces: NamespaceSelection,
     /// Models of the pool. Empty if the pool is not known.
     pub(super) models: Vec<String>,
     pub(super) unit: Unit,
@@ -57,7 +57,7 @@ pub(super) struct Draft {
 
 /// The namespaces of a draft.
 #[derive(Debug, Clone)]
-pub(super) enum Selection {
+pub(super) enum NamespaceSelection {
     Names(Vec<String>),
     Labels(QuotaNamespaceSelector),
 }

@@ -8,7 +8,7 @@ use cleave_plan::quota::{Amount, Unit};
 
 use super::amounts::{InvalidAmount, parse_gigabytes, parse_gpus, scale_weights};
 use super::input::{Amounts, NOS_GROUPS, NosSpec, Object, Objects};
-use super::model::{Draft, Import, Refusal, Selection};
+use super::model::{Draft, Import, NamespaceSelection, Refusal};
 
 /// Name of Nos's resource for GPU memory, without its API group.
 const GPU_MEMORY: &str = "gpu-memory";
@@ -133,7 +133,7 @@ fn draft(
     Ok(Some(Draft {
         origin: origin.to_owned(),
         names: vec![name.clone(), format!("{namespace}-{name}")],
-        namespaces: Selection::Names(namespaces),
+        namespaces: NamespaceSelection::Names(namespaces),
         models: Vec::new(),
         unit: counted.unit(),
         min: min_amount,

@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result};
 use super::model::{Import, Refusal};
 
 /// Maximum number of characters in a line of a comment.
-const MAX_WIDTH: usize = 100;
+const MAX_COMMENT_LINE_CHARS: usize = 100;
 
 /// Renders the quotas as YAML. A comment above each quota names the imported object, and lists the
 /// differences.
@@ -58,7 +58,7 @@ fn comment(text: &mut String, bullet: &str, sentence: &str) {
     let indent = format!("# {}", " ".repeat(bullet.len()));
     let mut is_empty = true;
     for word in sentence.split_whitespace() {
-        if !is_empty && line.chars().count() + 1 + word.chars().count() > MAX_WIDTH {
+        if !is_empty && line.chars().count() + 1 + word.chars().count() > MAX_COMMENT_LINE_CHARS {
             let _ = writeln!(text, "{line}");
             line.clone_from(&indent);
             is_empty = true;
