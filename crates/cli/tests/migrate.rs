@@ -179,7 +179,7 @@ fn errors_name_the_setting() {
         (mig("{devices: all, mig-enabled: true, mig-devices: {huge: 1}}"), "mig.layout is \"huge\""),
         (mig("{devices: all, mig-enabled: true, mig-devices: {1g.5gb: many}}"), "must be a number of instances"),
         (mig("{devices: [1], mig-enabled: false}, {devices: [0, 1], mig-enabled: false}"), "describes GPU 1 twice"),
-        (mig("{device-filter: Tesla, devices: all, mig-enabled: false}"), "which is not a PCI device id"),
+        (mig("{device-filter: Tesla, devices: all, mig-enabled: false}"), "which is not a PCI device ID"),
         ("kind: ConfigMap\nmetadata: {name: x}\ndata: {a: '{'}\n".to_owned(), "ConfigMap x, a: not valid YAML"),
         (
             "kind: ClusterPolicy\nmetadata: {name: c}\nspec: {devicePlugin: {config: {default: gone}}}\n".to_owned(),

@@ -151,7 +151,7 @@ fn a_bad_quota_is_refused_by_name_and_the_others_are_imported() {
         ("{min: {nvidia.com/gpu: 1u}}", "too precise"),
         ("{min: {nvidia.com/gpu: 4}, max: {nvidia.com/gpu: 2}}", "min exceeds max"),
         ("{min: {nos.nebuly.com/gpu-memory: 40Gi}}", "is not a whole number of GB"),
-        ("{min: {nos.nebuly.com/gpu-memory: 40}}", "All quotas of a pool count the same"),
+        ("{min: {nos.nebuly.com/gpu-memory: 40}}", "All quotas of a pool must count the same resource"),
         ("{min: [1]}", "spec.min is malformed: invalid type: sequence, expected a map"),
         ("{max: {nvidia.com/gpu: 1}, namespaces: [a, {}]}", "spec.namespaces[1] is malformed"),
         ("7", "spec is malformed"),

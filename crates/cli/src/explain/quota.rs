@@ -26,22 +26,22 @@ pub(super) fn quota_sentences(live: &LiveCluster, pod: &PodObject) -> Vec<String
         objects.filter(|object| object.metadata.name.as_deref() == Some(namespace)).map(|object| object.labels());
     let labels = labels.next_back().cloned().unwrap_or_default();
     let class = pod.metadata.labels.as_ref().and_then(|labels| labels.get(CAPACITY_LABEL)).map(String::as_str);
-    let own: Vec<&Quota> = live.quotas.iter().filter(|quota| selects(quota, namespace, &labels)).collect();
+    let own: Vec<&Quota> = live.quotas.iter().filter(|quota| selects_namespace(quota, namespace, &labels)).collect();
     if own.is_empty() {
         return vec![format!(
             "No quota applies to namespace {namespace}. Its pods borrow, unless the namespace is exempt."
         )];
     }
-    own.into_iter().map(|quota| sentence(quota, class)).collect()
+    own.into_iter().map(|quota| quota_sentence(quota, class)).collect()
 }
 
-fn selects(quota: &Quota, namespace: &str, labels: &BTreeMap<String, String>) -> bool {
+fn selects_namespace(quota: &Quota, namespace: &str, labels: &BTreeMap<String, String>) -> bool {
     let wanted = &quota.namespace_labels;
     quota.namespaces.iter().any(|name| name == namespace)
         || (!wanted.is_empty() && wanted.iter().all(|(key, value)| labels.get(key) == Some(value)))
 }
 
-fn sentence(quota: &Quota, class: Option<&str>) -> String {
+fn quota_sentence(quota: &Quota, class: Option<&str>) -> String {
     let unit = if quota.unit == QuotaUnit::Gpus { " GPUs" } else { "" };
     let (name, min) = (&quota.name, &quota.min);
     let used = if quota.used.is_empty() { "an unknown amount" } else { &quota.used };

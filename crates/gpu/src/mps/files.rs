@@ -101,7 +101,7 @@ impl DesiredWatch {
             self.events = None;
         }
         loop {
-            let found = find_version(&self.path);
+            let found = find_file_version(&self.path);
             if found != self.seen {
                 self.seen = found;
                 return;
@@ -117,7 +117,7 @@ impl DesiredWatch {
     }
 }
 
-fn find_version(path: &Path) -> Option<FileVersion> {
+fn find_file_version(path: &Path) -> Option<FileVersion> {
     let found = std::fs::metadata(path).ok()?;
     Some(FileVersion(found.dev(), found.ino(), found.modified().ok()))
 }

@@ -51,7 +51,7 @@ pub enum InvalidDesired {
     #[error("invalid device {0:?}: expected 1 to 80 letters, digits or `-`")]
     Device(String),
     /// The ID of an allocation has a form that the agent never writes.
-    #[error("invalid allocation id {0:?}: expected 1 to 32 lower-case hexadecimal digits")]
+    #[error("invalid allocation ID {0:?}: expected 1 to 32 lower-case hexadecimal digits")]
     AllocationId(String),
     /// The active thread percentage is outside 1 to 100.
     #[error("{owner}: invalid active thread percentage {threads}: expected 1 to 100")]

@@ -187,7 +187,7 @@ fn models_of_device_ids(place: &SettingPlace, ids: &[String], notes: &mut Notes)
         let digits = id.strip_prefix("0x").or_else(|| id.strip_prefix("0X")).unwrap_or(id);
         let Ok(number) = u32::from_str_radix(digits, 16) else {
             bail!(
-                "{}: {} contains {id:?}, which is not a PCI device id such as 0x20B010DE",
+                "{}: {} contains {id:?}, which is not a PCI device ID such as 0x20B010DE",
                 place.source,
                 place.setting
             );

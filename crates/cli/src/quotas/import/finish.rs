@@ -57,7 +57,7 @@ impl EarlierQuotas {
         {
             let words = |unit: Unit| if unit == Unit::Gpus { "GPUs" } else { "GPU memory" };
             return Err(format!(
-                "counts {}, and {other} counts {} of the same pool. All quotas of a pool count the same",
+                "counts {}, and {other} counts {} of the same pool. All quotas of a pool must count the same resource",
                 words(draft.unit),
                 words(*unit)
             ));

@@ -74,7 +74,7 @@ fn queue_drafts(
 ) -> Result<Vec<Draft>, Failure> {
     let (name, spec) = (&queue.metadata.name, &queue.spec);
     let pools = pools(spec, &objects.flavors)?;
-    let (namespaces, mut notes) = selection(name, spec, objects)?;
+    let (namespaces, mut notes) = select_namespaces(name, spec, objects)?;
     notes.extend(loss_notes(spec));
     let is_alone = spec.cohort.as_ref().is_none_or(String::is_empty);
     let weight = match spec.fair_sharing.as_ref().and_then(|sharing| sharing.weight.as_ref()) {
@@ -155,7 +155,7 @@ fn only_model_in(text: &str) -> Option<&'static str> {
 
 /// Returns the namespaces of a queue, and a note about them. The namespaces are those of the
 /// `LocalQueue`s, or else the namespaces that the queue selects.
-fn selection(
+fn select_namespaces(
     name: &str,
     spec: &ClusterQueueSpec,
     objects: &Objects,

@@ -82,7 +82,7 @@ pub enum DoctorError {
         /// The GPUs of the node.
         available: String,
     },
-    /// A signal handler could not be installed, or standard output failed.
+    /// A signal handler could not be installed, or a write to standard output failed.
     #[error("system call failed: {0}")]
     System(#[from] io::Error),
     /// The doctor received a signal, and has stopped all processes that it started.
