@@ -66,7 +66,7 @@ impl GpuSensors {
             match answer {
                 Ok(readings) => self.metrics.set_readings(uuid, Some(&readings)),
                 // NVML is closed while a GPU is quiesced or its MIG mode changes.
-                Err(error) if error.is_of_this_process() => self.metrics.forget_readings(uuid),
+                Err(error) if error.is_caused_by_this_process() => self.metrics.forget_readings(uuid),
                 Err(error) => {
                     self.metrics.count_error("sensors");
                     let error = &error as &dyn std::error::Error;

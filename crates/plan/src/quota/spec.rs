@@ -237,7 +237,7 @@ fn parse_amount(field: &'static str, written: &Quantity, unit: Unit) -> Result<A
     let milli = written.milli().ok_or_else(|| InvalidQuota::NotAnAmount { field, written: text() })?;
     match unit {
         Unit::Gpus if milli > MAX_GPUS * 1000 => Err(InvalidQuota::TooLarge { field }),
-        Unit::Gpus if is_finer_than_milli(&text()) => Err(InvalidQuota::TooPrecise { field, written: text() }),
+        Unit::Gpus if is_finer_than_thousandths(&text()) => Err(InvalidQuota::TooPrecise { field, written: text() }),
         Unit::Gpus => Amount::from_milli_gpus(milli).ok_or(InvalidQuota::TooLarge { field }),
         Unit::Memory => {
             let mebibytes = written.as_mebibytes().filter(|&mebibytes| mebibytes <= MAX_MEBIBYTES);
@@ -247,7 +247,7 @@ fn parse_amount(field: &'static str, written: &Quantity, unit: Unit) -> Result<A
 }
 
 /// Returns whether a quantity has a suffix or digits below thousandths, which it rounds up.
-fn is_finer_than_milli(text: &str) -> bool {
+fn is_finer_than_thousandths(text: &str) -> bool {
     let fraction = text.split_once('.').map_or("", |(_, fraction)| fraction);
     let digits = fraction.trim_end_matches(|c: char| !c.is_ascii_digit()).trim_end_matches('0').len();
     text.ends_with(['n', 'u']) || digits > if text.ends_with('m') { 0 } else { 3 }
