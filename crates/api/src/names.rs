@@ -39,10 +39,11 @@ pub const REPLICA_PLACEMENT_ANNOTATION: &str = "cleave.dev/replica-placement";
 pub const BORROW_ANNOTATION: &str = "cleave.dev/borrow";
 /// Value of [`BORROW_ANNOTATION`].
 pub const BORROW_NEVER: &str = "Never";
-/// Annotation of a pod with the name of its gang. The pods of a namespace with the same name are
+/// Annotation of a pod with the name of its gang. Pods of a namespace with the same gang name are
 /// released and evicted together.
 pub const GANG_ANNOTATION: &str = "cleave.dev/gang";
-/// Annotation of a pod with the number of pods without which none of its gang is released.
+/// Annotation of a pod with the size of its gang. No pod of a gang is released before this number
+/// of pods can be released.
 pub const GANG_SIZE_ANNOTATION: &str = "cleave.dev/gang-size";
 /// Label with which Kueue names the group of a pod.
 pub const KUEUE_GROUP_LABEL: &str = "kueue.x-k8s.io/pod-group-name";
@@ -50,18 +51,18 @@ pub const KUEUE_GROUP_LABEL: &str = "kueue.x-k8s.io/pod-group-name";
 pub const KUEUE_GROUP_COUNT_ANNOTATION: &str = "kueue.x-k8s.io/pod-group-total-count";
 /// Label with which the coscheduling plugin names the `PodGroup` of a pod.
 pub const POD_GROUP_LABEL: &str = "scheduling.x-k8s.io/pod-group";
-/// Annotation of a waiting pod for which pods are evicted: the room that is kept for it, as a
-/// [`crate::placement::Placement`]. If the leader of the operator changes, the next leader keeps
-/// the room, and evicts no other pods for the pod.
+/// Annotation of a waiting pod for which other pods are evicted: the units that are kept for the
+/// waiting pod, as a [`crate::placement::Placement`]. If the leader of the operator changes, the
+/// next leader keeps these units and evicts no further pods.
 pub const NOMINATION_ANNOTATION: &str = "cleave.dev/nomination";
-/// Label of a pod whose namespace has a quota: whether the quota guarantees what the pod uses. The
-/// operator writes the label and never reads it to decide.
+/// Label of a pod that a quota counts: whether the pod is within the quota's guarantee. The
+/// operator writes the label, but bases no decision on it.
 pub const CAPACITY_LABEL: &str = "cleave.dev/capacity";
 /// Value of [`CAPACITY_LABEL`]: the pod is within its quota's guarantee.
 pub const CAPACITY_IN_QUOTA: &str = "in-quota";
 /// Value of [`CAPACITY_LABEL`]: the pod borrows.
 pub const CAPACITY_OVER_QUOTA: &str = "over-quota";
-/// Word of [`ALLOW_LABEL`]: quotas neither hold nor evict pods of the namespace.
+/// Word of [`ALLOW_LABEL`]: quotas neither delay nor evict pods of the namespace.
 pub const ALLOW_QUOTA: &str = "quota";
 /// Word of [`ALLOW_LABEL`]: no admission rule applies. This word must be the only word of the
 /// label.
@@ -76,9 +77,9 @@ pub const AGENT_FIELD_MANAGER: &str = "cleave-agent";
 pub const CONDITION_APPLIED: &str = "Applied";
 /// Condition of a `GpuNode`, a `SharingPolicy` and a `GpuQuota`: no problem is known.
 pub const CONDITION_READY: &str = "Ready";
-/// Condition of a `GpuQuota`: pods within the guarantee run, or wait for a reclaim only.
+/// Condition of a `GpuQuota`: pods within the guarantee run, or wait only for a reclaim.
 pub const CONDITION_GUARANTEED: &str = "Guaranteed";
-/// Condition of a `GpuQuota`: pods are held and evicted by its rules.
+/// Condition of a `GpuQuota`: the operator delays and evicts pods as the quota requires.
 pub const CONDITION_ENFORCED: &str = "Enforced";
 /// Condition of a `GpuNode`: every GPU can serve slices.
 pub const CONDITION_GPUS_HEALTHY: &str = "GpusHealthy";
@@ -172,7 +173,7 @@ pub mod door {
     pub const HARD: &str = "Hard";
     /// The handshake of the driver is unknown, and the policy accepts advisory limits.
     pub const ADVISORY: &str = "Advisory";
-    /// The handshake of the driver is unknown, and the daemon does not serve.
+    /// The handshake of the driver is unknown, and the daemon accepts no clients.
     pub const UNKNOWN: &str = "Unknown";
 }
 
@@ -181,9 +182,9 @@ pub mod door {
 pub mod daemon_state {
     /// The daemon has started, but its limits are not confirmed yet. Doors admit no client.
     pub const STARTING: &str = "Starting";
-    /// The daemon serves, and its limits are in force.
+    /// The daemon serves clients, and its limits are in force.
     pub const ACTIVE: &str = "Active";
-    /// The server is in FAULT until the clients that it broke have exited.
+    /// The MPS server is in state FAULT until the clients that the fault broke have exited.
     pub const FAULT: &str = "Fault";
     /// The daemon restarts because it exited or hung, its server exited or hung, or its settings
     /// changed.
@@ -245,13 +246,13 @@ pub fn mig_resource(profile: &str) -> String {
 
 /// Reasons in the conditions of a `SharingPolicy`.
 pub mod reason {
-    /// Accepted: the fields are valid.
+    /// `Accepted` is true: the fields are valid.
     pub const ACCEPTED: &str = "Accepted";
-    /// Ready: the GPUs are shared as the policy specifies.
+    /// `Ready` is true: the GPUs are shared as the policy specifies.
     pub const READY: &str = "Ready";
-    /// Conflict is false: no other policy overrides this one.
+    /// `Conflict` is false: no other policy overrides this one.
     pub const NO_CONFLICT: &str = "NoConflict";
-    /// Conflict, or not Ready: other policies override this one on its GPUs.
+    /// `Conflict` is true, or `Ready` is false: other policies override this one on its GPUs.
     pub const OVERRIDDEN: &str = "Overridden";
     /// The object does not match its CRD.
     pub const MALFORMED: &str = "Malformed";

@@ -2,8 +2,8 @@
 //! records which units are reserved for the pod, and where.
 //!
 //! The same patch removes the placement gate, so no pod is ever released without the annotation.
-//! The annotation is the only persistent record of a reservation. The node's agent follows it when
-//! the kubelet allocates devices.
+//! The annotation is the only persistent record of a reservation. The node's agent follows the
+//! reservation when the kubelet allocates devices.
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};

@@ -99,7 +99,9 @@ impl PlanChecker {
                     Some([plan]) => self.check_gpu(node, gpu, plan),
                     Some(_) if twice => {}
                     Some(many) if many.iter().all(|plan| !plan.changed) => {}
-                    Some(_) => self.report(&gpu.uuid, "the GPU is in the plan more than once, and changes"),
+                    Some(_) => {
+                        self.report(&gpu.uuid, "the GPU is in the plan more than once, and one entry changes the GPU")
+                    }
                     None => self.report(&gpu.uuid, "the GPU is not in the plan"),
                 }
             }
@@ -121,13 +123,13 @@ impl PlanChecker {
             self.report(at, "`changed` does not match the slices");
         }
         if count_slices(&gpu.slices, |slice| slice.in_use) != count_slices(&plan.slices, |slice| slice.in_use) {
-            self.report(at, "the slices in use differ from those that the GPU has now");
+            self.report(at, "the planned slices in use differ from the GPU's current slices in use");
         }
         if !changed {
             return;
         }
         if gpu.fixed || gpu.exclusion.is_some() || node.exclusion.is_some() || gpu.mode == Mode::Unknown {
-            self.report(at, "the GPU changes although it must not");
+            self.report(at, "the plan changes the GPU, but the snapshot forbids changes");
         }
         let known = built_in(&gpu.model, gpu.memory.as_mebibytes().unwrap_or(0)).unwrap_or_default();
         let profiles = gpu.profiles.as_ref().unwrap_or(&known);
@@ -141,7 +143,7 @@ impl PlanChecker {
             {
                 replica_slices.push(slice);
             } else if resource == device::WHOLE_GPU_RESOURCE {
-                self.report(at, "a whole GPU must be an empty list");
+                self.report(at, "the plan lists a slice for a whole GPU, which must have an empty list of slices");
             } else {
                 mps.push(slice);
             }
@@ -208,7 +210,8 @@ impl PlanChecker {
         }
     }
 
-    /// Checks that MPS slices fit the GPU's memory, shares and clients.
+    /// Checks that MPS slices do not exceed the GPU's memory, its maximum number of shares, or the
+    /// maximum number of MPS clients.
     fn check_mps(&mut self, at: &str, gpu: &Gpu, slices: &[&SliceGroup]) {
         let (mut sized, mut shares) = (0_u64, 0_u64);
         for slice in slices {
@@ -306,7 +309,7 @@ impl PlanChecker {
     }
 
     /// Checks that a pod's shares of MIG instances can belong to one instance. The plan does not
-    /// name the instance, so the check requires that one exists.
+    /// name the instance, so the check requires only that a possible instance exists.
     fn check_shares_of_instances(&mut self, plan: &Plan) {
         let mut taken: BTreeMap<ResourceKey<'_>, Vec<u64>> = BTreeMap::new();
         for placement in &plan.placements {
@@ -330,7 +333,7 @@ impl PlanChecker {
             wanted.sort_unstable_by(|a, b| b.cmp(a));
             let mut free: Vec<u64> = free.into_values().collect();
             if !fit_into_bins(&wanted, &mut free, &mut 10_000) {
-                self.report(uuid, format!("the {resource} of each pod cannot be on one instance"));
+                self.report(uuid, format!("no assignment places the {resource} of each pod on one MIG instance"));
             }
         }
     }

@@ -33,7 +33,7 @@ pub enum Mode {
     Unknown,
 }
 
-/// Kind of partition. A GPU has one kind at a time.
+/// Kind of partition. A GPU has one kind of partition at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Family {
     /// The GPU is undivided.

@@ -30,16 +30,16 @@ pub(crate) enum PlacementStyle {
     /// Uses existing slices before it repartitions GPUs, and places small pods first. Repartitions
     /// the fewest GPUs.
     FewestChanges,
-    /// Places each pod where the most room remains, small pods first. Places more pods if room is
-    /// scarce.
+    /// Places each pod where the most room remains, small pods first. Places more pods than other
+    /// styles if few units are free.
     Packed,
-    /// Like `Packed`, with large pods first.
+    /// Like `Packed`, but places large pods first.
     LargeFirst,
 }
 
 /// Number of alternative nodes that are cached for each group.
 const ALTERNATIVES_PER_GROUP: usize = 4;
-/// Divisor of the remaining work for moving pods. Each group may use one such part.
+/// Divisor of the remaining work for moving pods. Each group may use one of the resulting parts.
 const GROUP_WORK_DIVISOR: u64 = 8;
 /// Maximum number of pods moved in a chain. Each move frees slices for the previous pod.
 const MAX_MOVED_PODS_IN_CHAIN: u32 = 2;

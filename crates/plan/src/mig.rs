@@ -91,7 +91,7 @@ struct ProfileEntry {
 pub struct ProfileTable {
     entries: Vec<ProfileEntry>,
     /// Distinct sizes of profiles, in memory slices, each with the slices at which it can start.
-    /// Used to estimate the value of free room.
+    /// Used to estimate the value of free memory slices.
     shapes: Vec<(u8, Vec<u8>)>,
     slices: u32,
     compute: u32,
@@ -229,9 +229,9 @@ impl ProfileTable {
         extra + all <= 1 && (all == 0 || plain == 0)
     }
 
-    /// Estimates the remaining room if the slices in `mask` are used. The estimate is the sum, over
-    /// all shapes, of the slices that instances of one shape alone could cover. Higher is better.
-    /// An instance reduces the estimate little where no larger instance could start.
+    /// Estimates how many instances still fit if the slices in `mask` are used. The estimate is the
+    /// sum, over all shapes, of the slices that instances of one shape alone could cover. Higher is
+    /// better. An instance lowers the estimate only a little where no larger instance could start.
     pub(crate) fn estimate_room(&self, mask: Mask) -> u32 {
         self.shapes.iter().map(|(size, starts)| u32::from(*size) * max_instances(*size, starts, mask)).sum()
     }
@@ -252,8 +252,9 @@ impl ProfileTable {
 
     /// Finds placements for the `wanted` profiles. The instances `in_use` are not moved.
     ///
-    /// Prefers placements that destroy and create the fewest instances, then placements that leave
-    /// the most room, then placements that start lowest. Returns `None` if it finds no placements.
+    /// Prefers placements that destroy and create the fewest instances, then placements with the
+    /// highest [`Self::estimate_room`], then placements that start lowest. Returns `None` if it
+    /// finds no placements.
     pub(crate) fn arrange(&self, in_use: &[Instance], free: &[Instance], wanted: &[u8]) -> Option<Arrangement> {
         let taken = self.combined_mask(in_use)?;
         let everyone = in_use.iter().map(|instance| instance.profile).chain(wanted.iter().copied());
@@ -288,8 +289,9 @@ impl ProfileTable {
     }
 }
 
-/// Cost of an arrangement, lower is better: the number of instances destroyed and created, the lost
-/// room, and the placements. The placements make every cost unique.
+/// Cost of an arrangement, lower is better: the number of instances destroyed and created, the
+/// decrease of [`ProfileTable::estimate_room`], and the placements. The placements make every cost
+/// unique.
 type ArrangementCost = (usize, u32, Vec<Instance>);
 
 struct ArrangementSearch<'a> {
@@ -495,8 +497,8 @@ mod tests {
         assert!(ProfileTable::built_in("Tesla T4", 15_360).is_none());
     }
 
-    /// Returns all layouts that have no room for another instance. The enumeration is independent
-    /// of the search.
+    /// Returns all layouts to which no further instance can be added. The enumeration is
+    /// independent of the search.
     fn full_layouts(table: &ProfileTable) -> Vec<Vec<Instance>> {
         fn collect_layouts(
             table: &ProfileTable,
@@ -628,7 +630,7 @@ mod tests {
         assert!(matches!(ProfileTable::new(&many), Err(TableError::TooManyProfiles(40))));
         let none = ProfileTable::new(&[]).expect("an empty list is valid");
         assert_eq!((none.slices, none.estimate_room(0)), (0, 0));
-        // 16 instances with 31 placements each have many more combinations than the search may try.
+        // 16 instances with 31 placements each have far more combinations than the search may try.
         let starts: Vec<u32> = (0..32).collect();
         let wide = ProfileTable::new(&[profile("1g.1gb", 1, &starts)]).expect("valid");
         assert!(wide.arrange(&[], &[], &[0; 16]).is_some());

@@ -16,8 +16,8 @@ use crate::scheduling::{NodeConstraints, PODS_RESOURCE, UNLIMITED_BY_DEFAULT};
 use crate::snapshot::{Gpu, Node, Pod, SliceGroup, Snapshot};
 use crate::states::{ClassId, DemandId};
 
-/// Maximum number of slices that one pod may request. No node has more slices, and a request for a
-/// million must not delay the plan.
+/// Maximum number of slices that one pod may request. No node has more slices, and a pod that
+/// requests a million slices must not delay the plan.
 const MAX_SLICES_PER_POD: u64 = 1024;
 
 /// Maximum number of equal slices of one GPU. No mode allows more, and a plan lists each slice.
@@ -65,7 +65,7 @@ pub(crate) struct PodGroup<'a> {
     /// Demands of one pod. All shares that a pod requests of one resource are one demand. Each
     /// other slice is a separate demand.
     pub(crate) units: Vec<DemandId>,
-    /// Number shared by all groups with the same units.
+    /// Number of the group's units. All groups with the same units have the same number.
     pub(crate) shape: u32,
     /// Amounts by dimension, in thousandths.
     pub(crate) needs: Vec<(u16, u64)>,

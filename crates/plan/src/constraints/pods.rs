@@ -14,7 +14,7 @@ pub struct PlacedPod<'a> {
     /// Name of the node. If [`NodeChecker::new`](super::NodeChecker::new) does not receive the
     /// node, only the pod's ports count.
     pub node: &'a str,
-    /// Rules of the pod. Only anti-affinity and ports are read.
+    /// Rules of the pod. The checker reads only their anti-affinity and ports.
     pub rules: &'a Rules,
     /// Whether the pod is being deleted. A terminating pod still counts for affinity and ports, but
     /// not for spread.

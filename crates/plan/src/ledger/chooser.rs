@@ -100,7 +100,7 @@ struct TableLimits {
     /// Number of tables above which tables without nodes are dropped. GPUs that are partitioned on
     /// demand may serve a resource or size only temporarily.
     tables: usize,
-    /// Number of cached ranks, of 24 bytes each. One table may use a fourth of this number.
+    /// Number of cached ranks, of 24 bytes each. One table may use a quarter of this number.
     ranks: usize,
 }
 
@@ -110,7 +110,7 @@ pub struct Chooser<S: Score = LearnedScore> {
     /// Tables by resource, then by the capacity of a device.
     tables: BTreeMap<String, BTreeMap<u32, NodeTable<S>>>,
     cpu: BTreeMap<String, NodeCpu>,
-    /// Learners by resource. Each one learns typical requests for its resource.
+    /// Learners by resource. Each learner records typical requests for its resource.
     learners: BTreeMap<String, Learner>,
     /// Number of choices so far.
     choices: u64,

@@ -212,7 +212,8 @@ fn reserve_sizes(units_by_device: &mut UnitsByDevice, started_on: &[bool], sizes
     left
 }
 
-/// Units that a pod still needs, and the device on which the rest of the request is allocated.
+/// Units that a pod still needs, and the device on which the kubelet has allocated a part of the
+/// same request.
 type MissingUnits<'a> = (Units, Option<&'a str>);
 
 /// Returns the units that a pod still needs, by resource.
