@@ -295,7 +295,8 @@ impl<'w> Pass<'w> {
             *sum = sum.plus(self.state.charge(pod));
         }
         let gpus = &self.state.gpus;
-        let fits_later = |(&gpu, &wanted): (&usize, &Amount)| gpus[gpu].unreserved_later(&rank) >= i128::from(wanted);
+        let fits_later =
+            |(&gpu, &wanted): (&usize, &Amount)| gpus[gpu].free_later_with_reserved(&rank) >= i128::from(wanted);
         if !wanted.iter().all(fits_later) {
             return None;
         }

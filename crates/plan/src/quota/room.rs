@@ -69,11 +69,11 @@ impl GpuRoom {
     /// Returns the capacity that is free now if only the reservations before a position count.
     pub(super) fn free_before(&self, rank: &Rank, position: usize) -> i128 {
         let seen = self.reserved.filter(|(reserved, at)| *at < position && rank.sees(&reserved.rank));
-        self.unreserved(rank) - seen.map_or(0, |(reserved, _)| i128::from(reserved.charge))
+        self.free_with_reserved(rank) - seen.map_or(0, |(reserved, _)| i128::from(reserved.charge))
     }
 
     /// Returns the capacity that is free now for a pod of this rank, including reserved capacity.
-    pub(super) fn unreserved(&self, rank: &Rank) -> i128 {
+    pub(super) fn free_with_reserved(&self, rank: &Rank) -> i128 {
         self.free_beside(rank, |_| true)
     }
 
@@ -103,8 +103,8 @@ impl GpuRoom {
 
     /// Returns the capacity that is free for a pod of this rank once terminating pods have exited,
     /// including reserved capacity.
-    pub(super) fn unreserved_later(&self, rank: &Rank) -> i128 {
-        self.unreserved(rank) + i128::from(self.leaving)
+    pub(super) fn free_later_with_reserved(&self, rank: &Rank) -> i128 {
+        self.free_with_reserved(rank) + i128::from(self.leaving)
     }
 
     /// Returns the nominated amount.
@@ -193,7 +193,7 @@ mod tests {
     fn class_comes_first_and_priority_counts_within_a_quota() {
         let nominee = rank(0, Class::Over, 5);
         assert!(!rank(1, Class::In, -9).sees(&nominee), "a higher class");
-        assert!(rank(1, Class::Over, 900).sees(&nominee), "priority ends at the border of the quota");
+        assert!(rank(1, Class::Over, 900).sees(&nominee), "priority does not count across quotas");
         assert!(rank(0, Class::Over, 5).sees(&nominee) && !rank(0, Class::Over, 6).sees(&nominee));
         let guaranteed = rank(0, Class::In, 5);
         assert!(rank(0, Class::Over, 900).sees(&guaranteed), "a lower class of the same quota");
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn who_takes_room_displaces_only_as_many_lower_ranks_as_needed() {
+    fn a_pod_displaces_only_as_many_nominations_of_lower_rank_as_needed() {
         let mut gpu = GpuRoom::new(Amount(10));
         gpu.add_leaving(Amount(6));
         for (id, class, priority, charge) in [(1, Class::Over, 3, 3), (2, Class::Over, 1, 3), (3, Class::In, 0, 2)] {
@@ -218,7 +218,7 @@ mod tests {
         assert_eq!(
             gpu.displaced(&rank(2, Class::Over, 9), 0, |id| id),
             [],
-            "a borrower of another quota sees all of them"
+            "a borrowing pod of another quota must respect all nominations"
         );
     }
 }
