@@ -77,7 +77,7 @@ pub struct Gpu {
     /// Number of time-sliced replicas of the GPU. If omitted, [`Policy`](crate::Policy) decides.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replicas: Option<u32>,
-    /// Name of the resource of the shares or replicas, if it is not the default.
+    /// Name of the resource of the shares or replicas, if the name is not the default.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resource_name: Option<String>,
     /// Sharing inside each MIG instance.
@@ -108,7 +108,7 @@ pub struct MigSharing {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SliceGroup {
-    /// First memory slice, for MIG instances and shares of them.
+    /// First memory slice, for MIG instances and shares of MIG instances.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placement: Option<u32>,
     /// The extended resource of the slices.
@@ -193,7 +193,7 @@ pub struct Requirement {
     pub values: Vec<String>,
 }
 
-/// How a label is compared.
+/// How the value of a label or field is compared with the values of a requirement.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Operator {
     /// The label has one of the values.
@@ -234,7 +234,7 @@ pub struct Toleration {
     /// Key. An empty key with `Exists` matches every key.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub key: String,
-    /// `Equal` or `Exists`. An empty text means `Equal`.
+    /// `Equal` or `Exists`. An empty operator means `Equal`.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub operator: String,
     /// Value, for `Equal`.

@@ -200,8 +200,8 @@ fn priorities_highest_first(snapshot: &Snapshot) -> Vec<i32> {
 }
 
 /// Returns the number of placed pods of each priority in the best placement, highest priority
-/// first. A placement is better if it places more pods of the highest priority in which the two
-/// differ.
+/// first. Of two placements, the better one places more pods of the highest priority at which the
+/// numbers of pods differ.
 fn max_placed_by_priority(snapshot: &Snapshot) -> Vec<u32> {
     let sets = 1 << snapshot.pods.len();
     let mut reachable = vec![false; sets];

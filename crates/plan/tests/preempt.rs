@@ -220,7 +220,7 @@ fn a_victim_on_several_devices_must_help_on_one() {
     let known = [("both", holder(1)), ("x", holder(2)), ("y", holder(2))];
     assert_eq!(victims(facts.clone(), &[5, 5], &known), Some(owned_names(&["both"])));
     assert_eq!(victims(facts.clone(), &[6], &known), Some(owned_names(&["both", "x"])));
-    assert_eq!(victims(facts, &[10, 5], &known), Some(owned_names(&["both", "x"])), "as both leaves b too");
+    assert_eq!(victims(facts, &[10, 5], &known), Some(owned_names(&["both", "x"])), "because the pod `both` frees units of b too");
 }
 
 #[test]
@@ -407,7 +407,7 @@ const DEVICES: [&str; 3] = ["a", "b", "c"];
 #[derive(Debug, Clone)]
 struct PreemptionCase {
     nodes: BTreeMap<&'static str, NodeFacts>,
-    /// Number of CPUs that each node is missing.
+    /// Number of CPUs that each node lacks.
     missing: BTreeMap<&'static str, u32>,
     holders: Holders<'static>,
     reserved: Vec<u32>,
