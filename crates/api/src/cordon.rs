@@ -139,7 +139,7 @@ mod tests {
         }
 
         #[test]
-        fn any_annotation_can_be_read(text in ".{0,60}") {
+        fn reading_any_annotation_succeeds(text in ".{0,60}") {
             Cordons::read(Some(&text));
             GpuTimes::read(Some(&text));
         }

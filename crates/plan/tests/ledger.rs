@@ -178,7 +178,7 @@ impl Simulation {
             Event::Tick { by } => {
                 self.now += by;
                 for pod in self.ledger.pods_with_expired_claims(Moment(self.now)) {
-                    let claim = self.ledger.release(&pod).unwrap();
+                    let claim = self.ledger.remove_claim(&pod).unwrap();
                     assert!(matches!(claim.place, Place::OneOf { .. }), "{pod} is bound");
                     self.delete_pod(&pod);
                 }
@@ -292,7 +292,7 @@ impl Simulation {
 
     fn delete_pod(&mut self, name: &str) {
         let pod = self.pods.remove(name).unwrap();
-        self.ledger.release(name);
+        self.ledger.remove_claim(name);
         if let Some(node) = NODES.into_iter().find(|node| Some(*node) == pod.bound.as_deref()) {
             self.allocations.entry(node).or_default().retain(|allocation| allocation.pod != name);
             self.observe(node);

@@ -292,7 +292,7 @@ impl Ledger {
         }
         let nodes = fits.places.iter().map(|fit| fit.node.clone()).collect();
         let annotated = fits.places.iter().map(|fit| (fit.node.clone(), fit.takes.clone())).collect();
-        self.insert(
+        self.insert_claim(
             Arc::from(pod),
             Claim { device_requests: fits.device_requests.clone(), place: Place::OneOf { nodes, expires }, annotated },
         );
@@ -310,29 +310,29 @@ impl Ledger {
         }
         let mut touched = BTreeSet::from([node.to_owned()]);
         let mut annotated = BTreeMap::new();
-        if let Some(mut before) = self.remove(pod) {
+        if let Some(mut before) = self.take_claim(pod) {
             touched.extend(before.place.nodes().into_iter().map(str::to_owned));
             annotated.extend(before.annotated.remove_entry(node));
         }
-        self.insert(Arc::from(pod), Claim { device_requests: device_requests.to_vec(), place, annotated });
+        self.insert_claim(Arc::from(pod), Claim { device_requests: device_requests.to_vec(), place, annotated });
         touched.iter().for_each(|node| self.update_reservations(node));
     }
 
     /// Adds the claim of a pod that the ledger did not release.
-    pub fn adopt(&mut self, pod: impl Into<Arc<str>>, claim: Claim) {
+    pub fn add_claim(&mut self, pod: impl Into<Arc<str>>, claim: Claim) {
         let pod = pod.into();
-        self.release(&pod);
+        self.remove_claim(&pod);
         let nodes: Vec<String> = claim.place.nodes().into_iter().map(str::to_owned).collect();
-        self.insert(pod, claim);
+        self.insert_claim(pod, claim);
         nodes.iter().for_each(|node| self.update_reservations(node));
     }
 
     /// Removes the claim of a pod that is deleted or will not run, and frees its reservations.
     /// Units that are allocated to the pod count as used until an observation of the node no longer
     /// lists them.
-    pub fn release(&mut self, pod: &str) -> Option<Shared<Claim>> {
+    pub fn remove_claim(&mut self, pod: &str) -> Option<Shared<Claim>> {
         self.nominations.remove(pod);
-        let claim = self.remove(pod)?;
+        let claim = self.take_claim(pod)?;
         for node in claim.place.nodes() {
             self.update_reservations(node);
         }
@@ -352,7 +352,7 @@ impl Ledger {
 
     /// Extends the claim of a pod that is not bound. The claim's reservations are kept, so no other
     /// pod can use the units.
-    pub fn extend(&mut self, pod: &str, until: Moment) {
+    pub fn extend_claim(&mut self, pod: &str, until: Moment) {
         self.claims.change(pod, |claim| {
             if let Place::OneOf { expires, .. } = &mut claim.place {
                 *expires = until;
@@ -505,8 +505,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// Removes the pod's nomination, and returns the nomination if there was one. A claim or a
-    /// release of the pod also removes the nomination.
+    /// Removes the pod's nomination, and returns the nomination if there was one. Adding or
+    /// removing a claim of the pod also removes the nomination.
     pub fn withdraw(&mut self, pod: &str) -> Option<Nomination> {
         self.nominations.remove(pod)
     }
@@ -534,7 +534,7 @@ impl Ledger {
         units
     }
 
-    fn insert(&mut self, pod: Arc<str>, claim: Claim) {
+    fn insert_claim(&mut self, pod: Arc<str>, claim: Claim) {
         self.nominations.remove(&*pod);
         for node in claim.place.nodes() {
             self.pods.entry(node.to_owned()).or_default().insert(Arc::clone(&pod));
@@ -548,7 +548,7 @@ impl Ledger {
     }
 
     /// Removes a claim. The caller must update the reservations of the claim's nodes.
-    fn remove(&mut self, pod: &str) -> Option<Shared<Claim>> {
+    fn take_claim(&mut self, pod: &str) -> Option<Shared<Claim>> {
         let claim = self.claims.remove(pod)?;
         self.unbound.remove(pod);
         for node in claim.place.nodes() {

@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hole_that_no_typical_pod_fits_has_no_value() {
+    fn free_units_that_fit_no_typical_pod_have_no_value() {
         let worth = packing_values(&shared_sizes(&[typical_pod(810, 0.6), typical_pod(320, 0.4)]));
         assert!(worth[19].abs() < 1e-9 && (worth[81] - 1.0).abs() < 0.03, "{} {}", worth[19], worth[81]);
     }

@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sum_of_a_quota_on_one_gpu_is_cut_at_one_and_the_youngest_pays_less() {
+    fn charges_on_one_gpu_add_up_to_at_most_the_gpu_and_the_youngest_pod_is_charged_less() {
         let costs = [mig(4, 4), mig(3, 4)].map(MigSlice::amount);
         assert_eq!(costs.into_iter().sum::<Amount>(), Amount(1_071_428));
         assert_eq!(charge_per_gpu(&costs, GPU), [Amount(571_428), Amount(428_572)]);
