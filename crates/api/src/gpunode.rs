@@ -96,7 +96,7 @@ pub struct GpuSpec {
     /// MPS daemons and closes NVML. `status.gpus[].quiesce` reports the progress.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub quiesced: bool,
-    /// Time up to which an administrator cleared the GPU's recorded faults. The time is compared
+    /// An administrator cleared the GPU's recorded faults up to this time. The time is compared
     /// with `status.gpus[].health.last`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cleared: Option<Time>,
@@ -600,7 +600,7 @@ pub struct StepStatus {
     pub action: String,
     /// Result: `Done`, `Waiting`, `Refused` or `Failed`.
     pub result: String,
-    /// `InUse` for a step that waits until pods or processes no longer use the slices to remove.
+    /// `InUse` for a step that waits until no pod or process uses the slices that the step removes.
     /// Other steps have no reason.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,

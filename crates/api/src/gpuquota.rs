@@ -104,7 +104,7 @@ pub struct GpuQuotaSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16))]
     pub max: Option<String>,
-    /// How much of `min` others may use while it is unused. Default: all of it.
+    /// Part of `min` that other quotas may use while it is unused. Default: all of it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16))]
     pub lend: Option<String>,
@@ -186,7 +186,7 @@ pub enum QuotaMode {
     /// guarantee. The condition `Enforced` reports whether the operator enforces the quota.
     #[default]
     Enforce,
-    /// The operator counts and reports usage. It neither delays nor evicts pods.
+    /// The operator counts and reports usage, but neither delays nor evicts pods.
     Count,
 }
 

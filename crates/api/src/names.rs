@@ -9,7 +9,7 @@ pub const API_GROUP: &str = "cleave.dev";
 pub const RESOURCE_MPS: &str = "nvidia.com/gpu-mps";
 /// Resource of time-sliced replicas, unless a policy sets `resourceName`.
 pub const RESOURCE_TIMESLICE: &str = "nvidia.com/gpu-timeslice";
-/// Resource of time-sliced replicas as NVIDIA's device plugin names them with `renameByDefault`.
+/// Resource of time-sliced replicas in NVIDIA's device plugin with `renameByDefault`.
 pub const RESOURCE_SHARED: &str = "nvidia.com/gpu.shared";
 /// Prefix of the resources of shares and sized slices: `nvidia.com/gpu-mps`, `nvidia.com/gpu-10gb`.
 pub const RESOURCE_SHARES_PREFIX: &str = "nvidia.com/gpu-";
@@ -45,11 +45,11 @@ pub const GANG_ANNOTATION: &str = "cleave.dev/gang";
 /// Annotation of a pod with the size of its gang. No pod of a gang is released before this number
 /// of pods can be released.
 pub const GANG_SIZE_ANNOTATION: &str = "cleave.dev/gang-size";
-/// Label with which Kueue names the group of a pod.
+/// Label that names a pod's group for Kueue.
 pub const KUEUE_GROUP_LABEL: &str = "kueue.x-k8s.io/pod-group-name";
-/// Annotation with which Kueue counts the pods of a group.
+/// Annotation with the number of pods in a pod's group for Kueue.
 pub const KUEUE_GROUP_COUNT_ANNOTATION: &str = "kueue.x-k8s.io/pod-group-total-count";
-/// Label with which the coscheduling plugin names the `PodGroup` of a pod.
+/// Label that names a pod's `PodGroup` for the coscheduling plugin.
 pub const POD_GROUP_LABEL: &str = "scheduling.x-k8s.io/pod-group";
 /// Annotation of a waiting pod for which other pods are evicted: the units that are kept for the
 /// waiting pod, as a [`crate::placement::Placement`]. If the leader of the operator changes, the
@@ -92,8 +92,8 @@ pub const CORDON_ANNOTATION: &str = "cleave.dev/cordon";
 /// Annotation of a `GpuNode` with GPUs to quiesce for a reset or a change of the driver, in the
 /// format of [`crate::cordon::Cordons`].
 pub const QUIESCE_ANNOTATION: &str = "cleave.dev/quiesce";
-/// Prefix of the node labels with which NVIDIA's GPU Operator starts and pauses programs that use
-/// GPUs.
+/// Prefix of node labels. NVIDIA's GPU Operator sets these labels to start and pause programs that
+/// use GPUs.
 pub const GPU_DEPLOY_LABEL_PREFIX: &str = "nvidia.com/gpu.deploy.";
 /// Value of a label with [`GPU_DEPLOY_LABEL_PREFIX`] while the GPU Operator's driver manager
 /// replaces the node's driver.
@@ -114,7 +114,7 @@ pub const FRAGMENTED_TAINT: &str = "cleave.dev/fragmented";
 /// to do so.
 pub const UNHEALTHY_TAINT: &str = "cleave.dev/unhealthy";
 /// Health class of a GPU that becomes healthy when NVML answers and no further fault occurs for
-/// some time. This is a value of [`crate::gpunode::Health::class`].
+/// some time. The health classes are values of [`crate::gpunode::Health::class`].
 pub const HEALTH_SUSPECT: &str = "Suspect";
 /// Health class of a GPU that must be reset.
 pub const HEALTH_NEEDS_RESET: &str = "NeedsReset";
@@ -137,7 +137,8 @@ pub const MODE_MIG: &str = "Mig";
 pub const STEP_DONE: &str = "Done";
 /// Result of a step: pods use slices that the step would remove.
 pub const STEP_WAITING: &str = "Waiting";
-/// Reason of a step with result [`STEP_WAITING`]: pods or processes use what the step would remove.
+/// Reason of a step with result [`STEP_WAITING`]: pods or processes use slices that the step would
+/// remove.
 pub const STEP_IN_USE: &str = "InUse";
 /// Result of a step: the node cannot apply the step.
 pub const STEP_REFUSED: &str = "Refused";
@@ -167,7 +168,7 @@ pub const LEADING_SINCE_ANNOTATION: &str = "cleave.dev/leading-since";
 /// pod fits.
 pub const LARGEST_GPU_LABEL_PREFIX: &str = "largest.cleave.dev/";
 
-/// How the doors of an MPS daemon work: values of `status.gpus[].mps[].door`.
+/// How strictly the doors of an MPS daemon enforce limits: values of `status.gpus[].mps[].door`.
 pub mod door {
     /// The doors enforce the limits of each allocation.
     pub const HARD: &str = "Hard";

@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// The annotation, with a [`Placement`] as JSON. An admission policy refuses the annotation from
-/// all writers except the operator.
+/// Annotation of a pod with its [`Placement`] as JSON. An admission policy refuses the annotation
+/// from all writers except the operator.
 pub const PLACEMENT_ANNOTATION: &str = "cleave.dev/placement";
 
 /// Units that are reserved for a pod until the kubelet allocates units to the pod.

@@ -23,7 +23,7 @@ pub const POD_EVENTS_OF_OPERATOR: &[Reason] = &[
     reason("NoGpu", "The pod waits until a GPU has room.", "Run `cleave explain pod`, or wait."),
     reason(
         "NoGpuFits",
-        "The pod fits on no GPU of the cluster, even an unused one. It was released as unschedulable.",
+        "The pod fits on no GPU of the cluster, even an unused one. The pod was released as unschedulable.",
         "Request fewer shares in one container, or change the policy.",
     ),
     reason(

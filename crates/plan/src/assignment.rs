@@ -32,7 +32,7 @@ pub(crate) enum ChangeRule {
     NoFurther,
     /// Repartition as few GPUs as possible, and keep as many of their slices as possible.
     Any,
-    /// Repartition GPUs so that as much room as possible remains for future pods.
+    /// Repartition GPUs so that as much free capacity as possible remains for future pods.
     Pack,
 }
 

@@ -272,7 +272,7 @@ impl PlanChecker {
             self.record_violation(&unplaced.pod, "the reason is empty");
         }
 
-        // Slices that are free in the plan. Each checked pod reduces their number.
+        // Slices that are free in the plan. Each checked pod reduces the number of free slices.
         let mut free: BTreeMap<ResourceKey<'_>, u64> = BTreeMap::new();
         let mut slices_of: BTreeMap<(&str, &str), &GpuPlan> = BTreeMap::new();
         for gpu in &plan.gpus {

@@ -66,7 +66,7 @@ pub(crate) struct Instance {
 enum MediaEngines {
     /// No suffix: the instance has the profile's standard part of the media engines.
     Plain,
-    /// `+me`: the only set of extra media engines.
+    /// `+me`: the instance has the GPU's only set of extra media engines.
     Extra,
     /// `+me.all`: all media engines. Only instances without media engines can coexist with it.
     All,
@@ -90,8 +90,8 @@ struct ProfileEntry {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ProfileTable {
     entries: Vec<ProfileEntry>,
-    /// Distinct sizes of profiles, in memory slices, each with the slices at which it can start.
-    /// Used to estimate the value of free memory slices.
+    /// Distinct sizes of profiles, in memory slices. Each size has the list of its possible first
+    /// slices. Used to estimate the value of free memory slices.
     shapes: Vec<(u8, Vec<u8>)>,
     slices: u32,
     compute: u32,
@@ -337,7 +337,7 @@ impl ArrangementSearch<'_> {
 }
 
 const fn slice_mask(size: u8, start: u8) -> Mask {
-    // This size is a special case, because a shift by the full width of the type overflows.
+    // The full size is a special case, because a shift by the full width of the type overflows.
     if size as u32 >= MASK_BITS { Mask::MAX } else { ((1 << size) - 1) << start }
 }
 
@@ -588,7 +588,7 @@ mod tests {
         let table = a100();
         let free = [instance(&table, "3g.20gb", 0), instance(&table, "2g.10gb", 4), instance(&table, "1g.5gb", 6)];
         let found = table.arrange(&[], &free, &wanted(&table, &["1g.5gb", "1g.5gb", "2g.10gb"])).expect("fits");
-        // The existing 2g and 1g are reused. The second 1g takes the place of the 3g.
+        // The existing 2g and 1g are reused. The second 1g replaces the 3g.
         assert!(found.placed.contains(&free[1]) && found.placed.contains(&free[2]));
         assert_eq!(found.kept, []);
         let found = table.arrange(&[], &free[..1], &wanted(&table, &["1g.5gb"])).expect("fits");

@@ -349,8 +349,8 @@ impl ExactSearch<'_, '_> {
                     next.push((states, chosen));
                 }
             }
-            // Ways that result in the same states count as one way, regardless of which GPU has
-            // which state.
+            // Ways with the same resulting states count as one way, even if the states are on
+            // different GPUs.
             let canonical = |states: &[StateId]| {
                 let mut states = states.to_vec();
                 states.sort_unstable();

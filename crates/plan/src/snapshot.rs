@@ -119,8 +119,7 @@ pub struct SliceGroup {
     /// Number of slices.
     #[serde(default = "default_count", skip_serializing_if = "is_one")]
     pub count: u32,
-    /// Profile of the MIG instance to which the shares belong, if the resource's name does not
-    /// contain the profile.
+    /// Profile of the shares' MIG instance, if the resource's name does not contain the profile.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub profile: Option<String>,
     /// The pod that uses the slices, for messages.

@@ -33,7 +33,7 @@ enum NextState {
     Possible(StateId),
 }
 
-/// All states computed so far.
+/// All computed states, by id.
 #[derive(Debug)]
 pub(crate) struct States {
     classes: Vec<GpuClass>,

@@ -14,7 +14,7 @@ const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 const NODES: [&str; 3] = ["n0", "n1", "n2"];
 const DEVICES: [&str; 3] = ["a", "b", "c"];
 const DEVICE_CAPACITY: u32 = 10;
-/// Lifetime of a claim, in ticks of `Event::Tick`.
+/// Lifetime of a claim, in the seconds of `Event::Tick`.
 const CLAIM_SECONDS: u64 = 5;
 
 /// An event of the simulation. Each number counts modulo the number of choices at that moment.
@@ -107,7 +107,7 @@ struct Simulation {
     chooser: Chooser,
     /// The facts that the ledger observed last.
     known: BTreeMap<String, NodeFacts>,
-    /// Pods whose units the kubelet could not allocate.
+    /// Pods that failed because the kubelet could not allocate their units.
     refused: Vec<String>,
 }
 

@@ -4,7 +4,7 @@ use super::selector::Labels;
 use crate::snapshot::{NodeSelectorTerm, Pod};
 
 /// A pod that runs on a node or has a reservation on the node. A pod with reservations on several
-/// nodes counts on each of them.
+/// nodes counts on each of these nodes.
 #[derive(Debug, Clone, Copy)]
 pub struct PlacedPod<'a> {
     /// Namespace of the pod.

@@ -25,7 +25,7 @@ const TABLE_LIMITS: TableLimits = TableLimits { tables: 256, ranks: 1 << 21 };
 /// Free CPU of a node whose CPU is unknown, in thousandths of a core.
 const UNKNOWN_CPU: NodeCpu = NodeCpu { total: 0, free: u32::MAX as u64 };
 
-/// Nodes whose state changed since the last [`Ledger::synchronize`].
+/// Nodes that changed since the last [`Ledger::synchronize`].
 #[derive(Debug, Clone, Default)]
 pub(super) struct ChangedNodes(pub(super) BTreeSet<String>);
 
@@ -112,7 +112,7 @@ pub struct Chooser<S: Score = LearnedScore> {
     cpu: BTreeMap<String, NodeCpu>,
     /// Learners by resource. Each learner records typical requests for its resource.
     learners: BTreeMap<String, Learner>,
-    /// Number of choices so far.
+    /// Number of choices since the chooser was created.
     choices: u64,
     limits: TableLimits,
 }
@@ -353,7 +353,7 @@ impl<S: Score> NodeTable<S> {
     }
 }
 
-/// Returns the resource, the units and the number of the requests if all of them are equal. Returns
+/// Returns the resource, the units and the number of requests if all requests are equal. Returns
 /// `None` otherwise.
 fn equal_requests(device_requests: &[DeviceRequest]) -> Option<(&str, u32, u32)> {
     let (first, others) = device_requests.split_first()?;

@@ -24,7 +24,7 @@ pub struct Claim {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Place {
     /// The pod may run on any of these nodes. Units are reserved on each node until the pod is
-    /// bound to one of them, or the claim expires.
+    /// bound to one of the nodes, or the claim expires.
     OneOf {
         /// Names of the nodes.
         nodes: BTreeSet<String>,

@@ -420,7 +420,7 @@ impl Ledger {
         self.nodes.get(node).map(|node| node.devices().collect()).unwrap_or_default()
     }
 
-    /// Returns the used units of a device for which the node lists no pod.
+    /// Returns the number of used units of a device that belong to no pod that the node lists.
     pub fn unlisted_units(&self, node: &str, resource: &str, device: &str) -> u32 {
         self.nodes.get(node).map_or(0, |node| node.unlisted_units(resource, device))
     }

@@ -48,7 +48,7 @@ impl TypicalPod {
 const TYPICAL_COVERAGE: f64 = 0.95;
 
 /// Maximum number of kinds that are counted. Beyond this maximum, [`ObservedDemands::add`] drops
-/// the half with the lower weights, so that pods whose requests all differ cannot exhaust memory.
+/// the half with the lower weights. Otherwise, pods with different requests could exhaust memory.
 const MAX_OBSERVED_KINDS: usize = 4096;
 
 /// Kinds of pods that arrived, each with its weight. Older pods weigh less.

@@ -1,9 +1,9 @@
 //! Computes the value of free capacity, given typical requests of pods.
 //!
 //! The value of a node has three parts. The free part of each GPU has the value of the requests
-//! that still fit ([`packing_values`]). GPU capacity without enough CPU on the node is deducted.
-//! The node's model adds value for pods that can run on few models. A pod is placed where it
-//! reduces the value of the nodes least.
+//! that still fit ([`packing_values`]). If a node has too little free CPU, the value excludes the
+//! GPU capacity that pods cannot use. The node's model adds value for pods that can run on few
+//! models. A pod is placed where it reduces the value of the nodes least.
 use std::collections::BTreeMap;
 
 use super::demand::{Demand, TypicalPod};
@@ -46,7 +46,7 @@ const USUAL_CPU_PER_GPU: f64 = 12_000.0;
 /// The value of free capacity.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CapacityValue {
-    /// Value of a GPU by its free hundredths. A whole GPU is 1.
+    /// Value of a GPU by its free hundredths. An entirely free GPU has the value 1.
     packing: Vec<f64>,
     /// Thousandths of a core that pods request per thousandth of a GPU.
     cpu_per_gpu: f64,
@@ -208,8 +208,8 @@ fn shared_sizes(typical: &[TypicalPod]) -> Vec<(usize, f64)> {
 }
 
 /// Returns the value of a GPU with x hundredths free, for each x. The value is the highest sum of
-/// prices of sizes that fit into x. Prices are dual prices of a cutting-stock problem: the fewest
-/// GPUs on which all shared pods fit. A free part in which no typical pod fits has no value. A size
+/// prices of sizes that fit into x. Prices are dual prices of a cutting-stock problem: fit all
+/// shared pods on the fewest GPUs. A free part in which no typical pod fits has no value. A size
 /// that tiles a GPU is worth its part of the GPU. The method of multiplicative weights solves the
 /// linear program. For this purpose, its result is as good as exact duals, and the method needs no
 /// solver.

@@ -33,7 +33,7 @@ struct Counted {
     class: Class,
 }
 
-/// The accounts of a pool.
+/// The accounts of the quotas of a pool, and of pods without a quota.
 #[derive(Debug, Clone)]
 pub(super) struct Accounts<'w> {
     world: &'w World,
@@ -431,7 +431,7 @@ impl<'w> Accounts<'w> {
     }
 
     /// Returns the amount that must stay free for the other quotas if a pod of an account borrows.
-    /// `less` is the amount by which the use of some accounts falls before that.
+    /// `less` contains the amounts by which the use of some accounts falls first.
     pub(super) fn kept_from(&self, account: usize, less: &BTreeMap<usize, Amount>) -> Amount {
         let others = self.entries.iter().enumerate().filter(|(other, _)| *other != account);
         let enforced = others.filter(|(_, other)| other.quota.is_enforced());

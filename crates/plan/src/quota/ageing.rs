@@ -3,12 +3,12 @@
 //!
 //! A pod overtakes a waiting pod if it was created later, is not more important, and uses capacity
 //! that the waiting pod could use. Once a pod has waited for
-//! [`Settings::ageing`](super::Settings::ageing), capacity is reserved for the pod. The capacity is
-//! on one GPU, on which the pod fits beside the pods that have not overtaken it. Other pods of the
-//! same class or of a lower class can no longer use this capacity. Exceptions are pods of the same
-//! quota with a higher priority, and pods that are already nominated. Pods of the same quota that
-//! are not more important must also leave enough of the quota's maximum unused and, if the waiting
-//! pod does not borrow, enough of the guarantee. A reservation evicts no pods.
+//! [`Settings::ageing`](super::Settings::ageing), capacity is reserved for the pod. The pod must
+//! fit on the GPU of the reservation together with the pods that have not overtaken it. Other pods
+//! of the same class or of a lower class can no longer use this capacity. Exceptions are pods of
+//! the same quota with a higher priority, and pods that are already nominated. Pods of the same
+//! quota that are not more important must also leave enough of the quota's maximum unused and, if
+//! the waiting pod does not borrow, enough of the guarantee. A reservation evicts no pods.
 //!
 //! | limit | reason |
 //! |---|---|
@@ -38,8 +38,8 @@
 //! Otherwise, a stream of nominated pods would delay the reservation again and again.
 //!
 //! The bound does not hold if pods of a higher class, or pods of the same quota with a higher
-//! priority, use the capacity. It also does not hold if the guarantees of other quotas forbid the
-//! pod to borrow.
+//! priority, use the capacity. The bound also does not hold if the guarantees of other quotas do
+//! not allow the pod to borrow.
 //!
 //! Reservations depend only on the pods. No reservation is stored, so a restart changes nothing.
 use std::cmp::Reverse;

@@ -122,8 +122,8 @@ impl MigSlice {
 }
 
 impl Requested {
-    /// Returns the cost in millionths of a GPU, rounded down, on a GPU with this memory. Rounding
-    /// down makes sure that requests that fit on a GPU never cost more than the GPU.
+    /// Returns the cost in millionths of a GPU, rounded down, on a GPU with this memory. The cost
+    /// is rounded down, so that requests that fit on a GPU never cost more than the GPU.
     pub fn gpus(self, memory: Mebibytes) -> Amount {
         match self {
             Self::Whole { count } => Amount(GPU.0.saturating_mul(count.into())),

@@ -1,8 +1,8 @@
 //! The use and the rights of quotas, for callers that place pods themselves.
 //!
-//! The operator searches nodes with its own rules. It queries the book about everything that
-//! concerns quotas, and records each decision in the book, so that later decisions of the same pass
-//! take the earlier ones into account.
+//! The operator searches nodes with its own rules, and reads the rights of pods from the book. The
+//! operator also records each decision in the book, so that the book considers it in later
+//! decisions of the same pass.
 use std::collections::BTreeMap;
 
 use super::account::Accounts;

@@ -113,7 +113,7 @@ pub(super) struct Pass<'w> {
     /// Whether the unit with this head would not fit even if all GPUs were empty. `false` for pods
     /// that are no heads.
     never_fits: Vec<bool>,
-    /// Number of units for which victims may still be searched.
+    /// Number of units for which this pass may still search for victims.
     preemptors: usize,
 }
 

@@ -57,7 +57,7 @@ impl Search<'_, '_> {
         freed
     }
 
-    /// Adds the amounts of pods of other accounts whose nominations would be withdrawn to `less`.
+    /// Adds to `less` the amounts of other accounts' pods that would lose their nominations.
     fn add_displaced(
         &self,
         parts: &[Part],

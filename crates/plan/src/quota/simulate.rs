@@ -21,7 +21,7 @@ pub struct Leave {
     pub victims: Vec<String>,
 }
 
-/// A pool in which nothing changes any more.
+/// A pool at rest: further passes would change nothing.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Rest {
     /// Evictions, in the order of the decisions.

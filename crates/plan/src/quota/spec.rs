@@ -33,7 +33,7 @@ pub enum Mode {
     /// The operator delays and evicts pods.
     #[default]
     Enforce,
-    /// The operator counts and reports usage. It neither delays nor evicts pods.
+    /// The operator counts and reports usage, but neither delays nor evicts pods.
     Count,
 }
 
@@ -103,7 +103,7 @@ pub enum InvalidQuota {
         /// The written text.
         written: String,
     },
-    /// An amount exceeds the maximum of [`MAX_GPUS`] GPUs, or of [`MAX_MEBIBYTES`] of memory.
+    /// An amount exceeds [`MAX_GPUS`] GPUs or [`MAX_MEBIBYTES`] MiB.
     #[error("{field} is more than {MAX_GPUS} GPUs, which is the maximum")]
     TooLarge {
         /// Name of the field.

@@ -13,12 +13,12 @@ pub struct PodId(pub usize);
 /// The quota against which a pod counts, if any.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Owner {
-    /// The quota of this name.
+    /// The pod counts against the quota with this name.
     Quota(String),
-    /// No quota. The pod borrows. All such pods together count as a quota without a guarantee and
-    /// with weight 1.
+    /// The pod has no quota and borrows. All such pods together count as a quota without a
+    /// guarantee and with weight 1.
     Unnamed,
-    /// No quota, and the namespace is exempt. Quotas neither delay nor evict the pod.
+    /// The pod has no quota, and its namespace is exempt. Quotas neither delay nor evict the pod.
     Outside,
 }
 
@@ -111,7 +111,7 @@ pub struct Settings {
     pub ageing: Option<u64>,
     /// Pods of this priority and above override quotas. `None` means that no pod does.
     pub override_priority: Option<i32>,
-    /// Maximum number of pods for which one pass searches victims.
+    /// Maximum number of pods for which one pass searches for victims.
     pub max_preemptors: usize,
 }
 
@@ -120,8 +120,8 @@ impl Settings {
     ///
     /// Among pods whose priority overrides quotas, priority alone decides. Such pods use free
     /// capacity before all other pods, and may evict pods of lower priority of every enforced
-    /// quota. Only pods of a higher priority evict them. They still stay within their own quota's
-    /// maximum.
+    /// quota. Only pods of a higher priority evict such pods. Pods that override quotas still stay
+    /// within their own quota's maximum.
     pub fn overriding(&self, priority: i32) -> Option<i32> {
         self.override_priority.filter(|&limit| priority >= limit).map(|_| priority)
     }

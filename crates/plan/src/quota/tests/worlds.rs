@@ -63,7 +63,7 @@ pub(super) struct Limits {
 /// A pod. It runs on `gpu` if it fits there, and otherwise waits.
 #[derive(Debug, Clone)]
 pub(super) struct Row {
-    /// Index of [`QUOTAS`]. Larger numbers mean no quota.
+    /// Index of [`QUOTAS`]. An index past the end means no quota.
     owner: usize,
     tenths: u64,
     priority: i32,
