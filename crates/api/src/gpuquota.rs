@@ -172,10 +172,11 @@ pub enum QuotaUnit {
 /// What a quota guarantees.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum QuotaGuarantee {
-    /// An amount, on any GPUs. Fragmentation can break the guarantee.
+    /// The quota guarantees an amount, which can be on any GPUs. Fragmentation can break the
+    /// guarantee.
     #[default]
     Count,
-    /// Whole GPUs, which the quota's pods fill.
+    /// The quota guarantees whole GPUs, which its pods fill.
     Cells,
 }
 

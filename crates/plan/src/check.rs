@@ -59,7 +59,7 @@ fn can_fit_into_bins(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool 
 
 struct PlanChecker {
     found: Vec<Violation>,
-    /// GPUs that a single pod uses as a whole.
+    /// GPUs that are allocated to one pod as a whole.
     taken_whole: BTreeSet<(String, String)>,
 }
 

@@ -49,8 +49,8 @@ impl<'a> NodeChecker<'a> {
     /// subject.
     ///
     /// - `nodes` are all nodes of the cluster, not only those with GPUs, without duplicates.
-    /// - `all` are all pods on these nodes except the subject. These pods are read only if the
-    ///   subject has affinity, anti-affinity or spread constraints.
+    /// - `all` are all pods on these nodes except the subject. The checker reads these pods only if
+    ///   the subject has affinity, anti-affinity or spread constraints.
     /// - `repelling` are the pods in `all` whose rules [repel](Rules::repels). Other pods have no
     ///   effect.
     /// - `namespaces` returns the labels of a namespace. If the labels are unknown, a namespace

@@ -8,7 +8,7 @@
 //! | module | what |
 //! |---|---|
 //! | `amount` | amounts of GPUs or of memory, and the cost of requests |
-//! | `spec` | a quota as people write it, parsed once |
+//! | `spec` | quotas as users write them, and their validated limits |
 //! | `world` | the pods, GPUs and quotas of a pool |
 //! | `class` | classes of pods, shares of quotas, and the order of pods in a quota |
 //! | `cells` | classes and ownership of GPUs for `guarantee: Cells` |

@@ -1,4 +1,4 @@
-//! A quota as people write it, parsed once.
+//! Parses quotas: from the written amounts to validated limits.
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
@@ -20,10 +20,11 @@ pub enum Unit {
 /// What a quota guarantees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum Guarantee {
-    /// An amount, on any GPUs. Fragmentation can break the guarantee.
+    /// The quota guarantees an amount, which can be on any GPUs. Fragmentation can break the
+    /// guarantee.
     #[default]
     Count,
-    /// Whole GPUs, which the quota's pods fill.
+    /// The quota guarantees whole GPUs, which its pods fill.
     Cells,
 }
 
