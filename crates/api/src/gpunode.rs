@@ -92,8 +92,8 @@ pub struct GpuSpec {
     /// Slices in use are not affected.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub cordoned: bool,
-    /// The GPU will be reset, or its driver reloaded. When no pod uses the GPU, the agent stops its
-    /// MPS daemons and closes NVML. `status.gpus[].quiesce` reports the progress.
+    /// An administrator will reset the GPU or reload its driver. When no pod uses the GPU, the
+    /// agent stops its MPS daemons and closes NVML. `status.gpus[].quiesce` reports the progress.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub quiesced: bool,
     /// An administrator cleared the GPU's recorded faults up to this time. The time is compared
@@ -226,7 +226,7 @@ pub struct GpuNodeStatus {
     /// Generation of the spec that this status describes.
     #[serde(default)]
     pub observed_generation: i64,
-    /// The `spec.planId` that the node matches. The value is empty if the node matches none.
+    /// The `spec.planId` that the node matches. The value is empty if the node matches no plan.
     #[serde(default)]
     pub plan_id: String,
     /// Version of the agent.
@@ -240,7 +240,7 @@ pub struct GpuNodeStatus {
     pub boot_id: String,
     /// Number of GPUs that the node should have. GPUs that the agent has seen once count until an
     /// administrator runs `cleave forget`. GPUs that could not be identified also count. The
-    /// condition `GpusPresent` is False if NVML lists fewer.
+    /// condition `GpusPresent` is False if NVML lists fewer GPUs.
     #[serde(default)]
     pub expected_gpus: u32,
     /// Summary of `gpus` for `kubectl get`.
@@ -261,7 +261,7 @@ pub struct GpuNodeStatus {
     #[serde(default)]
     pub steps: Vec<StepStatus>,
     /// The first 32 tenants that exceeded their limits. An empty list means that the agent checked
-    /// and found none.
+    /// and found no such tenants.
     #[serde(default)]
     #[schemars(length(max = 32))]
     pub findings: Vec<FindingStatus>,
@@ -552,7 +552,8 @@ pub struct Health {
     pub class: String,
     /// Why the GPU cannot serve slices: `XidError`, `EccErrors`, `ResetRequired`, `RowRemapFailed`,
     /// `GpuLost`, `GpuMissing`, `GpuUnreachable`, `DriverUnavailable` or `MpsUnavailable`.
-    /// `ResetPending` on a healthy GPU: it serves, and a reset would repair a minor fault.
+    /// `ResetPending` means that the GPU is healthy and serves slices, but a reset would repair a
+    /// minor fault.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
     /// The reason as a sentence.

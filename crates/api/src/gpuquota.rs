@@ -191,17 +191,17 @@ pub enum QuotaMode {
     Count,
 }
 
-/// What the namespaces of a quota use.
+/// Observed state of a quota: usage, waiting pods and conditions.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuQuotaStatus {
     /// Generation of the spec that this status describes.
     #[serde(default)]
     pub observed_generation: i64,
-    /// Amount that released and bound pods use, without pods that are being deleted.
+    /// Amount that released and bound pods use, excluding pods that are being deleted.
     #[serde(default)]
     pub used: String,
-    /// Amount that pods use, with pods that are being deleted.
+    /// Amount that pods use, including pods that are being deleted.
     #[serde(default)]
     pub held: String,
     /// Amount that pods within the guarantee use.
@@ -218,7 +218,7 @@ pub struct GpuQuotaStatus {
     /// evicted.
     #[serde(default)]
     pub share: String,
-    /// Number of GPUs that the quota's pods own. Set only with `guarantee: Cells`.
+    /// Number of GPUs that the quota owns. Set only with `guarantee: Cells`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cells: Option<u32>,
     /// Numbers of pods.

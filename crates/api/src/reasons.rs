@@ -62,11 +62,11 @@ pub const POD_EVENTS_OF_AGENT: &[Reason] = &[
         "A process of the pod uses a shared GPU outside MPS.",
         "Do not change or remove `CUDA_MPS_PIPE_DIRECTORY` in the pod.",
     ),
-    reason("NoShare", "A process of the pod uses a GPU without shares.", "Request shares."),
+    reason("NoShare", "A process of the pod uses a GPU on which the pod has no shares.", "Request shares."),
     reason(
         "CausedGpuFault",
         "The pod's program was killed while its kernels ran, which broke programs of other pods.",
-        "Let programs exit before their pods are deleted.",
+        "Stop programs before you delete their pods.",
     ),
     reason(
         "NamedInGpuFault",
@@ -77,7 +77,7 @@ pub const POD_EVENTS_OF_AGENT: &[Reason] = &[
     reason(
         "TerminatedInGpuFault",
         "The MPS host stopped the pod's program (SIGTERM, then SIGKILL) because the program kept the GPU's MPS server in state FAULT.",
-        "Let the program exit on CUDA errors.",
+        "Make the program exit after a CUDA error.",
     ),
 ];
 
@@ -130,7 +130,11 @@ pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
         "A process on the node uses a shared GPU outside MPS. If the process belongs to a pod, the pod has the same Event.",
         "End the process.",
     ),
-    reason("NoShare", "A process of a pod on the node uses a GPU without shares. The pod has the same Event.", ""),
+    reason(
+        "NoShare",
+        "A process of a pod on the node uses a GPU on which the pod has no shares. The pod has the same Event.",
+        "",
+    ),
 ];
 
 /// Events that the operator publishes on nodes.

@@ -130,7 +130,7 @@ pub struct SharingPolicySpec {
     #[x_kube(validation = Rule::new(r"self == 'nvidia.com/gpu.shared' || self.matches('^nvidia\\.com/gpu-[a-z0-9]([-a-z0-9.]{0,56}[a-z0-9])?$')")
         .message("resourceName must be nvidia.com/gpu.shared or nvidia.com/gpu- followed by at most 58 lower-case letters, digits, dashes and dots, for example nvidia.com/gpu-small: Cleave does not place pods that request other names"))]
     #[x_kube(validation = Rule::new(r"!self.matches('^nvidia\\.com/gpu-[0-9]+gb$')")
-        .message("names like nvidia.com/gpu-10gb are reserved for slices of that many GiB (mps.sizes: Dynamic)"))]
+        .message("names like nvidia.com/gpu-10gb are reserved for sized slices (mps.sizes: Dynamic)"))]
     pub resource_name: Option<String>,
 }
 
@@ -266,7 +266,7 @@ pub enum ThreadPolicy {
     /// k of n shares get 100·k/n % of the SMs.
     Strict,
     /// k of n shares get up to twice their part, at most the whole GPU. On an H200 with 4 to 7
-    /// clients, this gave the highest throughput.
+    /// clients, this policy gave the highest throughput.
     #[default]
     Burst,
     /// No SM limit.
@@ -297,7 +297,7 @@ pub enum MemoryPolicy {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum ComputeMode {
     /// `EXCLUSIVE_PROCESS`: only the MPS server can open the GPU, so no process can bypass MPS.
-    /// Never set on a GPU in MIG mode.
+    /// Cleave never sets this mode on a GPU in MIG mode.
     #[default]
     ExclusiveProcess,
     /// `DEFAULT`: the mode is not changed.

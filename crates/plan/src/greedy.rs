@@ -75,7 +75,8 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
                 let weight = i64::from(group.weight.memory.max(group.weight.compute));
                 let weight = if style == PlacementStyle::LargeFirst { -weight } else { weight };
                 // Place small pods first, because more small pods fit, except in style
-                // `LargeFirst`. Among equal pods, start with those with the fewest candidate nodes.
+                // `LargeFirst`. Among equal pods, start with pods that have the fewest candidate
+                // nodes.
                 (
                     std::cmp::Reverse(group.priority),
                     weight,
@@ -208,7 +209,7 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
     }
 
     /// Places a pod by moving two other pods from one GPU. Returns whether all three pods are
-    /// placed. If they are not, changes nothing.
+    /// placed. If a pod is not placed, changes nothing.
     fn move_two_pods(&mut self, pod: u32, id: u32, rule: ChangeRule) -> bool {
         let model = self.model;
         let Some(of) = model.groups.get(id as usize) else { return false };

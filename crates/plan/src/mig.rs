@@ -68,7 +68,8 @@ enum MediaEngines {
     Plain,
     /// `+me`: the instance has the GPU's only set of extra media engines.
     Extra,
-    /// `+me.all`: all media engines. Only instances without media engines can coexist with it.
+    /// `+me.all`: all media engines. Only instances without media engines can coexist with such an
+    /// instance.
     All,
     /// `-me`: no media engines.
     Without,
@@ -229,15 +230,16 @@ impl ProfileTable {
         extra + all <= 1 && (all == 0 || plain == 0)
     }
 
-    /// Estimates how many instances still fit if the slices in `mask` are used. The estimate is the
-    /// sum, over all shapes, of the slices that instances of one shape alone could cover. Higher is
-    /// better. An instance lowers the estimate only a little where no larger instance could start.
+    /// Estimates the remaining space for instances if the slices in `mask` are used. The estimate
+    /// is the sum, over all shapes, of the slices that instances of one shape alone could cover.
+    /// Higher is better. An instance lowers the estimate only a little where no larger instance
+    /// could start.
     pub(crate) fn estimate_room(&self, mask: Mask) -> u32 {
         self.shapes.iter().map(|(size, starts)| u32::from(*size) * max_instances(*size, starts, mask)).sum()
     }
 
-    /// Returns the mask of all these instances. Returns `None` if they cannot exist at the same
-    /// time.
+    /// Returns the mask of all these instances. Returns `None` if the instances cannot exist at the
+    /// same time.
     pub(crate) fn combined_mask(&self, instances: &[Instance]) -> Option<Mask> {
         let mut mask = 0;
         for &instance in instances {
@@ -322,7 +324,7 @@ impl ArrangementSearch<'_> {
         }
     }
 
-    /// Keeps an arrangement of all instances if it costs less than the best.
+    /// Keeps an arrangement of all instances if it costs less than the best arrangement so far.
     fn record_arrangement(&mut self, mask: Mask) {
         let reused = self.placed.iter().filter(|instance| self.free.contains(instance)).count();
         let covered = |instance: &&Instance| {
@@ -370,7 +372,7 @@ fn media_engines(name: &str) -> MediaEngines {
 }
 
 /// Returns the number of compute slices in a profile's name, such as 3 in `3g.20gb`. NVIDIA has no
-/// profile with more than 64.
+/// profile with more than 64 compute slices.
 fn compute_slices(name: &str) -> u32 {
     name.split_once('g').and_then(|(digits, _)| digits.parse().ok()).filter(|&count: &u32| count <= 64).unwrap_or(0)
 }

@@ -65,7 +65,7 @@ pub(crate) struct PodGroup<'a> {
     /// Demands of one pod. All shares that a pod requests of one resource are one demand. Each
     /// other slice is a separate demand.
     pub(crate) units: Vec<DemandId>,
-    /// Number of the group's units. All groups with the same units have the same number.
+    /// Id of the group's units. Groups with the same units have the same id.
     pub(crate) shape: u32,
     /// Amounts by dimension, in thousandths.
     pub(crate) needs: Vec<(u16, u64)>,

@@ -67,9 +67,9 @@ pub fn memory_limit(shares: u32, units: u32, total: Mebibytes) -> Mebibytes {
 /// Returns the memory that a sized slice of a GPU with `total` memory can use, in whole MiB,
 /// rounded down.
 ///
-/// Names state nominal sizes, so two slices of 20 GiB fill a GPU of 40 GiB. The memory of the MPS
-/// server is deducted from each slice in proportion. A slice larger than the GPU counts as the
-/// whole GPU.
+/// Resource names state nominal sizes, so two slices of 20 GiB fill a GPU of 40 GiB. The memory of
+/// the MPS server is deducted from each slice in proportion. A slice larger than the GPU counts as
+/// the whole GPU.
 pub fn sized_slice_memory(size: Mebibytes, total: Mebibytes) -> Mebibytes {
     let whole = shareable_memory(total);
     let part = (u128::from(whole.0) * u128::from(size.0)).checked_div(u128::from(total.0)).unwrap_or(0);

@@ -152,7 +152,8 @@ impl GpuClass {
         Ok(())
     }
 
-    /// Returns the best partition that serves all demands. Returns `None` if no partition does.
+    /// Returns the best partition that serves all demands. Returns `None` if no partition serves
+    /// all demands.
     pub(crate) fn pack(&self, demands: &[GpuDemand]) -> Option<PackedPartition> {
         if self.needs_no_repartitioning(demands) {
             return Some(self.build_packed_partition(self.free.clone(), demands));
@@ -222,7 +223,7 @@ impl GpuClass {
         }
     }
 
-    /// Returns the family that serves a demand. Returns `None` if this GPU cannot serve it.
+    /// Returns the family that serves a demand. Returns `None` if this GPU cannot serve the demand.
     pub(crate) fn family_for(&self, demand: &GpuDemand) -> Option<Family> {
         let named = |table: &[(ResourceId, u8)]| table.iter().any(|(resource, _)| *resource == demand.resource);
         let is = |offer: Option<(ResourceId, u32)>| offer.is_some_and(|(resource, _)| resource == demand.resource);

@@ -43,7 +43,7 @@ pub struct GpuPlan {
     pub changed: bool,
     /// Kind of partition.
     pub mode: Family,
-    /// All slices of the GPU, including those in use. An empty list is a whole GPU.
+    /// All slices of the GPU, including those in use. An empty list means that the GPU is whole.
     pub slices: Vec<SliceGroup>,
 }
 

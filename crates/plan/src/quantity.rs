@@ -38,7 +38,7 @@ impl Quantity {
         self.milli
     }
 
-    /// Returns the value as a whole number. Returns `None` if it is not a whole number.
+    /// Returns the value as a whole number. Returns `None` if the value is not a whole number.
     pub fn count(&self) -> Option<u64> {
         self.milli.filter(|milli| milli % 1000 == 0).map(|milli| milli / 1000)
     }

@@ -61,7 +61,7 @@ pub struct Gpu {
     pub memory: Quantity,
     /// Sharing mode that the policy allows.
     pub mode: Mode,
-    /// Current slices. An empty list is a whole GPU.
+    /// Current slices. An empty list means that the GPU is whole.
     pub slices: Vec<SliceGroup>,
     /// MIG profiles and placements as NVML reports them. If the profiles are omitted, the planner
     /// uses the built-in profiles of the model.
@@ -145,7 +145,7 @@ const fn is_false(value: &bool) -> bool {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Pod {
-    /// Name, unique in the snapshot. In a cluster it is `namespace/name`.
+    /// Name, unique in the snapshot. For pods of a cluster, the name is `namespace/name`.
     pub name: String,
     /// Priority. Higher priorities are placed first.
     pub priority: i32,

@@ -20,7 +20,8 @@ const CLAIM_SECONDS: u64 = 5;
 /// An event of the simulation. Each number counts modulo the number of choices at that moment.
 #[derive(Debug, Clone)]
 enum Event {
-    /// A pod with containers of these sizes is created, and reserved on at most `most` nodes.
+    /// A pod with containers of these sizes is created, and gets reservations on at most `most`
+    /// nodes.
     Create { sizes: Vec<u32>, most: usize },
     /// The scheduler binds a released pod.
     Bind { pod: usize, node: usize },

@@ -10,7 +10,7 @@ use cleave_plan::device::Mode;
 use cleave_plan::snapshot::{Gpu, Node, Pod, SliceGroup};
 use cleave_plan::{Plan, Policy, Quantity, Snapshot, check, plan};
 
-/// Profile, memory slices and placements of an A100 with 40 GB.
+/// Profiles of an A100 with 40 GB: name, memory slices and placements.
 const PROFILES: [(&str, u32, &[u32]); 5] = [
     ("1g.5gb", 1, &[0, 1, 2, 3, 4, 5, 6]),
     ("2g.10gb", 2, &[0, 2, 4]),

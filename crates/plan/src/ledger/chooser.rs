@@ -84,7 +84,7 @@ struct NodeTable<S: Score> {
     by_node: BTreeMap<String, usize>,
     unused: Vec<usize>,
     is_learned: bool,
-    /// The choice that last used the table. See [`Chooser::choices`].
+    /// Number of the choice that last used the table. See [`Chooser::choices`].
     used: u64,
 }
 

@@ -29,7 +29,7 @@ pub(super) struct State<'w> {
     nominated: Vec<Option<usize>>,
     /// Reservations of pods that have waited long, by account.
     reserved: BTreeMap<usize, Reservation>,
-    /// Position of the pod that is being decided about among the pods that have waited long.
+    /// Position of the current pod of the pass among the pods that have waited long.
     position: usize,
 }
 
