@@ -420,7 +420,7 @@ impl Ledger {
         self.nodes.get(node).map(|node| node.devices().collect()).unwrap_or_default()
     }
 
-    /// Returns the number of used units of a device that belong to no pod that the node lists.
+    /// Returns the used units of a device for which the node lists no pod.
     pub fn unlisted_units(&self, node: &str, resource: &str, device: &str) -> u32 {
         self.nodes.get(node).map_or(0, |node| node.unlisted_units(resource, device))
     }
@@ -484,7 +484,7 @@ impl Ledger {
         self.ranks.insert(pod.to_owned(), rank);
     }
 
-    /// Removes the ranks of all pods. Priority alone then decides which nominations a pod sees.
+    /// Forgets the ranks of all pods: priority alone decides which nominations a pod sees.
     pub fn clear_ranks(&mut self) {
         self.ranks.clear();
     }
@@ -516,8 +516,8 @@ impl Ledger {
         &self.nominations
     }
 
-    /// Returns the nominated units that `pod` must not use, by node: units for pods of the same or
-    /// higher priority. Excludes the nomination of `pod`.
+    /// Returns the nominated units by node, for pods of this priority or a higher priority.
+    /// Excludes the nomination of `pod`.
     fn nominated_units(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, NominatedUnits> {
         let mut units: BTreeMap<String, NominatedUnits> = BTreeMap::new();
         let rank = pod.and_then(|pod| self.ranks.get(pod)).copied().unwrap_or(Rank::of_priority(priority));

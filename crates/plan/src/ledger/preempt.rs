@@ -143,9 +143,9 @@ impl Rank {
         Self { quota: 0, is_within: false, priority }
     }
 
-    /// Returns whether a pod of this rank must respect units that are nominated for another pod. A
-    /// pod within its guarantee ignores nominations of borrowing pods. In its own quota and class,
-    /// a pod ignores nominations of lower priority.
+    /// Returns whether a pod of this rank sees units that are nominated for another pod. It does
+    /// not see nominations of pods that only borrow if it is within its guarantee itself, and in
+    /// its own quota and class no nominations of lower priority.
     pub const fn sees(&self, nominee: &Self) -> bool {
         if self.is_within != nominee.is_within {
             return nominee.is_within;

@@ -1,8 +1,8 @@
 //! The use and the rights of quotas, for callers that place pods themselves.
 //!
-//! The operator searches nodes with its own rules, and reads the rights of pods from the book. The
-//! operator also records each decision in the book, so that the book considers it in later
-//! decisions of the same pass.
+//! The operator searches nodes with its own rules. It asks the book for everything that concerns
+//! quotas, and records each of its decisions there, so that later decisions of the same pass see
+//! them.
 use std::collections::BTreeMap;
 
 use super::account::Accounts;
@@ -64,8 +64,7 @@ pub struct Usage {
     pub cells: Option<usize>,
 }
 
-/// A position in the order of waiting pods. A lower position is earlier. Pods within a guarantee
-/// are first.
+/// A position in the order of waiting pods; lower is earlier. Pods within a guarantee are first.
 pub type Turn<'w> = (Option<Share>, std::cmp::Reverse<i32>, Moment, &'w str);
 
 impl<'w> Book<'w> {
@@ -309,8 +308,8 @@ impl<'w> Book<'w> {
         self.accounts.kept_from(self.accounts.account_of(id), &BTreeMap::new())
     }
 
-    /// Returns whether a waiting pod may use free capacity: it is within its guarantee, or enough
-    /// stays free for the other quotas.
+    /// Returns whether a waiting pod may use free room: it is within its guarantee, or enough stays
+    /// free for the other quotas.
     pub fn leaves_kept_room(&self, id: PodId) -> bool {
         let kept = self.kept_from(id);
         let free = i128::from(self.size())
@@ -355,8 +354,7 @@ impl<'w> Book<'w> {
         }
     }
 
-    /// Returns the position of a running pod among possible victims. Pods with lower positions are
-    /// evicted first.
+    /// Returns the position of a running pod among possible victims; lower is evicted first.
     pub fn importance(&self, victim: PodId) -> (std::cmp::Reverse<Share>, i32) {
         (std::cmp::Reverse(self.share(victim)), self.priority(victim))
     }

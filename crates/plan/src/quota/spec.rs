@@ -247,8 +247,7 @@ fn parse_amount(field: &'static str, written: &Quantity, unit: Unit) -> Result<A
     }
 }
 
-/// Returns whether a quantity has a suffix or digits below thousandths. [`Quantity`] rounds such
-/// digits up.
+/// Returns whether a quantity has a suffix or digits below thousandths, which it rounds up.
 fn is_finer_than_milli(text: &str) -> bool {
     let fraction = text.split_once('.').map_or("", |(_, fraction)| fraction);
     let digits = fraction.trim_end_matches(|c: char| !c.is_ascii_digit()).trim_end_matches('0').len();
