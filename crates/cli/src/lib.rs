@@ -18,7 +18,7 @@
 //! finds GPUs of a node, and `output` and `table` print results.
 //!
 //! Commands that predict the operator's actions call the operator's code in
-//! [`cleave_operator::dry`] and [`cleave_operator::placement`].
+//! [`cleave_operator::dry_run`] and [`cleave_operator::placement`].
 mod client;
 mod condition;
 pub mod cordon;

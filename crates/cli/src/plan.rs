@@ -4,7 +4,7 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, ensure};
-use cleave_operator::dry::{self, DryRun};
+use cleave_operator::dry_run::{self, DryRun};
 use cleave_operator::policies::plan::PolicyError;
 use cleave_plan::snapshot::SliceGroup;
 use cleave_plan::{ExplainedPlan, GpuPlan, Policy, Snapshot};
@@ -71,8 +71,8 @@ pub(crate) async fn run(args: PlanArgs) -> Result<()> {
 async fn run_live(args: &PlanArgs) -> Result<()> {
     let client = args.cluster.connect().await?;
     let InstallationArgs { cleave_namespace, agent_selector } = &args.install;
-    let observed = dry::observe(&client, cleave_namespace, agent_selector).await?;
-    print(&render(&dry::dry_run(&observed)?, args.output)?)
+    let observed = dry_run::observe(&client, cleave_namespace, agent_selector).await?;
+    print(&render(&dry_run::dry_run(&observed)?, args.output)?)
 }
 
 fn read_snapshot(path: &Path) -> Result<Snapshot> {

@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use cleave_api::gpunode::{GpuNodeStatus, GpuStatus, Health, MigProfileStatus, MigStatus, SliceStatus};
 use cleave_api::names::{MODE_WHOLE, RESOURCE_GPU};
 use cleave_api::{GpuNode, GpuNodeSpec, SharingPolicy};
-use cleave_operator::dry;
+use cleave_operator::dry_run;
 use cleave_operator::pods::{PodObject, claimant};
 use cleave_operator::read::{Agent, NodeObject, Observed};
 use cleave_plan::Quantity;
@@ -129,7 +129,7 @@ struct SimulationInput {
 
 impl SimulationInput {
     fn simulate(self, output: OutputFormat) -> Result<String> {
-        render(&dry::dry_run(&self.into_observed()?)?, output)
+        render(&dry_run::dry_run(&self.into_observed()?)?, output)
     }
 
     fn add_documents(&mut self, text: &str) -> Result<()> {

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use cleave_api::{GpuNode, GpuQuota, SharingPolicy};
 use cleave_cli::explain::report::{Explanation, NodeView, PodState};
 use cleave_cli::explain::{LiveCluster, explain_pod, render};
-use cleave_operator::dry::Objects;
+use cleave_operator::dry_run::Objects;
 use cleave_operator::pods::PodObject;
 use cleave_operator::read::{AgentPod, NodeObject};
 use golden::assert_matches_file;

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result};
 use cleave_api::GpuQuota;
-use cleave_operator::dry::Objects;
+use cleave_operator::dry_run::Objects;
 use cleave_operator::placement::{Cluster, Gatekeeper, ReconcileTime, ReleaseReason};
 use cleave_operator::pods::{PodObject, RawPod, full_name};
 use cleave_operator::policies::demand::WaitingPod;

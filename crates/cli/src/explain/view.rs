@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use cleave_api::gpunode::GpuStatus;
 use cleave_api::names::GATE;
-use cleave_operator::dry;
+use cleave_operator::dry_run;
 use cleave_operator::placement::{Gatekeeper, ReleaseReason, UNSCHEDULABLE_AFTER};
 use cleave_operator::pods::{PodObject, claimant, full_name};
 use cleave_plan::ledger::{DeviceRequest, Ledger};
@@ -92,7 +92,7 @@ impl PodContext<'_> {
 
     /// Returns the verdict on a pod whose only gate is the placement gate.
     fn gated_verdict(&self) -> PodVerdict {
-        let demand = dry::dry_run(&self.live.observed).map(|run| run.outcome.waiting).unwrap_or_default();
+        let demand = dry_run::dry_run(&self.live.observed).map(|run| run.outcome.waiting).unwrap_or_default();
         let mut keeper = Gatekeeper::default();
         let mut decide = |up| run_placement_gate(&mut keeper, &self.live.cluster, &demand, up, self.live.now);
         let mut decisions = decide(Duration::ZERO);

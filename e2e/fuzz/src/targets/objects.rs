@@ -1,7 +1,7 @@
 //! Targets for input of the operator: objects and admission requests from the API server.
 use cleave_api::{GpuNode, SharingPolicy, SharingPolicySpec};
 use cleave_operator::admission::webhook::{PodChange, review};
-use cleave_operator::dry;
+use cleave_operator::dry_run;
 use cleave_operator::pods::PodObject;
 use cleave_operator::policies::apply;
 use cleave_operator::policies::demand::{self, Outcome};
@@ -118,7 +118,7 @@ pub(super) fn read_cluster(cluster: &Value) -> Option<Observed> {
 
 /// Runs the operator's planning. Checks that the plan passes `check`, and that the operator's
 /// readers accept the written objects.
-pub(super) fn plan_cluster(observed: &Observed) -> dry::DryRun {
+pub(super) fn plan_cluster(observed: &Observed) -> dry_run::DryRun {
     let mut plan = plan::plan(observed);
     let outcome: Outcome =
         demand::decide_partitions(&mut plan, observed, &mut History::default(), std::time::Duration::ZERO);
@@ -129,7 +129,7 @@ pub(super) fn plan_cluster(observed: &Observed) -> dry::DryRun {
         let again = serde_json::from_slice(&fixtures::to_json(&change.spec)).ok();
         assert_eq!(again.as_ref(), Some(&change.spec));
     }
-    dry::DryRun { plan, outcome, changes }
+    dry_run::DryRun { plan, outcome, changes }
 }
 
 pub(super) const CLUSTER: Target = Target {
