@@ -67,7 +67,7 @@ async fn lists_and_calls_are_relayed() {
     let kubelet = fixture.kubelet.start_kubelet();
     let relay = fixture.start();
     let shares = TestResource::new(&["a", "b"]);
-    let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
+    let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
     kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a", "b"])).await.expect("the first list");
     shares.devices.send_replace(device_list(&["a", "c"]));
     let seen = kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a", "c"])).await.expect("the second list");
@@ -98,7 +98,7 @@ async fn an_agent_restart_ends_no_stream_and_fails_no_call() {
     let kubelet = fixture.kubelet.start_kubelet();
     let relay = fixture.start();
     let shares = TestResource::new(&["a", "b"]);
-    let mut agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
+    let mut agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
     kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a", "b"])).await.expect("a list");
     for round in 0..10 {
         // Dropping the plugins ends their connections at once, like SIGKILL.
@@ -109,7 +109,7 @@ async fn an_agent_restart_ends_no_stream_and_fails_no_call() {
         }
         let restart = async {
             tokio::task::yield_now().await;
-            fixture.agent.plugins(&[(MPS_RESOURCE, &shares)])
+            fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)])
         };
         let calls = async {
             for _ in 0..20 {
@@ -134,7 +134,7 @@ async fn devices_of_an_absent_agent_become_unhealthy_and_healthy_again_when_it_r
     let kubelet = fixture.kubelet.start_kubelet();
     let relay = fixture.start();
     let shares = TestResource::new(&["a"]);
-    let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
+    let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
     kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
     agent.shutdown().await;
     let is_unhealthy = |seen: &FakeKubeletState| {
@@ -146,7 +146,7 @@ async fn devices_of_an_absent_agent_become_unhealthy_and_healthy_again_when_it_r
     assert_eq!(refusal.code(), tonic::Code::Unavailable);
     assert!(refusal.message().contains("agent on this node did not answer"), "{refusal}");
     // `PreStartContainer` delays only its own container, so the relay holds this call for longer.
-    let returns = async { fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]) };
+    let returns = async { fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]) };
     let (agent, started) = tokio::join!(returns, kubelet.pre_start(MPS_RESOURCE, &["a"]));
     started.expect("the agent returned");
     kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("the list again");
@@ -165,7 +165,7 @@ async fn resources_of_an_absent_agent_are_removed_and_served_again_when_it_retur
     let relay = fixture.start();
     let shares = TestResource::new(&["a"]);
     for _ in 0..3 {
-        let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
+        let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
         kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
         agent.shutdown().await;
         let removed = |seen: &FakeKubeletState| seen.endpoints[MPS_RESOURCE].devices.is_empty();
@@ -180,12 +180,12 @@ async fn after_a_restart_of_the_kubelet_resources_are_registered_without_the_age
     let mut kubelet = fixture.kubelet.start_kubelet();
     let relay = fixture.start();
     let shares = TestResource::new(&["a"]);
-    let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
+    let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
     kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
     drop(agent);
     kubelet.restart().expect("a restart");
     kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("the list again");
-    let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
+    let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
     kubelet.allocate(MPS_RESOURCE, &["a"]).await.expect("an allocation");
     // The agent must register again after the kubelet's next restart.
     let mut states = agent.state();
@@ -205,7 +205,7 @@ async fn after_a_restart_of_the_relay_the_agent_registers_again() {
     let fixture = RelayFixture::new();
     let kubelet = fixture.kubelet.start_kubelet();
     let shares = TestResource::new(&["a"]);
-    let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
+    let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
     for _ in 0..3 {
         let relay = fixture.start();
         kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
@@ -222,7 +222,7 @@ async fn a_registration_without_a_kubelet_fails_and_is_repeated() {
     fixture.timings.stream = Duration::from_millis(50);
     let relay = fixture.start();
     let shares = TestResource::new(&["a"]);
-    let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
+    let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
     let mut states = agent.state();
     let failed = states.wait_for(|state| state.resources.values().any(|one| one.failures > 1));
     let state = tokio::time::timeout(TEST_TIMEOUT, failed).await.expect("in time").expect("a state").clone();
@@ -275,7 +275,7 @@ async fn the_next_agent_receives_a_call_that_was_in_progress() {
     let restart = async {
         called.wait_for(|calls| *calls == 1).await.expect("a call");
         drop(agent);
-        fixture.agent.plugins(&[(MPS_RESOURCE, &TestResource::new(&["a"]))])
+        fixture.agent.start_plugins(&[(MPS_RESOURCE, &TestResource::new(&["a"]))])
     };
     let (response, agent) = tokio::join!(kubelet.allocate(MPS_RESOURCE, &["a"]), restart);
     assert_eq!(response.expect("an allocation").envs["IDS"], "a");
@@ -290,7 +290,7 @@ async fn an_agent_with_other_options_answers_a_held_call() {
     let relay = fixture.start();
     let shares = TestResource::new(&["a"]);
     drop({
-        let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
+        let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
         kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
         agent
     });
@@ -298,7 +298,7 @@ async fn an_agent_with_other_options_answers_a_held_call() {
     let request = wire::PreStartContainerRequest { devices_ids: vec!["a".to_owned()] };
     let held = tokio::spawn(async move { client.pre_start_container(request).await });
     let other = TestResource::with_options(&["a"], PluginOptions { pre_start: false, preferred: true });
-    let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &other)]);
+    let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &other)]);
     let changed = |seen: &FakeKubeletState| !seen.endpoints[MPS_RESOURCE].options.pre_start_required;
     kubelet.wait_for(TEST_TIMEOUT, changed).await.expect("the other options");
     held.await.expect("no panic").expect("an answer");
@@ -312,7 +312,7 @@ async fn a_second_relay_waits_until_the_first_exits() {
     let kubelet = fixture.kubelet.start_kubelet();
     let relay = fixture.start();
     let shares = TestResource::new(&["a"]);
-    let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
+    let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
     kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
     let socket = || std::fs::metadata(fixture.agent.path().join("kubelet.sock")).expect("a socket").ino();
     let before = socket();

@@ -9,7 +9,7 @@ use cleave_agent::allocation::pending::OpenReservation;
 use cleave_agent::gpu::layout::{Pool, PoolKind};
 use cleave_kubelet::proto::podresources as pods;
 use cleave_kubelet::proto::v1beta1 as plugin;
-use cleave_kubelet::{PreferredRequest, container_devices, parse_allocated};
+use cleave_kubelet::{PreferredRequest, container_devices, parse_allocated_devices};
 use prost::Message;
 
 use super::fixtures;
@@ -185,7 +185,7 @@ pub(super) const KUBELET_CHECKPOINT: Target = Target {
         vec![file(serde_json::json!([entry("main", &one), entry("beside", &two)])), file(serde_json::Value::Null)]
     },
     inputs: 10_000,
-    run: |bytes| match parse_allocated(bytes) {
+    run: |bytes| match parse_allocated_devices(bytes) {
         Err(error) => {
             assert_printable(&error.to_string());
             ReadResult::Refused
