@@ -54,7 +54,7 @@ pub fn decide_layouts(
     for gpu in spec.iter().flat_map(|spec| &spec.gpus) {
         specs.entry(gpu.uuid.as_str()).or_default().push(gpu);
     }
-    for known in hardware.by_index() {
+    for known in hardware.gpus_by_index() {
         let gpu = &known.gpu;
         let before = current.get(&gpu.uuid);
         let was_mig = !rules.keep_mig_mode && rules.mig_partitioned.contains(&gpu.uuid);

@@ -245,7 +245,7 @@ impl Node {
 
     /// Returns the known GPUs, in NVML's order.
     pub fn gpus(&self) -> Vec<Gpu> {
-        self.tracker.hardware().by_index().into_iter().map(|known| known.gpu.clone()).collect()
+        self.tracker.hardware().gpus_by_index().into_iter().map(|known| known.gpu.clone()).collect()
     }
 
     /// Records the driver's version and number of GPUs, requested at `requested_at`.

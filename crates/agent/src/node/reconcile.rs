@@ -221,7 +221,7 @@ impl Node {
             boot_id: self.boot_id.clone(),
             generation: self.spec.as_ref().map_or(0, |(generation, _)| *generation),
             spec: self.spec.as_ref().map(|(_, spec)| spec.clone()),
-            gpus: hardware.by_index().into_iter().map(|known| known.gpu.clone()).collect(),
+            gpus: hardware.gpus_by_index().into_iter().map(|known| known.gpu.clone()).collect(),
             layouts: self.layouts.clone(),
             allocations: allocations.iter().map(|(_, allocation)| Arc::clone(allocation)).collect(),
             mig_partitioned: self.mig_partitioned.clone(),

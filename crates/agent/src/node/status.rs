@@ -141,7 +141,7 @@ pub fn check_daemon(view: &HostView, device: &str, settings: &DaemonSettings) ->
 /// Builds the status. The status's conditions have no times yet.
 pub fn build_status(input: &StatusInput<'_>) -> GpuNodeStatus {
     let StatusInput { hardware, spec, applied, steps, boot_id, .. } = *input;
-    let gpus: Vec<GpuStatus> = hardware.by_index().into_iter().map(|known| gpu_status(input, known)).collect();
+    let gpus: Vec<GpuStatus> = hardware.gpus_by_index().into_iter().map(|known| gpu_status(input, known)).collect();
     let generation = match (input.object, spec) {
         (GpuNodeState::Present(generation, _), _) | (_, Some((generation, _))) => *generation,
         _ => 0,
@@ -459,7 +459,7 @@ fn gpus_healthy_condition(input: &StatusInput<'_>) -> ConditionContent {
         return condition_content(false, reason::STARTING, "NVML has not answered yet");
     }
     let (mut unhealthy, mut pending): (Vec<String>, _) = (unnamed_gpus(input.hardware).collect(), Vec::new());
-    for KnownGpu { gpu, health, instances, .. } in input.hardware.by_index() {
+    for KnownGpu { gpu, health, instances, .. } in input.hardware.gpus_by_index() {
         let name = format!("GPU {} ({})", gpu.index, gpu.uuid);
         let of_gpu = (!health.message.is_empty()).then(|| format!("{name}: {}", health.message));
         let list = if health.healthy { &mut pending } else { &mut unhealthy };

@@ -163,7 +163,7 @@ fn a_lost_gpu_does_not_affect_others_and_recovers() {
         (reason_of(&tracker, "GPU-b").as_str(), hardware.gpus["GPU-b"].health.class.as_str()),
         ("GpuLost", "Lost")
     );
-    assert_eq!(hardware.by_index()[1].gpu.model, "NVIDIA H200", "still described");
+    assert_eq!(hardware.gpus_by_index()[1].gpu.model, "NVIDIA H200", "still described");
     tracker.observe(two_gpus(), now);
     assert!(tracker.hardware().gpus["GPU-b"].health.healthy, "a reset also ends the fault of the XID");
 }
@@ -280,7 +280,7 @@ fn without_second_gpu() -> Result<Inventory, NvmlError> {
 
 /// Returns the state that the checkpoint of this tracker restores.
 fn restored(before: &HardwareTracker, same_boot: bool, now: Instant) -> HardwareTracker {
-    let gpus = before.hardware().by_index().into_iter().map(|known| known.gpu.clone()).collect();
+    let gpus = before.hardware().gpus_by_index().into_iter().map(|known| known.gpu.clone()).collect();
     tracker(gpus, same_boot).with_health_records(before.health_records(), now)
 }
 
