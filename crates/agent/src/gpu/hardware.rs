@@ -427,7 +427,7 @@ impl HardwareTracker {
     ) -> FaultClass {
         let at = self.fault_time(uuid, now);
         let Some(TrackedGpu { gpu, history, .. }) = self.gpus.get_mut(uuid) else {
-            return crate::gpu::xid::classify(xid, ignored);
+            return crate::gpu::xid::classify_xid(xid, ignored);
         };
         let instances = gpu.mig.iter().filter(|mig| mig.enabled).flat_map(|mig| &mig.instances);
         let of = instances.filter(|instance| Some(instance.gpu_instance) == gpu_instance);

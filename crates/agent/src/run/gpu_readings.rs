@@ -51,7 +51,7 @@ impl GpuSensors {
         if state.queried_at.is_some_and(|at| at.elapsed() < MIN_QUERY_INTERVAL) {
             return;
         }
-        let gpus = self.metrics.gpus();
+        let gpus = self.metrics.gpu_uuids();
         state.workers.retain(|uuid, _| gpus.contains(uuid));
         for uuid in &gpus {
             if !state.workers.contains_key(uuid) {

@@ -310,7 +310,7 @@ impl SuccessorWatch {
             None
         });
         let (next, refused): (Option<String>, Option<String>) = match requesting {
-            Some(requesting) if self.record.hands_over(&self.id, &requesting, self.began.elapsed(), changing) => {
+            Some(requesting) if self.record.should_hand_over(&self.id, &requesting, self.began.elapsed(), changing) => {
                 (Some(requesting), None)
             }
             requesting => (None, requesting),

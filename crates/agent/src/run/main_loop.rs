@@ -193,7 +193,7 @@ impl MainLoop {
                     xid,
                     gpu_instance,
                     class = class.as_str(),
-                    meaning = xid::describe(xid),
+                    meaning = xid::describe_xid(xid),
                     "XID"
                 );
                 self.metrics.count_xid(&uuid, xid, class);

@@ -63,7 +63,7 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
         let before = Arc::clone(&snapshot.borrow_and_update());
         let devices = before.devices_in_use();
         if devices.is_empty() && findings.is_empty() {
-            metrics.set_tenants(&[]);
+            metrics.set_tenant_memory(&[]);
             if snapshot.changed().await.is_err() {
                 return Ok(());
             }
@@ -78,7 +78,7 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
         let changes = {
             let names = names.lock();
             let assessment = find_violations(&now, &sample, &names);
-            metrics.set_tenants(&assessment.usage);
+            metrics.set_tenant_memory(&assessment.usage);
             let state = |device: &str| {
                 if sample.devices.contains_key(device) || !before.devices.contains_key(device) {
                     SampleState::Sampled
