@@ -212,9 +212,8 @@ struct KnownSeries {
     namespaces: BTreeMap<NamespaceLabels, Instant>,
 }
 
-/// Time for which the agent keeps the share-seconds of a namespace that no longer has slices of a
-/// device. Prometheus scrapes the last value within this time. Without this limit, the series of
-/// deleted namespaces would accumulate.
+/// Time for which the agent keeps the share-seconds of a namespace without slices of a device, so
+/// that Prometheus scrapes the last value. Without a limit, the series would accumulate.
 const NAMESPACE_RETENTION: Duration = Duration::from_secs(3600);
 
 /// Histograms of the durations of kubelet calls and MIG changes.
@@ -227,9 +226,9 @@ struct DurationMetrics {
 impl Default for DurationMetrics {
     fn default() -> Self {
         Self {
-            // The buckets range from 1 ms to 8 s, because a call may wait for a pod or for a door.
+            // From 1 ms to 8 s, because a call may wait for a pod or for a door.
             calls: Family::new_with_constructor(|| Histogram::new(exponential_buckets(0.001, 2.0, 14))),
-            // The buckets range from 50 ms to 51 s.
+            // From 50 ms to 51 s.
             mig_changes: Family::new_with_constructor(|| Histogram::new(exponential_buckets(0.05, 2.0, 11))),
         }
     }
@@ -297,19 +296,14 @@ struct TenantMetrics {
     memory: Family<TenantLabels, Gauge>,
     limit: Family<TenantLabels, Gauge>,
     findings: Family<FindingLabels, Counter>,
-    /// Labels that have memory series, so that the agent can remove the series of a removed tenant.
+    /// Labels that have memory series.
     known: Arc<Mutex<BTreeSet<TenantLabels>>>,
 }
 
 impl TenantMetrics {
     fn register(&self, registry: &mut Registry) {
-        registry.register(
-            "shares",
-            "Slices of a resource that are allocated to a container on a GPU",
-            self.shares.clone(),
-        );
-        let share_seconds =
-            "Slices allocated to a container on a GPU, multiplied by the seconds for which they are allocated";
+        registry.register("shares", "Slices of a resource allocated to a container on a GPU", self.shares.clone());
+        let share_seconds = "Slices allocated to a container on a GPU, multiplied by the seconds of the allocation";
         registry.register("share_seconds", share_seconds, self.share_seconds.clone());
         registry.register("sm_limit", "SMs that a container's processes can use on a GPU", self.sms.clone());
         registry.register("mps_clients", "MPS clients of a container on a GPU", self.clients.clone());
@@ -385,7 +379,8 @@ impl Metrics {
         );
         let terminations = "Terminations of MPS clients of terminating pods, by outcome: done, failed, too late";
         registry.register("client_terminations", terminations, metrics.terminations.clone());
-        let share_seconds = "Slices allocated to the containers of a namespace on a GPU, multiplied by the seconds for which they are allocated";
+        let share_seconds =
+            "Slices allocated to the containers of a namespace on a GPU, multiplied by the seconds of the allocation";
         registry.register("namespace_share_seconds", share_seconds, metrics.namespace_share_seconds.clone());
         registry.register("errors", "Failed operations that are retried, by reason", metrics.errors.clone());
         *metrics.registry.lock().unwrap_or_else(PoisonError::into_inner) = all;

@@ -103,7 +103,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let (pod_events, pod_events_to_publish) = mpsc::channel(64);
     let library = Library::find(nvml_search(&args));
     // Set this before any task can open NVML.
-    let closed_library = node.closes_nvml().then(|| library.close());
+    let closed_library = node.needs_nvml_closed().then(|| library.close());
     let plugin_dir = args.relay_dir.as_ref().unwrap_or(&args.device_plugin_dir);
     let main = MainLoop {
         nvml_was_closed: closed_library.is_some(),
