@@ -54,7 +54,7 @@ pub(super) async fn write_files(
         let next = Arc::clone(&wanted.borrow_and_update());
         let (store, link, contents) = (store.clone(), link.clone(), Arc::clone(&next));
         let writer = tokio::task::spawn_blocking(move || {
-            let result = write_once(&store, &link, &mut written, &contents);
+            let result = write_files_once(&store, &link, &mut written, &contents);
             (written, result)
         });
         let result;
@@ -72,7 +72,7 @@ pub(super) async fn write_files(
     }
 }
 
-fn write_once(
+fn write_files_once(
     store: &CheckpointStore,
     link: &HostLink,
     written: &mut WrittenContents,
@@ -125,7 +125,7 @@ mod tests {
         std::fs::write(path("broken"), "").unwrap();
         let write = |state: &str, run: &str| {
             let (store, link) = (CheckpointStore::new(&path(state)), HostLink::new(Paths::new(path(run))));
-            let done = write_once(&store, &link, &mut WrittenContents::default(), &next);
+            let done = write_files_once(&store, &link, &mut WrittenContents::default(), &next);
             (done.is_ok(), path(state).join("agent.json").exists(), link.last_desired().is_some())
         };
         assert_eq!(write("state", "broken"), (false, true, false));
@@ -156,15 +156,15 @@ mod tests {
         let (store, link) = (CheckpointStore::new(&path("state")), HostLink::new(Paths::new(path("run"))));
         let mut written = WrittenContents::default();
         let first = contents(1);
-        write_once(&store, &link, &mut written, &first).unwrap();
+        write_files_once(&store, &link, &mut written, &first).unwrap();
         // Create a file at the path of the directory, so that writes to the directory fail.
         std::fs::rename(path("state"), path("moved")).unwrap();
         std::fs::write(path("state"), "").unwrap();
-        write_once(&store, &link, &mut written, &contents(2)).unwrap_err();
+        write_files_once(&store, &link, &mut written, &contents(2)).unwrap_err();
         assert_eq!(link.last_desired(), Some(contents(2).desired.clone()));
         std::fs::remove_file(path("state")).unwrap();
         std::fs::rename(path("moved"), path("state")).unwrap();
-        write_once(&store, &link, &mut written, &first).unwrap();
+        write_files_once(&store, &link, &mut written, &first).unwrap();
         assert_eq!(link.last_desired(), Some(first.desired.clone()), "the first contents are written again");
     }
 }
