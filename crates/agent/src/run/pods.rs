@@ -240,7 +240,7 @@ mod tests {
         for name in ["a", "b", "c", "d"] {
             assert!(handle(&mut terminating, Event::InitApply(guard(pod_object(name, "", &spec)))));
         }
-        assert!(!handle(&mut terminating, Event::InitDone) && !terminating.has_terminating());
+        assert!(!handle(&mut terminating, Event::InitDone) && !terminating.has_terminating_pods());
         assert!(handle(&mut terminating, Event::Apply(guard(deleted("a")))));
         assert_eq!(seconds_left(&terminating, "a"), Some(30));
         // A forced deletion removes the pod object without an earlier change of it.

@@ -64,7 +64,7 @@ fn clients_of_terminating_pods(
     view: &mps::HostView,
     known: &mut BTreeMap<ClientKey, Vec<String>>,
 ) -> Vec<Client> {
-    if !pods.has_terminating() {
+    if !pods.has_terminating_pods() {
         known.clear();
         return Vec::new();
     }
@@ -73,7 +73,7 @@ fn clients_of_terminating_pods(
     for (device, daemon) in &view.status.daemons {
         for client in &daemon.clients {
             let key = ClientKey { device: device.clone(), pid: client.pid };
-            let uids = before.remove(&key).unwrap_or_else(|| process::pods_of(client.pid));
+            let uids = before.remove(&key).unwrap_or_else(|| process::pod_uids_of_process(client.pid));
             if let Some((pod, deadlines)) = pods.find_terminating(&uids, client.allocation.as_deref())
                 && let Some(LiveProcess { survives_sigterm, stopped }) = LiveProcess::read(client.pid)
             {
