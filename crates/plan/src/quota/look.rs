@@ -271,7 +271,7 @@ impl<'w> Pass<'w> {
             return Decision::Wait(Wait::Later);
         }
         self.preemptors -= 1;
-        match Search::new(&self.state, id).run(is_within, is_over_max) {
+        match Search::new(&self.state, id).find_way(is_within, is_over_max) {
             Found::Way(kind, way) => Decision::Exchange(kind, way),
             Found::Protected => Decision::Wait(Wait::Protected),
             Found::Nothing => Decision::Wait(wait),
