@@ -104,7 +104,7 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
                 }
             }
         }
-        self.revert_changes(part);
+        self.restore_partitions(part);
     }
 
     fn place_as_planned(&mut self, group_id: u32) {
@@ -199,7 +199,7 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
                 let offered =
                     self.assignment.find_location(model, self.states, group_id, node, rule, &mut gpus).is_some();
                 if offered && self.assignment.place(model, self.states, pod, Location { node, gpus: gpus.clone() }) {
-                    if self.relocate(other, other_group_id, node, rule) {
+                    if self.relocate_pod(other, other_group_id, node, rule) {
                         return true;
                     }
                     if chain > 1 {
@@ -284,7 +284,7 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
             let mut relocated = Vec::new();
             for other in others {
                 let group_id = model.group_of.get(other as usize).copied().flatten();
-                if !group_id.is_some_and(|group_id| self.relocate(other, group_id, node, rule)) {
+                if !group_id.is_some_and(|group_id| self.relocate_pod(other, group_id, node, rule)) {
                     break;
                 }
                 relocated.push(other);
@@ -334,7 +334,7 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
 
     /// Places a pod that was moved from `from`: on another node where it fits, or on the remaining
     /// free slices of `from`. Returns whether the pod is placed.
-    fn relocate(&mut self, pod: u32, group_id: u32, from: u32, rule: ChangeRule) -> bool {
+    fn relocate_pod(&mut self, pod: u32, group_id: u32, from: u32, rule: ChangeRule) -> bool {
         let known = self.alternatives.get(&group_id).filter(|known| (known.0, known.1) == (self.epoch, rule));
         let mut nodes = match known {
             Some((_, _, alternatives)) => alternatives.clone(),
@@ -376,7 +376,7 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
 
     /// Restores the partitions of GPUs whose pods can be placed elsewhere without repartitioning
     /// another GPU.
-    fn revert_changes(&mut self, part: &ClusterPart) {
+    fn restore_partitions(&mut self, part: &ClusterPart) {
         let changed = |greedy: &Self, gpu: u32| {
             greedy.assignment.gpus.get(gpu as usize).is_some_and(|&state| greedy.states.summary(state).changed)
         };
@@ -401,7 +401,7 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
             let mut relocated = Vec::new();
             for &pod in &pods {
                 let group_id = self.model.group_of.get(pod as usize).copied().flatten();
-                if !group_id.is_some_and(|group_id| self.relocate(pod, group_id, node, ChangeRule::NoFurther)) {
+                if !group_id.is_some_and(|group_id| self.relocate_pod(pod, group_id, node, ChangeRule::NoFurther)) {
                     break;
                 }
                 relocated.push(pod);

@@ -362,14 +362,14 @@ impl<'s, 'w> Search<'s, 'w> {
         let first_on =
             |id: &PodId| self.running_with(*id).find(|&pod| self.state.gpu_of(pod) == Some(gpu)) == Some(*id);
         let of_others = pods.copied().filter(first_on).filter_map(|id| self.candidate_of_others(id, kind));
-        self.sorted(of_others.map(|one| Candidate { on: self.freed_on(one.id, gpu), ..one }))
+        self.sorted_by_importance(of_others.map(|one| Candidate { on: self.freed_on(one.id, gpu), ..one }))
     }
 
     /// Returns all pods of other quotas that may be evicted, the most important first.
     pub(super) fn candidates_of_others(&self, kind: Kind) -> Vec<Candidate> {
         let first = |id: &PodId| self.running_with(*id).next() == Some(*id);
         let pods = (0..self.state.world.pods.len()).map(PodId).filter(|&id| self.state.gpu_of(id).is_some());
-        self.sorted(pods.filter(first).filter_map(|id| self.candidate_of_others(id, kind)))
+        self.sorted_by_importance(pods.filter(first).filter_map(|id| self.candidate_of_others(id, kind)))
     }
 
     fn candidate_of_others(&self, id: PodId, kind: Kind) -> Option<Candidate> {
@@ -399,7 +399,7 @@ impl<'s, 'w> Search<'s, 'w> {
         };
         let first = |id: &PodId| self.running_with(*id).next() == Some(*id);
         let pods = (0..accounts.len()).flat_map(of_account).filter(first);
-        let mut own = self.sorted(pods.filter_map(|id| self.candidate_by_priority(id)));
+        let mut own = self.sorted_by_importance(pods.filter_map(|id| self.candidate_by_priority(id)));
         if self.spare().is_some() {
             own.drain(..own.len().saturating_sub(MAX_CANDIDATES_OVER_MAXIMUM));
         }
@@ -413,7 +413,7 @@ impl<'s, 'w> Search<'s, 'w> {
         let pods = self.state.gpus[gpu].pods.iter().copied().filter(first_on);
         let own = pods.filter(|&id| self.is_evictable_by_priority(self.state.accounts.account_of(id)));
         let own = own.filter_map(|id| self.candidate_by_priority(id));
-        self.sorted(own.map(|one| Candidate { on: self.freed_on(one.id, gpu), ..one }))
+        self.sorted_by_importance(own.map(|one| Candidate { on: self.freed_on(one.id, gpu), ..one }))
     }
 
     /// Returns whether pods of an account may be evicted by priority alone.
@@ -460,7 +460,7 @@ impl<'s, 'w> Search<'s, 'w> {
 
     /// Sorts candidates, the most important first: protected pods, then pods of quotas with a low
     /// share, then pods of high priority, then pods that have run long.
-    fn sorted(&self, candidates: impl Iterator<Item = Candidate>) -> Vec<Candidate> {
+    fn sorted_by_importance(&self, candidates: impl Iterator<Item = Candidate>) -> Vec<Candidate> {
         let name = |one: &Candidate| &self.state.world.pod(one.id).name;
         let mut sorted: Vec<Candidate> = candidates.collect();
         sorted.sort_by_key(|one| (!one.is_protected, one.share, Reverse(one.priority), one.since, name(one)));
