@@ -222,7 +222,7 @@ impl<'s, 'w> Search<'s, 'w> {
         Way { parts, victims: self.pods_of(victims) }
     }
 
-    /// Returns the pods of candidates.
+    /// Returns all pods of the candidates.
     pub(super) fn pods_of(&self, candidates: &[Candidate]) -> Vec<PodId> {
         candidates.iter().flat_map(|one| self.running_with(one.id)).collect()
     }

@@ -27,7 +27,8 @@ pub struct Released {
 pub struct Exchange {
     /// Why the pods are evicted.
     pub kind: Kind,
-    /// The pod for which they are evicted. For a gang, this is the waiting pod with the first name.
+    /// The pod for which the victims are evicted. For a gang, this is the waiting pod with the
+    /// first name.
     pub taker: PodId,
     /// The pods to evict, the most important first.
     pub victims: Vec<PodId>,
