@@ -113,7 +113,7 @@ impl<'a> NodeChecker<'a> {
         if self.too_many {
             return Err(Conflict::TooManyRules);
         }
-        // For volumes, the scheduler compares only labels. A term on the node's name matches no
+        // For volumes, the scheduler compares only labels. A term about the node's name matches no
         // node.
         if !self.volumes.iter().all(|terms| scheduling::matches_any(terms, &node.labels, "")) {
             return Err(Conflict::Volume);
