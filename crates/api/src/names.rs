@@ -55,8 +55,8 @@ pub const POD_GROUP_LABEL: &str = "scheduling.x-k8s.io/pod-group";
 /// waiting pod, as a [`crate::placement::Placement`]. If the leader of the operator changes, the
 /// next leader keeps these units and evicts no further pods.
 pub const NOMINATION_ANNOTATION: &str = "cleave.dev/nomination";
-/// Label of a pod whose namespace has a quota: whether the quota guarantees what the pod uses. The
-/// operator writes the label and never reads it to decide.
+/// Label of a pod that a quota counts: whether the pod is within the quota's guarantee. The
+/// operator writes the label, but bases no decision on it.
 pub const CAPACITY_LABEL: &str = "cleave.dev/capacity";
 /// Value of [`CAPACITY_LABEL`]: the pod is within its quota's guarantee.
 pub const CAPACITY_IN_QUOTA: &str = "in-quota";
