@@ -30,7 +30,7 @@ pub enum InvalidCordonReason {
     /// The reason contains a comma, which would end the entry, or a control character.
     #[error("a reason must not contain commas, line breaks or other control characters")]
     Separator,
-    /// The reason is longer than [`MAX_REASON_BYTES`].
+    /// The reason is longer than `MAX_REASON_BYTES`.
     #[error("a reason must have at most {MAX_REASON_BYTES} bytes")]
     Long,
 }

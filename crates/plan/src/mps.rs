@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_that_fill_a_gpu_leave_room_for_the_server() {
+    fn slices_that_fill_a_gpu_leave_memory_for_the_mps_server() {
         let total = Mebibytes::from_gib(40);
         let slice = sized_slice_memory(Mebibytes::from_gib(20), total);
         assert_eq!(slice, Mebibytes(20_416));

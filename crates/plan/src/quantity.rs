@@ -72,15 +72,15 @@ impl<'de> Deserialize<'de> for Quantity {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
         #[serde(untagged)]
-        enum Written {
+        enum WrittenQuantity {
             Text(String),
             Whole(u64),
             Number(f64),
         }
-        Ok(match Written::deserialize(deserializer)? {
-            Written::Text(text) => Self::new(&text),
-            Written::Whole(count) => Self::whole(count),
-            Written::Number(number) => Self::new(&number.to_string()),
+        Ok(match WrittenQuantity::deserialize(deserializer)? {
+            WrittenQuantity::Text(text) => Self::new(&text),
+            WrittenQuantity::Whole(count) => Self::whole(count),
+            WrittenQuantity::Number(number) => Self::new(&number.to_string()),
         })
     }
 }

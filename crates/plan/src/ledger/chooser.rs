@@ -414,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_without_nodes_are_dropped_when_there_are_many() {
+    fn tables_without_nodes_are_dropped_when_there_are_too_many_tables() {
         let mut chooser =
             Chooser { limits: TableLimits { tables: 4, ..TABLE_LIMITS }, ..Chooser::<Tightest>::default() };
         let mut ledger = Ledger::default();

@@ -37,12 +37,12 @@ pub(super) fn claims_on_node<'a>(
     pods.iter().map(of).collect()
 }
 
-fn matches_device(note: &Reservation, part: &AllocatedUnits) -> bool {
-    matches_units(note, part) && *note.device == *part.device
+fn matches_device(reservation: &Reservation, allocation: &AllocatedUnits) -> bool {
+    matches_units(reservation, allocation) && *reservation.device == *allocation.device
 }
 
-fn matches_units(note: &Reservation, part: &AllocatedUnits) -> bool {
-    note.units == part.units && *note.resource == *part.resource
+fn matches_units(reservation: &Reservation, allocation: &AllocatedUnits) -> bool {
+    reservation.units == allocation.units && *reservation.resource == *allocation.resource
 }
 
 impl<'a> NodeClaim<'a> {

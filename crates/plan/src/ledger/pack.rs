@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn a_search_that_takes_too_long_ends() {
+    fn the_search_ends_at_its_limit() {
         let sizes: Vec<u32> = (100..160).collect();
         // No assignment exists: for 60 sizes on 19 devices, three devices must have four sizes
         // each. Even the twelve smallest sizes exceed 3 × 421.

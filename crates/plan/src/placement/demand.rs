@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn old_pods_count_less() {
+    fn older_pods_count_less() {
         let mut observed = ObservedDemands::new(Some(50.0));
         (0..1000).for_each(|_| observed.add(&pod(100)));
         (0..500).for_each(|_| observed.add(&pod(900)));

@@ -85,7 +85,7 @@ pub struct Rank {
 }
 
 impl Rank {
-    /// Compares two choices. The better choice is greater.
+    /// Compares two choices. Compares two ranks. The better rank is greater.
     fn compare(&self, other: &Self) -> std::cmp::Ordering {
         self.score
             .total_cmp(&other.score)

@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_fill_a_gpu_have_the_value_of_their_part_of_it() {
+    fn sizes_that_fill_a_gpu_have_the_value_of_their_part_of_the_gpu() {
         let worth = packing_values(&shared_sizes(&[typical_pod(470, 0.5), typical_pod(230, 0.5)]));
         assert!((worth[100] - 1.0).abs() < 1e-9);
         assert!((worth[47] - 0.5).abs() < 0.03, "{}", worth[47]);

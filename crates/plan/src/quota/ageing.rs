@@ -25,8 +25,8 @@
 //! the next pass. Reasons: on each GPU, some pods must end before the pod fits. The chosen GPU is
 //! the GPU on which the last of these pods was released first. At `E`, all these pods have been
 //! released or nominated. Later, a pod is released to this GPU only if it fits beside the reserved
-//! capacity, so it need not end. Therefore the time of release never grows, even if another GPU is
-//! chosen.
+//! capacity, so it need not end. Therefore the time at which the last of these pods was released
+//! never becomes later, even if another GPU is chosen.
 //!
 //! `G` is at most the longest time that an evicted pod needs to terminate, unless older pods are
 //! nominated on the same GPU meanwhile. Newer pods do not delay the nominated pods: see

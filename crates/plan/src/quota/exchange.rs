@@ -44,7 +44,7 @@ impl Kind {
 pub(super) const NEVER_EVICTED: i32 = 2_000_000_000;
 /// Maximum number of candidates that are considered if a quota would exceed its maximum. The
 /// candidates are the least important pods.
-const MAX_OVER_MAXIMUM: usize = 256;
+const MAX_CANDIDATES_OVER_MAXIMUM: usize = 256;
 
 /// The GPUs for a unit, and the pods to evict.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -81,7 +81,7 @@ pub(super) struct Candidate {
 }
 
 /// Cost of a set of victims. A lower cost is better.
-type Cost = (usize, bool, Reverse<Option<Share>>, Option<i32>, Amount, i128, usize, Reverse<Option<Since>>);
+type VictimsCost = (usize, bool, Reverse<Option<Share>>, Option<i32>, Amount, i128, usize, Reverse<Option<Since>>);
 
 /// A search for one waiting pod.
 pub(super) struct Search<'s, 'w> {
@@ -109,12 +109,12 @@ impl<'s, 'w> Search<'s, 'w> {
 
     /// Finds pods to evict for a pod. `is_over_max` means that the pod's quota would exceed its
     /// maximum now.
-    pub(super) fn run(&self, is_within: bool, is_over_max: bool) -> Found {
+    pub(super) fn find_way(&self, is_within: bool, is_over_max: bool) -> Found {
         let mut is_protected = false;
         let rights = if is_within { Kind::Reclaim } else { Kind::FairShare };
         let is_enforced = self.state.accounts.quota(self.account).is_enforced();
         for kind in [(!is_over_max && is_enforced).then_some(rights), Some(Kind::Priority)].into_iter().flatten() {
-            match self.best(kind) {
+            match self.best_way(kind) {
                 Some((true, way)) => return Found::Way(kind, way),
                 Some((false, _)) => is_protected = true,
                 None => {}
@@ -129,23 +129,27 @@ impl<'s, 'w> Search<'s, 'w> {
     }
 
     /// Returns the best way of a kind, and true if this way evicts no protected pod.
-    fn best(&self, kind: Kind) -> Option<(bool, Way)> {
+    fn best_way(&self, kind: Kind) -> Option<(bool, Way)> {
         let own: Vec<Candidate> = match kind {
-            Kind::Priority => self.candidates_of_own(),
+            Kind::Priority => self.candidates_by_priority(),
             _ => Vec::new(),
         };
         if self.state.accounts.gangs().of(self.taker).is_some() {
             let (parts, victims) = self.gang_way(kind, own)?;
             let way = self.way_of(parts, &victims);
-            return self.holds_after(kind, &way).then(|| (victims.iter().all(|one| !one.is_protected), way));
+            return self.meets_rules_after(kind, &way).then(|| (victims.iter().all(|one| !one.is_protected), way));
         }
-        if kind == Kind::Priority && own.is_empty() && !self.state.accounts.has_cells() && !self.state.has_leavers() {
+        if kind == Kind::Priority
+            && own.is_empty()
+            && !self.state.accounts.has_cells()
+            && !self.state.has_terminating_pods()
+        {
             return None;
         }
         let pod = self.state.world.pod(self.taker);
         let own_on = self.freed_by(&own);
         let is_final = self.state.accounts.has_cells();
-        let mut ways: Vec<(Cost, usize, Vec<Candidate>)> = Vec::new();
+        let mut ways: Vec<(VictimsCost, usize, Vec<Candidate>)> = Vec::new();
         let mut has_seen_free = false;
         for gpu in (0..self.state.gpus.len()).filter(|&gpu| pod.may_use(gpu)) {
             // Without cells, the cheapest way is the best, so keep only this way.
@@ -165,8 +169,8 @@ impl<'s, 'w> Search<'s, 'w> {
                     continue;
                 }
             }
-            let Some(victims) = self.way(kind, gpu, &own) else { continue };
-            let cost = cost(&victims);
+            let Some(victims) = self.victims_on(kind, gpu, &own) else { continue };
+            let cost = victims_cost(&victims);
             if is_final || best.is_none_or(|best| cost < *best) {
                 ways.truncate(if is_final { usize::MAX } else { 0 });
                 ways.push((cost, gpu, victims));
@@ -175,13 +179,19 @@ impl<'s, 'w> Search<'s, 'w> {
         ways.sort_by(|(one, a, _), (other, b, _)| (one, a).cmp(&(other, b)));
         ways.into_iter().find_map(|((protected, ..), gpu, victims)| {
             let way = self.way_of(vec![(self.taker, gpu)], &victims);
-            self.holds_after(kind, &way).then_some((protected == 0, way))
+            self.meets_rules_after(kind, &way).then_some((protected == 0, way))
         })
     }
 
     /// Returns whether evictions could make the pod fit on a GPU at a lower cost than the best way
     /// so far. The check is quick: `true` can be wrong, but `false` is always right.
-    fn may_be_better(&self, kind: Kind, gpu: usize, own_on: &BTreeMap<usize, i128>, best: Option<&Cost>) -> bool {
+    fn may_be_better(
+        &self,
+        kind: Kind,
+        gpu: usize,
+        own_on: &BTreeMap<usize, i128>,
+        best: Option<&VictimsCost>,
+    ) -> bool {
         let Some(rank) = self.rank else { return true };
         let missing = i128::from(self.charge) - self.state.gpus[gpu].free_later(&rank);
         if missing <= 0 {
@@ -212,7 +222,7 @@ impl<'s, 'w> Search<'s, 'w> {
         Way { parts, victims: self.pods_of(victims) }
     }
 
-    /// Returns the pods of candidates.
+    /// Returns all pods of the candidates.
     pub(super) fn pods_of(&self, candidates: &[Candidate]) -> Vec<PodId> {
         candidates.iter().flat_map(|one| self.running_with(one.id)).collect()
     }
@@ -224,7 +234,7 @@ impl<'s, 'w> Search<'s, 'w> {
 
     /// Returns whether the rules are met in the state after an exchange. In a pool with cells, an
     /// exchange can change the owners of GPUs, and therefore the classes of other pods.
-    fn holds_after(&self, kind: Kind, way: &Way) -> bool {
+    fn meets_rules_after(&self, kind: Kind, way: &Way) -> bool {
         if !self.state.accounts.has_cells() {
             return true;
         }
@@ -242,7 +252,7 @@ impl<'s, 'w> Search<'s, 'w> {
     }
 
     /// Returns the victims on one GPU, or `None` if no legal set of victims frees enough capacity.
-    fn way(&self, kind: Kind, gpu: usize, own: &[Candidate]) -> Option<Vec<Candidate>> {
+    fn victims_on(&self, kind: Kind, gpu: usize, own: &[Candidate]) -> Option<Vec<Candidate>> {
         if self.state.gpus[gpu].size() < self.charge {
             return None;
         }
@@ -258,18 +268,18 @@ impl<'s, 'w> Search<'s, 'w> {
                 }
                 let candidates = self.candidates_on(gpu, kind);
                 let free = self.state.gpus[gpu].free_later(&rank);
-                let victims = self.leaving(free, &candidates, None)?;
+                let victims = self.victims_among(free, &candidates, None)?;
                 if self.is_legal(kind, &parts, &rank, &victims) {
                     return Some(victims);
                 }
-                self.one_alone(free, &parts, &rank, &candidates)
+                self.single_victim(free, &parts, &rank, &candidates)
             }
             Kind::Priority => {
                 let on_gpu = |one: &Candidate| Candidate { on: self.freed_on(one.id, gpu), ..*one };
                 let own: Vec<Candidate> = match self.spare() {
                     Some(_) => own.iter().map(on_gpu).collect(),
                     // Evicting pods on other GPUs would not help.
-                    None => self.own_on(gpu),
+                    None => self.candidates_by_priority_on(gpu),
                 };
                 self.priority_way(&parts, &rank, &own).or_else(|| {
                     let over: Vec<Candidate> = own.iter().copied().filter(|one| one.class == Class::Over).collect();
@@ -298,14 +308,14 @@ impl<'s, 'w> Search<'s, 'w> {
     fn priority_way(&self, parts: &[Part], rank: &Rank, own: &[Candidate]) -> Option<Vec<Candidate>> {
         let spare = self.spare();
         let free = self.state.gpus[parts[0].1].free_later(rank);
-        let victims = self.leaving(free, own, spare)?;
+        let victims = self.victims_among(free, own, spare)?;
         self.is_legal(Kind::Priority, parts, rank, &victims).then_some(victims)
     }
 
     /// Returns the candidates to evict so that the pod fits on a GPU. The most important candidate
     /// must be first. `spare` is the unused part of the quota's maximum, negative if the maximum is
     /// exceeded.
-    fn leaving(&self, free: i128, candidates: &[Candidate], spare: Option<i128>) -> Option<Vec<Candidate>> {
+    fn victims_among(&self, free: i128, candidates: &[Candidate], spare: Option<i128>) -> Option<Vec<Candidate>> {
         let on = |all: i128, one: &Candidate| all + i128::from(one.on);
         let sum = |all: i128, one: &Candidate| all + i128::from(one.charge);
         let mut free = candidates.iter().fold(free - i128::from(self.charge), on);
@@ -327,15 +337,21 @@ impl<'s, 'w> Search<'s, 'w> {
 
     /// Returns one candidate that may be evicted and frees enough capacity alone: the candidate
     /// with the lowest priority, then the smallest, then the youngest.
-    fn one_alone(&self, free: i128, parts: &[Part], rank: &Rank, candidates: &[Candidate]) -> Option<Vec<Candidate>> {
+    fn single_victim(
+        &self,
+        free: i128,
+        parts: &[Part],
+        rank: &Rank,
+        candidates: &[Candidate],
+    ) -> Option<Vec<Candidate>> {
         let helps = |one: &&Candidate| free + i128::from(one.on) >= i128::from(self.charge);
         let may_leave = |one: &&Candidate| self.is_legal(Kind::FairShare, parts, rank, &[**one]);
-        let one = candidates.iter().filter(helps).filter(may_leave).min_by_key(|one| self.alone_key(one));
+        let one = candidates.iter().filter(helps).filter(may_leave).min_by_key(|one| self.single_victim_key(one));
         one.map(|one| vec![*one])
     }
 
     /// Returns the position of a candidate in the order in which single victims are tried.
-    pub(super) fn alone_key(&self, one: &Candidate) -> impl Ord + use<'s, 'w> {
+    pub(super) fn single_victim_key(&self, one: &Candidate) -> impl Ord + use<'s, 'w> {
         let name = &self.state.world.pod(one.id).name;
         (one.is_protected, one.priority, one.charge, Reverse((one.since, name)))
     }
@@ -346,14 +362,14 @@ impl<'s, 'w> Search<'s, 'w> {
         let first_on =
             |id: &PodId| self.running_with(*id).find(|&pod| self.state.gpu_of(pod) == Some(gpu)) == Some(*id);
         let of_others = pods.copied().filter(first_on).filter_map(|id| self.candidate_of_others(id, kind));
-        self.sorted(of_others.map(|one| Candidate { on: self.freed_on(one.id, gpu), ..one }))
+        self.sorted_by_importance(of_others.map(|one| Candidate { on: self.freed_on(one.id, gpu), ..one }))
     }
 
     /// Returns all pods of other quotas that may be evicted, the most important first.
     pub(super) fn candidates_of_others(&self, kind: Kind) -> Vec<Candidate> {
         let first = |id: &PodId| self.running_with(*id).next() == Some(*id);
         let pods = (0..self.state.world.pods.len()).map(PodId).filter(|&id| self.state.gpu_of(id).is_some());
-        self.sorted(pods.filter(first).filter_map(|id| self.candidate_of_others(id, kind)))
+        self.sorted_by_importance(pods.filter(first).filter_map(|id| self.candidate_of_others(id, kind)))
     }
 
     fn candidate_of_others(&self, id: PodId, kind: Kind) -> Option<Candidate> {
@@ -376,30 +392,32 @@ impl<'s, 'w> Search<'s, 'w> {
     /// of the waiting pod's quota. If this quota is not enforced, these are all pods without an
     /// enforced quota. If the waiting pod's priority overrides quotas, these are the pods of all
     /// enforced quotas.
-    fn candidates_of_own(&self) -> Vec<Candidate> {
+    fn candidates_by_priority(&self) -> Vec<Candidate> {
         let accounts = &self.state.accounts;
-        let of_account = |account: usize| self.is_own(account).then(|| accounts.members(account)).into_iter().flatten();
+        let of_account = |account: usize| {
+            self.is_evictable_by_priority(account).then(|| accounts.members(account)).into_iter().flatten()
+        };
         let first = |id: &PodId| self.running_with(*id).next() == Some(*id);
         let pods = (0..accounts.len()).flat_map(of_account).filter(first);
-        let mut own = self.sorted(pods.filter_map(|id| self.own_candidate(id)));
+        let mut own = self.sorted_by_importance(pods.filter_map(|id| self.candidate_by_priority(id)));
         if self.spare().is_some() {
-            own.drain(..own.len().saturating_sub(MAX_OVER_MAXIMUM));
+            own.drain(..own.len().saturating_sub(MAX_CANDIDATES_OVER_MAXIMUM));
         }
         own
     }
 
     /// Returns the pods on a GPU that may be evicted by priority alone.
-    fn own_on(&self, gpu: usize) -> Vec<Candidate> {
+    fn candidates_by_priority_on(&self, gpu: usize) -> Vec<Candidate> {
         let first_on =
             |id: &PodId| self.running_with(*id).find(|&pod| self.state.gpu_of(pod) == Some(gpu)) == Some(*id);
         let pods = self.state.gpus[gpu].pods.iter().copied().filter(first_on);
-        let own = pods.filter(|&id| self.is_own(self.state.accounts.account_of(id)));
-        let own = own.filter_map(|id| self.own_candidate(id));
-        self.sorted(own.map(|one| Candidate { on: self.freed_on(one.id, gpu), ..one }))
+        let own = pods.filter(|&id| self.is_evictable_by_priority(self.state.accounts.account_of(id)));
+        let own = own.filter_map(|id| self.candidate_by_priority(id));
+        self.sorted_by_importance(own.map(|one| Candidate { on: self.freed_on(one.id, gpu), ..one }))
     }
 
     /// Returns whether pods of an account may be evicted by priority alone.
-    fn is_own(&self, account: usize) -> bool {
+    fn is_evictable_by_priority(&self, account: usize) -> bool {
         let accounts = &self.state.accounts;
         let is_enforced = accounts.quota(account).is_enforced();
         if !accounts.quota(self.account).is_enforced() {
@@ -414,7 +432,7 @@ impl<'s, 'w> Search<'s, 'w> {
         self.state.accounts.overriding(self.taker).is_some() && self.spare().is_none()
     }
 
-    fn own_candidate(&self, id: PodId) -> Option<Candidate> {
+    fn candidate_by_priority(&self, id: PodId) -> Option<Candidate> {
         self.candidate(id, None).filter(|one| one.priority < self.state.accounts.priority(self.taker))
     }
 
@@ -442,7 +460,7 @@ impl<'s, 'w> Search<'s, 'w> {
 
     /// Sorts candidates, the most important first: protected pods, then pods of quotas with a low
     /// share, then pods of high priority, then pods that have run long.
-    fn sorted(&self, candidates: impl Iterator<Item = Candidate>) -> Vec<Candidate> {
+    fn sorted_by_importance(&self, candidates: impl Iterator<Item = Candidate>) -> Vec<Candidate> {
         let name = |one: &Candidate| &self.state.world.pod(one.id).name;
         let mut sorted: Vec<Candidate> = candidates.collect();
         sorted.sort_by_key(|one| (!one.is_protected, one.share, Reverse(one.priority), one.since, name(one)));
@@ -450,7 +468,7 @@ impl<'s, 'w> Search<'s, 'w> {
     }
 }
 
-fn cost(victims: &[Candidate]) -> Cost {
+fn victims_cost(victims: &[Candidate]) -> VictimsCost {
     let highest = victims.iter().map(|victim| victim.priority).max();
     let of_highest = victims.iter().filter(|victim| Some(victim.priority) == highest);
     (

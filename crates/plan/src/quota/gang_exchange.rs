@@ -10,7 +10,7 @@ use super::pack::pack;
 use super::room::Rank;
 
 /// Maximum number of pods that are tried as the only victim.
-const MAX_ALONE: usize = 100;
+const MAX_SINGLE_VICTIMS_TRIED: usize = 100;
 
 impl Search<'_, '_> {
     /// Returns GPUs for the gang and the victims, or `None` if no legal set of victims frees enough
@@ -21,15 +21,15 @@ impl Search<'_, '_> {
         let legal = |(parts, victims): (Vec<Part>, Vec<Candidate>)| {
             self.is_legal(kind, &parts, &rank, &victims).then_some((parts, victims))
         };
-        if let Some(way) = self.gang_leaving(kind, &rank, &candidates).and_then(legal) {
+        if let Some(way) = self.victims_for_gang(kind, &rank, &candidates).and_then(legal) {
             return Some(way);
         }
         match kind {
             Kind::Reclaim => None,
-            Kind::FairShare => self.gang_alone(&rank, &candidates),
+            Kind::FairShare => self.single_victim_for_gang(&rank, &candidates),
             Kind::Priority => {
                 let over: Vec<Candidate> = candidates.into_iter().filter(|one| one.class == Class::Over).collect();
-                self.gang_leaving(kind, &rank, &over).and_then(legal)
+                self.victims_for_gang(kind, &rank, &over).and_then(legal)
             }
         }
     }
@@ -47,20 +47,25 @@ impl Search<'_, '_> {
 
     /// Returns GPUs for the gang, and the candidates to evict. The most important candidate must be
     /// first.
-    fn gang_leaving(&self, kind: Kind, rank: &Rank, candidates: &[Candidate]) -> Option<(Vec<Part>, Vec<Candidate>)> {
-        let mut room = self.rooms(kind, rank, candidates);
+    fn victims_for_gang(
+        &self,
+        kind: Kind,
+        rank: &Rank,
+        candidates: &[Candidate],
+    ) -> Option<(Vec<Part>, Vec<Candidate>)> {
+        let mut room = self.free_capacities(kind, rank, candidates);
         let charge = |all: i128, one: &Candidate| all + i128::from(one.charge);
         let mut spare = self.spare().map(|spare| candidates.iter().fold(spare, charge));
-        let mut parts = self.fit(&room, spare)?;
+        let mut parts = self.find_gpus(&room, spare)?;
         let mut victims = Vec::new();
         let mut left = candidates;
         while !left.is_empty() {
             // The more candidates are kept, the less capacity is free. Find the largest number that
             // can be kept by binary search.
             let staying = |count: usize| {
-                let rooms = self.with(room.clone(), &left[..count], false);
+                let rooms = self.adjust_capacities(room.clone(), &left[..count], false);
                 let spare = spare.map(|spare| spare - left[..count].iter().fold(0, charge));
-                self.fit(&rooms, spare).map(|parts| (parts, rooms, spare))
+                self.find_gpus(&rooms, spare).map(|parts| (parts, rooms, spare))
             };
             let (mut low, mut high) = (0, left.len() + 1);
             while high - low > 1 {
@@ -80,30 +85,30 @@ impl Search<'_, '_> {
     }
 
     /// Returns one candidate that may be evicted and frees enough capacity alone, as for one pod.
-    fn gang_alone(&self, rank: &Rank, candidates: &[Candidate]) -> Option<(Vec<Part>, Vec<Candidate>)> {
-        if self.fit(&self.rooms(Kind::FairShare, rank, &[]), self.spare()).is_some() {
+    fn single_victim_for_gang(&self, rank: &Rank, candidates: &[Candidate]) -> Option<(Vec<Part>, Vec<Candidate>)> {
+        if self.find_gpus(&self.free_capacities(Kind::FairShare, rank, &[]), self.spare()).is_some() {
             // The gang fits already, so an eviction does not help.
             return None;
         }
         let mut order = candidates.to_vec();
-        order.sort_by_cached_key(|one| self.alone_key(one));
-        order.into_iter().take(MAX_ALONE).find_map(|one| {
-            let parts = self.fit(&self.rooms(Kind::FairShare, rank, &[one]), self.spare())?;
+        order.sort_by_cached_key(|one| self.single_victim_key(one));
+        order.into_iter().take(MAX_SINGLE_VICTIMS_TRIED).find_map(|one| {
+            let parts = self.find_gpus(&self.free_capacities(Kind::FairShare, rank, &[one]), self.spare())?;
             self.is_legal(Kind::FairShare, &parts, rank, &[one]).then(|| (parts, vec![one]))
         })
     }
 
     /// Finds GPUs for the gang. `spare` is the unused part of the quota's maximum.
-    fn fit(&self, rooms: &[i128], spare: Option<i128>) -> Option<Vec<Part>> {
+    fn find_gpus(&self, rooms: &[i128], spare: Option<i128>) -> Option<Vec<Part>> {
         let unit = self.state.accounts.gangs().unit(self.taker);
         spare.is_none_or(|spare| spare >= 0).then(|| pack(self.state.world, unit, rooms, true)).flatten()
     }
 
     /// Returns the free capacity of each GPU once these candidates have exited. For a gang that
     /// reclaims cells, only GPUs that its quota owns or may acquire have capacity.
-    fn rooms(&self, kind: Kind, rank: &Rank, gone: &[Candidate]) -> Vec<i128> {
+    fn free_capacities(&self, kind: Kind, rank: &Rank, gone: &[Candidate]) -> Vec<i128> {
         let free = |gpu: usize| self.state.gpus[gpu].free_later(rank);
-        let rooms = self.with((0..self.state.gpus.len()).map(free).collect(), gone, true);
+        let rooms = self.adjust_capacities((0..self.state.gpus.len()).map(free).collect(), gone, true);
         let accounts = &self.state.accounts;
         if kind == Kind::Reclaim && accounts.quota(self.account).cells().is_some() {
             accounts.only_cells(self.account, rooms)
@@ -114,7 +119,7 @@ impl Search<'_, '_> {
 
     /// Adds the capacity of candidates that are evicted to the free capacity of each GPU, or
     /// subtracts the capacity of candidates that are kept.
-    fn with(&self, mut rooms: Vec<i128>, candidates: &[Candidate], leave: bool) -> Vec<i128> {
+    fn adjust_capacities(&self, mut rooms: Vec<i128>, candidates: &[Candidate], leave: bool) -> Vec<i128> {
         for pod in candidates.iter().flat_map(|one| self.running_with(one.id)) {
             if let Some(gpu) = self.state.gpu_of(pod) {
                 let charge = i128::from(self.state.charge(pod));

@@ -27,7 +27,8 @@ pub struct Released {
 pub struct Exchange {
     /// Why the pods are evicted.
     pub kind: Kind,
-    /// The pod for which they are evicted. For a gang, this is the waiting pod with the first name.
+    /// The pod for which the victims are evicted. For a gang, this is the waiting pod with the
+    /// first name.
     pub taker: PodId,
     /// The pods to evict, the most important first.
     pub victims: Vec<PodId>,
@@ -271,7 +272,7 @@ impl<'w> Pass<'w> {
             return Decision::Wait(Wait::Later);
         }
         self.preemptors -= 1;
-        match Search::new(&self.state, id).run(is_within, is_over_max) {
+        match Search::new(&self.state, id).find_way(is_within, is_over_max) {
             Found::Way(kind, way) => Decision::Exchange(kind, way),
             Found::Protected => Decision::Wait(Wait::Protected),
             Found::Nothing => Decision::Wait(wait),

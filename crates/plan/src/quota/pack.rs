@@ -7,13 +7,13 @@ use super::world::{PodId, World};
 
 /// Maximum number of placements that the search tries before it gives up. The search needs one step
 /// for each pod if all pods have the same size.
-const MAX_STEPS: usize = 10_000;
+const MAX_PACKING_STEPS: usize = 10_000;
 
 /// Finds a GPU for each pod. Places large pods first, each on the fullest GPU that still allows a
 /// placement of the other pods. `room` is the free capacity of each GPU, negative if too much is
 /// used.
 ///
-/// The search is exact up to [`MAX_STEPS`]. Without `restricted`, pods may use all GPUs.
+/// The search is exact up to [`MAX_PACKING_STEPS`]. Without `restricted`, pods may use all GPUs.
 pub(super) fn pack(world: &World, pods: &[PodId], room: &[i128], restricted: bool) -> Option<Vec<Part>> {
     let mut order = pods.to_vec();
     order.sort_by_key(|&id| (std::cmp::Reverse(world.pod(id).charge), &world.pod(id).name, id));
@@ -29,7 +29,7 @@ pub(super) fn pack(world: &World, pods: &[PodId], room: &[i128], restricted: boo
         return None;
     }
     let mut packing = Packing { world, order, are_alike, rooms, parts: Vec::new(), steps: 0 };
-    packing.put(0).then_some(packing.parts)
+    packing.place_from(0).then_some(packing.parts)
 }
 
 /// Returns whether, for each size, the GPUs have enough free capacity for all pods of this size or
@@ -55,7 +55,7 @@ struct Packing<'w> {
 
 impl Packing<'_> {
     /// Places the pods from this position in `order` on. Returns whether a placement was found.
-    fn put(&mut self, at: usize) -> bool {
+    fn place_from(&mut self, at: usize) -> bool {
         let Some(&id) = self.order.get(at) else { return true };
         let pod = self.world.pod(id);
         let charge = i128::from(pod.charge);
@@ -72,12 +72,12 @@ impl Packing<'_> {
             .collect();
         for (free, gpu) in choices {
             self.steps += 1;
-            if self.steps > MAX_STEPS {
+            if self.steps > MAX_PACKING_STEPS {
                 return false;
             }
             self.change(gpu, free, free - charge);
             self.parts.push((id, gpu));
-            if self.put(at + 1) {
+            if self.place_from(at + 1) {
                 return true;
             }
             self.parts.pop();

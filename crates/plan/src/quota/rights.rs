@@ -29,7 +29,7 @@ impl Search<'_, '_> {
                 let share = accounts.share(self.account, self.charge, Amount::ZERO);
                 let after = |account: usize| accounts.share(account, Amount::ZERO, less[&account]);
                 victims.iter().all(|victim| share <= after(victim.account))
-                    && self.leaves_kept_room(rank, &freed, &less)
+                    && self.keeps_enough_free(rank, &freed, &less)
             }
             Kind::Priority => {
                 let used = accounts.used(self.account);
@@ -41,7 +41,7 @@ impl Search<'_, '_> {
                 }
                 quota.max().is_none_or(|max| after <= max)
                     && (all_over || accounts.class_with(parts, &self.pods_of(victims)) == Class::In)
-                    && (after <= quota.min() || after <= used || self.leaves_kept_room(rank, &freed, &less))
+                    && (after <= quota.min() || after <= used || self.keeps_enough_free(rank, &freed, &less))
             }
         }
     }
@@ -95,7 +95,7 @@ impl Search<'_, '_> {
     }
 
     /// Returns whether enough capacity stays free for other quotas after the exchange.
-    fn leaves_kept_room(&self, rank: &Rank, freed: &BTreeMap<usize, i128>, less: &BTreeMap<usize, Amount>) -> bool {
+    fn keeps_enough_free(&self, rank: &Rank, freed: &BTreeMap<usize, i128>, less: &BTreeMap<usize, Amount>) -> bool {
         let kept = self.state.accounts.kept_from(self.account, less);
         if kept == Amount::ZERO {
             return true;

@@ -130,13 +130,13 @@ impl GpuRoom {
     }
 
     /// Adds a terminating pod.
-    pub(super) fn add_leaving(&mut self, charge: Amount) {
+    pub(super) fn add_terminating(&mut self, charge: Amount) {
         self.held = self.held.plus(charge);
         self.leaving = self.leaving.plus(charge);
     }
 
     /// Marks a pod as terminating.
-    pub(super) fn leave(&mut self, id: PodId, charge: Amount) {
+    pub(super) fn mark_terminating(&mut self, id: PodId, charge: Amount) {
         self.pods.retain(|pod| *pod != id);
         self.leaving = self.leaving.plus(charge);
     }
@@ -203,7 +203,7 @@ mod tests {
     #[test]
     fn a_pod_displaces_only_as_many_nominations_of_lower_rank_as_needed() {
         let mut gpu = GpuRoom::new(Amount(10));
-        gpu.add_leaving(Amount(6));
+        gpu.add_terminating(Amount(6));
         for (id, class, priority, charge) in [(1, Class::Over, 3, 3), (2, Class::Over, 1, 3), (3, Class::In, 0, 2)] {
             gpu.nominate(Nominee { id: PodId(id), rank: rank(0, class, priority), charge: Amount(charge) });
         }

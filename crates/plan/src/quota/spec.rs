@@ -104,7 +104,7 @@ pub enum InvalidQuota {
         /// The written text.
         written: String,
     },
-    /// An amount exceeds [`MAX_GPUS`] GPUs or [`MAX_MEBIBYTES`] MiB.
+    /// An amount exceeds `MAX_GPUS` GPUs or `MAX_MEBIBYTES` MiB.
     #[error("{field} is more than {MAX_GPUS} GPUs, which is the maximum")]
     TooLarge {
         /// Name of the field.

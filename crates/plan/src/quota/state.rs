@@ -57,12 +57,12 @@ impl<'w> State<'w> {
                     counted.push((id, gpu, Since { at: since, nominated: None }));
                 }
                 Place::Leaving { gpu, held } => {
-                    gpus[gpu].add_leaving(pod.charge);
+                    gpus[gpu].add_terminating(pod.charge);
                     if held {
                         accounts.hold_leaving(id);
                     }
                 }
-                Place::Waiting { nominated: Some(gpu) } if keeps_room(world, accounts.gangs(), id) => {
+                Place::Waiting { nominated: Some(gpu) } if is_valid_nomination(world, accounts.gangs(), id) => {
                     nominated[at] = Some(gpu);
                     counted.push((id, gpu, Since { at: now, nominated: Some(pod.created) }));
                 }
@@ -88,14 +88,14 @@ impl<'w> State<'w> {
         };
         for at in 0..world.pods.len() {
             if let Some(gpu) = state.nominated[at] {
-                state.keep_room(PodId(at), gpu);
+                state.add_nominee(PodId(at), gpu);
             }
         }
         state
     }
 
     /// Nominates capacity for a pod that counts already, with the rank of its current class.
-    fn keep_room(&mut self, id: PodId, gpu: usize) {
+    fn add_nominee(&mut self, id: PodId, gpu: usize) {
         let Some(class) = self.accounts.class(id) else { return };
         let (pod, rank) = (self.world.pod(id), self.rank(id, class));
         self.special.insert(gpu);
@@ -178,7 +178,7 @@ impl<'w> State<'w> {
     }
 
     /// Returns whether pods of the pool are terminating.
-    pub(super) fn has_leavers(&self) -> bool {
+    pub(super) fn has_terminating_pods(&self) -> bool {
         self.gpus.iter().any(|gpu| gpu.leaving() > 0)
     }
 
@@ -198,7 +198,7 @@ impl<'w> State<'w> {
         let Some(gpu) = self.running[id.0].take() else { return };
         let charge = self.charge(id);
         self.special.insert(gpu);
-        self.gpus[gpu].leave(id, charge);
+        self.gpus[gpu].mark_terminating(id, charge);
         self.accounts.remove(id);
         self.accounts.hold_leaving(id);
         let gangs = self.accounts.gangs();
@@ -352,7 +352,7 @@ impl<'w> State<'w> {
 
 /// Returns whether a nomination is valid. A gang's nominations are valid only if the gang is
 /// complete and all of its waiting pods are nominated.
-fn keeps_room(world: &World, gangs: &Gangs, id: PodId) -> bool {
+fn is_valid_nomination(world: &World, gangs: &Gangs, id: PodId) -> bool {
     let is_nominated = |id: &PodId| matches!(world.pod(*id).place, Place::Waiting { nominated: Some(_) });
     gangs.members(id).len() >= gangs.size(id) && gangs.unit(id).iter().all(is_nominated)
 }

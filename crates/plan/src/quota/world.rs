@@ -51,8 +51,8 @@ pub enum Place {
 /// counted as one pod, and evicted together.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Gang {
-    /// Name of the gang. Pods with the same owner and the same name are one gang, so a name must
-    /// include the namespace if a quota has several.
+    /// Name of the gang. Pods with the same owner and the same gang name form one gang. Therefore,
+    /// the name must include the namespace if a quota has several namespaces.
     pub name: String,
     /// Minimum number of pods: no pod of the gang is released before this number of pods exists. If
     /// the pods of a gang state different numbers, the largest number applies.

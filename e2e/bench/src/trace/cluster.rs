@@ -157,7 +157,7 @@ impl<S: Score + Default> Cluster<S> {
     pub(super) fn end_pod(&mut self, pod: &Pod, placed: &PodPlacement) {
         self.change_free_capacity(pod, placed, u64::checked_add, |free, part| free + part);
         if pod.demand.gpus > 0 {
-            self.ledger.release(&placed.pod);
+            self.ledger.remove_claim(&placed.pod);
             if let Some(allocations) = self.allocations.get_mut(placed.node) {
                 allocations.retain(|allocation| allocation.pod != placed.pod);
             }

@@ -168,7 +168,7 @@ type Cost =
 
 impl Pool {
     /// Returns whether the rules are met after an exchange in a pool where quotas own GPUs.
-    fn holds_after(&self, pod: usize, kind: Kind, gpu: usize, victims: &[usize]) -> bool {
+    fn meets_rules_after(&self, pod: usize, kind: Kind, gpu: usize, victims: &[usize]) -> bool {
         if !self.has_cells() {
             return true;
         }
@@ -191,7 +191,7 @@ impl Pool {
                 continue;
             }
             let ways = (0..self.world.gpus.len()).filter_map(|gpu| Some((gpu, self.way(pod, kind, gpu)?)));
-            let ways = ways.filter(|(gpu, victims)| self.holds_after(pod, kind, *gpu, victims));
+            let ways = ways.filter(|(gpu, victims)| self.meets_rules_after(pod, kind, *gpu, victims));
             let Some((gpu, victims)) = ways.min_by_key(|(gpu, victims)| (self.cost(victims, kind), *gpu)) else {
                 continue;
             };
