@@ -60,7 +60,8 @@ impl LiveCluster {
         self
     }
 
-    /// Builds both inputs from the objects. `now` is in seconds since the Unix epoch.
+    /// Builds the inputs of the placement gate and of planning from the objects. `now` is in
+    /// seconds since the Unix epoch.
     pub fn new(mut objects: Objects, now: u64) -> Self {
         objects.pods.iter_mut().for_each(PodObject::trim);
         let observed = objects.to_observed();
@@ -100,7 +101,8 @@ pub(super) struct GateDecisions {
 }
 
 /// Runs the placement gate until it releases no more pods, as the operator does within seconds.
-/// `up` is the time since the operator started.
+/// `up` is the time since the operator started. `epoch` is the current time in seconds since the
+/// Unix epoch.
 pub(super) fn run_placement_gate(
     keeper: &mut Gatekeeper,
     cluster: &Cluster,

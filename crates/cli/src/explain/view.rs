@@ -97,8 +97,8 @@ impl PodContext<'_> {
         let mut decide = |up| run_placement_gate(&mut keeper, &self.live.cluster, &demand, up, self.live.now);
         let mut decisions = decide(Duration::ZERO);
         if !decisions.released.contains_key(self.name) {
-            // The gatekeeper delays the release of a pod that fits nowhere, because a policy may be
-            // new.
+            // The gatekeeper delays the release of a pod that fits nowhere: a new policy may not be
+            // applied yet.
             decisions = decide(UNSCHEDULABLE_AFTER);
         }
         match decisions.released.get(self.name) {
@@ -155,7 +155,8 @@ impl PodContext<'_> {
     }
 
     /// Returns whether the operator keeps the reservation of a released pod. The operator renews an
-    /// expired reservation without changing the annotation, unless the scheduler refused the pod.
+    /// expired reservation unless the scheduler refused the pod. A renewal does not change the
+    /// annotation.
     fn has_reservation(&self) -> bool {
         self.ledger.claim(self.name).is_some()
     }

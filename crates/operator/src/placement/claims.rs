@@ -95,7 +95,7 @@ impl PodClaims {
     pub(super) fn end_claim(&mut self, ledger: Option<&mut Ledger>, name: &str) -> bool {
         self.uids.remove(name);
         self.replicas.remove(name);
-        let Some(claim) = ledger.and_then(|ledger| ledger.release(name)) else { return false };
+        let Some(claim) = ledger.and_then(|ledger| ledger.remove_claim(name)) else { return false };
         self.freed.extend(claim_nodes(&claim.place));
         true
     }
@@ -178,7 +178,7 @@ impl PodClaims {
 
     fn add_claim(&mut self, ledger: &mut Ledger, name: &str, pod: &PodObject, place: Place) {
         let name: Arc<str> = Arc::from(name);
-        ledger.adopt(Arc::clone(&name), new_claim(pod, place));
+        ledger.add_claim(Arc::clone(&name), new_claim(pod, place));
         self.add(name, pod);
     }
 
@@ -264,7 +264,7 @@ impl PodClaims {
             let renewals = self.renewals.entry(uid.clone()).or_default();
             if *renewals < MAX_RENEWALS && (nominated || !pod.is_reported_unschedulable()) {
                 *renewals += 1;
-                ledger.extend(&name, expiry(now));
+                ledger.extend_claim(&name, expiry(now));
                 continue;
             }
             tracing::warn!(pod = name, "reservation expired before the pod was bound");

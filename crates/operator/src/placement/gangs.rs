@@ -39,7 +39,7 @@ pub(super) fn reserve_all<'a>(
     if reserved.len() == gang.len() {
         return Some(reserved);
     }
-    gang.iter().take(reserved.len()).for_each(|one| drop(ledger.release(&one.name)));
+    gang.iter().take(reserved.len()).for_each(|one| drop(ledger.remove_claim(&one.name)));
     for (pod, nomination) in nominations {
         // Ignore errors: the ledger refuses only nominations for pods with a claim.
         let _ = ledger.nominate(pod, nomination);

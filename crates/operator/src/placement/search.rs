@@ -375,7 +375,7 @@ impl<'a> PlacementSearch<'a> {
         ledger.synchronize(chooser);
         for fit in fits.iter() {
             self.free.borrow_mut().subtract(fit.node(), &candidate.plan_pod.requests);
-            chooser.use_cpu(fit.node(), learning::cpu_millis(&candidate.plan_pod.requests));
+            chooser.subtract_cpu(fit.node(), learning::cpu_millis(&candidate.plan_pod.requests));
             let devices = fit.reservations().iter().map(|take| take.device.as_str());
             self.replicas.get_mut().reserve(candidate.pod, fit.node(), devices);
         }
