@@ -26,7 +26,8 @@ use crate::policies::validate::RolloutRules;
 pub enum NodeState {
     /// The GPUs serve the partition.
     Serving,
-    /// GPUs wait for pods that use slices that must be removed. The other GPUs serve the partition.
+    /// Some GPUs wait because pods use slices that must be removed. The other GPUs serve the
+    /// partition.
     WaitingForPods,
     /// GPUs are being repartitioned.
     Changing,
@@ -102,8 +103,8 @@ pub struct RolloutProgress {
     pub pending: BTreeSet<String>,
     /// Changed nodes that have not served long enough. Other fields also count these nodes.
     pub unsteady: BTreeSet<String>,
-    /// Cordoned nodes that changed, do not serve, and hold back other nodes. Other fields also
-    /// count these nodes.
+    /// Cordoned nodes that changed, do not serve, and prevent changes of other nodes. Other fields
+    /// also count these nodes.
     pub cordoned: BTreeSet<String>,
 }
 
