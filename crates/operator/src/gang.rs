@@ -16,8 +16,8 @@ pub struct PodGang {
 
 impl PodGang {
     /// Finds the gang of a pod. `group` is the group in the pod's spec (KEP-4671). The gang's name
-    /// is the first of these that is set: Cleave's annotation, Kueue's label, the coscheduling
-    /// plugin's label, the group in the spec.
+    /// is the first set value of Cleave's annotation, Kueue's label, the coscheduling plugin's
+    /// label, and the group in the spec.
     ///
     /// `PodGroup` objects are not read. If no annotation has a valid size, the size is 1.
     pub fn find<'a>(
