@@ -1,6 +1,6 @@
 //! The operator: decides how each GPU is shared, releases pods to the scheduler, and reports.
 //!
-//! Each controller is a pipeline: read, validate, decide, apply, report.
+//! Each controller is a pipeline of steps: read, validate, decide, apply, report.
 //!
 //! | module | from | to |
 //! |---|---|---|
@@ -27,7 +27,7 @@
 pub mod admission;
 mod args;
 mod catch_up;
-pub mod dry;
+pub mod dry_run;
 mod events;
 pub mod evict;
 mod gang;

@@ -14,7 +14,7 @@ use serde::{Deserialize, Deserializer};
 
 use crate::sums::Resources;
 
-/// A field of which the operator reads only the presence.
+/// A field that the operator only checks for presence.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PresentField;
 
@@ -153,7 +153,7 @@ pub struct Volume {
     pub name: String,
     /// The claim that the volume mounts.
     pub persistent_volume_claim: Option<VolumeClaim>,
-    /// Set if the API server creates the claim with the pod.
+    /// Set if Kubernetes creates the claim together with the pod.
     pub ephemeral: Option<PresentField>,
 }
 

@@ -95,7 +95,7 @@ pub struct VolumeObject {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct VolumeSpec {
-    /// The nodes that can mount the volume. `None` if all nodes can.
+    /// The nodes that can mount the volume. `None` if all nodes can mount the volume.
     pub node_affinity: Option<VolumeNodeAffinity>,
 }
 
@@ -233,7 +233,7 @@ pub struct PodCondition {
 
 /// Returns whether two versions of an object have the same metadata, apart from the resource
 /// version.
-fn is_same_meta(a: &ObjectMeta, b: &ObjectMeta) -> bool {
+fn has_equal_metadata(a: &ObjectMeta, b: &ObjectMeta) -> bool {
     let read = |meta: &ObjectMeta| (meta.generation, meta.deletion_timestamp.clone());
     (&a.uid, &a.labels, &a.annotations, &a.owner_references) == (&b.uid, &b.labels, &b.annotations, &b.owner_references)
         && read(a) == read(b)
@@ -242,35 +242,35 @@ fn is_same_meta(a: &ObjectMeta, b: &ObjectMeta) -> bool {
 impl NodeObject {
     /// Returns whether both versions are equal in everything that the operator reads.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
-        is_same_meta(&self.metadata, &other.metadata) && self.spec == other.spec && self.status == other.status
+        has_equal_metadata(&self.metadata, &other.metadata) && self.spec == other.spec && self.status == other.status
     }
 }
 
 impl AgentPod {
     /// Returns whether both versions are equal in everything that the operator reads.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
-        is_same_meta(&self.metadata, &other.metadata) && self.spec == other.spec && self.status == other.status
+        has_equal_metadata(&self.metadata, &other.metadata) && self.spec == other.spec && self.status == other.status
     }
 }
 
 impl VolumeClaimObject {
     /// Returns whether both versions are equal in everything that the operator reads.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
-        is_same_meta(&self.metadata, &other.metadata) && self.spec == other.spec
+        has_equal_metadata(&self.metadata, &other.metadata) && self.spec == other.spec
     }
 }
 
 impl VolumeObject {
     /// Returns whether both versions are equal in everything that the operator reads.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
-        is_same_meta(&self.metadata, &other.metadata) && self.spec == other.spec
+        has_equal_metadata(&self.metadata, &other.metadata) && self.spec == other.spec
     }
 }
 
 impl BudgetObject {
     /// Returns whether both versions are equal in everything that the operator reads.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
-        is_same_meta(&self.metadata, &other.metadata) && self.spec == other.spec && self.status == other.status
+        has_equal_metadata(&self.metadata, &other.metadata) && self.spec == other.spec && self.status == other.status
     }
 }
 
@@ -333,8 +333,8 @@ impl Node {
         Cordons::read(self.annotation(CORDON_ANNOTATION))
     }
 
-    /// Returns whether a GPU must be quiesced. An administrator requests this, or the GPU Operator
-    /// is about to replace the node's driver or to change MIG mode.
+    /// Returns whether a GPU must be quiesced. A GPU must be quiesced if an administrator requests
+    /// it, or if the GPU Operator is about to replace the node's driver or to change MIG mode.
     pub fn is_quiesced(&self, uuid: &str) -> bool {
         let paused = |(name, value): (&String, &String)| {
             name.starts_with(GPU_DEPLOY_LABEL_PREFIX)
@@ -408,7 +408,7 @@ pub struct Stores {
     pub budgets: BudgetStore,
     /// Labels of namespaces.
     pub namespaces: NamespaceStore,
-    /// Stored `GpuQuota`s. Empty if the cluster has no such resource.
+    /// Stored `GpuQuota`s. Empty if the cluster does not have the CRD.
     pub quotas: QuotaStore,
 }
 

@@ -75,9 +75,9 @@ impl Wakers {
         }
     }
 
-    /// Records whether a waiting pod may preempt others. If no pod could before, wakes the
-    /// placement controller again, because a budget that changed during the current reconcile did
-    /// not wake it.
+    /// Records whether a waiting pod may preempt others. If no waiting pod could preempt others
+    /// before, wakes the placement controller again, because a budget that changed during the
+    /// current reconcile did not wake it.
     pub(crate) fn set_awaits_budgets(&self, awaits: bool) {
         let before = self.ignore_budgets.swap(!awaits, Ordering::AcqRel);
         if awaits && before {
@@ -123,8 +123,9 @@ impl Wakers {
         }
     }
 
-    /// Records whether the tenant controller has pods to report or evict. If it had none before,
-    /// wakes it again, because a pod that changed meanwhile did not wake it.
+    /// Records whether the tenant controller has pods to report or evict. If the controller had no
+    /// such pods before, wakes the controller again, because a pod that changed meanwhile did not
+    /// wake it.
     pub(crate) fn set_has_tenants(&self, has: bool) {
         let before = self.ignore_tenants.swap(!has, Ordering::AcqRel);
         if has && before {
@@ -361,7 +362,7 @@ impl Watches<'_> {
 
 /// Watches objects. At first, existing objects arrive as a stream, so that neither side needs
 /// memory for a whole list. If the API server refuses the stream or ends it early, this function
-/// lists objects in pages from then on. It also uses pages for all later lists.
+/// lists objects in pages from then on. The function also uses pages for all later lists.
 async fn watch_objects<K>(
     kind: &'static str,
     api: Api<K>,

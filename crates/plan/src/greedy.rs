@@ -16,8 +16,8 @@ pub(crate) struct GreedyPlacer<'g, 'a> {
     group_limit: u64,
     /// Version of the assignment. Alternatives that were cached in an older epoch can be wrong.
     epoch: u64,
-    /// For each group, some nodes with room for one of its pods, and the epoch and rule for which
-    /// these nodes were found.
+    /// For each group: the epoch, the rule, and some nodes where one of the group's pods fits under
+    /// this rule.
     alternatives: BTreeMap<u32, (u64, ChangeRule, Vec<u32>)>,
     costs: &'g mut CostCache,
 }
@@ -30,16 +30,16 @@ pub(crate) enum PlacementStyle {
     /// Uses existing slices before it repartitions GPUs, and places small pods first. Repartitions
     /// the fewest GPUs.
     FewestChanges,
-    /// Places each pod where the most room remains, small pods first. Places more pods if room is
-    /// scarce.
+    /// Places each pod where the most free capacity remains, small pods first. Places more pods
+    /// than other styles if few units are free.
     Packed,
-    /// Like `Packed`, with large pods first.
+    /// Like `Packed`, but places large pods first.
     LargeFirst,
 }
 
 /// Number of alternative nodes that are cached for each group.
 const ALTERNATIVES_PER_GROUP: usize = 4;
-/// Divisor of the remaining work for moving pods. Each group may use one such part.
+/// Divisor of the remaining work for moving pods. Each group may use one of the resulting parts.
 const GROUP_WORK_DIVISOR: u64 = 8;
 /// Maximum number of pods moved in a chain. Each move frees slices for the previous pod.
 const MAX_MOVED_PODS_IN_CHAIN: u32 = 2;
@@ -74,8 +74,9 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
             first(id).map(|group| {
                 let weight = i64::from(group.weight.memory.max(group.weight.compute));
                 let weight = if style == PlacementStyle::LargeFirst { -weight } else { weight };
-                // Place small pods first, because more of them fit, except in style `LargeFirst`.
-                // Among equal pods, start with those with the fewest candidate nodes.
+                // Place small pods first, because more small pods fit, except in style
+                // `LargeFirst`. Among equal pods, start with pods that have the fewest candidate
+                // nodes.
                 (
                     std::cmp::Reverse(group.priority),
                     weight,
@@ -147,7 +148,7 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
                 continue;
             }
             self.epoch += 1;
-            // Other pods moved, so any node may have room now.
+            // Other pods moved, so the pod may now fit on any node.
             for (at, &node) in of.nodes.iter().enumerate() {
                 offers[at] = self.assignment.cost(self.model, self.states, self.costs, id, node, rule);
             }
@@ -161,8 +162,8 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
         offered && self.assignment.place(self.model, self.states, pod, Location { node, gpus })
     }
 
-    /// Places a pod by moving a second pod, whose move may require moving a third. Returns whether
-    /// the pod is placed. If the pod is not placed, changes nothing.
+    /// Places a pod by moving a second pod. This move may require moving a third pod. Returns
+    /// whether the pod is placed. If the pod is not placed, changes nothing.
     fn place_by_moving_pods(&mut self, pod: u32, id: u32, rule: ChangeRule, chain: u32, moved: &mut Vec<u32>) -> bool {
         let model = self.model;
         let Some(of) = model.groups.get(id as usize) else { return false };
@@ -208,7 +209,7 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
     }
 
     /// Places a pod by moving two other pods from one GPU. Returns whether all three pods are
-    /// placed. If they are not, changes nothing.
+    /// placed. If a pod is not placed, changes nothing.
     fn move_two_pods(&mut self, pod: u32, id: u32, rule: ChangeRule) -> bool {
         let model = self.model;
         let Some(of) = model.groups.get(id as usize) else { return false };
@@ -302,7 +303,7 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
             return true;
         }
         let (&[unit], &[other_unit]) = (of.units.as_slice(), others.units.as_slice()) else { return true };
-        // Even without the other pod, the GPU has no room.
+        // Even without the other pod, the pod does not fit on the GPU.
         let gpu = self
             .assignment
             .locations
@@ -314,8 +315,8 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
         self.states.with_demand(less, unit).is_some_and(|then| change_cost(self.states, less, then, rule).is_some())
     }
 
-    /// Places a pod that was moved from `from`: on another node with room, or on the remaining free
-    /// slices of `from`. Returns whether the pod is placed.
+    /// Places a pod that was moved from `from`: on another node where it fits, or on the remaining
+    /// free slices of `from`. Returns whether the pod is placed.
     fn relocate(&mut self, pod: u32, id: u32, from: u32, rule: ChangeRule) -> bool {
         let known = self.alternatives.get(&id).filter(|known| (known.0, known.1) == (self.epoch, rule));
         let mut nodes = match known {
@@ -340,7 +341,7 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
             && self.assignment.place(self.model, self.states, pod, Location { node, gpus })
     }
 
-    /// Returns the first few nodes that currently have room for a pod of a group.
+    /// Returns the first few nodes where a pod of a group currently fits.
     fn find_alternatives(&mut self, id: u32, rule: ChangeRule) -> Vec<u32> {
         let nodes = self.model.groups.get(id as usize).map_or(&[][..], |group| &group.nodes);
         let mut alternatives = Vec::new();

@@ -59,7 +59,7 @@ fn topology(count: usize, link: Link) -> Topology {
     Topology::new((0..count).map(gpu_name).collect(), link)
 }
 
-/// Calls the function under test with numbers of GPUs.
+/// Calls [`Topology::choose`] with indices of GPUs instead of names.
 fn choose(topology: &Topology, available: &[usize], required: &[usize], size: usize) -> Vec<usize> {
     let names = |gpus: &[usize]| gpus.iter().map(|&gpu| gpu_name(gpu)).collect::<Vec<_>>();
     let (available, required) = (names(available), names(required));
@@ -98,8 +98,8 @@ fn gpus_without(available: &[usize], set: &[usize]) -> Vec<usize> {
     available.iter().copied().filter(|gpu| !set.contains(gpu)).collect()
 }
 
-/// Tries all sets. Returns the best score of a set, and the best score of the remaining GPUs beside
-/// such a set.
+/// Tries all sets. Returns the best score of all sets, and the best score of the remaining GPUs if
+/// a set with this score is chosen.
 fn find_optimum(link: Link, available: &[usize], required: &[usize], size: usize) -> (u32, u32) {
     fn visit_sets(set: &mut Vec<usize>, next: &[usize], size: usize, found: &mut dyn FnMut(&[usize])) {
         if set.len() == size {
@@ -210,11 +210,13 @@ fn complete_groups_stay_free_for_larger_requests() {
 }
 
 #[test]
-fn unhealthy_and_unknown_gpus_do_not_affect_the_choice_of_the_others() {
-    // GPU 3 is unhealthy, so the kubelet does not offer it, and its pair has only one GPU.
+fn unhealthy_and_unknown_gpus_do_not_affect_the_choice_of_other_gpus() {
+    // GPU 3 is unhealthy, so the kubelet does not list it as available, and its pair has only one
+    // GPU.
     let pairs = topology(8, bridged_pairs);
     assert_eq!(choose(&pairs, &[0, 1, 2, 4, 5, 6, 7], &[], 1), [2]);
-    // GPUs 8 and 9 are not in the topology. A set with them is chosen only if it is needed.
+    // GPUs 8 and 9 are not in the topology. Sets with these GPUs are chosen only if no other set is
+    // large enough.
     assert_eq!(choose(&pairs, &[9, 8, 1, 0], &[], 2), [0, 1]);
     assert_eq!(choose(&pairs, &[9, 8, 1, 0], &[], 3), [0, 1, 8]);
     assert_eq!(choose(&pairs, &[9, 1, 8], &[9], 2), [1, 9], "no links: the first GPU");
@@ -280,7 +282,7 @@ fn a_choice_among_more_gpus_uses_one_group_if_possible() {
 }
 
 #[test]
-fn unknown_links_keep_their_earlier_score_and_known_ones_replace_it() {
+fn unknown_links_keep_their_earlier_score_and_known_links_replace_it() {
     let nvlinks = |nvlinks: u8| move |_: usize, _: usize| GpuLink { nvlinks, ..GpuLink::default() };
     let names = |names: &str| names.split(' ').map(String::from).collect::<Vec<_>>();
     let pair_scores = |topology: &Topology| {

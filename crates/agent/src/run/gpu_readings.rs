@@ -68,7 +68,7 @@ impl GpuSensors {
                 Ok(readings) => self.metrics.set_readings(uuid, Some(&readings)),
                 // NVML is closed while any GPU is quiesced, or while a change of MIG mode resets a
                 // GPU.
-                Err(error) if error.is_of_this_process() => self.metrics.forget_readings(uuid),
+                Err(error) if error.is_caused_by_this_process() => self.metrics.forget_readings(uuid),
                 Err(error) => {
                     self.metrics.count_error("sensors");
                     let error = &error as &dyn std::error::Error;

@@ -78,7 +78,7 @@ pub(crate) async fn watch_hardware(
         loop {
             let requested_at = Instant::now();
             let answer = node.call(timeout, |gpus| gpus.driver_info()).await;
-            if answer.as_ref().is_err_and(NvmlError::is_of_this_process) {
+            if answer.as_ref().is_err_and(NvmlError::is_caused_by_this_process) {
                 wait_for_next_poll(&mut poll).await;
                 continue;
             }
@@ -168,7 +168,7 @@ async fn watch_gpu(
     loop {
         let requested_at = Instant::now();
         let answer = worker.call(timeout, move |gpus| gpus.observe(index)).await;
-        if answer.as_ref().is_err_and(NvmlError::is_of_this_process) {
+        if answer.as_ref().is_err_and(NvmlError::is_caused_by_this_process) {
             // NVML was not called, for example because another GPU is quiesced. The last answer
             // remains valid.
             wait_for_next_poll(&mut poll).await;
@@ -233,7 +233,7 @@ async fn watch_links(worker: Worker, inputs: mpsc::Sender<Input>, mut count: wat
                     }
                 }
                 Err(NvmlError::NotSupported { .. }) => complete = true,
-                Err(error) if error.is_of_this_process() => {}
+                Err(error) if error.is_caused_by_this_process() => {}
                 Err(error) => {
                     tracing::warn!(
                         error = &error as &dyn std::error::Error,

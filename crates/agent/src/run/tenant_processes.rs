@@ -121,7 +121,7 @@ impl ProcessObserver {
             }
             // Ignore errors of this process: NVML is briefly closed, a GPU is quiesced, or this
             // process has no free file descriptor.
-            Err(error) if error.is_of_this_process() => {}
+            Err(error) if error.is_caused_by_this_process() => {}
             Err(error) => round.unreachable.push((gpu, error)),
         }
     }

@@ -1,8 +1,8 @@
 //! Finds MPS processes in `/proc` and reads their state. Kills processes of an earlier MPS host.
 //!
 //! A file that cannot be read is an error and never means that there is no process. A process that
-//! hangs in the driver is not an error: reading its environment hangs, and must not keep the
-//! daemons of other devices from starting or stopping.
+//! hangs in the driver is not an error. Reading its environment hangs too, and must not prevent the
+//! start or stop of other devices' daemons.
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
@@ -27,7 +27,7 @@ const ENVIRONMENT_READ_DEADLINE: Duration = Duration::from_secs(2);
 const MAX_EMPTY_ENVIRONMENT_READS: u32 = 20;
 const EMPTY_ENVIRONMENT_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Directory of the files about processes.
+/// Directory of the kernel's files about processes.
 const PROC: &str = "/proc";
 
 /// Why a search for MPS processes has no result.
@@ -48,13 +48,13 @@ enum EnvironmentState {
     Known(Vec<u8>),
     /// The process exited.
     Gone,
-    /// Reading it hangs, or it is still empty.
+    /// Reading the environment hangs, or the environment is still empty.
     Unknown,
 }
 
 /// Finds the MPS daemons and servers whose pipe directory is `pipe`. This MPS host or an earlier
-/// one started them. Omits processes whose environment cannot be read because they hang, except
-/// `own`, which is known to use the pipe directory.
+/// one started them. Omits processes that hang, because their environment cannot be read. Includes
+/// the process `own` even if it hangs: it is known to use the pipe directory.
 ///
 /// # Errors
 /// Returns [`ProcessSearchError`] if it is unknown which processes there are.
@@ -84,7 +84,7 @@ pub(crate) async fn find_processes_of_gpu(uuid: &str) -> Result<Vec<u32>, Proces
     .await
 }
 
-/// Runs a search on a new thread, because it reads many files and may wait.
+/// Runs a search on a new thread, because the search reads many files and may wait.
 async fn run_on_own_thread<T: Send + 'static>(
     search: impl FnOnce() -> Result<T, ProcessSearchError> + Send + 'static,
 ) -> Result<T, ProcessSearchError> {
@@ -118,18 +118,18 @@ fn read_proc(proc: &Path, pid: u32, what: &str) -> Result<Option<Vec<u8>>, Proce
     let path = proc.join(pid.to_string()).join(what);
     match std::fs::read(&path) {
         Ok(content) => Ok(Some(content)),
-        Err(error) if is_of_ended_process(&error) => Ok(None),
+        Err(error) if is_error_of_ended_process(&error) => Ok(None),
         Err(source) => Err(ProcessSearchError::Read { path, source }),
     }
 }
 
 /// Returns whether a file in `/proc` cannot be read because its process has ended.
-fn is_of_ended_process(error: &io::Error) -> bool {
+fn is_error_of_ended_process(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(Errno::SRCH.raw_os_error())
 }
 
-/// Returns the MPS daemons and servers, each with its environment. Reads the environments on
-/// threads of their own, and abandons those that hang.
+/// Returns the MPS daemons and servers, each with its environment. Reads each environment on a
+/// separate thread, and abandons threads that hang.
 fn mps_processes(proc: &Path) -> Result<Vec<(u32, EnvironmentState)>, ProcessSearchError> {
     let mut found = Vec::new();
     let (sender, environments) = mpsc::channel();
@@ -213,8 +213,8 @@ fn find_processes(proc: &Path, pipe: &Path, own: Option<u32>) -> Result<Vec<(u32
     Ok(found)
 }
 
-/// Kills the MPS processes of a pipe directory. Returns their number. `own` is as in
-/// [`find_processes_of_pipe`].
+/// Kills the MPS processes of a pipe directory. Returns their number. `own` has the same meaning as
+/// in [`find_processes_of_pipe`].
 ///
 /// # Errors
 /// Returns [`ProcessSearchError`] if it is unknown which processes there are.
@@ -244,11 +244,11 @@ pub(crate) fn is_process_stopped(pid: u32) -> Result<bool, ProcessSearchError> {
 fn process_state(proc: &Path, pid: u32) -> Result<Option<char>, ProcessSearchError> {
     let Some(stat) = read_proc(proc, pid, "stat")? else { return Ok(None) };
     let stat = String::from_utf8_lossy(&stat);
-    // The second field is the name in parentheses, which may contain anything.
+    // The second field is the name in parentheses. The name may contain any character.
     Ok(stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next()))
 }
 
-/// Returns the user id of a process, or `None` if the process no longer exists.
+/// Returns the UID of a process, or `None` if the process no longer exists.
 ///
 /// # Errors
 /// Returns [`ProcessSearchError`] if the process exists and its owner cannot be read.
@@ -257,7 +257,7 @@ pub(crate) fn owner_uid(pid: u32) -> Result<Option<u32>, ProcessSearchError> {
     let path = Path::new(PROC).join(pid.to_string());
     match std::fs::metadata(&path) {
         Ok(metadata) => Ok(Some(metadata.uid())),
-        Err(error) if is_of_ended_process(&error) => Ok(None),
+        Err(error) if is_error_of_ended_process(&error) => Ok(None),
         Err(source) => Err(ProcessSearchError::Read { path, source }),
     }
 }
@@ -269,7 +269,7 @@ mod tests {
 
     use super::*;
 
-    /// A `/proc` with one MPS daemon, process 7, and this environment.
+    /// Returns a `/proc` with one MPS daemon, process 7, that has this environment.
     fn proc_with_daemon(environment: &[u8]) -> tempfile::TempDir {
         let proc = tempfile::tempdir().unwrap();
         fs::create_dir(proc.path().join("7")).unwrap();
@@ -281,14 +281,14 @@ mod tests {
         proc
     }
 
-    /// Makes a file unreadable, also for root: it becomes a directory.
+    /// Replaces a file by a directory, which even root cannot read as a file.
     fn make_unreadable(path: &Path) {
         fs::remove_file(path).unwrap();
         fs::create_dir(path).unwrap();
     }
 
     #[test]
-    fn a_file_that_cannot_be_read_is_an_error_and_never_no_process() {
+    fn a_file_that_cannot_be_read_is_an_error_and_does_not_hide_a_process() {
         let pipe = Path::new("/pipe");
         for what in ["comm", "environ"] {
             let proc = proc_with_daemon(b"CUDA_MPS_PIPE_DIRECTORY=/pipe\0");
@@ -307,8 +307,8 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_hangs_is_of_this_device_only_if_it_is_known_to_be() {
-        // Nothing is ever written to a FIFO, so reading it hangs.
+    fn a_process_that_hangs_belongs_to_a_device_only_if_it_is_known_to() {
+        // No process writes to the FIFO, so reading it hangs.
         let fifo = |pid: u32| {
             let proc = proc_with_daemon(b"CUDA_MPS_PIPE_DIRECTORY=/other\0");
             let directory = proc.path().join(pid.to_string());
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn a_daemon_that_names_only_other_gpus_does_not_serve_this_one() {
+    fn a_daemon_that_names_only_other_gpus_does_not_serve_this_gpu() {
         let serves = |list: &str| {
             may_environment_serve_gpu(format!("A=1\0CUDA_VISIBLE_DEVICES={list}\0B=2").as_bytes(), "GPU-12-34")
         };

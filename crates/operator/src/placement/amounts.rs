@@ -5,7 +5,7 @@ use cleave_api::names::is_served;
 use cleave_plan::Quantity;
 use cleave_plan::scheduling::PODS_RESOURCE;
 
-/// Free amounts by resource. Negative if pods request more than the node has.
+/// Free amounts by resource. An amount is negative if pods request more than the node has.
 pub(super) type FreeAmounts<'a> = BTreeMap<&'a str, i128>;
 
 /// The kind of resource that a node lacks for a pod.
@@ -13,7 +13,7 @@ pub(super) type FreeAmounts<'a> = BTreeMap<&'a str, i128>;
 pub(super) enum Shortage {
     /// CPU, memory, pod slots or another resource that Cleave does not serve.
     Resources,
-    /// Units in the scheduler's sum.
+    /// Units, in the scheduler's sum of the node's free units.
     Units,
 }
 

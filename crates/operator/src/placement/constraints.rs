@@ -37,7 +37,7 @@ pub(super) struct Constraints<'a> {
     namespaces: OnceCell<BTreeMap<&'a str, &'a BTreeMap<String, String>>>,
 }
 
-/// The pods with a reservation that [`Constraints`] respects.
+/// A state of [`Constraints`] that [`Constraints::restore`] restores.
 pub(super) struct ConstraintsCheckpoint<'a> {
     terms: BTreeSet<(&'a str, &'a PodAffinityTerm)>,
     reserved: usize,
@@ -54,8 +54,8 @@ struct ReservedPod<'a> {
 pub(super) struct Volumes {
     /// The required node affinity of each bound volume.
     pub(super) terms: Vec<Vec<NodeSelectorTerm>>,
-    /// Whether a claim has no volume yet. Only the scheduler and the provisioner know where they
-    /// can create the volume.
+    /// Whether a claim has no volume yet. Only the scheduler and the provisioner know where the
+    /// volume can be created.
     pub(super) unbound: bool,
 }
 
@@ -98,12 +98,12 @@ impl<'a> Constraints<'a> {
         constraints
     }
 
-    /// Returns the state to which [`Self::restore`] returns.
+    /// Returns the current state, for [`Self::restore`].
     pub(super) fn checkpoint(&self) -> ConstraintsCheckpoint<'a> {
         ConstraintsCheckpoint { terms: self.terms.clone(), reserved: self.reserved.len() }
     }
 
-    /// Forgets the pods that were added since a checkpoint.
+    /// Removes the pods that were added since a checkpoint.
     pub(super) fn restore(&mut self, before: ConstraintsCheckpoint<'a>) {
         self.terms = before.terms;
         self.reserved.truncate(before.reserved);

@@ -1,5 +1,5 @@
-//! Taints nodes that look free to autoscalers although no GPU has enough free units. This is
-//! disabled by default. Pure.
+//! Taints nodes that look free to autoscalers although no GPU has enough free units. These taints
+//! are disabled by default. Pure.
 //!
 //! Autoscalers sum the free units of a node's GPUs. If two GPUs together have six free shares, an
 //! autoscaler assumes that a pod with five shares fits, and adds no node. Karpenter treats the
@@ -20,7 +20,7 @@ use crate::policies::taint::{TaintBackoff, TaintChange, add_patch, remove_patch}
 /// Key and effect of the taint.
 const FRAGMENTED_KEY_AND_EFFECT: (&str, &str) = (FRAGMENTED_TAINT, "PreferNoSchedule");
 /// Maximum number of nodes that change in one reconcile.
-const MAX_CHANGES: usize = 32;
+const MAX_CHANGES_PER_RECONCILE: usize = 32;
 
 /// The taint changes that earlier reconciles decided.
 #[derive(Debug)]
@@ -56,7 +56,7 @@ impl FragmentationTaints {
     }
 
     /// Returns the nodes whose taint changes. `reported` are the pods that are reported to
-    /// autoscalers. No node has room for any of these pods.
+    /// autoscalers. None of these pods fits on a node.
     pub(super) fn update(
         &mut self,
         (nodes, tracker): (&Nodes, &PodTracker),
@@ -76,7 +76,7 @@ impl FragmentationTaints {
             differing.insert(name.as_str());
             let version = state.resource_version().to_owned();
             let is_due = self.decided.get(name) != Some(&version) && !self.backoff.is_delayed(name, up);
-            if changes.len() < MAX_CHANGES && is_due {
+            if changes.len() < MAX_CHANGES_PER_RECONCILE && is_due {
                 self.decided.insert(name.clone(), version);
                 changes.push(change);
             }

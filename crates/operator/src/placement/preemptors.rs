@@ -16,12 +16,12 @@ pub(super) const RECHECK_TIME: Duration = Duration::from_secs(60);
 /// Time after which a search is repeated for a pod with rules about other pods or volumes. A change
 /// of any node may affect such rules.
 const RULES_RECHECK_TIME: Duration = Duration::from_secs(10);
-/// Number of times that pods are evicted for a waiting pod without a delay.
+/// Number of rounds of evictions for a waiting pod that are not delayed.
 const UNDELAYED_ROUNDS: u32 = 3;
-/// First delay between two evictions for a pod that still waits. Each further eviction doubles the
-/// delay.
+/// First delay between two rounds of evictions for a pod that still waits. Each further round
+/// doubles the delay.
 const FIRST_ROUND_DELAY: Duration = Duration::from_secs(60);
-/// Maximum delay between two evictions for a pod that still waits.
+/// Maximum delay between two rounds of evictions for a pod that still waits.
 const MAX_ROUND_DELAY: Duration = Duration::from_secs(3600);
 
 /// Waiting pods that may preempt others, and the changes since the last searches.
@@ -29,7 +29,7 @@ const MAX_ROUND_DELAY: Duration = Duration::from_secs(3600);
 pub(super) struct Preemptors {
     /// Number of reconciles so far.
     reconciles: u64,
-    /// Number of changes so far.
+    /// Number of recorded changes of nodes, pods and budgets so far.
     version: u64,
     /// The last change that may help every pod.
     last_cluster_change: u64,
@@ -45,13 +45,13 @@ pub(super) struct Preemptors {
     rounds: BTreeMap<String, EvictionRounds>,
     /// Victims of the last evictions for each waiting pod, with their node.
     victims: BTreeMap<String, (String, Vec<String>)>,
-    /// Pods that disruption budgets keep although their room is guaranteed to others, by UID: since
-    /// when, and when this was last found.
+    /// Pods that disruption budgets protect although their units are guaranteed to other pods, by
+    /// UID. Each value contains the times at which this was first and last found.
     protected: BTreeMap<String, (Duration, Duration)>,
 }
 
-/// The evictions for one waiting pod. Evictions have no effect if the pod's rules then refuse the
-/// node. Without a delay, the operator would repeatedly evict the victims' replacements.
+/// The evictions for one waiting pod. Evictions have no effect if the waiting pod's rules then
+/// refuse the node. Without a delay, the operator would repeatedly evict the victims' replacements.
 #[derive(Debug)]
 struct EvictionRounds {
     count: u32,
@@ -60,7 +60,7 @@ struct EvictionRounds {
     /// Whether one of the last evictions did not succeed. The next evictions complete the round, so
     /// they are neither counted nor delayed.
     is_incomplete: bool,
-    /// No pods are evicted for the pod before this time.
+    /// No pods are evicted for the waiting pod before this time.
     until: Duration,
 }
 
@@ -203,7 +203,7 @@ impl Preemptors {
     }
 
     /// Records the pods that are evicted for a waiting pod on a node. Ignores a search without
-    /// victims: the earlier victims terminate.
+    /// victims, because the earlier victims still terminate.
     pub(super) fn record_victims(&mut self, name: &str, node: &str, victims: &[String]) {
         if !victims.is_empty() {
             self.victims.insert(name.to_owned(), (node.to_owned(), victims.to_vec()));
@@ -215,9 +215,9 @@ impl Preemptors {
         self.victims.get(name).map(|(node, victims)| (node.as_str(), victims.as_slice()))
     }
 
-    /// Records that a disruption budget keeps a pod whose room is guaranteed to a waiting pod.
-    /// Returns for how long it does.
-    pub(super) fn protected_for(&mut self, uid: &str, up: Duration) -> Duration {
+    /// Records that a disruption budget protects a pod whose units are guaranteed to a waiting pod.
+    /// Returns how long the budget has protected the pod.
+    pub(super) fn record_protected(&mut self, uid: &str, up: Duration) -> Duration {
         self.protected.retain(|_, (_, found)| found.saturating_add(RECHECK_TIME) >= up);
         let (since, found) = self.protected.entry(uid.to_owned()).or_insert((up, up));
         *found = up;

@@ -36,8 +36,8 @@ struct GatedPod {
     /// temporary.
     unplaceable_since: Option<Duration>,
     refused: Option<Refusals>,
-    /// Until this time, the pod is not released again, because the API server answered a release
-    /// with "not found".
+    /// The time before which the pod is not released again, because the API server answered a
+    /// release with "not found".
     missing_until: Option<Duration>,
 }
 
@@ -53,8 +53,8 @@ struct Refusals {
 }
 
 impl Queue {
-    /// Removes the pods that are not in `present`, and adds the pods in `waiting`. Returns the pods
-    /// that are new.
+    /// Removes the pods that are not in `present`, and adds the pods in `waiting`. Returns the
+    /// added pods.
     pub(super) fn update<'a>(
         &mut self,
         present: &BTreeSet<String>,

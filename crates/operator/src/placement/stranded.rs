@@ -8,9 +8,9 @@
 //!
 //! | a released pod that is not bound | is stranded |
 //! |---|---|
-//! | Its reservation ended, and the scheduler refuses it or its GPUs have no room. | immediately |
+//! | Its reservation ended, and the scheduler refuses it or its GPUs have too few free units. | immediately |
 //! | All its nodes were deleted. | after [`MISSING_NODE_DELAY`] |
-//! | All its nodes are cordoned, tainted or full. | after the time after which a gated pod is released as unschedulable |
+//! | All its nodes are cordoned, tainted or full. | after `--unschedulable-after-seconds` |
 //! | It was released to nodes of another device plugin, the scheduler refuses it, and it would fit on a node of Cleave now. | after [`MISSING_NODE_DELAY`] |
 //! | It was released as unschedulable, and would wait or fit now. | after [`MISSING_NODE_DELAY`] |
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,7 +19,7 @@ use std::time::Duration;
 use cleave_api::names::CONDITION_PLACED;
 use cleave_plan::ledger::Ledger;
 
-use super::cluster::plan_pod;
+use super::cluster::to_plan_pod;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use crate::pods::{Controller, PodObject, Replacement, full_name};
@@ -52,14 +52,14 @@ pub(super) enum Reason {
     Refused(String),
     /// The pod was released as unschedulable, but may fit a GPU now.
     Possible,
-    /// The pod was released to nodes of another device plugin, which have no room for it. A node of
-    /// Cleave has room now.
+    /// The pod was released to nodes of another device plugin, which have too few free resources.
+    /// The pod fits on a node of Cleave now.
     OtherNodesFull,
 }
 
 impl Reason {
     /// Returns why a pod that was released to nodes will not be bound. Returns `None` if the
-    /// scheduler may still bind it.
+    /// scheduler may still bind the pod.
     pub(super) fn of_released_pod(
         pod: &PodObject,
         ledger: &Ledger,
@@ -68,7 +68,7 @@ impl Reason {
     ) -> Option<Self> {
         let placement = pod.placement.as_ref()?;
         let names = || placement.nodes.keys().cloned().collect();
-        let plan_pod = plan_pod(pod);
+        let plan_pod = to_plan_pod(pod);
         let nominated = pod.status.nominated_node_name.as_deref();
         let existing: Vec<&String> = placement.nodes.keys().filter(|node| nodes.contains(node)).collect();
         let refusal = |node: &&String| {
@@ -152,14 +152,14 @@ pub(super) struct StrandedPods {
     /// UIDs of pods whose condition was written.
     reported: BTreeSet<String>,
     /// Controllers whose pods were recreated, by UID.
-    owners: BTreeMap<String, Backoff>,
+    owners: BTreeMap<String, RecreationBackoff>,
     /// Pods whose eviction failed, by UID, with the time of the earliest retry.
     failed: BTreeMap<String, Duration>,
 }
 
 /// The delay between two recreations of pods of one controller.
 #[derive(Debug, Clone)]
-struct Backoff {
+struct RecreationBackoff {
     /// When the delay began. Pods that were due before the delay began are still recreated.
     began: Duration,
     /// When the delay ends. No other pod of the controller is recreated before this time.
@@ -268,7 +268,7 @@ impl StrandedPods {
             Some(before) => (before.delay.saturating_mul(2).min(MAX_BACKOFF), before.avoid),
             None => (FIRST_BACKOFF, BTreeSet::new()),
         };
-        let next = Backoff { began: up, until: up.saturating_add(delay), delay, avoid };
+        let next = RecreationBackoff { began: up, until: up.saturating_add(delay), delay, avoid };
         self.owners.insert(owner.uid.clone(), next);
     }
 

@@ -37,7 +37,7 @@ impl UnansweredReleases {
         self.0.remove(pod);
     }
 
-    /// Forgets the releases of all pods except these.
+    /// Forgets the releases of all pods that are not in `present`.
     pub(super) fn retain(&mut self, present: &BTreeSet<String>) {
         self.0.retain(|name, _| present.contains(name));
     }

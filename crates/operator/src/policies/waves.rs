@@ -26,7 +26,7 @@ use crate::policies::validate::RolloutRules;
 pub enum NodeState {
     /// The GPUs serve the partition.
     Serving,
-    /// GPUs wait for pods that use slices to remove. The other GPUs serve the partition.
+    /// GPUs wait for pods that use slices that must be removed. The other GPUs serve the partition.
     WaitingForPods,
     /// GPUs are being repartitioned.
     Changing,
@@ -200,8 +200,8 @@ fn broken_nodes(nodes: &BTreeMap<String, NodeView>, proven: bool, held: bool) ->
     ready_pending_nodes(nodes).filter(move |(_, view)| proven && is_broken(view)).map(|(name, _)| name)
 }
 
-/// Returns the nodes of the next wave. The first wave is one node, until a node that the change
-/// affects proves it.
+/// Returns the nodes of the next wave. A wave is one node, until a node that the change affects
+/// proves the change.
 fn next_wave(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> BTreeSet<&str> {
     if !is_proven_by_changed(nodes) {
         return next_canary(rules, nodes).into_iter().collect();
@@ -227,9 +227,9 @@ fn next_wave(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> BTreeSe
 /// Which pending nodes a changed node holds back until the change is proven.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum WithheldNodes {
-    /// All nodes: the changed node may serve soon.
+    /// All nodes, because the changed node may serve soon.
     All,
-    /// Nodes in use: the changed node waits for its pods.
+    /// Nodes in use, because the changed node waits for its pods.
     InUse,
     /// Nodes that are unlikely to serve, because the changed node does not serve.
     Unfit,

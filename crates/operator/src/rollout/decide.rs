@@ -47,10 +47,10 @@ impl Replacement {
 
 /// The actions to take now, and the state of the replacement.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Step {
+pub struct RolloutStep {
     /// MPS hosts whose pods the operator deletes.
     pub replace: Vec<Replacement>,
-    /// Why replacement stopped and which `DaemonSet` is affected. `None` if this was already
+    /// Why replacement stopped and which `DaemonSet` is affected. `None` if the stop was already
     /// reported.
     pub stop_report: Option<(String, ObjectReference)>,
     /// Whether replacement is stopped.
@@ -111,9 +111,9 @@ impl Rollout {
     }
 
     /// Updates the state from the nodes. Returns the actions to take now.
-    pub(crate) fn update(&mut self, nodes: &BTreeMap<String, MpsHostView>, up: Duration) -> Step {
+    pub(crate) fn update(&mut self, nodes: &BTreeMap<String, MpsHostView>, up: Duration) -> RolloutStep {
         self.update_outages(nodes, up);
-        let mut step = Step::default();
+        let mut step = RolloutStep::default();
         let stopped = self.stop_reason(nodes);
         step.stopped = stopped.is_some();
         if stopped != self.reported {
@@ -244,7 +244,7 @@ impl Rollout {
     }
 }
 
-impl Step {
+impl RolloutStep {
     fn schedule_check(&mut self, at: Duration, up: Duration) {
         let from_now = at.saturating_sub(up);
         self.next = Some(self.next.map_or(from_now, |next| next.min(from_now)));

@@ -125,7 +125,8 @@ mod tests {
         (Client::new(service, "default"), server)
     }
 
-    /// Answers the next request. Returns its method and URI, content type and body.
+    /// Answers the next request. Returns the request's method and URI, its content type, and its
+    /// body.
     async fn answer_request(server: &mut Server, code: u16) -> (String, String, Value) {
         let (request, reply) = server.next_request().await.unwrap();
         let (parts, body) = request.into_parts();

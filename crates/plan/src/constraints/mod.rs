@@ -11,10 +11,10 @@
 //!
 //! [`NodeChecker::new`] makes at most [`MAX_REQUIREMENTS`] comparisons for each node, and twice as
 //! many for each placed pod. The checker refuses a subject with more rules on every node
-//! ([`Conflict::TooManyRules`]). It ignores a placed pod's anti-affinity terms and host ports
-//! beyond the limit. The checker reads nodes and pods only if a rule needs them. For a pod without
-//! rules, it reads only placed pods with anti-affinity or host ports. [`NodeChecker::check_node`]
-//! looks up each of the subject's rules once.
+//! ([`Conflict::TooManyRules`]). The checker ignores a placed pod's anti-affinity terms and host
+//! ports beyond the limit. The checker reads nodes and pods only if a rule needs them. For a pod
+//! without rules, the checker reads only placed pods with anti-affinity or host ports.
+//! [`NodeChecker::check_node`] looks up each of the subject's rules once.
 mod affinity;
 mod conflict;
 mod pods;
@@ -49,8 +49,8 @@ impl<'a> NodeChecker<'a> {
     /// subject.
     ///
     /// - `nodes` are all nodes of the cluster, not only those with GPUs, without duplicates.
-    /// - `all` are all pods on these nodes except the subject. These pods are read only if the
-    ///   subject has affinity, anti-affinity or spread constraints.
+    /// - `all` are all pods on these nodes except the subject. The checker reads these pods only if
+    ///   the subject has affinity, anti-affinity or spread constraints.
     /// - `repelling` are the pods in `all` whose rules [repel](Rules::repels). Other pods have no
     ///   effect.
     /// - `namespaces` returns the labels of a namespace. If the labels are unknown, a namespace

@@ -1,4 +1,5 @@
-//! Caches the ranks of nodes for each kind of pod. Ranks only changed nodes again.
+//! Caches the ranks of nodes for each kind of pod. After a change, computes only the ranks of
+//! changed nodes again.
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BinaryHeap};
 
@@ -7,8 +8,8 @@ use super::{Demand, Node, Rank, Score};
 /// A node and the way to place a pod on it, with its rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Candidate {
-    /// Number of replicas of the pod's controller on the GPU, then on the node. Fewer are better,
-    /// regardless of the rank.
+    /// Number of replicas of the pod's controller on the GPU, then on the node. Fewer replicas are
+    /// better, regardless of the rank.
     replicas: (u32, u32),
     rank: Rank,
     /// Index of the node.
@@ -153,7 +154,7 @@ impl<S: Score> Placer<S> {
         *before = self.score.precompute(node);
         self.changes.push(index);
         if self.changes.len() > MAX_CHANGES_PER_NODE * self.nodes.len() {
-            // Drop only results that were not used during half of the log.
+            // Drop only results that were not used since the middle of the log.
             let cut = self.changes.len() / 2;
             self.changes.drain(..cut);
             self.cached_ranks.retain(|_, cached_ranks| cached_ranks.seen >= cut);
@@ -244,7 +245,7 @@ impl<S: Score> Placer<S> {
 /// The nodes and GPUs that fit a pod, best first, with the indices of the GPUs that the pod uses.
 ///
 /// Most pods use the first candidate. A linear search therefore finds the first candidate. The
-/// other candidates are sorted only when the second one is needed.
+/// other candidates are sorted only when the second candidate is needed.
 #[derive(Debug)]
 pub struct Candidates<'a> {
     nodes: &'a [Node],
@@ -256,7 +257,7 @@ pub struct Candidates<'a> {
     rest: RemainingCandidates,
 }
 
-/// The candidates that were not returned yet.
+/// The candidates that the iterator has not returned yet.
 #[derive(Debug)]
 enum RemainingCandidates {
     All,

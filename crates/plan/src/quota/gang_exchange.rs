@@ -1,7 +1,8 @@
-//! Decides which pods leave so that a gang fits.
+//! Decides which pods to evict so that a gang fits.
 //!
-//! As for one pod, all pods that may leave are thought away. Then each of them stays if the gang
-//! still fits, the most important first. A gang uses several GPUs, so all GPUs are one way.
+//! As for one pod, the search starts as if all candidates were evicted. Then it keeps each
+//! candidate if the gang still fits, the most important first. A gang uses several GPUs, so the
+//! search considers all GPUs together.
 use super::class::Class;
 use super::exchange::{Candidate, Kind, Search};
 use super::gang::Part;
@@ -12,8 +13,8 @@ use super::room::Rank;
 const MAX_ALONE: usize = 100;
 
 impl Search<'_, '_> {
-    /// Returns GPUs for the gang and the victims, or `None` if no set of victims makes room and may
-    /// leave.
+    /// Returns GPUs for the gang and the victims, or `None` if no legal set of victims frees enough
+    /// capacity.
     pub(super) fn gang_way(&self, kind: Kind, own: Vec<Candidate>) -> Option<(Vec<Part>, Vec<Candidate>)> {
         let candidates = if kind == Kind::Priority { own } else { self.candidates_of_others(kind) };
         let rank = self.gang_rank(kind);
@@ -33,7 +34,7 @@ impl Search<'_, '_> {
         }
     }
 
-    /// Returns the rank of the gang. In cells, a gang that reclaims is within the guarantee.
+    /// Returns the rank of the gang. With cells, a gang that reclaims is within the guarantee.
     fn gang_rank(&self, kind: Kind) -> Rank {
         let state = self.state;
         let is_of_cells = state.accounts.quota(self.account).cells().is_some();
@@ -44,8 +45,8 @@ impl Search<'_, '_> {
         }
     }
 
-    /// Returns GPUs for the gang, and the candidates that leave. Candidates are in the order in
-    /// which they stay.
+    /// Returns GPUs for the gang, and the candidates to evict. The most important candidate must be
+    /// first.
     fn gang_leaving(&self, kind: Kind, rank: &Rank, candidates: &[Candidate]) -> Option<(Vec<Part>, Vec<Candidate>)> {
         let mut room = self.rooms(kind, rank, candidates);
         let charge = |all: i128, one: &Candidate| all + i128::from(one.charge);
@@ -54,7 +55,8 @@ impl Search<'_, '_> {
         let mut victims = Vec::new();
         let mut left = candidates;
         while !left.is_empty() {
-            // The more stay, the less fits: the largest number that can stay is found by halving.
+            // The more candidates are kept, the less capacity is free. Find the largest number that
+            // can be kept by binary search.
             let staying = |count: usize| {
                 let rooms = self.with(room.clone(), &left[..count], false);
                 let spare = spare.map(|spare| spare - left[..count].iter().fold(0, charge));
@@ -77,10 +79,10 @@ impl Search<'_, '_> {
         Some((parts, victims))
     }
 
-    /// Returns one candidate that makes room alone and may leave, as for one pod.
+    /// Returns one candidate that may be evicted and frees enough capacity alone, as for one pod.
     fn gang_alone(&self, rank: &Rank, candidates: &[Candidate]) -> Option<(Vec<Part>, Vec<Candidate>)> {
         if self.fit(&self.rooms(Kind::FairShare, rank, &[]), self.spare()).is_some() {
-            // The gang fits already, so no pod's leaving makes room.
+            // The gang fits already, so an eviction does not help.
             return None;
         }
         let mut order = candidates.to_vec();
@@ -91,14 +93,14 @@ impl Search<'_, '_> {
         })
     }
 
-    /// Finds GPUs for the gang. `spare` is what is left of the quota's maximum.
+    /// Finds GPUs for the gang. `spare` is the unused part of the quota's maximum.
     fn fit(&self, rooms: &[i128], spare: Option<i128>) -> Option<Vec<Part>> {
         let unit = self.state.accounts.gangs().unit(self.taker);
         spare.is_none_or(|spare| spare >= 0).then(|| pack(self.state.world, unit, rooms, true)).flatten()
     }
 
-    /// Returns the room of each GPU once these candidates are gone. For a gang that reclaims cells,
-    /// only GPUs count of which its quota may own enough.
+    /// Returns the free capacity of each GPU once these candidates have exited. For a gang that
+    /// reclaims cells, only GPUs that its quota owns or may acquire have capacity.
     fn rooms(&self, kind: Kind, rank: &Rank, gone: &[Candidate]) -> Vec<i128> {
         let free = |gpu: usize| self.state.gpus[gpu].free_later(rank);
         let rooms = self.with((0..self.state.gpus.len()).map(free).collect(), gone, true);
@@ -110,8 +112,8 @@ impl Search<'_, '_> {
         }
     }
 
-    /// Returns the room of each GPU with the room of candidates that leave, or without the room of
-    /// candidates that stay.
+    /// Adds the capacity of candidates that are evicted to the free capacity of each GPU, or
+    /// subtracts the capacity of candidates that are kept.
     fn with(&self, mut rooms: Vec<i128>, candidates: &[Candidate], leave: bool) -> Vec<i128> {
         for pod in candidates.iter().flat_map(|one| self.running_with(one.id)) {
             if let Some(gpu) = self.state.gpu_of(pod) {
@@ -124,8 +126,9 @@ impl Search<'_, '_> {
 }
 
 impl super::account::Accounts<'_> {
-    /// Leaves room only on GPUs on which a gang of an account is within its guarantee of cells: on
-    /// its own GPUs, and on as many of nobody's as it may own, those with the most room.
+    /// Removes the capacity of all GPUs on which a gang of the account would not be within its
+    /// guarantee of cells. Keeps the account's own GPUs, and as many GPUs without an owner as the
+    /// account may acquire, those with the most free capacity.
     pub(super) fn only_cells(&self, account: usize, mut rooms: Vec<i128>) -> Vec<i128> {
         let (is_own, new) = self.cells_for(account);
         let mut of_nobody: Vec<usize> = (0..rooms.len()).filter(|&gpu| is_own(gpu) == Some(false)).collect();

@@ -456,7 +456,8 @@ fn only_nodes_that_a_reported_pod_may_use_are_tainted_as_fragmented() {
             },
         );
     }
-    // The second pod may use the other pool, and is too large even for the sum of a node.
+    // The second pod may use the other pool, and is too large even for the sum of a node's free
+    // units.
     for name in ["x", "y"] {
         world = world.pod_with(name, 6, json!({"nodeName": "other-pool", "schedulingGates": []}));
     }

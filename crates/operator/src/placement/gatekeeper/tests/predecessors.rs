@@ -178,8 +178,8 @@ fn a_predecessor_excludes_only_the_pod_of_its_name_from_its_node() {
 }
 
 /// The kubelet may have admitted the first pod, so its programs may use the units. No pod is
-/// evicted for units that are kept only for seconds. Units of another GPU would not help, because
-/// the node's report about the first pod would count for the second pod.
+/// evicted for units that are kept only for some seconds. Units of another GPU would not help,
+/// because the node's report about the first pod would count for the second pod.
 #[test]
 fn a_recreated_pod_waits_until_the_units_of_its_unreported_predecessor_are_reported_or_free() {
     for is_reported_later in [false, true] {

@@ -68,7 +68,7 @@ fn pods_are_evicted_if_the_agent_does_not_return_or_its_units_serve_another_pod(
 }
 
 #[test]
-fn a_gpu_that_waits_for_long_to_be_repartitioned_does_not_shorten_the_wait_for_an_agent() {
+fn a_gpu_that_waits_long_for_its_repartitioning_does_not_shorten_the_wait_for_an_agent() {
     let mut world = whole_gpus(TestCluster::default(), "n1", &[0, 0]).policy(10);
     let mps = json!({"multiUser": true, "computeMode": "ExclusiveProcess", "slices": [{"resource": MPS_RESOURCE, "count": 10}]});
     let gpu = json!({"uuid": "n1-GPU-0", "enforcement": "Report", "partition": {"mps": mps}});
