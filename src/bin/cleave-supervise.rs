@@ -6,9 +6,9 @@
 //! on). During the backoff, new pods that request GPUs would wait, and after 10 s the kubelet would
 //! reject them.
 //!
-//! The supervisor runs on every node. To use little memory, it has one thread and no asynchronous
-//! runtime. The supervisor forwards signals and exits with the program's exit status. If the
-//! supervisor is killed, the kernel also kills the program.
+//! The supervisor runs on every node. To use little memory, the supervisor has one thread and no
+//! asynchronous runtime. The supervisor forwards signals and exits with the program's exit status.
+//! If the supervisor is killed, the kernel also kills the program.
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;
@@ -99,7 +99,7 @@ impl RecentRestarts {
 fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
     let Some((program, args)) = command.split_first() else { bail!("usage: cleave-supervise PROGRAM [ARGUMENT]...") };
     let awaited = awaited_signals();
-    // Blocked signals remain pending until `wait` below returns them. This also works if the
+    // Blocked signals remain pending until `wait` below returns them. Blocking also works if the
     // supervisor is process 1 of a container, to which the kernel delivers no signals that have no
     // handler.
     awaited.thread_block().context("failed to block signals")?;

@@ -1,5 +1,5 @@
-//! The device plugin: a front end of [`Allocator`] for extended resources. This module translates
-//! the kubelet's calls and makes no decisions.
+//! The device plugin: a front end of [`Allocator`] for extended resources. The device plugin
+//! translates the kubelet's calls and makes no decisions.
 use std::sync::Arc;
 use std::time::Instant;
 

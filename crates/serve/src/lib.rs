@@ -2,8 +2,8 @@
 //! listen on addresses of IPv4 and IPv6, and raise the limit of open files.
 //!
 //! Without a network policy, any pod in the cluster can connect to these ports. [`http`] limits the
-//! number and the idle time of connections, so silent or slow peers cannot stop a program. This
-//! crate must not depend on Kubernetes or GPUs.
+//! number and the idle time of connections, so silent or slow peers cannot stop a program.
+//! `cleave-serve` must not depend on Kubernetes or GPUs.
 pub mod descriptors;
 pub mod http;
 pub mod tcp;

@@ -79,7 +79,7 @@ pub mod reason {
 pub enum FaultCause {
     /// An error with this XID.
     Xid(u64),
-    /// This number of new uncorrected memory errors.
+    /// New uncorrected memory errors, with their number.
     EccErrors(u64),
 }
 

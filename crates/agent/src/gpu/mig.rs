@@ -2,8 +2,8 @@
 //!
 //! The agent computes the remaining changes each time from NVML's report. An agent that restarts
 //! between two changes therefore continues with the next change. When an agent exits, only
-//! [`MigProgress`] is lost. It records the completed changes, and how often each failed change was
-//! tried.
+//! [`MigProgress`] is lost: the record of the completed changes, and of the number of attempts at
+//! each failed change.
 use std::fmt;
 use std::time::{Duration, Instant};
 
@@ -137,9 +137,9 @@ fn placements_overlap(one: (u32, u32), other: (u32, u32)) -> bool {
 pub enum NextStep {
     /// No change remains, or the remaining changes cannot start yet.
     Nothing,
-    /// Start this change. No known condition prevents it.
+    /// Start this change, because no known condition prevents the change.
     Do(MigChange),
-    /// This change waits, for this reason.
+    /// The next change, and the reason for which it waits.
     Wait(MigChange, String),
 }
 
@@ -371,9 +371,9 @@ impl MigProgress {
             at.map(|at| self.attempts.remove(at)).map_or((0, 0), |attempt| (attempt.failures, attempt.busy_checks));
         let (result, why, pause, is_news) = match outcome {
             ChangeOutcome::Done => {
-                // Other changes may have failed because they needed the memory slices that are free
-                // now. An instance without a UUID is a remainder of a failed change, so its removal
-                // is no reason to retry.
+                // Earlier changes may have failed because the memory slices that are free now were
+                // in use. An instance without a UUID is a remainder of a failed change, so its
+                // removal is no reason to retry.
                 if matches!(change, MigChange::Destroy(instance) if !instance.uuid.is_empty()) {
                     self.attempts.clear();
                 }

@@ -13,11 +13,11 @@
 //! ```
 //!
 //! - Only a newer agent requests a hand-over from an older agent, so two agents never replace each
-//!   other repeatedly. The agent that served for the first time later is the newer agent.
+//!   other repeatedly. The newer agent is the agent that first served later.
 //! - An older standby reports the readiness that it had when it last served. Otherwise the
-//!   `DaemonSet` controller would delete its pod, even while the new pod is not ready.
-//! - A newer standby reports that it is not ready. Otherwise Kubernetes would delete the old pod
-//!   before the new agent has proved that it works.
+//!   `DaemonSet` controller would delete the standby's pod, even while the new pod is not ready.
+//! - A newer standby reports that it is not ready. If a newer standby reported that it is ready,
+//!   Kubernetes would delete the old pod before the new agent has proved that it works.
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -26,8 +26,8 @@ use serde::{Deserialize, Serialize};
 /// can take the lock.
 pub const CLAIM_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time for which an agent reports that it is ready while it starts to serve in place of a
-/// failed newer agent. Otherwise Kubernetes would delete the agent's pod, as the module's
-/// description explains.
+/// failed newer agent. If the agent reported that it is not ready, Kubernetes would delete the
+/// agent's pod. The description of this module explains why.
 pub const RETURN_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time after which the agent exits if every attempt to lock the state directory fails with an
 /// error.
@@ -48,8 +48,8 @@ pub struct HandOverRecord {
     agents: Vec<KnownAgent>,
     /// Id of the agent that serves now or served last.
     serving: Option<String>,
-    /// Id of the agent that takes over next. The serving agent has handed over to it, but it does
-    /// not serve yet.
+    /// Id of the agent that takes over next. The serving agent has handed over to the successor,
+    /// but the successor does not serve yet.
     successor: Option<String>,
     /// Whether the serving agent must still prove that it works.
     probation: bool,
@@ -173,8 +173,8 @@ impl HandOverRecord {
     }
 
     /// Decides what this agent does while another agent has the lock. If the record is empty, the
-    /// other agent's version may not support hand-overs. Such an agent exits only after the new
-    /// agent is ready.
+    /// other agent's version may not support hand-overs. An agent without support for hand-overs
+    /// exits only after the new agent is ready.
     pub fn decide_standby(&self, id: &str, waited: Duration) -> StandbyDecision {
         let Some(current) = self.designated_agent() else {
             return StandbyDecision { requests_hand_over: true, ready: waited >= CLAIM_TIMEOUT };

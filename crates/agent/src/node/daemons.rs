@@ -135,7 +135,8 @@ impl ReportedDaemons {
                     events.push(unavailable(&why));
                     ReportedState::Unavailable
                 }
-                // A normal start causes no Event. A failure causes only one Event.
+                // A normal start causes no Event. A failure causes one Event, no matter how long
+                // the failure lasts.
                 (reported @ (ReportedState::Nothing | ReportedState::Unavailable), Err(_)) => reported,
             };
             self.0.insert(device.clone(), next);

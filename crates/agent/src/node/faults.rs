@@ -86,8 +86,8 @@ struct ReportedFault {
     reported: bool,
     /// Number of terminated clients that Events have reported.
     reported_terminations: usize,
-    /// Pods by allocation id. They are stored here because a pod may be deleted before the agent
-    /// reports the fault.
+    /// Pods by allocation id. The fault stores its pods, because a pod may be deleted before the
+    /// agent reports the fault.
     pods: BTreeMap<String, PodRef>,
 }
 

@@ -47,7 +47,7 @@ struct QuiesceProgress {
 pub struct GpuUse {
     /// Why the GPU is or may be in use. `None` if no pod and no process uses the GPU.
     pub in_use: Option<String>,
-    /// Why the GPU's MPS daemons may still run. `None` if they have exited.
+    /// Why the GPU's MPS daemons may still run. `None` if the daemons have exited.
     pub daemons: Option<String>,
 }
 

@@ -457,8 +457,9 @@ fn unidentified_gpu_messages(hardware: &Hardware) -> impl Iterator<Item = String
     hardware.unnamed.iter().map(|(index, why)| format!("GPU {index}: {why}"))
 }
 
-/// Returns the condition `GpusHealthy`. It ignores MPS daemons, because `Ready` reports their
-/// problems. A GPU that serves but should be reset is healthy, and the message mentions the reset.
+/// Returns the condition `GpusHealthy`. The condition ignores MPS daemons, because `Ready` reports
+/// the problems of daemons. A GPU that serves but should be reset is healthy, and the message
+/// mentions the reset.
 fn gpus_healthy_condition(input: &StatusInput<'_>) -> ConditionContent {
     if !input.inventoried {
         return condition_content(false, reason::STARTING, "NVML has not answered yet");
@@ -600,7 +601,7 @@ pub fn with_condition_times(
 }
 
 /// Returns whether the statuses differ only in new allocations or in numbers of clients. The agent
-/// may delay the write of such a change.
+/// may delay the write of a status that changed only in these respects.
 pub fn is_minor_change(reported: &GpuNodeStatus, new: &GpuNodeStatus) -> bool {
     let bare = |status: &GpuNodeStatus| {
         let mut bare = GpuNodeStatus { summary: None, ..status.clone() };

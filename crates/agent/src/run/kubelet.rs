@@ -57,7 +57,7 @@ pub(super) struct ListSchedule {
     /// Number of allocations. Each allocation triggers an early request.
     pub(super) allocated: u64,
     /// Number of times that the agent resent device lists, so that the kubelet writes its
-    /// checkpoint. Each time triggers a request at once.
+    /// checkpoint. The task requests the list at once when this number increases.
     pub(super) resent: u64,
 }
 

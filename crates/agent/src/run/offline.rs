@@ -215,7 +215,7 @@ mod tests {
         let spec = |plan: &str| fs::write(files.path().join("spec.json"), format!(r#"{{"planId":"{plan}"}}"#)).unwrap();
         spec("a");
         let first = directory.read_spec(1);
-        // This change happens before the watch starts, and must not be missed.
+        // Change the spec before the watch starts. The agent must not miss the change.
         spec("b");
         let (objects, mut read) = mpsc::channel(4);
         let (changes, spec_changes) = watch::channel(());

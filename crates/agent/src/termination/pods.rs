@@ -44,8 +44,8 @@ pub struct PodObservation {
 pub struct Deletion {
     /// Grace period that the deletion requested.
     pub grace: Duration,
-    /// Remaining grace period. It is computed from times of the API server, whose clock may differ
-    /// from the node's clock.
+    /// Remaining grace period. The remaining period is computed from times of the API server,
+    /// because the node's clock may differ from the API server's clock.
     pub left: Duration,
 }
 
@@ -160,8 +160,8 @@ impl TerminatingPods {
         self.by_uid.remove(uid).is_some()
     }
 
-    /// Replaces the pods of allocations with those in the kubelet's list. Returns whether they
-    /// changed.
+    /// Replaces the pods of allocations with those in the kubelet's list. Returns whether the pod
+    /// of any allocation changed.
     pub fn set_holders(&mut self, rows: &[ContainerDevices]) -> bool {
         let of_row =
             |row: &ContainerDevices| (allocation_id(&row.resource, &row.ids), format!("{}/{}", row.namespace, row.pod));

@@ -1,10 +1,10 @@
 //! Predicts when the kubelet terminates pods during a graceful shutdown of the node
 //! (`shutdownGracePeriod` and related settings). Pure.
 //!
-//! The kubelet does not delete these pods, and updates the status of each pod only after the pod
-//! has ended. Before the kubelet terminates the first pod, it records the start of the shutdown in
-//! a file. The kubelet's settings determine when it terminates each pod. The agent receives these
-//! settings as arguments.
+//! During a shutdown, the kubelet deletes no pods in the API server, and updates the status of each
+//! pod only after the pod has ended. Before the kubelet terminates the first pod, it records the
+//! start of the shutdown in a file. The settings of the kubelet determine when it terminates each
+//! pod. The agent receives the kubelet's settings as arguments.
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
 use std::time::{Duration, Instant};
@@ -24,8 +24,8 @@ const MAX_SHUTDOWN_OVERRUN: Duration = Duration::from_secs(60);
 pub struct ShutdownPeriod {
     /// The lowest priority of the pods in this group.
     pub priority: i32,
-    /// Maximum number of seconds until the kubelet terminates the next group. It is also the
-    /// maximum grace period of the pods in this group.
+    /// Maximum number of seconds until the kubelet terminates the next group. This number is also
+    /// the maximum grace period of the pods in this group.
     pub seconds: u32,
 }
 
@@ -119,8 +119,8 @@ impl Shutdown {
         Self { periods, ..Self::default() }
     }
 
-    /// Adds or updates a pod. Returns the observation of the pod. It contains a deletion if the
-    /// shutdown terminates the pod now.
+    /// Adds or updates a pod. Returns the observation of the pod. The observation contains a
+    /// deletion if the shutdown terminates the pod now.
     pub fn observe(&mut self, uid: &str, pod: ShutdownPod, now: Instant) -> Option<PodObservation> {
         let observation = self.observation(&pod, now);
         if !self.periods.is_empty() {

@@ -14,7 +14,7 @@ use crate::machine::{MPS_RESOURCE, Machine, container_devices, kill_child, mps_s
 
 const GPU_COUNT: usize = 8;
 const SHARES_PER_GPU: u32 = 10;
-/// Index of the bad GPU. There are good GPUs before and after it.
+/// Index of the bad GPU. Good GPUs have lower and higher indices.
 const BAD_GPU: usize = 3;
 /// Index of the bad GPU, as an argument of `simgpu`.
 const BAD_GPU_ARGUMENT: &str = "3";

@@ -11,8 +11,9 @@ use crate::machine::{MPS_RESOURCE, Machine, container_devices, kill_child, mps_s
 
 /// Total number of shares of the node's GPUs.
 const TOTAL_SHARES: usize = 20;
-/// Number of failed write attempts that a test waits for. There is one attempt each second. The
-/// tests thus last longer than the 10 s after which shares of an absent daemon become Unhealthy.
+/// Number of failed write attempts that a test waits for. The agent makes one attempt each second.
+/// The tests thus last longer than the 10 s after which shares of an absent daemon become
+/// Unhealthy.
 const FAILED_WRITE_ATTEMPTS: usize = 13;
 const WRITE_FAILURE_LOG_WORDS: &[&str] = &["failed to write files"];
 

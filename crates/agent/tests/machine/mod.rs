@@ -16,7 +16,7 @@ use cleave_kubelet::ContainerDevices;
 use cleave_kubelet::fake::{FakeKubelet, FakeKubeletState, FakePodResources};
 use serde_json::Value;
 
-/// Timeout of each wait. It is long enough for a busy machine.
+/// Timeout of each wait. Long enough for a busy machine.
 pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 pub(crate) const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 pub(crate) const TIMESLICE_RESOURCE: &str = "nvidia.com/gpu-timeslice";
