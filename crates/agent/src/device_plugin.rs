@@ -300,7 +300,7 @@ mod tests {
                 &served_resource(PendingAllocations::with_watch(), two()),
                 &preferred_request(&all, &share_ids("B")[..1], 3)
             ),
-            "an init container used it"
+            "an init container used the slice"
         );
         assert!(!waits(
             &served_resource(PendingAllocations::with_watch(), pools(&["A", "B"], &PoolKind::Whole)),

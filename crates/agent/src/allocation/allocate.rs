@@ -332,8 +332,8 @@ mod tests {
     }
 
     proptest! {
-        /// `choose_preferred` never splits a request that fits on one GPU, and returns exactly
-        /// `size` ids. `grant_allocation` accepts these ids.
+        /// `choose_preferred` never splits a request between GPUs if one GPU has enough free
+        /// slices, and returns exactly `size` ids. `grant_allocation` accepts these ids.
         #[test]
         fn a_request_that_fits_on_one_gpu_is_never_split(
             free in prop::collection::vec(prop::collection::btree_set(0_u32..10, 0..10), 1..8),

@@ -588,7 +588,7 @@ mod tests {
         let mut pending = PendingAllocations::with_watch();
         pending.record_allocate_answer(MPS_RESOURCE, 3, "B", now);
         pending.update_pod(bound_pod("a", &[(3, "A")]), now);
-        assert!(!pending.expects_request(MPS_RESOURCE, 3), "its call was answered already");
+        assert!(!pending.expects_request(MPS_RESOURCE, 3), "the call for the pod was answered already");
         pending.update_pod(bound_pod("b", &[(3, "B")]), now);
         assert!(pending.expects_request(MPS_RESOURCE, 3));
         // The reservation on A remains, regardless of which pod made the call.
@@ -608,7 +608,7 @@ mod tests {
         let pending = pending_pods(&[admitted, terminating], now);
         assert!(reserved_units(&pending).is_empty());
         assert!(!pending.expects_request(MPS_RESOURCE, 3));
-        assert!(pending.expects_request(MPS_RESOURCE, 4), "the kubelet may still call Allocate for it");
+        assert!(pending.expects_request(MPS_RESOURCE, 4), "the kubelet may still call Allocate for the pod");
     }
 
     #[test]

@@ -145,10 +145,10 @@ pub enum NextStep {
 
 /// Returns the first change that can start now.
 ///
-/// `known` states whether the users of all slices are known. Otherwise the agent must not remove
-/// instances or change MIG mode. `served` returns whether the kubelet can allocate slices of a
-/// device. `daemon_exited` returns an error with the reason while the device's MPS daemon has not
-/// exited.
+/// `known` states whether the users of all slices are known. While some users are unknown, the
+/// agent must not remove instances or change MIG mode. `served` returns whether the kubelet can
+/// allocate slices of a device. `daemon_exited` returns an error with the reason while the device's
+/// MPS daemon has not exited.
 pub fn next_step<'a>(
     changes: impl IntoIterator<Item = &'a MigChange>,
     gpu: &Gpu,

@@ -364,7 +364,7 @@ impl Node {
     }
 
     /// Puts the old layout of a GPU into the decision again after the attempts to turn MIG mode on
-    /// have failed. Otherwise the GPU would serve no slices until the next attempt.
+    /// have failed. Without the old layout, the GPU would serve no slices until the next attempt.
     fn restore_old_layouts(&mut self, mut decided: LayoutDecision, now: Instant) -> LayoutDecision {
         let LayoutDecision { layouts, changes, .. } = &mut decided;
         let enables = |uuid: &String| changes.get(uuid).is_some_and(|changes| changes.contains(&MigChange::Mode(true)));

@@ -38,8 +38,9 @@ impl GpuSensors {
     }
 
     /// Queries all GPUs, unless the last query ended less than [`MIN_QUERY_INTERVAL`] ago. The
-    /// query continues if the caller stops waiting. Otherwise a GPU that hangs would never miss its
-    /// deadline if Prometheus gave up earlier, and would delay each scrape.
+    /// query continues if the caller stops waiting. If the query ended with the caller, a GPU that
+    /// hangs would never miss its deadline when Prometheus gives up earlier, and would delay each
+    /// scrape.
     pub(super) async fn refresh(self: &Arc<Self>) {
         let sensors = Arc::clone(self);
         if let Err(error) = tokio::spawn(async move { sensors.query().await }).await {
@@ -162,7 +163,8 @@ mod tests {
         let both = [("GPU-a", "40"), ("GPU-b", "40")];
         assert_eq!(values(&metrics, "cleave_gpu_temperature_celsius"), by_uuid(&both));
 
-        // While NVML is closed, all readings are unknown. After that, a removed GPU has no series.
+        // While NVML is closed, all readings are unknown. After NVML was opened again, a removed
+        // GPU has no series.
         let closed = library.close();
         refresh().await;
         assert!(values(&metrics, "cleave_gpu_up").is_empty());

@@ -254,7 +254,7 @@ pub(super) struct SuccessorWatch {
 }
 
 impl SuccessorWatch {
-    /// Sends the id of each agent to hand over to. Otherwise never returns.
+    /// Sends the id of each agent to hand over to. Never returns without an error.
     ///
     /// # Errors
     /// Returns an error if this agent took over from a ready agent and is not ready in time while

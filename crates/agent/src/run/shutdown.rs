@@ -14,8 +14,8 @@ const SHUTDOWN_RECORD_FILE: &str = "graceful_node_shutdown_state";
 /// Interval between reads of the record while inotify does not work.
 const SHUTDOWN_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Follows shutdowns of the node if `periods` contains the kubelet's settings. Otherwise returns at
-/// once.
+/// Follows shutdowns of the node. Returns at once if `periods` is empty, because the kubelet's
+/// settings are unknown.
 pub(super) async fn watch_shutdowns(
     args: &AgentArgs,
     periods: ShutdownPeriods,

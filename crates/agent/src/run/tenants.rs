@@ -142,8 +142,8 @@ fn log_unreachable_gpus(
     }
 }
 
-/// Terminates an MPS client's contexts, which frees their memory. After that, a signal to the
-/// process interrupts no kernel.
+/// Terminates an MPS client's contexts, which frees the client's GPU memory. After the termination,
+/// a signal to the process interrupts no kernel.
 async fn terminate_client(link: HostLink, device: String, process: ProcessId) {
     let request = Request::Terminate { device: device.clone(), pid: process.pid };
     let pid = process.pid;

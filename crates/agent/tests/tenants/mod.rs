@@ -199,7 +199,7 @@ async fn a_program_outside_mps_is_reported_even_if_its_container_has_a_share() {
 async fn a_client_that_uses_the_door_of_another_pod_is_reported_as_without_a_share() {
     let mut node = NodeWithTenants::new(Enforcement::Report).await;
     let row = container_devices("q", MPS_RESOURCE, &[format!("{}::1", node.machine.uuids[0])]);
-    // Pod p no longer has a share. Its program below uses the door of pod q.
+    // Pod p no longer has a share. The program of pod p uses the door of pod q.
     node.machine.pods.set_devices(&[row]);
     node.machine
         .wait_until("the pod's share is removed", || {

@@ -369,7 +369,7 @@ fn clearing_faults_does_not_clear_later_faults_if_the_clock_was_set_back() {
         let health = tracker.hardware().gpus["GPU-a"].health.clone();
         assert_eq!(health.reason, "ResetRequired");
         let last = health.last.unwrap();
-        assert!(last > cleared, "{last:?}: an administrator could not clear it");
+        assert!(last > cleared, "{last:?}: an administrator could not clear the new fault");
         assert_eq!(tracker.hardware().gpus["GPU-b"].health.last.as_ref().unwrap().0, Timestamp::UNIX_EPOCH);
         tracker.clear_faults("GPU-a", &last);
         assert!(tracker.hardware().gpus["GPU-a"].health.healthy);
