@@ -122,7 +122,7 @@ impl Quiesces {
                 "quiesced: its MPS daemons have exited, and the agent has closed NVML. The GPU can be reset".into()
             }
             None if self.nvml_stuck => {
-                "waiting: a call to NVML hangs in the kernel, so the agent cannot close NVML. Restart the node".into()
+                "waiting: a call to NVML hangs in the kernel, so the agent cannot close NVML. Reboot the node".into()
             }
             None => "waiting: calls to NVML have not returned yet".into(),
         };
@@ -191,7 +191,7 @@ mod tests {
         assert!(!quiesces.status("GPU-a").unwrap().quiesced && event_reasons(&mut quiesces).is_empty());
         quiesces.record_nvml_stuck(true);
         let stuck = quiesces.status("GPU-a").unwrap();
-        assert!(!stuck.quiesced && stuck.message.contains("Restart the node"), "{}", stuck.message);
+        assert!(!stuck.quiesced && stuck.message.contains("Reboot the node"), "{}", stuck.message);
         quiesces.record_nvml_stuck(false);
         quiesces.record_nvml_closed(true);
         assert!(quiesces.status("GPU-a").unwrap().quiesced && !quiesces.is_in_progress());

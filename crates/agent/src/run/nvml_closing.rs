@@ -4,7 +4,7 @@
 //! GPUs. Only the end of this program closes the files. The agent therefore restarts itself: it
 //! starts from the checkpoint and with NVML closed, as after an upgrade. However, a thread that
 //! hangs in the kernel cannot end, and a restart would wait for the thread forever. If such a
-//! thread exists, only a restart of the node closes the files.
+//! thread exists, only a reboot of the node closes the files.
 use std::fs;
 use std::io;
 use std::path::Path;
