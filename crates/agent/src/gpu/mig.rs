@@ -302,7 +302,7 @@ impl MigProgress {
 
     /// Returns whether a change may start now: no change is in progress, and the retry delay of
     /// this change has passed.
-    pub fn may_start(&self, change: &MigChange, now: Instant) -> bool {
+    pub fn can_start(&self, change: &MigChange, now: Instant) -> bool {
         let attempt = self.attempts.iter().find(|attempt| attempt.change == *change);
         self.in_progress.is_none() && attempt.is_none_or(|attempt| attempt.not_before.is_some_and(|then| then <= now))
     }
@@ -330,7 +330,7 @@ impl MigProgress {
 
     /// Returns whether the change in progress removes or replaces a device. The agent must not
     /// allocate such a device, even if the spec includes the device again.
-    pub fn removes(&self, gpu: &str, device: &str) -> bool {
+    pub fn is_removing(&self, gpu: &str, device: &str) -> bool {
         match &self.in_progress {
             Some(MigChange::Destroy(instance)) => instance.uuid == device,
             Some(MigChange::Mode(true)) => gpu == device,

@@ -103,7 +103,7 @@ impl HandOverRecord {
     }
 
     /// Returns the number of times that an older agent served again because this agent failed.
-    pub fn failures(&self, id: &str) -> u32 {
+    pub fn count_failures(&self, id: &str) -> u32 {
         self.known_agent(id).map_or(0, |known_agent| known_agent.failures)
     }
 
@@ -187,7 +187,7 @@ impl HandOverRecord {
     /// the time for which the serving agent has served without interruption. `changing` states
     /// whether a change of a GPU is in progress.
     pub fn should_hand_over(&self, own: &str, requesting: &str, served: Duration, changing: bool) -> bool {
-        let delay = retry_delay(self.failures(requesting));
+        let delay = retry_delay(self.count_failures(requesting));
         self.age_position(requesting) > self.age_position(own) && !self.probation && !changing && served >= delay
     }
 }

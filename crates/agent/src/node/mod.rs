@@ -359,7 +359,7 @@ impl Node {
         for (uuid, until) in removed {
             let Some(gpu) = self.tracker.known_gpu(uuid).cloned() else { continue };
             if self.tracker.forget_gpu(uuid, until) {
-                self.reported_health.forget(&gpu);
+                self.reported_health.forget_gpu(&gpu);
                 self.pending_events.push(NodeEvent {
                     warning: false,
                     reason: "GpuForgotten",

@@ -43,12 +43,12 @@ impl GpuSensors {
     /// scrape.
     pub(super) async fn refresh(self: &Arc<Self>) {
         let sensors = Arc::clone(self);
-        if let Err(error) = tokio::spawn(async move { sensors.query().await }).await {
+        if let Err(error) = tokio::spawn(async move { sensors.query_gpus().await }).await {
             tracing::warn!(%error, "failed to query the sensors of GPUs");
         }
     }
 
-    async fn query(&self) {
+    async fn query_gpus(&self) {
         let mut state = self.state.lock().await;
         if state.queried_at.is_some_and(|at| at.elapsed() < MIN_QUERY_INTERVAL) {
             return;

@@ -46,7 +46,7 @@ async fn follow_shutdown_record(
     let read = || {
         let uptime = uptime(&proc).unwrap_or_default();
         let record = std::fs::read(kubelet.join(SHUTDOWN_RECORD_FILE)).unwrap_or_default();
-        last = ShutdownStart::read(record, last.take(), (Instant::now(), Timestamp::now()), uptime, &periods);
+        last = ShutdownStart::interpret(record, last.take(), (Instant::now(), Timestamp::now()), uptime, &periods);
         let since = last.as_ref().map(|start| start.at);
         began.send_if_modified(|began| {
             // Keep the first computed time, because the computed time differs slightly with each

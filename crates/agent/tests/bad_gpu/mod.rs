@@ -128,7 +128,7 @@ impl SevenGpus {
     }
 
     /// Checks that no good GPU had Unhealthy shares, and that all programs still run.
-    async fn check_uninterrupted(mut self) -> Machine {
+    async fn assert_uninterrupted(mut self) -> Machine {
         for program in &mut self.programs {
             assert_eq!(program.try_wait().unwrap(), None, "a program on a good GPU has ended");
             kill_child(program);
@@ -172,7 +172,7 @@ async fn seven_gpus_serve_without_interruption_while_the_eighth_hangs_is_lost_an
     };
     tokio::join!(looping, seven.check_new_pods("one GPU repeats XIDs"));
     seven.wait_for_bad_gpu_reason("ResetRequired").await;
-    seven.check_uninterrupted().await;
+    seven.assert_uninterrupted().await;
 }
 
 #[tokio::test]
@@ -192,7 +192,7 @@ async fn seven_gpus_serve_while_nvml_cannot_describe_the_eighth_from_the_start()
     let status = seven.machine.wait_for_status("the GPU is reported by its index", reported).await;
     let [row] = &status.unidentified_gpus[..] else { panic!("{:?}", status.unidentified_gpus) };
     assert_eq!((row.index, row.message.is_empty(), status.expected_gpus), (3, false, 8));
-    let machine = seven.check_uninterrupted().await;
+    let machine = seven.assert_uninterrupted().await;
     machine.simgpu(&["clear"]);
     trigger_gpu_reads(&machine);
     machine.wait_for_healthy(MPS_RESOURCE, GPU_COUNT * SHARES_PER_GPU as usize).await;
@@ -211,7 +211,7 @@ async fn seven_gpus_serve_after_a_reboot_without_the_eighth_gpu() {
     machine.start_agent(&[]);
     let seven = SevenGpus::start(machine).await;
     seven.check_new_pods("one GPU is gone after a reboot").await;
-    let machine = seven.check_uninterrupted().await;
+    let machine = seven.assert_uninterrupted().await;
     let reported = |status: &GpuNodeStatus| {
         let is = |type_: &str, reason: &str| {
             status.conditions.iter().any(|condition| {
