@@ -158,8 +158,8 @@ fn program_end(status: WaitStatus) -> Option<ProgramEnd> {
     status.exit_status().map(ProgramEnd::Exit).or_else(|| status.terminating_signal().map(ProgramEnd::Signal))
 }
 
-/// Replaces this process with the program. Returns only if this fails. `parent` is the supervisor's
-/// PID.
+/// Replaces this process with the program. Returns only if the replacement fails. `parent` is the
+/// supervisor's PID.
 fn exec_program(parent: &str, command: &[OsString]) -> anyhow::Result<u8> {
     let Some((program, args)) = command.split_first() else { bail!("no program given") };
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))

@@ -7,8 +7,8 @@
 //! therefore answers the kubelet's probes even if thousands of silent peers connect.
 //!
 //! Peers may also connect faster than the server answers. After each accepted connection, the
-//! server therefore lets the tasks of all open connections run. Each task answers the requests that
-//! its connection has received before a new connection replaces the connection.
+//! server therefore lets the tasks of all open connections run. So a connection with a received
+//! request gets its answer before a new connection can replace the connection.
 use std::collections::VecDeque;
 use std::time::Duration;
 

@@ -300,7 +300,7 @@ impl MigProgress {
         self.last_state = Some(now);
     }
 
-    /// Returns whether a change may start now: no change is in progress, and the retry delay of
+    /// Returns whether a change can start now: no change is in progress, and the retry delay of
     /// this change has passed.
     pub fn can_start(&self, change: &MigChange, now: Instant) -> bool {
         let attempt = self.attempts.iter().find(|attempt| attempt.change == *change);
@@ -470,6 +470,6 @@ pub struct MigOrderResult {
     pub outcome: ChangeOutcome,
     /// The GPU and its processes after the change, if NVML reported them.
     pub after: Option<(Gpu, Vec<Process>)>,
-    /// A time after NVML's report in `after`.
+    /// Time at which the result was complete, after NVML's report in `after`.
     pub at: Instant,
 }

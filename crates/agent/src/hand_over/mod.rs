@@ -87,7 +87,8 @@ pub struct StandbyDecision {
 }
 
 impl HandOverRecord {
-    /// Returns whether the record is empty. A serving agent writes its record at once.
+    /// Returns whether the record names no serving agent. An agent that supports hand-overs writes
+    /// the record as soon as it serves.
     pub fn is_empty(&self) -> bool {
         self.serving.is_none()
     }
@@ -130,8 +131,8 @@ impl HandOverRecord {
         self.successor.as_deref().or(self.serving.as_deref())
     }
 
-    /// Records that this agent has the lock and serves from now on. A newer agent that should have
-    /// served has then failed.
+    /// Records that this agent has the lock and serves from now on. If a newer agent should have
+    /// served instead, counts this as a failure of the newer agent.
     pub fn start_serving(&mut self, id: &str) -> ServiceStart {
         let position = self.age_position(id);
         let failed = self.designated_agent().filter(|other| self.age_position(other) > position).map(str::to_owned);

@@ -149,7 +149,7 @@ struct WaitingAgent {
 
 impl WaitingAgent {
     /// Reads the record every [`POLL_INTERVAL`]. Requests a hand-over if
-    /// [`HandOverRecord::decide_standby`] decides to.
+    /// [`HandOverRecord::decide_standby`] decides that this agent should serve.
     fn poll(&mut self) {
         if self.last_poll.is_none_or(|last_poll| last_poll.elapsed() >= POLL_INTERVAL) {
             self.last_poll = Some(Instant::now());

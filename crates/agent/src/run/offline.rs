@@ -41,8 +41,8 @@ impl OfflineDirectory {
         }
     }
 
-    /// Returns whether the directory contains a list of pods. The agent checks this only once, when
-    /// it starts.
+    /// Returns whether the directory contains a list of pods. The agent looks for the list only
+    /// once, when it starts.
     pub(super) fn has_pods(&self) -> bool {
         self.pods_path().exists()
     }

@@ -117,8 +117,8 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
     }
 }
 
-/// Logs once when NVML stops to report the processes of a GPU, and once when NVML reports them
-/// again.
+/// Logs once when NVML stops reporting the processes of a GPU, and once when NVML reports the
+/// processes again.
 fn log_unreachable_gpus(
     round: &SampleRound,
     snapshot: &TenantSnapshot,

@@ -322,7 +322,7 @@ mod tests {
         Continue {
             client: usize,
         },
-        /// The device's daemon answers in this way from now on.
+        /// The behaviour of the device's daemon from now on.
         Daemon {
             device: usize,
             behaviour: DaemonBehaviour,

@@ -92,7 +92,7 @@ impl SevenGpus {
     }
 
     /// Starts pods on all good GPUs in several rounds. Checks that each pod gets its GPU.
-    async fn check_new_pods(&self, what: &str) {
+    async fn assert_new_pods_run(&self, what: &str) {
         for round in 0..NEW_PODS_PER_GPU {
             // List the pods of a round only while they run. The agent removes the allocations of
             // pods that the kubelet no longer lists.
@@ -149,9 +149,9 @@ async fn seven_gpus_serve_without_interruption_while_the_eighth_hangs_is_lost_an
     let simgpu = |arguments: &[&str]| drop(seven.machine.simgpu(arguments));
 
     simgpu(&["hang", "nvmlDevice*", "--gpu", BAD_GPU_ARGUMENT]);
-    seven.check_new_pods("one GPU hangs").await;
+    seven.assert_new_pods_run("one GPU hangs").await;
     seven.wait_for_bad_gpu_reason("GpuUnreachable").await;
-    seven.check_new_pods("one GPU has hung").await;
+    seven.assert_new_pods_run("one GPU has hung").await;
     simgpu(&["clear"]);
     let all = |seen: &FakeKubeletState| gpus_with_unhealthy_shares(seen, &seven.machine.uuids).is_empty();
     seven.machine.wait_for_view("the GPU has recovered", all).await;
@@ -159,7 +159,7 @@ async fn seven_gpus_serve_without_interruption_while_the_eighth_hangs_is_lost_an
     simgpu(&["lose", BAD_GPU_ARGUMENT]);
     simgpu(&["xid", BAD_GPU_ARGUMENT, "79"]);
     seven.wait_for_bad_gpu_reason("GpuLost").await;
-    seven.check_new_pods("one GPU is lost").await;
+    seven.assert_new_pods_run("one GPU is lost").await;
     simgpu(&["restore", BAD_GPU_ARGUMENT]);
     trigger_gpu_reads(&seven.machine);
     seven.machine.wait_for_view("the GPU has recovered", all).await;
@@ -170,7 +170,7 @@ async fn seven_gpus_serve_without_interruption_while_the_eighth_hangs_is_lost_an
             tokio::task::yield_now().await;
         }
     };
-    tokio::join!(looping, seven.check_new_pods("one GPU repeats XIDs"));
+    tokio::join!(looping, seven.assert_new_pods_run("one GPU repeats XIDs"));
     seven.wait_for_bad_gpu_reason("ResetRequired").await;
     seven.assert_uninterrupted().await;
 }
@@ -182,7 +182,7 @@ async fn seven_gpus_serve_while_nvml_cannot_describe_the_eighth_from_the_start()
     machine.start_mps_host();
     machine.start_agent(&[]);
     let seven = SevenGpus::start(machine).await;
-    seven.check_new_pods("one GPU cannot be described").await;
+    seven.assert_new_pods_run("one GPU cannot be described").await;
     let reported = |status: &GpuNodeStatus| {
         status.conditions.iter().any(|condition| {
             (condition.type_.as_str(), condition.reason.as_str()) == ("GpusHealthy", "GpuUnhealthy")
@@ -210,7 +210,7 @@ async fn seven_gpus_serve_after_a_reboot_without_the_eighth_gpu() {
     machine.start_mps_host();
     machine.start_agent(&[]);
     let seven = SevenGpus::start(machine).await;
-    seven.check_new_pods("one GPU is gone after a reboot").await;
+    seven.assert_new_pods_run("one GPU is gone after a reboot").await;
     let machine = seven.assert_uninterrupted().await;
     let reported = |status: &GpuNodeStatus| {
         let is = |type_: &str, reason: &str| {

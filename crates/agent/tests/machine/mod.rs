@@ -175,7 +175,7 @@ impl Machine {
         [&self.first_agent, &self.agent].map(|agent| agent.as_ref().unwrap().id())
     }
 
-    /// Returns the answers of the first and the second agent to `/readyz`. An answer is `None` if
+    /// Returns the answers of the first and the second agent to `/readyz`. An entry is `None` if
     /// the agent does not answer.
     pub(crate) fn readiness(&self) -> [Option<String>; 2] {
         [self.first_agent_port, self.agent_port].map(|port| request_readyz(port).ok())
@@ -326,8 +326,8 @@ impl Machine {
         fs::rename(new, self.path("spec/spec.json")).unwrap();
     }
 
-    /// Sets the pods that the API server lists for the node. Tests with pods must call this before
-    /// the agent starts.
+    /// Sets the pods that the API server lists for the node. Tests with pods must call this
+    /// function before the agent starts.
     pub(crate) fn set_pods(&self, pods: &[Value]) {
         let new = self.path("spec/pods.json.new");
         fs::write(&new, serde_json::to_vec(pods).unwrap()).unwrap();
