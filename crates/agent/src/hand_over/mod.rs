@@ -28,7 +28,7 @@ pub const CLAIM_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time for which an agent reports that it is ready while it starts to serve in place of a
 /// failed newer agent. If the agent reported that it is not ready, Kubernetes would delete the
 /// agent's pod. The description of this module explains why.
-pub const RETURN_TIMEOUT: Duration = Duration::from_secs(60);
+pub const RETURN_READY_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time after which the agent exits if every attempt to lock the state directory fails with an
 /// error.
 pub const LOCK_ERROR_TIMEOUT: Duration = Duration::from_secs(30);
@@ -38,7 +38,7 @@ const FIRST_RETRY_DELAY: Duration = Duration::from_secs(60);
 /// Maximum delay before the next hand-over to an agent that has failed.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(3600);
 /// Maximum number of agents in the record. The record drops the oldest agents first.
-const MAX_AGENTS: usize = 16;
+const MAX_KNOWN_AGENTS: usize = 16;
 
 /// The node's agents, and the agent that serves. Only the serving agent writes the record.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -150,7 +150,7 @@ impl HandOverRecord {
             failed.ready = false;
         }
         self.known_agent_mut(id);
-        while self.agents.len() > MAX_AGENTS {
+        while self.agents.len() > MAX_KNOWN_AGENTS {
             let oldest = usize::from(self.agents[0].id == id);
             self.agents.remove(oldest);
         }

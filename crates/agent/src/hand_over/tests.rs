@@ -121,7 +121,7 @@ proptest! {
             let taker = taker.to_string();
             record.start_serving(&taker);
             record.set_ready(&taker, ready);
-            prop_assert!(record.agents.len() <= MAX_AGENTS);
+            prop_assert!(record.agents.len() <= MAX_KNOWN_AGENTS);
             for other in record.agents.iter().map(|known_agent| known_agent.id.clone()).filter(|other| *other != taker) {
                 let there = record.should_hand_over(&taker, &other, MAX_RETRY_DELAY, false);
                 let mut next = record.clone();

@@ -147,7 +147,8 @@ mod tests {
                 uuid: (*uuid).to_owned(),
                 ..GpuStatus::default()
             };
-            metrics.set_node(&GpuNodeStatus { gpus: gpus.iter().map(gpu).collect(), ..GpuNodeStatus::default() });
+            metrics
+                .set_node_status(&GpuNodeStatus { gpus: gpus.iter().map(gpu).collect(), ..GpuNodeStatus::default() });
         };
         let series = || {
             let text = metrics.encode().unwrap();

@@ -136,7 +136,7 @@ impl NodeWithTenants {
         self.machine.path("spec").join(name)
     }
 
-    async fn exit_status(&mut self, index: usize) -> Option<i32> {
+    async fn wait_for_exit(&mut self, index: usize) -> Option<i32> {
         let program = &mut self.programs[index];
         self.machine.wait_until("the program exits", || program.try_wait().unwrap()).await.code()
     }
@@ -219,7 +219,7 @@ async fn with_evict_a_client_over_its_limit_is_terminated_and_reported_until_its
     node.start_program(0, &[UNLIMITED_MEMORY_ENV], &["--allocate", "5000", "--hold", "forever"]);
     node.wait_for_finding("MemoryExceeded").await;
     // The program exits with its CUDA error modulo 256. CUDA_ERROR_MPS_CLIENT_TERMINATED is 810.
-    assert_eq!(node.exit_status(1).await, Some(42));
+    assert_eq!(node.wait_for_exit(1).await, Some(42));
     assert!(node.programs[0].try_wait().unwrap().is_none(), "the neighbour continues");
     assert_eq!(node.wait_for_finding("MemoryExceeded").await.pod, "p");
     let (name, uid, letter) = PODS[1];
@@ -239,7 +239,7 @@ async fn while_the_driver_hangs_no_tenant_is_reported() {
     assert!(node.programs[0].try_wait().unwrap().is_none());
     node.machine.simgpu(&["clear"]);
     node.wait_for_finding("MemoryExceeded").await;
-    assert_eq!(node.exit_status(0).await, Some(42));
+    assert_eq!(node.wait_for_exit(0).await, Some(42));
 }
 
 #[tokio::test]

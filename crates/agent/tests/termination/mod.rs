@@ -118,7 +118,7 @@ impl NodeWithPrograms {
         self.machine.set_pods(&self.pods);
     }
 
-    async fn exit_status(&self, mut program: Program) -> ExitStatus {
+    async fn wait_for_exit(&self, mut program: Program) -> ExitStatus {
         self.machine.wait_until("the program exits", || program.child.try_wait().unwrap()).await
     }
 
@@ -193,7 +193,7 @@ async fn the_client_of_a_program_that_handles_sigterm_is_terminated_only_shortly
     // period would terminate `polite` before `dies` fails.
     assert_eq!(pods.wait_for_error("dies").await, 810);
     polite.send_signal(Signal::TERM);
-    assert_eq!((pods.exit_status(polite).await.code(), pods.last_output("polite", "error")), (Some(0), None));
+    assert_eq!((pods.wait_for_exit(polite).await.code(), pods.last_output("polite", "error")), (Some(0), None));
     // `deaf` also handles SIGTERM but receives none. Its client is terminated before the grace
     // period ends.
     let deaf = pods.start_pod("deaf", 0, &handles).await;
