@@ -19,7 +19,7 @@ enum Cli {
     Kubelet(kubelet::KubeletArgs),
     /// Measure the planner on 10 to 1,000 nodes.
     Planner(planner::PlannerArgs),
-    /// Measure a pass over waiting pods with quotas.
+    /// Measure a pass over the waiting pods with quotas.
     Quotas(quotas::QuotasArgs),
     /// Measure the choice of whole GPUs by their links.
     Topology(topology::TopologyArgs),

@@ -1,6 +1,6 @@
-//! Queries the sensors of GPUs only when Prometheus scrapes the metrics. From the first scrape,
-//! each GPU has its own worker thread. A GPU that hangs therefore delays one scrape by
-//! [`GPU_CALL_TIMEOUT`], and delays no other call.
+//! Queries the sensors of GPUs only when Prometheus scrapes the metrics. From the first scrape on,
+//! each GPU has its own worker thread for its sensors. A GPU that hangs therefore delays only one
+//! scrape, by [`GPU_CALL_TIMEOUT`], and no other call.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,18 +10,19 @@ use futures::future::join_all;
 
 use crate::metrics::Metrics;
 
-/// Deadline for NVML's answer about a GPU, well below Prometheus's default timeout of 10 s.
+/// Deadline for NVML's answer about a GPU. The deadline is well below Prometheus's default timeout
+/// of 10 s.
 const GPU_CALL_TIMEOUT: Duration = Duration::from_secs(2);
-/// Minimum time between two queries. Scrapes within this time, for example by a second Prometheus,
-/// report the same values.
+/// Minimum time between two queries. Further scrapes within this time, for example by a second
+/// Prometheus, report the same values.
 const MIN_QUERY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Updates the readings in the metrics.
+/// Queries the sensors of the node's GPUs and updates the metrics.
 #[derive(Debug)]
 pub(super) struct GpuSensors {
     library: Library,
     metrics: Metrics,
-    /// Locked during a query: concurrent scrapes share its answers.
+    /// Locked during a query, so that concurrent scrapes share the answers.
     state: tokio::sync::Mutex<SensorState>,
 }
 
@@ -36,9 +37,9 @@ impl GpuSensors {
         Self { library, metrics, state: tokio::sync::Mutex::default() }
     }
 
-    /// Queries all GPUs, unless the last query is recent. The query continues if the caller stops
-    /// waiting. A GPU that hangs must miss its deadline even if Prometheus gives up earlier.
-    /// Otherwise the GPU would delay each scrape.
+    /// Queries all GPUs, unless the last query ended less than [`MIN_QUERY_INTERVAL`] ago. The
+    /// query continues if the caller stops waiting. Otherwise a GPU that hangs would never miss its
+    /// deadline if Prometheus gave up earlier, and would delay each scrape.
     pub(super) async fn refresh(self: &Arc<Self>) {
         let sensors = Arc::clone(self);
         if let Err(error) = tokio::spawn(async move { sensors.query().await }).await {
@@ -51,7 +52,7 @@ impl GpuSensors {
         if state.queried_at.is_some_and(|at| at.elapsed() < MIN_QUERY_INTERVAL) {
             return;
         }
-        let gpus = self.metrics.gpus();
+        let gpus = self.metrics.gpu_uuids();
         state.workers.retain(|uuid, _| gpus.contains(uuid));
         for uuid in &gpus {
             if !state.workers.contains_key(uuid) {
@@ -61,12 +62,13 @@ impl GpuSensors {
                 }
             }
         }
-        let answers = join_all(state.workers.iter().map(|(uuid, worker)| read(uuid, worker))).await;
+        let answers = join_all(state.workers.iter().map(|(uuid, worker)| read_sensors(uuid, worker))).await;
         for (uuid, answer) in answers {
             match answer {
                 Ok(readings) => self.metrics.set_readings(uuid, Some(&readings)),
-                // NVML is closed while a GPU is quiesced or its MIG mode changes.
-                Err(error) if error.is_of_this_process() => self.metrics.forget_readings(uuid),
+                // NVML is closed while any GPU is quiesced, or while a change of MIG mode resets a
+                // GPU.
+                Err(error) if error.is_caused_by_this_process() => self.metrics.forget_readings(uuid),
                 Err(error) => {
                     self.metrics.count_error("sensors");
                     let error = &error as &dyn std::error::Error;
@@ -79,8 +81,8 @@ impl GpuSensors {
     }
 }
 
-/// Reads the sensors of one GPU on its worker.
-async fn read<'u>(uuid: &'u str, worker: &Worker) -> (&'u str, Result<GpuReadings, NvmlError>) {
+/// Reads the sensors of a GPU on the GPU's worker thread.
+async fn read_sensors<'u>(uuid: &'u str, worker: &Worker) -> (&'u str, Result<GpuReadings, NvmlError>) {
     let of = uuid.to_owned();
     (uuid, worker.call(GPU_CALL_TIMEOUT, move |gpus| gpus.readings(&of)).await)
 }
@@ -95,7 +97,7 @@ mod tests {
 
     use super::*;
 
-    /// NVML with two GPUs. `GPU-b` answers once for each message in the channel.
+    /// A simulated NVML with two GPUs. The query of `GPU-b` waits for a message in the channel.
     struct FakeNvml(Mutex<Receiver<()>>);
 
     impl Gpus for FakeNvml {
@@ -122,7 +124,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_gpu_that_hangs_hides_no_other_gpu() {
+    async fn a_gpu_that_hangs_does_not_hide_the_readings_of_other_gpus() {
         let (answer, answers) = channel();
         let nvml: Arc<dyn Gpus> = Arc::new(FakeNvml(Mutex::new(answers)));
         let library = Library::new(move || Ok(Arc::clone(&nvml)));
@@ -146,7 +148,7 @@ mod tests {
         assert_eq!(values(&metrics, "cleave_gpu_utilization_ratio"), by_uuid(&[("GPU-a", "0.25")]));
         refresh().await;
         assert_eq!(values(&metrics, "cleave_gpu_up"), by_uuid(&[("GPU-a", "1"), ("GPU-b", "0")]));
-        // GPU-b answers from now on.
+        // `GPU-b` answers all further queries.
         for _ in 0..1000 {
             answer.send(()).unwrap();
         }
@@ -160,7 +162,7 @@ mod tests {
         let both = [("GPU-a", "40"), ("GPU-b", "40")];
         assert_eq!(values(&metrics, "cleave_gpu_temperature_celsius"), by_uuid(&both));
 
-        // While NVML is closed, all readings are unknown. A removed GPU has no series.
+        // While NVML is closed, all readings are unknown. After that, a removed GPU has no series.
         let closed = library.close();
         refresh().await;
         assert!(values(&metrics, "cleave_gpu_up").is_empty());

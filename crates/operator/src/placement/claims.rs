@@ -17,8 +17,8 @@ pub(super) const RESERVATION_TIME: Duration = Duration::from_secs(300);
 /// Maximum number of renewals of a reservation. After an hour, the operator assumes that no
 /// scheduler will bind the pod.
 pub(super) const MAX_RENEWALS: u32 = 11;
-/// How long the ledger keeps the claim of a deleted pod if the agent never reported its allocation.
-/// A pod that is deleted without a grace period may still use its shares.
+/// How long the ledger keeps the claim of a deleted pod if the agent never reported the pod's
+/// allocation. A pod that is deleted without a grace period may still use its shares.
 pub(super) const UNREPORTED_CLAIM_TIME: Duration = Duration::from_secs(5);
 /// How long the listed units of an ended or deleted pod count as about to be free. After that, the
 /// units count as used until the node reports otherwise. The kubelet may be unable to stop the
@@ -46,7 +46,7 @@ pub(super) struct PodClaims {
     /// Ended or deleted pods that may still use shares, each with the time at which its claim ends.
     lingering: BTreeMap<String, Duration>,
     /// Pods that ended or were deleted less than [`LISTED_TIME`] ago, by name and node, each with
-    /// the time. A new pod may have the name of such a pod.
+    /// the time of its end. A new pod may have the same name.
     ended: BTreeMap<String, BTreeMap<String, Duration>>,
     /// When the ledger was built. Pods that are not in `ended` count as ended at this time.
     built: Duration,
@@ -91,11 +91,11 @@ impl PodClaims {
         self.uids.insert(name, pod.metadata.uid.clone().unwrap_or_default());
     }
 
-    /// Ends the claim of a pod. Returns whether the pod had one.
+    /// Ends the claim of a pod. Returns whether the pod had a claim.
     pub(super) fn end_claim(&mut self, ledger: Option<&mut Ledger>, name: &str) -> bool {
         self.uids.remove(name);
         self.replicas.remove(name);
-        let Some(claim) = ledger.and_then(|ledger| ledger.release(name)) else { return false };
+        let Some(claim) = ledger.and_then(|ledger| ledger.remove_claim(name)) else { return false };
         self.freed.extend(claim_nodes(&claim.place));
         true
     }
@@ -139,7 +139,7 @@ impl PodClaims {
     }
 
     /// Records that a pod is bound to a node. Returns true if the node has reported all allocations
-    /// of the pod and the pod is not terminating. Such a pod needs no further checks.
+    /// of the pod and the pod is not terminating. In this case, the pod needs no further checks.
     pub(super) fn record_binding(&mut self, ledger: &mut Ledger, name: &str, pod: &PodObject, node: &str) -> bool {
         let terminating = pod.metadata.deletion_timestamp.is_some();
         if terminating && self.allocated.contains(name) {
@@ -178,7 +178,7 @@ impl PodClaims {
 
     fn add_claim(&mut self, ledger: &mut Ledger, name: &str, pod: &PodObject, place: Place) {
         let name: Arc<str> = Arc::from(name);
-        ledger.adopt(Arc::clone(&name), new_claim(pod, place));
+        ledger.add_claim(Arc::clone(&name), new_claim(pod, place));
         self.add(name, pod);
     }
 
@@ -241,8 +241,8 @@ impl PodClaims {
         up < ended.saturating_add(LISTED_TIME)
     }
 
-    /// Returns how much longer the units of a pod may be in use although its node lists it no
-    /// longer. Returns `None` if the pod has not ended, or if its time is over.
+    /// Returns how much longer the units of a pod may be in use although the node no longer lists
+    /// the pod. Returns `None` if the pod has not ended, or if [`UNLISTED_TIME`] has passed.
     pub(super) fn unlisted_time_left(&self, node: &str, name: &str, up: Duration) -> Option<Duration> {
         let ended = *self.ended.get(name)?.get(node)?;
         ended.saturating_add(UNLISTED_TIME).checked_sub(up).filter(|left| !left.is_zero())
@@ -250,8 +250,8 @@ impl PodClaims {
 
     /// Ends the expired reservations of pods that the scheduler refuses.
     ///
-    /// Other expired reservations are renewed. The scheduler may be slow or may wait for a volume,
-    /// or a temporary obstacle on the node may end. [`super::stranded`] limits the total time.
+    /// Renews other expired reservations. The scheduler may be slow or may wait for a volume, or a
+    /// temporary obstacle on the node may end. [`super::stranded`] limits the total time.
     pub(super) fn expire_reservations(&mut self, ledger: &mut Ledger, unsettled: &[&PodObject], now: ReconcileTime) {
         let mut due: BTreeSet<String> = ledger.pods_with_expired_claims(Moment(now.epoch)).into_iter().collect();
         for pod in unsettled.iter().filter(|pod| is_released(pod)) {
@@ -264,7 +264,7 @@ impl PodClaims {
             let renewals = self.renewals.entry(uid.clone()).or_default();
             if *renewals < MAX_RENEWALS && (nominated || !pod.is_reported_unschedulable()) {
                 *renewals += 1;
-                ledger.extend(&name, expiry(now));
+                ledger.extend_claim(&name, expiry(now));
                 continue;
             }
             tracing::warn!(pod = name, "reservation expired before the pod was bound");

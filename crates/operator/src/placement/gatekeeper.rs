@@ -11,11 +11,11 @@ use cleave_plan::ledger::{Chooser, DeviceRequest, Fits, Ledger, Moment, Place, R
 
 use super::actions::{Actions, Destination, Eviction, Release, ReleaseReason};
 use super::claims::{self, PodClaims};
-use super::cluster::{Cluster, Input, ReconcileTime, is_released};
+use super::cluster::{Cluster, ReconcileInput, ReconcileTime, is_released};
 use super::evictions::{Evictability, EvictionRecords};
 use super::fragments::FragmentationTaints;
 use super::gangs;
-use super::growth::{AutoscalerReports, NeedInputs, Offers, PlacementOutlook};
+use super::growth::{AllowedUnits, AutoscalerReports, NeedInputs, PlacementOutlook};
 use super::handover;
 use super::nodes::Nodes;
 use super::other_nodes::{AgentLabels, OtherNodes};
@@ -25,7 +25,7 @@ use super::preemptors::Preemptors;
 use super::queue::{self, Queue};
 use super::quota_pass::QuotaPass;
 use super::quota_reports::{self, QuotaReports};
-use super::quota_turns::Order;
+use super::quota_turns::TurnOrder;
 use super::quotas::{QuotaSettings, QuotaWorlds};
 use super::returning::Returning;
 use super::search::{Candidate, PlacementSearch};
@@ -37,7 +37,7 @@ use crate::evict::EvictionResult;
 use crate::pod_store::PodChanges;
 use crate::pods::{PodObject, full_name, is_interchangeable};
 use crate::policies::demand::{Reason, WaitingPod};
-use crate::rollout::{self, Rollout, Step};
+use crate::rollout::{self, Rollout, RolloutStep};
 
 /// Default time for which a pod must be unplaceable before it is released as unschedulable. During
 /// this time, a policy, a node or its `GpuNode` may appear.
@@ -70,7 +70,7 @@ pub struct Gatekeeper {
     claims: PodClaims,
     unanswered: UnansweredReleases,
     queue: Queue,
-    /// Results of evictions for pods of higher priority.
+    /// Results of evictions for waiting pods.
     evictions: EvictionRecords,
     /// Waiting pods for which the operator has searched for preemption victims.
     preemptors: Preemptors,
@@ -79,7 +79,7 @@ pub struct Gatekeeper {
     returning: Returning,
     fragments: FragmentationTaints,
     quotas: QuotaSettings,
-    /// Whether the room that an earlier leader kept for pods must be looked for.
+    /// Whether the next reconcile restores the nominations of an earlier leader.
     restores_nominations: bool,
     /// State of the replacement of MPS hosts.
     pub(crate) rollout: Rollout,
@@ -129,10 +129,10 @@ impl Gatekeeper {
         Self { agent_labels, ..self }
     }
 
-    /// Reserves nothing for some seconds after each build of the ledger from the cluster.
+    /// Delays reservations for some seconds after each build of the ledger from the cluster.
     ///
-    /// A pod that was deleted without a grace period shortly before may still use shares that its
-    /// node has not reported. A gatekeeper that saw the pod keeps its claim; see
+    /// A pod that was recently deleted without a grace period may still use shares that its node
+    /// has not reported. A gatekeeper that saw the pod keeps its claim; see
     /// [`claims::UNREPORTED_CLAIM_TIME`]. A new gatekeeper did not see the pod, so it must delay
     /// reservations by the same duration.
     #[must_use]
@@ -154,7 +154,7 @@ impl Gatekeeper {
         Self { fragments: FragmentationTaints::new(enabled), ..self }
     }
 
-    /// Sets the settings of quotas.
+    /// Sets how quotas work.
     #[must_use]
     pub fn with_quotas(self, quotas: QuotaSettings) -> Self {
         Self { quotas, ..self }
@@ -209,7 +209,7 @@ impl Gatekeeper {
         !self.unanswered.contains(pod) && self.claims.end_claim(self.ledger.as_mut(), pod)
     }
 
-    /// Records the result of an eviction for a pod of higher priority.
+    /// Records the result of an eviction for a waiting pod.
     pub fn record_eviction(&mut self, eviction: &Eviction, result: &EvictionResult, up: Duration) {
         self.evictions.record(&eviction.uid, result, up);
         // A pod that is not found has ended, so its eviction is not needed.
@@ -254,7 +254,7 @@ impl Gatekeeper {
         gated.map(|pod| (full_name(&pod.metadata), pod.uid().unwrap_or_default())).collect()
     }
 
-    /// Returns what is reported about quotas. `waits` is what each pod at the gate waits for.
+    /// Returns the reports about quotas. `waits` contains each pod's reason to wait at the gate.
     pub(crate) fn quota_reports(
         &self,
         cluster: &Cluster,
@@ -272,7 +272,7 @@ impl Gatekeeper {
         let waiting = waiting.iter().map(|(name, pod)| (name.as_str(), *pod));
         let is_evicted = |uid: &str| self.evictions.is_accepted(uid);
         let state = (&self.tracker, ledger);
-        quota_reports::reports(cluster, state, waiting, is_evicted, (&self.quotas, now.epoch), waits)
+        quota_reports::build_reports(cluster, state, waiting, is_evicted, (&self.quotas, now.epoch), waits)
     }
 
     /// Returns the ledger, after the first reconcile.
@@ -291,8 +291,8 @@ impl Gatekeeper {
         self.reconcile_changes(cluster, PodChanges::All(cluster.pods.clone()), demand, now)
     }
 
-    /// Decides like [`Self::reconcile`], but examines only the pods in `changes`. The pods of
-    /// `cluster` do not count.
+    /// Decides like [`Self::reconcile`], but examines only the pods in `changes`. Ignores the pods
+    /// in `cluster`.
     pub fn reconcile_changes(
         &mut self,
         cluster: &Cluster,
@@ -350,12 +350,12 @@ impl Gatekeeper {
         let requeue = self.next_deadline(&ledger, cluster, rollout.as_ref(), now);
         let mut actions = Actions { rollout, requeue, ..Actions::default() };
         let changed_nodes = tracker.take_changed_nodes();
-        let input = Input { cluster, tracker, unsettled: &unsettled, demand, now };
+        let input = ReconcileInput { cluster, tracker, unsettled: &unsettled, demand, now };
         for node in changed_nodes.into_iter().chain(self.claims.take_freed_nodes()) {
             self.preemptors.record_node_change(&node);
         }
         ledger.synchronize(&mut self.chooser);
-        actions.stranded = self.handle_stranded(&ledger, &input);
+        actions.stranded = self.decide_about_stranded(&ledger, &input);
         if let Some(requeue) = actions.stranded.requeue {
             actions.requeue_in(requeue);
         }
@@ -438,9 +438,9 @@ impl Gatekeeper {
         waiting
     }
 
-    /// Decides which MPS hosts to replace, if that is enabled and due. A node whose MPS host is
-    /// about to be replaced receives no reservations.
-    fn plan_rollout(&mut self, cluster: &Cluster, ledger: &mut Ledger, up: Duration) -> Option<Step> {
+    /// Decides which MPS hosts to replace, if replacement is enabled and due. A node whose MPS host
+    /// is about to be replaced receives no reservations.
+    fn plan_rollout(&mut self, cluster: &Cluster, ledger: &mut Ledger, up: Duration) -> Option<RolloutStep> {
         let hosts = cluster.hosts.as_ref().filter(|_| self.next_rollout <= up)?;
         self.next_rollout = up.saturating_add(rollout::UPDATE_INTERVAL);
         let views = mps_hosts::host_views(cluster, hosts, &self.nodes, ledger);
@@ -460,7 +460,7 @@ impl Gatekeeper {
         &self,
         ledger: &Ledger,
         cluster: &Cluster,
-        rollout: Option<&Step>,
+        rollout: Option<&RolloutStep>,
         now: ReconcileTime,
     ) -> Option<Duration> {
         let reservations = ledger.unbound_claims().filter_map(|(_, claim)| match &claim.place {
@@ -477,7 +477,7 @@ impl Gatekeeper {
     }
 
     /// Decides how to handle released pods that are not bound.
-    fn handle_stranded(&mut self, ledger: &Ledger, input: &Input<'_>) -> StrandedActions {
+    fn decide_about_stranded(&mut self, ledger: &Ledger, input: &ReconcileInput<'_>) -> StrandedActions {
         let Self { unschedulable_after, agent_labels, chooser, nodes, stranded, claims, .. } = self;
         let tracker = input.tracker;
         let mut found: Vec<(&PodObject, stranded::Reason)> = Vec::new();
@@ -526,7 +526,7 @@ impl Gatekeeper {
         &mut self,
         ledger: &mut Ledger,
         waiting: &[(String, &PodObject)],
-        input: &Input<'_>,
+        input: &ReconcileInput<'_>,
         actions: &mut Actions,
     ) {
         let up = input.now.up;
@@ -548,7 +548,7 @@ impl Gatekeeper {
         &mut self,
         ledger: &mut Ledger,
         waiting: Vec<(String, &PodObject)>,
-        input: &Input<'_>,
+        input: &ReconcileInput<'_>,
         actions: &mut Actions,
     ) {
         let up = input.now.up;
@@ -586,14 +586,14 @@ impl Gatekeeper {
         let mut quotas = worlds.as_ref().map(|worlds| QuotaPass::new(worlds, ledger));
         let mut search =
             PlacementSearch::new(input, (nodes, tracker, &*claims), ledger, chooser).with_quotas(worlds.as_ref());
-        let mut order = Order::new(quotas.as_ref(), candidates.iter().map(|candidate| candidate.name.as_str()));
-        let offers = LazyCell::new(|| Offers::of_policies(input.cluster.policies.iter().map(AsRef::as_ref)));
+        let mut order = TurnOrder::new(quotas.as_ref(), candidates.iter().map(|candidate| candidate.name.as_str()));
+        let offers = LazyCell::new(|| AllowedUnits::of_policies(input.cluster.policies.iter().map(AsRef::as_ref)));
         let mut preemption = PreemptionSearch::new((nodes, tracker), evictability, claims, preemptors, up);
         let mut returning = returning.units(nodes, (ledger, claims), up, actions);
         let (mut reserved, mut unplaceable_releases) = (Vec::<(String, &PodObject)>::new(), 0);
         while let Some((at, candidate)) = order.next(quotas.as_ref()).and_then(|at| Some((at, candidates.get(at)?))) {
-            let gang = gangs::in_order(&candidates, order.gang(at));
-            // A gang that is larger than the limit is released alone.
+            let gang = gangs::in_placement_order(&candidates, order.gang(at));
+            // A gang that is larger than the limit is released by a reconcile of its own.
             let is_too_much = actions.releases.len() + gang.len() > MAX_RELEASES && !actions.releases.is_empty();
             if actions.releases.len() >= MAX_RELEASES || is_too_much {
                 actions.more = true;
@@ -609,7 +609,7 @@ impl Gatekeeper {
                 actions.requeue_in(delay);
                 preemption.withdraw_nomination(ledger, &mut search, name);
                 growth.record_delayed(pod, up);
-                actions.waiting.insert(name.clone(), waiting_for_room(DELAYED_MESSAGE.to_owned()));
+                actions.waiting.insert(name.clone(), waiting_for_free_units(DELAYED_MESSAGE.to_owned()));
                 continue;
             }
             let turn = match quotas.as_mut().and_then(|pass| pass.start_turn(ledger, name)).transpose() {
@@ -634,10 +634,10 @@ impl Gatekeeper {
                 let found =
                     may_use_free_room.then(|| gangs::reserve_all(ledger, &mut search, &gang, expires)).flatten();
                 if let Some(found) = found {
-                    let label = pass.label_released(turn, &gangs::named(&gang, &found));
+                    let label = pass.label_released(turn, &gangs::with_names(&gang, &found));
                     for (one, fits) in gang.iter().zip(&found) {
                         reserved.push((one.name.clone(), one.pod));
-                        let placement = placement(&one.pod.spec.device_requests, fits, expires);
+                        let placement = build_placement(&one.pod.spec.device_requests, fits, expires);
                         let waited = queue.waiting_time(&one.name, up);
                         actions.releases.push(one.release_reserved(placement, nodes, (waited, label)));
                     }
@@ -649,7 +649,7 @@ impl Gatekeeper {
                 } else {
                     preemption.preempt_for_gang(ledger, &mut search, &gang, (pass, turn), actions)
                 };
-                let wait = quotas.as_ref().map(|pass| pass.why_gang(&turn, prospect).into_waiting_pod());
+                let wait = quotas.as_ref().map(|pass| pass.explain_gang_wait(&turn, prospect).into_waiting_pod());
                 for one in gang {
                     growth.record_delayed(one.pod, up);
                     actions.waiting.extend(wait.clone().map(|wait| (one.name.clone(), wait)));
@@ -667,14 +667,14 @@ impl Gatekeeper {
                             .zip(turn)
                             .and_then(|(pass, turn)| pass.label_released(turn, &[(name, &fits)]));
                         reserved.push((name.clone(), pod));
-                        let placement = placement(&pod.spec.device_requests, &fits, expires);
+                        let placement = build_placement(&pod.spec.device_requests, &fits, expires);
                         actions.releases.push(candidate.release_reserved(placement, nodes, (waited, label)));
                     }
                     continue;
                 }
                 Err(verdict) => verdict,
             };
-            if let Some(requirement) = other_nodes.place(&candidate.plan_pod).filter(|_| !is_held) {
+            if let Some(requirement) = other_nodes.place_pod(&candidate.plan_pod).filter(|_| !is_held) {
                 actions.releases.push(candidate.release_to_other_nodes(requirement, waited));
                 continue;
             }
@@ -687,7 +687,8 @@ impl Gatekeeper {
                 preemption.preempt(ledger, &mut search, candidate, (&verdict, pause), quota, actions);
             returning.end_promise(name, circumstances.preemption);
             quotas.as_ref().into_iter().for_each(|pass| pass.end_turn(ledger, name));
-            let wait = quotas.as_ref().zip(turn).and_then(|(pass, turn)| pass.why(&turn, circumstances.preemption));
+            let wait =
+                quotas.as_ref().zip(turn).and_then(|(pass, turn)| pass.explain_wait(&turn, circumstances.preemption));
             if let Some(wait) = wait.filter(|_| verdict.permanent_obstacle().is_none()) {
                 if is_held {
                     growth.record_delayed(pod, up);
@@ -709,7 +710,7 @@ impl Gatekeeper {
                 }
                 None => {}
             }
-            actions.waiting.insert(name.clone(), waiting_for_room(message));
+            actions.waiting.insert(name.clone(), waiting_for_free_units(message));
         }
         preemptors.finish_reconcile(up, actions);
         actions.awaits_budgets |= quotas.is_some();
@@ -719,7 +720,7 @@ impl Gatekeeper {
     }
 }
 
-fn waiting_for_room(message: String) -> WaitingPod {
+fn waiting_for_free_units(message: String) -> WaitingPod {
     WaitingPod { reason: Reason::NoRoom, message }
 }
 
@@ -736,7 +737,7 @@ fn withdraw_other_nominations(ledger: &mut Ledger, waiting: &[(String, &PodObjec
 
 /// Builds the reservation for the pod's annotation. The reservation lists groups of units in the
 /// order of the pod's requests. The units of one group must be on one device.
-fn placement(device_requests: &[DeviceRequest], fits: &Fits, expires: Moment) -> Placement {
+fn build_placement(device_requests: &[DeviceRequest], fits: &Fits, expires: Moment) -> Placement {
     let held = |takes: &[Reservation]| {
         let mut left: Vec<&Reservation> = takes.iter().filter(|take| !is_interchangeable(&take.resource)).collect();
         let mut held = Vec::with_capacity(device_requests.len());

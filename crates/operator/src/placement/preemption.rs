@@ -1,4 +1,4 @@
-//! Selects the pods of lower priority to evict for a waiting pod.
+//! Selects the pods to evict for a waiting pod, by priority or by the rules of quotas.
 use std::cell::{LazyCell, OnceCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use cleave_plan::ledger::{Holders, Ledger, Nomination, PendingPod, Preemption};
 use cleave_plan::quota::Kind;
 
-use super::actions::{Actions, Eviction, KeptRoom, QuotaEviction};
+use super::actions::{Actions, Eviction, NominationRecord, QuotaEviction};
 use super::claims::PodClaims;
 use super::constraints;
 use super::evictions::{Evictability, TERMINATION_TIME};
@@ -21,12 +21,13 @@ use crate::pods::{PodObject, full_name};
 
 mod gangs;
 
-/// Maximum number of waiting pods per reconcile with their first search for preemption victims.
-/// Each search scans every device.
+/// Maximum number of waiting pods per reconcile for which the operator searches for preemption
+/// victims for the first time. Each search scans every device.
 const MAX_NEW_PREEMPTORS: usize = 4;
 
-/// Maximum number of waiting pods per reconcile for which victims are searched by the rules of
-/// quotas. The turns are in the order of the quotas, so pods within a guarantee come first.
+/// Maximum number of waiting pods per reconcile for which the operator searches for victims by the
+/// rules of quotas. The turns are in the order of the quotas, so pods within a guarantee come
+/// first.
 const MAX_EXCHANGES: usize = 8;
 
 /// Searches for pods to evict, within one reconcile.
@@ -38,7 +39,7 @@ pub(super) struct PreemptionSearch<'a> {
     preemptors: &'a mut Preemptors,
     /// Pods with allocations. Computed only if a pod may preempt others.
     holders: OnceCell<Holders<'a>>,
-    /// The lowest priority in `holders`. `i32::MAX` if there are none.
+    /// The lowest priority in `holders`. `i32::MAX` if `holders` is empty.
     lowest_holder: OnceCell<i32>,
     /// Waiting pods whose turn it is.
     pods_in_turn: BTreeSet<String>,
@@ -56,27 +57,27 @@ pub(super) struct PreemptionSearch<'a> {
     up: Duration,
 }
 
-/// Pods to evict by the rules of quotas, and the room that waiting pods get.
+/// Pods to evict by the rules of quotas, and the units that waiting pods get.
 struct Exchange<'a> {
     kind: Kind,
     /// The pod whose turn it is, or the pods of its gang.
     found: Vec<(&'a Candidate<'a>, Preemption)>,
-    /// Whether pods are deleted that disruption budgets protect.
+    /// Whether the operator deletes pods that disruption budgets protect.
     force: bool,
 }
 
 /// The result of one search.
 enum SearchResult {
-    /// These evictions make room. The list of victims may be empty.
+    /// These evictions free enough units. The list of victims may be empty.
     Preempt(Preemption),
     /// No preemption helps, or the pod may not preempt others.
     Impossible,
-    /// It is not this pod's turn, or the pod is about to get room without evictions.
+    /// It is not this pod's turn, or the pod is about to get units without evictions.
     Later,
-    /// The same as `Preempt`, by the rules of quotas. `force` deletes pods that disruption budgets
+    /// Like `Preempt`, but by the rules of quotas. `force` deletes pods that disruption budgets
     /// protect.
     Exchange { kind: Kind, found: Preemption, force: bool },
-    /// Only pods that disruption budgets protect could make room.
+    /// Only evictions of pods that disruption budgets protect would free enough units.
     Protected,
 }
 
@@ -112,8 +113,8 @@ impl<'a> PreemptionSearch<'a> {
     /// nominates the pod. Keeps an earlier nomination while its victims terminate. Returns whether
     /// the pod is nominated.
     ///
-    /// `pause` is the time for which evictions are delayed, because this pod is about to get room
-    /// without them.
+    /// `pause` is the time for which evictions are delayed, because this pod is about to get units
+    /// without evictions.
     pub(super) fn preempt(
         &mut self,
         ledger: &mut Ledger,
@@ -124,7 +125,7 @@ impl<'a> PreemptionSearch<'a> {
         actions: &mut Actions,
     ) -> PreemptionProspect {
         if let Some((pass, turn)) = quota {
-            let prospect = self.exchange(ledger, search, candidate, verdict, (pass, turn), actions);
+            let prospect = self.preempt_by_quota(ledger, search, candidate, verdict, (pass, turn), actions);
             actions.preemption_searches = self.searches;
             return prospect;
         }
@@ -178,7 +179,7 @@ impl<'a> PreemptionSearch<'a> {
         let nominated = ledger.nominations().get(name);
         let scope = self.preemptors.search_scope(name, self.up);
         let key = search.key(candidate);
-        // The scheduler may refuse the node, because the volume cannot be created there. The
+        // The scheduler may refuse the node, because the volume cannot be created on the node. The
         // evictions would have no effect.
         if key.has_unbound_volume() {
             return SearchResult::Impossible;
@@ -261,12 +262,12 @@ impl<'a> PreemptionSearch<'a> {
         found: Option<Preemption>,
     ) -> Option<Preemption> {
         let found = found.filter(|found| found.victims.is_empty());
-        found.or_else(|| self.await_units(ledger, pod, nomination))
+        found.or_else(|| self.nomination_awaiting_report(ledger, pod, nomination))
     }
 
     /// Returns the nominated units, if the pod must wait for the report that the units of its ended
     /// victims are free. Without this wait, more pods would be evicted for the same pod.
-    fn await_units(&self, ledger: &Ledger, pod: &str, nomination: &Nomination) -> Option<Preemption> {
+    fn nomination_awaiting_report(&self, ledger: &Ledger, pod: &str, nomination: &Nomination) -> Option<Preemption> {
         let Nomination { node, takes, .. } = nomination;
         let is_expected = self.preemptors.last_victims(pod).is_some_and(|(evicted_on, _)| evicted_on == node)
             && self.unlisted_time_left(pod).is_some()
@@ -274,8 +275,8 @@ impl<'a> PreemptionSearch<'a> {
         is_expected.then(|| Preemption { node: node.clone(), takes: takes.clone(), victims: Vec::new() })
     }
 
-    /// Does what [`Self::preempt`] does, by the rules of quotas.
-    fn exchange(
+    /// Like [`Self::preempt`], but follows the rules of quotas.
+    fn preempt_by_quota(
         &mut self,
         ledger: &mut Ledger,
         search: &mut PlacementSearch<'a>,
@@ -287,7 +288,7 @@ impl<'a> PreemptionSearch<'a> {
         match self.find_exchange(ledger, search, candidate, verdict, (pass, turn), actions) {
             SearchResult::Exchange { kind, found, force } => {
                 let found = vec![(candidate, found)];
-                self.carry_out(ledger, search, (pass, turn), Exchange { kind, found, force }, actions);
+                self.apply_exchange(ledger, search, (pass, turn), Exchange { kind, found, force }, actions);
                 return PreemptionProspect::Nominated;
             }
             SearchResult::Later if ledger.nominations().contains_key(&candidate.name) => {
@@ -305,9 +306,9 @@ impl<'a> PreemptionSearch<'a> {
         PreemptionProspect::Impossible
     }
 
-    /// Evicts the victims of an exchange and the rest of their gangs, and nominates the pods that
-    /// wait.
-    fn carry_out(
+    /// Evicts the victims of an exchange and the other pods of their gangs, and nominates the
+    /// waiting pods.
+    fn apply_exchange(
         &mut self,
         ledger: &mut Ledger,
         search: &mut PlacementSearch<'a>,
@@ -318,7 +319,7 @@ impl<'a> PreemptionSearch<'a> {
         let Some(preemptor) = found.first().map(|(candidate, _)| candidate.name.clone()) else { return };
         actions.requeue_in(self.unlisted_time_left(&preemptor).unwrap_or(TERMINATION_TIME));
         let (message, cap) = (pass.eviction_message(kind, turn.member), pass.grace_cap(turn.member));
-        let victims = pass.with_mates(turn.member, found.iter().flat_map(|(_, found)| &found.victims));
+        let victims = pass.with_gang_members(turn.member, found.iter().flat_map(|(_, found)| &found.victims));
         let named: Vec<PodAndRoom<'_>> =
             found.iter().map(|(candidate, found)| (candidate.name.as_str(), found)).collect();
         pass.nominate(turn.member, &named, &victims);
@@ -335,11 +336,11 @@ impl<'a> PreemptionSearch<'a> {
         let until = self.evictability.now().saturating_add(cap.as_secs()).saturating_add(TERMINATION_TIME.as_secs());
         for (candidate, found) in found {
             if !evictions.is_empty() {
-                actions.kept.push(KeptRoom {
+                actions.kept.push(NominationRecord {
                     pod: candidate.name.clone(),
                     uid: candidate.pod.uid().unwrap_or_default(),
                     preemptor: preemptor.clone(),
-                    room: handover::room(&found, until),
+                    room: handover::annotated_nomination(&found, until),
                 });
             }
             self.preemptors.record_victims(&candidate.name, &found.node, &found.victims);
@@ -372,7 +373,7 @@ impl<'a> PreemptionSearch<'a> {
             return SearchResult::Impossible;
         }
         let kept = pods_of_affinity(tracker, pod);
-        // The order of evictions is in the priorities of the holders.
+        // The priorities of the holders express the order of evictions.
         let pending = PendingPod { priority: i32::MAX, ..candidate.pending_pod() };
         if let Some(nomination) = ledger.nominations().get(name).filter(|_| turn.rights.is_within_max_later) {
             let targets = search.preemption_nodes(ledger, candidate, |node| node == nomination.node);
@@ -429,8 +430,8 @@ impl<'a> PreemptionSearch<'a> {
         result
     }
 
-    /// Finds borrowers that disruption budgets keep although their room is guaranteed to a waiting
-    /// pod. They are deleted once the budgets' time is over.
+    /// Finds borrowers that disruption budgets protect although their units are guaranteed to a
+    /// waiting pod. The operator deletes the borrowers after [`QuotaPass::budget_patience`].
     fn find_protected(
         &mut self,
         ledger: &Ledger,
@@ -451,7 +452,7 @@ impl<'a> PreemptionSearch<'a> {
         let Some(found) = ledger.preempt_legally(pending, targets, (&holders, kept), Some(&is_legal)) else {
             return SearchResult::Impossible;
         };
-        let victims = pass.with_mates(turn.member, found.victims.iter());
+        let victims = pass.with_gang_members(turn.member, found.victims.iter());
         match pass.budget_patience(turn.member).map(|patience| self.patience_left(patience, &victims)) {
             Some(Duration::ZERO) => SearchResult::Exchange { kind: Kind::Reclaim, found, force: true },
             left => {
@@ -461,7 +462,7 @@ impl<'a> PreemptionSearch<'a> {
         }
     }
 
-    /// Returns the pods with allocations as if disruption budgets protected none.
+    /// Returns the pods with allocations, as if no disruption budget protected a pod.
     fn holders_ignoring_budgets(&self) -> Holders<'a> {
         let is_ending = |node: &str, pod: &str| self.claims.is_ending(node, pod, self.up);
         let mut all = self.nodes.holders(self.tracker, &self.evictability.ignoring_budgets(), is_ending);
@@ -474,12 +475,12 @@ impl<'a> PreemptionSearch<'a> {
         all
     }
 
-    /// Returns how long disruption budgets may still keep these pods.
+    /// Returns how long disruption budgets may still protect these pods.
     fn patience_left(&mut self, patience: Duration, victims: &[String]) -> Duration {
         let mut left = Duration::ZERO;
         for victim in victims {
             let uid = self.claims.uid(victim).unwrap_or_default().to_owned();
-            left = left.max(patience.saturating_sub(self.preemptors.protected_for(&uid, self.up)));
+            left = left.max(patience.saturating_sub(self.preemptors.record_protected(&uid, self.up)));
         }
         left
     }

@@ -8,20 +8,21 @@ use super::actions::Actions;
 use crate::pods::PodObject;
 use crate::read::BudgetObject;
 
-/// Maximum number of waiting pods per reconcile with a repeated search for preemption victims.
+/// Maximum number of waiting pods per reconcile for which the operator repeats the search for
+/// preemption victims.
 const MAX_REPEATED_SEARCHES: usize = 8;
-/// Time after which a search without result is repeated even if nothing has changed. After this
+/// Time after which a search without a result is repeated even if nothing has changed. After this
 /// time, changes that this module does not track, such as another pod's labels, take effect.
 pub(super) const RECHECK_TIME: Duration = Duration::from_secs(60);
 /// Time after which a search is repeated for a pod with rules about other pods or volumes. A change
 /// of any node may affect such rules.
 const RULES_RECHECK_TIME: Duration = Duration::from_secs(10);
-/// Number of times that pods are evicted for a waiting pod without a delay.
+/// Number of rounds of evictions for a waiting pod that are not delayed.
 const UNDELAYED_ROUNDS: u32 = 3;
-/// First delay between two evictions for a pod that still waits. Each further eviction doubles the
-/// delay.
+/// First delay between two rounds of evictions for a pod that still waits. Each further round
+/// doubles the delay.
 const FIRST_ROUND_DELAY: Duration = Duration::from_secs(60);
-/// Maximum delay between two evictions for a pod that still waits.
+/// Maximum delay between two rounds of evictions for a pod that still waits.
 const MAX_ROUND_DELAY: Duration = Duration::from_secs(3600);
 
 /// Waiting pods that may preempt others, and the changes since the last searches.
@@ -29,7 +30,7 @@ const MAX_ROUND_DELAY: Duration = Duration::from_secs(3600);
 pub(super) struct Preemptors {
     /// Number of reconciles so far.
     reconciles: u64,
-    /// Number of changes so far.
+    /// Number of recorded changes of nodes, pods and budgets so far.
     version: u64,
     /// The last change that may help every pod.
     last_cluster_change: u64,
@@ -45,13 +46,13 @@ pub(super) struct Preemptors {
     rounds: BTreeMap<String, EvictionRounds>,
     /// Victims of the last evictions for each waiting pod, with their node.
     victims: BTreeMap<String, (String, Vec<String>)>,
-    /// Pods that disruption budgets keep although their room is guaranteed to others, by UID: since
-    /// when, and when this was last found.
+    /// Pods that disruption budgets protect although their units are guaranteed to other pods, by
+    /// UID. Each value contains the times at which the operator first and last found this state.
     protected: BTreeMap<String, (Duration, Duration)>,
 }
 
-/// The evictions for one waiting pod. Evictions have no effect if the pod's rules then refuse the
-/// node. Without a delay, the operator would repeatedly evict the victims' replacements.
+/// The evictions for one waiting pod. Evictions have no effect if the waiting pod's rules then
+/// refuse the node. Without a delay, the operator would repeatedly evict the victims' replacements.
 #[derive(Debug)]
 struct EvictionRounds {
     count: u32,
@@ -60,7 +61,7 @@ struct EvictionRounds {
     /// Whether one of the last evictions did not succeed. The next evictions complete the round, so
     /// they are neither counted nor delayed.
     is_incomplete: bool,
-    /// No pods are evicted for the pod before this time.
+    /// No pods are evicted for the waiting pod before this time.
     until: Duration,
 }
 
@@ -159,8 +160,8 @@ impl Preemptors {
         self.budgets = now;
     }
 
-    /// Returns the waiting pods whose turn it is. These are the pods with the oldest searches,
-    /// among the pods that another search may help.
+    /// Returns the waiting pods whose turn it is. Among the pods that another search may help, the
+    /// pods with the oldest searches have their turn.
     pub(super) fn pods_in_turn(&self, up: Duration) -> BTreeSet<String> {
         let due = self.waiting.iter().filter(|(_, one)| self.scope_of(one, up) != SearchScope::Nothing);
         let mut due: Vec<(u64, &String)> = due.map(|(name, one)| (one.turn, name)).collect();
@@ -203,7 +204,7 @@ impl Preemptors {
     }
 
     /// Records the pods that are evicted for a waiting pod on a node. Ignores a search without
-    /// victims: the earlier victims terminate.
+    /// victims, because the earlier victims still terminate.
     pub(super) fn record_victims(&mut self, name: &str, node: &str, victims: &[String]) {
         if !victims.is_empty() {
             self.victims.insert(name.to_owned(), (node.to_owned(), victims.to_vec()));
@@ -215,9 +216,9 @@ impl Preemptors {
         self.victims.get(name).map(|(node, victims)| (node.as_str(), victims.as_slice()))
     }
 
-    /// Records that a disruption budget keeps a pod whose room is guaranteed to a waiting pod.
-    /// Returns for how long it does.
-    pub(super) fn protected_for(&mut self, uid: &str, up: Duration) -> Duration {
+    /// Records that a disruption budget protects a pod whose units are guaranteed to a waiting pod.
+    /// Returns how long the budget has protected the pod.
+    pub(super) fn record_protected(&mut self, uid: &str, up: Duration) -> Duration {
         self.protected.retain(|_, (_, found)| found.saturating_add(RECHECK_TIME) >= up);
         let (since, found) = self.protected.entry(uid.to_owned()).or_insert((up, up));
         *found = up;

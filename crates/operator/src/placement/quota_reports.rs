@@ -1,4 +1,4 @@
-//! What the operator reports about quotas: statuses, metrics, and the label of pods.
+//! Builds the reports about quotas: statuses, metrics, and the capacity label of pods.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::names::{CAPACITY_IN_QUOTA, CAPACITY_LABEL, CAPACITY_OVER_QUOTA};
@@ -15,18 +15,18 @@ use crate::policies::demand::WaitingPod;
 use crate::quotas::status::{self, PoolView};
 use crate::quotas::usage::{Limits, QuotaUsage};
 
-/// What is reported about quotas.
+/// The reports about quotas.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct QuotaReports {
     /// Statuses that differ from those in the cluster, by quota.
     pub(crate) statuses: Vec<(String, GpuQuotaStatus)>,
-    /// What each valid quota uses, by name.
+    /// The use of each valid quota, by name.
     pub(crate) usages: BTreeMap<String, QuotaUsage>,
     /// Pods whose label differs from their class.
     pub(crate) labels: Vec<CapacityLabel>,
 }
 
-/// A pod whose label changes.
+/// A pod whose capacity label changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct CapacityLabel {
     /// The pod, as `namespace/name`.
@@ -36,7 +36,7 @@ pub(crate) struct CapacityLabel {
     pub(crate) value: Option<&'static str>,
 }
 
-/// Returns the value of the label of a pod of this class.
+/// Returns the value of the capacity label for a pod of this class.
 pub(super) const fn label_of(class: Class) -> &'static str {
     match class {
         Class::In => CAPACITY_IN_QUOTA,
@@ -44,9 +44,9 @@ pub(super) const fn label_of(class: Class) -> &'static str {
     }
 }
 
-/// Returns what is reported about quotas. `waits` is what each pod at the gate waits for. If the
-/// cluster has no quota, only labels of earlier quotas are reported.
-pub(super) fn reports<'a>(
+/// Returns the reports about quotas. `waits` contains each pod's reason to wait at the gate. If the
+/// cluster has no quota, the reports only remove the labels of earlier quotas.
+pub(super) fn build_reports<'a>(
     cluster: &Cluster,
     (tracker, ledger): (&PodTracker, &Ledger),
     waiting: impl Iterator<Item = (&'a str, &'a PodObject)>,
@@ -75,7 +75,7 @@ pub(super) fn reports<'a>(
         let named = quota.spec.namespaces.iter().flatten().map(String::as_str);
         let absent: Vec<&str> = named.filter(|name| !namespaces.contains(name)).collect();
         let (status, waiting) = status::status(quota, (view, quotas.problems.get(name)), &absent, waits, time);
-        if let Some(usage) = view.and_then(|view| usage(quota, view, &waiting)) {
+        if let Some(usage) = view.and_then(|view| quota_usage(quota, view, &waiting)) {
             reports.usages.insert(name.to_owned(), usage);
         }
         if quota.status.as_ref() != Some(&status) {
@@ -86,7 +86,7 @@ pub(super) fn reports<'a>(
     reports
 }
 
-fn usage(quota: &GpuQuota, view: &PoolView<'_>, waiting: &status::Waiting) -> Option<QuotaUsage> {
+fn quota_usage(quota: &GpuQuota, view: &PoolView<'_>, waiting: &status::WaitingPods) -> Option<QuotaUsage> {
     let name = quota.metadata.name.as_deref()?;
     let limits = view.world.quotas.get(name)?;
     Some(QuotaUsage {
@@ -102,7 +102,7 @@ fn usage(quota: &GpuQuota, view: &PoolView<'_>, waiting: &status::Waiting) -> Op
     })
 }
 
-/// Returns the classes of the pods that run and have a quota, by name.
+/// Returns the classes of the running pods that have a quota, by name.
 fn classes<'v>(views: &'v [PoolView<'_>]) -> BTreeMap<&'v str, Class> {
     let mut classes = BTreeMap::new();
     for view in views {
@@ -116,7 +116,8 @@ fn classes<'v>(views: &'v [PoolView<'_>]) -> BTreeMap<&'v str, Class> {
     classes
 }
 
-/// Returns the pods whose label is not that of their class. Pods of no quota have no label.
+/// Returns the pods whose capacity label does not match their class. Pods without a quota must have
+/// no label.
 fn wrong_labels(tracker: &PodTracker, classes: &BTreeMap<&str, Class>) -> Vec<CapacityLabel> {
     let mut labels = Vec::new();
     for pod in tracker.living_pods().filter(|pod| pod.requests_gpus() && pod.metadata.deletion_timestamp.is_none()) {

@@ -12,9 +12,9 @@ pub(super) enum Policy {
     Cleave,
     /// Fragmentation gradient descent.
     Fgd,
-    /// The node and GPU with the least free capacity.
+    /// Choose the node and GPU with the least free capacity.
     BestFit,
-    /// Any GPUs that fit.
+    /// Choose at random among the nodes and GPUs that fit.
     Random,
 }
 

@@ -24,13 +24,13 @@ Its GPUs are those of NVIDIA_VISIBLE_DEVICES. If that is unset or `void`, they a
 none exists, they are all GPUs if CUDA_VISIBLE_DEVICES is set, else none. CUDA_VISIBLE_DEVICES selects among them, and
 the program uses the first."#;
 
-/// The command line of the program.
+/// The command line arguments of the program.
 // The flags are independent of each other, so an enum cannot replace them.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Parser)]
 #[command(version, about = "A simulated CUDA program for the simulated GPUs and MPS", long_about = ABOUT)]
 pub(crate) struct Arguments {
-    /// Print the line and exit (the default)
+    /// Print the first line and exit (the default)
     #[arg(long, conflicts_with_all = ["hold", "busy", "busy_forever", "fault"])]
     pub(crate) once: bool,
 
@@ -77,7 +77,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) contexts: usize,
 
-    /// Number of identical processes. The exit status is the first one that is not 0
+    /// Number of identical processes. The exit status is the first process status that is not 0
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) processes: usize,
 

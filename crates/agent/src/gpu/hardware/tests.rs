@@ -116,7 +116,7 @@ fn a_failing_driver_affects_all_gpus_until_it_answers() {
     tracker.observe(two_gpus(), now);
     tracker.record_answer(1, hung_gpu_answer(), now);
     tracker.record_driver_info(Err(NvmlError::Hung(Duration::from_secs(20))), now);
-    // A GPU that answers is unusable while its driver does not answer.
+    // A GPU cannot be used while the driver does not answer, even if NVML answers for the GPU.
     tracker.record_answer(0, observation("GPU-a", 0), now);
     assert_eq!(unhealthy_uuids(&tracker), ["GPU-a", "GPU-b"]);
     assert_eq!(reason_of(&tracker, "GPU-a"), "DriverUnavailable");
@@ -137,8 +137,8 @@ fn gpus_that_swap_indices_are_not_missing_in_between() {
     assert_eq!(unhealthy_uuids(&tracker), ["GPU-a"]);
     tracker.record_answer(1, observation("GPU-a", 1), now);
     assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired", "there was no reset");
-    // The driver now lists one GPU fewer. The tracker identifies the missing GPU once all
-    // remaining indices have answered or failed.
+    // The driver now lists one GPU fewer. The tracker identifies the missing GPU after the calls
+    // for all remaining indices have answered or failed.
     record_driver_answer(&mut tracker, 1, now);
     assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired");
     tracker.record_answer(1, hung_gpu_answer(), now);
@@ -163,7 +163,7 @@ fn a_lost_gpu_does_not_affect_others_and_recovers() {
         (reason_of(&tracker, "GPU-b").as_str(), hardware.gpus["GPU-b"].health.class.as_str()),
         ("GpuLost", "Lost")
     );
-    assert_eq!(hardware.by_index()[1].gpu.model, "NVIDIA H200", "still described");
+    assert_eq!(hardware.gpus_by_index()[1].gpu.model, "NVIDIA H200", "still described");
     tracker.observe(two_gpus(), now);
     assert!(tracker.hardware().gpus["GPU-b"].health.healthy, "a reset also ends the fault of the XID");
 }
@@ -183,7 +183,7 @@ fn an_unloaded_driver_proves_a_reset_but_a_hanging_driver_does_not() {
         let mut tracker = two_gpu_tracker();
         tracker.record_xid("GPU-b", 119, None, &[], now);
         tracker.observe(answer, now);
-        // A hanging driver neither proves that a GPU is lost, nor cancels earlier proof.
+        // A driver that hangs does not prove that a GPU is lost, and does not cancel earlier proof.
         tracker.observe(Err(NvmlError::Hung(Duration::from_secs(20))), now);
         tracker.observe(two_gpus(), now);
         assert_eq!(tracker.hardware().gpus["GPU-b"].health.healthy, heals, "{what}");
@@ -191,7 +191,7 @@ fn an_unloaded_driver_proves_a_reset_but_a_hanging_driver_does_not() {
 }
 
 #[test]
-fn a_gpu_that_vanishes_from_the_list_is_lost() {
+fn a_gpu_that_nvml_no_longer_lists_is_missing() {
     let now = Instant::now();
     let mut tracker = tracker(vec![], true);
     tracker.observe(two_gpus(), now);
@@ -249,7 +249,7 @@ fn the_quiet_period_applies_to_checkpointed_and_new_gpus() {
 }
 
 #[test]
-fn a_lost_gpu_that_is_reset_between_two_agents_is_healthy() {
+fn a_lost_gpu_that_is_reset_while_no_agent_runs_is_healthy() {
     let now = Instant::now();
     let mut before = two_gpu_tracker();
     before.record_xid("GPU-b", 79, None, &[], now);
@@ -273,14 +273,14 @@ fn gpus_are_unavailable_while_the_driver_is_unloaded() {
     assert!(tracker.hardware().gpus["GPU-a"].health.healthy);
 }
 
-/// NVML's answer without `GPU-b`.
+/// Returns NVML's answer after the removal of `GPU-b`.
 fn without_second_gpu() -> Result<Inventory, NvmlError> {
     inventory(vec![(0, Ok(gpu("GPU-a", 0)))])
 }
 
-/// Returns the state that the checkpoint of this tracker restores.
+/// Returns a tracker that is restored from the checkpoint of the given tracker.
 fn restored(before: &HardwareTracker, same_boot: bool, now: Instant) -> HardwareTracker {
-    let gpus = before.hardware().by_index().into_iter().map(|known| known.gpu.clone()).collect();
+    let gpus = before.hardware().gpus_by_index().into_iter().map(|known| known.gpu.clone()).collect();
     tracker(gpus, same_boot).with_health_records(before.health_records(), now)
 }
 
@@ -293,7 +293,7 @@ fn a_missing_gpu_remains_known_after_reboots_until_nvml_lists_it() {
         let hardware = first.hardware();
         assert_eq!(reason_of(&first, "GPU-b"), "GpuMissing");
         assert_eq!((hardware.expected_gpus(), hardware.missing_gpus().len()), (2, 1));
-        // The next agents know it before NVML answers.
+        // The next agents know the missing GPU before NVML answers.
         let mut next = restored(&restored(&first, false, now), same_boot, now);
         assert_eq!(reason_of(&next, "GPU-b"), "GpuMissing");
         assert!(next.hardware().gpus["GPU-a"].health.healthy);
@@ -306,7 +306,7 @@ fn a_missing_gpu_remains_known_after_reboots_until_nvml_lists_it() {
 }
 
 #[test]
-fn only_a_gpu_that_has_been_missing_since_before_the_word_of_the_administrator_is_forgotten() {
+fn only_a_gpu_that_was_missing_at_the_time_of_the_request_is_forgotten() {
     let now = Instant::now();
     let at = |second| Time(Timestamp::from_second(second).unwrap());
     let mut tracker = two_gpu_tracker();
@@ -317,14 +317,15 @@ fn only_a_gpu_that_has_been_missing_since_before_the_word_of_the_administrator_i
     tracker.observe(two_gpus(), now);
     tracker.set_time(now, at(500).0);
     tracker.observe(without_second_gpu(), now);
-    assert!(!tracker.forget_gpu("GPU-b", &at(499)), "the word is about an earlier absence");
+    assert!(!tracker.forget_gpu("GPU-b", &at(499)), "the request is about an earlier absence");
     let mut rebooted = restored(&tracker, false, now + Duration::from_secs(100));
     for tracker in [&mut tracker, &mut rebooted] {
         assert!(tracker.forget_gpu("GPU-b", &at(500)));
         assert!(!tracker.forget_gpu("GPU-b", &at(500)));
         tracker.observe(without_second_gpu(), now);
         assert_eq!((tracker.hardware().expected_gpus(), unhealthy_uuids(tracker).len()), (1, 0));
-        // It returns as a new GPU. The old word does not apply to a later absence.
+        // When NVML lists the GPU again, it is a new GPU. The old request does not apply to a later
+        // absence.
         tracker.set_time(now, at(600).0);
         tracker.observe(two_gpus(), now);
         tracker.observe(without_second_gpu(), now);
@@ -334,11 +335,11 @@ fn only_a_gpu_that_has_been_missing_since_before_the_word_of_the_administrator_i
 }
 
 #[test]
-fn a_gpu_without_an_answer_is_not_mistaken_for_a_missing_gpu_of_its_index() {
+fn a_gpu_that_hangs_is_not_mistaken_for_a_missing_gpu_with_the_same_index() {
     let now = Instant::now();
     let mut tracker = two_gpu_tracker();
     tracker.observe(two_gpus(), now);
-    // `GPU-a` is gone, and `GPU-b` has its index.
+    // `GPU-a` is missing, and `GPU-b` has the index of `GPU-a`.
     tracker.observe(inventory(vec![(0, Ok(gpu("GPU-b", 0)))]), now);
     let mut next = restored(&tracker, false, now);
     record_driver_answer(&mut next, 1, now);
@@ -347,7 +348,7 @@ fn a_gpu_without_an_answer_is_not_mistaken_for_a_missing_gpu_of_its_index() {
 }
 
 #[test]
-fn clearing_faults_does_not_end_later_ones_if_the_clock_was_set_back() {
+fn clearing_faults_does_not_clear_later_faults_if_the_clock_was_set_back() {
     let now = Instant::now();
     let cleared = whole_seconds(Timestamp::from_second(3_600).unwrap());
     let mut ahead = two_gpu_tracker();
@@ -377,7 +378,7 @@ fn clearing_faults_does_not_end_later_ones_if_the_clock_was_set_back() {
 
 proptest! {
     #[test]
-    fn events_of_one_gpu_never_change_the_health_of_another(
+    fn events_of_one_gpu_never_change_the_health_of_another_gpu(
         events in proptest::collection::vec((prop_oneof![Just(13_u64), Just(48), Just(79), Just(94), Just(500)], 0_u32..5, 0_u64..200, 0_u64..5), 0..20),
     ) {
         let mut now = Instant::now();
