@@ -47,20 +47,20 @@ impl Simgpu {
 }
 
 /// A `simgpu hold` process, killed at the end of the test.
-struct Holder(Child);
+struct GpuUser(Child);
 
-impl Drop for Holder {
+impl Drop for GpuUser {
     fn drop(&mut self) {
         self.0.kill().unwrap();
         self.0.wait().unwrap();
     }
 }
 
-fn start_holder(simgpu: &Simgpu, device: &str) -> Holder {
+fn start_holder(simgpu: &Simgpu, device: &str) -> GpuUser {
     let machine = simgpu.machine();
     let before = machine.processes().unwrap().len();
     let command = simgpu.command(&["hold", device, "--memory", "700"]).stdout(Stdio::null()).spawn();
-    let held = Holder(command.unwrap());
+    let held = GpuUser(command.unwrap());
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
         let seen = machine.snapshot().unwrap().generation;
