@@ -228,7 +228,7 @@ fn an_instance_that_nvml_refuses_is_rolled_back_and_retried() -> Result<()> {
     let scope = auto_scope(&cluster, "refused", &[0])?;
     let uuid = text(&read_gpu(&cluster, 0)?["uuid"]);
     let before = event_notes(&cluster, "Node", NODE, "GpuExcluded")?;
-    let faults = Faults::on(NODE);
+    let faults = Faults::on_node(NODE);
     faults.simgpu(&["fail", "nvmlDeviceCreateGpuInstance*", "--gpu", &uuid, "--code", "INSUFFICIENT_RESOURCES"])?;
     create_pod(&scope, "mig", "nvidia.com/mig-3g.20gb", 1)?;
     wait_for_new_event(&cluster, ("Node", NODE, "GpuExcluded"), &before, &uuid)?;

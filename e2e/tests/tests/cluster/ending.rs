@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use cleave_e2e::{Cluster, Refused, Scope, WAIT_TIMEOUT, on_node, pod, signal_program, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
-use crate::chart::Setting;
+use crate::chart::ChartSetting;
 use crate::gate_admission::{
     GATE_VALUE, REGISTRATIONS_PATH, admit_in_dry_run, set_exceptions, skips_without_mutating_policies,
 };
@@ -144,7 +144,7 @@ fn the_admission_policy_injects_sleeps_into_containers_with_shares() -> Result<(
         return Ok(());
     }
     let scope = Scope::new(&cluster, "ending-policy")?;
-    let mut setting = Setting::change(GATE_VALUE, "policy")?;
+    let mut setting = ChartSetting::change(GATE_VALUE, "policy")?;
     let policy = cluster.get(&format!("{REGISTRATIONS_PATH}/mutatingadmissionpolicies/cleave-pre-stop"))?;
     ensure!(policy["spec"]["failurePolicy"] == "Ignore", "{}", policy["spec"]);
     check_which_containers_get_sleeps(&scope)?;
@@ -160,7 +160,7 @@ fn the_admission_policy_injects_sleeps_into_containers_with_shares() -> Result<(
 fn the_webhook_injects_the_same_sleeps() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "ending-webhook")?;
-    let _gating = Setting::change(GATE_VALUE, "webhook")?;
+    let _gating = ChartSetting::change(GATE_VALUE, "webhook")?;
     let path = format!("{REGISTRATIONS_PATH}/mutatingadmissionpolicies/cleave-pre-stop");
     ensure!(cluster.find(&path)?.is_none(), "the admission policy is installed too");
     check_which_containers_get_sleeps(&scope)
@@ -332,14 +332,14 @@ const SHUTDOWN_STATE_PATH: &str = "/var/lib/kubelet/graceful_node_shutdown_state
 
 /// Configures the agents with shutdown periods. Dropping this value restores the configuration, and
 /// ends the simulated shutdown.
-struct ShutdownPeriods(#[expect(dead_code, reason = "dropped with this value")] Setting);
+struct ShutdownPeriods(#[expect(dead_code, reason = "dropped with this value")] ChartSetting);
 
 impl ShutdownPeriods {
     fn set(periods: &[(i32, u32)]) -> Result<Self> {
         let entry =
             |(priority, seconds): &(i32, u32)| json!({"priority": priority, "shutdownGracePeriodSeconds": seconds});
         let periods: Vec<Value> = periods.iter().map(entry).collect();
-        Ok(Self(Setting::change("agent.shutdownGracePeriodByPodPriority", periods)?))
+        Ok(Self(ChartSetting::change("agent.shutdownGracePeriodByPodPriority", periods)?))
     }
 }
 

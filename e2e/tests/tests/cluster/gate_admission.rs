@@ -11,7 +11,7 @@ use cleave_e2e::{
 };
 use serde_json::{Value, json};
 
-use crate::chart::Setting;
+use crate::chart::ChartSetting;
 use crate::{NODE, SHARES_RESOURCE};
 
 /// Cleave's placement gate.
@@ -256,7 +256,7 @@ fn the_admission_policy_gates_pods_that_request_shares() -> Result<()> {
         return Ok(());
     }
     let scope = Scope::new(&cluster, "gate-policy")?;
-    let gating = Setting::change(GATE_VALUE, "policy")?;
+    let gating = ChartSetting::change(GATE_VALUE, "policy")?;
     let path = format!("{REGISTRATIONS_PATH}/mutatingwebhookconfigurations/cleave-webhook");
     ensure!(cluster.find(&path)?.is_none(), "the webhook is installed too");
     let policy = cluster.get(&format!("{REGISTRATIONS_PATH}/mutatingadmissionpolicies/cleave-gate"))?;
@@ -272,7 +272,7 @@ fn the_policy_that_protects_gates_has_no_type_errors() -> Result<()> {
     let cluster = Cluster::connect()?;
     // Both mechanisms need the same protection.
     let mechanism = if cluster.version()?.has_mutating_policies() { "policy" } else { "webhook" };
-    let _gating = Setting::change(GATE_VALUE, mechanism)?;
+    let _gating = ChartSetting::change(GATE_VALUE, mechanism)?;
     let path = format!("{REGISTRATIONS_PATH}/validatingadmissionpolicies/cleave-gate");
     wait_until("the policy was type-checked", || {
         let policy = cluster.get(&path)?;
@@ -287,7 +287,7 @@ fn the_policy_that_protects_gates_has_no_type_errors() -> Result<()> {
 fn with_gating_off_no_pod_is_gated() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-none")?;
-    let _gating = Setting::change(GATE_VALUE, "none")?;
+    let _gating = ChartSetting::change(GATE_VALUE, "none")?;
     wait_for_gates(&scope, &pod_requesting(&json!({SHARES_RESOURCE: 2})), &[])?;
     // Users may remove gates that they have set themselves.
     let mut pod = pod_requesting(&json!({SHARES_RESOURCE: 2}));
@@ -307,7 +307,7 @@ fn with_gating_off_no_pod_is_gated() -> Result<()> {
 fn the_webhook_gates_the_same_pods() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-webhook")?;
-    let gating = Setting::change(GATE_VALUE, "webhook")?;
+    let gating = ChartSetting::change(GATE_VALUE, "webhook")?;
     let policy = format!("{REGISTRATIONS_PATH}/mutatingadmissionpolicies/cleave-gate");
     ensure!(cluster.find(&policy)?.is_none(), "the admission policy is installed too");
     let path = format!("{REGISTRATIONS_PATH}/mutatingwebhookconfigurations/cleave-webhook");
@@ -323,7 +323,7 @@ fn the_webhook_gates_the_same_pods() -> Result<()> {
 fn replacing_the_webhooks_certificate_refuses_no_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-certificate")?;
-    let _gating = Setting::change(GATE_VALUE, "webhook")?;
+    let _gating = ChartSetting::change(GATE_VALUE, "webhook")?;
     let pod = pod_requesting(&json!({SHARES_RESOURCE: 2}));
     wait_for_gates(&scope, &pod, &[GATE_NAME])?;
     let secret = format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/secrets/cleave-webhook");

@@ -9,7 +9,7 @@ use cleave_e2e::{
 };
 use serde_json::{Value, json};
 
-use crate::chart::Setting;
+use crate::chart::ChartSetting;
 use crate::restarts::wait_until_agent_serves;
 use crate::{
     GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, allocations, container_and_restarts, daemon_pids,
@@ -38,7 +38,7 @@ pub(crate) struct RepairGuard<'a> {
 
 impl<'a> RepairGuard<'a> {
     pub(crate) fn new(cluster: &'a Cluster) -> Self {
-        Self { cluster, faults: Faults::on(NODE) }
+        Self { cluster, faults: Faults::on_node(NODE) }
     }
 }
 
@@ -328,11 +328,11 @@ fn gpu_index(cluster: &Cluster, uuid: &str) -> Result<u64> {
 
 /// Makes the operator taint nodes on which all GPUs are unhealthy. Dropping this value disables the
 /// taint.
-struct TaintSetting(#[expect(dead_code, reason = "dropped with this value")] Setting);
+struct TaintSetting(#[expect(dead_code, reason = "dropped with this value")] ChartSetting);
 
 impl TaintSetting {
     fn enable() -> Result<Self> {
-        Ok(Self(Setting::change("operator.taintUnhealthyNodes", true)?))
+        Ok(Self(ChartSetting::change("operator.taintUnhealthyNodes", true)?))
     }
 }
 

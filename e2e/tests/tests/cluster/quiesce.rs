@@ -21,7 +21,7 @@ struct ServiceGuard<'a> {
 
 impl<'a> ServiceGuard<'a> {
     fn new(cluster: &'a Cluster) -> Self {
-        Self { cluster, simulator: Faults::on(NODE) }
+        Self { cluster, simulator: Faults::on_node(NODE) }
     }
 
     /// Checks that the driver refuses a change of the hardware, with an error that contains `why`.
