@@ -283,8 +283,8 @@ impl ClientConnection {
 mod tests {
     use super::*;
 
-    /// Adds processes with PIDs from 101, each with one context. The connections are numbered from
-    /// 1.
+    /// Adds processes, each with one context. The PIDs are 101, 102 and so on, and the numbers of
+    /// the connections are 1, 2 and so on.
     fn clients_with_contexts(count: u64) -> Clients {
         let mut clients = Clients::new(BreakageRule::from_environment(None, None));
         for connection in 1..=count {
