@@ -21,7 +21,7 @@ const IGNORED_DIRECTORIES: [&str; 3] = [".git", ".gpu", "target"];
 /// and programs, and reads all other files whose format has comments.
 ///
 /// # Errors
-/// Returns an error if a file cannot be read or a manifest names no package.
+/// Returns an error if a file cannot be read, or if a manifest contains no package name.
 pub fn read_sources(root: &Path) -> Result<Sources> {
     let mut sources = Sources::default();
     let mut members = workspace_members(&read_text(&root.join("Cargo.toml"))?);

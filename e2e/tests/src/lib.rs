@@ -365,8 +365,7 @@ pub struct Scope<'a> {
 }
 
 impl<'a> Scope<'a> {
-    /// Creates the namespace. First deletes objects that an earlier, killed run may have left
-    /// behind.
+    /// Creates the namespace. First deletes objects that may remain from an earlier, killed run.
     pub fn new(cluster: &'a Cluster, name: &str) -> Result<Self> {
         let scope = Self { cluster, namespace: format!("e2e-{name}") };
         scope.delete_test_objects()?;

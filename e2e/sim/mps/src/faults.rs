@@ -39,13 +39,13 @@ impl InjectedFaults {
         let device = machine.snapshot().ok().and_then(|state| {
             state.visible_devices(self.visible.as_deref()).first().map(|device| device.uuid().to_owned())
         });
-        // Ignore errors: without a machine, no faults exist.
+        // Ignore errors, because without a machine, no faults exist.
         machine.apply_faults(call, device.as_deref()).ok().flatten()
     }
 
     fn machine(&self) -> Option<&Machine> {
         if self.machine.get().is_none() {
-            // Ignore errors: another thread may have stored a handle of this machine first.
+            // Ignore errors, because another thread may have stored a handle of this machine first.
             let _ = self.machine.set(Machine::open_default().ok()?);
         }
         self.machine.get()

@@ -296,8 +296,8 @@ impl ClientSockets {
         let answer = self.server.recv(64).ok().flatten().ok_or(ConnectError::ByServer)?;
         let result =
             packet_to_u32(&answer).and_then(|result| i32::try_from(result).ok()).ok_or(ConnectError::ByServer)?;
-        // Ignore errors: the daemon may have closed the connection, but the server has already
-        // decided.
+        // Ignore errors, because the daemon may have closed the connection, but the server has
+        // already decided.
         let _ = self.daemon.send(&answer.data);
         if result == 0 { Ok((channel, self.server)) } else { Err(ConnectError::Refused(result)) }
     }

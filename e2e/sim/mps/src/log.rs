@@ -40,7 +40,7 @@ impl Log {
 
     /// Writes a line that is already formatted.
     pub fn write_raw(&self, line: &[u8]) {
-        // Ignore errors: a log that nobody reads must not stop the daemon.
+        // Ignore errors, because a log that nobody reads must not stop the daemon.
         let _ = match &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner) {
             LogDestination::Stdout => {
                 let mut out = io::stdout().lock();

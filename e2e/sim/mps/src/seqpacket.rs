@@ -286,7 +286,7 @@ impl Connection {
 
     /// Closes the connection for both ends, and wakes the threads that wait on it.
     pub fn shutdown(&self) {
-        // Ignore errors: the peer may have closed the connection already.
+        // Ignore errors, because the peer may have closed the connection already.
         let _ = rustix::net::shutdown(&self.0, rustix::net::Shutdown::Both);
     }
 }
@@ -403,7 +403,7 @@ mod tests {
         let (kept, sent) = Connection::pair().unwrap();
         a.send_fd(b"fd", sent.as_fd()).unwrap();
         drop(sent);
-        // nix returns no ancillary data at all if the buffer was too small for all of it.
+        // nix returns no ancillary data if the buffer was too small for all of the data.
         assert_eq!(b.recv_credentials(16).unwrap().unwrap().credentials, None);
         assert!(kept.is_closed());
     }

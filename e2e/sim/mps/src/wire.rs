@@ -135,9 +135,9 @@ pub enum ToContext {
     Free(u64),
     /// Requests the free memory. Answered with [`FromContext::Memory`].
     Query,
-    /// Kernels of this duration, in milliseconds, are in flight. Not answered.
+    /// Kernels of this duration, in milliseconds, are running. Not answered.
     Busy(f64),
-    /// No kernel is in flight. Not answered.
+    /// No kernel is running. Not answered.
     Idle,
     /// An illegal access. The server does not answer, because all clients receive the error.
     IllegalAccess,

@@ -125,7 +125,7 @@ impl<'a> TestBed<'a> {
         })
     }
 
-    /// Runs all attempts and prints their outcomes. Fails if an outcome is not the expected one.
+    /// Runs all attempts and prints their outcomes. Fails if an outcome is not as expected.
     fn run(&self, attempts: &[Attempt]) -> Result<()> {
         let mut out = std::io::stderr();
         // The state does not show a restart of the agent by its supervisor, so also compare PIDs.

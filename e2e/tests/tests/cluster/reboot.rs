@@ -320,7 +320,7 @@ fn check_deployment(scope: &Scope, first: &[String], containers: &BTreeSet<Strin
         BARE_POD_SHARES.len() - bare,
     )?;
     // The operator does not release replacement pods to the node until the node's agent serves, so
-    // the kubelet must reject only few pods.
+    // the number of rejected pods must be small.
     ensure!(rejected <= 3 * REPLICA_COUNT, "the kubelet rejected {rejected} pods for {REPLICA_COUNT} replicas");
     Ok(())
 }

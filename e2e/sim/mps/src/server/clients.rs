@@ -2,8 +2,8 @@
 //!
 //! The following rules were measured on a real GPU. An illegal access breaks every client, and the
 //! server refuses clients in FAULT until the last broken client has exited. A client that exits
-//! with a kernel in flight may break the other clients. Terminating a client with
-//! `terminate_client` breaks no other client.
+//! while its kernel runs may break the other clients. Terminating a client with `terminate_client`
+//! breaks no other client.
 //!
 //! A process has one connection for itself and one for each context.
 
@@ -30,7 +30,7 @@ pub const CUDA_ERROR_INVALID_CONTEXT: i32 = 201;
 struct ClientConnection {
     pid: u32,
     stage: ConnectionStage,
-    /// Duration of the kernels in flight, in milliseconds. `None` if no kernel is in flight.
+    /// Duration of the running kernels, in milliseconds. `None` if no kernel runs.
     busy: Option<f64>,
     /// Whether a `terminate_client` command waits for this connection.
     terminating: bool,
@@ -163,8 +163,8 @@ impl Clients {
         pids
     }
 
-    /// Records that a client's kernels are in flight. If the server is poisoned, breaks all live
-    /// contexts, and returns the actions of the server.
+    /// Records that a client's kernels run. If the server is poisoned, breaks all live contexts,
+    /// and returns the actions of the server.
     pub fn start_kernels(&mut self, connection: u64, kernel_ms: f64) -> Vec<ServerAction> {
         match self.connected.get_mut(&connection) {
             Some(client) if client.stage == ConnectionStage::Live => client.busy = Some(kernel_ms),

@@ -232,7 +232,7 @@ impl Server {
                         thread::park();
                     }
                 }
-                // Ignore errors: the peer may have disconnected.
+                // Ignore errors, because the peer may have disconnected.
                 let _ = socket.send(&CUDA_ERROR_UNKNOWN.to_le_bytes());
                 self.report_to_daemon(&FromServer::Left { connection });
                 return;
@@ -240,7 +240,7 @@ impl Server {
         };
         let channel = Arc::new(channel);
         let entered = self.register_with_machine(connection, subject, pid, settings, &channel);
-        // Ignore errors: the thread below detects a closed connection.
+        // Ignore errors, because the thread below detects a closed connection.
         let _ = socket.send(&entered.err().unwrap_or(0).to_le_bytes());
         if entered.is_err() {
             self.report_to_daemon(&FromServer::Left { connection });
@@ -502,7 +502,7 @@ impl Server {
     }
 
     fn report_to_daemon(&self, message: &FromServer) {
-        // Ignore errors: the server exits when the daemon has exited.
+        // Ignore errors, because the server exits when the daemon has exited.
         let _ = wire::send(&self.link, message);
     }
 

@@ -339,7 +339,7 @@ fn put_compute_profile(
     }
 }
 
-/// Writes a list. By NVML's contract, the caller's list has space for all instances or placements
+/// Writes a list. NVML requires that the caller's list has space for all instances or placements
 /// of the profile. If the list is null, writes only the count.
 fn put_all<T: Copy>(items: impl Iterator<Item = T>, out: Out<T>, count: Out<c_uint>) -> Result<()> {
     let mut written = 0;

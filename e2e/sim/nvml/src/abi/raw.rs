@@ -27,7 +27,7 @@ impl<T: Copy> Out<T> {
     /// Writes an element of an array.
     pub(crate) fn put_at(self, index: usize, value: T) -> Result<()> {
         let to = self.non_null()?;
-        // SAFETY: the pointer is not null. By NVML's contract, the buffer is valid for writes of
+        // SAFETY: the pointer is not null. NVML requires that the buffer is valid for writes of
         // the documented number of values, or of the caller's count, which was checked. Programs
         // with packed structures may pass an unaligned buffer, so the write does not assume
         // alignment.
@@ -38,7 +38,7 @@ impl<T: Copy> Out<T> {
     /// Reads the value that the caller has written: a count, or the version of a structure.
     pub(crate) fn get(self) -> Result<T> {
         let from = self.non_null()?;
-        // SAFETY: the pointer is not null. By NVML's contract, the variable is valid and
+        // SAFETY: the pointer is not null. NVML requires that the variable is valid and
         // initialized. `T` is an integer or a C structure of integers, so all bit patterns are
         // valid.
         Ok(unsafe { from.read_unaligned() })
@@ -78,7 +78,7 @@ impl<T: Copy> In<T> {
         if self.0.is_null() {
             return Err(Code::INVALID_ARGUMENT);
         }
-        // SAFETY: the pointer is not null. By NVML's contract, it points to a value of this type,
+        // SAFETY: the pointer is not null. NVML requires that it points to a value of this type,
         // which is a C structure of integers.
         Ok(unsafe { self.0.read_unaligned() })
     }
@@ -94,7 +94,7 @@ impl Text {
         if self.0.is_null() {
             return Err(Code::INVALID_ARGUMENT);
         }
-        // SAFETY: the pointer is not null. By NVML's contract, the text ends with a zero byte and
+        // SAFETY: the pointer is not null. NVML requires that the text ends with a zero byte and
         // does not change during the call.
         let text = unsafe { CStr::from_ptr(self.0) };
         text.to_str().map(str::to_owned).map_err(|_| Code::INVALID_ARGUMENT)

@@ -97,8 +97,8 @@ fn run_disruption(cluster: &Cluster, random: &mut Random, what: &str, node: &'st
         }
         "agent's container" => {
             signal_program(node, AGENT_SUPERVISOR, "KILL")?;
-            // The kubelet delays the restart of an often-killed container by minutes, but starts a
-            // new pod at once.
+            // The kubelet delays the restart of a container by minutes if the container was killed
+            // often, but starts a new pod immediately.
             replace_pods(cluster, node, "agent")
         }
         "MPS host" => {
@@ -119,8 +119,8 @@ fn run_disruption(cluster: &Cluster, random: &mut Random, what: &str, node: &'st
             run_launcher(&["start", component]).map(drop)
         }
         "MPS daemon" | "MPS server" => kill_mps(cluster, random, what, node),
-        // While the API server or etcd is stopped, requests get no response, a late response, or
-        // status 5xx.
+        // While the API server or etcd is stopped, requests receive no response, a late response,
+        // or a response with status 5xx.
         "API server stopped" => stop_briefly("apiserver", random),
         "etcd stopped" => stop_briefly("etcd", random),
         "NVML hangs" => run_simgpu(node, &["hang", "nvmlDevice*", "--seconds", "3", "--count", "3"]).map(drop),

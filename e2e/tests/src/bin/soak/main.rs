@@ -167,7 +167,7 @@ fn wait_until_settled(scope: &Scope) -> Result<()> {
     })
 }
 
-/// Creates a burst of pods, and deletes some of the earlier ones.
+/// Creates several pods, and deletes some of the earlier pods.
 fn create_and_delete_pods(scope: &Scope, random: &mut Random, tracker: &mut Tracker) -> Result<()> {
     let living = scope.pods()?;
     for _ in 0..=random.random_below(6) {

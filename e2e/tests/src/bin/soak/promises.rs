@@ -28,8 +28,8 @@ impl Observation {
         Ok(Self { pods, nodes })
     }
 
-    /// Returns whether a pod is on its way to a node: the scheduler has not bound the pod yet, or
-    /// the kubelet has not started the pod yet.
+    /// Returns whether a pod is in transit to a node: either the pod has been released but not
+    /// bound, or the pod is bound but the kubelet has not started the pod.
     pub(crate) fn has_pod_in_transit(&self) -> bool {
         self.pods.iter().any(|pod| {
             let gated = pod["spec"]["schedulingGates"].as_array().is_some_and(|gates| !gates.is_empty());
