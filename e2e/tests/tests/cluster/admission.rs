@@ -224,6 +224,28 @@ fn only_the_operator_writes_annotations_below_cleave_dev() -> Result<()> {
 }
 
 #[test]
+fn the_operator_deletes_only_pods_that_request_gpus_and_only_with_a_grace_period() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let scope = Scope::new(&cluster, "deletes")?;
+    // The label must not matter, because users can write it.
+    let labelled = json!({"metadata": {"labels": {"cleave.dev/capacity": "over-quota"}}});
+    scope.create_pod("shares", &json!({SHARES_RESOURCE: 1}), "true")?;
+    scope.create_pod("no-shares", &json!({}), "true")?;
+    cluster.patch(&scope.pod_path("no-shares"), &labelled)?;
+    let delete = |pod: &str, grace: &[&str]| {
+        let request = ["-n", &scope.namespace, "delete", "pod", pod, "--dry-run=server"];
+        kubectl(&[&AS_OPERATOR_ARGUMENTS[..], &request, grace].concat())
+    };
+    let (graceful, immediate): (&[&str], &[&str]) = (&["--grace-period=5"], &["--grace-period=0", "--force"]);
+    delete("shares", graceful)?;
+    for (pod, grace) in [("shares", immediate), ("no-shares", graceful)] {
+        let error = delete(pod, grace).err().with_context(|| format!("{pod} was deleted with {grace:?}"))?;
+        ensure!(format!("{error:#}").contains("the Cleave operator may delete only pods"), "{error:#}");
+    }
+    Ok(())
+}
+
+#[test]
 fn pods_without_shares_are_not_affected() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "others")?;
