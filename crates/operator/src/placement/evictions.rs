@@ -177,8 +177,9 @@ impl<'a> Evictability<'a> {
         if holder.ending {
             return Some(holder);
         }
-        let is_avoided =
-            |failures: &Failures| failures.avoided_until.is_some() && !(self.ignores_budgets && failures.by_budget);
+        let is_avoided = |failures: &EvictionFailures| {
+            failures.avoided_until.is_some() && !(self.ignores_budgets && failures.by_budget)
+        };
         if self.records.failures.get(uid).is_some_and(is_avoided) {
             return None;
         }

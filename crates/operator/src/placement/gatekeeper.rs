@@ -279,7 +279,14 @@ impl Gatekeeper {
         let waiting = waiting.iter().map(|(name, pod)| (name.as_str(), *pod));
         let is_evicted = |uid: &str| self.evictions.is_accepted(uid);
         let state = (&self.tracker, ledger);
-        quota_reports::build_reports((cluster, &self.nodes), state, waiting, is_evicted, (&self.quotas, now.epoch), waits)
+        quota_reports::build_reports(
+            (cluster, &self.nodes),
+            state,
+            waiting,
+            is_evicted,
+            (&self.quotas, now.epoch),
+            waits,
+        )
     }
 
     /// Returns the ledger, after the first reconcile.

@@ -136,8 +136,8 @@ fn unnamed(pool: &PoolView<'_>) -> QuotaUnnamed {
     let usage = pool.book.unnamed_usage();
     let waits = |pod: &&Pod| pod.owner == Owner::Unnamed && matches!(pod.place, Place::Waiting { .. });
     QuotaUnnamed {
-        used: written(usage.used, pool.unit),
-        share: share(&usage, pool.unit),
+        used: format_amount(usage.used, pool.unit),
+        share: format_share(&usage, pool.unit),
         pods: usage.pods_within.saturating_add(usage.pods_over),
         waiting: u32::try_from(pool.world.pods.iter().filter(waits).count()).unwrap_or(u32::MAX),
     }
