@@ -227,6 +227,10 @@ pub struct GpuQuotaStatus {
     /// Pods that wait for GPUs.
     #[serde(default)]
     pub waiting: QuotaWaiting,
+    /// What pods of namespaces without a quota use of the same GPUs. Set only on the oldest quota of
+    /// these GPUs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unnamed: Option<QuotaUnnamed>,
     /// Conditions by type: `Ready`, `Guaranteed` and `Enforced`.
     #[serde(default)]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".to_owned()]))]
@@ -246,6 +250,24 @@ pub struct QuotaPods {
     /// Number of pods that are being deleted.
     #[serde(default)]
     pub leaving: u32,
+}
+
+/// What pods of namespaces without a quota use. They are guaranteed nothing, so they borrow it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct QuotaUnnamed {
+    /// Amount that the pods use, without pods that are being deleted.
+    #[serde(default)]
+    pub used: String,
+    /// The same in GPUs or GiB with two decimals, as `share` of a quota with weight 1.
+    #[serde(default)]
+    pub share: String,
+    /// Number of pods that use GPUs.
+    #[serde(default)]
+    pub pods: u32,
+    /// Number of pods that wait.
+    #[serde(default)]
+    pub waiting: u32,
 }
 
 /// Pods of a quota that wait for GPUs.

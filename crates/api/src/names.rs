@@ -49,12 +49,18 @@ pub const GANG_SIZE_ANNOTATION: &str = "cleave.dev/gang-size";
 pub const KUEUE_GROUP_LABEL: &str = "kueue.x-k8s.io/pod-group-name";
 /// Annotation with the number of pods in a pod's group for Kueue.
 pub const KUEUE_GROUP_COUNT_ANNOTATION: &str = "kueue.x-k8s.io/pod-group-total-count";
+/// Labels of pods that Kueue admits: plain pods, and pods of jobs.
+pub const KUEUE_LABELS: [&str; 2] = ["kueue.x-k8s.io/managed", "kueue.x-k8s.io/podset"];
 /// Label that names a pod's `PodGroup` for the coscheduling plugin.
 pub const POD_GROUP_LABEL: &str = "scheduling.x-k8s.io/pod-group";
 /// Annotation of a waiting pod for which other pods are evicted: the units that are kept for the
 /// waiting pod, as a [`crate::placement::Placement`]. If the leader of the operator changes, the
 /// next leader keeps these units and evicts no further pods.
 pub const NOMINATION_ANNOTATION: &str = "cleave.dev/nomination";
+/// Annotation of a pod that a disruption budget keeps although its room is guaranteed to another
+/// pod: since when, in seconds since the Unix epoch. If the leader of the operator changes, the time
+/// that the budget has left does not start again.
+pub const PROTECTED_SINCE_ANNOTATION: &str = "cleave.dev/protected-since";
 /// Label of a pod that a quota counts: whether the pod is within the quota's guarantee. The
 /// operator writes the label, but bases no decision on it.
 pub const CAPACITY_LABEL: &str = "cleave.dev/capacity";
@@ -81,6 +87,8 @@ pub const CONDITION_READY: &str = "Ready";
 pub const CONDITION_GUARANTEED: &str = "Guaranteed";
 /// Condition of a `GpuQuota`: the operator delays and evicts pods as the quota requires.
 pub const CONDITION_ENFORCED: &str = "Enforced";
+/// Reason of the condition `Enforced` if Kueue admits pods of the quota too.
+pub const REASON_ALSO_KUEUE: &str = "AlsoKueue";
 /// Condition of a `GpuNode`: every GPU can serve slices.
 pub const CONDITION_GPUS_HEALTHY: &str = "GpusHealthy";
 /// Condition of a `GpuNode`: the driver lists every GPU that the node is known to have.

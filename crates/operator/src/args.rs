@@ -57,6 +57,22 @@ pub struct QuotaArgs {
     /// its guarantee. After this time, the operator deletes the borrower. 0 means forever.
     #[arg(long, env = "CLEAVE_QUOTAS_BUDGET_PATIENCE", value_name = "SECONDS", default_value_t = 600)]
     pub quotas_budget_patience: u64,
+
+    /// Priority from which on pods do not stop at the borders of quotas. Such a pod may evict pods
+    /// of lower priority of all enforced quotas, also pods within their guarantee. Without it, no
+    /// pod may.
+    #[arg(long, env = "CLEAVE_QUOTAS_OVERRIDE_PRIORITY", value_name = "PRIORITY", allow_negative_numbers = true)]
+    pub quotas_override_priority: Option<i32>,
+
+    /// Write the label `cleave.dev/capacity` to pods: whether a quota guarantees what they use.
+    #[arg(
+        long,
+        env = "CLEAVE_QUOTAS_LABELS",
+        value_name = "BOOL",
+        action = clap::ArgAction::Set,
+        default_value_t = true
+    )]
+    pub quotas_labels: bool,
 }
 
 impl QuotaArgs {
@@ -67,9 +83,10 @@ impl QuotaArgs {
             min_runtime_reclaim: self.quotas_min_runtime_reclaim,
             grace_cap: self.quotas_grace_cap,
             budget_patience: Some(self.quotas_budget_patience).filter(|patience| *patience > 0),
+            override_priority: self.quotas_override_priority,
             ..Settings::default()
         };
-        QuotaSettings { rules, unnamed: self.unnamed }
+        QuotaSettings { rules, unnamed: self.unnamed, without_labels: !self.quotas_labels }
     }
 }
 

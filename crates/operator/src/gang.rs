@@ -68,6 +68,23 @@ mod tests {
     }
 
     #[test]
+    fn the_group_of_kubernetes_1_35_names_workload_group_and_replica() {
+        let trimmed = |reference: serde_json::Value| {
+            let mut pod: crate::pods::PodObject = serde_json::from_value(
+                serde_json::json!({"metadata": {"name": "p"}, "spec": {"workloadRef": reference}}),
+            )
+            .unwrap();
+            pod.trim();
+            pod.gang.map(|gang| gang.name.clone())
+        };
+        let reference = serde_json::json!({"name": "train", "podGroup": "workers", "podGroupReplicaKey": "1"});
+        assert_eq!(trimmed(reference).as_deref(), Some("train/workers/1"));
+        let one = serde_json::json!({"name": "train", "podGroup": "workers"});
+        assert_eq!(trimmed(one).as_deref(), Some("train/workers"));
+        assert_eq!(trimmed(serde_json::Value::Null), None);
+    }
+
+    #[test]
     fn an_invalid_gang_size_is_ignored() {
         for size in ["", "-1", "1e9", "many", "99999999999999999999"] {
             let found = find_gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", size)], None);

@@ -501,6 +501,7 @@ mod tests {
             budgets: empty_store(),
             namespaces: empty_store(),
             quotas: empty_store(),
+            has_no_quotas: Arc::default(),
         };
         let context = Context {
             recorder: Recorder::new(client.clone(), Reporter { controller: "test".to_owned(), instance: None }),

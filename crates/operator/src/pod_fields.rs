@@ -76,6 +76,8 @@ pub struct PodSpec {
     pub resource_claims: Vec<PresentField>,
     /// The group of the pod, in clusters that schedule groups (KEP-4671).
     pub scheduling_group: Option<SchedulingGroup>,
+    /// The group of the pod in Kubernetes 1.35, before `schedulingGroup` replaced this field.
+    pub workload_ref: Option<WorkloadRef>,
     /// Groups of units. The units of each group must be on one device. Set by `PodObject::trim`.
     /// Excludes interchangeable resources.
     #[serde(skip)]
@@ -223,6 +225,27 @@ pub struct Port {
 pub struct SchedulingGroup {
     /// Name of the `PodGroup`.
     pub pod_group_name: Option<String>,
+}
+
+/// The group of a pod in Kubernetes 1.35: one replica of a group of a `Workload`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct WorkloadRef {
+    /// Name of the `Workload`.
+    pub name: String,
+    /// Name of the group in the `Workload`.
+    pub pod_group: String,
+    /// Key of the replica of the group. Empty if the group has one replica.
+    pub pod_group_replica_key: String,
+}
+
+impl WorkloadRef {
+    /// Returns the name of the group, which is unique in the namespace.
+    pub fn group_name(&self) -> String {
+        let parts = [&self.name, &self.pod_group, &self.pod_group_replica_key];
+        let parts: Vec<&str> = parts.into_iter().filter(|part| !part.is_empty()).map(String::as_str).collect();
+        parts.join("/")
+    }
 }
 
 /// Hashes only the fields that `PodObject::trim` keeps.

@@ -34,6 +34,13 @@ pub struct PodChange {
     pub(crate) now: Option<Arc<PodObject>>,
 }
 
+impl PodChange {
+    /// Returns the arrival of a pod.
+    pub const fn added(pod: Arc<PodObject>) -> Self {
+        Self { before: None, now: Some(pod) }
+    }
+}
+
 /// The changes of pods that a reader has not read yet.
 #[derive(Debug, Clone)]
 pub enum PodChanges {

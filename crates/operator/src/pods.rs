@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use cleave_api::names::{
     BORROW_ANNOTATION, BORROW_NEVER, CONDITION_PLACED, CONDITION_WITHIN_SHARE, GATE, NOMINATION_ANNOTATION,
-    OTHER_NODES_ANNOTATION, REPLICA_PLACEMENT_ANNOTATION, RESOURCE_GPU, RESOURCE_MIG_PREFIX, UNSCHEDULABLE_ANNOTATION,
-    is_served,
+    OTHER_NODES_ANNOTATION, PROTECTED_SINCE_ANNOTATION, REPLICA_PLACEMENT_ANNOTATION, RESOURCE_GPU,
+    RESOURCE_MIG_PREFIX, UNSCHEDULABLE_ANNOTATION, is_served,
 };
 use cleave_api::placement::{self, Placement};
 use cleave_api::sharingpolicy::ReplicaPlacement;
@@ -69,6 +69,9 @@ pub struct PodObject {
     pub gang: Option<Shared<PodGang>>,
     /// The nomination that an earlier leader of the operator wrote to the waiting pod.
     pub nomination: Option<Shared<Placement>>,
+    /// Since when a disruption budget keeps the pod from leaving for a guarantee, in seconds since
+    /// the Unix epoch.
+    pub protected_since: Option<u64>,
 }
 
 impl From<RawPod> for PodObject {
@@ -253,7 +256,10 @@ impl PodObject {
         self.never_borrows |= annotation(BORROW_ANNOTATION).is_some_and(|value| value == BORROW_NEVER);
         let nomination = annotation(NOMINATION_ANNOTATION).and_then(|text| Placement::parse(text).ok());
         self.nomination = nomination.map(Shared::from).or(self.nomination.take());
-        let group = self.spec.scheduling_group.take().and_then(|group| group.pod_group_name);
+        let protected_since = annotation(PROTECTED_SINCE_ANNOTATION).and_then(|text| text.trim().parse().ok());
+        self.protected_since = protected_since.or(self.protected_since);
+        let workload = self.spec.workload_ref.take().map(|workload| workload.group_name());
+        let group = self.spec.scheduling_group.take().and_then(|group| group.pod_group_name).or(workload);
         let gang = PodGang::find(self.labels(), |name| annotation(name).map(String::as_str), group.as_deref());
         self.gang = gang.map(Shared::from).or(self.gang.take());
         self.annotated = self.annotated || annotations.is_some();

@@ -11,6 +11,7 @@
 //! | pod | fields of [`crate::pods::PodObject`] |
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use cleave_api::cordon::{Cordons, GpuTimes};
 use cleave_api::gpunode::GpuStatus;
@@ -410,6 +411,8 @@ pub struct Stores {
     pub namespaces: NamespaceStore,
     /// Stored `GpuQuota`s. Empty if the cluster does not have the CRD.
     pub quotas: QuotaStore,
+    /// Whether the cluster has no resource `GpuQuota`.
+    pub has_no_quotas: Arc<AtomicBool>,
 }
 
 impl Stores {

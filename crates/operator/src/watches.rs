@@ -33,6 +33,9 @@ use crate::rollout::{MpsHostStores, Revision};
 /// watch on a connection that was silently lost ends 5 s later.
 pub(crate) const WATCH_TIMEOUT_SECONDS: u32 = 30;
 
+/// Kind of quotas in metrics. An older chart may not have installed this resource.
+const QUOTA_KIND: &str = "GpuQuota";
+
 /// Returns the configuration of all watches.
 fn watch_config() -> watcher::Config {
     watcher::Config::default().timeout(WATCH_TIMEOUT_SECONDS)
@@ -151,6 +154,8 @@ pub(crate) struct Watches<'a> {
     pub(crate) metrics: &'a Metrics,
     /// Publishes the resource versions that the stores have reached.
     pub(crate) versions: &'a watch::Sender<Versions>,
+    /// Whether the cluster has no resource `GpuQuota`.
+    pub(crate) has_no_quotas: Arc<AtomicBool>,
     pub(crate) stop: &'a CancellationToken,
 }
 
@@ -158,7 +163,17 @@ fn wake_placement<K>(wakes: &Wakers, _: Option<&K>) {
     wakes.wake_placement();
 }
 
-impl Watches<'_> {
+impl<'a> Watches<'a> {
+    /// Starts no watch yet.
+    pub(crate) fn new(
+        tasks: &'a mut JoinSet<(&'static str, Result<()>)>,
+        (wakes, metrics): (&'a Wakers, &'a Metrics),
+        versions: &'a watch::Sender<Versions>,
+        stop: &'a CancellationToken,
+    ) -> Self {
+        Self { tasks, wakes, metrics, versions, has_no_quotas: Arc::default(), stop }
+    }
+
     /// Starts the watches that fill [`Stores`].
     pub(crate) fn start_stores(&mut self, client: &Client, namespace: &str, agent_selector: &str) -> Stores {
         let agents = watch_config().labels(agent_selector);
@@ -206,10 +221,11 @@ impl Watches<'_> {
                 WatchRules { trim: trim_metadata, same: VolumeObject::is_same, wake: wake_placement },
             ),
             quotas: self.store_objects(
-                "GpuQuota",
+                QUOTA_KIND,
                 (Api::<DeserializeGuard<GpuQuota>>::all(client.clone()), watch_config()),
                 WatchRules { trim: trim_metadata, same: is_same_quota, wake: wake_placement },
             ),
+            has_no_quotas: Arc::clone(&self.has_no_quotas),
             budgets: self.store_objects(
                 "PodDisruptionBudget",
                 (Api::<BudgetObject>::all(client.clone()), watch_config()),
@@ -342,10 +358,14 @@ impl Watches<'_> {
         K: Resource<DynamicType = ()> + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
     {
         let (metrics, stop) = (self.metrics.clone(), self.stop.clone());
+        let (has_no_quotas, wakes) = (Arc::clone(&self.has_no_quotas), self.wakes.clone());
         self.tasks.spawn(async move {
             let followed = watch_objects(kind, api, config, |event| match event {
                 Ok(event) => handle(event),
                 Err(error) => {
+                    if kind == QUOTA_KIND && is_absent(&error) && !has_no_quotas.swap(true, Ordering::AcqRel) {
+                        wakes.wake_placement();
+                    }
                     metrics.watch_errors.get_or_create(&KindLabel { kind }).inc();
                     tracing::warn!(kind, error = &error as &dyn std::error::Error, "watch failed; retrying");
                 }
@@ -425,6 +445,17 @@ impl StreamedList {
         *self = next;
         *self == Self::Paged
     }
+}
+
+/// Returns whether the cluster does not have the watched resource.
+fn is_absent(error: &watcher::Error) -> bool {
+    let (watcher::Error::InitialListFailed(error)
+    | watcher::Error::WatchStartFailed(error)
+    | watcher::Error::WatchFailed(error)) = error
+    else {
+        return false;
+    };
+    matches!(error, kube::Error::Api(status) if status.code == 404)
 }
 
 /// Publishes the resource version that a store has reached. A list may replace a newer store.

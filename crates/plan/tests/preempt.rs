@@ -51,7 +51,7 @@ fn holder(priority: i32) -> Holder<'static> {
 /// Returns pods on node `n`.
 fn holders<'a>(all: &[(&str, Holder<'a>)]) -> Holders<'a> {
     let pods = all.iter().map(|(pod, holder)| ((*pod).to_owned(), *holder)).collect();
-    Holders { pods: BTreeMap::from([("n".to_owned(), pods)]), budgets: Vec::new() }
+    Holders { pods: BTreeMap::from([("n".to_owned(), pods)]), ..Holders::default() }
 }
 
 /// Requests of pods for 0 to 3 CPUs.
@@ -184,7 +184,7 @@ fn a_pod_of_the_same_name_on_another_node_frees_nothing() {
     ledger.observe("n", node(&["a"], &[("v", "a", 6)]));
     let elsewhere = |holder| {
         let pods = BTreeMap::from([("v".to_owned(), holder)]);
-        Holders { pods: BTreeMap::from([("m".to_owned(), pods)]), budgets: Vec::new() }
+        Holders { pods: BTreeMap::from([("m".to_owned(), pods)]), ..Holders::default() }
     };
     for known in [holder(1), Holder { ending: true, ..holder(1) }] {
         let found =
@@ -481,7 +481,7 @@ fn preemption_case() -> impl Strategy<Value = PreemptionCase> {
             }
             let on = |node: &str| holders.iter().map(|(pod, holder)| (format!("{pod}@{node}"), *holder)).collect();
             let pods = NODES.map(|node| (node.to_owned(), on(node)));
-            let holders = Holders { pods: pods.into(), budgets };
+            let holders = Holders { pods: pods.into(), budgets, ..Holders::default() };
             let missing = BTreeMap::from([("m", missing.0), ("n", missing.1)]);
             let nodes = BTreeMap::from([("m", m), ("n", n)]);
             PreemptionCase { nodes, missing, holders, reserved, device_requests, priority }

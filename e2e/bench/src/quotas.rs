@@ -3,6 +3,8 @@
 //! The pool is busy. Some quotas use more and some use less than their guarantees, and pods without
 //! a quota borrow. Some waiting pods are within the guarantee of their quota, and some must borrow.
 //! Every run generates the same pools.
+mod cluster;
+
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
@@ -47,8 +49,12 @@ struct QuotasOutputLine {
     gpus: usize,
     pods: usize,
     waiting: usize,
+    /// A pass of the plan over a pool that is built already.
     look_ms_p50: f64,
     look_ms_p99: f64,
+    /// A reconcile of the operator in which all waiting pods arrive. It builds the pool.
+    reconcile_ms_p50: f64,
+    reconcile_ms_p99: f64,
     released_p50: usize,
     exchanges_p50: usize,
 }
@@ -59,6 +65,7 @@ pub(crate) fn run(args: &QuotasArgs) -> anyhow::Result<()> {
     let gpus = args.nodes.checked_mul(args.gpus_per_node).context("too many GPUs")?;
     for &quotas in &args.quotas {
         let (mut times, mut released, mut exchanges) = (Vec::new(), Vec::new(), Vec::new());
+        let mut reconciles = Vec::new();
         let mut waiting = 0;
         for seed in 0..args.pools {
             let world = random_pool(seed, quotas, gpus, args)?;
@@ -70,8 +77,11 @@ pub(crate) fn run(args: &QuotasArgs) -> anyhow::Result<()> {
                 released.push(outcome.released.len());
                 exchanges.push(outcome.exchanges.len());
             }
+            let (time, _) = cluster::measure_reconcile(&world, args.gpus_per_node)?;
+            reconciles.push(time.as_secs_f64() * 1000.0);
         }
         times.sort_by(f64::total_cmp);
+        reconciles.sort_by(f64::total_cmp);
         released.sort_unstable();
         exchanges.sort_unstable();
         let rounded = |time: f64| (time * 1000.0).round() / 1000.0;
@@ -82,6 +92,8 @@ pub(crate) fn run(args: &QuotasArgs) -> anyhow::Result<()> {
             waiting,
             look_ms_p50: rounded(percentile(&times, 50).context("no times")?),
             look_ms_p99: rounded(percentile(&times, 99).context("no times")?),
+            reconcile_ms_p50: rounded(percentile(&reconciles, 50).context("no times")?),
+            reconcile_ms_p99: rounded(percentile(&reconciles, 99).context("no times")?),
             released_p50: percentile(&released, 50).context("no passes")?,
             exchanges_p50: percentile(&exchanges, 50).context("no passes")?,
         };
@@ -143,6 +155,7 @@ fn random_pool(seed: u64, quotas: usize, gpus: usize, args: &QuotasArgs) -> anyh
             gang: (args.gang > 0 && gpu.is_none())
                 .then(|| Gang { name: format!("gang-{name}"), size: args.gang.min(args.waiting) }),
             gpus: None,
+            spans_gpus: false,
         });
     }
     Ok(world)

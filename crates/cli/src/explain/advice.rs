@@ -59,7 +59,7 @@ impl PodContext<'_> {
             pods.iter().map(|(name, holder)| (name.clone(), lowered(holder))).collect()
         };
         let pods = holders.pods.iter().map(|(node, pods)| (node.clone(), lowered_all(pods))).collect();
-        let lower = Holders { pods, budgets: Vec::new() };
+        let lower = Holders { pods, ..Holders::default() };
         let waiting = PendingPod { pod: self.name, priority: i32::MAX, device_requests: self.device_requests };
         let found = self.ledger.preempt(waiting, usable.iter().copied(), &lower, &BTreeSet::new())?;
         let gpus: BTreeSet<String> =

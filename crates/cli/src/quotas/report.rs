@@ -2,7 +2,7 @@
 use std::collections::BTreeMap;
 
 use cleave_api::GpuQuota;
-use cleave_api::gpuquota::{QuotaGuarantee, QuotaMode, QuotaPods, QuotaUnit, QuotaWaiting};
+use cleave_api::gpuquota::{QuotaGuarantee, QuotaMode, QuotaPods, QuotaUnit, QuotaUnnamed, QuotaWaiting};
 use cleave_api::names::{CONDITION_ENFORCED, CONDITION_GUARANTEED, CONDITION_READY};
 use cleave_plan::Quantity;
 use cleave_plan::quota::Amount;
@@ -87,6 +87,9 @@ pub struct Quota {
     /// Whether the object could not be parsed. If true, the amounts are unknown.
     #[serde(skip)]
     pub is_malformed: bool,
+    /// What pods without a quota use of the pool, if the status of this quota shows it.
+    #[serde(skip)]
+    pub unnamed: Option<QuotaUnnamed>,
 }
 
 /// The totals of all quotas of a pool.
@@ -107,6 +110,9 @@ pub struct Pool {
     pub lent: String,
     /// Number of pods that wait.
     pub waiting: u32,
+    /// What pods of namespaces without a quota use.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub unnamed: Option<QuotaUnnamed>,
 }
 
 impl QuotasReport {
@@ -156,6 +162,7 @@ impl Quota {
             guaranteed: condition(CONDITION_GUARANTEED).map(ConditionValue::of),
             enforced: condition(CONDITION_ENFORCED).map(ConditionValue::of),
             is_malformed,
+            unnamed: status.unnamed,
             outdated: has_status && status.observed_generation < generation,
             used: status.used,
             held: status.held,
@@ -182,6 +189,7 @@ impl Pool {
             borrowed: sum(|quota| &quota.borrowed),
             lent: sum(|quota| &quota.lent),
             waiting: quotas.iter().map(|quota| quota.waiting.pods).fold(0, u32::saturating_add),
+            unnamed: quotas.iter().find_map(|quota| quota.unnamed.clone()),
         }
     }
 }

@@ -2,7 +2,7 @@
 use std::fmt::Write as _;
 
 use cleave_api::gpuquota::{QuotaMode, QuotaUnit};
-use cleave_api::names::{CONDITION_ENFORCED, CONDITION_GUARANTEED, CONDITION_READY};
+use cleave_api::names::{CONDITION_ENFORCED, CONDITION_GUARANTEED, CONDITION_READY, REASON_ALSO_KUEUE};
 
 use super::report::{Pool, Quota, QuotasReport};
 use crate::condition::ConditionValue;
@@ -10,6 +10,9 @@ use crate::table::Table;
 
 /// The text for a cluster without quotas.
 const NO_QUOTAS: &str = "No GpuQuotas. No namespace has a guarantee or a maximum.\n";
+
+/// Name of the row of pods without a quota.
+const NO_QUOTA: &str = "(none)";
 
 /// Renders the quotas as a table, with a line for each pool and each problem. `wide` adds columns.
 pub fn render(report: &QuotasReport, wide: bool) -> String {
@@ -22,6 +25,7 @@ pub fn render(report: &QuotasReport, wide: bool) -> String {
     for quota in &report.quotas {
         add_row(&mut table, quota, wide);
     }
+    report.pools.iter().for_each(|pool| add_unnamed_row(&mut table, pool));
     let mut text = table.render();
     text.push('\n');
     for pool in &report.pools {
@@ -56,6 +60,17 @@ fn add_row(table: &mut Table, quota: &Quota, wide: bool) {
             &guaranteed,
         ],
         &[&mode, &weight, &quota.held, &quota.lent, &pods, &quota.ready.status, &namespaces_text(quota)],
+    );
+}
+
+/// Adds a row for the pods of namespaces without a quota, if they use or request GPUs of a pool.
+fn add_unnamed_row(table: &mut Table, pool: &Pool) {
+    let Some(unnamed) = pool.unnamed.as_ref().filter(|unnamed| unnamed.pods > 0 || unnamed.waiting > 0) else { return };
+    let (models, waiting) = (pool.models.join(","), unnamed.waiting.to_string());
+    let pods = format!("0/{}/", unnamed.pods);
+    table.add_wide_row(
+        &[NO_QUOTA, &models, "0", &unnamed.used, "0", &unnamed.used, &unnamed.share, "", "", &waiting, ""],
+        &["", "1", "", "", &pods, "", ""],
     );
 }
 
@@ -101,7 +116,8 @@ fn problem_lines(report: &QuotasReport) -> Vec<String> {
     for quota in &report.quotas {
         let enforced = quota.enforced.iter().filter(|_| quota.mode == QuotaMode::Enforce);
         for condition in [&quota.ready].into_iter().chain(enforced) {
-            if condition.status != "True" && !condition.message.is_empty() {
+            let is_problem = condition.status != "True" || condition.reason == REASON_ALSO_KUEUE;
+            if is_problem && !condition.message.is_empty() {
                 lines.push(format!("quota {}: {}: {}", quota.name, condition.reason, condition.message));
             }
         }

@@ -24,9 +24,6 @@ pub(super) const UNREPORTED_CLAIM_TIME: Duration = Duration::from_secs(5);
 /// units count as used until the node reports otherwise. The kubelet may be unable to stop the
 /// pod's programs, and other pods must not wait for these units.
 pub(super) const LISTED_TIME: Duration = Duration::from_secs(60);
-/// How long the units of an ended victim may be in use although no pod is listed for them. The
-/// kubelet stops listing a pod before the agent reports that the pod's units are free.
-pub(super) const UNLISTED_TIME: Duration = Duration::from_secs(10);
 
 /// State of the pods that have claims in the ledger, by pod name.
 #[derive(Debug, Default)]
@@ -239,13 +236,6 @@ impl PodClaims {
     pub(super) fn is_ending(&self, node: &str, name: &str, up: Duration) -> bool {
         let ended = self.ended.get(name).and_then(|nodes| nodes.get(node)).copied().unwrap_or(self.built);
         up < ended.saturating_add(LISTED_TIME)
-    }
-
-    /// Returns how much longer the units of a pod may be in use although the node no longer lists
-    /// the pod. Returns `None` if the pod has not ended, or if [`UNLISTED_TIME`] has passed.
-    pub(super) fn unlisted_time_left(&self, node: &str, name: &str, up: Duration) -> Option<Duration> {
-        let ended = *self.ended.get(name)?.get(node)?;
-        ended.saturating_add(UNLISTED_TIME).checked_sub(up).filter(|left| !left.is_zero())
     }
 
     /// Ends the expired reservations of pods that the scheduler refuses.

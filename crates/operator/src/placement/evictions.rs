@@ -46,6 +46,8 @@ pub(super) struct EvictionRecords {
 struct EvictionFailures {
     unanswered: u32,
     refused: u32,
+    /// Whether a disruption budget was the last reason.
+    by_budget: bool,
     /// The time until which the pod is not evicted. `None` after that time.
     avoided_until: Option<Duration>,
     /// The time at which the failures are forgotten.
@@ -60,7 +62,8 @@ impl EvictionRecords {
                 self.failures.remove(uid);
                 self.accepted.insert(uid.to_owned(), up.saturating_add(ACCEPTED_TIME));
             }
-            EvictionResult::Protected(_) | EvictionResult::Refused(_) => self.avoid(uid, up),
+            EvictionResult::Protected(_) => self.avoid(uid, true, up),
+            EvictionResult::Refused(_) => self.avoid(uid, false, up),
             EvictionResult::Throttled(after) => {
                 self.paused_until = self.paused_until.max(up.saturating_add((*after).min(MAX_RATE_LIMIT_PAUSE)));
                 self.record_unanswered(uid, up);
@@ -74,14 +77,14 @@ impl EvictionRecords {
         failures.unanswered = failures.unanswered.saturating_add(1);
         failures.forgotten_at = up.saturating_add(MAX_BACKOFF);
         if failures.unanswered >= MAX_UNANSWERED {
-            self.avoid(uid, up);
+            self.avoid(uid, false, up);
         }
     }
 
-    fn avoid(&mut self, uid: &str, up: Duration) {
+    fn avoid(&mut self, uid: &str, by_budget: bool, up: Duration) {
         let failures = self.failures.entry(uid.to_owned()).or_default();
         let backoff = FIRST_BACKOFF.saturating_mul(2_u32.saturating_pow(failures.refused)).min(MAX_BACKOFF);
-        failures.unanswered = 0;
+        (failures.unanswered, failures.by_budget) = (0, by_budget);
         failures.refused = failures.refused.saturating_add(1);
         failures.avoided_until = Some(up.saturating_add(backoff));
         failures.forgotten_at = up.saturating_add(backoff).saturating_add(MAX_BACKOFF);
@@ -171,11 +174,17 @@ impl<'a> Evictability<'a> {
             ending: is_terminating || self.records.accepted.contains_key(uid),
             requests: Some(&pod.spec.requests),
         };
-        if holder.ending || self.ignores_budgets {
+        if holder.ending {
             return Some(holder);
         }
-        if self.records.failures.get(uid).is_some_and(|failures| failures.avoided_until.is_some()) {
+        let is_avoided = |failures: &EvictionFailures| {
+            failures.avoided_until.is_some() && !(self.ignores_budgets && failures.by_budget)
+        };
+        if self.records.failures.get(uid).is_some_and(is_avoided) {
             return None;
+        }
+        if self.ignores_budgets {
+            return Some(holder);
         }
         match self.budgets.protection(pod) {
             BudgetProtection::None => Some(holder),

@@ -47,25 +47,28 @@ fn planned_partition<'o>(object: &'o GpuNode, gpu: &GpuStatus) -> Option<&'o Par
     (!partition::has_partition(&spec.partition, gpu)).then_some(&spec.partition)
 }
 
-/// Returns the node's devices for the ledger, and the pods on devices that serve no new pods.
-/// Evictions of those pods free no units for other pods.
+/// Devices that serve no new pods, and the pods on them. Evictions of these pods free no units for
+/// other pods.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Blocked {
+    pub(super) devices: BTreeSet<String>,
+    pub(super) pods: BTreeSet<String>,
+}
+
+/// Returns the node's devices for the ledger, and the devices that serve no new pods.
 ///
 /// Units that are unavailable now but may be available later count as used:
 ///
 /// - all units of a GPU that is being repartitioned, is unhealthy or is cordoned
 /// - units that are reported as unhealthy
 /// - units that `availability` excludes
-pub(super) fn node_facts(
-    object: &GpuNode,
-    availability: Availability<'_>,
-    mps: &MpsState,
-) -> (NodeFacts, BTreeSet<String>) {
+pub(super) fn node_facts(object: &GpuNode, availability: Availability<'_>, mps: &MpsState) -> (NodeFacts, Blocked) {
     let Availability { ready, withheld, over } = availability;
     let ready = ready || over.contains(&Absence::Agent);
     let gpus = object.status.iter().flat_map(|status| &status.gpus);
     let annotations = object.metadata.annotations.as_ref();
     let cordons = Cordons::read(annotations.and_then(|annotations| annotations.get(CORDON_ANNOTATION)));
-    let (mut facts, mut blocked) = (NodeFacts::default(), BTreeSet::new());
+    let (mut facts, mut blocked) = (NodeFacts::default(), Blocked::default());
     for gpu in gpus {
         facts.model.clone_from(&gpu.model);
         let planned = planned_partition(object, gpu);
@@ -77,6 +80,7 @@ pub(super) fn node_facts(
             let used = if is_available(&slice.resource) {
                 slice.in_use.saturating_add(slice.unhealthy).min(slice.total)
             } else {
+                blocked.devices.insert(slice.device.clone());
                 slice.total
             };
             facts.devices.push(DeviceFacts {
@@ -99,7 +103,7 @@ pub(super) fn node_facts(
                 units,
             }));
             if !is_available(&allocation.resource) {
-                blocked.insert(allocation.pod.clone());
+                blocked.pods.insert(allocation.pod.clone());
             }
         }
     }

@@ -2,7 +2,7 @@
 use std::collections::BTreeMap;
 
 use cleave_plan::Quantity;
-use cleave_plan::ledger::{Claim, Ledger, Place};
+use cleave_plan::ledger::{Claim, Ledger, Nomination, Place};
 use cleave_plan::scheduling::PODS_RESOURCE;
 
 use super::amounts::{self, FreeAmounts, Shortage};
@@ -23,8 +23,8 @@ pub(super) struct FreeResources<'a> {
     tracker: &'a PodTracker,
     /// Requests of the pods that are released to each node but not bound.
     released: BTreeMap<&'a str, Vec<&'a BTreeMap<String, Quantity>>>,
-    /// Waiting pods with a nomination on each node, by name. For pods of the same or lower
-    /// priority, the resources that these pods request do not count as free.
+    /// Waiting pods with a nomination on each node, by name. For pods that must leave them room, the
+    /// resources that these pods request do not count as free.
     nominated: BTreeMap<String, BTreeMap<String, Nominee<'a>>>,
     /// Requests of terminating pods without units of healthy GPUs, by node. These requests count
     /// only in the scheduler's sum, and only until the pods end.
@@ -41,11 +41,25 @@ struct Nominee<'a> {
 
 /// The properties of a pod that determine whether a node has enough resources for the pod.
 #[derive(Clone, Copy)]
-pub(super) struct Requester<'r> {
+pub(super) struct Requester<'r, 'l> {
     /// The pod, as `namespace/name`.
     pub(super) name: &'r str,
     pub(super) priority: i32,
     pub(super) requests: &'r BTreeMap<String, Quantity>,
+    /// Decides what the pod leaves to nominated pods.
+    pub(super) ledger: &'l Ledger,
+    /// Whether the pod uses the resources now. Otherwise it waits for more resources.
+    pub(super) uses_now: bool,
+}
+
+impl Requester<'_, '_> {
+    /// Returns whether the pod leaves to a nominated pod the resources of a node that this pod
+    /// requests.
+    fn leaves(&self, node: &str, name: &str, nominee: &Nominee<'_>) -> bool {
+        let is_own = |of: &Nomination| of.node == node;
+        let takes_own = self.uses_now && self.ledger.nominations().get(self.name).is_some_and(is_own);
+        self.ledger.leaves_nominated((self.name, self.priority), (name, nominee.priority), takes_own)
+    }
 }
 
 impl<'a> FreeResources<'a> {
@@ -77,8 +91,8 @@ impl<'a> FreeResources<'a> {
         resources
     }
 
-    /// Nominates a waiting pod for a node, so that pods of the same or lower priority cannot use
-    /// the resources that it requests.
+    /// Nominates a waiting pod for a node, so that pods that must leave it room cannot use the
+    /// resources that it requests.
     pub(super) fn nominate(
         &mut self,
         pod: String,
@@ -97,13 +111,13 @@ impl<'a> FreeResources<'a> {
     }
 
     /// Returns whether a node has enough free resources for a pod, apart from units of GPUs.
-    pub(super) fn has_room(&mut self, node: &str, pod: Requester<'_>) -> bool {
+    pub(super) fn has_room(&mut self, node: &str, pod: Requester<'_, '_>) -> bool {
         self.missing_resources(node, pod).is_some_and(|missing| missing.is_empty())
     }
 
     /// Returns the kind of resource that a node lacks for a pod. Returns `None` if the node lacks
     /// no resource, or if only the ledger shows that no GPU has enough free units.
-    pub(super) fn shortage(&mut self, node: &str, pod: Requester<'_>) -> Option<Shortage> {
+    pub(super) fn shortage(&mut self, node: &str, pod: Requester<'_, '_>) -> Option<Shortage> {
         if !self.has_room(node, pod) {
             return Some(Shortage::Resources);
         }
@@ -112,13 +126,16 @@ impl<'a> FreeResources<'a> {
 
     /// Returns the amount of each resource that a node lacks for a pod. Returns `None` if the node
     /// has no `GpuNode`, or is too small for the pod even without other pods.
-    pub(super) fn missing_resources<'r>(&mut self, node: &str, pod: Requester<'r>) -> Option<BTreeMap<&'r str, u128>> {
+    pub(super) fn missing_resources<'r>(
+        &mut self,
+        node: &str,
+        pod: Requester<'r, '_>,
+    ) -> Option<BTreeMap<&'r str, u128>> {
         let allocatable = &self.nodes.0.get(node)?.node.allocatable;
         self.compute_free(node)?;
         let free = self.computed.get(node)?;
-        let of_others =
-            |(name, nominee): &(&String, &Nominee<'a>)| *name != pod.name && nominee.priority >= pod.priority;
-        let nominees: Vec<_> = self.nominated.get(node).into_iter().flatten().filter(of_others).collect();
+        let is_left = |(name, nominee): &(&String, &Nominee<'a>)| pod.leaves(node, name, nominee);
+        let nominees: Vec<_> = self.nominated.get(node).into_iter().flatten().filter(is_left).collect();
         let mut missing = BTreeMap::new();
         let slot = free.contains_key(PODS_RESOURCE).then_some((PODS_RESOURCE, 1000));
         for (resource, wanted) in amounts::requested(pod.requests).chain(slot) {
@@ -139,7 +156,11 @@ impl<'a> FreeResources<'a> {
     /// resource, in thousandths. Terminating pods without units do not count, because they are
     /// about to end. A node without a faulted GPU lacks no units. If the ledger has free units on
     /// such a node, the sum includes them as soon as terminating pods have ended.
-    pub(super) fn units_missing_by_faults<'r>(&mut self, node: &str, pod: Requester<'r>) -> BTreeMap<&'r str, u128> {
+    pub(super) fn units_missing_by_faults<'r>(
+        &mut self,
+        node: &str,
+        pod: Requester<'r, '_>,
+    ) -> BTreeMap<&'r str, u128> {
         let (nodes, ending) = (self.nodes, self.ending.get(node).cloned().unwrap_or_default());
         let missing = self.missing_units(node, pod);
         let missing = missing.filter(|(resource, _)| has_unhealthy_units(nodes, node, resource));
@@ -154,7 +175,7 @@ impl<'a> FreeResources<'a> {
     /// Returns the units that a node lacks for a pod in the scheduler's sum, by resource, in
     /// thousandths. Ignores resources that the node does not serve now, because the ledger handles
     /// planned partitions.
-    fn missing_units<'r>(&mut self, node: &str, pod: Requester<'r>) -> impl Iterator<Item = (&'r str, u128)> {
+    fn missing_units<'r>(&mut self, node: &str, pod: Requester<'r, '_>) -> impl Iterator<Item = (&'r str, u128)> {
         self.compute_free(node);
         let free = self.computed.get(node);
         let nominated = self.nominated.get(node);
@@ -165,7 +186,7 @@ impl<'a> FreeResources<'a> {
             // still count in the sum, so the units must not be subtracted twice.
             let nominees = nominated.into_iter().flatten().filter(|_| has_unhealthy_units(nodes, node, resource));
             let kept: i128 = nominees
-                .filter(|(name, nominee)| *name != pod.name && nominee.priority >= pod.priority)
+                .filter(|(name, nominee)| pod.leaves(node, name, nominee))
                 .map(|(_, nominee)| amounts::amount(nominee.requests, resource))
                 .fold(0, i128::saturating_add);
             let short = wanted.saturating_add(kept).saturating_sub(free);

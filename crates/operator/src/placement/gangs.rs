@@ -12,11 +12,6 @@ pub(super) fn in_placement_order<'a>(candidates: &'a [Candidate<'a>], positions:
     gang
 }
 
-/// Returns the name of each pod with the reservation that was found for the pod.
-pub(super) fn with_names<'n>(gang: &'n [&Candidate<'_>], found: &'n [Fits]) -> Vec<(&'n str, &'n Fits)> {
-    gang.iter().map(|one| one.name.as_str()).zip(found).collect()
-}
-
 /// Reserves units for all pods of a gang. Reserves nothing if one of the pods does not fit.
 pub(super) fn reserve_all<'a>(
     ledger: &mut Ledger,

@@ -6,19 +6,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cleave_api::names::CONDITION_PLACED;
-use cleave_api::placement::{Placement, ReservedUnits};
-use cleave_plan::ledger::{Chooser, DeviceRequest, Fits, Ledger, Moment, Place, Reservation};
+use cleave_plan::ledger::{Chooser, Ledger, Nomination, Place};
 
-use super::actions::{Actions, Destination, Eviction, Release, ReleaseReason};
+use super::actions::{Actions, Eviction, Release};
 use super::claims::{self, PodClaims};
 use super::cluster::{Cluster, ReconcileInput, ReconcileTime, is_released};
+use super::decisions::{Decisions, MAX_RELEASES};
 use super::evictions::{Evictability, EvictionRecords};
 use super::fragments::FragmentationTaints;
-use super::gangs;
-use super::growth::{AllowedUnits, AutoscalerReports, NeedInputs, PlacementOutlook};
+use super::growth::{AllowedUnits, AutoscalerReports};
 use super::handover;
 use super::nodes::Nodes;
-use super::other_nodes::{AgentLabels, OtherNodes};
+use super::other_nodes::AgentLabels;
 use super::pod_tracker::PodTracker;
 use super::preemption::PreemptionSearch;
 use super::preemptors::Preemptors;
@@ -31,26 +30,17 @@ use super::returning::Returning;
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::{self, PlacedReport, StrandedActions, StrandedPods};
 use super::unanswered::UnansweredReleases;
-use super::verdict::{PreemptionProspect, Verdict};
+use super::unlisted::UnlistedUnits;
 use super::{learning, mps_hosts};
 use crate::evict::EvictionResult;
 use crate::pod_store::PodChanges;
-use crate::pods::{PodObject, full_name, is_interchangeable};
-use crate::policies::demand::{Reason, WaitingPod};
+use crate::pods::{PodObject, full_name};
+use crate::policies::demand::WaitingPod;
 use crate::rollout::{self, Rollout, RolloutStep};
 
 /// Default time for which a pod must be unplaceable before it is released as unschedulable. During
 /// this time, a policy, a node or its `GpuNode` may appear.
 pub const UNSCHEDULABLE_AFTER: Duration = Duration::from_secs(180);
-/// Maximum number of pods released per reconcile. The operator writes their patches before it
-/// reconciles again.
-const MAX_RELEASES: usize = 128;
-/// Maximum number of pods released as unschedulable per reconcile. If thousands of such pods have a
-/// high priority, they must not use up the releases of pods that can run.
-const MAX_UNPLACEABLE_RELEASES: usize = MAX_RELEASES / 2;
-/// Why a pod waits if its controller repeatedly recreated stranded pods. See [`stranded`].
-const DELAYED_MESSAGE: &str = "The scheduler repeatedly did not bind pods of this controller, and they were recreated. This pod is released later";
-
 /// Keeps the ledger and decides which pods are released.
 #[derive(Debug)]
 pub struct Gatekeeper {
@@ -74,6 +64,8 @@ pub struct Gatekeeper {
     evictions: EvictionRecords,
     /// Waiting pods for which the operator has searched for preemption victims.
     preemptors: Preemptors,
+    /// Units of pods that nodes have just stopped listing.
+    unlisted: UnlistedUnits,
     stranded: StrandedPods,
     growth: AutoscalerReports,
     returning: Returning,
@@ -111,6 +103,7 @@ impl Gatekeeper {
             queue: Queue::default(),
             evictions: EvictionRecords::default(),
             preemptors: Preemptors::default(),
+            unlisted: UnlistedUnits::default(),
             stranded: StrandedPods::default(),
             growth: AutoscalerReports::new(true),
             returning: Returning::default(),
@@ -186,9 +179,23 @@ impl Gatekeeper {
 
     /// Records that a pod could not be released, and ends its reservation. If an earlier patch had
     /// no answer, that patch may have released the pod, so the reservation is kept.
+    ///
+    /// A pod of a gang is nominated for the units instead, because the rest of its gang may have
+    /// been released. Otherwise another pod could take the units, and a part of the gang would run.
     pub fn record_failed_release(&mut self, pod: &str) {
-        if !self.unanswered.contains(pod) {
-            self.claims.end_claim(self.ledger.as_mut(), pod);
+        if self.unanswered.contains(pod) {
+            return;
+        }
+        let is_in_gang = self.tracker.unsettled_pod(pod).is_some_and(|pod| pod.gang.is_some());
+        let room = self.ledger.as_ref().filter(|_| is_in_gang).and_then(|ledger| {
+            let (node, takes) = ledger.claim(pod)?.annotated.first_key_value()?;
+            Some((node.clone(), takes.clone()))
+        });
+        self.claims.end_claim(self.ledger.as_mut(), pod);
+        if let (Some((node, takes)), Some(ledger)) = (room, &mut self.ledger) {
+            let priority = self.tracker.unsettled_pod(pod).and_then(|pod| pod.spec.priority).unwrap_or(0);
+            // Ignore errors: the ledger refuses only nominations for pods with a claim.
+            let _ = ledger.nominate(pod, Nomination { priority, node, takes });
         }
     }
 
@@ -272,7 +279,14 @@ impl Gatekeeper {
         let waiting = waiting.iter().map(|(name, pod)| (name.as_str(), *pod));
         let is_evicted = |uid: &str| self.evictions.is_accepted(uid);
         let state = (&self.tracker, ledger);
-        quota_reports::build_reports(cluster, state, waiting, is_evicted, (&self.quotas, now.epoch), waits)
+        quota_reports::build_reports(
+            (cluster, &self.nodes),
+            state,
+            waiting,
+            is_evicted,
+            (&self.quotas, now.epoch),
+            waits,
+        )
     }
 
     /// Returns the ledger, after the first reconcile.
@@ -316,12 +330,14 @@ impl Gatekeeper {
         demand: &BTreeMap<String, WaitingPod>,
         now: ReconcileTime,
     ) -> Actions {
+        self.unlisted.expire(now.up);
         let changed = self.nodes.update(cluster, &self.rollout);
         changed.iter().for_each(|(node, _)| self.preemptors.record_node_change(node));
         self.returning.update(&self.nodes, changed.iter().map(|(node, _)| node.as_str()), now.up);
         let mut ledger = match self.ledger.take() {
             Some(mut ledger) => {
                 for (name, facts) in changed {
+                    self.unlisted.update(&ledger, &name, facts.as_ref(), now.up);
                     match facts {
                         Some(facts) => ledger.observe(&name, facts),
                         None => ledger.remove_node(&name),
@@ -447,6 +463,7 @@ impl Gatekeeper {
         let step = self.rollout.update(&views, up);
         for (name, facts) in self.nodes.update(cluster, &self.rollout) {
             self.preemptors.record_node_change(&name);
+            self.unlisted.update(ledger, &name, facts.as_ref(), up);
             if let Some(facts) = facts {
                 ledger.observe(&name, facts);
             }
@@ -538,12 +555,11 @@ impl Gatekeeper {
         if !waiting.is_empty() {
             self.preemptors.update_budgets(&input.cluster.budgets);
             self.evictions.deadlines(up).for_each(|deadline| actions.requeue_in(deadline));
+            self.unlisted.next_expiry(up).into_iter().for_each(|expiry| actions.requeue_in(expiry));
         }
     }
 
     /// Reserves shares for the pods that fit, and explains why the other pods wait.
-    // long: one decision per pod, whose outcomes continue the same loop.
-    #[expect(clippy::too_many_lines, reason = "one decision per pod, whose outcomes continue the same loop")]
     fn reserve_or_explain(
         &mut self,
         ledger: &mut Ledger,
@@ -552,18 +568,17 @@ impl Gatekeeper {
         actions: &mut Actions,
     ) {
         let up = input.now.up;
-        let (expires, unschedulable_after) = (claims::expiry(input.now), self.unschedulable_after);
+        let waiting = self.queue.remove_delayed(ledger, waiting, up, actions).into_iter();
         let Self { agent_labels, chooser, nodes, claims, queue, rollout, stranded, .. } = self;
         let tracker = input.tracker;
-        let Self { evictions, preemptors, growth, returning, .. } = self;
-        let mut other_nodes = LazyCell::new(|| OtherNodes::new(nodes, tracker, agent_labels, input.unsettled));
-        let waiting = queue.remove_delayed(ledger, waiting, up, actions).into_iter();
+        let Self { evictions, preemptors, growth, returning, unlisted, .. } = self;
+        let (nodes, stranded) = (&*nodes, &*stranded);
         let candidate = |(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod));
         let candidates: Vec<Candidate<'_>> = waiting.map(candidate).collect();
         let evictability = Evictability::new(&input.cluster.budgets, evictions, input.now.epoch);
         if std::mem::take(&mut self.restores_nominations) && !input.cluster.quotas.is_empty() {
             let is_ending = |node: &str, pod: &str| claims.is_ending(node, pod, up);
-            let holders = || nodes.holders(tracker, &evictability, is_ending);
+            let holders = || nodes.holders(tracker, &evictability, unlisted, is_ending);
             handover::restore_nominations(
                 ledger,
                 candidates.iter().map(Candidate::for_handover),
@@ -572,7 +587,7 @@ impl Gatekeeper {
             );
         }
         let mut worlds = QuotaWorlds::new(
-            input.cluster,
+            (input.cluster, nodes),
             (tracker, ledger),
             candidates.iter().map(|candidate| (candidate.name.as_str(), candidate.pod)),
             |uid| evictions.is_accepted(uid),
@@ -580,148 +595,40 @@ impl Gatekeeper {
         )
         .filter(QuotaWorlds::are_enforced);
         if let Some(worlds) = &mut worlds {
-            let nodes = &*nodes;
             worlds.find_long_waits(input.cluster, candidates.iter().map(|one| one.for_long_wait(nodes)));
         }
-        let mut quotas = worlds.as_ref().map(|worlds| QuotaPass::new(worlds, ledger));
-        let mut search =
-            PlacementSearch::new(input, (nodes, tracker, &*claims), ledger, chooser).with_quotas(worlds.as_ref());
-        let mut order = TurnOrder::new(quotas.as_ref(), candidates.iter().map(|candidate| candidate.name.as_str()));
-        let offers = LazyCell::new(|| AllowedUnits::of_policies(input.cluster.policies.iter().map(AsRef::as_ref)));
-        let mut preemption = PreemptionSearch::new((nodes, tracker), evictability, claims, preemptors, up);
-        let mut returning = returning.units(nodes, (ledger, claims), up, actions);
-        let (mut reserved, mut unplaceable_releases) = (Vec::<(String, &PodObject)>::new(), 0);
-        while let Some((at, candidate)) = order.next(quotas.as_ref()).and_then(|at| Some((at, candidates.get(at)?))) {
-            let gang = gangs::in_placement_order(&candidates, order.gang(at));
-            // A gang that is larger than the limit is released by a reconcile of its own.
-            let is_too_much = actions.releases.len() + gang.len() > MAX_RELEASES && !actions.releases.is_empty();
-            if actions.releases.len() >= MAX_RELEASES || is_too_much {
-                actions.more = true;
-                break;
-            }
-            let Candidate { name, pod, device_requests, .. } = candidate;
-            let waited = queue.waiting_time(name, up);
-            if device_requests.is_empty() {
-                actions.releases.push(candidate.release(ReleaseReason::NotServed, Destination::Anywhere, waited));
-                continue;
-            }
-            if let Some(delay) = stranded.gate_delay(pod, up) {
-                actions.requeue_in(delay);
-                preemption.withdraw_nomination(ledger, &mut search, name);
-                growth.record_delayed(pod, up);
-                actions.waiting.insert(name.clone(), waiting_for_free_units(DELAYED_MESSAGE.to_owned()));
-                continue;
-            }
-            let turn = match quotas.as_mut().and_then(|pass| pass.start_turn(ledger, name)).transpose() {
-                Ok(turn) => turn,
-                Err(hold) => {
-                    let Some(wait) = quotas.as_ref().map(|pass| pass.explain(hold).into_waiting_pod()) else {
-                        continue;
-                    };
-                    for one in std::iter::once(candidate).chain(gang) {
-                        preemption.withdraw_nomination(ledger, &mut search, &one.name);
-                        growth.record_delayed(one.pod, up);
-                        actions.waiting.insert(one.name.clone(), wait.clone());
-                    }
-                    quotas.as_ref().into_iter().for_each(|pass| pass.end_turn(ledger, name));
-                    continue;
-                }
-            };
-            search.set_turn(turn);
-            if let Some((pass, turn)) = quotas.as_mut().zip(turn).filter(|_| !gang.is_empty()) {
-                let delay = gang.iter().filter_map(|one| stranded.gate_delay(one.pod, up)).max();
-                let may_use_free_room = turn.may_use_free_room && delay.is_none();
-                let found =
-                    may_use_free_room.then(|| gangs::reserve_all(ledger, &mut search, &gang, expires)).flatten();
-                if let Some(found) = found {
-                    let label = pass.label_released(turn, &gangs::with_names(&gang, &found));
-                    for (one, fits) in gang.iter().zip(&found) {
-                        reserved.push((one.name.clone(), one.pod));
-                        let placement = build_placement(&one.pod.spec.device_requests, fits, expires);
-                        let waited = queue.waiting_time(&one.name, up);
-                        actions.releases.push(one.release_reserved(placement, nodes, (waited, label)));
-                    }
-                    continue;
-                }
-                delay.into_iter().for_each(|delay| actions.requeue_in(delay));
-                let prospect = if delay.is_some() {
-                    PreemptionProspect::Unknown
-                } else {
-                    preemption.preempt_for_gang(ledger, &mut search, &gang, (pass, turn), actions)
-                };
-                let wait = quotas.as_ref().map(|pass| pass.explain_gang_wait(&turn, prospect).into_waiting_pod());
-                for one in gang {
-                    growth.record_delayed(one.pod, up);
-                    actions.waiting.extend(wait.clone().map(|wait| (one.name.clone(), wait)));
-                }
-                continue;
-            }
-            let is_held = turn.is_some_and(|turn| !turn.may_use_free_room);
-            let found = if is_held { Err(Verdict::Waits(String::new())) } else { search.find(ledger, candidate) };
-            let verdict = match found {
-                Ok(fits) => {
-                    if ledger.reserve(name, &fits, expires).is_ok() {
-                        search.reserve(ledger, candidate, &fits);
-                        let label = quotas
-                            .as_mut()
-                            .zip(turn)
-                            .and_then(|(pass, turn)| pass.label_released(turn, &[(name, &fits)]));
-                        reserved.push((name.clone(), pod));
-                        let placement = build_placement(&pod.spec.device_requests, &fits, expires);
-                        actions.releases.push(candidate.release_reserved(placement, nodes, (waited, label)));
-                    }
-                    continue;
-                }
-                Err(verdict) => verdict,
-            };
-            if let Some(requirement) = other_nodes.place_pod(&candidate.plan_pod).filter(|_| !is_held) {
-                actions.releases.push(candidate.release_to_other_nodes(requirement, waited));
-                continue;
-            }
-            let withheld = rollout.describe_withheld(device_requests, &search.eligible_nodes(candidate));
-            let returns = returning.serve(ledger, &search, candidate);
-            let mut circumstances = NeedInputs::new(&offers, input.demand.get(name), withheld, returns);
-            let pause = growth.preemption_pause(candidate, &circumstances, up);
-            let quota = quotas.as_mut().zip(turn);
-            circumstances.preemption =
-                preemption.preempt(ledger, &mut search, candidate, (&verdict, pause), quota, actions);
-            returning.end_promise(name, circumstances.preemption);
-            quotas.as_ref().into_iter().for_each(|pass| pass.end_turn(ledger, name));
-            let wait =
-                quotas.as_ref().zip(turn).and_then(|(pass, turn)| pass.explain_wait(&turn, circumstances.preemption));
-            if let Some(wait) = wait.filter(|_| verdict.permanent_obstacle().is_none()) {
-                if is_held {
-                    growth.record_delayed(pod, up);
-                } else {
-                    growth.examine(candidate, verdict, &circumstances, up);
-                    queue.unplaceable_time(name, true, up);
-                }
-                actions.waiting.insert(name.clone(), wait.into_waiting_pod());
-                continue;
-            }
-            let PlacementOutlook { need, message, may_pass } = growth.examine(candidate, verdict, &circumstances, up);
-            match queue.unplaceable_time(name, may_pass, up) {
-                Some(time) if time < unschedulable_after => actions.requeue_in(unschedulable_after.abs_diff(time)),
-                Some(_) if unplaceable_releases >= MAX_UNPLACEABLE_RELEASES => actions.more = true,
-                Some(_) => {
-                    unplaceable_releases += 1;
-                    actions.releases.push(candidate.release_unplaceable(need, message, waited));
-                    continue;
-                }
-                None => {}
-            }
-            actions.waiting.insert(name.clone(), waiting_for_free_units(message));
+        let quotas = worlds.as_ref().map(|worlds| QuotaPass::new(worlds, ledger));
+        let order = TurnOrder::new(quotas.as_ref(), candidates.iter().map(|candidate| candidate.name.as_str()));
+        let offers = AllowedUnits::of_policies(input.cluster.policies.iter().map(AsRef::as_ref));
+        let mut decisions = Decisions {
+            search: PlacementSearch::new(input, (nodes, tracker, &*claims), ledger, chooser)
+                .with_quotas(worlds.as_ref()),
+            preemption: PreemptionSearch::new((nodes, tracker, unlisted), evictability, claims, preemptors, up),
+            returning: returning.units(nodes, (ledger, claims), up, actions),
+            ledger,
+            actions,
+            queue,
+            growth,
+            input,
+            nodes,
+            stranded,
+            rollout,
+            agent_labels,
+            offers: &offers,
+            quotas,
+            other_nodes: None,
+            expires: claims::expiry(input.now),
+            without_labels: self.quotas.without_labels,
+            unschedulable_after: self.unschedulable_after,
+            reserved: BTreeSet::new(),
+            unplaceable_releases: 0,
+        };
+        decisions.decide_all(&candidates, order);
+        let reserved = decisions.finish(&candidates);
+        for candidate in candidates.iter().filter(|candidate| reserved.contains(&candidate.name)) {
+            claims.add(Arc::from(candidate.name.as_str()), candidate.pod);
         }
-        preemptors.finish_reconcile(up, actions);
-        actions.awaits_budgets |= quotas.is_some();
-        quotas.into_iter().for_each(|pass| pass.finish(ledger));
-        reserved.into_iter().for_each(|(name, pod)| claims.add(Arc::from(name), pod));
-        growth.add_reports(&candidates, up, actions);
     }
-}
-
-fn waiting_for_free_units(message: String) -> WaitingPod {
-    WaitingPod { reason: Reason::NoRoom, message }
 }
 
 /// Ends the nominations of pods that no longer wait. Returns the nodes of these nominations.
@@ -733,25 +640,6 @@ fn withdraw_other_nominations(ledger: &mut Ledger, waiting: &[(String, &PodObjec
     let over: Vec<String> =
         ledger.nominations().keys().filter(|pod| !waiting.contains(pod.as_str())).cloned().collect();
     over.iter().filter_map(|pod| ledger.withdraw(pod)).map(|nomination| nomination.node).collect()
-}
-
-/// Builds the reservation for the pod's annotation. The reservation lists groups of units in the
-/// order of the pod's requests. The units of one group must be on one device.
-fn build_placement(device_requests: &[DeviceRequest], fits: &Fits, expires: Moment) -> Placement {
-    let held = |takes: &[Reservation]| {
-        let mut left: Vec<&Reservation> = takes.iter().filter(|take| !is_interchangeable(&take.resource)).collect();
-        let mut held = Vec::with_capacity(device_requests.len());
-        for request in device_requests {
-            let same = |take: &&Reservation| take.resource == request.resource && take.units == request.units;
-            if let Some(index) = left.iter().position(same) {
-                let Reservation { resource, units, device } = left.remove(index).clone();
-                held.push(ReservedUnits { resource, units: units.get(), device });
-            }
-        }
-        held
-    };
-    let nodes = fits.iter().map(|fit| (fit.node().to_owned(), held(fit.reservations()))).collect();
-    Placement { until: expires.0, nodes }
 }
 
 #[cfg(test)]

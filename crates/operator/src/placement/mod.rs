@@ -7,7 +7,7 @@
 //! | step | module | purpose |
 //! |---|---|---|
 //! | read | `cluster`, `nodes`, `facts`, `pod_tracker`, `claims` | the objects, and the facts that the ledger and the scheduler's rules need |
-//! | decide | `gatekeeper` | [`Actions`] of one reconcile |
+//! | decide | `gatekeeper`, `decisions` | [`Actions`] of one reconcile |
 //! | | `queue` | order and back-off of the pods at the gate |
 //! | | `unanswered` | releases to send again |
 //! | | `learning`, `replicas` | data by which the search ranks nodes |
@@ -15,7 +15,7 @@
 //! | | `quotas`, `quota_pass`, `quota_turns` | quotas: the order of the pods, the units that each pod may use, and the pods that may be evicted for it |
 //! | | `gangs` | pods that are released together |
 //! | | `handover` | nominations that remain when the leader changes |
-//! | | `preemption`, `preemptors`, `evictions`, `budgets` | pods to evict for waiting pods |
+//! | | `preemption`, `preemptors`, `evictions`, `budgets`, `unlisted` | pods to evict for waiting pods |
 //! | | `stranded` | released pods to evict |
 //! | | `other_nodes` | nodes of other device plugins |
 //! | | `growth`, `returning`, `fragments` | pods to report to cluster autoscalers, nodes that only look free to them |
@@ -43,6 +43,7 @@ mod budgets;
 mod claims;
 mod cluster;
 mod constraints;
+mod decisions;
 mod evictions;
 mod facts;
 mod fragments;
@@ -70,9 +71,12 @@ mod run;
 mod search;
 mod stranded;
 mod unanswered;
+mod unlisted;
 mod verdict;
 
-pub use actions::{Actions, AutoscalerReport, Eviction, NominationRecord, QuotaEviction, Release, ReleaseReason};
+pub use actions::{
+    Actions, AutoscalerReport, Eviction, NominationRecord, ProtectedPod, QuotaEviction, Release, ReleaseReason,
+};
 pub use cluster::{Cluster, ReconcileTime};
 pub use gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 pub use quotas::QuotaSettings;

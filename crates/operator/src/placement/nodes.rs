@@ -8,7 +8,7 @@ use cleave_api::names::is_served;
 use cleave_plan::Quantity;
 use cleave_plan::affinity::HOSTNAME;
 use cleave_plan::constraints::Conflict;
-use cleave_plan::ledger::{Holder, Holders, Ledger, Moment, NoFit, NodeFacts, PendingPod, Tightest};
+use cleave_plan::ledger::{DeviceAmounts, Holder, Holders, Ledger, Moment, NoFit, NodeFacts, PendingPod, Tightest};
 use cleave_plan::scheduling::{self, NodeRefusal};
 use cleave_plan::snapshot::{Node as PlanNode, Pod as PlanPod};
 use kube::Resource;
@@ -17,8 +17,9 @@ use kube::core::DeserializeGuard;
 use super::amounts::{self, FreeAmounts, Shortage};
 use super::cluster::Cluster;
 use super::evictions::Evictability;
-use super::facts::{self, Absence, Availability, UnitCounts};
+use super::facts::{self, Absence, Availability, Blocked, UnitCounts};
 use super::pod_tracker::PodTracker;
+use super::unlisted::UnlistedUnits;
 use super::verdict::{Exclusion, PermanentObstacle, TOO_FEW_UNITS_IN_SUM, Verdict};
 use crate::read::NodeObject;
 use crate::rollout::{MpsState, Rollout};
@@ -55,14 +56,15 @@ pub(super) struct NodeState {
     was_managed: bool,
     /// Pods with allocations on the node.
     allocated: BTreeSet<String>,
-    /// Pods on devices that serve no new pods. Evictions of these pods free no units for other
-    /// pods.
-    blocked: BTreeSet<String>,
+    /// Devices that serve no new pods, and the pods on them.
+    blocked: Blocked,
     /// Why units of the node are briefly unavailable. Empty if the end of these absences makes no
     /// units available.
     absences: BTreeSet<Absence>,
     /// The `GpuNode`, if units of the node are briefly unavailable.
     gpu_node: Option<Arc<DeserializeGuard<GpuNode>>>,
+    /// The last valid `GpuNode` that had GPUs, and whether it is the present `GpuNode`.
+    last_gpu_node: Option<(Arc<DeserializeGuard<GpuNode>>, bool)>,
 }
 
 /// No absences.
@@ -327,6 +329,9 @@ impl Nodes {
             let facts = gpu_node.and_then(|object| object.0.as_ref().ok()).map(|object| state.update_from(object));
             state.gpu_node = gpu_node.filter(|_| !state.absences.is_empty()).cloned();
             let before = self.0.get(name);
+            let with_gpus = gpu_node.filter(|_| state.gpus > 0 && facts.is_some());
+            let last = || before?.last_gpu_node.as_ref().map(|(object, _)| (Arc::clone(object), false));
+            state.last_gpu_node = with_gpus.map(|object| (Arc::clone(object), true)).or_else(last);
             state.missing = state.still_reported_resources(before);
             state.was_managed = before.is_some_and(|before| before.was_managed || before.managed || before.has_agent());
             self.0.insert(name.to_owned(), state);
@@ -353,6 +358,20 @@ impl Nodes {
         self.0.get(node).is_some_and(|state| state.admits(pod))
     }
 
+    /// Returns the nodes with GPUs by name, each with its last valid `GpuNode`, and whether that is
+    /// the present one.
+    pub(super) fn with_gpus(&self) -> impl Iterator<Item = (&str, &GpuNode, bool)> {
+        self.0.iter().filter_map(|(name, state)| {
+            let (object, is_current) = state.last_gpu_node.as_ref()?;
+            Some((name.as_str(), object.0.as_ref().ok()?, *is_current))
+        })
+    }
+
+    /// Returns the names of the nodes whose GPUs Cleave serves.
+    pub(super) fn managed(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().filter(|(_, state)| state.managed).map(|(name, _)| name.as_str())
+    }
+
     /// Returns whether the cluster has the node.
     pub(super) fn contains(&self, node: &str) -> bool {
         self.0.contains_key(node)
@@ -360,7 +379,7 @@ impl Nodes {
 
     /// Returns whether a pod uses units of a faulted GPU on a node.
     pub(super) fn is_blocked(&self, node: &str, pod: &str) -> bool {
-        self.0.get(node).is_some_and(|state| state.blocked.contains(pod))
+        self.0.get(node).is_some_and(|state| state.blocked.pods.contains(pod))
     }
 
     /// Returns the value of a node's hostname label.
@@ -391,19 +410,21 @@ impl Nodes {
     /// pods if their node still reports their allocations. Ended or deleted pods that `is_ending`
     /// accepts count as terminating, so that no other pod is evicted for the same units. The units
     /// of other ended or deleted pods count as used. `is_ending` receives the node and the name of
-    /// the pod, because a pod of the same name may run on another node.
+    /// the pod, because a pod of the same name may run on another node. `unlisted` contains units of
+    /// pods that the nodes have just stopped listing.
     pub(super) fn holders<'a>(
         &self,
         tracker: &'a PodTracker,
         evictability: &Evictability<'a>,
+        unlisted: &UnlistedUnits,
         is_ending: impl Fn(&str, &str) -> bool,
     ) -> Holders<'a> {
-        let mut holders = Holders { pods: BTreeMap::new(), budgets: evictability.allowed_evictions() };
+        let mut holders = Holders { budgets: evictability.allowed_evictions(), ..Holders::default() };
         let mut kept: BTreeSet<(&str, String)> = BTreeSet::new();
         for pod in tracker.living_pods().filter(|pod| pod.requests_gpus()) {
             let Some((node, state)) = pod.node().and_then(|node| self.0.get_key_value(node)) else { continue };
             let name = crate::pods::full_name(&pod.metadata);
-            if state.blocked.contains(&name) {
+            if state.blocked.pods.contains(&name) {
                 continue;
             }
             match evictability.holder(pod) {
@@ -413,11 +434,27 @@ impl Nodes {
         }
         let gone = Holder { priority: 0, started: Moment(0), budget: None, ending: true, requests: None };
         for (node, state) in &self.0 {
-            for pod in state.allocated.difference(&state.blocked) {
+            for pod in state.allocated.difference(&state.blocked.pods) {
                 let is_present = || holders.get(node, pod).is_some() || kept.contains(&(node.as_str(), pod.clone()));
                 if is_ending(node, pod) && !is_present() {
                     holders.pods.entry(node.clone()).or_default().insert(pod.clone(), gone);
                 }
+            }
+            // A pod that runs on and is not listed for another reason keeps its units.
+            let runs = |pod: &str| {
+                holders.get(node, pod).is_some_and(|holder| !holder.ending)
+                    || kept.contains(&(node.as_str(), pod.to_owned()))
+            };
+            let mut units = DeviceAmounts::new();
+            for (_, of_pod) in unlisted.of_node(node).filter(|(pod, _)| !runs(pod)) {
+                for (device, count) in of_pod.iter().filter(|((_, device), _)| !state.blocked.devices.contains(device))
+                {
+                    let sum = units.entry(device.clone()).or_default();
+                    *sum = sum.saturating_add(*count);
+                }
+            }
+            if !units.is_empty() {
+                holders.unlisted.insert(node.clone(), units);
             }
         }
         holders

@@ -140,6 +140,11 @@ impl PodTracker {
         self.unsettled.values().cloned().collect()
     }
 
+    /// Returns a pod that is not settled.
+    pub(super) fn unsettled_pod(&self, name: &str) -> Option<&PodObject> {
+        self.unsettled.get(name).map(AsRef::as_ref)
+    }
+
     /// Stores the names of the pods that are not settled. The next update returns them as pods that
     /// may have ended or been deleted.
     pub(super) fn remember_unsettled(&mut self, names: BTreeSet<String>) {

@@ -6,8 +6,9 @@ use std::time::Duration;
 use cleave_plan::ledger::{Holders, Ledger, Nomination, PendingPod, Preemption};
 use cleave_plan::quota::Kind;
 
-use super::actions::{Actions, Eviction, NominationRecord, QuotaEviction};
+use super::actions::{Actions, Eviction, NominationRecord, ProtectedPod, QuotaEviction};
 use super::claims::PodClaims;
+use super::cluster::ReconcileTime;
 use super::constraints;
 use super::evictions::{Evictability, TERMINATION_TIME};
 use super::handover;
@@ -16,6 +17,7 @@ use super::pod_tracker::PodTracker;
 use super::preemptors::{Preemptors, SearchScope};
 use super::quota_pass::{PodAndRoom, QuotaPass, QuotaTurn, capped_grace};
 use super::search::{Candidate, PlacementSearch, SearchKey};
+use super::unlisted::UnlistedUnits;
 use super::verdict::{PreemptionProspect, Verdict};
 use crate::pods::{PodObject, full_name};
 
@@ -25,15 +27,15 @@ mod gangs;
 /// victims for the first time. Each search scans every device.
 const MAX_NEW_PREEMPTORS: usize = 4;
 
-/// Maximum number of waiting pods per reconcile for which the operator searches for victims by the
-/// rules of quotas. The turns are in the order of the quotas, so pods within a guarantee come
-/// first.
+/// Maximum number of waiting pods per reconcile with their first search for victims by the rules of
+/// quotas. The turns are in the order of the quotas, so pods within a guarantee come first.
 const MAX_EXCHANGES: usize = 8;
 
 /// Searches for pods to evict, within one reconcile.
 pub(super) struct PreemptionSearch<'a> {
     nodes: &'a Nodes,
     tracker: &'a PodTracker,
+    unlisted: &'a UnlistedUnits,
     evictability: Evictability<'a>,
     claims: &'a PodClaims,
     preemptors: &'a mut Preemptors,
@@ -47,8 +49,10 @@ pub(super) struct PreemptionSearch<'a> {
     new: usize,
     /// Number of all searches in this reconcile.
     searches: u64,
-    /// Number of searches so far by the rules of quotas.
+    /// Number of first searches so far by the rules of quotas.
     exchanges: usize,
+    /// Waiting pods whose turn it is for a repeated search by the rules of quotas, with the pool.
+    exchanges_in_turn: BTreeSet<(String, usize)>,
     /// Properties of pods for which no preemption helps. Replicas of a workload have the same
     /// result.
     futile: BTreeSet<SearchKey<'a>>,
@@ -64,6 +68,17 @@ struct Exchange<'a> {
     found: Vec<(&'a Candidate<'a>, Preemption)>,
     /// Whether the operator deletes pods that disruption budgets protect.
     force: bool,
+}
+
+/// Whether pods to evict are searched for by the rules of quotas.
+enum ExchangeTurn {
+    Now,
+    /// Other pods come first.
+    Later,
+    /// An earlier search failed, and nothing has changed.
+    Failed {
+        is_protected: bool,
+    },
 }
 
 /// The result of one search.
@@ -83,7 +98,7 @@ enum SearchResult {
 
 impl<'a> PreemptionSearch<'a> {
     pub(super) fn new(
-        (nodes, tracker): (&'a Nodes, &'a PodTracker),
+        (nodes, tracker, unlisted): (&'a Nodes, &'a PodTracker, &'a UnlistedUnits),
         evictability: Evictability<'a>,
         claims: &'a PodClaims,
         preemptors: &'a mut Preemptors,
@@ -91,9 +106,11 @@ impl<'a> PreemptionSearch<'a> {
     ) -> Self {
         let (pods_in_turn, is_paused) = (preemptors.pods_in_turn(up), evictability.is_paused(up));
         let (holders, futile) = (OnceCell::new(), BTreeSet::new());
+        let exchanges_in_turn = preemptors.exchanges_in_turn(up);
         Self {
             nodes,
             tracker,
+            unlisted,
             evictability,
             claims,
             preemptors,
@@ -103,10 +120,16 @@ impl<'a> PreemptionSearch<'a> {
             new: 0,
             searches: 0,
             exchanges: 0,
+            exchanges_in_turn,
             futile,
             is_paused,
             up,
         }
+    }
+
+    /// Ends the reconcile, and records in `actions` when the next reconcile is due.
+    pub(super) fn finish(&self, actions: &mut Actions) {
+        self.preemptors.finish_reconcile(self.up, actions);
     }
 
     /// If evictions free enough units for a pod at the placement gate, evicts the victims and
@@ -125,7 +148,8 @@ impl<'a> PreemptionSearch<'a> {
         actions: &mut Actions,
     ) -> PreemptionProspect {
         if let Some((pass, turn)) = quota {
-            let prospect = self.preempt_by_quota(ledger, search, candidate, verdict, (pass, turn), actions);
+            let of_turn = (verdict, pause);
+            let prospect = self.preempt_by_quota(ledger, search, candidate, of_turn, (pass, turn), actions);
             actions.preemption_searches = self.searches;
             return prospect;
         }
@@ -135,8 +159,7 @@ impl<'a> PreemptionSearch<'a> {
         let prospect = match self.find_victims(ledger, search, candidate, (verdict, pause.is_some())) {
             SearchResult::Preempt(Preemption { node, takes, victims }) => {
                 // After that time, a victim that does not terminate counts as running.
-                actions.requeue_in(self.unlisted_time_left(&candidate.name).unwrap_or(TERMINATION_TIME));
-                self.preemptors.record_victims(&candidate.name, &node, &victims);
+                actions.requeue_in(TERMINATION_TIME);
                 self.add_evictions(&node, victims, &candidate.name, actions);
                 self.preemptors.record_success(&candidate.name);
                 search.nominate(candidate, &node);
@@ -204,7 +227,7 @@ impl<'a> PreemptionSearch<'a> {
         if let Some(nomination) = nominated {
             let targets = search.preemption_nodes(ledger, candidate, |node| node == nomination.node);
             let found = ledger.preempt(candidate.pending_pod(), targets, self.holders(), &kept);
-            if let Some(found) = self.keep_nomination(ledger, name, nomination, found) {
+            if let Some(found) = found.filter(|found| found.victims.is_empty()) {
                 return SearchResult::Preempt(found);
             }
         }
@@ -245,47 +268,21 @@ impl<'a> PreemptionSearch<'a> {
         }
     }
 
-    /// Returns how long the units of the pod's ended victims may still be in use although the node
-    /// lists no pod for them.
-    fn unlisted_time_left(&self, pod: &str) -> Option<Duration> {
-        let (node, victims) = self.preemptors.last_victims(pod)?;
-        victims.iter().filter_map(|victim| self.claims.unlisted_time_left(node, victim, self.up)).max()
-    }
-
-    /// Returns the units that a nominated pod waits for without further evictions. `found` is the
-    /// search's result on the nominated node.
-    fn keep_nomination(
-        &self,
-        ledger: &Ledger,
-        pod: &str,
-        nomination: &Nomination,
-        found: Option<Preemption>,
-    ) -> Option<Preemption> {
-        let found = found.filter(|found| found.victims.is_empty());
-        found.or_else(|| self.nomination_awaiting_report(ledger, pod, nomination))
-    }
-
-    /// Returns the nominated units, if the pod must wait for the report that the units of its ended
-    /// victims are free. Without this wait, more pods would be evicted for the same pod.
-    fn nomination_awaiting_report(&self, ledger: &Ledger, pod: &str, nomination: &Nomination) -> Option<Preemption> {
-        let Nomination { node, takes, .. } = nomination;
-        let is_expected = self.preemptors.last_victims(pod).is_some_and(|(evicted_on, _)| evicted_on == node)
-            && self.unlisted_time_left(pod).is_some()
-            && takes.iter().any(|take| ledger.unlisted_units(node, &take.resource, &take.device) > 0);
-        is_expected.then(|| Preemption { node: node.clone(), takes: takes.clone(), victims: Vec::new() })
-    }
-
     /// Like [`Self::preempt`], but follows the rules of quotas.
     fn preempt_by_quota(
         &mut self,
         ledger: &mut Ledger,
         search: &mut PlacementSearch<'a>,
         candidate: &'a Candidate<'a>,
-        verdict: &Verdict,
+        (verdict, pause): (&Verdict, Option<Duration>),
         (pass, turn): (&mut QuotaPass<'_>, QuotaTurn),
         actions: &mut Actions,
     ) -> PreemptionProspect {
-        match self.find_exchange(ledger, search, candidate, verdict, (pass, turn), actions) {
+        if let Some(pause) = pause {
+            actions.requeue_in(pause);
+        }
+        let is_paused = self.is_paused || pause.is_some();
+        match self.find_exchange(ledger, search, candidate, (verdict, is_paused), (pass, turn), actions) {
             SearchResult::Exchange { kind, found, force } => {
                 let found = vec![(candidate, found)];
                 self.apply_exchange(ledger, search, (pass, turn), Exchange { kind, found, force }, actions);
@@ -317,9 +314,12 @@ impl<'a> PreemptionSearch<'a> {
         actions: &mut Actions,
     ) {
         let Some(preemptor) = found.first().map(|(candidate, _)| candidate.name.clone()) else { return };
-        actions.requeue_in(self.unlisted_time_left(&preemptor).unwrap_or(TERMINATION_TIME));
+        actions.requeue_in(TERMINATION_TIME);
         let (message, cap) = (pass.eviction_message(kind, turn.member), pass.grace_cap(turn.member));
-        let victims = pass.with_gang_members(turn.member, found.iter().flat_map(|(_, found)| &found.victims));
+        let mut victims = pass.with_gang_members(turn.member, found.iter().flat_map(|(_, found)| &found.victims));
+        // The API server may refuse to evict pods with a disruption budget. After a refusal, the
+        // operator does not evict the others.
+        victims.sort_by_key(|pod| !self.has_budget(pod));
         let named: Vec<PodAndRoom<'_>> =
             found.iter().map(|(candidate, found)| (candidate.name.as_str(), found)).collect();
         pass.nominate(turn.member, &named, &victims);
@@ -343,7 +343,6 @@ impl<'a> PreemptionSearch<'a> {
                     room: handover::annotated_nomination(&found, until),
                 });
             }
-            self.preemptors.record_victims(&candidate.name, &found.node, &found.victims);
             self.preemptors.record_success(&candidate.name);
             search.nominate(candidate, &found.node);
             // Ignore errors: the ledger refuses only nominations for pods with a claim, and waiting
@@ -361,7 +360,7 @@ impl<'a> PreemptionSearch<'a> {
         ledger: &Ledger,
         search: &mut PlacementSearch<'a>,
         candidate: &'a Candidate<'a>,
-        verdict: &Verdict,
+        (verdict, is_paused): (&Verdict, bool),
         (pass, turn): (&QuotaPass<'_>, QuotaTurn),
         actions: &mut Actions,
     ) -> SearchResult {
@@ -377,27 +376,74 @@ impl<'a> PreemptionSearch<'a> {
         let pending = PendingPod { priority: i32::MAX, ..candidate.pending_pod() };
         if let Some(nomination) = ledger.nominations().get(name).filter(|_| turn.rights.is_within_max_later) {
             let targets = search.preemption_nodes(ledger, candidate, |node| node == nomination.node);
-            let mut ending = self.holders().clone();
-            ending.pods.values_mut().for_each(|pods| pods.retain(|_, holder| holder.ending));
+            let ending = pass.ending(member, self.holders());
             let found = ledger.preempt(pending, targets, &ending, &kept);
-            if let Some(found) = self.keep_nomination(ledger, name, nomination, found) {
+            if let Some(found) = found.filter(|found| found.victims.is_empty()) {
                 return SearchResult::Exchange { kind: Kind::Priority, found, force: false };
             }
         }
         if pod.spec.preemption_policy.as_deref() == Some("Never") {
             return SearchResult::Impossible;
         }
-        if self.is_paused {
+        if is_paused {
             return SearchResult::Later;
         }
-        if self.futile.contains(&key) || self.preemptors.is_preemption_delayed(name, self.up) {
+        if self.preemptors.is_preemption_delayed(name, self.up) {
             return SearchResult::Impossible;
         }
-        if self.exchanges >= MAX_EXCHANGES {
-            return SearchResult::Later;
+        if self.futile.contains(&key) {
+            self.preemptors.record_failed_exchange((name.clone(), member.pool), false, self.up);
+            return SearchResult::Impossible;
         }
-        self.exchanges += 1;
+        match self.exchange_turn((name, member.pool)) {
+            ExchangeTurn::Now => {}
+            ExchangeTurn::Later => return SearchResult::Later,
+            ExchangeTurn::Failed { is_protected: true } => return SearchResult::Protected,
+            ExchangeTurn::Failed { is_protected: false } => return SearchResult::Impossible,
+        }
+        let found = self.search_exchange(ledger, search, candidate, (pass, turn), &kept, actions);
+        if matches!(found, SearchResult::Impossible | SearchResult::Protected) {
+            let is_protected = matches!(found, SearchResult::Protected);
+            self.preemptors.record_failed_exchange((name.clone(), member.pool), is_protected, self.up);
+        }
+        found
+    }
+
+    /// Decides whether pods to evict for a waiting pod or gang are searched for now in a pool. Of
+    /// pods whose search failed, those with the oldest search come first, so that no pod waits for
+    /// its search forever.
+    fn exchange_turn(&mut self, (name, pool): (&str, usize)) -> ExchangeTurn {
+        let key = (name.to_owned(), pool);
+        if let Some(is_protected) = self.preemptors.failed_exchange(&key, self.up) {
+            return ExchangeTurn::Failed { is_protected };
+        }
+        let is_turn = if self.preemptors.has_exchange(&key) {
+            self.exchanges_in_turn.contains(&key)
+        } else {
+            self.exchanges += 1;
+            self.exchanges <= MAX_EXCHANGES
+        };
+        if !is_turn {
+            self.preemptors.defer_exchange(key);
+            return ExchangeTurn::Later;
+        }
         self.searches += 1;
+        ExchangeTurn::Now
+    }
+
+    /// Searches for pods to evict for a waiting pod by the rules of quotas.
+    fn search_exchange(
+        &mut self,
+        ledger: &Ledger,
+        search: &mut PlacementSearch<'a>,
+        candidate: &'a Candidate<'a>,
+        (pass, turn): (&QuotaPass<'_>, QuotaTurn),
+        kept: &BTreeSet<String>,
+        actions: &mut Actions,
+    ) -> SearchResult {
+        let (name, member, key) = (&candidate.name, turn.member, search.key(candidate));
+        // The order of evictions is in the priorities of the holders.
+        let pending = PendingPod { priority: i32::MAX, ..candidate.pending_pod() };
         if turn.rights.is_over_max
             && let Ok(fits) = search.find(ledger, candidate)
         {
@@ -413,13 +459,16 @@ impl<'a> PreemptionSearch<'a> {
         for kind in pass.kinds(&turn) {
             let holders = pass.holders(kind, member, self.holders());
             let targets = search.preemption_nodes(ledger, candidate, |_| true);
-            let is_legal = |found: &Preemption| pass.is_legal(kind, member, &[(name.as_str(), found)]);
-            let found = ledger.preempt_legally(pending, targets, (&holders, &kept), Some(&is_legal));
+            let is_legal = |found: &Preemption| {
+                pass.is_legal(kind, member, &[(name.as_str(), found)])
+                    && self.is_within_budgets((pass, turn), &[(name.as_str(), found)])
+            };
+            let found = ledger.preempt_legally(pending, targets, (&holders, kept), Some(&is_legal));
             if let Some(found) = found {
                 return SearchResult::Exchange { kind, found, force: false };
             }
         }
-        let result = self.find_protected(ledger, search, candidate, (pass, turn), &kept, actions);
+        let result = self.find_protected(ledger, search, candidate, (pass, turn), kept, actions);
         if matches!(result, SearchResult::Impossible) {
             let eligible = search.eligible_nodes(candidate).into_iter();
             if !search.has_lasting_predecessor(ledger, candidate, eligible) && !ledger.nominations().contains_key(name)
@@ -453,7 +502,8 @@ impl<'a> PreemptionSearch<'a> {
             return SearchResult::Impossible;
         };
         let victims = pass.with_gang_members(turn.member, found.victims.iter());
-        match pass.budget_patience(turn.member).map(|patience| self.patience_left(patience, &victims)) {
+        let patience = pass.budget_patience(turn.member);
+        match patience.map(|patience| self.patience_left(patience, &victims, candidate.pod, actions)) {
             Some(Duration::ZERO) => SearchResult::Exchange { kind: Kind::Reclaim, found, force: true },
             left => {
                 left.into_iter().for_each(|left| actions.requeue_in(left));
@@ -462,10 +512,26 @@ impl<'a> PreemptionSearch<'a> {
         }
     }
 
+    /// Returns whether disruption budgets allow that all of these victims leave, and the rest of
+    /// their gangs, which can run on other nodes.
+    fn is_within_budgets(&self, (pass, turn): (&QuotaPass<'_>, QuotaTurn), found: &[PodAndRoom<'_>]) -> bool {
+        let victims: BTreeSet<&String> = found.iter().flat_map(|(_, found)| &found.victims).collect();
+        let all = pass.with_gang_members(turn.member, victims.iter().copied());
+        if all.len() == victims.len() && found.len() == 1 {
+            // The search has considered the budgets of these pods.
+            return true;
+        }
+        let holders = self.holders();
+        let holder = |pod: &String| holders.pods.values().find_map(|pods| pods.get(pod).filter(|one| !one.ending));
+        let mut counts: BTreeMap<usize, u32> = BTreeMap::new();
+        all.iter().filter_map(|pod| holder(pod)?.budget).for_each(|budget| *counts.entry(budget).or_default() += 1);
+        counts.iter().all(|(budget, count)| holders.budgets.get(*budget).is_some_and(|allowed| count <= allowed))
+    }
+
     /// Returns the pods with allocations, as if no disruption budget protected a pod.
     fn holders_ignoring_budgets(&self) -> Holders<'a> {
         let is_ending = |node: &str, pod: &str| self.claims.is_ending(node, pod, self.up);
-        let mut all = self.nodes.holders(self.tracker, &self.evictability.ignoring_budgets(), is_ending);
+        let mut all = self.nodes.holders(self.tracker, &self.evictability.ignoring_budgets(), self.unlisted, is_ending);
         // Pods that are evicted in this reconcile.
         for (node, pods) in &self.holders().pods {
             let evicted: Vec<String> =
@@ -475,12 +541,29 @@ impl<'a> PreemptionSearch<'a> {
         all
     }
 
-    /// Returns how long disruption budgets may still protect these pods.
-    fn patience_left(&mut self, patience: Duration, victims: &[String]) -> Duration {
+    /// Returns how long disruption budgets may still keep these pods from leaving for a waiting pod.
+    pub(super) fn patience_left(
+        &mut self,
+        patience: Duration,
+        victims: &[String],
+        preemptor: &PodObject,
+        actions: &mut Actions,
+    ) -> Duration {
+        let now = ReconcileTime { up: self.up, epoch: self.evictability.now() };
+        let created = preemptor.metadata.creation_timestamp.as_ref();
+        let created = created.map_or(0, |time| u64::try_from(time.0.as_second()).unwrap_or(0));
         let mut left = Duration::ZERO;
-        for victim in victims {
-            let uid = self.claims.uid(victim).unwrap_or_default().to_owned();
-            left = left.max(patience.saturating_sub(self.preemptors.record_protected(&uid, self.up)));
+        let living = self.tracker.living_pods().map(|pod| (full_name(&pod.metadata), pod));
+        let protected: Vec<(String, &PodObject)> = living.filter(|(name, _)| victims.contains(name)).collect();
+        for (name, pod) in protected {
+            let uid = pod.uid().unwrap_or_default();
+            // Nobody was kept from leaving for this pod before it existed.
+            let recorded = pod.protected_since.map(|since| since.max(created));
+            let since = self.preemptors.protected_since(&uid, recorded, now);
+            left = left.max(patience.saturating_sub(Duration::from_secs(now.epoch.saturating_sub(since))));
+            if pod.protected_since.is_none_or(|recorded| recorded.max(created) != since) {
+                actions.protected.push(ProtectedPod { pod: name, uid, since });
+            }
         }
         left
     }
@@ -497,7 +580,7 @@ impl<'a> PreemptionSearch<'a> {
 
     fn holders(&self) -> &Holders<'a> {
         let is_ending = |node: &str, pod: &str| self.claims.is_ending(node, pod, self.up);
-        self.holders.get_or_init(|| self.nodes.holders(self.tracker, &self.evictability, is_ending))
+        self.holders.get_or_init(|| self.nodes.holders(self.tracker, &self.evictability, self.unlisted, is_ending))
     }
 
     /// Returns whether a pod with GPUs has a lower priority than `priority`.
@@ -510,6 +593,11 @@ impl<'a> PreemptionSearch<'a> {
         let holders = || self.holders().pods.values().flat_map(BTreeMap::values);
         let lowest = || holders().map(|holder| holder.priority).min().unwrap_or(i32::MAX);
         priority > 0 && *self.lowest_holder.get_or_init(lowest) < priority
+    }
+
+    /// Returns whether a disruption budget limits the eviction of a pod.
+    fn has_budget(&self, pod: &str) -> bool {
+        self.holders().pods.values().filter_map(|pods| pods.get(pod)).any(|holder| holder.budget.is_some())
     }
 
     /// Adds the evictions of these victims on a node for the pod `preemptor`. Victims with a

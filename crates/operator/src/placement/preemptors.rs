@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::actions::Actions;
+use super::cluster::ReconcileTime;
 use crate::pods::PodObject;
 use crate::read::BudgetObject;
 
@@ -17,6 +18,9 @@ pub(super) const RECHECK_TIME: Duration = Duration::from_secs(60);
 /// Time after which a search is repeated for a pod with rules about other pods or volumes. A change
 /// of any node may affect such rules.
 const RULES_RECHECK_TIME: Duration = Duration::from_secs(10);
+/// Time after which a search by the rules of quotas is repeated even if nothing has changed. After
+/// this time, the end of a minimum run time takes effect.
+const EXCHANGE_RECHECK_TIME: Duration = Duration::from_secs(2);
 /// Number of rounds of evictions for a waiting pod that are not delayed.
 const UNDELAYED_ROUNDS: u32 = 3;
 /// First delay between two rounds of evictions for a pod that still waits. Each further round
@@ -42,13 +46,16 @@ pub(super) struct Preemptors {
     budgets: BTreeMap<String, BudgetState>,
     /// Whether another reconcile may help a waiting pod that had no turn in this reconcile.
     is_deferred: bool,
+    /// Searches by the rules of quotas, by pod and pool. Excludes pods for which victims were found.
+    exchanges: BTreeMap<(String, usize), ExchangeSearch>,
     /// Waiting pods for which pods were evicted, by name.
     rounds: BTreeMap<String, EvictionRounds>,
-    /// Victims of the last evictions for each waiting pod, with their node.
-    victims: BTreeMap<String, (String, Vec<String>)>,
-    /// Pods that disruption budgets protect although their units are guaranteed to other pods, by
-    /// UID. Each value contains the times at which the operator first and last found this state.
-    protected: BTreeMap<String, (Duration, Duration)>,
+    /// Pods that disruption budgets keep although their room is guaranteed to others, by UID: since
+    /// when, in seconds since the Unix epoch, and when this was last found.
+    protected: BTreeMap<String, (u64, Duration)>,
+    /// When this process first searched for protected pods. Until [`RECHECK_TIME`] later, it
+    /// continues what an earlier leader recorded.
+    first_protected: Option<Duration>,
 }
 
 /// The evictions for one waiting pod. Evictions have no effect if the waiting pod's rules then
@@ -84,6 +91,24 @@ struct FutileSearch {
     is_shared: bool,
 }
 
+/// The last search by the rules of quotas for a waiting pod.
+#[derive(Debug, Clone, Copy)]
+struct ExchangeSearch {
+    /// The reconcile of the search, or that first deferred the pod.
+    turn: u64,
+    /// The result. `None` if the pod was deferred.
+    failed: Option<FailedExchange>,
+}
+
+/// A search by the rules of quotas that found no victims.
+#[derive(Debug, Clone, Copy)]
+struct FailedExchange {
+    version: u64,
+    until: Duration,
+    /// Whether only pods that disruption budgets protect could make room.
+    is_protected: bool,
+}
+
 /// The nodes on which a preemption may help a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SearchScope {
@@ -108,21 +133,21 @@ impl Preemptors {
     pub(super) fn update(&mut self, waiting: &[(String, &PodObject)]) {
         self.reconciles += 1;
         self.is_deferred = false;
-        if self.waiting.is_empty() && self.rounds.is_empty() && self.victims.is_empty() {
+        if self.waiting.is_empty() && self.rounds.is_empty() && self.exchanges.is_empty() {
             return;
         }
         let present: BTreeMap<&str, &PodObject> = waiting.iter().map(|(name, pod)| (name.as_str(), *pod)).collect();
         self.rounds.retain(|name, _| present.contains_key(name.as_str()));
-        self.victims.retain(|name, _| present.contains_key(name.as_str()));
         self.waiting.retain(|name, one| present.get(name.as_str()).is_some_and(|pod| one.id == uid_and_version(pod)));
         if self.waiting.is_empty() {
             self.changed.clear();
         }
+        self.exchanges.retain(|(name, _), _| present.contains_key(name.as_str()));
     }
 
     /// Records a change of a node that may make preemption possible on the node.
     pub(super) fn record_node_change(&mut self, node: &str) {
-        if !self.waiting.is_empty() {
+        if !self.waiting.is_empty() || !self.exchanges.is_empty() {
             self.version += 1;
             self.changed.insert(node.to_owned(), self.version);
         }
@@ -201,28 +226,22 @@ impl Preemptors {
     /// Records that evictions free enough units for the pod.
     pub(super) fn record_success(&mut self, name: &str) {
         self.waiting.remove(name);
+        self.exchanges.retain(|(pod, _), _| pod != name);
     }
 
-    /// Records the pods that are evicted for a waiting pod on a node. Ignores a search without
-    /// victims, because the earlier victims still terminate.
-    pub(super) fn record_victims(&mut self, name: &str, node: &str, victims: &[String]) {
-        if !victims.is_empty() {
-            self.victims.insert(name.to_owned(), (node.to_owned(), victims.to_vec()));
-        }
-    }
-
-    /// Returns the node and the victims of the last evictions for a waiting pod.
-    pub(super) fn last_victims(&self, name: &str) -> Option<(&str, &[String])> {
-        self.victims.get(name).map(|(node, victims)| (node.as_str(), victims.as_slice()))
-    }
-
-    /// Records that a disruption budget protects a pod whose units are guaranteed to a waiting pod.
-    /// Returns how long the budget has protected the pod.
-    pub(super) fn record_protected(&mut self, uid: &str, up: Duration) -> Duration {
+    /// Records that a disruption budget keeps a pod whose room is guaranteed to a waiting pod.
+    /// Returns since when it does, in seconds since the Unix epoch. `recorded` is what an earlier
+    /// leader recorded.
+    pub(super) fn protected_since(&mut self, uid: &str, recorded: Option<u64>, now: ReconcileTime) -> u64 {
+        let ReconcileTime { up, epoch } = now;
         self.protected.retain(|_, (_, found)| found.saturating_add(RECHECK_TIME) >= up);
-        let (since, found) = self.protected.entry(uid.to_owned()).or_insert((up, up));
+        let first = *self.first_protected.get_or_insert(up);
+        // A later record is of an earlier wait that is over.
+        let recorded = recorded.filter(|_| up <= first.saturating_add(RECHECK_TIME));
+        let new = (recorded.map_or(epoch, |recorded| recorded.min(epoch)), up);
+        let (since, found) = self.protected.entry(uid.to_owned()).or_insert(new);
         *found = up;
-        up.saturating_sub(*since)
+        *since
     }
 
     /// Records that no preemption helps the pod. `has_rules` states whether the pod has rules about
@@ -238,6 +257,45 @@ impl Preemptors {
         let futile_search = Some(FutileSearch { version: self.version, until: up.saturating_add(time), is_shared });
         self.waiting
             .insert(name.to_owned(), Preemptor { id: uid_and_version(pod), turn: self.reconciles, futile_search });
+    }
+
+    /// Returns the pods and pools whose turn it is for a repeated search by the rules of quotas:
+    /// those with the oldest searches, among those that another search may help.
+    pub(super) fn exchanges_in_turn(&self, up: Duration) -> BTreeSet<(String, usize)> {
+        let due = self.exchanges.iter().filter(|(_, search)| self.result_of(search, up).is_none());
+        let mut due: Vec<(u64, &(String, usize))> = due.map(|(key, search)| (search.turn, key)).collect();
+        due.sort_unstable();
+        due.into_iter().take(MAX_REPEATED_SEARCHES).map(|(_, key)| key.clone()).collect()
+    }
+
+    /// Returns whether victims were searched for a pod in a pool, or the pod was deferred.
+    pub(super) fn has_exchange(&self, key: &(String, usize)) -> bool {
+        self.exchanges.contains_key(key)
+    }
+
+    /// Records that by the rules of quotas no pods can be evicted in a pool for a pod.
+    pub(super) fn record_failed_exchange(&mut self, key: (String, usize), is_protected: bool, up: Duration) {
+        let until = up.saturating_add(EXCHANGE_RECHECK_TIME);
+        let failed = Some(FailedExchange { version: self.version, until, is_protected });
+        self.exchanges.insert(key, ExchangeSearch { turn: self.reconciles, failed });
+    }
+
+    /// Returns whether only protected pods could make room for a pod in a pool, if the last search
+    /// there found no victims and nothing has changed since.
+    pub(super) fn failed_exchange(&self, key: &(String, usize), up: Duration) -> Option<bool> {
+        self.exchanges.get(key).and_then(|search| self.result_of(search, up))
+    }
+
+    fn result_of(&self, search: &ExchangeSearch, up: Duration) -> Option<bool> {
+        let failed = search.failed?;
+        let is_same = self.version == failed.version && self.last_cluster_change <= failed.version;
+        (failed.until > up && is_same).then_some(failed.is_protected)
+    }
+
+    /// Records that a pod must wait for its turn in a pool.
+    pub(super) fn defer_exchange(&mut self, key: (String, usize)) {
+        self.exchanges.entry(key).or_insert(ExchangeSearch { turn: self.reconciles, failed: None });
+        self.is_deferred = true;
     }
 
     /// Records an eviction for a waiting pod. The evictions of one reconcile are one round.
@@ -278,9 +336,10 @@ impl Preemptors {
         actions.awaits_budgets = !self.waiting.is_empty();
         let rechecks = self.waiting.values().filter_map(|one| one.futile_search).map(|futile| futile.until);
         let delays = self.rounds.values().map(|rounds| rounds.until);
+        let exchanges = self.exchanges.values().filter_map(|search| search.failed).map(|failed| failed.until);
         // This reconcile has searched again for a pod whose recheck is due, or the pod waits for
         // something else.
-        if let Some(recheck) = rechecks.chain(delays).filter(|until| *until > up).min() {
+        if let Some(recheck) = rechecks.chain(delays).chain(exchanges).filter(|until| *until > up).min() {
             actions.requeue_in(recheck.saturating_sub(up));
         }
     }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use cleave_plan::ledger::{Fits, Holder, Holders, Ledger, Moment, Nomination, Preemption, Rank};
-use cleave_plan::quota::{Book, Class, Kind, Owner, Place, Pod, PodId, Rights, Wait, reserved_for_long_waits};
+use cleave_plan::quota::{Amount, Book, Class, Kind, Owner, Place, Pod, PodId, Rights, Wait, reserved_for_long_waits};
 
 use super::quota_reports::label_of;
 use super::quotas::{LongWait, QuotaWorlds};
@@ -32,16 +32,32 @@ pub(super) struct QuotaTurn {
 
 /// A waiting pod that must wait regardless of free units, and the reason.
 pub(super) type Hold = (Member, Wait);
+
+/// Where a waiting pod, or all waiting pods of its gang, may get room now.
+pub(super) struct Turns {
+    /// The pools in which it may get room, in the order in which it tries. `None` are the nodes
+    /// that are in no pool with an enforced quota.
+    pub(super) attempts: Vec<Option<QuotaTurn>>,
+    /// Why it gets no room in another pool.
+    pub(super) hold: Option<Hold>,
+}
+
 /// A pod, and the units that were found for it.
 pub(super) type PodAndRoom<'f> = (&'f str, &'f Preemption);
+
+/// A pod of a waiting pod's quota: priority, start, name, and index of its disruption budget. The
+/// least important pod is first.
+type OwnPod<'n> = (i32, Reverse<Moment>, &'n str, PodId, Option<usize>);
 
 /// Quotas within one reconcile.
 pub(super) struct QuotaPass<'w> {
     worlds: &'w QuotaWorlds,
     books: Vec<Book<'w>>,
-    /// Nominations of pods that have waited long, by pod. The ledger contains these nominations,
-    /// except during the turn of the pod. Their units do not count as used.
-    long_waits: BTreeMap<String, (Member, Nomination)>,
+    /// Room that is reserved for pods that have waited long, by pod. It is nominated in the ledger,
+    /// except during the turn of the pod, and does not count as used.
+    long_waits: BTreeMap<String, (QuotaTurn, Nomination)>,
+    /// The waiting pods of each gang in all enforced pools.
+    gangs: BTreeMap<&'w str, BTreeSet<&'w str>>,
 }
 
 impl<'w> QuotaPass<'w> {
@@ -49,7 +65,7 @@ impl<'w> QuotaPass<'w> {
     /// incomplete gangs. Nominates pods that have waited long.
     pub(super) fn new(worlds: &'w QuotaWorlds, ledger: &mut Ledger) -> Self {
         let books = worlds.pools.iter().map(|pool| Book::new(&pool.world, worlds.now)).collect();
-        let mut pass = Self { worlds, books, long_waits: BTreeMap::new() };
+        let mut pass = Self { worlds, books, long_waits: BTreeMap::new(), gangs: waiting_gangs(worlds) };
         pass.withdraw_broken_gangs(ledger);
         let nominated: Vec<String> = ledger.nominations().keys().cloned().collect();
         for name in nominated {
@@ -95,10 +111,13 @@ impl<'w> QuotaPass<'w> {
                 let mut take = take.clone();
                 take.device.clone_from(device);
                 let nomination = Nomination { priority: pod.priority, node: node.clone(), takes: vec![take] };
+                let Ok(rights) = self.book(member).rights(id) else { continue };
                 let is_within = self.book(member).class_with(&[(id, gpu)], &[]) == Class::In;
-                ledger.set_rank(&pod.name, self.rank_of(member, is_within));
+                let rank = self.rank_of(member, is_within);
+                let turn = QuotaTurn { member, rights, was_nominated: false, may_use_free_room: false, rank };
+                ledger.set_rank(&pod.name, rank);
                 if ledger.nominate(&pod.name, nomination.clone()).is_ok() {
-                    self.long_waits.insert(pod.name.clone(), (member, nomination));
+                    self.long_waits.insert(pod.name.clone(), (turn, nomination));
                 }
             }
         }
@@ -107,7 +126,8 @@ impl<'w> QuotaPass<'w> {
     /// Ends the turn of a pod that still waits. If the pod has waited long, restores its
     /// nomination.
     pub(super) fn end_turn(&self, ledger: &mut Ledger, name: &str) {
-        if let Some((_, nomination)) = self.long_waits.get(name) {
+        if let Some((turn, nomination)) = self.long_waits.get(name) {
+            self.set_rank(ledger, name, Some(*turn));
             // Ignore errors: the ledger refuses only nominations for pods with a claim.
             let _ = ledger.nominate(name, nomination.clone());
         }
@@ -131,11 +151,17 @@ impl<'w> QuotaPass<'w> {
         // Different pools may use the same account number. Equal numbers have no effect, because
         // pods of different pools use different GPUs.
         let book = self.book(member);
-        Rank { quota: book.account(member.id) + 1, is_within, priority: book.priority(member.id) }
+        Rank {
+            quota: book.account(member.id) + 1,
+            is_within,
+            priority: book.priority(member.id),
+            overriding: book.overriding(member.id),
+            created: Some(book.created(member.id)),
+        }
     }
 
-    /// Returns the memberships of a pod in the enforced pools. If the pod may use several pools, a
-    /// pool in which it is within its guarantee comes first.
+    /// Returns a pod in the enforced pools whose GPUs it may use. First are pools that all waiting
+    /// pods of its gang may use, then pools in which it is within its guarantee.
     pub(super) fn members(&self, name: &str) -> Vec<Member> {
         let pools = self.worlds.pools.iter().enumerate().filter(|(_, pool)| pool.is_enforced);
         let mut members: Vec<Member> =
@@ -143,46 +169,82 @@ impl<'w> QuotaPass<'w> {
         if members.len() > 1 {
             members.sort_by_key(|member| {
                 let book = self.book(*member);
-                (book.class(member.id).is_none(), book.turn(member.id).0)
+                let (_, share, ..) = book.turn(member.id);
+                (!self.has_whole_gang(*member), book.class(member.id).is_none(), share)
             });
         }
         members
     }
 
-    /// Starts the turn of a waiting pod, or of all waiting pods of its gang. During the turn, the
-    /// nominations of these pods do not count as used. Returns `None` if the pod is in no enforced
-    /// pool.
-    ///
-    /// # Errors
-    /// Returns why the pod must wait regardless of free units.
-    pub(super) fn start_turn(&mut self, ledger: &mut Ledger, name: &str) -> Option<Result<QuotaTurn, Hold>> {
+    /// Returns whether all waiting pods of a pod's gang may use the pod's pool.
+    pub(super) fn has_whole_gang(&self, member: Member) -> bool {
+        let waiting = self.pod(member).gang.as_ref().and_then(|gang| self.gangs.get(gang.name.as_str()));
+        waiting.is_none_or(|waiting| self.book(member).unit(member.id).len() >= waiting.len())
+    }
+
+    /// Starts the turn of a waiting pod, or of all waiting pods of its gang. Their nominations do
+    /// not count meanwhile in the accounts.
+    pub(super) fn start_turns(&mut self, ledger: &mut Ledger, name: &str) -> Turns {
         if self.long_waits.contains_key(name) {
             ledger.withdraw(name);
         }
-        let members = self.members(name);
-        let was_nominated = |member: &Member| self.book(*member).class(member.id).is_some();
-        let nominated = members.iter().copied().find(was_nominated);
-        let member = nominated.or(members.first().copied())?;
+        let (mut attempts, mut hold, mut is_complete) = (Vec::new(), None, true);
+        for member in self.members(name) {
+            match self.start_turn(member) {
+                Ok(turn) => attempts.push(Some(turn)),
+                Err(wait) => {
+                    is_complete &= wait != Wait::GangIncomplete;
+                    hold = hold.or(Some((member, wait)));
+                }
+            }
+        }
+        attempts.sort_by_key(|turn| turn.is_none_or(|turn| !turn.was_nominated));
+        if attempts.is_empty() && hold.is_none() || self.worlds.has_other_nodes && is_complete {
+            // A pod tries first where room is kept for it.
+            let is_kept = |node: &str| !self.worlds.is_in_enforced_pool(node);
+            let is_first = ledger.nominations().get(name).is_some_and(|nomination| is_kept(&nomination.node));
+            attempts.insert(if is_first { 0 } else { attempts.len() }, None);
+        }
+        Turns { attempts, hold }
+    }
+
+    /// Starts the turn of a waiting pod, or of all waiting pods of its gang, in one pool.
+    ///
+    /// # Errors
+    /// Returns why the pod must wait regardless of free room.
+    fn start_turn(&mut self, member: Member) -> Result<QuotaTurn, Wait> {
+        let was_nominated = self.book(member).class(member.id).is_some();
         let unit = self.book(member).unit(member.id).to_vec();
-        if nominated.is_some() {
+        if was_nominated {
             unit.iter().for_each(|id| self.books[member.pool].withdraw(*id));
         }
+        if !self.has_whole_gang(member) {
+            return Err(Wait::GangIncomplete);
+        }
         let book = self.book(member);
-        let rights = match book.rights(member.id) {
-            Ok(rights) => rights,
-            Err(wait) => return Some(Err((member, wait))),
-        };
-        let mut long_waits = self.long_waits.values().filter(|(other, _)| other.pool == member.pool);
-        if nominated.is_none() && long_waits.any(|(other, _)| book.overtakes(member.id, other.id)) {
-            return Some(Err((member, Wait::Later)));
+        let rights = book.rights(member.id)?;
+        let mut long_waits = self.long_waits.values().map(|(turn, _)| turn.member);
+        let is_overtaking = |other: Member| other.pool == member.pool && book.overtakes(member.id, other.id);
+        if !was_nominated && long_waits.any(is_overtaking) {
+            return Err(Wait::Later);
         }
         let parts: Vec<(PodId, usize)> = unit.iter().map(|id| (*id, 0)).collect();
         let rank = self.rank_of(member, book.class_with(&parts, &[]) == Class::In);
-        for id in &unit {
-            ledger.set_rank(&self.worlds.pools[member.pool].world.pod(*id).name, rank);
+        let may_use_free_room = !rights.is_over_max && (was_nominated || book.leaves_kept_room(member.id));
+        Ok(QuotaTurn { member, rights, was_nominated, may_use_free_room, rank })
+    }
+
+    /// Sets the rank of a waiting pod, or of all waiting pods of its gang, for an attempt to get
+    /// room. On nodes that are in no pool with an enforced quota, priority alone decides.
+    pub(super) fn set_rank(&self, ledger: &mut Ledger, name: &str, turn: Option<QuotaTurn>) {
+        match turn {
+            Some(QuotaTurn { member, rank, .. }) => {
+                for id in self.book(member).unit(member.id) {
+                    ledger.set_rank(&self.worlds.pools[member.pool].world.pod(*id).name, rank);
+                }
+            }
+            None => ledger.remove_rank(name),
         }
-        let may_use_free_room = !rights.is_over_max && (nominated.is_some() || book.leaves_kept_room(member.id));
-        Some(Ok(QuotaTurn { member, rights, was_nominated: nominated.is_some(), may_use_free_room, rank }))
     }
 
     fn gpu_index(&self, member: Member, device: Option<&str>) -> usize {
@@ -215,11 +277,15 @@ impl<'w> QuotaPass<'w> {
         self.book(member).class(member.id)
     }
 
-    /// Records that the pods of a turn are released, and returns the value of their capacity label.
-    /// Pods without a quota have no label.
-    pub(super) fn label_released(&mut self, turn: QuotaTurn, pods: &[(&str, &Fits)]) -> Option<&'static str> {
+    /// Records that the pods of a turn are released, and returns the value of their label. Pods of
+    /// exempt namespaces, and pods on nodes in no pool with an enforced quota, have no label.
+    pub(super) fn label_released(&mut self, turn: Option<QuotaTurn>, pods: &[(&str, &Fits)]) -> Option<&'static str> {
+        let Some(turn) = turn else {
+            pods.iter().for_each(|(name, _)| drop(self.long_waits.remove(*name)));
+            return None;
+        };
         let class = self.record_release(turn.member, pods)?;
-        matches!(self.pod(turn.member).owner, Owner::Quota(_)).then(|| label_of(class))
+        (self.pod(turn.member).owner != Owner::Outside).then(|| label_of(class))
     }
 
     /// Records that the pods of a turn are nominated, and that these victims are evicted.
@@ -291,7 +357,7 @@ impl<'w> QuotaPass<'w> {
         let evictable = self.evictable_gangs(member, all);
         let may_leave = |name: &str, holder: &Holder<'_>| {
             let id = ids.get(name).copied()?;
-            let leaves = !holder.ending && book.may_leave(kind, member.id, id);
+            let leaves = !self.is_ending_soon(member, name, holder) && book.may_leave(kind, member.id, id);
             (leaves && (self.pod(Member { id, ..member }).gang.is_none() || evictable.contains(&id))).then_some(id)
         };
         let in_pool = || all.pods.iter().filter(|(node, _)| self.has_node(member, node));
@@ -304,14 +370,17 @@ impl<'w> QuotaPass<'w> {
         let position = |id: PodId| {
             order.binary_search(&book.importance(id)).map_or(0, |at| i32::try_from(at).unwrap_or(i32::MAX - 1))
         };
-        let mut holders = Holders { pods: BTreeMap::new(), budgets: all.budgets.clone() };
+        let unlisted = all.unlisted.iter().filter(|(node, _)| self.has_node(member, node));
+        let unlisted = unlisted.map(|(node, units)| (node.clone(), units.clone())).collect();
+        let mut holders = Holders { pods: BTreeMap::new(), budgets: all.budgets.clone(), unlisted };
         for (node, pods) in in_pool() {
             let allowed = pods.iter().filter_map(|(name, holder)| {
                 let holder = match may_leave(name, holder) {
                     Some(id) => {
-                        Holder { priority: position(id), started: book.since(id).unwrap_or(holder.started), ..*holder }
+                        let started = book.since(id).unwrap_or(holder.started);
+                        Holder { priority: position(id), started, ending: false, ..*holder }
                     }
-                    None if holder.ending => *holder,
+                    None if self.is_ending_soon(member, name, holder) => *holder,
                     None => return None,
                 };
                 Some((name.clone(), holder))
@@ -321,6 +390,24 @@ impl<'w> QuotaPass<'w> {
         holders
     }
 
+    /// Returns whether a pod terminates, and does so within the maximum grace period of evicted
+    /// pods. A pod that terminates later counts as running, and can be evicted: that shortens its
+    /// grace period.
+    fn is_ending_soon(&self, member: Member, name: &str, holder: &Holder<'_>) -> bool {
+        let pool = &self.worlds.pools[member.pool];
+        let runs_on = |id: &PodId| pool.terminates_late.contains(id) && self.book(member).class(*id).is_some();
+        holder.ending && !pool.ids.get(name).is_some_and(runs_on)
+    }
+
+    /// Returns the pods that are about to end.
+    pub(super) fn ending<'h>(&self, member: Member, all: &Holders<'h>) -> Holders<'h> {
+        let mut ending = all.clone();
+        for pods in ending.pods.values_mut() {
+            pods.retain(|name, holder| self.is_ending_soon(member, name, holder));
+        }
+        ending
+    }
+
     /// Returns the pods of gangs whose running pods can all be evicted now. If one pod of a gang is
     /// protected, no pod of the gang is evicted.
     fn evictable_gangs(&self, member: Member, all: &Holders<'_>) -> BTreeSet<PodId> {
@@ -328,7 +415,8 @@ impl<'w> QuotaPass<'w> {
         if pool.world.pods.iter().all(|pod| pod.gang.is_none()) {
             return BTreeSet::new();
         }
-        let known = all.pods.values().flatten().filter(|(_, holder)| !holder.ending);
+        let of_pods = all.pods.values().flatten();
+        let known = of_pods.filter(|(name, holder)| !self.is_ending_soon(member, name, holder));
         let known: BTreeMap<&str, &Holder<'_>> = known.map(|(name, holder)| (name.as_str(), holder)).collect();
         let mut evictable = BTreeSet::new();
         for (at, _) in pool.world.pods.iter().enumerate().filter(|(_, pod)| pod.gang.is_some()) {
@@ -401,31 +489,42 @@ impl<'w> QuotaPass<'w> {
         let (book, pool) = (self.book(member), &self.worlds.pools[member.pool]);
         let max = book.quota(member.id).max()?;
         let evictable = self.evictable_gangs(member, all);
-        let mut own: Vec<(i32, Reverse<Moment>, &str, PodId)> = all
+        let mut own: Vec<OwnPod<'_>> = all
             .pods
             .values()
             .flatten()
-            .filter(|(_, holder)| {
-                !holder.ending
-                    && holder.budget.is_none_or(|budget| all.budgets.get(budget).is_some_and(|left| *left > 0))
-            })
-            .filter_map(|(name, _)| Some((name.as_str(), *pool.ids.get(name)?)))
-            .filter(|(_, id)| book.may_leave(Kind::Priority, member.id, *id))
-            .filter(|(_, id)| pool.world.pod(*id).gang.is_none() || evictable.contains(id))
-            .map(|(name, id)| {
+            .filter(|(name, holder)| !self.is_ending_soon(member, name, holder))
+            .filter_map(|(name, holder)| Some((name.as_str(), *pool.ids.get(name)?, holder.budget)))
+            .filter(|(_, id, _)| book.may_leave(Kind::Priority, member.id, *id))
+            .filter(|(_, id, _)| pool.world.pod(*id).gang.is_none() || evictable.contains(id))
+            .map(|(name, id, budget)| {
                 let since = book.since(id).unwrap_or(pool.world.pod(id).created);
-                (book.priority(id), Reverse(since), name, id)
+                (book.priority(id), Reverse(since), name, id, budget)
             })
             .collect();
         own.sort_unstable();
+        let (mut budgets, mut leaving) = (all.budgets.clone(), BTreeSet::new());
         let mut after = book.used(member.id).plus(book.charge(member.id));
-        let mut leaving = BTreeSet::new();
-        for (.., id) in own {
+        let mut chosen = Vec::new();
+        for (.., id, budget) in own {
             if after <= max {
                 break;
             }
-            for mate in book.mates(id).filter(|mate| leaving.insert(*mate)) {
-                after = after.minus(pool.world.pod(mate).charge);
+            match budget.map(|budget| budgets.get_mut(budget)) {
+                Some(Some(left)) if *left > 0 => *left -= 1,
+                Some(_) => continue,
+                None => {}
+            }
+            let mates: Vec<PodId> = book.mates(id).filter(|mate| leaving.insert(*mate)).collect();
+            let charge = mates.iter().map(|mate| pool.world.pod(*mate).charge).sum();
+            after = after.minus(charge);
+            chosen.push((mates, charge));
+        }
+        // Pods stay that need not leave, the most important first.
+        for (mates, charge) in chosen.iter().rev().filter(|(_, charge)| *charge > Amount::ZERO) {
+            if after.plus(*charge) <= max {
+                after = after.plus(*charge);
+                leaving.retain(|pod| !mates.contains(pod));
             }
         }
         let victims = leaving.into_iter().map(|id| pool.world.pod(id).name.clone()).collect();
@@ -435,9 +534,23 @@ impl<'w> QuotaPass<'w> {
     }
 }
 
-/// Returns the maximum grace period `cap` if the pod's own grace period is longer. Returns `None`
-/// if the pod's own grace period applies.
+/// Returns the waiting pods of each gang in all enforced pools.
+fn waiting_gangs(worlds: &QuotaWorlds) -> BTreeMap<&str, BTreeSet<&str>> {
+    let mut gangs: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for pod in worlds.pools.iter().filter(|pool| pool.is_enforced).flat_map(|pool| &pool.world.pods) {
+        if let (Some(gang), Place::Waiting { .. }) = (&pod.gang, pod.place) {
+            gangs.entry(&gang.name).or_default().insert(&pod.name);
+        }
+    }
+    gangs
+}
+
+/// Returns the grace period of an evicted pod: its own, but not more than the cap. A pod that
+/// terminates already gets an explicit grace period: only that shortens the earlier one.
 pub(super) fn capped_grace(pod: &PodObject, cap: Duration) -> Option<u32> {
     let own = u64::try_from(pod.spec.termination_grace_period_seconds.unwrap_or(30)).unwrap_or(30);
+    if pod.metadata.deletion_timestamp.is_some() {
+        return u32::try_from(own.min(cap.as_secs())).ok();
+    }
     (own > cap.as_secs()).then(|| u32::try_from(cap.as_secs()).unwrap_or(u32::MAX))
 }

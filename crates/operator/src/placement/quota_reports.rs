@@ -1,19 +1,21 @@
 //! Builds the reports about quotas: statuses, metrics, and the capacity label of pods.
 use std::collections::{BTreeMap, BTreeSet};
 
-use cleave_api::names::{CAPACITY_IN_QUOTA, CAPACITY_LABEL, CAPACITY_OVER_QUOTA};
+use cleave_api::names::{CAPACITY_IN_QUOTA, CAPACITY_LABEL, CAPACITY_OVER_QUOTA, KUEUE_LABELS};
 use cleave_api::{GpuQuota, GpuQuotaStatus};
 use cleave_plan::ledger::{Ledger, Moment};
 use cleave_plan::quota::{Book, Class, Owner, Place, PodId, Unit};
 use jiff::Timestamp;
 
 use super::cluster::Cluster;
+use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use super::quotas::{PoolWorld, QuotaSettings, QuotaWorlds, quotas_of};
 use crate::pods::{PodObject, full_name};
 use crate::policies::demand::WaitingPod;
-use crate::quotas::status::{self, PoolView};
+use crate::quotas::status::{self, KueuePods, PoolView};
 use crate::quotas::usage::{Limits, QuotaUsage};
+use crate::quotas::validate::{Quotas, Unnamed};
 
 /// The reports about quotas.
 #[derive(Debug, Default, PartialEq)]
@@ -47,7 +49,7 @@ pub(super) const fn label_of(class: Class) -> &'static str {
 /// Returns the reports about quotas. `waits` contains each pod's reason to wait at the gate. If the
 /// cluster has no quota, the reports only remove the labels of earlier quotas.
 pub(super) fn build_reports<'a>(
-    cluster: &Cluster,
+    (cluster, nodes): (&Cluster, &Nodes),
     (tracker, ledger): (&PodTracker, &Ledger),
     waiting: impl Iterator<Item = (&'a str, &'a PodObject)>,
     is_evicted: impl Fn(&str) -> bool,
@@ -57,8 +59,8 @@ pub(super) fn build_reports<'a>(
     if cluster.quotas.is_empty() {
         return QuotaReports { labels: wrong_labels(tracker, &BTreeMap::new()), ..QuotaReports::default() };
     }
-    let quotas = quotas_of(cluster, settings.unnamed);
-    let worlds = QuotaWorlds::new(cluster, (tracker, ledger), waiting, is_evicted, (settings, now));
+    let quotas = quotas_of(cluster, nodes, settings.unnamed);
+    let worlds = QuotaWorlds::new((cluster, nodes), (tracker, ledger), waiting, is_evicted, (settings, now));
     let pools: Vec<&PoolWorld> = worlds.iter().flat_map(|worlds| &worlds.pools).collect();
     let views: Vec<PoolView<'_>> = pools
         .iter()
@@ -68,13 +70,22 @@ pub(super) fn build_reports<'a>(
     let time = Timestamp::from_second(i64::try_from(now).unwrap_or(0)).unwrap_or_default();
     let namespaces = cluster.namespaces.iter().filter_map(|object| object.metadata.name.as_deref());
     let namespaces: BTreeSet<&str> = namespaces.collect();
+    let kueue = kueue_pods(tracker, &quotas);
     let mut reports = QuotaReports::default();
     for quota in cluster.quotas.iter().filter_map(|object| object.0.as_ref().ok()) {
         let Some(name) = quota.metadata.name.as_deref() else { continue };
         let view = views.iter().find(|view| view.world.quotas.contains_key(name));
         let named = quota.spec.namespaces.iter().flatten().map(String::as_str);
         let absent: Vec<&str> = named.filter(|name| !namespaces.contains(name)).collect();
-        let (status, waiting) = status::status(quota, (view, quotas.problems.get(name)), &absent, waits, time);
+        let is_oldest = quotas.pools.iter().any(|pool| pool.oldest() == name);
+        let shows_unnamed = is_oldest && quotas.unnamed() == Unnamed::Borrow;
+        let (status, waiting) = status::status(
+            quota,
+            (view, quotas.problems.get(name)),
+            (&absent, kueue.get(name)),
+            (waits, shows_unnamed),
+            time,
+        );
         if let Some(usage) = view.and_then(|view| quota_usage(quota, view, &waiting)) {
             reports.usages.insert(name.to_owned(), usage);
         }
@@ -82,7 +93,8 @@ pub(super) fn build_reports<'a>(
             reports.statuses.push((name.to_owned(), status));
         }
     }
-    reports.labels = wrong_labels(tracker, &classes(&views));
+    let classes = if settings.without_labels { BTreeMap::new() } else { classes(&views) };
+    reports.labels = wrong_labels(tracker, &classes);
     reports
 }
 
@@ -102,12 +114,30 @@ fn quota_usage(quota: &GpuQuota, view: &PoolView<'_>, waiting: &status::WaitingP
     })
 }
 
-/// Returns the classes of the running pods that have a quota, by name.
+/// Returns the pods of each quota that Kueue admitted.
+fn kueue_pods(tracker: &PodTracker, quotas: &Quotas) -> BTreeMap<String, KueuePods> {
+    let mut pods: BTreeMap<String, KueuePods> = BTreeMap::new();
+    let is_admitted = |pod: &&PodObject| KUEUE_LABELS.iter().any(|label| pod.labels().contains_key(*label));
+    for pod in tracker.living_pods().filter(|pod| pod.requests_gpus()).filter(is_admitted) {
+        for pool in 0..quotas.pools.len() {
+            let Owner::Quota(quota) = quotas.owner(pool, pod.namespace()) else { continue };
+            let (of_quota, name) = (pods.entry(quota).or_default(), full_name(&pod.metadata));
+            if of_quota.count == 0 || name < of_quota.first {
+                of_quota.first = name;
+            }
+            of_quota.count += 1;
+        }
+    }
+    pods
+}
+
+/// Returns the classes of the pods that run, by name. Pods without a quota borrow. Pods of exempt
+/// namespaces have no class.
 fn classes<'v>(views: &'v [PoolView<'_>]) -> BTreeMap<&'v str, Class> {
     let mut classes = BTreeMap::new();
     for view in views {
         for (at, pod) in view.world.pods.iter().enumerate() {
-            let is_counted = matches!(pod.place, Place::Running { .. }) && matches!(pod.owner, Owner::Quota(_));
+            let is_counted = matches!(pod.place, Place::Running { .. }) && pod.owner != Owner::Outside;
             if let Some(class) = is_counted.then(|| view.book.class(PodId(at))).flatten() {
                 classes.insert(pod.name.as_str(), class);
             }
@@ -116,8 +146,7 @@ fn classes<'v>(views: &'v [PoolView<'_>]) -> BTreeMap<&'v str, Class> {
     classes
 }
 
-/// Returns the pods whose capacity label does not match their class. Pods without a quota must have
-/// no label.
+/// Returns the pods whose label is not that of their class. Pods without a class have no label.
 fn wrong_labels(tracker: &PodTracker, classes: &BTreeMap<&str, Class>) -> Vec<CapacityLabel> {
     let mut labels = Vec::new();
     for pod in tracker.living_pods().filter(|pod| pod.requests_gpus() && pod.metadata.deletion_timestamp.is_none()) {

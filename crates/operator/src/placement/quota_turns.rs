@@ -70,7 +70,9 @@ impl TurnQueues {
             };
             let book = pass.book(member);
             let key = (member.pool, book.account(member.id));
-            if let [head, _, ..] = *book.unit(member.id) {
+            if let [head, _, ..] = *book.unit(member.id)
+                && pass.has_whole_gang(member)
+            {
                 mixed.insert(key);
                 let (first, all) = units.entry(Member { id: head, ..member }).or_default();
                 all.push(at);
@@ -179,12 +181,15 @@ impl QuotaPass<'_> {
                     "pods terminate to free GPUs for the pod; {name} uses {used} GPUs with the pod and is guaranteed {min}"
                 )
             }
+            Wait::GangIncomplete if !self.has_whole_gang(member) => {
+                "the pods of the gang request GPUs of different pools with quotas: no pool has all of them".to_owned()
+            }
             Wait::GangIncomplete => {
                 let (name, size) = pod.gang.as_ref().map_or(("", 0), |gang| (gang.name.as_str(), gang.size));
                 format!("pods of the gang {name} are missing: none is released before {size} pods exist")
             }
             Wait::Protected => "only pods that disruption budgets protect could be evicted for the pod".to_owned(),
-            _ if book.turn(member.id).0.is_none() => format!(
+            _ if book.is_guaranteed(member.id) => format!(
                 "within the guarantee of {name} ({used} of {min} GPUs used, requests {asks}): no GPU can be freed now"
             ),
             _ => {

@@ -134,6 +134,11 @@ impl<'a> ReturningUnits<'a> {
         returned.reserve(&candidate.name, &found, Moment(u64::MAX)).is_ok()
     }
 
+    /// Returns whether units that return soon are promised to a pod.
+    pub(super) fn is_promised(&self, pod: &str) -> bool {
+        self.ledger.as_ref().is_some_and(|returned| returned.claim(pod).is_some())
+    }
+
     /// Ends the promise of units to a pod if a preemption frees units for the pod. Other pods may
     /// then wait for the promised units.
     pub(super) fn end_promise(&mut self, pod: &str, preemption: PreemptionProspect) {

@@ -1,30 +1,25 @@
 //! The placement controller: applies the gatekeeper's decisions and reports them. The controller is
 //! separate from the passes, so that a release does not wait for writes to nodes.
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use cleave_api::names::{CAPACITY_LABEL, CONDITION_PLACED, NOMINATION_ANNOTATION};
-use cleave_api::{GpuQuota, GpuQuotaStatus};
-use futures::{FutureExt as _, StreamExt as _};
+use cleave_api::names::CONDITION_PLACED;
+use futures::StreamExt as _;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ObjectReference;
-use kube::Api;
-use kube::api::{Patch, PatchParams};
 use tokio::sync::watch;
 
-use super::actions::{Actions, AutoscalerReport, Eviction, NominationRecord, Release, ReleaseReason};
+use super::actions::{Actions, AutoscalerReport, Eviction, Release, ReleaseReason};
 use super::cluster::{Cluster, ReconcileTime};
 use super::gatekeeper::Gatekeeper;
 use super::patch;
-use super::quota_reports::CapacityLabel;
 use super::quotas::QuotaSettings;
 use super::stranded::{PlacedReport, Recreation, StrandedActions};
 use crate::events::{self, EventSelector};
 use crate::evict::{self, EvictionOptions, EvictionResult};
 use crate::metrics::{NO_QUOTA, Outcome};
 use crate::pod_condition::{self, ConditionTarget, WriteResult};
-use crate::pod_metadata::patch_metadata;
 use crate::pods::{POD_SCHEDULED, PodCondition};
 use crate::policies::demand::WaitingPod;
 use crate::policies::taint::{self, TaintChange, TaintWriteResult};
@@ -33,19 +28,13 @@ use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakers;
 use crate::write::{MAX_IN_FLIGHT, WRITE_TIMEOUT, publish, publish_all};
 
+mod quotas;
+
 /// Time to wait for further changes after the first one. Pods are often created in bursts.
 const BATCH_WINDOW: Duration = Duration::from_millis(5);
 /// Delay between a failed write and the next reconcile, even if nothing has changed.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
-/// Maximum time after the start for which pods wait until quotas are listed.
-const QUOTA_LIST_TIME: Duration = Duration::from_secs(10);
-/// Maximum number of capacity labels that are written each time that quotas are reported.
-const MAX_LABELS: usize = 20;
-/// Minimum time between two changes of the capacity label of one pod.
-const LABEL_INTERVAL: Duration = Duration::from_secs(10);
-/// Minimum time between two reports about quotas.
-const QUOTA_STATUS_INTERVAL: Duration = Duration::from_millis(500);
 /// Delay before the next check whether quotas are listed.
 const QUOTA_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -160,6 +149,8 @@ pub(crate) struct PlacementController {
     reports_quotas: bool,
     /// When the capacity label of each pod was written, by the pod's UID.
     labelled: BTreeMap<String, Duration>,
+    /// Quotas whose status could not be written, each with the time of the next attempt.
+    quota_retries: BTreeMap<String, Duration>,
     publisher: EventSelector,
     started: Instant,
     clock: SteadyClock,
@@ -195,6 +186,7 @@ impl Controller for PlacementController {
         self.context.metrics.preemption_searches.inc_by(actions.preemption_searches);
         let mut writes = self.release_all(&actions.releases).await;
         writes.is_incomplete |= !self.evict_all(&actions).await;
+        self.write_protected(&actions.protected).await;
         self.wakes.set_awaits_budgets(actions.awaits_budgets);
         self.apply_stranded_actions(&actions.stranded).await;
         writes.is_impaired |= !self.report_all(&actions.reports).await;
@@ -229,18 +221,11 @@ impl PlacementController {
             next_quota_reports: Duration::ZERO,
             reports_quotas: true,
             labelled: BTreeMap::new(),
+            quota_retries: BTreeMap::new(),
             publisher: EventSelector::default(),
             started: Instant::now(),
             clock: SteadyClock::read(),
         }
-    }
-
-    /// Returns whether quotas are listed. Without the quotas, a pod could exceed its quota's
-    /// maximum. The cluster may not have the CRD, so the function returns true after
-    /// [`QUOTA_LIST_TIME`].
-    fn are_quotas_listed(&self) -> bool {
-        self.started.elapsed() > QUOTA_LIST_TIME
-            || self.context.stores.quotas.wait_until_ready().now_or_never().is_some_and(|listed| listed.is_ok())
     }
 
     /// Returns the current content of the stores, without pods.
@@ -259,81 +244,6 @@ impl PlacementController {
             budgets: stores.budgets.state(),
             namespaces: stores.namespaces.state(),
         }
-    }
-
-    /// Writes the changed statuses of quotas and the changed capacity labels of pods, and updates
-    /// the metrics of quotas. Returns the time until the next reports are due.
-    async fn report_quotas(&mut self, cluster: &Cluster, actions: &Actions, now: ReconcileTime) -> Option<Duration> {
-        if cluster.quotas.is_empty() && !self.reports_quotas {
-            return None;
-        }
-        let left = self.next_quota_reports.saturating_sub(now.up);
-        if !left.is_zero() {
-            return Some(left);
-        }
-        self.next_quota_reports = now.up.saturating_add(QUOTA_STATUS_INTERVAL);
-        let reports = self.keeper.quota_reports(cluster, &actions.waiting, now);
-        self.context.metrics.quotas.set_gauges(&reports.usages);
-        self.reports_quotas = !cluster.quotas.is_empty() || !reports.labels.is_empty();
-        for (name, status) in reports.statuses {
-            if !self.context.claim.is_current() {
-                return None;
-            }
-            self.write_quota_status(&name, &status).await;
-        }
-        self.labelled.retain(|_, at| now.up < at.saturating_add(LABEL_INTERVAL));
-        let due = reports.labels.iter().filter(|label| !self.labelled.contains_key(&label.uid));
-        let due: Vec<&CapacityLabel> = due.take(MAX_LABELS).collect();
-        let client = &self.context.client;
-        let writes: Vec<_> = due
-            .iter()
-            .map(|label| {
-                let metadata = serde_json::json!({"labels": {CAPACITY_LABEL: label.value}});
-                patch_metadata(client, (&label.pod, &label.uid), metadata)
-            })
-            .collect();
-        if self.context.claim.is_current() {
-            let _: Vec<bool> = futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
-            self.labelled.extend(due.iter().map(|label| (label.uid.clone(), now.up)));
-        }
-        // No other reconcile is due for changes within the interval.
-        self.reports_quotas.then_some(QUOTA_STATUS_INTERVAL)
-    }
-
-    async fn write_quota_status(&self, name: &str, status: &GpuQuotaStatus) {
-        let quotas = Api::<GpuQuota>::all(self.context.client.clone());
-        let patch = Patch::Merge(serde_json::json!({"status": status}));
-        let params = PatchParams::default();
-        let written = quotas.patch_status(name, &params, &patch);
-        match tokio::time::timeout(WRITE_TIMEOUT, written).await {
-            Ok(Ok(_)) => {}
-            Ok(Err(error)) => {
-                tracing::warn!(
-                    quota = name,
-                    error = &error as &dyn std::error::Error,
-                    "failed to write the status of a quota"
-                );
-            }
-            Err(_) => {
-                tracing::warn!(quota = name, "failed to write the status of a quota: the API server did not answer");
-            }
-        }
-    }
-
-    /// Writes nominations to the nominated pods. Returns the preemptors for which no pods may be
-    /// evicted, because a write failed.
-    async fn write_nominations<'k>(&self, kept: &'k [NominationRecord]) -> BTreeSet<&'k str> {
-        let client = &self.context.client;
-        let writes: Vec<_> = kept
-            .iter()
-            .map(|NominationRecord { pod, uid, preemptor, room }| async move {
-                let text = room.to_text().unwrap_or_default();
-                let metadata = serde_json::json!({"annotations": {NOMINATION_ANNOTATION: text}});
-                (preemptor.as_str(), patch_metadata(client, (pod, uid), metadata).await)
-            })
-            .collect();
-        let results: Vec<(&str, bool)> = futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
-        results.into_iter().filter(|(_, written)| !written).map(|(preemptor, _)| preemptor).collect()
     }
 
     /// Releases pods.

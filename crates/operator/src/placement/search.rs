@@ -134,9 +134,11 @@ impl<'a> Candidate<'a> {
         PendingPod { pod: &self.name, priority: self.plan_pod.priority, device_requests: &self.device_requests }
     }
 
-    fn requester(&self) -> Requester<'_> {
+    /// Returns the pod's request for CPU, memory and other resources. With `uses_now`, the pod does
+    /// not wait for more resources.
+    fn requester<'l>(&self, ledger: &'l Ledger, uses_now: bool) -> Requester<'_, 'l> {
         let PlanPod { priority, requests, .. } = &self.plan_pod;
-        Requester { name: &self.name, priority: *priority, requests }
+        Requester { name: &self.name, priority: *priority, requests, ledger, uses_now }
     }
 
     /// Returns the action that releases the pod.
@@ -274,7 +276,8 @@ impl<'a> PlacementSearch<'a> {
         Self { worlds, ..self }
     }
 
-    /// Limits later searches to the nodes that a pod may use by its quota. `None` means all nodes.
+    /// Limits later searches to the pool of a turn. While quotas are enforced, `None` means the
+    /// nodes that are in no pool with an enforced quota.
     pub(super) fn set_turn(&mut self, turn: Option<QuotaTurn>) {
         self.turn = turn;
     }
@@ -293,7 +296,7 @@ impl<'a> PlacementSearch<'a> {
             key.rules.as_ref().and_then(|constraint_key| self.constraints.evaluate_rules(constraint_key, plan_pod));
         let is_evaluated = !pod.spec.particular && !pod.spec.rules.are_too_many() && !key.has_unbound_volume();
         let most = if is_evaluated { 1 } else { MAX_RELEASE_NODES };
-        let shortage = |node: &str| self.free.borrow_mut().shortage(node, candidate.requester());
+        let shortage = |node: &str| self.free.borrow_mut().shortage(node, candidate.requester(ledger, true));
         let has_room = |node: &str| shortage(node).is_none();
         // This pod has no node and so no allocations. The allocations of an earlier pod with the
         // same name would count as allocations of this pod, and end the pod's reservation.
@@ -406,8 +409,9 @@ impl<'a> PlacementSearch<'a> {
         let nodes = nodes.filter(|node| self.will_be_free_of_predecessor(ledger, node, &candidate.name));
         nodes
             .filter_map(|name| {
-                let mut missing = free.missing_resources(name, candidate.requester())?;
-                missing.extend(free.units_missing_by_faults(name, candidate.requester()));
+                let requester = candidate.requester(ledger, false);
+                let mut missing = free.missing_resources(name, requester)?;
+                missing.extend(free.units_missing_by_faults(name, requester));
                 Some(PreemptionNode { name, missing })
             })
             .collect()
@@ -423,7 +427,7 @@ impl<'a> PlacementSearch<'a> {
     ) -> Vec<&'n str> {
         let key = self.constraints.key(candidate.pod);
         let checker = key.as_ref().and_then(|key| self.constraints.evaluate_rules(key, &candidate.plan_pod));
-        let nodes = nodes.filter(|node| self.has_room(node, candidate) && self.allows(node, checker.as_ref()));
+        let nodes = nodes.filter(|node| self.has_room(ledger, node, candidate) && self.allows(node, checker.as_ref()));
         nodes.filter(|node| self.will_be_free_of_predecessor(ledger, node, &candidate.name)).collect()
     }
 
@@ -469,14 +473,15 @@ impl<'a> PlacementSearch<'a> {
         nodes.any(|node| !self.will_be_free_of_predecessor(ledger, node, &candidate.name))
     }
 
-    fn has_room(&self, node: &str, candidate: &Candidate<'_>) -> bool {
-        self.free.borrow_mut().has_room(node, candidate.requester())
+    fn has_room(&self, ledger: &Ledger, node: &str, candidate: &Candidate<'_>) -> bool {
+        self.free.borrow_mut().has_room(node, candidate.requester(ledger, false))
     }
 
     fn allows(&self, node: &str, checker: Option<&NodeChecker<'_>>) -> bool {
         let in_pool = match (self.worlds, self.turn) {
             (Some(worlds), Some(turn)) => worlds.has_node(turn.member.pool, node),
-            _ => true,
+            (Some(worlds), None) => !worlds.is_in_enforced_pool(node),
+            (None, _) => true,
         };
         in_pool && self.nodes.0.get(node).is_some_and(|state| check_rules(checker, &state.node).is_ok())
     }

@@ -2,10 +2,12 @@
 use std::collections::BTreeMap;
 
 use cleave_api::GpuQuota;
-use cleave_api::gpuquota::{GpuQuotaStatus, QuotaMode, QuotaPods, QuotaWaiting};
-use cleave_plan::quota::{Amount, Book, GPU, Owner, Place, Unit, Usage, World};
+use cleave_api::gpuquota::{GpuQuotaStatus, QuotaMode, QuotaPods, QuotaUnnamed, QuotaWaiting};
+use cleave_api::names::REASON_ALSO_KUEUE;
+use cleave_plan::quota::{Amount, Book, GPU, Owner, Place, Pod, Unit, Usage, World};
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+use serde_json::Value;
 
 use super::validate::Problem;
 use crate::policies::demand::{Reason, WaitingPod};
@@ -41,12 +43,14 @@ impl WaitingPods {
 
 /// Returns the status of a quota, and its waiting pods. `absent` contains the namespaces of the
 /// quota that do not exist. `pool` is `None` if the quota is in no pool, because it is not valid.
-/// `waits` contains each pod's reason to wait at the gate.
+/// `waits` contains each pod's reason to wait at the gate. `kueue` are the
+/// quota's pods that Kueue admitted. With `shows_unnamed`, the status shows what pods without a quota
+/// use of the pool.
 pub(crate) fn status(
     quota: &GpuQuota,
     (pool, problem): (Option<&PoolView<'_>>, Option<&Problem>),
-    absent: &[&str],
-    waits: &BTreeMap<String, WaitingPod>,
+    (absent, kueue): (&[&str], Option<&KueuePods>),
+    (waits, shows_unnamed): (&BTreeMap<String, WaitingPod>, bool),
     now: Timestamp,
 ) -> (GpuQuotaStatus, WaitingPods) {
     let name = quota.metadata.name.as_deref().unwrap_or_default();
@@ -65,6 +69,7 @@ pub(crate) fn status(
     };
     let is_enforced = is_valid && quota.spec.mode == QuotaMode::Enforce;
     let enforced = match (is_enforced, is_valid) {
+        (true, _) if kueue.is_some() => (true, REASON_ALSO_KUEUE, kueue.map(KueuePods::message).unwrap_or_default()),
         (true, _) => (
             true,
             "Enforced",
@@ -101,10 +106,60 @@ pub(crate) fn status(
         share: format_share(&usage, unit),
         cells: usage.cells.map(|cells| u32::try_from(cells).unwrap_or(u32::MAX)),
         pods: QuotaPods { within: usage.pods_within, over: usage.pods_over, leaving },
+        unnamed: pool.filter(|_| shows_unnamed).map(unnamed),
         waiting: QuotaWaiting { pods: waiting.pods, gpus: write(waiting.amount), reasons: waiting.reasons.clone() },
         conditions: conditions.map(condition).into(),
     };
     (status, waiting)
+}
+
+/// Pods of a quota that Kueue admitted.
+#[derive(Debug, Default)]
+pub(crate) struct KueuePods {
+    /// Number of the pods.
+    pub(crate) count: usize,
+    /// The first of them by name, as `namespace/name`.
+    pub(crate) first: String,
+}
+
+impl KueuePods {
+    fn message(&self) -> String {
+        format!(
+            "Kueue admits pods of this quota too: {}, such as {}. Each of the two queues can hold pods that the other admitted. Set mode: Count, or exclude the namespaces from Kueue",
+            self.count, self.first
+        )
+    }
+}
+
+/// Returns what pods of namespaces without a quota use of a pool.
+fn unnamed(pool: &PoolView<'_>) -> QuotaUnnamed {
+    let usage = pool.book.unnamed_usage();
+    let waits = |pod: &&Pod| pod.owner == Owner::Unnamed && matches!(pod.place, Place::Waiting { .. });
+    QuotaUnnamed {
+        used: format_amount(usage.used, pool.unit),
+        share: format_share(&usage, pool.unit),
+        pods: usage.pods_within.saturating_add(usage.pods_over),
+        waiting: u32::try_from(pool.world.pods.iter().filter(waits).count()).unwrap_or(u32::MAX),
+    }
+}
+
+/// Returns the merge patch (RFC 7386) that replaces a status. A merge patch keeps fields that it
+/// does not name, so it names the fields that the new status omits.
+pub(crate) fn merge_patch(before: Option<&GpuQuotaStatus>, after: &GpuQuotaStatus) -> Value {
+    let before = before.and_then(|before| serde_json::to_value(before).ok()).unwrap_or_default();
+    let after = serde_json::to_value(after).unwrap_or_default();
+    serde_json::json!({"status": with_removals(&before, after)})
+}
+
+/// Adds `null` for each field of `before` that `after` lacks.
+fn with_removals(before: &Value, mut after: Value) -> Value {
+    if let (Some(before), Some(after)) = (before.as_object(), after.as_object_mut()) {
+        for (field, value) in before {
+            let kept = after.get_mut(field).map(|kept| with_removals(value, kept.take()));
+            after.insert(field.clone(), kept.unwrap_or_default());
+        }
+    }
+    after
 }
 
 /// Describes a valid quota, and the parts of the quota that have no effect yet.
@@ -159,7 +214,7 @@ fn waiting_pods(pool: &PoolView<'_>, name: &str, waits: &BTreeMap<String, Waitin
         waiting.amount = waiting.amount.plus(pod.charge);
         *waiting.reasons.entry(word.to_owned()).or_default() += 1;
         let id = cleave_plan::quota::PodId(at);
-        if pool.book.turn(id).0.is_none() {
+        if pool.book.is_guaranteed(id) {
             let (pods, amount) = waiting.within.entry(word).or_default();
             *pods += 1;
             *amount = amount.plus(pod.charge);
@@ -208,4 +263,51 @@ fn guaranteed_condition(pool: &PoolView<'_>, waiting: &WaitingPods) -> (bool, &'
         }
     }
     (true, "Kept", "No pod within the guarantee waits".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Applies a merge patch as RFC 7386 defines it.
+    fn merge(target: &mut Value, patch: &Value) {
+        let Some(patch) = patch.as_object() else {
+            target.clone_from(patch);
+            return;
+        };
+        if !target.is_object() {
+            *target = serde_json::json!({});
+        }
+        let target = target.as_object_mut().unwrap();
+        for (field, value) in patch {
+            if value.is_null() {
+                target.remove(field);
+            } else {
+                merge(target.entry(field).or_insert(Value::Null), value);
+            }
+        }
+    }
+
+    #[test]
+    fn a_patch_removes_what_the_new_status_omits() {
+        let waiting = |reasons: &[(&str, u32)]| GpuQuotaStatus {
+            cells: Some(2),
+            waiting: QuotaWaiting {
+                pods: 1,
+                reasons: reasons.iter().map(|(reason, pods)| ((*reason).to_owned(), *pods)).collect(),
+                ..QuotaWaiting::default()
+            },
+            ..GpuQuotaStatus::default()
+        };
+        let states =
+            [waiting(&[("NoRoom", 1)]), waiting(&[("Nominated", 1), ("OverMax", 2)]), GpuQuotaStatus::default()];
+        let mut stored = serde_json::json!({"metadata": {"name": "a"}});
+        let mut before = None;
+        for state in &states {
+            merge(&mut stored, &merge_patch(before, state));
+            let status: GpuQuotaStatus = serde_json::from_value(stored["status"].clone()).unwrap();
+            assert_eq!(status, *state, "no second write follows");
+            before = Some(state);
+        }
+    }
 }

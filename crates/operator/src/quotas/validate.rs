@@ -101,7 +101,19 @@ pub struct Quotas {
 /// A namespace and its labels.
 pub type LabelledNamespace<'a> = (&'a str, &'a BTreeMap<String, String>);
 
+impl Pool {
+    /// Returns the name of the oldest quota of the pool.
+    pub fn oldest(&self) -> &str {
+        &self.first
+    }
+}
+
 impl Quotas {
+    /// Returns what pods of namespaces without a quota may do.
+    pub const fn unnamed(&self) -> Unnamed {
+        self.unnamed
+    }
+
     /// Validates quotas. `products` contains the product names of the cluster's GPUs. These names
     /// show whether pools overlap.
     pub fn new<'a>(

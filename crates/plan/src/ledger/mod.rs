@@ -54,8 +54,8 @@ use device_units::DeviceUnits;
 pub use facts::{Allocation, Claim, DeviceFacts, Facts, Moment, NodeFacts, Place, Reservation};
 pub use fit::{Fit, Fits, ReserveError};
 use layout::missing_units;
-pub use node::DeviceUsage;
-use node::{Node, NominatedUnits};
+use node::Node;
+pub use node::{DeviceAmounts, DeviceUsage};
 use preempt::SearchedNode;
 pub use preempt::{Holder, Holders, IsLegal, Nomination, PendingPod, Preemption, PreemptionNode, Rank};
 pub use request::{DeviceRequest, Units};
@@ -63,6 +63,15 @@ pub use request::{DeviceRequest, Units};
 use crate::placement::Score;
 pub use crate::placement::Tightest;
 use crate::shared::Shared;
+
+/// When a pod uses units.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Use {
+    /// It is released now.
+    Now,
+    /// It is nominated, and waits for more units.
+    Later,
+}
 
 /// Free, used and reserved units of all nodes, and the claims of released pods.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -182,7 +191,7 @@ impl Ledger {
     ) -> Option<Fits> {
         let PendingPod { pod, priority, device_requests } = waiting;
         let first = device_requests.first()?;
-        let nominated = self.nominated_units(Some(pod), priority);
+        let nominated = self.nominated_units((Some(pod), priority), Use::Now);
         let mut places: Vec<Fit> = Vec::new();
         let mut refused: BTreeSet<&str> = BTreeSet::new();
         for (name, devices) in chooser.candidates(device_requests, criteria) {
@@ -238,7 +247,7 @@ impl Ledger {
         let wanted = requested_units(device_requests);
         let mut found: Vec<(NodeRank, &'a str, Cow<'_, Node>)> = Vec::new();
         let mut why = NoFit::NoNode;
-        let nominated = self.nominated_units(pod, priority);
+        let nominated = self.nominated_units((pod, priority), Use::Now);
         for name in nodes {
             let Some(node) = self.nodes.get(name) else { continue };
             let node = nominated.get(name).map_or(Cow::Borrowed(node), |kept| Cow::Owned(node.without_nominated(kept)));
@@ -273,7 +282,7 @@ impl Ledger {
             return Err(ReserveError::Claimed);
         }
         let takes = fits.places.iter().flat_map(|fit| fit.takes.iter().map(|take| (fit.node.as_str(), take)));
-        let nominated = self.nominated_units(Some(pod), fits.priority);
+        let nominated = self.nominated_units((Some(pod), fits.priority), Use::Now);
         let mut taken: Vec<(&str, &Reservation)> = Vec::new();
         for (node, take) in takes {
             let kept = nominated.get(node).and_then(|kept| kept.get(&(take.resource.clone(), take.device.clone())));
@@ -420,9 +429,9 @@ impl Ledger {
         self.nodes.get(node).map(|node| node.devices().collect()).unwrap_or_default()
     }
 
-    /// Returns the used units of a device for which the node lists no pod.
-    pub fn unlisted_units(&self, node: &str, resource: &str, device: &str) -> u32 {
-        self.nodes.get(node).map_or(0, |node| node.unlisted_units(resource, device))
+    /// Returns the allocations that a node lists.
+    pub fn allocations(&self, node: &str) -> impl Iterator<Item = Allocation> {
+        self.nodes.get(node).into_iter().flat_map(Node::allocations)
     }
 
     /// Finds the pods to preempt so that the pod fits on one of these nodes. Returns `None` if no
@@ -433,8 +442,9 @@ impl Ledger {
     /// ([`PreemptionNode::missing`]). Reserved units remain reserved. Units that are nominated for
     /// other pods of the same or higher priority remain nominated. A node that has too few units of
     /// a requested resource for its claims is excluded. The units and other resources of
-    /// terminating pods count as free, so no pod is preempted for units that become free anyway.
-    /// While the victims terminate, another call returns no further victims.
+    /// terminating pods count as free, so no pod is preempted for units that become free anyway. The
+    /// same applies to units of pods that have just ended ([`Holders::unlisted`]). While the victims
+    /// terminate, another call returns no further victims.
     ///
     /// For each way to place the requests on devices, as many pods as possible are kept: first pods
     /// of higher priority, then pods that started earlier. The victims never exceed the evictions
@@ -470,7 +480,7 @@ impl Ledger {
         (holders, kept): (&Holders<'_>, &BTreeSet<String>),
         is_legal: Option<IsLegal<'_>>,
     ) -> Option<Preemption> {
-        let nominated = self.nominated_units(Some(pending.pod), pending.priority);
+        let nominated = self.nominated_units((Some(pending.pod), pending.priority), Use::Later);
         let nodes = nodes.into_iter().map(Into::into).map(|target: PreemptionNode<'a>| (target.name, target));
         let nodes: BTreeMap<&str, PreemptionNode<'a>> = nodes.collect();
         let nodes = nodes.into_iter().filter_map(|(name, target)| {
@@ -482,6 +492,11 @@ impl Ledger {
     /// Sets the rank of a waiting pod, while quotas are enforced.
     pub fn set_rank(&mut self, pod: &str, rank: Rank) {
         self.ranks.insert(pod.to_owned(), rank);
+    }
+
+    /// Forgets the rank of a waiting pod: its priority alone decides.
+    pub fn remove_rank(&mut self, pod: &str) {
+        self.ranks.remove(pod);
     }
 
     /// Forgets the ranks of all pods: priority alone decides which nominations a pod sees.
@@ -516,16 +531,46 @@ impl Ledger {
         &self.nominations
     }
 
-    /// Returns the nominated units by node, for pods of this priority or a higher priority.
-    /// Excludes the nomination of `pod`.
-    fn nominated_units(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, NominatedUnits> {
-        let mut units: BTreeMap<String, NominatedUnits> = BTreeMap::new();
-        let rank = pod.and_then(|pod| self.ranks.get(pod)).copied().unwrap_or(Rank::of_priority(priority));
+    fn rank(&self, pod: &str, priority: i32) -> Rank {
+        self.ranks.get(pod).copied().unwrap_or(Rank::of_priority(priority))
+    }
+
+    /// Returns whether a waiting pod leaves to another pod what is nominated for that pod. Pods
+    /// are names and priorities. With `takes_own`, the pod takes what is nominated for itself. It
+    /// then leaves room only to nominated pods that come first: the others get their room later.
+    pub fn leaves_nominated(
+        &self,
+        (pod, priority): (&str, i32),
+        (other, other_priority): (&str, i32),
+        takes_own: bool,
+    ) -> bool {
+        let (rank, nominee) = (self.rank(pod, priority), self.rank(other, other_priority));
+        pod != other && rank.sees(&nominee) && (!takes_own || nominee.comes_before(other, (&rank, pod)))
+    }
+
+    /// Returns the units by node that a pod leaves to nominated pods. A nominated pod that uses its
+    /// own units now leaves fewer: see [`Self::leaves_nominated`].
+    fn nominated_units(
+        &self,
+        (pod, priority): (Option<&str>, i32),
+        use_of_units: Use,
+    ) -> BTreeMap<String, DeviceAmounts> {
+        let mut units: BTreeMap<String, DeviceAmounts> = BTreeMap::new();
+        let own = pod.and_then(|pod| self.nominations.get(pod)).filter(|_| use_of_units == Use::Now);
+        let is_own = |node: &str, take: &Reservation| {
+            let is_same = |of: &Reservation| of.device == take.device && of.resource == take.resource;
+            own.is_some_and(|own| own.node == node && own.takes.iter().any(is_same))
+        };
         for (of, nomination) in &self.nominations {
-            let nominee = self.ranks.get(of).copied().unwrap_or(Rank::of_priority(nomination.priority));
-            if rank.sees(&nominee) && Some(of.as_str()) != pod {
-                let node = units.entry(nomination.node.clone()).or_default();
-                for take in &nomination.takes {
+            let nominee = (of.as_str(), nomination.priority);
+            for take in &nomination.takes {
+                let takes_own = is_own(&nomination.node, take);
+                let is_left = match pod {
+                    Some(pod) => self.leaves_nominated((pod, priority), nominee, takes_own),
+                    None => Rank::of_priority(priority).sees(&self.rank(of, nomination.priority)),
+                };
+                if is_left {
+                    let node = units.entry(nomination.node.clone()).or_default();
                     let sum = node.entry((take.resource.clone(), take.device.clone())).or_default();
                     *sum = sum.saturating_add(take.units.get());
                 }

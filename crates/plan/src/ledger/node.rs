@@ -53,8 +53,8 @@ pub(super) struct AllocatedUnits {
 /// Allocations on a node, by pod.
 pub(super) type Allocations = BTreeMap<Arc<str>, Box<[AllocatedUnits]>>;
 
-/// Nominated units by resource and device.
-pub(super) type NominatedUnits = BTreeMap<(String, String), u32>;
+/// Numbers of units by resource and device.
+pub type DeviceAmounts = BTreeMap<(String, String), u32>;
 
 impl Node {
     /// Creates a node without reservations. `shared_name` returns the copy of a pod's name that
@@ -105,15 +105,19 @@ impl Node {
             let DeviceUsage { resource, device, capacity, used, .. } = usage;
             DeviceFacts { device, resource, capacity, used }
         });
-        let allocations = self.allocations.iter().flat_map(|(pod, parts)| {
+        NodeFacts { model: self.model.clone(), devices: devices.collect(), allocations: self.allocations().collect() }
+    }
+
+    /// Returns all allocations.
+    pub(super) fn allocations(&self) -> impl Iterator<Item = Allocation> {
+        self.allocations.iter().flat_map(|(pod, parts)| {
             parts.iter().map(|part| Allocation {
                 pod: pod.to_string(),
                 resource: part.resource.to_string(),
                 device: part.device.to_string(),
                 units: part.units,
             })
-        });
-        NodeFacts { model: self.model.clone(), devices: devices.collect(), allocations: allocations.collect() }
+        })
     }
 
     pub(super) fn reservations(&self) -> impl Iterator<Item = Reservation> {
@@ -152,7 +156,7 @@ impl Node {
     }
 
     /// Returns the node as other pods may use it: nominated units count as reserved.
-    pub(super) fn without_nominated(&self, nominated: &NominatedUnits) -> Self {
+    pub(super) fn without_nominated(&self, nominated: &DeviceAmounts) -> Self {
         let mut node = self.clone();
         for ((resource, device), &units) in nominated {
             let device_units =

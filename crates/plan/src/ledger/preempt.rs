@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::choose::requested_units;
 use super::device_units::DeviceUnits;
 use super::facts::{Moment, Reservation};
-use super::node::{Node, NominatedUnits};
+use super::node::{DeviceAmounts, Node};
 use super::pack::{assign_to_devices, tightest_devices};
 use super::request::DeviceRequest;
 use crate::Quantity;
@@ -63,6 +63,10 @@ pub struct Holders<'a> {
     pub pods: BTreeMap<String, BTreeMap<String, Holder<'a>>>,
     /// Number of evictions that each disruption budget allows now.
     pub budgets: Vec<u32>,
+    /// Units by node that pods used which have just ended, and which the node no longer lists. If
+    /// the units are still used, and the node lists no pod for them, they become free without
+    /// preemption.
+    pub unlisted: BTreeMap<String, DeviceAmounts>,
 }
 
 impl<'a> Holders<'a> {
@@ -135,22 +139,41 @@ pub struct Rank {
     pub is_within: bool,
     /// Priority of the pod.
     pub priority: i32,
+    /// The priority, if pods of this priority do not stop at the borders of quotas.
+    pub overriding: Option<i32>,
+    /// When the pod was created. `None` while no quota is enforced.
+    pub created: Option<Moment>,
 }
 
 impl Rank {
     /// Returns the rank of a pod while no quota is enforced: priority alone decides.
     pub const fn of_priority(priority: i32) -> Self {
-        Self { quota: 0, is_within: false, priority }
+        Self { quota: 0, is_within: false, priority, overriding: None, created: None }
     }
 
     /// Returns whether a pod of this rank sees units that are nominated for another pod. It does
     /// not see nominations of pods that only borrow if it is within its guarantee itself, and in
-    /// its own quota and class no nominations of lower priority.
-    pub const fn sees(&self, nominee: &Self) -> bool {
+    /// its own quota and class no nominations of lower priority. For pods that do not stop at the
+    /// borders of quotas, priority alone decides.
+    pub fn sees(&self, nominee: &Self) -> bool {
+        if self.overriding.is_some() || nominee.overriding.is_some() {
+            return self.overriding <= nominee.overriding;
+        }
         if self.is_within != nominee.is_within {
             return nominee.is_within;
         }
         self.quota != nominee.quota || self.priority <= nominee.priority
+    }
+
+    /// Returns whether a nominated pod gets its units before another nominated pod that sees its
+    /// nomination: its class is higher, its priority is higher in the same quota, or it is older.
+    /// Without this order, pods that arrive could delay the other pod again and again. Without
+    /// quotas, each of the two waits until both fit.
+    pub(super) fn comes_before(&self, name: &str, (other, other_name): (&Self, &str)) -> bool {
+        let (Some(created), Some(other_created)) = (self.created, other.created) else { return true };
+        (self.overriding, self.is_within) > (other.overriding, other.is_within)
+            || self.quota == other.quota && self.priority > other.priority
+            || (created, name) < (other_created, other_name)
     }
 }
 
@@ -166,7 +189,7 @@ type PreemptionCost = (Option<i32>, i128, usize, Reverse<Option<Moment>>);
 pub(super) struct SearchedNode<'a> {
     pub(super) target: PreemptionNode<'a>,
     pub(super) node: &'a Node,
-    pub(super) nominated: Option<&'a NominatedUnits>,
+    pub(super) nominated: Option<&'a DeviceAmounts>,
 }
 
 /// Returns the cheapest preemption on these nodes. Returns `None` if no preemption helps. Among
@@ -244,8 +267,11 @@ impl<'a> PreemptionSearch<'a> {
         let mut at: BTreeMap<(&str, &str), usize> = BTreeMap::new();
         for resource in requested_units(pending.device_requests).into_keys() {
             for (device, device_units) in node.units_by_device.get(resource).into_iter().flatten() {
-                let kept = nominated.and_then(|kept| kept.get(&(resource.to_owned(), device.clone())));
-                let most = free_units(device_units) - i128::from(kept.copied().unwrap_or(0));
+                let key = (resource.to_owned(), device.clone());
+                let kept = nominated.and_then(|kept| kept.get(&key)).copied().unwrap_or(0);
+                let ended = holders.unlisted.get(target.name).and_then(|units| units.get(&key)).copied().unwrap_or(0);
+                let ending = if ended == 0 { 0 } else { ended.min(node.unlisted_units(resource, device)) };
+                let most = free_units(device_units) - i128::from(kept) + i128::from(ending);
                 at.insert((resource, device), slots.len());
                 slots.push(LimitedResource { resource, device, most });
             }
@@ -532,4 +558,33 @@ fn victims_cost(victims: &[&PossibleVictim<'_>]) -> PreemptionCost {
         victims.len(),
         Reverse(of_highest.map(|victim| victim.holder.started).min()),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const fn rank(quota: usize, is_within: bool, priority: i32, created: u64) -> Rank {
+        Rank { quota, is_within, priority, overriding: None, created: Some(Moment(created)) }
+    }
+
+    #[test]
+    fn a_priority_that_overrides_quotas_decides_alone() {
+        let urgent = |priority| Rank { overriding: Some(priority), ..rank(1, false, priority, 9) };
+        let guaranteed = rank(2, true, 5, 1);
+        assert!(guaranteed.sees(&urgent(9)) && !urgent(9).sees(&guaranteed));
+        assert!(urgent(9).sees(&urgent(9)) && !urgent(10).sees(&urgent(9)) && urgent(9).sees(&urgent(10)));
+        assert!(urgent(9).comes_before("b", (&guaranteed, "a")));
+    }
+
+    #[test]
+    fn of_nominated_pods_class_then_priority_in_a_quota_then_age_comes_first() {
+        let first = |one: Rank, other: Rank| one.comes_before("b", (&other, "a"));
+        assert!(first(rank(1, true, 0, 9), rank(2, false, 5, 1)), "the class");
+        assert!(first(rank(1, true, 6, 9), rank(1, true, 5, 1)), "the priority in a quota");
+        assert!(!first(rank(1, true, 6, 9), rank(2, true, 5, 1)), "priorities of different quotas do not matter");
+        assert!(first(rank(1, true, 0, 1), rank(2, true, 0, 2)), "the age");
+        assert!(!first(rank(1, true, 0, 1), rank(2, true, 0, 1)), "the name");
+        assert!(first(Rank::of_priority(0), Rank::of_priority(0)), "without quotas each waits for the other");
+    }
 }

@@ -133,7 +133,7 @@ impl<'w> Accounts<'w> {
 
     fn importance(&self, id: PodId, since: Since) -> Importance<'w> {
         let pod = self.world.pod(id);
-        Importance { priority: Reverse(self.priority(id)), since, name: &pod.name, id }
+        Importance { borrows: self.borrows(id), priority: Reverse(self.priority(id)), since, name: &pod.name, id }
     }
 
     fn insert(&mut self, id: PodId, gpu: usize, since: Since) {
@@ -221,7 +221,8 @@ impl<'w> Accounts<'w> {
             let charge = self.world.pod(id).charge;
             let class = is_counted.then_some(counted.class);
             let gang = self.gangs.of(id);
-            Some(Occupant { id, account, gpu: counted.gpu, charge, counted: class, gang })
+            let spans_gpus = self.world.pod(id).spans_gpus;
+            Some(Occupant { id, account, gpu: counted.gpu, charge, counted: class, gang, spans_gpus })
         };
         let mut seen = BTreeSet::new();
         let mut occupants = Vec::with_capacity(cells.order.len());
@@ -247,6 +248,11 @@ impl<'w> Accounts<'w> {
     /// Returns the priority of a pod, which is the highest priority in its gang.
     pub(super) fn priority(&self, id: PodId) -> i32 {
         self.gangs.priority(self.world, id)
+    }
+
+    /// Returns whether a pod may run outside its quota's guarantee. A gang may if all of its pods may.
+    pub(super) fn borrows(&self, id: PodId) -> bool {
+        self.gangs.members(id).iter().all(|member| self.world.pod(*member).borrows)
     }
 
     /// Returns the priority of a pod, if this priority overrides quotas.
@@ -342,7 +348,7 @@ impl<'w> Accounts<'w> {
     }
 
     /// Returns the class that a unit would have on GPUs without some pods. The unit must not count
-    /// yet. Among pods of equal priority, the unit is the last.
+    /// yet. Among pods of equal priority that borrow, or do not, the unit is the last.
     pub(super) fn class_with(&self, parts: &[Part], without: &[PodId]) -> Class {
         let Some(&(id, _)) = parts.first() else { return Class::Over };
         let account = self.account_of[id.0];
@@ -352,7 +358,7 @@ impl<'w> Accounts<'w> {
         };
         let gpus: Vec<usize> = parts.iter().map(|&(_, gpu)| gpu).collect();
         let rest_borrows = self.counted_with(id).any(|mate| self.class(mate) == Some(Class::Over));
-        if rest_borrows {
+        if rest_borrows || parts.iter().any(|(id, _)| self.world.pod(*id).spans_gpus) {
             return Class::Over;
         }
         if without.iter().any(|&gone| self.class(gone) == Some(Class::In)) {
@@ -373,7 +379,8 @@ impl<'w> Accounts<'w> {
         let (priority, own) = (Reverse(self.priority(id)), self.gangs.of(id));
         let mut fit = FirstFit::new(min);
         let mut seen = BTreeSet::new();
-        let more_important = members.iter().take_while(|member| member.priority <= priority);
+        let rank = (self.borrows(id), priority);
+        let more_important = members.iter().take_while(|member| (member.borrows, member.priority) <= rank);
         for member in more_important.filter(|member| !without.contains(&member.id)) {
             match self.gangs.of(member.id) {
                 None => {
@@ -397,6 +404,9 @@ impl<'w> Accounts<'w> {
         let (Some(limit), Some(Cells { ownership, .. })) = (quota.cells(), &self.cells) else {
             return used.plus(charge) <= quota.min();
         };
+        if self.gangs.unit(id).iter().any(|id| self.world.pod(*id).spans_gpus) {
+            return false;
+        }
         let room = |gpu: usize| self.world.gpus[gpu].minus(ownership.guaranteed[gpu]);
         if let [_] = self.gangs.unit(id) {
             let has_room = |gpu: usize| room(gpu) >= charge;

@@ -3,7 +3,8 @@
 //! The operator searches nodes with its own rules. It asks the book for everything that concerns
 //! quotas, and records each of its decisions there, so that later decisions of the same pass see
 //! them.
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::account::Accounts;
 use super::amount::Amount;
@@ -64,8 +65,9 @@ pub struct Usage {
     pub cells: Option<usize>,
 }
 
-/// A position in the order of waiting pods; lower is earlier. Pods within a guarantee are first.
-pub type Turn<'w> = (Option<Share>, std::cmp::Reverse<i32>, Moment, &'w str);
+/// A position in the order of waiting pods; lower is earlier. Pods that override quotas are first,
+/// then pods within a guarantee.
+pub type Turn<'w> = (Reverse<Option<i32>>, Option<Share>, Reverse<i32>, Moment, &'w str);
 
 impl<'w> Book<'w> {
     /// Counts the pods of a pool.
@@ -196,7 +198,15 @@ impl<'w> Book<'w> {
     /// Returns the usage of a quota of the pool. Returns `None` if the pool has no quota of this
     /// name.
     pub fn usage(&self, name: &str) -> Option<Usage> {
-        let account = self.world.quotas.keys().position(|quota| quota == name)?;
+        self.world.quotas.keys().position(|quota| quota == name).map(|account| self.usage_of(account))
+    }
+
+    /// Returns what pods without a quota use.
+    pub fn unnamed_usage(&self) -> Usage {
+        self.usage_of(self.world.quotas.len())
+    }
+
+    fn usage_of(&self, account: usize) -> Usage {
         let quota = self.accounts.quota(account);
         let used = self.accounts.used(account);
         let mut usage = Usage { used, held: self.accounts.held(account), weight: quota.weight(), ..Usage::default() };
@@ -212,7 +222,7 @@ impl<'w> Book<'w> {
         usage.excess = if quota.cells().is_some() { usage.over } else { used.minus(quota.min()) };
         usage.cells =
             quota.cells().map(|_| (0..self.world.gpus.len()).filter(|&gpu| self.accounts.owns(account, gpu)).count());
-        Some(usage)
+        usage
     }
 
     /// Returns the total amount of the pool's healthy GPUs.
@@ -264,17 +274,30 @@ impl<'w> Book<'w> {
 
     /// Returns the position of a waiting pod.
     pub fn turn(&self, id: PodId) -> Turn<'w> {
-        let pod = self.world.pod(id);
-        let quota = self.quota(id);
         let share = match self.accounts.class(id) {
-            None if quota.is_enforced() && self.accounts.is_within(id) => None,
+            _ if self.is_guaranteed(id) => None,
             None => Some(self.share_with(id)),
-            // The pod counts already.
-            Some(Class::In) if quota.is_enforced() && quota.cells().is_some() => None,
-            Some(_) if quota.is_enforced() && quota.cells().is_none() && self.used(id) <= quota.min() => None,
             Some(_) => Some(self.share(id)),
         };
-        (share, std::cmp::Reverse(self.priority(id)), self.created(id), &pod.name)
+        let pod = self.world.pod(id);
+        (Reverse(self.overriding(id)), share, Reverse(self.priority(id)), self.created(id), &pod.name)
+    }
+
+    /// Returns whether an enforced quota guarantees room for a waiting pod.
+    pub fn is_guaranteed(&self, id: PodId) -> bool {
+        let quota = self.quota(id);
+        quota.is_enforced()
+            && match self.accounts.class(id) {
+                None => self.accounts.is_within(id),
+                // The pod counts already.
+                Some(class) if quota.cells().is_some() => class == Class::In,
+                Some(_) => self.used(id) <= quota.min(),
+            }
+    }
+
+    /// Returns the priority of a pod, if its priority overrides quotas.
+    pub fn overriding(&self, id: PodId) -> Option<i32> {
+        self.accounts.overriding(id)
     }
 
     /// Returns the rights of a waiting pod, or why it must wait regardless of free capacity. The
@@ -308,8 +331,8 @@ impl<'w> Book<'w> {
         self.accounts.kept_from(self.accounts.account_of(id), &BTreeMap::new())
     }
 
-    /// Returns whether a waiting pod may use free room: it is within its guarantee, or enough stays
-    /// free for the other quotas.
+    /// Returns whether a waiting pod may use free room: it is within its guarantee, its priority
+    /// overrides quotas, or enough stays free for the other quotas.
     pub fn leaves_kept_room(&self, id: PodId) -> bool {
         let kept = self.kept_from(id);
         let free = i128::from(self.size())
@@ -317,6 +340,7 @@ impl<'w> Book<'w> {
             - i128::from(self.leaving.max(self.nominated));
         !self.quota(id).is_enforced()
             || self.accounts.is_within(id)
+            || self.overriding(id).is_some()
             || kept == Amount::ZERO
             || free - i128::from(self.charge(id)) >= i128::from(kept)
     }
@@ -343,20 +367,30 @@ impl<'w> Book<'w> {
         let (is_own_enforced, is_other_enforced) =
             (accounts.quota(own).is_enforced(), accounts.quota(other).is_enforced());
         let is_older_than = |seconds: u64| since.0.saturating_add(seconds) <= self.now.0;
-        let borrows = own != other && is_own_enforced && is_other_enforced && class == Class::Over;
+        let are_enforced = is_own_enforced && is_other_enforced;
+        // Only a higher priority evicts pods whose priority overrides quotas.
+        let borrows = own != other && are_enforced && class == Class::Over && self.overriding(victim).is_none();
         match kind {
             Kind::Reclaim => borrows && is_older_than(settings.min_runtime_reclaim),
             Kind::FairShare => borrows && is_older_than(settings.min_runtime_fair_share),
             Kind::Priority => {
                 let is_own = if is_own_enforced { own == other } else { !is_other_enforced };
-                is_own && priority < accounts.priority(taker)
+                let is_overridden = are_enforced && self.overrides_others(taker);
+                (is_own || is_overridden) && priority < accounts.priority(taker)
             }
         }
     }
 
+    /// Returns whether pods of other quotas may leave for a waiting pod by priority alone. At its
+    /// quota's maximum, only pods of its own quota help.
+    fn overrides_others(&self, taker: PodId) -> bool {
+        let after = self.used(taker).plus(self.charge(taker));
+        self.overriding(taker).is_some() && self.quota(taker).max().is_none_or(|max| after <= max)
+    }
+
     /// Returns the position of a running pod among possible victims; lower is evicted first.
-    pub fn importance(&self, victim: PodId) -> (std::cmp::Reverse<Share>, i32) {
-        (std::cmp::Reverse(self.share(victim)), self.priority(victim))
+    pub fn importance(&self, victim: PodId) -> (Reverse<Share>, i32) {
+        (Reverse(self.share(victim)), self.priority(victim))
     }
 
     /// Returns whether these victims may be evicted for a waiting pod or gang that then uses these
@@ -371,9 +405,13 @@ impl<'w> Book<'w> {
         }
         let mut less: BTreeMap<usize, Amount> = BTreeMap::new();
         let mut freed = Amount::ZERO;
+        // The rest of a victim's gang, for which room is kept, loses that room.
+        let leaving: BTreeSet<PodId> = victims.iter().flat_map(|victim| accounts.counted_with(*victim)).collect();
+        for pod in leaving {
+            let of = less.entry(accounts.account_of(pod)).or_default();
+            *of = of.plus(self.world.pod(pod).charge);
+        }
         for &victim in victims {
-            let of = less.entry(accounts.account_of(victim)).or_default();
-            *of = of.plus(self.world.pod(victim).charge);
             freed = freed.plus(self.world.pod(victim).charge);
         }
         match kind {
@@ -391,7 +429,11 @@ impl<'w> Book<'w> {
                 let used = accounts.used(account);
                 let after = used.plus(charge).minus(less.get(&account).copied().unwrap_or_default());
                 let all_over = victims.iter().all(|&victim| accounts.class(victim) == Some(Class::Over));
-                quota.max().is_none_or(|max| after <= max)
+                let is_within_max = quota.max().is_none_or(|max| after <= max);
+                if self.overriding(taker).is_some() {
+                    return is_within_max;
+                }
+                is_within_max
                     && (all_over || accounts.class_with(parts, victims) == Class::In)
                     && (after <= quota.min() || after <= used || self.leaves_kept_after(account, charge, &less, freed))
             }

@@ -22,6 +22,8 @@ pub(super) struct Occupant {
     pub(super) counted: Option<Class>,
     /// Gang of the pod. The pods of a gang are consecutive.
     pub(super) gang: Option<usize>,
+    /// Whether the pod may use more GPUs than `gpu`.
+    pub(super) spans_gpus: bool,
 }
 
 /// Which account owns each GPU.
@@ -50,6 +52,7 @@ impl Ownership {
         for unit in occupants.chunk_by(|one, next| one.gang.is_some() && one.gang == next.gang) {
             let Occupant { account, counted, .. } = unit[0];
             let class = counted.unwrap_or_else(|| match unit {
+                all if all.iter().any(|one| one.spans_gpus) => Class::Over,
                 [one] => ownership.class_of_next(account, &[one.gpu], limits[account]),
                 many => {
                     let gpus: Vec<usize> = many.iter().map(|one| one.gpu).collect();
@@ -96,7 +99,15 @@ mod tests {
     use super::*;
 
     fn occupant(id: usize, account: usize, gpu: usize, counted: Option<Class>) -> Occupant {
-        Occupant { id: PodId(id), account, gpu, charge: Amount(5), counted, gang: None }
+        Occupant { id: PodId(id), account, gpu, charge: Amount(5), counted, gang: None, spans_gpus: false }
+    }
+
+    #[test]
+    fn a_pod_that_may_use_several_gpus_owns_none() {
+        let occupants = [Occupant { spans_gpus: true, ..occupant(0, 0, 0, None) }, occupant(1, 0, 0, None)];
+        let ownership = Ownership::assign(1, &[1], &occupants);
+        assert_eq!(ownership.classes, [(PodId(0), Class::Over), (PodId(1), Class::In)]);
+        assert_eq!(ownership.guaranteed, [Amount(5)]);
     }
 
     #[test]

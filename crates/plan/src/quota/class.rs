@@ -56,9 +56,12 @@ pub(super) struct Since {
     pub(super) nominated: Option<Moment>,
 }
 
-/// Position of a pod among the pods of its quota. The most important pod is first.
+/// Position of a pod among the pods of its quota. The most important pod is first. Pods that do not
+/// borrow come before all others: they run only within the guarantee, so a pod that borrows does not
+/// push them out of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Importance<'w> {
+    pub(super) borrows: bool,
     pub(super) priority: Reverse<i32>,
     pub(super) since: Since,
     pub(super) name: &'w str,

@@ -85,6 +85,9 @@ pub struct Pod {
     pub gang: Option<Gang>,
     /// The GPUs that the pod may use, as indices into [`World::gpus`]. `None` means all.
     pub gpus: Option<Arc<BTreeSet<usize>>>,
+    /// Whether the pod may use several GPUs. Its `place` names only one of them, so the pod is
+    /// never within a guarantee of cells.
+    pub spans_gpus: bool,
 }
 
 impl Pod {

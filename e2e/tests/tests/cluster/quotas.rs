@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    Cluster, Random, SYSTEM_NAMESPACE, Scope, TEST_LABEL, WAIT_TIMEOUT, kubectl, pod, text, wait_for, wait_until,
+    Cluster, Random, SYSTEM_NAMESPACE, Scope, TEST_LABEL, WAIT_TIMEOUT, apply_manifest, kubectl, pod, program_output,
+    text, wait_for, wait_until,
 };
 use serde_json::{Value, json};
 
@@ -369,4 +370,62 @@ fn the_documented_example_of_nos_ends_with_the_same_pods() -> Result<()> {
     let notes = reclaim_events(&cluster, "e2e-quota-b")?;
     ensure!(notes.len() == 1, "{notes:?}");
     Ok(())
+}
+
+/// Imports a file with the quotas of another system, applies the result, and returns the names of
+/// the quotas. Some objects of the file are refused, because Cleave has no counterpart.
+fn apply_imported(file: &str) -> Result<Vec<String>> {
+    let path = format!("{}/../../crates/cli/tests/quotas/{file}", env!("CARGO_MANIFEST_DIR"));
+    let imported = program_output("cleave", &["quotas", "import", &path])?;
+    let manifest = String::from_utf8(imported.stdout)?;
+    let count = manifest.lines().filter(|line| *line == "kind: GpuQuota").count();
+    ensure!(count > 0, "nothing was imported: {}", String::from_utf8_lossy(&imported.stderr));
+    let applied = apply_manifest(&manifest)?;
+    let names: Vec<String> = applied
+        .lines()
+        .filter_map(|line| Some(line.strip_prefix("gpuquota.cleave.dev/")?.split(' ').next()?.to_owned()))
+        .collect();
+    for name in &names {
+        // Quotas with this label are deleted after the test.
+        kubectl(&["label", "gpuquota", name, &format!("{TEST_LABEL}=true")])?;
+    }
+    ensure!(names.len() == count, "{count} quotas were imported, and these were applied: {names:?}");
+    Ok(names)
+}
+
+/// Waits until the operator reports that quotas are ready, and whether they are enforced.
+fn wait_for_statuses(teams: &Teams<'_>, names: &[String], enforced: &str) -> Result<()> {
+    for name in names {
+        wait_until(&format!("the operator reports the status of the quota {name}"), || {
+            let status = teams.status(name)?;
+            let conditions = status["conditions"].as_array().cloned().unwrap_or_default();
+            let holds = |type_: &str, field: &str, value: &str| {
+                conditions.iter().any(|condition| condition["type"] == type_ && condition[field] == value)
+            };
+            ensure!(holds("Ready", "status", "True") && holds("Enforced", "reason", enforced), "{status}");
+            Ok(status["used"] == "0" || status["used"] == "0Gi")
+        })?;
+    }
+    Ok(())
+}
+
+/// The examples of Nos's documentation: ElasticQuotas and a CompositeElasticQuota.
+#[test]
+fn the_api_server_accepts_imported_quotas_of_nos_and_the_operator_reports_their_status() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let teams = Teams::new(&cluster, &[])?;
+    let names = apply_imported("nos.yaml")?;
+    for name in ["quota-a", "elastic-quota-a", "research"] {
+        ensure!(names.iter().any(|imported| imported == name), "{name} is not among {names:?}");
+    }
+    wait_for_statuses(&teams, &names, "Enforced")
+}
+
+/// The examples of Kueue's documentation. Imported quotas only count.
+#[test]
+fn the_api_server_accepts_imported_queues_of_kueue_and_the_operator_reports_their_status() -> Result<()> {
+    let cluster = Cluster::connect()?;
+    let teams = Teams::new(&cluster, &[])?;
+    let names = apply_imported("kueue.yaml")?;
+    wait_for_statuses(&teams, &names, "Counting")
 }

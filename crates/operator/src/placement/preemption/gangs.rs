@@ -6,7 +6,7 @@ use std::time::Duration;
 use cleave_plan::ledger::{Holders, Ledger, Nomination, PendingPod, Preemption};
 use cleave_plan::quota::Kind;
 
-use super::{Exchange, MAX_EXCHANGES, PreemptionSearch, pods_of_affinity};
+use super::{Exchange, ExchangeTurn, PreemptionSearch, pods_of_affinity};
 use crate::placement::actions::Actions;
 use crate::placement::quota_pass::{PodAndRoom, QuotaPass, QuotaTurn};
 use crate::placement::search::{Candidate, PlacementSearch};
@@ -29,13 +29,16 @@ impl<'a> PreemptionSearch<'a> {
         &mut self,
         ledger: &mut Ledger,
         search: &mut PlacementSearch<'a>,
-        gang: &[&'a Candidate<'a>],
+        (gang, pause): (&[&'a Candidate<'a>], Option<Duration>),
         (pass, turn): (&mut QuotaPass<'_>, QuotaTurn),
         actions: &mut Actions,
     ) -> PreemptionProspect {
+        if let Some(pause) = pause {
+            actions.requeue_in(pause);
+        }
         let are_nominated =
             |ledger: &Ledger| gang.iter().all(|one| ledger.nominations().contains_key(one.name.as_str()));
-        let result = self.find_for_gang(ledger, search, gang, (pass, turn), actions);
+        let result = self.find_for_gang(ledger, search, (gang, pause.is_some()), (pass, turn), actions);
         actions.preemption_searches = self.searches;
         let prospect = match result {
             GangResult::Exchange(exchange) => {
@@ -59,7 +62,7 @@ impl<'a> PreemptionSearch<'a> {
         &mut self,
         ledger: &Ledger,
         search: &mut PlacementSearch<'a>,
-        gang: &[&'a Candidate<'a>],
+        (gang, is_paused): (&[&'a Candidate<'a>], bool),
         (pass, turn): (&QuotaPass<'_>, QuotaTurn),
         actions: &mut Actions,
     ) -> GangResult<'a> {
@@ -71,8 +74,7 @@ impl<'a> PreemptionSearch<'a> {
         let kept: BTreeSet<String> = gang.iter().flat_map(|one| pods_of_affinity(tracker, one.pod)).collect();
         let nominations = ledger.nominations();
         if turn.rights.is_within_max_later && gang.iter().all(|one| nominations.contains_key(&one.name)) {
-            let mut ending = self.holders().clone();
-            ending.pods.values_mut().for_each(|pods| pods.retain(|_, holder| holder.ending));
+            let ending = pass.ending(turn.member, self.holders());
             let is_own = |one: &Candidate<'_>, node: &str| nominations.get(&one.name).is_some_and(|of| of.node == node);
             if let Some(found) = rooms(ledger, search, gang, (pass, turn), (ending, &kept), is_own) {
                 return GangResult::Exchange(Exchange { kind: Kind::Priority, found, force: false });
@@ -81,21 +83,45 @@ impl<'a> PreemptionSearch<'a> {
         if gang.iter().any(|one| one.pod.spec.preemption_policy.as_deref() == Some("Never")) {
             return GangResult::Impossible;
         }
-        if self.is_paused {
+        if self.is_paused || is_paused {
             return GangResult::Later;
         }
         // At the maximum, a gang waits until pods of its quota end.
         if turn.rights.is_over_max || self.preemptors.is_preemption_delayed(&head.name, self.up) {
             return GangResult::Impossible;
         }
-        if self.exchanges >= MAX_EXCHANGES {
-            return GangResult::Later;
+        match self.exchange_turn((&head.name, turn.member.pool)) {
+            ExchangeTurn::Now => {}
+            ExchangeTurn::Later => return GangResult::Later,
+            ExchangeTurn::Failed { is_protected: true } => return GangResult::Protected,
+            ExchangeTurn::Failed { is_protected: false } => return GangResult::Impossible,
         }
-        self.exchanges += 1;
-        self.searches += 1;
+        let found = self.search_for_gang(ledger, search, gang, (pass, turn), &kept, actions);
+        if matches!(found, GangResult::Impossible | GangResult::Protected) {
+            let is_protected = matches!(found, GangResult::Protected);
+            self.preemptors.record_failed_exchange((head.name.clone(), turn.member.pool), is_protected, self.up);
+        }
+        found
+    }
+
+    /// Searches for pods to evict for a gang.
+    fn search_for_gang(
+        &mut self,
+        ledger: &Ledger,
+        search: &mut PlacementSearch<'a>,
+        gang: &[&'a Candidate<'a>],
+        (pass, turn): (&QuotaPass<'_>, QuotaTurn),
+        kept: &BTreeSet<String>,
+        actions: &mut Actions,
+    ) -> GangResult<'a> {
         for kind in pass.kinds(&turn) {
             let holders = pass.holders(kind, turn.member, self.holders());
-            if let Some(found) = legal_rooms(ledger, search, gang, (pass, turn), (holders, &kept), kind) {
+            let found = legal_rooms(ledger, search, gang, (pass, turn), (holders, kept), kind);
+            let is_allowed = |found: &Rooms<'a>| {
+                let named: Vec<PodAndRoom<'_>> = found.iter().map(|(one, found)| (one.name.as_str(), found)).collect();
+                self.is_within_budgets((pass, turn), &named)
+            };
+            if let Some(found) = found.filter(is_allowed) {
                 return GangResult::Exchange(Exchange { kind, found, force: false });
             }
         }
@@ -104,11 +130,13 @@ impl<'a> PreemptionSearch<'a> {
         }
         let kind = Kind::Reclaim;
         let holders = pass.holders(kind, turn.member, &self.holders_ignoring_budgets());
-        let Some(found) = legal_rooms(ledger, search, gang, (pass, turn), (holders, &kept), kind) else {
+        let Some(found) = legal_rooms(ledger, search, gang, (pass, turn), (holders, kept), kind) else {
             return GangResult::Impossible;
         };
         let victims = pass.with_gang_members(turn.member, found.iter().flat_map(|(_, found)| &found.victims));
-        match pass.budget_patience(turn.member).map(|patience| self.patience_left(patience, &victims)) {
+        let (patience, head) = (pass.budget_patience(turn.member), gang.first());
+        let left = patience.zip(head);
+        match left.map(|(patience, head)| self.patience_left(patience, &victims, head.pod, actions)) {
             Some(Duration::ZERO) => GangResult::Exchange(Exchange { kind, found, force: true }),
             left => {
                 left.into_iter().for_each(|left| actions.requeue_in(left));

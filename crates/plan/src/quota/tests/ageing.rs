@@ -87,6 +87,7 @@ impl Stream {
             protected: None,
             gang: None,
             gpus: None,
+            spans_gpus: false,
         }
     }
 

@@ -273,6 +273,7 @@ fn member(name: &str, quota: usize, size: u64, gang: (&str, usize), gpu: Option<
         protected: None,
         gang: Some(Gang { name: gang.0.to_owned(), size: gang.1 }),
         gpus: None,
+        spans_gpus: false,
     }
 }
 

@@ -273,6 +273,7 @@ fn r11_pods_of_a_quota_that_only_counts_have_classes() {
         protected: None,
         gang: None,
         gpus: None,
+        spans_gpus: false,
     };
     let world = World {
         gpus: vec![super::worlds::tenths(10)],

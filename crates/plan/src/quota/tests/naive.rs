@@ -95,6 +95,11 @@ impl Pool {
         (rights, class, self.world.pods[pod].priority, self.overriding(pod))
     }
 
+    /// Returns whether a pod, or all pods of its gang, may run outside the guarantee.
+    pub(super) fn borrows(&self, pod: usize) -> bool {
+        self.pods().filter(|&other| self.are_together(pod, other)).all(|other| self.world.pods[other].borrows)
+    }
+
     /// Returns the priority of a pod if it overrides quotas.
     pub(super) fn overriding(&self, pod: usize) -> Option<i32> {
         let priority = self.world.pods[pod].priority;
@@ -154,7 +159,9 @@ impl Pool {
         let mut classes = BTreeMap::new();
         let counting: Vec<usize> = self.pods().filter(|&pod| self.counts_on(pod).is_some()).collect();
         let mut important = counting.clone();
-        important.sort_by_key(|&pod| (Reverse(self.priority(pod)), self.since(pod), &self.world.pods[pod].name));
+        important.sort_by_key(|&pod| {
+            (self.borrows(pod), Reverse(self.priority(pod)), self.since(pod), &self.world.pods[pod].name)
+        });
         let mut left: BTreeMap<Owner, Amount> = BTreeMap::new();
         for pod in important {
             if classes.contains_key(&pod) {
@@ -261,8 +268,9 @@ impl Pool {
             return self.class_in_cells(&self.with_cells(&others, self.classes().of), &owner, &[gpu]);
         }
         let priority = |pod: usize| self.world.pods[pod].priority;
-        others.retain(|&other| self.owner(other) == owner && priority(other) >= priority(pod));
-        others.sort_by_key(|&other| (Reverse(priority(other)), self.since(other), &self.world.pods[other].name));
+        let rank = |pod: usize| (self.world.pods[pod].borrows, Reverse(priority(pod)));
+        others.retain(|&other| self.owner(other) == owner && rank(other) <= rank(pod));
+        others.sort_by_key(|&other| (rank(other), self.since(other), &self.world.pods[other].name));
         let mut left = quota.min();
         for other in others {
             left = if self.charge(other) <= left { left.minus(self.charge(other)) } else { left };

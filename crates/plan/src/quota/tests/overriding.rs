@@ -115,6 +115,7 @@ fn pod(name: &str, quota: usize, size: u64, priority: i32, place: Place) -> Pod 
         protected: None,
         gang: None,
         gpus: None,
+        spans_gpus: false,
     }
 }
 

@@ -239,6 +239,7 @@ impl Row {
             protected: (self.flag == Flag::Protected).then_some(created),
             gang: self.gang.map(|(number, size)| Gang { name: format!("g{number}"), size }),
             gpus: None,
+            spans_gpus: false,
         }
     }
 }
@@ -355,7 +356,20 @@ pub(super) fn describe(world: &World) -> String {
         line(format!("  quota {name}: {quota:?}"));
     }
     for pod in &world.pods {
-        let Pod { name, owner, charge, priority, created, place, borrows, preempts, protected, gang, gpus } = pod;
+        let Pod {
+            name,
+            owner,
+            charge,
+            priority,
+            created,
+            place,
+            borrows,
+            preempts,
+            protected,
+            gang,
+            gpus,
+            spans_gpus: _,
+        } = pod;
         let gang = gang.as_ref().map(|gang| format!("{} of {}", gang.name, gang.size));
         let flags = format!("borrows {borrows} preempts {preempts} protected {protected:?} {gang:?} {gpus:?}");
         line(format!("  {name} {owner:?} {charge} priority {priority} created {} {place:?} {flags}", created.0));

@@ -198,7 +198,7 @@ proptest! {
         // seen.
         let (mut stored, mut required) = (Versions::default(), Versions::default());
         for (second, step) in steps.into_iter().enumerate() {
-            let ActualAllocations { given, ending } = &mut reality;
+            let ActualAllocations { given, ending, .. } = &mut reality;
             given.retain(|name, _| ending.get(name).is_none_or(|end| *end > second));
             match step {
                 Step::Create(units) => {

@@ -8,9 +8,10 @@ use serde_json::{Value, json};
 use super::world::{ActualAllocations, MPS_RESOURCE, TestCluster, at, reconcile, released};
 use crate::evict::EvictionResult;
 use crate::placement::actions::Actions;
-use crate::placement::claims::{LISTED_TIME, UNLISTED_TIME};
+use crate::placement::claims::LISTED_TIME;
 use crate::placement::cluster::Cluster;
 use crate::placement::gatekeeper::Gatekeeper;
+use crate::placement::unlisted::UNLISTED_TIME;
 
 #[test]
 fn a_pod_preempts_a_pod_of_lower_priority_and_gets_its_shares() {
@@ -504,6 +505,11 @@ fn no_other_pod_is_evicted_for_shares_that_a_deleted_pod_frees() {
 /// used.
 fn delete_pod_with_unlisted_shares(world: &mut TestCluster, pod: &str) {
     world.pods.remove(pod);
+    unlist(world, pod);
+}
+
+/// Makes a pod's node list the pod no longer, and still count its shares as used.
+fn unlist(world: &mut TestCluster, pod: &str) {
     world.change(
         |world| &mut world.gpu_nodes,
         "n1",
@@ -529,6 +535,36 @@ fn no_other_pod_is_evicted_while_the_shares_of_a_deleted_pod_are_used_but_not_li
     reality.given.remove(&first);
     reality.report(&mut world);
     assert_eq!(released(&reconcile(&mut keeper, &world, 4)), [("team/high", "reserved")]);
+}
+
+/// The node may stop listing a pod before the watch reports that the pod no longer exists.
+#[test]
+fn no_other_pod_is_evicted_while_a_terminating_pod_is_not_listed() {
+    let (mut world, mut reality) = cluster_with_two_victims_and_a_preemptor();
+    let mut keeper = Gatekeeper::default();
+    let first = reconcile(&mut keeper, &world, 0).evictions[0].pod.clone();
+    world.terminate(&first, "2026-01-01T00:00:00Z");
+    unlist(&mut world, &first);
+    assert_eq!(victims(&reconcile(&mut keeper, &world, 1)), [""; 0], "the victim terminates");
+    world.pods.remove(&first);
+    assert_eq!(victims(&reconcile(&mut keeper, &world, 2)), [""; 0], "the victim has ended");
+    reality.given.remove(&first);
+    reality.report(&mut world);
+    assert_eq!(released(&reconcile(&mut keeper, &world, 3)), [("team/high", "reserved")]);
+}
+
+/// A GPU fault ends the pods on the GPU. Their units do not become free.
+#[test]
+fn units_of_ended_pods_on_a_faulted_gpu_do_not_count_as_about_to_be_free() {
+    let (mut world, _) = cluster_with_two_victims_and_a_preemptor();
+    let mut keeper = Gatekeeper::default();
+    world.pods.remove("team/high");
+    reconcile(&mut keeper, &world, 0);
+    delete_pod_with_unlisted_shares(&mut world, "team/first");
+    let fault = |object: &mut Value| object["status"]["gpus"][0]["health"] = json!({"healthy": false, "reasons": []});
+    world.change(|world| &mut world.gpu_nodes, "n1", fault);
+    let world = world.pod_with("high", 6, json!({"priority": 9}));
+    assert_eq!(victims(&reconcile(&mut keeper, &world, 1)), ["team/second"]);
 }
 
 #[test]

@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use cleave_api::names::CAPACITY_LABEL;
 use serde_json::json;
 
-use super::quotas::{Case, keeper};
+use super::quotas::{Case, Ending, keeper};
 use super::world::at;
+use crate::placement::unlisted::UNLISTED_TIME;
 use crate::policies::demand::Reason;
 
 #[test]
@@ -47,6 +48,41 @@ fn a_gang_within_its_guarantee_reclaims_units_for_all_of_its_pods() {
         .waiting(&[("g1", "a", 10, 0), ("g2", "a", 10, 0)])
         .gang("a", "train", 2, &["g1", "g2"])
         .expect(&[("Reclaim", "g1", "b1"), ("Reclaim", "g1", "b2")], &["g1", "g2"]);
+}
+
+/// The kubelet stops listing a pod before the agent reports that the pod's shares are free.
+#[test]
+fn nobody_else_is_evicted_for_a_gang_while_the_shares_of_its_victims_are_used_but_not_listed() {
+    let mut case = Case::new(4, &[("a", json!({"min": 20})), ("b", json!({}))])
+        .running(&[(("b1", "b", 10, 0), 0), (("b2", "b", 10, 0), 1), (("b3", "b", 10, 0), 2), (("b4", "b", 10, 0), 3)])
+        .waiting(&[("g1", "a", 10, 0), ("g2", "a", 10, 0)])
+        .gang("a", "train", 2, &["g1", "g2"]);
+    case.ending = Ending::Unlisted;
+    assert_eq!(case.step().evictions.len(), 2);
+    for second in 0..3 {
+        let actions = case.step();
+        assert!(actions.evictions.is_empty() && actions.requeue.is_some(), "after {second} s: {actions:?}");
+    }
+    case.reality.unlisted.clear();
+    let rest = case.until_rest();
+    let is_running = rest.is_running();
+    assert!(rest.evicted.len() == 2 && is_running.contains("g1") && is_running.contains("g2"), "{:?}", rest.evicted);
+}
+
+#[test]
+fn a_gang_waits_only_briefly_for_used_shares_that_no_pod_is_listed_for() {
+    let mut case = Case::new(3, &[("a", json!({"min": 20})), ("b", json!({}))])
+        .running(&[(("b1", "b", 10, 0), 0), (("b2", "b", 10, 0), 1), (("b3", "b", 10, 0), 2)])
+        .waiting(&[("g1", "a", 10, 0), ("g2", "a", 10, 0)])
+        .gang("a", "train", 2, &["g1", "g2"]);
+    case.ending = Ending::Unlisted;
+    case.step();
+    let stuck = case.reality.unlisted.keys().next().unwrap().clone();
+    case.reality.unlisted.retain(|pod, _| *pod == stuck);
+    for _ in 0..UNLISTED_TIME.as_secs() {
+        assert!(case.step().evictions.is_empty(), "after {} s", case.seconds);
+    }
+    assert_eq!(case.step().evictions.len(), 1, "one GPU is missing");
 }
 
 #[test]
@@ -100,6 +136,65 @@ fn a_gang_has_one_class_and_one_label() {
     while !case.step().releases.is_empty() {}
     let label = |name: &str| case.world.pods[name]["metadata"]["labels"][CAPACITY_LABEL].clone();
     assert_eq!([label("a/g1"), label("a/g2"), label("a/small")], ["over-quota", "over-quota", "in-quota"]);
+}
+
+/// Kueue counts all pods of a group, also those that request no GPUs.
+#[test]
+fn pods_of_a_gang_without_gpus_count() {
+    let mut case = Case::new(1, &[("a", json!({}))])
+        .waiting(&[("g1", "a", 5, 0), ("g2", "a", 5, 0), ("launcher", "a", 1, 0)])
+        .gang("a", "train", 3, &["g1", "g2", "launcher"]);
+    let without_gpus = json!([{"name": "main", "resources": {"requests": {"cpu": "1"}}}]);
+    case.world.change(
+        |world| &mut world.pods,
+        "a/launcher",
+        |pod| (pod["spec"]["containers"], pod["spec"]["schedulingGates"]) = (without_gpus, json!([])),
+    );
+    assert_eq!(case.step().releases.len(), 2);
+}
+
+#[test]
+fn a_lost_pod_of_a_gang_is_replaced_although_another_has_finished() {
+    Case::new(2, &[("a", json!({}))])
+        .running(&[(("g1", "a", 5, 0), 0), (("g2", "a", 5, 0), 0)])
+        .waiting(&[("g3", "a", 5, 0)])
+        .gang("a", "train", 4, &["g1", "g2", "g3"])
+        .expect(&[], &["g1", "g2", "g3"]);
+}
+
+/// A controller may change a pod while the operator releases it.
+#[test]
+fn a_pod_of_a_gang_whose_release_failed_keeps_its_room() {
+    let mut case = Case::new(1, &[("a", json!({})), ("c", json!({}))])
+        .waiting(&[("g1", "a", 5, 0), ("g2", "a", 5, 0)])
+        .gang("a", "train", 2, &["g1", "g2"]);
+    case.failing_release = Some("a/g2".to_owned());
+    assert_eq!(case.step().releases.len(), 2);
+    case.failing_release = None;
+    // Its quota has the lower share, so its turn is before that of g2.
+    let case = case.waiting(&[("c1", "c", 5, 0)]).until_rest();
+    assert_eq!(case.is_running(), ["g1", "g2"].map(str::to_owned).into(), "{:?}", case.evicted);
+}
+
+#[test]
+fn a_gang_whose_pods_need_different_pools_waits_and_says_so() {
+    let quotas = [("a", json!({"gpus": {"models": ["H100"]}})), ("b", json!({"gpus": {"models": ["L4"]}}))];
+    let mut case =
+        Case::new(1, &quotas).waiting(&[("g1", "a", 5, 0), ("g2", "a", 5, 0)]).gang("a", "train", 2, &["g1", "g2"]);
+    case.world = case.world.node("n2", &[0]);
+    let set = |object: &mut serde_json::Value| {
+        let gpu = &mut object["status"]["gpus"][0];
+        (gpu["model"], gpu["slices"][0]["resource"]) = (json!("L4"), json!("nvidia.com/gpu-timeslice"));
+    };
+    case.world.change(|world| &mut world.gpu_nodes, "n2", set);
+    let limits = json!({"limits": {"nvidia.com/gpu-timeslice": "5"}});
+    let other = |pod: &mut serde_json::Value| pod["spec"]["containers"][0]["resources"] = limits;
+    case.world.change(|world| &mut world.pods, "a/g2", other);
+    let actions = keeper().reconcile(&case.world.cluster(), &BTreeMap::new(), at(9));
+    assert!(actions.releases.is_empty(), "{actions:?}");
+    for pod in ["a/g1", "a/g2"] {
+        assert!(actions.waiting[pod].message.contains("different pools"), "{:?}", actions.waiting[pod]);
+    }
 }
 
 #[test]

@@ -178,3 +178,26 @@ proptest! {
         prop_assert_eq!(&decisions[0], &decisions[2]);
     }
 }
+
+#[test]
+fn the_oldest_quota_of_a_pool_shows_what_pods_without_a_quota_use() {
+    let mut case = Case::new(1, &[("a", json!({"min": 5})), ("b", json!({}))])
+        .running(&[(("x1", "-", 6, 0), 0)])
+        .waiting(&[("x2", "-", 10, 0)]);
+    let statuses = statuses(&mut case);
+    let unnamed = statuses["a"].unnamed.clone().unwrap();
+    assert_eq!((unnamed.used.as_str(), unnamed.share.as_str(), unnamed.pods, unnamed.waiting), ("0.6", "0.60", 1, 1));
+    assert_eq!(statuses["b"].unnamed, None, "one quota suffices");
+}
+
+#[test]
+fn pods_that_kueue_admits_are_reported_while_the_quota_is_enforced() {
+    for (mode, expected) in [("Enforce", "AlsoKueue"), ("Count", "Counting")] {
+        let mut case = Case::new(1, &[("a", json!({"min": 5, "mode": mode}))]).running(&[(("a1", "a", 5, 0), 0)]);
+        let label = |pod: &mut Value| pod["metadata"]["labels"] = json!({"kueue.x-k8s.io/podset": "main"});
+        case.world.change(|world| &mut world.pods, "a/a1", label);
+        let (_, reason, message) = condition(&statuses(&mut case)["a"], "Enforced");
+        assert_eq!(reason, expected);
+        assert_eq!(message.contains("such as a/a1"), mode == "Enforce", "{message}");
+    }
+}

@@ -34,6 +34,21 @@ pub(super) struct Case {
     pub(super) losses: u64,
     /// Whether promises are checked after each reconcile.
     is_checked: bool,
+    /// How evicted pods end.
+    pub(super) ending: Ending,
+    /// A pod whose release fails, because the pod has changed.
+    pub(super) failing_release: Option<String>,
+}
+
+/// How evicted pods end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Ending {
+    /// At once. Their shares are free.
+    Free,
+    /// At once. The node no longer lists them, but still counts their shares as used.
+    Unlisted,
+    /// They terminate until the test ends them.
+    Terminating,
 }
 
 /// A pod: name, quota, shares and priority.
@@ -66,12 +81,39 @@ impl Case {
         let (evicted, reality) = (Vec::new(), ActualAllocations::default());
         let rules = RULES();
         let (keeper, rounds) = (keeper(), BTreeMap::new());
-        Self { world, reality, gpus, keeper, rules, seconds: 0, evicted, rounds, losses: 0, is_checked: false }
+        Self {
+            world,
+            reality,
+            gpus,
+            keeper,
+            rules,
+            seconds: 0,
+            evicted,
+            rounds,
+            losses: 0,
+            is_checked: false,
+            ending: Ending::Free,
+            failing_release: None,
+        }
     }
 
     /// Enables ageing: the operator keeps units for pods that have waited this number of seconds.
     pub(super) fn with_ageing(mut self, seconds: u64) -> Self {
         self.rules.ageing = Some(seconds);
+        self.keeper = keeper_with(self.rules);
+        self
+    }
+
+    /// Lets disruption budgets protect borrowers for this number of seconds.
+    pub(super) fn with_budget_patience(mut self, seconds: u64) -> Self {
+        self.rules.budget_patience = Some(seconds);
+        self.keeper = keeper_with(self.rules);
+        self
+    }
+
+    /// Lets pods of this priority and above override quotas.
+    pub(super) fn with_override_priority(mut self, priority: Option<i32>) -> Self {
+        self.rules.override_priority = priority;
         self.keeper = keeper_with(self.rules);
         self
     }
@@ -133,10 +175,16 @@ impl Case {
     /// of a Deployment.
     pub(super) fn until_rest(mut self) -> Self {
         let end = self.seconds + MAX_RECONCILES;
+        let mut idle = 0;
         loop {
+            let is_lost = self.losses & 1 == 1;
             let actions = self.step();
             assert!(self.seconds < end, "the decisions do not settle: {:?}", self.evicted);
-            if actions.releases.is_empty() && actions.evictions.is_empty() {
+            let is_idle = actions.releases.is_empty() && actions.evictions.is_empty();
+            idle = if is_idle { idle + 1 } else { 0 };
+            // After this number of reconciles, each pod has had its turn. A leader that is lost each
+            // time never gets to the pods whose turn comes later.
+            if is_idle && (!actions.more || is_lost || idle > 3) {
                 return self;
             }
         }
@@ -156,10 +204,14 @@ impl Case {
             self.check_promises(&before, &actions);
         }
         for release in &actions.releases {
+            if self.failing_release.as_ref() == Some(&release.pod) {
+                self.keeper.record_failed_release(&release.pod);
+                continue;
+            }
             assert!(self.world.apply_release(release), "{release:?}");
-            let reserved = reservation(release).nodes["n1"][0].clone();
-            self.reality.given.insert(release.pod.clone(), (reserved.device, reserved.units));
-            self.world.change(|world| &mut world.pods, &release.pod, |pod| pod["spec"]["nodeName"] = json!("n1"));
+            let (node, reserved) = reservation(release).nodes.pop_first().unwrap();
+            self.reality.given.insert(release.pod.clone(), (reserved[0].device.clone(), reserved[0].units));
+            self.world.change(|world| &mut world.pods, &release.pod, |pod| pod["spec"]["nodeName"] = json!(node));
         }
         if self.is_checked {
             self.check_promises(&before, &Actions::default());
@@ -179,7 +231,11 @@ impl Case {
             self.keeper.record_eviction(eviction, &EvictionResult::Done, at(self.seconds).up);
             self.evicted.push((kind, short(&eviction.preemptor), short(&eviction.pod)));
             self.rounds.entry(self.world.uid(&eviction.preemptor)).or_default().insert(round);
-            self.recreate(&eviction.pod);
+            if self.ending == Ending::Terminating {
+                self.world.terminate(&eviction.pod, "2100-01-01T00:00:00Z");
+            } else {
+                self.recreate(&eviction.pod);
+            }
         }
         actions
     }
@@ -187,7 +243,9 @@ impl Case {
     /// Replaces a pod as its controller does.
     fn recreate(&mut self, name: &str) {
         let pod = self.world.pods.remove(name).unwrap();
-        self.reality.given.remove(name);
+        if let Some(given) = self.reality.given.remove(name).filter(|_| self.ending == Ending::Unlisted) {
+            self.reality.unlisted.insert(name.to_owned(), given);
+        }
         let (quota, short) = name.split_once('/').unwrap();
         let priority = i32::try_from(pod["spec"]["priority"].as_i64().unwrap()).unwrap();
         self.add((short, if quota == "other" { "-" } else { quota }, TestCluster::units(&pod), priority), None);
@@ -271,11 +329,12 @@ impl Case {
     pub(super) fn expect(self, evicted: &[(&str, &str, &str)], running: &[&str]) {
         let lost = Self {
             world: self.world.clone(),
-            reality: ActualAllocations { given: self.reality.given.clone(), ending: BTreeMap::new() },
+            reality: ActualAllocations { given: self.reality.given.clone(), ..ActualAllocations::default() },
             keeper: keeper_with(self.rules),
             evicted: Vec::new(),
             rounds: BTreeMap::new(),
             losses: u64::MAX,
+            failing_release: self.failing_release.clone(),
             ..self
         };
         for case in [self, lost] {

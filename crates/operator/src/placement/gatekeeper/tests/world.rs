@@ -281,12 +281,15 @@ pub(super) struct ActualAllocations {
     pub(super) given: BTreeMap<String, (String, u32)>,
     /// Number of steps until each deleted pod frees its shares.
     pub(super) ending: BTreeMap<String, usize>,
+    /// The same as `given`, of ended pods that the node no longer lists.
+    pub(super) unlisted: BTreeMap<String, (String, u32)>,
 }
 
 impl ActualAllocations {
     /// Returns the number of free shares of a device.
     pub(super) fn free(&self, device: &str) -> u32 {
-        10 - self.given.values().filter(|(of, _)| of == device).map(|(_, units)| units).sum::<u32>()
+        let used = self.given.values().chain(self.unlisted.values());
+        10 - used.filter(|(of, _)| of == device).map(|(_, units)| units).sum::<u32>()
     }
 
     /// Writes the allocations into the status of the nodes, as agents do.
