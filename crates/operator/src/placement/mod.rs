@@ -61,6 +61,7 @@ mod pod_tracker;
 mod preemption;
 mod preemptors;
 mod queue;
+mod quota_costs;
 mod quota_pass;
 mod quota_reports;
 mod quota_turns;

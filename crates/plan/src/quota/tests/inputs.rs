@@ -269,8 +269,8 @@ fn r11_a_quota_that_only_counts_has_classes() {
         preempts: true,
         protected: None,
         gang: None,
+        pieces: Vec::new(),
         gpus: None,
-        spans_gpus: false,
     };
     let world = World {
         gpus: vec![super::worlds::tenths(10)],

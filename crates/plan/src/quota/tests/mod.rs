@@ -11,6 +11,7 @@
 //! | `inputs` | R7 to R11: what does not depend on what |
 //! | `ageing` | a stream of small pods does not starve a large pod |
 //! | `overriding` | pods of high priority that do not stop at the borders of quotas |
+//! | `pieces` | pods of several GPUs, and pods that do not borrow |
 //! | `gangs` | pods that start, wait and leave together |
 //! | `models` | R12, R13: agreement with the naive model, and speed |
 //!
@@ -25,6 +26,7 @@ mod models;
 mod naive;
 mod naive_look;
 mod overriding;
+mod pieces;
 mod rest;
 mod steps;
 mod worlds;
