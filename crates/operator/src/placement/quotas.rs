@@ -349,7 +349,12 @@ impl QuotaWorlds {
             };
             // A pod that may still be bound to several nodes costs what it costs at most.
             let dearest = units.iter().map(on_node).filter(|found| !found.is_empty()).max_by_key(cost);
+            let is_elsewhere = |(_, device, _): &UnitsOn<'_>| self.mixed.iter().any(|mixed| mixed.device == *device);
             let Some(found) = dearest else {
+                // No quota counts these GPUs.
+                if units.iter().flat_map(|(_, units)| units).any(is_elsewhere) {
+                    continue;
+                }
                 unlocated.push(Unlocated { name, pod, node: node.to_owned() });
                 continue;
             };
@@ -377,7 +382,9 @@ impl QuotaWorlds {
                     |_: &DeviceRequest| view.gpus.iter().copied().find(|gpu| used.insert((at, *gpu))).or(first);
                 let pieces = pool.pieces(&requests, &[], dearest, unused);
                 self.insert_released(known, (at, &name, pod), pieces, (is_evicted, grace_cap));
-            } else if managed.get_or_init(|| nodes_of_cleave(cluster)).contains(node.as_str()) {
+            } else if !self.pools_of_node.contains_key(&node)
+                && managed.get_or_init(|| nodes_of_cleave(cluster)).contains(node.as_str())
+            {
                 // Nothing is known of the node's GPUs. The pod counts in each pool in which it could
                 // be, on a GPU without room.
                 for (at, costs) in costs.iter().enumerate() {

@@ -53,7 +53,8 @@ fn mig_instances_count_against_the_maximum() {
     for name in ["first", "second", "third"] {
         world = world.pod_with(name, 0, requesting(FOUR, 1));
     }
-    world.quotas[0]["spec"]["max"] = json!("600m");
+    world.quotas.clear();
+    add_quota(&mut world, "team", json!({"max": "600m"}));
     let mut gate = keeper();
     let actions = reconcile(&mut gate, &world, 9);
     assert_eq!((actions.releases.len(), actions.waiting.len()), (1, 2), "{:?}", actions.waiting);
@@ -190,7 +191,7 @@ fn mixed_node() -> (TestCluster, ActualAllocations) {
 
 /// Moves a running pod to a GPU of n1.
 fn run_on(world: &mut TestCluster, actual: &mut ActualAllocations, pod: (&str, &str, u32), gpu: usize) {
-    add(world, actual, pod, (Some("n1"), 0));
+    add(world, &mut ActualAllocations::default(), pod, (Some("n1"), 0));
     actual.given.insert(format!("{}/{}", pod.0, pod.1), (format!("n1-GPU-{gpu}"), pod.2));
     actual.report_on(world, 2);
 }
@@ -278,14 +279,16 @@ fn a_pod_of_shares_and_whole_instances_costs_all_of_them() {
     let mut world = mig_cluster(&["n1"]);
     let limits = json!({FOUR: "1", THREE: "1"});
     world = world.pod_with("both", 0, json!({"containers": [{"name": "main", "resources": {"limits": limits}}]}));
-    world.quotas[0]["spec"]["max"] = json!("800m");
+    world.quotas.clear();
+    add_quota(&mut world, "team", json!({"max": "800m"}));
     let actions = reconcile(&mut keeper(), &world, 9);
     assert_eq!((actions.releases.len(), actions.waiting["team/both"].reason), (0, Reason::OverMax));
     world.quotas[0]["spec"]["max"] = json!("1100m");
     let actions = reconcile(&mut keeper(), &world, 9);
     assert_eq!(actions.releases.len(), 1);
     bind(&mut world, "team/both", "n1", (0, FOUR));
+    bind(&mut world, "team/both", "n1", (1, THREE));
     let mut gate = keeper();
     reconcile(&mut gate, &world, 10);
-    assert!(used(&gate, &world) >= 571_428);
+    assert_eq!(used(&gate, &world), 1_000_000, "both instances are of one GPU");
 }
