@@ -7,7 +7,7 @@ use cleave_plan::ledger::{DeviceRequest, Moment, Units};
 use cleave_plan::quota::{Amount, GPU, Owner, Piece, Place, Unit, charge_per_gpu};
 use cleave_plan::snapshot::{NodeSelectorTerm, Toleration};
 
-use super::cluster::plan_pod;
+use super::cluster::to_plan_pod;
 use super::nodes::Nodes;
 use super::quotas::{NodeView, PoolWorld};
 use crate::pods::{PodObject, is_interchangeable};
@@ -35,7 +35,7 @@ impl<'n, 'v> EligibleCosts<'n, 'v> {
 
     /// Returns the costs in a pool.
     pub(super) fn of(&mut self, pod: &PodObject, pool: usize) -> Option<&NodeCosts> {
-        let pod = plan_pod(pod);
+        let pod = to_plan_pod(pod);
         let rules = (pod.node_selector.clone(), pod.affinity.clone(), pod.tolerations.clone());
         let (nodes, views, pools) = (self.nodes, self.views, self.pools);
         let costs = self.known.entry(rules).or_insert_with(|| {

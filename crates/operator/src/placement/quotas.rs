@@ -1,8 +1,8 @@
 //! Reads the pods and GPUs of each pool with quotas, for one reconcile.
 //!
-//! [`QuotaWorlds`] is read anew in each reconcile from the pods' annotations, the `GpuNode`s and
-//! the ledger. Nothing else is stored, so a new leader decides the same. `quota_pass` follows the
-//! decisions of the reconcile. The rules are in `cleave_plan::quota`.
+//! Each reconcile builds [`QuotaWorlds`] from the pods' annotations, the `GpuNode`s and the ledger.
+//! No other state is stored, so a new leader makes the same decisions. `quota_pass` applies the
+//! rules of `cleave_plan::quota` to the decisions of the reconcile.
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -20,8 +20,9 @@ use crate::pods::{PodObject, full_name};
 use crate::quotas::charge::{DeviceCosts, NodeCosts, is_mig};
 use crate::quotas::validate::{Quotas, Unnamed};
 
-/// Time after the end of a pod's grace period for which it counts against its quota's maximum.
-const HELD_AFTER_GRACE: u64 = 30;
+/// Seconds after the end of a pod's grace period during which the pod counts towards its quota's
+/// maximum.
+const HELD_AFTER_GRACE_SECONDS: u64 = 30;
 /// A pod terminates late if it ends more than this time after the maximum grace period of evicted
 /// pods. The time is for clocks that differ.
 const LATE_AFTER_GRACE_CAP: u64 = 30;
@@ -31,7 +32,7 @@ const LATE_AFTER_GRACE_CAP: u64 = 30;
 pub struct QuotaSettings {
     /// Durations of the rules.
     pub rules: Settings,
-    /// What pods of namespaces without a quota may do.
+    /// How quotas treat pods of namespaces without a quota.
     pub unnamed: Unnamed,
     /// Whether pods get no label that shows whether a quota guarantees what they use.
     pub without_labels: bool,
@@ -55,20 +56,20 @@ pub(crate) struct PoolWorld {
     pub(super) has_mig: bool,
     /// What waiting pods cost at least, if this depends on the GPU.
     pub(super) least: BTreeMap<PodId, Amount>,
-    /// Waiting pods that have waited so long that room may be reserved for them.
+    /// Waiting pods that have waited so long that they may be nominated.
     pub(super) long_waits: BTreeMap<PodId, LongWait>,
     /// Pods that terminate, but later than an evicted pod would. They count as running.
     pub(super) terminates_late: BTreeSet<PodId>,
-    /// Whether some quota of the pool is enforced.
+    /// Whether a quota of the pool is enforced.
     pub(crate) is_enforced: bool,
 }
 
 /// A pod that has waited long.
 #[derive(Debug)]
 pub(super) struct LongWait {
-    /// The units that it requests, without a device.
+    /// The units that the pod requests, without a device.
     pub(super) take: Reservation,
-    /// The devices that it may use, by GPU: name of the node, and UUID.
+    /// The devices that the pod may use, by GPU: the name of the node, and the UUID of the device.
     pub(super) devices: BTreeMap<usize, (String, String)>,
 }
 
@@ -125,7 +126,7 @@ struct MixedDevice {
     node: String,
     resource: String,
     device: String,
-    /// The pool, if a quota of the pool is enforced.
+    /// The pool. `None` if no quota counts the GPU.
     pool: Option<usize>,
 }
 
@@ -153,8 +154,9 @@ pub(crate) fn quotas_of(cluster: &Cluster, nodes: &Nodes, unnamed: Unnamed) -> Q
 }
 
 impl QuotaWorlds {
-    /// Reads the pools. Returns `None` if there is no valid quota. `waiting` are the pods at the
-    /// gate, and `is_evicted` returns whether an eviction of the pod with this UID was accepted.
+    /// Reads the pools. Returns `None` if there is no valid quota. `waiting` contains the pods at
+    /// the gate. `is_evicted` returns whether the API server accepted an eviction of the pod with
+    /// this UID.
     pub(crate) fn new<'a>(
         (cluster, gpu_nodes): (&Cluster, &Nodes),
         (tracker, ledger): (&PodTracker, &Ledger),
@@ -209,8 +211,8 @@ impl QuotaWorlds {
         Some(worlds)
     }
 
-    /// Finds the devices that pods may use which have waited long. Room is reserved only for pods
-    /// with one request, and on GPUs with one device of the resource.
+    /// Finds the devices that long-waiting pods may use. Only pods with one request are nominated,
+    /// and only on GPUs with one device of the resource.
     pub(super) fn find_long_waits<'n>(
         &mut self,
         cluster: &Cluster,
@@ -243,6 +245,11 @@ impl QuotaWorlds {
         self.pools.iter().any(|pool| pool.is_enforced)
     }
 
+    /// Returns the pool if a quota of the pool is enforced.
+    fn enforced(&self, pool: Option<usize>) -> Option<usize> {
+        pool.filter(|pool| self.pools[*pool].is_enforced)
+    }
+
     /// Returns whether a node has GPUs of a pool.
     pub(super) fn has_node(&self, pool: usize, node: &str) -> bool {
         self.pools_of_node.get(node).is_some_and(|of| of.pools.contains(&pool))
@@ -258,7 +265,7 @@ impl QuotaWorlds {
     pub(super) fn is_nominated_in(&self, pool: Option<usize>, nomination: &Nomination) -> bool {
         let is_mixed = |device: &str| self.mixed.iter().find(|mixed| mixed.device == device);
         match nomination.takes.iter().find_map(|take| is_mixed(&take.device)) {
-            Some(mixed) => mixed.pool == pool,
+            Some(mixed) => self.enforced(mixed.pool) == pool,
             None => {
                 pool.map_or_else(|| self.has_others(&nomination.node), |pool| self.has_node(pool, &nomination.node))
             }
@@ -269,7 +276,9 @@ impl QuotaWorlds {
     /// of several pools. `None` are the GPUs that no enforced quota counts.
     pub(super) fn withheld(&self, pool: Option<usize>) -> BTreeMap<String, DeviceAmounts> {
         let mut withheld: BTreeMap<String, DeviceAmounts> = BTreeMap::new();
-        for MixedDevice { node, resource, device, .. } in self.mixed.iter().filter(|mixed| mixed.pool != pool) {
+        for MixedDevice { node, resource, device, .. } in
+            self.mixed.iter().filter(|mixed| self.enforced(mixed.pool) != pool)
+        {
             withheld.entry(node.clone()).or_default().insert((resource.clone(), device.clone()), u32::MAX);
         }
         withheld
@@ -294,13 +303,12 @@ impl QuotaWorlds {
             let mut devices = Vec::new();
             for gpu in &status.gpus {
                 let pool = quotas.pool_of(&gpu.model);
-                let enforced = pool.filter(|pool| self.pools[*pool].is_enforced);
-                of_node.has_others |= enforced.is_none();
+                of_node.has_others |= self.enforced(pool).is_none();
                 devices.extend(gpu.slices.iter().map(|slice| MixedDevice {
                     node: name.to_owned(),
                     resource: slice.resource.clone(),
                     device: slice.device.clone(),
-                    pool: enforced,
+                    pool,
                 }));
                 let Some(pool) = pool else { continue };
                 of_node.pools.insert(pool);
@@ -341,7 +349,8 @@ impl QuotaWorlds {
             let requests = requests_of(pod);
             let on_node = |(node, units): &(&str, Vec<UnitsOn<'_>>)| {
                 let views = by_name.get(node).map(Vec::as_slice).unwrap_or_default();
-                let of_view = |view: &&NodeView<'_>| self.pieces_on(view, &requests, units, views.len() == 1);
+                let is_only = views.len() == 1 && !self.mixed.iter().any(|mixed| mixed.node == *node);
+                let of_view = |view: &&NodeView<'_>| self.pieces_on(view, &requests, units, is_only);
                 views.iter().filter_map(|view| Some((view.pool, of_view(view)?))).collect::<Vec<_>>()
             };
             let cost = |found: &Vec<(usize, Vec<Piece>)>| {
@@ -493,7 +502,7 @@ impl QuotaWorlds {
         match deleted {
             _ if is_evicted => return (Place::Leaving { gpu, held: true }, false),
             Some(deleted) if !is_late => {
-                let held = self.now.0 < deleted.saturating_add(HELD_AFTER_GRACE);
+                let held = self.now.0 < deleted.saturating_add(HELD_AFTER_GRACE_SECONDS);
                 return (Place::Leaving { gpu, held }, false);
             }
             _ => {}
@@ -567,7 +576,8 @@ fn created(pod: &PodObject) -> Moment {
     Moment(u64::try_from(seconds).unwrap_or(0))
 }
 
-/// Returns the devices of a resource on nodes, by GPU. Omits GPUs with several such devices.
+/// Returns the devices of a resource on these nodes, by GPU. Omits GPUs with several devices of the
+/// resource.
 fn devices_of(
     cluster: &Cluster,
     nodes: &[&str],

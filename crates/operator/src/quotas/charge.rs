@@ -1,4 +1,4 @@
-//! What a pod costs on the GPUs of a node.
+//! Computes what a pod costs on the GPUs of a node.
 use std::collections::BTreeMap;
 
 use cleave_api::gpunode::{GpuStatus, SliceStatus};
@@ -8,10 +8,10 @@ use cleave_plan::ledger::DeviceRequest;
 use cleave_plan::quota::{Amount, MigSlice, Requested, Unit};
 use cleave_plan::units::Mebibytes;
 
-/// Suffix of the resource of shares of a MIG instance.
+/// Suffix of the names of resources that are shares of a MIG instance.
 const SHARED_SUFFIX: &str = ".shared";
 
-/// What one unit of a resource is, on one device.
+/// The part of a GPU that one unit of a resource represents, on one device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct UnitOfResource {
     requested: RequestedUnits,
@@ -82,8 +82,9 @@ impl UnitOfResource {
     }
 }
 
-/// Reads a MIG profile such as `1g.10gb`. The number of memory slices is not part of the name: it
-/// is the profile's part of the GPU's memory, in eighths.
+/// Parses a MIG profile such as `1g.10gb`. The name does not contain the number of memory slices.
+/// The function computes this number from the profile's memory: one memory slice is an eighth of
+/// the GPU's memory.
 fn mig_slice(profile: &str, memory: Mebibytes) -> Option<MigSlice> {
     let (compute, rest) = profile.split_once("g.")?;
     let gib: u64 = rest.split("gb").next()?.parse().ok()?;
@@ -133,7 +134,7 @@ impl NodeCosts {
         }
     }
 
-    /// Adds the costs on another node.
+    /// Adds the costs of another node.
     pub fn extend(&mut self, other: &Self) {
         for (resource, units) in &other.0 {
             let of = self.0.entry(resource.clone()).or_default();
