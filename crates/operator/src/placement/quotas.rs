@@ -7,15 +7,16 @@ use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use cleave_api::gpunode::GpuStatus;
 use cleave_plan::ledger::{DeviceAmounts, DeviceRequest, Ledger, Moment, Nomination, Reservation};
-use cleave_plan::quota::{Amount, Gang, Piece, Place, Pod, PodId, Settings, Unit, World};
+use cleave_plan::quota::{Amount, GPU, Gang, Owner, Piece, Place, Pod, PodId, Settings, Unit, World, charge_per_gpu};
 use kube::Resource as _;
 
 use super::claims::RESERVATION_TIME;
 use super::cluster::Cluster;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
-use super::quota_costs::{EligibleCosts, UnitsOn, requests_of};
+use super::quota_costs::{EligibleCosts, NodeView, UnitsOn, requests_of};
 use crate::pods::{PodObject, full_name};
 use crate::quotas::charge::{DeviceCosts, NodeCosts, is_mig};
 use crate::quotas::validate::{Quotas, Unnamed};
@@ -101,15 +102,6 @@ struct GangPresence {
     pods: usize,
     /// Whether a pod of the gang was released.
     is_released: bool,
-}
-
-/// The GPUs of one pool on a node.
-pub(super) struct NodeView<'a> {
-    pub(super) name: &'a str,
-    pub(super) pool: usize,
-    pub(super) costs: NodeCosts,
-    /// Indexes of the GPUs in the pool.
-    gpus: Vec<usize>,
 }
 
 /// The pools of a node's GPUs.
@@ -372,6 +364,19 @@ impl QuotaWorlds {
                 self.insert_released(known, (pool, &name, pod), pieces, (is_evicted, grace_cap));
             }
         }
+        self.add_unlocated(cluster, known, unlocated, (&by_name, costs, used), (is_evicted, grace_cap));
+    }
+
+    /// Adds released pods of which the devices are not known, and pods on nodes of which nothing is
+    /// known. `used` are the GPUs that other pods use.
+    fn add_unlocated(
+        &mut self,
+        cluster: &Cluster,
+        known: (&Quotas, &Gangs<'_>),
+        unlocated: Vec<Unlocated<'_>>,
+        (by_name, costs, mut used): (&BTreeMap<&str, Vec<&NodeView<'_>>>, &[NodeCosts], BTreeSet<(usize, usize)>),
+        (is_evicted, grace_cap): (&impl Fn(&str) -> bool, u64),
+    ) {
         let managed = OnceCell::new();
         let mut absent: BTreeMap<(usize, String), usize> = BTreeMap::new();
         for Unlocated { name, pod, node } in unlocated {
@@ -548,6 +553,103 @@ impl QuotaWorlds {
             gpus: None,
         });
         Some(id)
+    }
+}
+
+impl PoolWorld {
+    /// Adds a GPU. Returns its index.
+    pub(super) fn add_gpu(&mut self, gpu: &GpuStatus, is_current: bool) -> usize {
+        let whole = match self.unit {
+            Unit::Gpus => GPU,
+            Unit::Memory => Amount(gpu.memory_mib),
+        };
+        let at = self.world.gpus.len();
+        self.world.gpus.push(if is_current && gpu.health.healthy { whole } else { Amount::ZERO });
+        self.sizes.push(whole);
+        self.costs.add(gpu);
+        self.has_mig |= gpu.slices.iter().any(|slice| is_mig(&slice.resource));
+        self.gpus.insert(gpu.uuid.clone(), at);
+        self.gpus.extend(gpu.slices.iter().map(|slice| (slice.device.clone(), at)));
+        at
+    }
+
+    /// Returns what each request costs, and on which GPU. `units` are the pod's units, if they are
+    /// known. Other requests cost what `dearest` returns, and are on the GPU that `elsewhere`
+    /// returns. Requests of resources that the pool does not offer are left out.
+    pub(super) fn pieces(
+        &self,
+        requests: &[DeviceRequest],
+        units: &[UnitsOn<'_>],
+        dearest: impl Fn(&DeviceRequest) -> Option<Amount>,
+        mut elsewhere: impl FnMut(&DeviceRequest) -> Option<usize>,
+    ) -> Vec<Piece> {
+        let mut left = units.to_vec();
+        let mut piece = |request: &DeviceRequest| {
+            let find = |is_exact: bool| {
+                left.iter().position(|(resource, _, units)| {
+                    *resource == request.resource && (!is_exact || *units == request.units)
+                })
+            };
+            let taken = find(true).or_else(|| find(false)).map(|at| left.remove(at));
+            let on_device = taken.and_then(|(resource, device, _)| {
+                let charge = self.costs.cost(device, resource, request.units.get(), self.unit)?;
+                Some(Piece { charge, gpu: self.gpus.get(device).copied() })
+            });
+            on_device.or_else(|| Some(Piece { charge: dearest(request)?, gpu: elsewhere(request) }))
+        };
+        requests.iter().filter_map(&mut piece).collect()
+    }
+
+    /// Returns what the pods of a quota use of each GPU, released and nominated ones.
+    pub(super) fn use_of(&self, owner: &Owner) -> BTreeMap<usize, Amount> {
+        let mut sums: BTreeMap<usize, Amount> = BTreeMap::new();
+        for pod in self.world.pods.iter().filter(|pod| pod.owner == *owner) {
+            let gpu = match pod.place {
+                Place::Running { gpu, .. } | Place::Leaving { gpu, .. } => Some(gpu),
+                Place::Waiting { nominated } => nominated,
+            };
+            let whole = gpu.filter(|_| pod.pieces.is_empty()).map(|gpu| (gpu, pod.charge));
+            let parts = pod.pieces.iter().filter_map(|piece| Some((piece.gpu?, piece.charge)));
+            for (gpu, charge) in whole.into_iter().chain(parts) {
+                let sum = sums.entry(gpu).or_default();
+                *sum = sum.plus(charge);
+            }
+        }
+        sums
+    }
+
+    /// Cuts what the pods of a quota cost on one GPU at the size of the GPU. The youngest pay less.
+    pub(super) fn cut_charges(&mut self) {
+        let Self { world, sizes, .. } = self;
+        let mut on: BTreeMap<(usize, Owner), Vec<(Moment, Moment, usize, usize, Amount)>> = BTreeMap::new();
+        for (at, pod) in world.pods.iter().enumerate() {
+            let (since, gpu) = match pod.place {
+                Place::Leaving { gpu, .. } => (Moment(0), Some(gpu)),
+                Place::Running { gpu, since } => (since, Some(gpu)),
+                Place::Waiting { nominated } => (Moment(u64::MAX), nominated),
+            };
+            let Some(gpu) = gpu else { continue };
+            let mut add = |gpu: usize, piece: usize, charge: Amount| {
+                on.entry((gpu, pod.owner.clone())).or_default().push((since, pod.created, at, piece, charge));
+            };
+            if pod.pieces.is_empty() {
+                add(gpu, 0, pod.charge);
+            }
+            for (number, piece) in pod.pieces.iter().enumerate() {
+                add(piece.gpu.unwrap_or(gpu), number, piece.charge);
+            }
+        }
+        for ((gpu, _), mut charges) in on {
+            charges.sort_unstable();
+            let costs: Vec<Amount> = charges.iter().map(|(.., charge)| *charge).collect();
+            for ((.., at, piece, charge), paid) in charges.into_iter().zip(charge_per_gpu(&costs, sizes[gpu])) {
+                let pod = &mut world.pods[at];
+                pod.charge = pod.charge.minus(charge.minus(paid));
+                if let Some(piece) = pod.pieces.get_mut(piece) {
+                    piece.charge = paid;
+                }
+            }
+        }
     }
 }
 
