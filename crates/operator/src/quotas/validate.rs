@@ -343,10 +343,10 @@ mod tests {
 
     #[test]
     fn gpus_that_two_pools_name_are_of_the_older_pool_and_both_stay_valid() {
-        let quotas = validated(&[
-            young("young", json!({"namespaces": ["a"], "gpus": {"models": ["80GB"]}, "min": "1"})),
-            old("old", json!({"namespaces": ["b"], "gpus": {"models": ["H100"]}, "min": "1"})),
-            young("other", json!({"namespaces": ["c"], "gpus": {"models": ["L4"]}, "min": "1"})),
+        let quotas = validate_quotas(&[
+            newer_quota("young", json!({"namespaces": ["a"], "gpus": {"models": ["80GB"]}, "min": "1"})),
+            older_quota("old", json!({"namespaces": ["b"], "gpus": {"models": ["H100"]}, "min": "1"})),
+            newer_quota("other", json!({"namespaces": ["c"], "gpus": {"models": ["L4"]}, "min": "1"})),
         ]);
         assert_eq!(reasons(&quotas), [("young", "ModelTaken")]);
         assert!(quotas.problems["young"].to_string().contains("count for the quota old"));
