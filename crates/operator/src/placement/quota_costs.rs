@@ -2,16 +2,13 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use cleave_plan::ledger::{DeviceRequest, Units};
+use cleave_plan::ledger::DeviceRequest;
 use cleave_plan::snapshot::{NodeSelectorTerm, Toleration};
 
 use super::cluster::to_plan_pod;
 use super::nodes::Nodes;
 use crate::pods::{PodObject, is_interchangeable};
 use crate::quotas::charge::NodeCosts;
-
-/// Units of a pod: resource, device and number.
-pub(super) type UnitsOn<'l> = (&'l str, &'l str, Units);
 
 /// The GPUs of one pool on a node.
 pub(super) struct NodeView<'a> {

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use cleave_api::gpunode::GpuStatus;
-use cleave_plan::ledger::{DeviceAmounts, DeviceRequest, Ledger, Moment, Nomination, Reservation};
+use cleave_plan::ledger::{DeviceAmounts, DeviceRequest, Ledger, Moment, Nomination, Reservation, UnitsOnDevice};
 use cleave_plan::quota::{Amount, GPU, Gang, Owner, Piece, Place, Pod, PodId, Settings, Unit, World, charge_per_gpu};
 use kube::Resource as _;
 
@@ -16,7 +16,7 @@ use super::claims::RESERVATION_TIME;
 use super::cluster::Cluster;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
-use super::quota_costs::{EligibleCosts, NodeView, UnitsOn, requests_of};
+use super::quota_costs::{EligibleCosts, NodeView, requests_of};
 use crate::pods::{PodObject, full_name};
 use crate::quotas::charge::{DeviceCosts, NodeCosts, is_mig};
 use crate::quotas::validate::{Quotas, Unnamed};
@@ -330,7 +330,7 @@ impl QuotaWorlds {
         (nodes, costs): (&[NodeView<'_>], &[NodeCosts]),
         (is_evicted, grace_cap): (&impl Fn(&str) -> bool, u64),
     ) {
-        let mut by_name: BTreeMap<&str, Vec<&NodeView<'_>>> = BTreeMap::new();
+        let mut by_name = ViewsOfNodes::new();
         nodes.iter().for_each(|view| by_name.entry(view.name).or_default().push(view));
         let mut used: BTreeSet<(usize, usize)> = BTreeSet::new();
         let mut unlocated = Vec::new();
@@ -339,7 +339,7 @@ impl QuotaWorlds {
             let units = ledger.units_of(&name);
             let Some(node) = units.first().map(|(node, _)| *node).or_else(|| pod.node()) else { continue };
             let requests = requests_of(pod);
-            let on_node = |(node, units): &(&str, Vec<UnitsOn<'_>>)| {
+            let on_node = |(node, units): &(&str, Vec<UnitsOnDevice<'_>>)| {
                 let views = by_name.get(node).map(Vec::as_slice).unwrap_or_default();
                 let is_only = views.len() == 1 && !self.mixed.iter().any(|mixed| mixed.node == *node);
                 let of_view = |view: &&NodeView<'_>| self.pieces_on(view, &requests, units, is_only);
@@ -350,7 +350,8 @@ impl QuotaWorlds {
             };
             // A pod that may still be bound to several nodes costs what it costs at most.
             let dearest = units.iter().map(on_node).filter(|found| !found.is_empty()).max_by_key(cost);
-            let is_elsewhere = |(_, device, _): &UnitsOn<'_>| self.mixed.iter().any(|mixed| mixed.device == *device);
+            let is_elsewhere =
+                |(_, device, _): &UnitsOnDevice<'_>| self.mixed.iter().any(|mixed| mixed.device == *device);
             let Some(found) = dearest else {
                 // No quota counts these GPUs.
                 if units.iter().flat_map(|(_, units)| units).any(is_elsewhere) {
@@ -374,7 +375,7 @@ impl QuotaWorlds {
         cluster: &Cluster,
         known: (&Quotas, &Gangs<'_>),
         unlocated: Vec<Unlocated<'_>>,
-        (by_name, costs, mut used): (&BTreeMap<&str, Vec<&NodeView<'_>>>, &[NodeCosts], BTreeSet<(usize, usize)>),
+        (by_name, costs, mut used): (&ViewsOfNodes<'_, '_>, &[NodeCosts], BTreeSet<(usize, usize)>),
         (is_evicted, grace_cap): (&impl Fn(&str) -> bool, u64),
     ) {
         let managed = OnceCell::new();
@@ -425,12 +426,12 @@ impl QuotaWorlds {
         &self,
         view: &NodeView<'_>,
         requests: &[DeviceRequest],
-        units: &[UnitsOn<'_>],
+        units: &[UnitsOnDevice<'_>],
         is_only: bool,
     ) -> Option<Vec<Piece>> {
         let pool = &self.pools[view.pool];
-        let is_here = |(_, device, _): &&UnitsOn<'_>| is_only || pool.gpus.contains_key(*device);
-        let here: Vec<UnitsOn<'_>> = units.iter().filter(is_here).copied().collect();
+        let is_here = |(_, device, _): &&UnitsOnDevice<'_>| is_only || pool.gpus.contains_key(*device);
+        let here: Vec<UnitsOnDevice<'_>> = units.iter().filter(is_here).copied().collect();
         if here.is_empty() {
             return None;
         }
@@ -461,7 +462,7 @@ impl QuotaWorlds {
             let least: Amount = requests.iter().filter_map(|request| least.cheapest(request, unit)).sum();
             let nominated = nominated.filter(|of| self.is_nominated_in(Some(at), of));
             let takes = nominated.into_iter().flat_map(|of| &of.takes);
-            let takes: Vec<UnitsOn<'_>> =
+            let takes: Vec<UnitsOnDevice<'_>> =
                 takes.map(|take| (take.resource.as_str(), take.device.as_str(), take.units)).collect();
             let pool = &self.pools[at];
             let pieces = pool.pieces(&requests, &takes, dearest, |_| None);
@@ -558,7 +559,7 @@ impl QuotaWorlds {
 
 impl PoolWorld {
     /// Adds a GPU. Returns its index.
-    pub(super) fn add_gpu(&mut self, gpu: &GpuStatus, is_current: bool) -> usize {
+    fn add_gpu(&mut self, gpu: &GpuStatus, is_current: bool) -> usize {
         let whole = match self.unit {
             Unit::Gpus => GPU,
             Unit::Memory => Amount(gpu.memory_mib),
@@ -576,10 +577,10 @@ impl PoolWorld {
     /// Returns what each request costs, and on which GPU. `units` are the pod's units, if they are
     /// known. Other requests cost what `dearest` returns, and are on the GPU that `elsewhere`
     /// returns. Requests of resources that the pool does not offer are left out.
-    pub(super) fn pieces(
+    fn pieces(
         &self,
         requests: &[DeviceRequest],
-        units: &[UnitsOn<'_>],
+        units: &[UnitsOnDevice<'_>],
         dearest: impl Fn(&DeviceRequest) -> Option<Amount>,
         mut elsewhere: impl FnMut(&DeviceRequest) -> Option<usize>,
     ) -> Vec<Piece> {
@@ -619,9 +620,9 @@ impl PoolWorld {
     }
 
     /// Cuts what the pods of a quota cost on one GPU at the size of the GPU. The youngest pay less.
-    pub(super) fn cut_charges(&mut self) {
+    fn cut_charges(&mut self) {
         let Self { world, sizes, .. } = self;
-        let mut on: BTreeMap<(usize, Owner), Vec<(Moment, Moment, usize, usize, Amount)>> = BTreeMap::new();
+        let mut on: BTreeMap<(usize, Owner), Vec<PartOfGpu>> = BTreeMap::new();
         for (at, pod) in world.pods.iter().enumerate() {
             let (since, gpu) = match pod.place {
                 Place::Leaving { gpu, .. } => (Moment(0), Some(gpu)),
@@ -652,6 +653,13 @@ impl PoolWorld {
         }
     }
 }
+
+/// The GPUs of each node, by pool.
+type ViewsOfNodes<'v, 'n> = BTreeMap<&'v str, Vec<&'v NodeView<'n>>>;
+
+/// What a pod uses of a GPU: when the pod was released and created, its index, the index of its piece,
+/// and the cost.
+type PartOfGpu = (Moment, Moment, usize, usize, Amount);
 
 /// Gangs by namespace and name.
 type Gangs<'a> = BTreeMap<(&'a str, &'a str), GangPresence>;

@@ -64,6 +64,9 @@ use crate::placement::Score;
 pub use crate::placement::Tightest;
 use crate::shared::Shared;
 
+/// Units of a pod on one device: the resource, the device and the number of units.
+pub type UnitsOnDevice<'l> = (&'l str, &'l str, Units);
+
 /// When a pod uses units.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Use {
@@ -240,7 +243,7 @@ impl Ledger {
 
     /// Returns the node and the units that a pod uses, or that are reserved for it. Units are in
     /// the order of their resources and devices.
-    pub fn units_of(&self, pod: &str) -> Vec<(&str, Vec<(&str, &str, Units)>)> {
+    pub fn units_of(&self, pod: &str) -> Vec<(&str, Vec<UnitsOnDevice<'_>>)> {
         let Some(claim) = self.claims.get(pod) else { return Vec::new() };
         let units = |name| {
             let allocations = self.nodes.get(name).and_then(|node| node.allocations.get(pod));
