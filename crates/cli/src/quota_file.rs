@@ -214,6 +214,6 @@ fn new_pod(row: WaitingRow, place: Place, flags: Flags, quotas: &BTreeMap<String
         protected: flags.protected.then_some(Moment(0)),
         gang: flags.gang.map(|(name, size)| Gang { name, size }),
         gpus: None,
-        spans_gpus: false,
+        pieces: Vec::new(),
     })
 }

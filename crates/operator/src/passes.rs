@@ -3,7 +3,7 @@
 //!
 //! [`crate::policies`] contains the steps. One pass runs all steps. A pass writes only while this
 //! process holds the lease.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -47,6 +47,8 @@ pub(crate) struct ControllerInputs {
     pub(crate) wakes: Wakers,
     /// Sends the placement controller each waiting pod's reason to wait.
     pub(crate) demand: watch::Sender<Arc<BTreeMap<String, WaitingPod>>>,
+    /// Waiting pods for which no GPU need be partitioned, because of quotas.
+    pub(crate) unplanned: watch::Receiver<Arc<BTreeSet<String>>>,
     /// Whether to taint nodes that cannot serve any pod.
     pub(crate) taint: bool,
 }
@@ -56,6 +58,7 @@ pub(crate) struct GpuController {
     context: Context,
     wakes: Wakers,
     demand: watch::Sender<Arc<BTreeMap<String, WaitingPod>>>,
+    unplanned: watch::Receiver<Arc<BTreeSet<String>>>,
     written: WrittenStatuses,
     started: Instant,
     history: History,
@@ -84,6 +87,11 @@ enum DemandResult {
     Planned(Box<demand::Outcome>),
 }
 
+/// Leaves out waiting pods for which no GPU need be partitioned.
+fn leave_out(observed: &mut Observed, unplanned: &BTreeSet<String>) {
+    observed.pods.retain(|claimant| claimant.node.is_some() || !unplanned.contains(&claimant.pod.name));
+}
+
 /// At least one write of a pass failed. Each failure is already logged.
 #[derive(Debug)]
 struct PassFailed;
@@ -105,11 +113,12 @@ impl Controller for GpuController {
 
 impl GpuController {
     pub(crate) fn new(parts: ControllerInputs) -> Self {
-        let ControllerInputs { context, wakes, demand, taint } = parts;
+        let ControllerInputs { context, wakes, demand, unplanned, taint } = parts;
         Self {
             context,
             wakes,
             demand,
+            unplanned,
             written: WrittenStatuses::new(),
             started: Instant::now(),
             history: History::default(),
@@ -162,6 +171,7 @@ impl GpuController {
         // Only plans for GPUs that are partitioned on demand read pods.
         if !plan.demand.is_empty() {
             self.context.stores.observe_pods(&mut observed);
+            leave_out(&mut observed, &self.unplanned.borrow_and_update());
         }
         let failures = self.staging.withhold_changes(&mut plan, &observed, now);
         let outcome = self.plan_demand(&mut plan, &observed, now);
@@ -514,7 +524,22 @@ mod tests {
         };
         let waits = WaitingPod { reason: Reason::Scheduler, message: "On n1".to_owned() };
         let (demand, gated) = watch::channel(Arc::new(BTreeMap::from([("team/p".to_owned(), waits)])));
-        (GpuController::new(ControllerInputs { context, wakes: Wakers::default(), demand, taint: false }), gated)
+        let unplanned = watch::channel(Arc::default()).1;
+        let inputs = ControllerInputs { context, wakes: Wakers::default(), demand, unplanned, taint: false };
+        (GpuController::new(inputs), gated)
+    }
+
+    #[test]
+    fn pods_that_quotas_keep_waiting_are_not_planned_for() {
+        let claimant = |name: &str, node: Option<&str>| {
+            let pod = cleave_plan::snapshot::Pod { name: name.to_owned(), ..Default::default() };
+            crate::pods::Claimant { pod, node: node.map(str::to_owned), ..Default::default() }
+        };
+        let pods = vec![claimant("a/held", None), claimant("a/next", None), claimant("a/runs", Some("n1"))];
+        let mut observed = Observed { pods, ..Observed::default() };
+        leave_out(&mut observed, &["a/held".to_owned(), "a/runs".to_owned()].into());
+        let left: Vec<&str> = observed.pods.iter().map(|claimant| claimant.pod.name.as_str()).collect();
+        assert_eq!(left, ["a/next", "a/runs"]);
     }
 
     #[tokio::test]

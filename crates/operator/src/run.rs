@@ -106,6 +106,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     let recorder =
         Recorder::new(client.clone(), Reporter { controller: "cleave-operator".to_owned(), instance: Some(identity) });
     let (demand, gated) = watch::channel(Arc::default());
+    let (unplanned, held) = watch::channel(Arc::default());
     let context = Context { client, stores, claim, metrics, recorder, listed, stop: stop.clone() };
     let (passes_wake, placement_wake, tenants_wake) =
         (Arc::clone(&wakes.passes), Arc::clone(&wakes.placement), Arc::clone(&wakes.tenants));
@@ -113,6 +114,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         context: context.clone(),
         wakes: wakes.clone(),
         demand: gated,
+        unplanned,
         hosts,
         unschedulable_after: Duration::from_secs(args.unschedulable_after_seconds),
         agent_labels: args.node_selector.into_iter().map(|Label { key, value }| (key, value)).collect(),
@@ -121,7 +123,8 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         quotas,
     });
     let tenants = TenantController::new(context.clone(), wakes.clone());
-    let inputs = passes::ControllerInputs { context: context.clone(), wakes, demand, taint: args.taint_unhealthy };
+    let taint = args.taint_unhealthy;
+    let inputs = passes::ControllerInputs { context: context.clone(), wakes, demand, unplanned: held, taint };
     let passes = GpuController::new(inputs);
     tasks.spawn(async move {
         let (passes, placement, tenants) = tokio::join!(

@@ -155,7 +155,7 @@ fn random_pool(seed: u64, quotas: usize, gpus: usize, args: &QuotasArgs) -> anyh
             gang: (args.gang > 0 && gpu.is_none())
                 .then(|| Gang { name: format!("gang-{name}"), size: args.gang.min(args.waiting) }),
             gpus: None,
-            spans_gpus: false,
+            pieces: Vec::new(),
         });
     }
     Ok(world)

@@ -1,6 +1,6 @@
 //! The decisions of one reconcile: pods to release, pods to evict, and the reasons why other pods
 //! wait.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use cleave_api::placement::Placement;
@@ -142,6 +142,9 @@ pub struct Actions {
     pub protected: Vec<ProtectedPod>,
     /// Pods that wait at the gate, each with the reason.
     pub waiting: BTreeMap<String, WaitingPod>,
+    /// Pods for which no GPU need be partitioned: their quotas are at their maximum, or they wait
+    /// for their guarantee.
+    pub unplanned: BTreeSet<String>,
     /// Pods whose report to cluster autoscalers changes.
     pub reports: Vec<AutoscalerReport>,
     /// Number of pods at the gate that must be reported to cluster autoscalers.

@@ -66,6 +66,8 @@ pub(super) struct Decisions<'a, 'm> {
 
 /// Why a pod found no free room.
 struct NoRoom {
+    /// Whether more GPUs would not help.
+    needs_no_gpus: bool,
     /// Where the pod may run, in the order in which it tries, and why it found no room there.
     attempts: Vec<(Option<QuotaTurn>, Verdict)>,
     /// Whether quotas kept the pod from looking for free room.
@@ -125,12 +127,13 @@ impl<'a> Decisions<'a, '_> {
             self.make_wait(&[candidate], &waiting_for_free_units(DELAYED_MESSAGE.to_owned()));
             return;
         }
-        let Turns { attempts, hold } = self.start_turns(name);
+        let Turns { attempts, hold, needs_no_gpus } = self.start_turns(name);
         if let (true, Some(hold)) = (attempts.is_empty(), hold) {
+            self.actions.unplanned.extend(needs_no_gpus.then(|| name.clone()));
             self.make_wait_for_quota(&[candidate], |pass| pass.explain(hold));
             return;
         }
-        let mut no_room = NoRoom { attempts: Vec::new(), is_held: true };
+        let mut no_room = NoRoom { needs_no_gpus, attempts: Vec::new(), is_held: true };
         for turn in attempts {
             if turn.is_some_and(|turn| !turn.may_use_free_room) {
                 no_room.attempts.push((turn, Verdict::Waits(String::new())));
@@ -138,10 +141,11 @@ impl<'a> Decisions<'a, '_> {
             }
             self.start_attempt(name, turn);
             match self.search.find(self.ledger, candidate) {
-                Ok(fits) => {
+                Ok(fits) if self.may_use(turn, &fits) => {
                     self.reserve(candidate, turn, &fits);
                     return;
                 }
+                Ok(_) => no_room.attempts.push((turn, Verdict::Waits(String::new()))),
                 Err(verdict) => no_room.attempts.push((turn, verdict)),
             }
             no_room.is_held = false;
@@ -166,7 +170,7 @@ impl<'a> Decisions<'a, '_> {
     fn start_turns(&mut self, name: &str) -> Turns {
         match &mut self.quotas {
             Some(pass) => pass.start_turns(self.ledger, name),
-            None => Turns { attempts: vec![None], hold: None },
+            None => Turns { attempts: vec![None], hold: None, needs_no_gpus: false },
         }
     }
 
@@ -175,7 +179,13 @@ impl<'a> Decisions<'a, '_> {
         self.search.set_turn(turn);
         if let Some(pass) = &self.quotas {
             pass.set_rank(self.ledger, name, turn);
+            pass.withhold_others(self.ledger, turn);
         }
+    }
+
+    /// Returns whether a pod may use the room that a search found.
+    fn may_use(&mut self, turn: Option<QuotaTurn>, fits: &Fits) -> bool {
+        self.quotas.as_mut().zip(turn).is_none_or(|(pass, turn)| pass.may_use(turn, fits))
     }
 
     /// Reserves room for a pod, and releases it.
@@ -275,6 +285,7 @@ impl<'a> Decisions<'a, '_> {
         let mut circumstances = NeedInputs::new(self.offers, self.input.demand.get(name), withheld, returns);
         circumstances.preemption = prospect;
         if let Some(wait) = quota_wait.filter(|_| verdict.permanent_obstacle().is_none()) {
+            self.actions.unplanned.extend(no_room.needs_no_gpus.then(|| name.clone()));
             if no_room.is_held {
                 self.growth.record_delayed(candidate.pod, up);
             } else {
@@ -305,8 +316,11 @@ impl<'a> Decisions<'a, '_> {
     fn decide_for_gang(&mut self, gang: &[&'a Candidate<'a>]) {
         let Some(head) = gang.first() else { return };
         let up = self.input.now.up;
-        let Turns { attempts, hold } = self.start_turns(&head.name);
+        let Turns { attempts, hold, needs_no_gpus } = self.start_turns(&head.name);
         let enforced: Vec<QuotaTurn> = attempts.iter().filter_map(|turn| *turn).collect();
+        if needs_no_gpus {
+            self.actions.unplanned.extend(gang.iter().map(|one| one.name.clone()));
+        }
         if let (true, Some(hold)) = (enforced.is_empty(), hold) {
             self.make_wait_for_quota(gang, |pass| pass.explain(hold));
             return;

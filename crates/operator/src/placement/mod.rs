@@ -12,7 +12,7 @@
 //! | | `unanswered` | releases to send again |
 //! | | `learning`, `replicas` | data by which the search ranks nodes |
 //! | | `search`, `constraints`, `free_resources`, `amounts`, `verdict` | a placement for a pod, or why it is not placeable |
-//! | | `quotas`, `quota_pass`, `quota_turns` | quotas: the order of the pods, the units that each pod may use, and the pods that may be evicted for it |
+//! | | `quotas`, `quota_costs`, `quota_pass`, `quota_turns` | quotas: the order of the pods, the units that each pod may use, and the pods that may be evicted for it |
 //! | | `gangs` | pods that are released together |
 //! | | `handover` | nominations that remain when the leader changes |
 //! | | `preemption`, `preemptors`, `evictions`, `budgets`, `unlisted` | pods to evict for waiting pods |
@@ -61,6 +61,7 @@ mod pod_tracker;
 mod preemption;
 mod preemptors;
 mod queue;
+mod quota_costs;
 mod quota_pass;
 mod quota_reports;
 mod quota_turns;

@@ -223,7 +223,11 @@ impl<'a> PreemptionSearch<'a> {
             return SearchResult::Impossible;
         }
         let tracker = self.tracker;
-        let kept = LazyCell::new(|| pods_of_affinity(tracker, pod));
+        let kept = LazyCell::new(|| {
+            let mut kept = pods_of_affinity(tracker, pod);
+            kept.extend(search.pods_of_quotas());
+            kept
+        });
         if let Some(nomination) = nominated {
             let targets = search.preemption_nodes(ledger, candidate, |node| node == nomination.node);
             let found = ledger.preempt(candidate.pending_pod(), targets, self.holders(), &kept);

@@ -4,12 +4,13 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use cleave_plan::ledger::{Fits, Holder, Holders, Ledger, Moment, Nomination, Preemption, Rank};
+use cleave_plan::ledger::{Fits, Holder, Holders, Ledger, Moment, Nomination, Preemption, Rank, Reservation};
 use cleave_plan::quota::{Amount, Book, Class, Kind, Owner, Place, Pod, PodId, Rights, Wait, reserved_for_long_waits};
 
 use super::quota_reports::label_of;
 use super::quotas::{LongWait, QuotaWorlds};
 use crate::pods::PodObject;
+use crate::quotas::charge::is_mig;
 
 /// A waiting pod in its pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -27,6 +28,8 @@ pub(super) struct QuotaTurn {
     pub(super) was_nominated: bool,
     /// Whether the pod may use units that are free now.
     pub(super) may_use_free_room: bool,
+    /// Whether the pod may use it only where it costs less than elsewhere.
+    pub(super) needs_cheap_room: bool,
     pub(super) rank: Rank,
 }
 
@@ -40,6 +43,9 @@ pub(super) struct Turns {
     pub(super) attempts: Vec<Option<QuotaTurn>>,
     /// Why it gets no room in another pool.
     pub(super) hold: Option<Hold>,
+    /// Whether more GPUs would not help: a maximum, or its own guarantee, keeps it waiting in all
+    /// pools.
+    pub(super) needs_no_gpus: bool,
 }
 
 /// A pod, and the units that were found for it.
@@ -58,6 +64,8 @@ pub(super) struct QuotaPass<'w> {
     long_waits: BTreeMap<String, (QuotaTurn, Nomination)>,
     /// The waiting pods of each gang in all enforced pools.
     gangs: BTreeMap<&'w str, BTreeSet<&'w str>>,
+    /// What quotas use of each GPU, by pool. Only of quotas with pods that use MIG instances.
+    own_use: BTreeMap<(usize, &'w Owner), BTreeMap<usize, Amount>>,
 }
 
 impl<'w> QuotaPass<'w> {
@@ -65,7 +73,8 @@ impl<'w> QuotaPass<'w> {
     /// incomplete gangs. Nominates pods that have waited long.
     pub(super) fn new(worlds: &'w QuotaWorlds, ledger: &mut Ledger) -> Self {
         let books = worlds.pools.iter().map(|pool| Book::new(&pool.world, worlds.now)).collect();
-        let mut pass = Self { worlds, books, long_waits: BTreeMap::new(), gangs: waiting_gangs(worlds) };
+        let (long_waits, own_use) = (BTreeMap::new(), BTreeMap::new());
+        let mut pass = Self { worlds, books, long_waits, gangs: waiting_gangs(worlds), own_use };
         pass.withdraw_broken_gangs(ledger);
         let nominated: Vec<String> = ledger.nominations().keys().cloned().collect();
         for name in nominated {
@@ -114,7 +123,8 @@ impl<'w> QuotaPass<'w> {
                 let Ok(rights) = self.book(member).rights(id) else { continue };
                 let is_within = self.book(member).class_with(&[(id, gpu)], &[]) == Class::In;
                 let rank = self.rank_of(member, is_within);
-                let turn = QuotaTurn { member, rights, was_nominated: false, may_use_free_room: false, rank };
+                let (was_nominated, may_use_free_room, needs_cheap_room) = (false, false, false);
+                let turn = QuotaTurn { member, rights, was_nominated, may_use_free_room, needs_cheap_room, rank };
                 ledger.set_rank(&pod.name, rank);
                 if ledger.nominate(&pod.name, nomination.clone()).is_ok() {
                     self.long_waits.insert(pod.name.clone(), (turn, nomination));
@@ -189,10 +199,15 @@ impl<'w> QuotaPass<'w> {
             ledger.withdraw(name);
         }
         let (mut attempts, mut hold, mut is_complete) = (Vec::new(), None, true);
+        let mut needs_no_gpus = true;
         for member in self.members(name) {
             match self.start_turn(member) {
-                Ok(turn) => attempts.push(Some(turn)),
+                Ok(turn) => {
+                    needs_no_gpus &= turn.rights.is_over_max;
+                    attempts.push(Some(turn));
+                }
                 Err(wait) => {
+                    needs_no_gpus &= matches!(wait, Wait::OverMax | Wait::LargerThanMax | Wait::WaitsForGuarantee);
                     is_complete &= wait != Wait::GangIncomplete;
                     hold = hold.or(Some((member, wait)));
                 }
@@ -201,11 +216,12 @@ impl<'w> QuotaPass<'w> {
         attempts.sort_by_key(|turn| turn.is_none_or(|turn| !turn.was_nominated));
         if attempts.is_empty() && hold.is_none() || self.worlds.has_other_nodes && is_complete {
             // A pod tries first where room is kept for it.
-            let is_kept = |node: &str| !self.worlds.is_in_enforced_pool(node);
-            let is_first = ledger.nominations().get(name).is_some_and(|nomination| is_kept(&nomination.node));
+            let is_kept = |of: &Nomination| self.worlds.is_nominated_in(None, of);
+            let is_first = ledger.nominations().get(name).is_some_and(is_kept);
+            needs_no_gpus = false;
             attempts.insert(if is_first { 0 } else { attempts.len() }, None);
         }
-        Turns { attempts, hold }
+        Turns { attempts, hold, needs_no_gpus }
     }
 
     /// Starts the turn of a waiting pod, or of all waiting pods of its gang, in one pool.
@@ -221,6 +237,21 @@ impl<'w> QuotaPass<'w> {
         if !self.has_whole_gang(member) {
             return Err(Wait::GangIncomplete);
         }
+        let turn = self.turn_now(member, was_nominated)?;
+        if turn.may_use_free_room || unit.len() > 1 {
+            return Ok(turn);
+        }
+        // What the pod costs depends on its GPU.
+        let cheaper = self.least(member).and_then(|least| self.turn_at(member, was_nominated, least));
+        let needs_cheap_room = cheaper.is_some_and(|turn| turn.may_use_free_room);
+        Ok(QuotaTurn { may_use_free_room: needs_cheap_room, needs_cheap_room, ..turn })
+    }
+
+    /// Returns the turn of a waiting pod with what it costs where it costs most.
+    ///
+    /// # Errors
+    /// Returns why the pod must wait regardless of free room.
+    fn turn_now(&self, member: Member, was_nominated: bool) -> Result<QuotaTurn, Wait> {
         let book = self.book(member);
         let rights = book.rights(member.id)?;
         let mut long_waits = self.long_waits.values().map(|(turn, _)| turn.member);
@@ -228,10 +259,72 @@ impl<'w> QuotaPass<'w> {
         if !was_nominated && long_waits.any(is_overtaking) {
             return Err(Wait::Later);
         }
-        let parts: Vec<(PodId, usize)> = unit.iter().map(|id| (*id, 0)).collect();
-        let rank = self.rank_of(member, book.class_with(&parts, &[]) == Class::In);
+        let parts: Vec<(PodId, usize)> = book.unit(member.id).iter().map(|id| (*id, 0)).collect();
+        let is_within = match book.quota(member.id).cells() {
+            // The class depends on the GPU.
+            Some(_) => rights.is_within,
+            None => book.class_with(&parts, &[]) == Class::In,
+        };
+        let rank = self.rank_of(member, is_within);
         let may_use_free_room = !rights.is_over_max && (was_nominated || book.leaves_kept_room(member.id));
-        Ok(QuotaTurn { member, rights, was_nominated, may_use_free_room, rank })
+        Ok(QuotaTurn { member, rights, was_nominated, may_use_free_room, needs_cheap_room: false, rank })
+    }
+
+    /// Returns the turn of a waiting pod if it costs this much.
+    fn turn_at(&mut self, member: Member, was_nominated: bool, charge: Amount) -> Option<QuotaTurn> {
+        let now = self.book(member).charge(member.id);
+        self.books[member.pool].set_charge(member.id, charge);
+        let turn = self.turn_now(member, was_nominated).ok();
+        self.books[member.pool].set_charge(member.id, now);
+        turn
+    }
+
+    /// Returns what a waiting pod costs at least, if this depends on the GPU.
+    fn least(&mut self, member: Member) -> Option<Amount> {
+        let pool = &self.worlds.pools[member.pool];
+        let least = *pool.least.get(&member.id)?;
+        if !pool.has_mig {
+            return Some(least);
+        }
+        let left = self.own_use(member).iter().map(|(&gpu, used)| pool.sizes[gpu].minus(*used));
+        left.filter(|left| *left > Amount::ZERO).chain([least]).min()
+    }
+
+    /// Returns what the quota of a pod uses of each GPU.
+    fn own_use(&mut self, member: Member) -> &mut BTreeMap<usize, Amount> {
+        let owner = &self.pod(member).owner;
+        let pool = &self.worlds.pools[member.pool];
+        self.own_use.entry((member.pool, owner)).or_insert_with(|| pool.use_of(owner))
+    }
+
+    /// Returns what a waiting pod costs with these units. Returns `None` if that is not known.
+    fn cost_of(&mut self, member: Member, takes: &[Reservation]) -> Option<Amount> {
+        let pool = &self.worlds.pools[member.pool];
+        let mut sum = Amount::ZERO;
+        for take in takes {
+            let mut cost = pool.costs.cost(&take.device, &take.resource, take.units.get(), pool.unit)?;
+            if let Some(&gpu) = pool.gpus.get(&take.device).filter(|_| is_mig(&take.resource)) {
+                let used = self.own_use(member).get(&gpu).copied().unwrap_or_default();
+                cost = cost.min(pool.sizes[gpu].minus(used));
+            }
+            sum = sum.plus(cost);
+        }
+        (!takes.is_empty()).then_some(sum)
+    }
+
+    /// Returns whether a waiting pod may use the room that a search found: the pod may use all room,
+    /// or costs little enough there.
+    pub(super) fn may_use(&mut self, turn: QuotaTurn, fits: &Fits) -> bool {
+        if !turn.needs_cheap_room {
+            return true;
+        }
+        let mut most = Amount::ZERO;
+        for fit in fits.iter() {
+            let Some(cost) = self.cost_of(turn.member, fit.reservations()) else { return false };
+            most = most.max(cost);
+        }
+        let there = self.turn_at(turn.member, turn.was_nominated, most);
+        there.is_some_and(|turn| turn.may_use_free_room)
     }
 
     /// Sets the rank of a waiting pod, or of all waiting pods of its gang, for an attempt to get
@@ -247,31 +340,52 @@ impl<'w> QuotaPass<'w> {
         }
     }
 
-    fn gpu_index(&self, member: Member, device: Option<&str>) -> usize {
-        device.and_then(|device| self.worlds.pools[member.pool].gpus.get(device).copied()).unwrap_or(0)
+    /// Withholds the GPUs of other pools, for an attempt to get room.
+    pub(super) fn withhold_others(&self, ledger: &mut Ledger, turn: Option<QuotaTurn>) {
+        ledger.withhold(self.worlds.withheld(turn.map(|turn| turn.member.pool)));
     }
 
-    /// Returns the pods of a turn with the GPUs of their first devices.
-    fn pods_with_gpus<'n>(
-        &self,
-        member: Member,
-        pods: impl Iterator<Item = (&'n str, Option<&'n str>)>,
-    ) -> Vec<(PodId, usize)> {
-        let ids = &self.worlds.pools[member.pool].ids;
-        pods.filter_map(|(name, device)| Some((*ids.get(name)?, self.gpu_index(member, device)))).collect()
+    /// Returns the GPUs of a pod's units, in the order of its requests. For a pod of one request,
+    /// this is one GPU.
+    fn parts_of(&self, member: Member, name: &str, takes: &[Reservation]) -> Vec<(PodId, usize)> {
+        let pool = &self.worlds.pools[member.pool];
+        let Some(&id) = pool.ids.get(name) else { return Vec::new() };
+        let mut takes: Vec<&Reservation> = takes.iter().collect();
+        takes.sort_unstable();
+        takes.truncate(pool.world.pod(id).pieces.len().max(1));
+        let gpu = |take: &Reservation| pool.gpus.get(&take.device).copied().unwrap_or(0);
+        match takes.as_slice() {
+            [] => vec![(id, 0)],
+            many => many.iter().map(|take| (id, gpu(take))).collect(),
+        }
     }
 
     fn gpus_of_found(&self, member: Member, found: &[PodAndRoom<'_>]) -> Vec<(PodId, usize)> {
-        let named = found.iter().map(|(name, found)| (*name, found.takes.first().map(|take| take.device.as_str())));
-        self.pods_with_gpus(member, named)
+        found.iter().flat_map(|(name, found)| self.parts_of(member, name, &found.takes)).collect()
+    }
+
+    /// Records what a waiting pod costs with these units.
+    fn set_charge(&mut self, member: Member, name: &str, takes: &[Reservation]) {
+        let Some(&id) = self.worlds.pools[member.pool].ids.get(name) else { return };
+        let member = Member { id, ..member };
+        if let Some(charge) = self.cost_of(member, takes) {
+            self.books[member.pool].set_charge(id, charge);
+            let pool = &self.worlds.pools[member.pool];
+            if let Some(&gpu) = takes.first().and_then(|take| pool.gpus.get(&take.device)).filter(|_| pool.has_mig) {
+                let used = self.own_use(member).entry(gpu).or_default();
+                *used = used.plus(charge);
+            }
+        }
     }
 
     /// Records that the pods of a turn are released to devices. Returns the class of the first pod.
     pub(super) fn record_release(&mut self, member: Member, released: &[(&str, &Fits)]) -> Option<Class> {
-        let first =
-            |fits: &Fits| fits.iter().next().and_then(|fit| fit.reservations().first()).map(|take| take.device.clone());
-        let devices: Vec<(&str, Option<String>)> = released.iter().map(|(name, fits)| (*name, first(fits))).collect();
-        let parts = self.pods_with_gpus(member, devices.iter().map(|(name, device)| (*name, device.as_deref())));
+        let mut parts = Vec::new();
+        for (name, fits) in released {
+            let takes = fits.iter().next().map(|fit| fit.reservations().to_vec()).unwrap_or_default();
+            self.set_charge(member, name, &takes);
+            parts.extend(self.parts_of(member, name, &takes));
+        }
         self.books[member.pool].release(&parts);
         released.iter().for_each(|(name, _)| drop(self.long_waits.remove(*name)));
         self.book(member).class(member.id)
@@ -305,16 +419,12 @@ impl<'w> QuotaPass<'w> {
         member: Member,
         names: impl Iterator<Item = &'n str>,
     ) {
-        let device = |name: &str| {
-            let nomination = ledger.nominations().get(name);
-            nomination.and_then(|of| of.takes.first()).map(|take| take.device.clone())
-        };
-        let devices: Vec<(&str, Option<String>)> = names.map(|name| (name, device(name))).collect();
-        let parts = self.pods_with_gpus(member, devices.iter().map(|(name, device)| (*name, device.as_deref())));
+        let takes = |name: &str| ledger.nominations().get(name).map(|of| of.takes.as_slice()).unwrap_or_default();
+        let parts: Vec<(PodId, usize)> = names.flat_map(|name| self.parts_of(member, name, takes(name))).collect();
         self.books[member.pool].nominate(&parts);
     }
 
-    /// Returns whether a node is in the pool of a waiting pod.
+    /// Returns whether a node has GPUs of the pool of a waiting pod.
     pub(super) fn has_node(&self, member: Member, node: &str) -> bool {
         self.worlds.has_node(member.pool, node)
     }

@@ -3,18 +3,22 @@
 //! Each reconcile builds [`QuotaWorlds`] from the pods' annotations, the `GpuNode`s and the ledger.
 //! No other state is stored, so a new leader makes the same decisions. `quota_pass` applies the
 //! rules of `cleave_plan::quota` to the decisions of the reconcile.
+use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use cleave_plan::ledger::{DeviceRequest, Ledger, Moment, Reservation};
-use cleave_plan::quota::{Amount, GPU, Gang, Place, Pod, PodId, Settings, Unit, World};
+use cleave_api::gpunode::GpuStatus;
+use cleave_plan::ledger::{DeviceAmounts, DeviceRequest, Ledger, Moment, Nomination, Reservation, UnitsOnDevice};
+use cleave_plan::quota::{Amount, GPU, Gang, Owner, Piece, Place, Pod, PodId, Settings, Unit, World, charge_per_gpu};
+use kube::Resource as _;
 
 use super::claims::RESERVATION_TIME;
 use super::cluster::Cluster;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
+use super::quota_costs::{EligibleCosts, NodeView, requests_of};
 use crate::pods::{PodObject, full_name};
-use crate::quotas::charge::NodeCosts;
+use crate::quotas::charge::{DeviceCosts, NodeCosts, is_mig};
 use crate::quotas::validate::{Quotas, Unnamed};
 
 /// Seconds after the end of a pod's grace period during which the pod counts towards its quota's
@@ -43,6 +47,16 @@ pub(crate) struct PoolWorld {
     pub(super) ids: BTreeMap<String, PodId>,
     /// GPUs by the UUID of a device on them.
     pub(super) gpus: BTreeMap<String, usize>,
+    /// What units cost on each device.
+    pub(super) costs: DeviceCosts,
+    /// What the quotas count.
+    pub(super) unit: Unit,
+    /// Size of each GPU, healthy or not.
+    pub(super) sizes: Vec<Amount>,
+    /// Whether the pool has MIG instances.
+    pub(super) has_mig: bool,
+    /// What waiting pods cost at least, if this depends on the GPU.
+    pub(super) least: BTreeMap<PodId, Amount>,
     /// Waiting pods that have waited so long that they may be nominated.
     pub(super) long_waits: BTreeMap<PodId, LongWait>,
     /// Pods that terminate, but later than an evicted pod would. They count as running.
@@ -73,8 +87,10 @@ pub(super) struct WaitingRequests<'n, F> {
 #[derive(Debug)]
 pub(crate) struct QuotaWorlds {
     pub(crate) pools: Vec<PoolWorld>,
-    /// Pool of each node.
-    pool_of_node: BTreeMap<String, usize>,
+    /// The pools of each node's GPUs.
+    pools_of_node: BTreeMap<String, NodePools>,
+    /// Devices of the nodes that have GPUs of several pools.
+    mixed: Vec<MixedDevice>,
     /// Whether the cluster has nodes with GPUs that are in no pool with an enforced quota.
     pub(super) has_other_nodes: bool,
     pub(super) now: Moment,
@@ -88,12 +104,29 @@ struct GangPresence {
     is_released: bool,
 }
 
-/// A node with GPUs of a pool.
-struct NodeView<'a> {
-    name: &'a str,
-    pool: usize,
-    costs: NodeCosts,
-    first_gpu: usize,
+/// The pools of a node's GPUs.
+#[derive(Debug, Default)]
+struct NodePools {
+    pools: BTreeSet<usize>,
+    /// Whether the node has GPUs that no enforced quota counts.
+    has_others: bool,
+}
+
+/// A resource of a device of a node that has GPUs of several pools.
+#[derive(Debug)]
+struct MixedDevice {
+    node: String,
+    resource: String,
+    device: String,
+    /// The pool. `None` if no quota counts the GPU.
+    pool: Option<usize>,
+}
+
+/// A released pod of which the devices are not known.
+struct Unlocated<'p> {
+    name: String,
+    pod: &'p PodObject,
+    node: String,
 }
 
 /// Returns the valid quotas of a cluster.
@@ -130,50 +163,43 @@ impl QuotaWorlds {
         if quotas.pools.is_empty() {
             return None;
         }
-        let pool_of_node = BTreeMap::new();
-        let mut worlds = Self { pools: Vec::new(), pool_of_node, has_other_nodes: false, now: Moment(now) };
+        let (pools, pools_of_node) = (Vec::new(), BTreeMap::new());
+        let mut worlds = Self { pools, pools_of_node, mixed: Vec::new(), has_other_nodes: false, now: Moment(now) };
         for (at, pool) in quotas.pools.iter().enumerate() {
             let world = World { quotas: pool.quotas.clone(), settings: settings.rules, ..World::default() };
             worlds.pools.push(PoolWorld {
                 world,
                 ids: BTreeMap::new(),
                 gpus: BTreeMap::new(),
+                costs: DeviceCosts::default(),
+                unit: pool.unit,
+                sizes: Vec::new(),
+                has_mig: false,
+                least: BTreeMap::new(),
                 long_waits: BTreeMap::new(),
                 terminates_late: BTreeSet::new(),
                 is_enforced: quotas.is_enforced(at),
             });
         }
         let nodes = worlds.add_nodes(gpu_nodes, &quotas);
-        worlds.has_other_nodes = gpu_nodes.managed().any(|node| !worlds.is_in_enforced_pool(node));
+        worlds.has_other_nodes = gpu_nodes.managed().any(|node| worlds.has_others(node));
         let gangs = gangs_of(tracker);
-        let by_name: BTreeMap<&str, &NodeView<'_>> = nodes.iter().map(|node| (node.name, node)).collect();
-        for pod in tracker.living_pods().filter(|pod| pod.requests_gpus()) {
-            let name = full_name(&pod.metadata);
-            let placed = ledger
-                .devices_of(&name)
-                .next()
-                .map(|(node, devices)| (node.to_owned(), devices.first().map(|device| (*device).to_owned())));
-            let placed = placed.or_else(|| pod.node().map(|node| (node.to_owned(), None)));
-            let Some((node, device)) = placed else { continue };
-            let Some(view) = by_name.get(node.as_str()) else { continue };
-            let (place, is_late) = worlds.place_of(pod, view, device.as_deref(), &is_evicted, settings.rules.grace_cap);
-            let id = worlds.add_pod((&quotas, &gangs), view, &name, pod, place);
-            worlds.pools[view.pool].terminates_late.extend(id.filter(|_| is_late));
-        }
         let mut costs: Vec<NodeCosts> = vec![NodeCosts::default(); worlds.pools.len()];
         nodes.iter().for_each(|node| costs[node.pool].extend(&node.costs));
+        let known = (&quotas, &gangs);
+        worlds.add_released(
+            cluster,
+            known,
+            (tracker, ledger),
+            (&nodes, &costs),
+            (&is_evicted, settings.rules.grace_cap),
+        );
+        let mut eligible = EligibleCosts::new(gpu_nodes, &nodes, costs.len());
         for (name, pod) in waiting {
             let nominated = ledger.nominations().get(name);
-            for (pool, costs) in costs.iter().enumerate() {
-                let unit = quotas.pools[pool].unit;
-                let Some(charge) = costs.cost(&pod.device_requests(), unit) else { continue };
-                let in_pool = nominated.filter(|of| worlds.pool_of_node.get(&of.node) == Some(&pool));
-                let nominated = in_pool
-                    .and_then(|of| of.takes.first())
-                    .map(|take| worlds.pools[pool].gpus.get(&take.device).copied().unwrap_or(0));
-                worlds.insert((&quotas, &gangs), pool, name, pod, (charge, Place::Waiting { nominated }));
-            }
+            worlds.add_waiting(known, (name, pod), nominated, (&costs, &mut eligible));
         }
+        worlds.pools.iter_mut().filter(|pool| pool.has_mig).for_each(PoolWorld::cut_charges);
         Some(worlds)
     }
 
@@ -211,39 +237,258 @@ impl QuotaWorlds {
         self.pools.iter().any(|pool| pool.is_enforced)
     }
 
-    /// Returns whether a node is in a pool.
+    /// Returns the pool if a quota of the pool is enforced.
+    fn enforced(&self, pool: Option<usize>) -> Option<usize> {
+        pool.filter(|pool| self.pools[*pool].is_enforced)
+    }
+
+    /// Returns whether a node has GPUs of a pool.
     pub(super) fn has_node(&self, pool: usize, node: &str) -> bool {
-        self.pool_of_node.get(node) == Some(&pool)
+        self.pools_of_node.get(node).is_some_and(|of| of.pools.contains(&pool))
     }
 
-    /// Returns whether a node is in a pool with an enforced quota.
-    pub(super) fn is_in_enforced_pool(&self, node: &str) -> bool {
-        self.pool_of_node.get(node).is_some_and(|pool| self.pools[*pool].is_enforced)
+    /// Returns whether a node has GPUs that no enforced quota counts, or no known GPUs.
+    pub(super) fn has_others(&self, node: &str) -> bool {
+        self.pools_of_node.get(node).is_none_or(|of| of.has_others)
     }
 
-    /// Adds the GPUs of all nodes. A node whose `GpuNode` disappeared, or is not valid now, has no
-    /// room. Its pods still count, as they do on a GPU that is unhealthy.
+    /// Returns whether room is kept for a pod on a GPU of this pool. `None` are the GPUs that no
+    /// enforced quota counts.
+    pub(super) fn is_nominated_in(&self, pool: Option<usize>, nomination: &Nomination) -> bool {
+        let is_mixed = |device: &str| self.mixed.iter().find(|mixed| mixed.device == device);
+        match nomination.takes.iter().find_map(|take| is_mixed(&take.device)) {
+            Some(mixed) => self.enforced(mixed.pool) == pool,
+            None => {
+                pool.map_or_else(|| self.has_others(&nomination.node), |pool| self.has_node(pool, &nomination.node))
+            }
+        }
+    }
+
+    /// Returns the devices that a pod may not use which runs in this pool, on nodes that have GPUs
+    /// of several pools. `None` are the GPUs that no enforced quota counts.
+    pub(super) fn withheld(&self, pool: Option<usize>) -> BTreeMap<String, DeviceAmounts> {
+        let mut withheld: BTreeMap<String, DeviceAmounts> = BTreeMap::new();
+        for MixedDevice { node, resource, device, .. } in
+            self.mixed.iter().filter(|mixed| self.enforced(mixed.pool) != pool)
+        {
+            withheld.entry(node.clone()).or_default().insert((resource.clone(), device.clone()), u32::MAX);
+        }
+        withheld
+    }
+
+    /// Returns the pods of enforced quotas on nodes that also have GPUs that no enforced quota counts.
+    pub(super) fn pods_beside_others(&self) -> BTreeSet<String> {
+        if self.mixed.is_empty() {
+            return BTreeSet::new();
+        }
+        let enforced = self.pools.iter().filter(|pool| pool.is_enforced);
+        enforced.flat_map(|pool| pool.ids.keys().cloned()).collect()
+    }
+
+    /// Adds the GPUs of all nodes, each to the pool of its model. A node whose `GpuNode` disappeared,
+    /// or is not valid now, has no room. Its pods still count, as they do on a GPU that is unhealthy.
     fn add_nodes<'a>(&mut self, gpu_nodes: &'a Nodes, quotas: &Quotas) -> Vec<NodeView<'a>> {
-        let mut nodes = Vec::new();
+        let mut nodes: Vec<NodeView<'a>> = Vec::new();
         for (name, node, is_current) in gpu_nodes.with_gpus() {
             let Some(status) = &node.status else { continue };
-            let Some(pool) = status.gpus.first().and_then(|gpu| quotas.pool_of(&gpu.model)) else { continue };
-            let PoolWorld { world, gpus, .. } = &mut self.pools[pool];
-            let first_gpu = world.gpus.len();
+            let (first, mut of_node) = (nodes.len(), NodePools::default());
+            let mut devices = Vec::new();
             for gpu in &status.gpus {
-                let whole = match quotas.pools[pool].unit {
-                    Unit::Gpus => GPU,
-                    Unit::Memory => Amount(gpu.memory_mib),
-                };
-                let at = world.gpus.len();
-                world.gpus.push(if gpu.health.healthy && is_current { whole } else { Amount::ZERO });
-                gpus.insert(gpu.uuid.clone(), at);
-                gpus.extend(gpu.slices.iter().map(|slice| (slice.device.clone(), at)));
+                let pool = quotas.pool_of(&gpu.model);
+                of_node.has_others |= self.enforced(pool).is_none();
+                devices.extend(gpu.slices.iter().map(|slice| MixedDevice {
+                    node: name.to_owned(),
+                    resource: slice.resource.clone(),
+                    device: slice.device.clone(),
+                    pool,
+                }));
+                let Some(pool) = pool else { continue };
+                of_node.pools.insert(pool);
+                let at = self.pools[pool].add_gpu(gpu, is_current);
+                let known = nodes[first..].iter().position(|view| view.pool == pool);
+                let view = first + known.unwrap_or(nodes.len() - first);
+                if view == nodes.len() {
+                    nodes.push(NodeView { name, pool, costs: NodeCosts::default(), gpus: Vec::new() });
+                }
+                nodes[view].costs.add(gpu);
+                nodes[view].gpus.push(at);
             }
-            self.pool_of_node.insert(name.to_owned(), pool);
-            nodes.push(NodeView { name, pool, costs: NodeCosts::new(node), first_gpu });
+            if devices.iter().any(|one| one.pool != devices[0].pool) {
+                self.mixed.append(&mut devices);
+            }
+            self.pools_of_node.insert(name.to_owned(), of_node);
         }
         nodes
+    }
+
+    /// Adds the pods that are released, bound or running.
+    fn add_released(
+        &mut self,
+        cluster: &Cluster,
+        known: (&Quotas, &Gangs<'_>),
+        (tracker, ledger): (&PodTracker, &Ledger),
+        (nodes, costs): (&[NodeView<'_>], &[NodeCosts]),
+        (is_evicted, grace_cap): (&impl Fn(&str) -> bool, u64),
+    ) {
+        let mut by_name = ViewsOfNodes::new();
+        nodes.iter().for_each(|view| by_name.entry(view.name).or_default().push(view));
+        let mut used: BTreeSet<(usize, usize)> = BTreeSet::new();
+        let mut unlocated = Vec::new();
+        for pod in tracker.living_pods().filter(|pod| pod.requests_gpus()) {
+            let name = full_name(&pod.metadata);
+            let units = ledger.units_of(&name);
+            let Some(node) = units.first().map(|(node, _)| *node).or_else(|| pod.node()) else { continue };
+            let requests = requests_of(pod);
+            let on_node = |(node, units): &(&str, Vec<UnitsOnDevice<'_>>)| {
+                let views = by_name.get(node).map(Vec::as_slice).unwrap_or_default();
+                let is_only = views.len() == 1 && !self.mixed.iter().any(|mixed| mixed.node == *node);
+                let of_view = |view: &&NodeView<'_>| self.pieces_on(view, &requests, units, is_only);
+                views.iter().filter_map(|view| Some((view.pool, of_view(view)?))).collect::<Vec<_>>()
+            };
+            let cost = |found: &Vec<(usize, Vec<Piece>)>| {
+                found.iter().flat_map(|(_, pieces)| pieces).map(|piece| piece.charge).sum::<Amount>()
+            };
+            // A pod that may still be bound to several nodes costs what it costs at most.
+            let dearest = units.iter().map(on_node).filter(|found| !found.is_empty()).max_by_key(cost);
+            let is_elsewhere =
+                |(_, device, _): &UnitsOnDevice<'_>| self.mixed.iter().any(|mixed| mixed.device == *device);
+            let Some(found) = dearest else {
+                // No quota counts these GPUs.
+                if units.iter().flat_map(|(_, units)| units).any(is_elsewhere) {
+                    continue;
+                }
+                unlocated.push(Unlocated { name, pod, node: node.to_owned() });
+                continue;
+            };
+            for (pool, pieces) in found {
+                used.extend(pieces.iter().filter_map(|piece| Some((pool, piece.gpu?))));
+                self.insert_released(known, (pool, &name, pod), pieces, (is_evicted, grace_cap));
+            }
+        }
+        self.add_unlocated(cluster, known, unlocated, (&by_name, costs, used), (is_evicted, grace_cap));
+    }
+
+    /// Adds released pods of which the devices are not known, and pods on nodes of which nothing is
+    /// known. `used` are the GPUs that other pods use.
+    fn add_unlocated(
+        &mut self,
+        cluster: &Cluster,
+        known: (&Quotas, &Gangs<'_>),
+        unlocated: Vec<Unlocated<'_>>,
+        (by_name, costs, mut used): (&ViewsOfNodes<'_, '_>, &[NodeCosts], BTreeSet<(usize, usize)>),
+        (is_evicted, grace_cap): (&impl Fn(&str) -> bool, u64),
+    ) {
+        let managed = OnceCell::new();
+        let mut absent: BTreeMap<(usize, String), usize> = BTreeMap::new();
+        for Unlocated { name, pod, node } in unlocated {
+            let requests = requests_of(pod);
+            let offers = |view: &&&NodeView<'_>| {
+                let unit = self.pools[view.pool].unit;
+                requests.iter().any(|request| view.costs.dearest(request, unit).is_some())
+            };
+            let views = by_name.get(node.as_str()).map(Vec::as_slice).unwrap_or_default();
+            if let Some(view) = views.iter().find(offers).or(views.first()) {
+                let (at, first) = (view.pool, view.gpus.first().copied());
+                let pool = &self.pools[at];
+                let dearest = |request: &DeviceRequest| {
+                    view.costs.dearest(request, pool.unit).or_else(|| costs[at].dearest(request, pool.unit))
+                };
+                let unused =
+                    |_: &DeviceRequest| view.gpus.iter().copied().find(|gpu| used.insert((at, *gpu))).or(first);
+                let pieces = pool.pieces(&requests, &[], dearest, unused);
+                self.insert_released(known, (at, &name, pod), pieces, (is_evicted, grace_cap));
+            } else if !self.pools_of_node.contains_key(&node)
+                && managed.get_or_init(|| nodes_of_cleave(cluster)).contains(node.as_str())
+            {
+                // Nothing is known of the node's GPUs. The pod counts in each pool in which it could
+                // be, on a GPU without room.
+                for (at, costs) in costs.iter().enumerate() {
+                    let pool = &mut self.pools[at];
+                    let dearest = |request: &DeviceRequest| costs.dearest(request, pool.unit);
+                    if requests.iter().all(|request| dearest(request).is_none()) {
+                        continue;
+                    }
+                    let gpu = *absent.entry((at, node.clone())).or_insert_with(|| {
+                        pool.world.gpus.push(Amount::ZERO);
+                        pool.sizes.push(Amount(u64::MAX));
+                        pool.world.gpus.len() - 1
+                    });
+                    let pieces = pool.pieces(&requests, &[], dearest, |_| Some(gpu));
+                    self.insert_released(known, (at, &name, pod), pieces, (is_evicted, grace_cap));
+                }
+            }
+        }
+    }
+
+    /// Returns what a pod with these units on a node uses of the node's GPUs of one pool. Returns
+    /// `None` if it uses none of them. `is_only` says that the node has GPUs of no other pool.
+    fn pieces_on(
+        &self,
+        view: &NodeView<'_>,
+        requests: &[DeviceRequest],
+        units: &[UnitsOnDevice<'_>],
+        is_only: bool,
+    ) -> Option<Vec<Piece>> {
+        let pool = &self.pools[view.pool];
+        let is_here = |(_, device, _): &&UnitsOnDevice<'_>| is_only || pool.gpus.contains_key(*device);
+        let here: Vec<UnitsOnDevice<'_>> = units.iter().filter(is_here).copied().collect();
+        if here.is_empty() {
+            return None;
+        }
+        let is_split = here.len() < units.len();
+        let dearest = |request: &DeviceRequest| view.costs.dearest(request, pool.unit).filter(|_| !is_split);
+        let pieces = pool.pieces(requests, &here, dearest, |_| view.gpus.first().copied());
+        (!pieces.is_empty()).then_some(pieces)
+    }
+
+    /// Adds a waiting pod to each pool that it may use. What it costs depends on the GPU, so it
+    /// costs what it costs at most on the nodes that it may use.
+    fn add_waiting(
+        &mut self,
+        known: (&Quotas, &Gangs<'_>),
+        (name, pod): (&str, &PodObject),
+        nominated: Option<&Nomination>,
+        (costs, eligible): (&[NodeCosts], &mut EligibleCosts<'_, '_>),
+    ) {
+        let requests = requests_of(pod);
+        for (at, all) in costs.iter().enumerate() {
+            let unit = self.pools[at].unit;
+            let differs = |request: &DeviceRequest| all.cheapest(request, unit) != all.dearest(request, unit);
+            let here = if requests.iter().any(differs) { eligible.of(pod, at) } else { None };
+            let of = |costs: &NodeCosts, request: &DeviceRequest| costs.dearest(request, unit);
+            let dearest =
+                |request: &DeviceRequest| here.and_then(|here| of(here, request)).or_else(|| of(all, request));
+            let least = here.unwrap_or(all);
+            let least: Amount = requests.iter().filter_map(|request| least.cheapest(request, unit)).sum();
+            let nominated = nominated.filter(|of| self.is_nominated_in(Some(at), of));
+            let takes = nominated.into_iter().flat_map(|of| &of.takes);
+            let takes: Vec<UnitsOnDevice<'_>> =
+                takes.map(|take| (take.resource.as_str(), take.device.as_str(), take.units)).collect();
+            let pool = &self.pools[at];
+            let pieces = pool.pieces(&requests, &takes, dearest, |_| None);
+            let nominated = nominated.map(|_| pieces.first().and_then(|piece| piece.gpu).unwrap_or(0));
+            let is_mig = pool.has_mig && matches!(&*requests, [request] if is_mig(&request.resource));
+            if let Some(id) = self.insert(known, at, (name, pod), pieces, Place::Waiting { nominated }) {
+                let pool = &mut self.pools[at];
+                if is_mig || least < pool.world.pod(id).charge {
+                    pool.least.insert(id, least);
+                }
+            }
+        }
+    }
+
+    /// Adds a pod that is released, bound or running.
+    fn insert_released(
+        &mut self,
+        known: (&Quotas, &Gangs<'_>),
+        (pool, name, pod): (usize, &str, &PodObject),
+        pieces: Vec<Piece>,
+        (is_evicted, grace_cap): (&impl Fn(&str) -> bool, u64),
+    ) {
+        let gpu = pieces.first().and_then(|piece| piece.gpu).unwrap_or(0);
+        let (place, is_late) = self.place_of(pod, gpu, is_evicted, grace_cap);
+        let id = self.insert(known, pool, (name, pod), pieces, place);
+        self.pools[pool].terminates_late.extend(id.filter(|_| is_late));
     }
 
     /// Returns where a pod is, and whether it terminates later than an evicted pod would. Such a pod
@@ -251,13 +496,10 @@ impl QuotaWorlds {
     fn place_of(
         &self,
         pod: &PodObject,
-        view: &NodeView<'_>,
-        device: Option<&str>,
+        gpu: usize,
         is_evicted: &impl Fn(&str) -> bool,
         grace_cap: u64,
     ) -> (Place, bool) {
-        let known = device.and_then(|device| self.pools[view.pool].gpus.get(device).copied());
-        let gpu = known.unwrap_or(view.first_gpu);
         let seconds = |time: i64| u64::try_from(time).unwrap_or(0);
         let is_evicted = is_evicted(pod.metadata.uid.as_deref().unwrap_or_default());
         let deleted = pod.metadata.deletion_timestamp.as_ref().map(|deleted| seconds(deleted.0.as_second()));
@@ -275,27 +517,18 @@ impl QuotaWorlds {
         (Place::Running { gpu, since: Moment(released.unwrap_or_else(|| created(pod).0)) }, is_late)
     }
 
-    fn add_pod(
-        &mut self,
-        known: (&Quotas, &Gangs<'_>),
-        view: &NodeView<'_>,
-        name: &str,
-        pod: &PodObject,
-        place: Place,
-    ) -> Option<PodId> {
-        let unit = known.0.pools[view.pool].unit;
-        let charge = view.costs.cost(&pod.device_requests(), unit)?;
-        Some(self.insert(known, view.pool, name, pod, (charge, place)))
-    }
-
+    /// Adds a pod. Returns `None` if the pool offers nothing that the pod requests.
     fn insert(
         &mut self,
         (quotas, gangs): (&Quotas, &Gangs<'_>),
         pool: usize,
-        name: &str,
-        pod: &PodObject,
-        (charge, place): (Amount, Place),
-    ) -> PodId {
+        (name, pod): (&str, &PodObject),
+        pieces: Vec<Piece>,
+        place: Place,
+    ) -> Option<PodId> {
+        if pieces.is_empty() {
+            return None;
+        }
         let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
         let gang = pod.gang.as_ref().map(|gang| {
             let present = gangs.get(&(namespace, gang.name.as_str())).copied().unwrap_or_default();
@@ -309,7 +542,7 @@ impl QuotaWorlds {
         world.pods.push(Pod {
             name: name.to_owned(),
             owner: quotas.owner(pool, namespace),
-            charge,
+            charge: pieces.iter().map(|piece| piece.charge).sum(),
             priority: pod.spec.priority.unwrap_or(0),
             created: created(pod),
             place,
@@ -317,12 +550,116 @@ impl QuotaWorlds {
             preempts: pod.spec.preemption_policy.as_deref() != Some("Never"),
             protected: None,
             gang,
+            pieces: if pieces.len() > 1 { pieces } else { Vec::new() },
             gpus: None,
-            spans_gpus: pod.device_requests().len() > 1,
         });
-        id
+        Some(id)
     }
 }
+
+impl PoolWorld {
+    /// Adds a GPU. Returns its index.
+    fn add_gpu(&mut self, gpu: &GpuStatus, is_current: bool) -> usize {
+        let whole = match self.unit {
+            Unit::Gpus => GPU,
+            Unit::Memory => Amount(gpu.memory_mib),
+        };
+        let at = self.world.gpus.len();
+        self.world.gpus.push(if is_current && gpu.health.healthy { whole } else { Amount::ZERO });
+        self.sizes.push(whole);
+        self.costs.add(gpu);
+        self.has_mig |= gpu.slices.iter().any(|slice| is_mig(&slice.resource));
+        self.gpus.insert(gpu.uuid.clone(), at);
+        self.gpus.extend(gpu.slices.iter().map(|slice| (slice.device.clone(), at)));
+        at
+    }
+
+    /// Returns what each request costs, and on which GPU. `units` are the pod's units, if they are
+    /// known. Other requests cost what `dearest` returns, and are on the GPU that `elsewhere`
+    /// returns. Requests of resources that the pool does not offer are left out.
+    fn pieces(
+        &self,
+        requests: &[DeviceRequest],
+        units: &[UnitsOnDevice<'_>],
+        dearest: impl Fn(&DeviceRequest) -> Option<Amount>,
+        mut elsewhere: impl FnMut(&DeviceRequest) -> Option<usize>,
+    ) -> Vec<Piece> {
+        let mut left = units.to_vec();
+        let mut piece = |request: &DeviceRequest| {
+            let find = |is_exact: bool| {
+                left.iter().position(|(resource, _, units)| {
+                    *resource == request.resource && (!is_exact || *units == request.units)
+                })
+            };
+            let taken = find(true).or_else(|| find(false)).map(|at| left.remove(at));
+            let on_device = taken.and_then(|(resource, device, _)| {
+                let charge = self.costs.cost(device, resource, request.units.get(), self.unit)?;
+                Some(Piece { charge, gpu: self.gpus.get(device).copied() })
+            });
+            on_device.or_else(|| Some(Piece { charge: dearest(request)?, gpu: elsewhere(request) }))
+        };
+        requests.iter().filter_map(&mut piece).collect()
+    }
+
+    /// Returns what the pods of a quota use of each GPU, released and nominated ones.
+    pub(super) fn use_of(&self, owner: &Owner) -> BTreeMap<usize, Amount> {
+        let mut sums: BTreeMap<usize, Amount> = BTreeMap::new();
+        for pod in self.world.pods.iter().filter(|pod| pod.owner == *owner) {
+            let gpu = match pod.place {
+                Place::Running { gpu, .. } | Place::Leaving { gpu, .. } => Some(gpu),
+                Place::Waiting { nominated } => nominated,
+            };
+            let whole = gpu.filter(|_| pod.pieces.is_empty()).map(|gpu| (gpu, pod.charge));
+            let parts = pod.pieces.iter().filter_map(|piece| Some((piece.gpu?, piece.charge)));
+            for (gpu, charge) in whole.into_iter().chain(parts) {
+                let sum = sums.entry(gpu).or_default();
+                *sum = sum.plus(charge);
+            }
+        }
+        sums
+    }
+
+    /// Cuts what the pods of a quota cost on one GPU at the size of the GPU. The youngest pay less.
+    fn cut_charges(&mut self) {
+        let Self { world, sizes, .. } = self;
+        let mut on: BTreeMap<(usize, Owner), Vec<PartOfGpu>> = BTreeMap::new();
+        for (at, pod) in world.pods.iter().enumerate() {
+            let (since, gpu) = match pod.place {
+                Place::Leaving { gpu, .. } => (Moment(0), Some(gpu)),
+                Place::Running { gpu, since } => (since, Some(gpu)),
+                Place::Waiting { nominated } => (Moment(u64::MAX), nominated),
+            };
+            let Some(gpu) = gpu else { continue };
+            let mut add = |gpu: usize, piece: usize, charge: Amount| {
+                on.entry((gpu, pod.owner.clone())).or_default().push((since, pod.created, at, piece, charge));
+            };
+            if pod.pieces.is_empty() {
+                add(gpu, 0, pod.charge);
+            }
+            for (number, piece) in pod.pieces.iter().enumerate() {
+                add(piece.gpu.unwrap_or(gpu), number, piece.charge);
+            }
+        }
+        for ((gpu, _), mut charges) in on {
+            charges.sort_unstable();
+            let costs: Vec<Amount> = charges.iter().map(|(.., charge)| *charge).collect();
+            for ((.., at, piece, charge), paid) in charges.into_iter().zip(charge_per_gpu(&costs, sizes[gpu])) {
+                let pod = &mut world.pods[at];
+                pod.charge = pod.charge.minus(charge.minus(paid));
+                if let Some(piece) = pod.pieces.get_mut(piece) {
+                    piece.charge = paid;
+                }
+            }
+        }
+    }
+}
+
+/// The GPUs of each node, by pool.
+type ViewsOfNodes<'v, 'n> = BTreeMap<&'v str, Vec<&'v NodeView<'n>>>;
+
+/// What a pod uses of a GPU: when the pod was released and created, its index, the index of its piece,
+/// and the cost.
+type PartOfGpu = (Moment, Moment, usize, usize, Amount);
 
 /// Gangs by namespace and name.
 type Gangs<'a> = BTreeMap<(&'a str, &'a str), GangPresence>;
@@ -368,4 +705,11 @@ fn devices_of(
         }
     }
     devices.into_iter().filter_map(|(gpu, device)| Some((gpu, device?))).collect()
+}
+
+/// Returns the nodes on which Cleave runs: those with a `GpuNode`, readable or not, or an agent.
+fn nodes_of_cleave(cluster: &Cluster) -> BTreeSet<&str> {
+    let objects = cluster.gpu_nodes.iter().filter_map(|object| object.meta().name.as_deref());
+    let agents = cluster.agents.iter().filter_map(|pod| pod.spec.node_name.as_deref());
+    objects.chain(agents).collect()
 }

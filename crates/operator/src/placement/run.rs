@@ -1,6 +1,6 @@
 //! The placement controller: applies the gatekeeper's decisions and reports them. The controller is
 //! separate from the passes, so that a release does not wait for writes to nodes.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -45,6 +45,8 @@ pub(crate) struct ControllerInputs {
     pub(crate) wakes: Wakers,
     /// Why each pod waits, according to the plan for GPUs that Cleave partitions on demand.
     pub(crate) demand: watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>,
+    /// Sends the GPU controller the pods for which no GPU need be partitioned.
+    pub(crate) unplanned: watch::Sender<Arc<BTreeSet<String>>>,
     /// MPS hosts. `None` if the operator does not replace MPS hosts.
     pub(crate) hosts: Option<MpsHostStores>,
     /// Time for which a pod must be unplaceable before it is released as unschedulable.
@@ -141,6 +143,7 @@ pub(crate) struct PlacementController {
     context: Context,
     wakes: Wakers,
     demand: watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>,
+    unplanned: watch::Sender<Arc<BTreeSet<String>>>,
     hosts: Option<MpsHostStores>,
     keeper: Gatekeeper,
     /// Earliest time at which quotas are reported.
@@ -183,6 +186,7 @@ impl Controller for PlacementController {
         let actions = self.keeper.reconcile_changes(&cluster, changes, &demand, ReconcileTime { up, epoch });
         self.context.metrics.placement_seconds.observe(began.elapsed().as_secs_f64());
         self.set_gauges(&actions, &demand, up);
+        self.send_unplanned(&actions);
         self.context.metrics.preemption_searches.inc_by(actions.preemption_searches);
         let mut writes = self.release_all(&actions.releases).await;
         writes.is_incomplete |= !self.evict_all(&actions).await;
@@ -206,11 +210,13 @@ impl Controller for PlacementController {
 
 impl PlacementController {
     pub(crate) fn new(parts: ControllerInputs) -> Self {
-        let ControllerInputs { context, wakes, demand, hosts, unschedulable_after, agent_labels, .. } = parts;
+        let ControllerInputs { context, wakes, demand, unplanned, hosts, unschedulable_after, agent_labels, .. } =
+            parts;
         Self {
             context,
             wakes,
             demand,
+            unplanned,
             hosts,
             keeper: Gatekeeper::new(unschedulable_after)
                 .with_agent_labels(agent_labels)

@@ -438,6 +438,11 @@ impl<'a> PlacementSearch<'a> {
         self.free.borrow_mut().nominate(candidate.name.clone(), *priority, requests, node);
     }
 
+    /// Returns the pods that a search by priority alone must not evict: quotas decide about them.
+    pub(super) fn pods_of_quotas(&self) -> BTreeSet<String> {
+        self.worlds.filter(|_| self.turn.is_none()).map(QuotaWorlds::pods_beside_others).unwrap_or_default()
+    }
+
     /// Ends the nomination of a pod.
     pub(super) fn withdraw_nomination(&mut self, pod: &str, node: &str) {
         self.free.borrow_mut().withdraw_nomination(pod, node);
@@ -480,7 +485,7 @@ impl<'a> PlacementSearch<'a> {
     fn allows(&self, node: &str, checker: Option<&NodeChecker<'_>>) -> bool {
         let in_pool = match (self.worlds, self.turn) {
             (Some(worlds), Some(turn)) => worlds.has_node(turn.member.pool, node),
-            (Some(worlds), None) => !worlds.is_in_enforced_pool(node),
+            (Some(worlds), None) => worlds.has_others(node),
             (None, _) => true,
         };
         in_pool && self.nodes.0.get(node).is_some_and(|state| check_rules(checker, &state.node).is_ok())

@@ -1,7 +1,6 @@
 //! Computes what a pod costs on the GPUs of a node.
 use std::collections::BTreeMap;
 
-use cleave_api::GpuNode;
 use cleave_api::gpunode::{GpuStatus, SliceStatus};
 use cleave_api::names::{RESOURCE_GPU, RESOURCE_MIG_PREFIX};
 use cleave_plan::device::sized_slice_gib;
@@ -17,6 +16,8 @@ const SHARED_SUFFIX: &str = ".shared";
 struct UnitOfResource {
     requested: RequestedUnits,
     memory: Mebibytes,
+    /// Units that the device has, if one request can be for several units.
+    total: Option<u32>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,7 +47,14 @@ impl UnitOfResource {
         } else {
             RequestedUnits::Shares { of: slice.total }
         };
-        Some(Self { requested, memory })
+        // Requests for several whole GPUs or MIG instances are for several devices.
+        let is_divided = !matches!(requested, RequestedUnits::Whole | RequestedUnits::Mig(_));
+        Some(Self { requested, memory, total: is_divided.then_some(slice.total) })
+    }
+
+    /// Returns whether this many units can be on one device.
+    fn fits(&self, count: u32) -> bool {
+        self.total.is_none_or(|total| count <= total)
     }
 
     fn cost(&self, count: u32, unit: Unit) -> Amount {
@@ -86,21 +94,44 @@ fn mig_slice(profile: &str, memory: Mebibytes) -> Option<MigSlice> {
     Some(MigSlice { compute: compute.parse().ok()?, memory: u32::try_from(slices).unwrap_or(8), mib })
 }
 
-/// The cost of each resource on the GPUs of a node.
+/// What requests cost on each device.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct DeviceCosts(BTreeMap<String, Vec<(String, UnitOfResource)>>);
+
+impl DeviceCosts {
+    /// Adds the devices of a GPU.
+    pub fn add(&mut self, gpu: &GpuStatus) {
+        for slice in &gpu.slices {
+            let of = self.0.entry(slice.device.clone()).or_default();
+            of.extend(UnitOfResource::new(gpu, slice).map(|unit| (slice.resource.clone(), unit)));
+        }
+    }
+
+    /// Returns what units of a resource cost on a device. Returns `None` if the device does not
+    /// offer the resource.
+    pub fn cost(&self, device: &str, resource: &str, units: u32, unit: Unit) -> Option<Amount> {
+        let (_, of) = self.0.get(device)?.iter().find(|(name, _)| name == resource)?;
+        Some(of.cost(units, unit))
+    }
+}
+
+/// Returns whether a resource is a MIG instance, or a share of one. Instances of one GPU can cost
+/// more than the GPU in total.
+pub fn is_mig(resource: &str) -> bool {
+    resource.starts_with(RESOURCE_MIG_PREFIX)
+}
+
+/// What requests cost on some GPUs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NodeCosts(BTreeMap<String, Vec<UnitOfResource>>);
 
 impl NodeCosts {
-    /// Reads the costs from the status of a node.
-    pub fn new(node: &GpuNode) -> Self {
-        let mut costs: BTreeMap<String, Vec<UnitOfResource>> = BTreeMap::new();
-        for gpu in node.status.iter().flat_map(|status| &status.gpus) {
-            for slice in &gpu.slices {
-                let of = costs.entry(slice.resource.clone()).or_default();
-                of.extend(UnitOfResource::new(gpu, slice).filter(|unit| !of.contains(unit)));
-            }
+    /// Adds the costs on a GPU.
+    pub fn add(&mut self, gpu: &GpuStatus) {
+        for slice in &gpu.slices {
+            let of = self.0.entry(slice.resource.clone()).or_default();
+            of.extend(UnitOfResource::new(gpu, slice).filter(|unit| !of.contains(unit)));
         }
-        Self(costs)
     }
 
     /// Adds the costs of another node.
@@ -115,15 +146,24 @@ impl NodeCosts {
         }
     }
 
-    /// Returns the cost of requests. If the cost of a request differs between devices, the highest
-    /// cost counts. Returns `None` if the node serves none of the resources.
-    pub fn cost(&self, requests: &[DeviceRequest], unit: Unit) -> Option<Amount> {
-        let highest_cost = |request: &DeviceRequest| {
-            let units = self.0.get(&request.resource)?;
-            units.iter().map(|of| of.cost(request.units.get(), unit)).max()
-        };
-        let costs: Vec<Amount> = requests.iter().filter_map(highest_cost).collect();
-        (!costs.is_empty()).then(|| costs.into_iter().sum())
+    /// Returns what a request costs where it costs most, of the GPUs on which it fits. Returns
+    /// `None` if no GPU offers the resource.
+    pub fn dearest(&self, request: &DeviceRequest, unit: Unit) -> Option<Amount> {
+        self.each(request, unit).max()
+    }
+
+    /// Returns what a request costs where it costs least, of the GPUs on which it fits. Returns
+    /// `None` if no GPU offers the resource.
+    pub fn cheapest(&self, request: &DeviceRequest, unit: Unit) -> Option<Amount> {
+        self.each(request, unit).min()
+    }
+
+    fn each(&self, request: &DeviceRequest, unit: Unit) -> impl Iterator<Item = Amount> {
+        let count = request.units.get();
+        let units = || self.0.get(&request.resource).into_iter().flatten();
+        // A request that fits nowhere still has a cost.
+        let fits_nowhere = !units().any(|of| of.fits(count));
+        units().filter(move |of| fits_nowhere || of.fits(count)).map(move |of| of.cost(count, unit))
     }
 }
 
@@ -154,8 +194,20 @@ mod tests {
             (81_920, "nvidia.com/mig-3g.40gb.shared", 4, 1, 125_000),
         ] {
             let request = DeviceRequest { resource: resource.to_owned(), units: Units::new(count).unwrap() };
-            let cost = costs(memory, resource, total).cost(&[request], Unit::Gpus);
+            let cost = costs(memory, resource, total).dearest(&request, Unit::Gpus);
             assert_eq!(cost, Some(Amount(expected)), "{count} of {resource}");
         }
+    }
+
+    #[test]
+    fn gpus_on_which_a_request_does_not_fit_make_it_no_dearer() {
+        let mut both = costs(81_920, "nvidia.com/gpu-mps", 10);
+        both.extend(&costs(81_920, "nvidia.com/gpu-mps", 2));
+        let cost = |units: u32| {
+            let request =
+                DeviceRequest { resource: "nvidia.com/gpu-mps".to_owned(), units: Units::new(units).unwrap() };
+            (both.cheapest(&request, Unit::Gpus).unwrap().0, both.dearest(&request, Unit::Gpus).unwrap().0)
+        };
+        assert_eq!((cost(2), cost(5), cost(20)), ((200_000, 1_000_000), (500_000, 500_000), (2_000_000, 10_000_000)));
     }
 }

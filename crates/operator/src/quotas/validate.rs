@@ -49,7 +49,15 @@ pub enum Problem {
         /// The quota that counts the namespace.
         quota: String,
     },
-    /// The pool overlaps with the pool of an older quota.
+    /// Some GPUs are of the pool of an older quota.
+    #[error("GPUs of the model {product} count for the quota {quota}, which is older: this quota does not count them")]
+    ModelTaken {
+        /// Product name of the GPUs.
+        product: String,
+        /// The oldest quota of their pool.
+        quota: String,
+    },
+    /// The written models overlap with those of an older quota.
     #[error(
         "the models overlap with the models of the older quota {0}. Name the same models, or models that do not overlap"
     )]
@@ -65,6 +73,7 @@ impl Problem {
         match self {
             Self::Invalid(_) => "Invalid",
             Self::NamespaceTaken { .. } => "NamespaceTaken",
+            Self::ModelTaken { .. } => "ModelTaken",
             Self::PoolOverlaps(_) => "PoolOverlaps",
             Self::UnitDiffers(_) => "UnitDiffers",
         }
@@ -106,6 +115,11 @@ impl Pool {
     pub fn oldest(&self) -> &str {
         &self.first
     }
+
+    /// Returns whether the models name a GPU with this product name.
+    fn names(&self, product: &str) -> bool {
+        self.models.iter().any(|model| matches_model(model, product))
+    }
 }
 
 impl Quotas {
@@ -114,8 +128,8 @@ impl Quotas {
         self.unnamed
     }
 
-    /// Validates quotas. `products` contains the product names of the cluster's GPUs. These names
-    /// show whether pools overlap.
+    /// Validates quotas. `products` are the product names of the cluster's GPUs. Nodes report them,
+    /// so they never decide whether a quota is valid: GPUs that two pools name are of the older pool.
     pub fn new<'a>(
         objects: impl Iterator<Item = &'a GpuQuota>,
         namespaces: &[LabelledNamespace<'_>],
@@ -131,7 +145,7 @@ impl Quotas {
         let mut quotas = Self { pools: Vec::new(), problems: BTreeMap::new(), exempt: exempt.collect(), unnamed };
         let mut valid: Vec<(usize, &QuotaSpec)> = Vec::new();
         for spec in &specs {
-            match quotas.add(spec, products) {
+            match quotas.add(spec) {
                 Ok(pool) => valid.push((pool, spec)),
                 Err(problem) => drop(quotas.problems.insert(spec.name.clone(), problem)),
             }
@@ -141,11 +155,12 @@ impl Quotas {
         for (pool, spec) in valid {
             quotas.claim_namespaces(pool, spec, namespaces);
         }
+        products.iter().for_each(|product| quotas.report_shared_model(product));
         quotas
     }
 
     /// Adds a quota to its pool. Returns the index of the pool.
-    fn add(&mut self, spec: &QuotaSpec, products: &BTreeSet<String>) -> Result<usize, Problem> {
+    fn add(&mut self, spec: &QuotaSpec) -> Result<usize, Problem> {
         let quota = Quota::parse(spec).map_err(|error| Problem::Invalid(error.to_string()))?;
         if let Some(at) = self.pools.iter().position(|pool| pool.models == spec.models) {
             let pool = &mut self.pools[at];
@@ -155,7 +170,7 @@ impl Quotas {
             pool.quotas.insert(spec.name.clone(), quota);
             return Ok(at);
         }
-        if let Some(pool) = self.pools.iter().find(|pool| models_overlap(&pool.models, &spec.models, products)) {
+        if let Some(pool) = self.pools.iter().find(|pool| models_overlap(&pool.models, &spec.models)) {
             return Err(Problem::PoolOverlaps(pool.first.clone()));
         }
         self.pools.push(Pool {
@@ -166,6 +181,16 @@ impl Quotas {
             first: spec.name.clone(),
         });
         Ok(self.pools.len() - 1)
+    }
+
+    /// Reports GPUs that several pools name, at the quotas that do not count them.
+    fn report_shared_model(&mut self, product: &str) {
+        let mut named = self.pools.iter().filter(|pool| pool.names(product));
+        let Some(oldest) = named.next() else { return };
+        for name in named.flat_map(|pool| pool.quotas.keys()) {
+            let problem = Problem::ModelTaken { product: product.to_owned(), quota: oldest.first.clone() };
+            self.problems.entry(name.clone()).or_insert(problem);
+        }
     }
 
     fn claim_namespaces(&mut self, pool: usize, spec: &QuotaSpec, namespaces: &[LabelledNamespace<'_>]) {
@@ -189,8 +214,10 @@ impl Quotas {
 
     /// Returns the pool of a GPU with this product name.
     pub fn pool_of(&self, product: &str) -> Option<usize> {
-        let names = |pool: &Pool| pool.models.iter().any(|model| matches_model(model, product));
-        self.pools.iter().position(names).or_else(|| self.pools.iter().position(|pool| pool.models.is_empty()))
+        self.pools
+            .iter()
+            .position(|pool| pool.names(product))
+            .or_else(|| self.pools.iter().position(|pool| pool.models.is_empty()))
     }
 
     /// Returns the owner that pods of a namespace are charged to in a pool.
@@ -209,13 +236,10 @@ impl Quotas {
     }
 }
 
-/// Returns whether two pools have GPUs in common: a known GPU, or a model name that is a part of
-/// another model name.
-fn models_overlap(one: &BTreeSet<String>, other: &BTreeSet<String>, products: &BTreeSet<String>) -> bool {
+/// Returns whether the written models of two pools overlap: a model is part of another.
+fn models_overlap(one: &BTreeSet<String>, other: &BTreeSet<String>) -> bool {
     let has = |models: &BTreeSet<String>, product: &str| models.iter().any(|model| matches_model(model, product));
-    products.iter().any(|product| has(one, product) && has(other, product))
-        || one.iter().any(|model| has(other, model))
-        || other.iter().any(|model| has(one, model))
+    one.iter().any(|model| has(other, model)) || other.iter().any(|model| has(one, model))
 }
 
 fn quota_spec(object: &GpuQuota) -> QuotaSpec {
@@ -315,6 +339,21 @@ mod tests {
         assert_eq!(reasons(&quotas), [("differs", "UnitDiffers"), ("overlaps", "PoolOverlaps")]);
         assert_eq!((quotas.pool_of("NVIDIA H100 80GB HBM3"), quotas.pool_of("NVIDIA L4")), (Some(0), Some(1)));
         assert_eq!(quotas.owner(0, "b"), Owner::Unnamed, "the pods of a quota that is not in effect borrow");
+    }
+
+    #[test]
+    fn gpus_that_two_pools_name_are_of_the_older_pool_and_both_stay_valid() {
+        let quotas = validate_quotas(&[
+            newer_quota("young", json!({"namespaces": ["a"], "gpus": {"models": ["80GB"]}, "min": "1"})),
+            older_quota("old", json!({"namespaces": ["b"], "gpus": {"models": ["H100"]}, "min": "1"})),
+            newer_quota("other", json!({"namespaces": ["c"], "gpus": {"models": ["L4"]}, "min": "1"})),
+        ]);
+        assert_eq!(reasons(&quotas), [("young", "ModelTaken")]);
+        assert!(quotas.problems["young"].to_string().contains("count for the quota old"));
+        let pool = |product: &str| quotas.pool_of(product);
+        assert_eq!((pool("NVIDIA H100 80GB HBM3"), pool("NVIDIA L4")), (Some(0), Some(1)));
+        assert_eq!(pool("NVIDIA A100 80GB PCIe"), Some(2), "the younger pool keeps its other GPUs");
+        assert_eq!(quotas.owner(2, "a"), Owner::Quota("young".to_owned()));
     }
 
     #[test]

@@ -64,6 +64,9 @@ use crate::placement::Score;
 pub use crate::placement::Tightest;
 use crate::shared::Shared;
 
+/// Units of a pod on one device: the resource, the device and the number of units.
+pub type UnitsOnDevice<'l> = (&'l str, &'l str, Units);
+
 /// When a pod uses units.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Use {
@@ -89,6 +92,8 @@ pub struct Ledger {
     /// Ranks of waiting pods, while quotas are enforced. A pod without a rank has the rank of its
     /// priority. Every pass sets all ranks again.
     ranks: BTreeMap<String, Rank>,
+    /// Units by node that the pod whose turn it is may not use.
+    withheld: BTreeMap<String, DeviceAmounts>,
 }
 
 impl Ledger {
@@ -234,6 +239,23 @@ impl Ledger {
             let allocated = allocations.into_iter().flatten().map(|part| &*part.device);
             (name, if allocations.is_some() { allocated.collect() } else { annotated.collect() })
         })
+    }
+
+    /// Returns the node and the units that a pod uses, or that are reserved for it. Units are in
+    /// the order of their resources and devices.
+    pub fn units_of(&self, pod: &str) -> Vec<(&str, Vec<UnitsOnDevice<'_>>)> {
+        let Some(claim) = self.claims.get(pod) else { return Vec::new() };
+        let units = |name| {
+            let allocations = self.nodes.get(name).and_then(|node| node.allocations.get(pod));
+            match allocations {
+                Some(parts) => parts.iter().map(|part| (&*part.resource, &*part.device, part.units)).collect(),
+                None => {
+                    let annotated = claim.annotated.get(name).into_iter().flatten();
+                    annotated.map(|note| (note.resource.as_str(), note.device.as_str(), note.units)).collect()
+                }
+            }
+        };
+        claim.place.nodes().into_iter().map(|name| (name, units(name))).collect()
     }
 
     fn find_fits<'a, S: Score>(
@@ -499,8 +521,16 @@ impl Ledger {
         self.ranks.remove(pod);
     }
 
-    /// Forgets the ranks of all pods: priority alone decides which nominations a pod sees.
+    /// Sets the units by node that no pod may use in the searches that follow, as if they were
+    /// nominated for a pod that comes first.
+    pub fn withhold(&mut self, units: BTreeMap<String, DeviceAmounts>) {
+        self.withheld = units;
+    }
+
+    /// Forgets the ranks of all pods: priority alone decides which nominations a pod sees. No units
+    /// are withheld.
     pub fn clear_ranks(&mut self) {
+        self.withheld.clear();
         self.ranks.clear();
     }
 
@@ -555,7 +585,7 @@ impl Ledger {
         (pod, priority): (Option<&str>, i32),
         use_of_units: Use,
     ) -> BTreeMap<String, DeviceAmounts> {
-        let mut units: BTreeMap<String, DeviceAmounts> = BTreeMap::new();
+        let mut units = self.withheld.clone();
         let own = pod.and_then(|pod| self.nominations.get(pod)).filter(|_| use_of_units == Use::Now);
         let is_own = |node: &str, take: &Reservation| {
             let is_same = |of: &Reservation| of.device == take.device && of.resource == take.resource;

@@ -7,7 +7,7 @@ use super::amount::Amount;
 use super::cells::{Occupant, Ownership};
 use super::class::{Class, FirstFit, Importance, Share, Since};
 use super::gang::{Gangs, Part};
-use super::pack::pack;
+use super::pack::fits;
 use super::spec::{Mode, Quota};
 use super::world::{Owner, PodId, World};
 
@@ -40,6 +40,8 @@ pub(super) struct Accounts<'w> {
     entries: Vec<Account<'w>>,
     /// Account of each pod.
     account_of: Vec<usize>,
+    /// What each pod costs.
+    charges: Vec<Amount>,
     gangs: Arc<Gangs>,
     /// Counted pods, by pod.
     counted: Vec<Option<Counted>>,
@@ -51,6 +53,8 @@ pub(super) struct Accounts<'w> {
 #[derive(Debug, Clone)]
 struct Cells<'w> {
     order: BTreeSet<(Since, &'w str, PodId)>,
+    /// What pods use of each of their GPUs, if they use several.
+    pieces: BTreeMap<PodId, Vec<(usize, Amount)>>,
     limits: Vec<usize>,
     /// Whether some of these quotas are enforced. Quotas that are not enforced own no GPUs.
     are_enforced: bool,
@@ -73,6 +77,7 @@ impl<'w> Accounts<'w> {
             world.quotas.values().copied().chain([nothing, nothing.with_mode(Mode::Count)]).collect();
         let cells = quotas.iter().any(|quota| quota.cells().is_some()).then(|| Cells {
             order: BTreeSet::new(),
+            pieces: BTreeMap::new(),
             are_enforced: quotas.iter().any(|quota| quota.cells().is_some() && quota.is_enforced()),
             limits: quotas.iter().map(|quota| quota.cells().unwrap_or(0)).collect(),
             ownership: Ownership::assign(world.gpus.len(), &vec![0; quotas.len()], &[]),
@@ -88,16 +93,37 @@ impl<'w> Accounts<'w> {
             world,
             gangs: Arc::new(Gangs::new(world, &account_of)),
             account_of,
+            charges: world.pods.iter().map(|pod| pod.charge).collect(),
             counted: vec![None; world.pods.len()],
             entries: quotas.into_iter().map(account).collect(),
             cells,
         }
     }
 
-    /// Counts many pods.
+    /// Returns what a pod costs, without the rest of its gang.
+    pub(super) fn charge_of(&self, id: PodId) -> Amount {
+        self.charges[id.0]
+    }
+
+    /// Changes what a pod costs that does not count.
+    pub(super) fn set_charge(&mut self, id: PodId, charge: Amount) {
+        self.charges[id.0] = charge;
+    }
+
+    /// Returns what the pods of these parts cost.
+    pub(super) fn cost(&self, parts: &[Part]) -> Amount {
+        parts.chunk_by(|one, next| one.0 == next.0).map(|pod| self.charge_of(pod[0].0)).sum()
+    }
+
+    /// Counts many pods, each on a GPU and on the further GPUs that the world knows.
     pub(super) fn add_all(&mut self, pods: impl Iterator<Item = (PodId, usize, Since)>) {
         for (id, gpu, since) in pods {
-            self.insert(id, gpu, since);
+            let further = self.world.pod(id).pieces.iter().filter_map(|piece| piece.gpu);
+            let mut gpus: Vec<usize> = further.collect();
+            if gpus.len() < 2 {
+                gpus = vec![gpu];
+            }
+            self.insert(id, &gpus, since);
         }
         (0..self.entries.len()).for_each(|account| self.count_classes(account));
         self.assign_cells();
@@ -105,7 +131,10 @@ impl<'w> Accounts<'w> {
 
     /// Counts the pods of a unit, each since the given time.
     pub(super) fn add(&mut self, parts: &[Part], since: impl Fn(PodId) -> Since) {
-        parts.iter().for_each(|&(id, gpu)| self.insert(id, gpu, since(id)));
+        for pod in parts.chunk_by(|one, next| one.0 == next.0) {
+            let gpus: Vec<usize> = pod.iter().map(|&(_, gpu)| gpu).collect();
+            self.insert(pod[0].0, &gpus, since(pod[0].0));
+        }
         if let Some((id, _)) = parts.first() {
             self.count_classes(self.account_of[id.0]);
             self.assign_cells();
@@ -117,9 +146,10 @@ impl<'w> Accounts<'w> {
         let Some(counted) = self.counted[id.0].take() else { return };
         let (account, key) = (self.account_of[id.0], self.importance(id, counted.since));
         self.entries[account].members.remove(&key);
-        self.entries[account].used = self.entries[account].used.minus(self.world.pod(id).charge);
+        self.entries[account].used = self.entries[account].used.minus(self.charges[id.0]);
         if let Some(cells) = &mut self.cells {
             cells.order.remove(&(counted.since, key.name, id));
+            cells.pieces.remove(&id);
         }
         self.count_classes(account);
         self.assign_cells();
@@ -128,7 +158,7 @@ impl<'w> Accounts<'w> {
     /// Counts a terminating pod against its quota's maximum.
     pub(super) fn hold_leaving(&mut self, id: PodId) {
         let account = &mut self.entries[self.account_of[id.0]];
-        account.leaving = account.leaving.plus(self.world.pod(id).charge);
+        account.leaving = account.leaving.plus(self.charges[id.0]);
     }
 
     fn importance(&self, id: PodId, since: Since) -> Importance<'w> {
@@ -136,15 +166,30 @@ impl<'w> Accounts<'w> {
         Importance { borrows: self.borrows(id), priority: Reverse(self.priority(id)), since, name: &pod.name, id }
     }
 
-    fn insert(&mut self, id: PodId, gpu: usize, since: Since) {
+    /// Counts a pod on its GPUs.
+    fn insert(&mut self, id: PodId, gpus: &[usize], since: Since) {
+        let Some(&gpu) = gpus.first() else { return };
         let key = self.importance(id, since);
         let account = &mut self.entries[self.account_of[id.0]];
         account.members.insert(key);
-        account.used = account.used.plus(self.world.pod(id).charge);
+        account.used = account.used.plus(self.charges[id.0]);
         self.counted[id.0] = Some(Counted { gpu, since, class: Class::Over });
+        let pieces = (gpus.len() > 1).then(|| self.pieces_on(id, gpus));
         if let Some(cells) = &mut self.cells {
             cells.order.insert((since, key.name, id));
+            cells.pieces.extend(pieces.map(|pieces| (id, pieces)));
         }
+    }
+
+    /// Returns what a pod uses of each of several GPUs: in the order of its requests, or equal
+    /// parts if their number differs.
+    fn pieces_on(&self, id: PodId, gpus: &[usize]) -> Vec<(usize, Amount)> {
+        let pieces = &self.world.pod(id).pieces;
+        if pieces.len() == gpus.len() {
+            return gpus.iter().zip(pieces).map(|(&gpu, piece)| (gpu, piece.charge)).collect();
+        }
+        let part = Amount(self.charges[id.0].0 / (gpus.len().max(1) as u64));
+        gpus.iter().map(|&gpu| (gpu, part)).collect()
     }
 
     /// Determines the classes of an account that guarantees an amount.
@@ -156,7 +201,7 @@ impl<'w> Accounts<'w> {
         let (mut fit, mut over) = (FirstFit::new(quota.min()), Amount::ZERO);
         let mut of_gangs = BTreeMap::new();
         for member in members {
-            let charge = self.world.pod(member.id).charge;
+            let charge = self.charge_of(member.id);
             let class = match self.gangs.of(member.id) {
                 None => fit.next(charge),
                 Some(gang) => *of_gangs.entry(gang).or_insert_with(|| fit.next(self.counted_of(gang, &[]))),
@@ -174,7 +219,7 @@ impl<'w> Accounts<'w> {
     /// Returns the charge of a gang's counted pods, excluding the pods in `without`.
     fn counted_of(&self, gang: usize, without: &[PodId]) -> Amount {
         let pods = self.gangs.members_of(gang).iter().filter(|id| self.counted[id.0].is_some());
-        pods.filter(|id| !without.contains(id)).map(|&id| self.world.pod(id).charge).sum()
+        pods.filter(|id| !without.contains(id)).map(|&id| self.charge_of(id)).sum()
     }
 
     /// Determines the owner of each GPU, and the classes of pods whose quotas guarantee cells.
@@ -199,7 +244,7 @@ impl<'w> Accounts<'w> {
             }
             if class == Class::Over {
                 let over = &mut self.entries[self.account_of[id.0]].over;
-                *over = over.plus(self.world.pod(id).charge);
+                *over = over.plus(self.charges[id.0]);
             }
         }
         if let Some(cells) = &mut self.cells {
@@ -211,28 +256,30 @@ impl<'w> Accounts<'w> {
     /// quotas that are not enforced. Returns `None` if no quota guarantees cells.
     fn ownership_without(&self, without: &[PodId], with_unenforced: bool) -> Option<Ownership> {
         let cells = self.cells.as_ref()?;
-        let occupant = |id: PodId| {
-            let (counted, account) = (self.counted[id.0]?, self.account_of[id.0]);
+        let occupy = |occupants: &mut Vec<Occupant>, id: PodId| {
+            let (Some(counted), account) = (self.counted[id.0], self.account_of[id.0]) else { return };
             let quota = &self.entries[account].quota;
             if !quota.is_enforced() && !with_unenforced {
-                return None;
+                return;
             }
             let is_counted = quota.cells().is_none();
-            let charge = self.world.pod(id).charge;
             let class = is_counted.then_some(counted.class);
-            let gang = self.gangs.of(id);
-            let spans_gpus = self.world.pod(id).spans_gpus;
-            Some(Occupant { id, account, gpu: counted.gpu, charge, counted: class, gang, spans_gpus })
+            let unit = self.gangs.of(id).map_or((false, id.0), |gang| (true, gang));
+            let one = Occupant { id, account, gpu: counted.gpu, charge: self.charge_of(id), counted: class, unit };
+            match cells.pieces.get(&id) {
+                None => occupants.push(one),
+                Some(pieces) => occupants.extend(pieces.iter().map(|&(gpu, charge)| Occupant { gpu, charge, ..one })),
+            }
         };
         let mut seen = BTreeSet::new();
         let mut occupants = Vec::with_capacity(cells.order.len());
         for &(_, _, id) in cells.order.iter().filter(|(_, _, id)| !without.contains(id)) {
             match self.gangs.of(id) {
-                None => occupants.extend(occupant(id)),
+                None => occupy(&mut occupants, id),
                 // A gang counts as one pod, in the place of its first pod.
                 Some(gang) if seen.insert(gang) => {
                     let stays = self.gangs.members_of(gang).iter().filter(|id| !without.contains(id));
-                    occupants.extend(stays.filter_map(|&id| occupant(id)));
+                    stays.for_each(|&id| occupy(&mut occupants, id));
                 }
                 Some(_) => {}
             }
@@ -250,11 +297,6 @@ impl<'w> Accounts<'w> {
         self.gangs.priority(self.world, id)
     }
 
-    /// Returns whether a pod may run outside its quota's guarantee. A gang may if all of its pods may.
-    pub(super) fn borrows(&self, id: PodId) -> bool {
-        self.gangs.members(id).iter().all(|member| self.world.pod(*member).borrows)
-    }
-
     /// Returns the priority of a pod, if this priority overrides quotas.
     pub(super) fn overriding(&self, id: PodId) -> Option<i32> {
         let is_enforced = self.entries[self.account_of[id.0]].quota.is_enforced();
@@ -263,7 +305,12 @@ impl<'w> Accounts<'w> {
 
     /// Returns the charge of a waiting pod's unit.
     pub(super) fn charge(&self, id: PodId) -> Amount {
-        self.gangs.charge(self.world, id)
+        self.gangs.unit(id).iter().map(|&pod| self.charge_of(pod)).sum()
+    }
+
+    /// Returns whether a pod, and all of its gang, may borrow.
+    pub(super) fn borrows(&self, id: PodId) -> bool {
+        self.gangs.borrows(self.world, id)
     }
 
     /// Returns the counted pods of a pod's gang, or only the pod if it has no gang.
@@ -358,7 +405,7 @@ impl<'w> Accounts<'w> {
         };
         let gpus: Vec<usize> = parts.iter().map(|&(_, gpu)| gpu).collect();
         let rest_borrows = self.counted_with(id).any(|mate| self.class(mate) == Some(Class::Over));
-        if rest_borrows || parts.iter().any(|(id, _)| self.world.pod(*id).spans_gpus) {
+        if rest_borrows {
             return Class::Over;
         }
         if without.iter().any(|&gone| self.class(gone) == Some(Class::In)) {
@@ -375,16 +422,15 @@ impl<'w> Accounts<'w> {
         parts: &[Part],
         without: &[PodId],
     ) -> Class {
-        let (id, charge) = (parts[0].0, parts.iter().map(|(id, _)| self.world.pod(*id).charge).sum::<Amount>());
-        let (priority, own) = (Reverse(self.priority(id)), self.gangs.of(id));
+        let (id, charge) = (parts[0].0, self.cost(parts));
+        let (position, own) = ((self.borrows(id), Reverse(self.priority(id))), self.gangs.of(id));
         let mut fit = FirstFit::new(min);
         let mut seen = BTreeSet::new();
-        let rank = (self.borrows(id), priority);
-        let more_important = members.iter().take_while(|member| (member.borrows, member.priority) <= rank);
+        let more_important = members.iter().take_while(|member| (member.borrows, member.priority) <= position);
         for member in more_important.filter(|member| !without.contains(&member.id)) {
             match self.gangs.of(member.id) {
                 None => {
-                    fit.next(self.world.pod(member.id).charge);
+                    fit.next(self.charge_of(member.id));
                 }
                 // Other pods of the gang count already. The whole gang has their position.
                 Some(gang) if own == Some(gang) => return fit.next(charge.plus(self.counted_of(gang, without))),
@@ -404,21 +450,30 @@ impl<'w> Accounts<'w> {
         let (Some(limit), Some(Cells { ownership, .. })) = (quota.cells(), &self.cells) else {
             return used.plus(charge) <= quota.min();
         };
-        if self.gangs.unit(id).iter().any(|id| self.world.pod(*id).spans_gpus) {
-            return false;
-        }
         let room = |gpu: usize| self.world.gpus[gpu].minus(ownership.guaranteed[gpu]);
-        if let [_] = self.gangs.unit(id) {
+        let unit = self.gangs.unit(id);
+        if let [one] = unit
+            && self.world.pod(*one).pieces.len() < 2
+        {
             let has_room = |gpu: usize| room(gpu) >= charge;
             return ownership.cells[account] < limit || ownership.owned_by(account).any(has_room);
         }
-        // Check whether the gang fits on the quota's GPUs together with any GPUs that the quota may
-        // still acquire.
+        // Check whether the requests of the unit fit on the quota's GPUs together with any GPUs that
+        // the quota may still acquire.
         let largest = self.world.gpus.iter().copied().max().unwrap_or_default();
-        let new = limit.saturating_sub(ownership.cells[account]).min(self.gangs.unit(id).len());
+        let charges: Vec<Amount> = unit.iter().flat_map(|&pod| self.pieces(pod)).collect();
+        let new = limit.saturating_sub(ownership.cells[account]).min(charges.len());
         let owned = ownership.owned_by(account).map(|gpu| i128::from(room(gpu)));
         let rooms: Vec<i128> = owned.chain(std::iter::repeat_n(i128::from(largest), new)).collect();
-        pack(self.world, self.gangs.unit(id), &rooms, false).is_some()
+        fits(&charges, &rooms)
+    }
+
+    /// Returns what a pod requests of each GPU.
+    fn pieces(&self, id: PodId) -> Vec<Amount> {
+        match self.world.pod(id).pieces.as_slice() {
+            [] | [_] => vec![self.charge_of(id)],
+            many => many.iter().map(|piece| piece.charge).collect(),
+        }
     }
 
     /// Returns a function that returns `Some(true)` for GPUs of the account, `Some(false)` for GPUs

@@ -101,7 +101,8 @@ impl<'w> Book<'w> {
         book
     }
 
-    /// Records that a waiting pod, or all waiting pods of a gang, are released to GPUs.
+    /// Records that a waiting pod, or all waiting pods of a gang, are released to GPUs. A pod that
+    /// uses several GPUs has several consecutive parts, in the order of its pieces.
     pub fn release(&mut self, parts: &[(PodId, usize)]) {
         self.counted = self.counted.plus(self.cost(parts));
         self.accounts.add(parts, |_| Since { at: self.now, nominated: None });
@@ -117,7 +118,14 @@ impl<'w> Book<'w> {
     }
 
     fn cost(&self, parts: &[(PodId, usize)]) -> Amount {
-        parts.iter().map(|(id, _)| self.world.pod(*id).charge).sum()
+        self.accounts.cost(parts)
+    }
+
+    /// Changes what a waiting pod costs that does not count: what it costs depends on its GPU.
+    pub fn set_charge(&mut self, id: PodId, charge: Amount) {
+        if self.accounts.class(id).is_none() {
+            self.accounts.set_charge(id, charge);
+        }
     }
 
     /// Returns the unit of a waiting pod: the pod and the waiting pods that are released together
@@ -166,7 +174,7 @@ impl<'w> Book<'w> {
         if id == first || self.accounts.rights_of(first) != account || waits_long.priority < self.priority(id) {
             return false;
         }
-        let both = self.charge(id).plus(waits_long.charge);
+        let both = self.charge(id).plus(self.accounts.charge_of(first));
         let quota = self.accounts.quota(account);
         let exceeds_max = quota.max().is_some_and(|max| self.accounts.held(account).plus(both) > max);
         let is_within = !waits_long.borrows && quota.cells().is_none();
@@ -176,7 +184,7 @@ impl<'w> Book<'w> {
     /// Records that a waiting pod has no nomination any more.
     pub fn withdraw(&mut self, id: PodId) {
         if self.accounts.class(id).is_some() {
-            let charge = self.world.pod(id).charge;
+            let charge = self.accounts.charge_of(id);
             self.counted = self.counted.minus(charge);
             self.nominated = self.nominated.minus(charge);
             self.accounts.remove(id);
@@ -187,7 +195,7 @@ impl<'w> Book<'w> {
     /// rights.
     pub fn evict(&mut self, id: PodId) {
         if self.accounts.class(id).is_some() {
-            let charge = self.world.pod(id).charge;
+            let charge = self.accounts.charge_of(id);
             self.counted = self.counted.minus(charge);
             self.leaving = self.leaving.plus(charge);
             self.accounts.remove(id);
@@ -216,7 +224,7 @@ impl<'w> Book<'w> {
                 _ => (&mut usage.pods_over, &mut usage.over),
             };
             *pods += 1;
-            *amount = amount.plus(self.world.pod(id).charge);
+            *amount = amount.plus(self.accounts.charge_of(id));
         }
         usage.lent = quota.min().minus(used).min(quota.min().minus(quota.unlent()));
         usage.excess = if quota.cells().is_some() { usage.over } else { used.minus(quota.min()) };
@@ -409,10 +417,10 @@ impl<'w> Book<'w> {
         let leaving: BTreeSet<PodId> = victims.iter().flat_map(|victim| accounts.counted_with(*victim)).collect();
         for pod in leaving {
             let of = less.entry(accounts.account_of(pod)).or_default();
-            *of = of.plus(self.world.pod(pod).charge);
+            *of = of.plus(accounts.charge_of(pod));
         }
         for &victim in victims {
-            freed = freed.plus(self.world.pod(victim).charge);
+            freed = freed.plus(accounts.charge_of(victim));
         }
         match kind {
             Kind::Reclaim => accounts.class_with(parts, victims) == Class::In || quota.cells().is_none(),

@@ -10,7 +10,7 @@ use super::amount::Amount;
 use super::class::Class;
 use super::world::PodId;
 
-/// A pod on a GPU.
+/// A pod on a GPU. A pod on several GPUs is an occupant of each.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Occupant {
     pub(super) id: PodId,
@@ -20,10 +20,8 @@ pub(super) struct Occupant {
     pub(super) charge: Amount,
     /// Class of the pod if its quota guarantees an amount. `None` if its quota guarantees cells.
     pub(super) counted: Option<Class>,
-    /// Gang of the pod. The pods of a gang are consecutive.
-    pub(super) gang: Option<usize>,
-    /// Whether the pod may use more GPUs than `gpu`.
-    pub(super) spans_gpus: bool,
+    /// The pod, or its gang. The GPUs of a pod, and the pods of a gang, are consecutive.
+    pub(super) unit: (bool, usize),
 }
 
 /// Which account owns each GPU.
@@ -49,10 +47,9 @@ impl Ownership {
             guaranteed: vec![Amount::ZERO; gpus],
             classes: Vec::new(),
         };
-        for unit in occupants.chunk_by(|one, next| one.gang.is_some() && one.gang == next.gang) {
+        for unit in occupants.chunk_by(|one, next| one.unit == next.unit) {
             let Occupant { account, counted, .. } = unit[0];
             let class = counted.unwrap_or_else(|| match unit {
-                all if all.iter().any(|one| one.spans_gpus) => Class::Over,
                 [one] => ownership.class_of_next(account, &[one.gpu], limits[account]),
                 many => {
                     let gpus: Vec<usize> = many.iter().map(|one| one.gpu).collect();
@@ -60,7 +57,7 @@ impl Ownership {
                 }
             });
             for &Occupant { id, gpu, charge, .. } in unit {
-                if counted.is_none() {
+                if counted.is_none() && ownership.classes.last().is_none_or(|(last, _)| *last != id) {
                     ownership.classes.push((id, class));
                 }
                 if class == Class::In {
@@ -99,15 +96,7 @@ mod tests {
     use super::*;
 
     fn occupant(id: usize, account: usize, gpu: usize, counted: Option<Class>) -> Occupant {
-        Occupant { id: PodId(id), account, gpu, charge: Amount(5), counted, gang: None, spans_gpus: false }
-    }
-
-    #[test]
-    fn a_pod_that_may_use_several_gpus_owns_none() {
-        let occupants = [Occupant { spans_gpus: true, ..occupant(0, 0, 0, None) }, occupant(1, 0, 0, None)];
-        let ownership = Ownership::assign(1, &[1], &occupants);
-        assert_eq!(ownership.classes, [(PodId(0), Class::Over), (PodId(1), Class::In)]);
-        assert_eq!(ownership.guaranteed, [Amount(5)]);
+        Occupant { id: PodId(id), account, gpu, charge: Amount(5), counted, unit: (false, id) }
     }
 
     #[test]

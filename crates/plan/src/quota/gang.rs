@@ -15,7 +15,6 @@
 //! its *head* is the waiting pod with the first name.
 use std::collections::BTreeMap;
 
-use super::amount::Amount;
 use super::world::{Place, PodId, World};
 use crate::ledger::Moment;
 
@@ -40,6 +39,8 @@ struct Members {
     waiting: Vec<PodId>,
     size: usize,
     priority: i32,
+    /// Whether all pods may borrow.
+    borrows: bool,
 }
 
 impl Gangs {
@@ -51,7 +52,7 @@ impl Gangs {
             let Some(gang) = &pod.gang else { continue };
             let index = *by_name.entry((account_of[at], &gang.name)).or_insert(all.len());
             if index == all.len() {
-                all.push(Members { priority: i32::MIN, ..Members::default() });
+                all.push(Members { priority: i32::MIN, borrows: true, ..Members::default() });
             }
             let members = &mut all[index];
             members.size = members.size.max(gang.size);
@@ -61,6 +62,7 @@ impl Gangs {
                 Place::Running { .. } => {}
                 Place::Leaving { .. } => continue,
             }
+            members.borrows &= pod.borrows;
             members.pods.push(PodId(at));
             of[at] = Some(index);
         }
@@ -107,9 +109,9 @@ impl Gangs {
         self.of[id.0].map_or(world.pod(id).priority, |gang| self.all[gang].priority)
     }
 
-    /// Returns the charge of a waiting pod's unit.
-    pub(super) fn charge(&self, world: &World, id: PodId) -> Amount {
-        self.unit(id).iter().map(|&pod| world.pod(pod).charge).sum()
+    /// Returns whether a pod, and all of its gang, may borrow.
+    pub(super) fn borrows(&self, world: &World, id: PodId) -> bool {
+        self.of[id.0].map_or(world.pod(id).borrows, |gang| self.all[gang].borrows)
     }
 
     /// Returns the time at which the last pod of a waiting pod's unit was created.

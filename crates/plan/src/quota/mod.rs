@@ -54,4 +54,4 @@ pub use exchange::Kind;
 pub use look::{Exchange, Outcome, Released, Wait, look, reserved_for_long_waits};
 pub use simulate::{Leave, Rest, Restless, simulate};
 pub use spec::{Guarantee, InvalidQuota, Mode, Namespaces, Quota, QuotaSpec, Unit};
-pub use world::{Gang, Owner, Place, Pod, PodId, Settings, World};
+pub use world::{Gang, Owner, Piece, Place, Pod, PodId, Settings, World};

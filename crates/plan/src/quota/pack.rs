@@ -17,18 +17,38 @@ const MAX_PACKING_STEPS: usize = 10_000;
 pub(super) fn pack(world: &World, pods: &[PodId], room: &[i128], restricted: bool) -> Option<Vec<Part>> {
     let mut order = pods.to_vec();
     order.sort_by_key(|&id| (std::cmp::Reverse(world.pod(id).charge), &world.pod(id).name, id));
-    let first = world.pod(*order.first()?);
+    let item = |id: PodId| Item { id, charge: world.pod(id).charge, gpus: world.pod(id).gpus.as_deref() };
+    pack_items(order.into_iter().map(item).collect(), room, restricted)
+}
+
+/// Returns whether there is a GPU for each amount.
+pub(super) fn fits(charges: &[Amount], room: &[i128]) -> bool {
+    let mut order: Vec<Item<'_>> = charges.iter().map(|&charge| Item { id: PodId(0), charge, gpus: None }).collect();
+    order.sort_by_key(|item| std::cmp::Reverse(item.charge));
+    pack_items(order, room, false).is_some()
+}
+
+/// What needs room on one GPU.
+struct Item<'w> {
+    id: PodId,
+    charge: Amount,
+    /// The GPUs that it may use. `None` means all.
+    gpus: Option<&'w BTreeSet<usize>>,
+}
+
+fn pack_items(order: Vec<Item<'_>>, room: &[i128], restricted: bool) -> Option<Vec<Part>> {
+    let first = order.first()?;
     let mut rooms: BTreeMap<i128, BTreeSet<usize>> = BTreeMap::new();
-    let are_alike = !restricted || order.iter().all(|&id| world.pod(id).gpus == first.gpus);
-    let is_usable = |gpu: usize| !restricted || !are_alike || first.may_use(gpu);
+    let are_alike = !restricted || order.iter().all(|item| item.gpus == first.gpus);
+    let is_usable = |gpu: usize| !restricted || !are_alike || first.gpus.is_none_or(|gpus| gpus.contains(&gpu));
     for (gpu, &free) in room.iter().enumerate().filter(|(gpu, free)| **free > 0 && is_usable(*gpu)) {
         rooms.entry(free).or_default().insert(gpu);
     }
-    let charges: Vec<Amount> = order.iter().map(|&id| world.pod(id).charge).collect();
+    let charges: Vec<Amount> = order.iter().map(|item| item.charge).collect();
     if !may_fit(&charges, &rooms) {
         return None;
     }
-    let mut packing = Packing { world, order, are_alike, rooms, parts: Vec::new(), steps: 0 };
+    let mut packing = Packing { order, are_alike, rooms, parts: Vec::new(), steps: 0 };
     packing.place_from(0).then_some(packing.parts)
 }
 
@@ -43,8 +63,7 @@ fn may_fit(charges: &[Amount], rooms: &BTreeMap<i128, BTreeSet<usize>>) -> bool 
 }
 
 struct Packing<'w> {
-    world: &'w World,
-    order: Vec<PodId>,
+    order: Vec<Item<'w>>,
     /// Whether all pods may use the same GPUs. If so, `rooms` contains only these GPUs.
     are_alike: bool,
     /// GPUs by free capacity.
@@ -54,11 +73,10 @@ struct Packing<'w> {
 }
 
 impl Packing<'_> {
-    /// Places the pods from this position in `order` on. Returns whether a placement was found.
+    /// Places the items from this position in `order` on. Returns whether a placement was found.
     fn place_from(&mut self, at: usize) -> bool {
-        let Some(&id) = self.order.get(at) else { return true };
-        let pod = self.world.pod(id);
-        let charge = i128::from(pod.charge);
+        let Some(&Item { id, charge, gpus: allowed }) = self.order.get(at) else { return true };
+        let charge = i128::from(charge);
         // GPUs with equal free capacity are interchangeable if all pods may use them.
         let are_alike = self.are_alike;
         let limit = if are_alike { 1 } else { usize::MAX };
@@ -66,7 +84,8 @@ impl Packing<'_> {
             .rooms
             .range(charge..)
             .flat_map(|(&free, gpus)| {
-                let usable = gpus.iter().filter(move |&&gpu| are_alike || pod.may_use(gpu));
+                let usable =
+                    gpus.iter().filter(move |&&gpu| are_alike || allowed.is_none_or(|allowed| allowed.contains(&gpu)));
                 usable.take(limit).map(move |&gpu| (free, gpu))
             })
             .collect();

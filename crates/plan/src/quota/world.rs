@@ -59,6 +59,15 @@ pub struct Gang {
     pub size: usize,
 }
 
+/// What a pod uses of one GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Piece {
+    /// What it costs.
+    pub charge: Amount,
+    /// The GPU, as an index of [`World::gpus`]. `None` if the pod waits and has no room.
+    pub gpu: Option<usize>,
+}
+
 /// A pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pod {
@@ -83,11 +92,11 @@ pub struct Pod {
     pub protected: Option<Moment>,
     /// The gang of the pod. Most pods have no gang.
     pub gang: Option<Gang>,
+    /// What the pod uses of each GPU, if it requests parts of several GPUs. Empty for other pods.
+    /// Only [`Book`](super::Book) reads the pieces: [`look`](super::look) places no such pods.
+    pub pieces: Vec<Piece>,
     /// The GPUs that the pod may use, as indices into [`World::gpus`]. `None` means all.
     pub gpus: Option<Arc<BTreeSet<usize>>>,
-    /// Whether the pod may use several GPUs. Its `place` names only one of them, so the pod is
-    /// never within a guarantee of cells.
-    pub spans_gpus: bool,
 }
 
 impl Pod {

@@ -1,5 +1,6 @@
 //! Writes what the placement controller reports about quotas, and what another leader must know.
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -36,6 +37,27 @@ impl PlacementController {
         let stores = &self.context.stores;
         stores.has_no_quotas.load(Ordering::Acquire)
             || stores.quotas.wait_until_ready().now_or_never().is_some_and(|listed| listed.is_ok())
+    }
+
+    /// Sends the GPU controller the pods for which no GPU need be partitioned, if they changed.
+    pub(super) fn send_unplanned(&self, actions: &Actions) {
+        let modified = self.unplanned.send_if_modified(|sent| {
+            let mut unplanned = actions.unplanned.clone();
+            if actions.more {
+                // The reconcile did not examine all pods.
+                let is_released = |pod: &str| actions.releases.iter().any(|release| release.pod == pod);
+                let others = sent.iter().filter(|pod| !actions.waiting.contains_key(*pod) && !is_released(pod));
+                unplanned.extend(others.cloned());
+            }
+            let modified = **sent != unplanned;
+            if modified {
+                *sent = Arc::new(unplanned);
+            }
+            modified
+        });
+        if modified {
+            self.wakes.passes.notify_one();
+        }
     }
 
     /// Writes the statuses of quotas and the labels of pods that changed, and updates the metrics

@@ -86,8 +86,8 @@ impl Stream {
             preempts: true,
             protected: None,
             gang: None,
+            pieces: Vec::new(),
             gpus: None,
-            spans_gpus: false,
         }
     }
 

@@ -272,8 +272,8 @@ fn member(name: &str, quota: usize, size: u64, gang: (&str, usize), gpu: Option<
         preempts: true,
         protected: None,
         gang: Some(Gang { name: gang.0.to_owned(), size: gang.1 }),
+        pieces: Vec::new(),
         gpus: None,
-        spans_gpus: false,
     }
 }
 

@@ -272,8 +272,8 @@ fn r11_pods_of_a_quota_that_only_counts_have_classes() {
         preempts: true,
         protected: None,
         gang: None,
+        pieces: Vec::new(),
         gpus: None,
-        spans_gpus: false,
     };
     let world = World {
         gpus: vec![super::worlds::tenths(10)],

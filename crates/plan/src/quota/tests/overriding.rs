@@ -114,8 +114,8 @@ fn pod(name: &str, quota: usize, size: u64, priority: i32, place: Place) -> Pod 
         preempts: true,
         protected: None,
         gang: None,
+        pieces: Vec::new(),
         gpus: None,
-        spans_gpus: false,
     }
 }
 

@@ -238,8 +238,8 @@ impl Row {
             preempts: self.flag != Flag::EvictsNobody,
             protected: (self.flag == Flag::Protected).then_some(created),
             gang: self.gang.map(|(number, size)| Gang { name: format!("g{number}"), size }),
+            pieces: Vec::new(),
             gpus: None,
-            spans_gpus: false,
         }
     }
 }
@@ -356,22 +356,11 @@ pub(super) fn describe(world: &World) -> String {
         line(format!("  quota {name}: {quota:?}"));
     }
     for pod in &world.pods {
-        let Pod {
-            name,
-            owner,
-            charge,
-            priority,
-            created,
-            place,
-            borrows,
-            preempts,
-            protected,
-            gang,
-            gpus,
-            spans_gpus: _,
-        } = pod;
+        let Pod { name, owner, charge, priority, created, place, borrows, preempts, protected, gang, pieces, gpus } =
+            pod;
         let gang = gang.as_ref().map(|gang| format!("{} of {}", gang.name, gang.size));
-        let flags = format!("borrows {borrows} preempts {preempts} protected {protected:?} {gang:?} {gpus:?}");
+        let flags =
+            format!("borrows {borrows} preempts {preempts} protected {protected:?} {gang:?} {pieces:?} {gpus:?}");
         line(format!("  {name} {owner:?} {charge} priority {priority} created {} {place:?} {flags}", created.0));
     }
     text

@@ -182,7 +182,7 @@ fn pods_on_a_node_whose_report_is_missing_still_count() {
 }
 
 #[test]
-fn a_pod_of_several_gpus_is_never_within_a_guarantee_of_cells() {
+fn a_pod_of_two_gpus_is_not_within_a_guarantee_of_one_cell() {
     let cells = json!({"min": 10, "guarantee": "Cells"});
     let mut case = Case::new(2, &[("a", cells), ("b", json!({}))])
         .running(&[(("b1", "b", 10, 0), 0), (("b2", "b", 10, 0), 1)])
