@@ -30,6 +30,7 @@ use super::returning::Returning;
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::{self, PlacedReport, StrandedActions, StrandedPods};
 use super::unanswered::UnansweredReleases;
+use super::unbound::unbound_pods;
 use super::unlisted::UnlistedUnits;
 use super::{learning, mps_hosts};
 use crate::evict::EvictionResult;
@@ -590,13 +591,18 @@ impl Gatekeeper {
         if let Some(worlds) = &mut worlds {
             worlds.find_long_waits(input.cluster, candidates.iter().map(|one| one.for_long_wait(nodes)));
         }
+        let unbound = worlds.as_ref().map(|worlds| {
+            unbound_pods(ledger, (tracker, claims), &evictability, |node| worlds.is_in_enforced_pool(node))
+        });
+        let unbound = unbound.unwrap_or_default();
         let quotas = worlds.as_ref().map(|worlds| QuotaPass::new(worlds, ledger));
         let order = Order::new(quotas.as_ref(), candidates.iter().map(|candidate| candidate.name.as_str()));
         let offers = Offers::of_policies(input.cluster.policies.iter().map(AsRef::as_ref));
         let mut decisions = Decisions {
             search: PlacementSearch::new(input, (nodes, tracker, &*claims), ledger, chooser)
                 .with_quotas(worlds.as_ref()),
-            preemption: PreemptionSearch::new((nodes, tracker, unlisted), evictability, claims, preemptors, up),
+            preemption: PreemptionSearch::new((nodes, tracker, unlisted), evictability, claims, preemptors, up)
+                .with_unbound(unbound),
             returning: returning.units(nodes, (ledger, claims), up, actions),
             ledger,
             actions,

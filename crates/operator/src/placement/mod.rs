@@ -71,6 +71,7 @@ mod run;
 mod search;
 mod stranded;
 mod unanswered;
+mod unbound;
 mod unlisted;
 mod verdict;
 

@@ -17,6 +17,7 @@ use super::pod_tracker::PodTracker;
 use super::preemptors::{Preemptors, SearchScope};
 use super::quota_pass::{PodAndRoom, QuotaPass, QuotaTurn, capped_grace};
 use super::search::{Candidate, PlacementSearch, SearchKey};
+use super::unbound::UnboundPods;
 use super::unlisted::UnlistedUnits;
 use super::verdict::{PreemptionProspect, Verdict};
 use crate::pods::{PodObject, full_name};
@@ -41,6 +42,8 @@ pub(super) struct PreemptionSearch<'a> {
     preemptors: &'a mut Preemptors,
     /// Pods with allocations. Computed only if a pod may preempt others.
     holders: OnceCell<Holders<'a>>,
+    /// Released pods that are not bound, in pools with an enforced quota.
+    unbound: UnboundPods<'a>,
     /// The lowest priority in `holders`. `i32::MAX` if there are none.
     lowest_holder: OnceCell<i32>,
     /// Waiting pods whose turn it is.
@@ -105,7 +108,7 @@ impl<'a> PreemptionSearch<'a> {
         up: Duration,
     ) -> Self {
         let (pods_in_turn, is_paused) = (preemptors.pods_in_turn(up), evictability.is_paused(up));
-        let (holders, futile) = (OnceCell::new(), BTreeSet::new());
+        let (holders, futile, unbound) = (OnceCell::new(), BTreeSet::new(), UnboundPods::new());
         let exchanges_in_turn = preemptors.exchanges_in_turn(up);
         Self {
             nodes,
@@ -115,6 +118,7 @@ impl<'a> PreemptionSearch<'a> {
             claims,
             preemptors,
             holders,
+            unbound,
             lowest_holder: OnceCell::new(),
             pods_in_turn,
             new: 0,
@@ -125,6 +129,12 @@ impl<'a> PreemptionSearch<'a> {
             is_paused,
             up,
         }
+    }
+
+    /// Lets the rules of quotas evict released pods that are not bound.
+    pub(super) fn with_unbound(mut self, unbound: UnboundPods<'a>) -> Self {
+        self.unbound = unbound;
+        self
     }
 
     /// Ends the reconcile, and records in `actions` when the next reconcile is due.
@@ -532,6 +542,7 @@ impl<'a> PreemptionSearch<'a> {
     fn holders_ignoring_budgets(&self) -> Holders<'a> {
         let is_ending = |node: &str, pod: &str| self.claims.is_ending(node, pod, self.up);
         let mut all = self.nodes.holders(self.tracker, &self.evictability.ignoring_budgets(), self.unlisted, is_ending);
+        all.unbound.clone_from(&self.holders().unbound);
         // Pods that are evicted in this reconcile.
         for (node, pods) in &self.holders().pods {
             let evicted: Vec<String> =
@@ -572,15 +583,18 @@ impl<'a> PreemptionSearch<'a> {
     fn mark_evicted(&mut self, evictions: &[Eviction]) {
         let Some(holders) = self.holders.get_mut() else { return };
         for Eviction { pod, .. } in evictions {
-            let nodes = holders.pods.iter().filter(|(_, pods)| pods.contains_key(pod));
-            let nodes: Vec<String> = nodes.map(|(node, _)| node.clone()).collect();
+            let nodes = holders.all().filter(|(_, name, _)| name == pod);
+            let nodes: Vec<String> = nodes.map(|(node, ..)| node.to_owned()).collect();
             nodes.iter().for_each(|node| holders.evict(node, [pod]));
         }
     }
 
     fn holders(&self) -> &Holders<'a> {
         let is_ending = |node: &str, pod: &str| self.claims.is_ending(node, pod, self.up);
-        self.holders.get_or_init(|| self.nodes.holders(self.tracker, &self.evictability, self.unlisted, is_ending))
+        self.holders.get_or_init(|| Holders {
+            unbound: self.unbound.clone(),
+            ..self.nodes.holders(self.tracker, &self.evictability, self.unlisted, is_ending)
+        })
     }
 
     /// Returns whether a pod with GPUs has a lower priority than `priority`.

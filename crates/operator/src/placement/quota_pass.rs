@@ -42,6 +42,9 @@ pub(super) struct Turns {
     pub(super) hold: Option<Hold>,
 }
 
+/// Pods that may be evicted, by node and name.
+type PodsByNode<'h> = BTreeMap<String, BTreeMap<String, Holder<'h>>>;
+
 /// A pod, and the room that is found for it.
 pub(super) type PodAndRoom<'f> = (&'f str, &'f Preemption);
 
@@ -345,34 +348,35 @@ impl<'w> QuotaPass<'w> {
             let leaves = !self.is_ending_soon(member, name, holder) && book.may_leave(kind, member.id, id);
             (leaves && (self.pod(Member { id, ..member }).gang.is_none() || evictable.contains(&id))).then_some(id)
         };
-        let in_pool = || all.pods.iter().filter(|(node, _)| self.has_node(member, node));
-        let mut order: Vec<_> = in_pool()
-            .flat_map(|(_, pods)| pods.iter().filter_map(|(name, holder)| may_leave(name, holder)))
-            .map(|id| book.importance(id))
-            .collect();
+        let in_pool = || all.all().filter(|(node, ..)| self.has_node(member, node));
+        let mut order: Vec<_> =
+            in_pool().filter_map(|(_, name, holder)| may_leave(name, holder)).map(|id| book.importance(id)).collect();
         order.sort_unstable();
         order.dedup();
         let position = |id: PodId| {
             order.binary_search(&book.importance(id)).map_or(0, |at| i32::try_from(at).unwrap_or(i32::MAX - 1))
         };
+        let allowed = |pods: &PodsByNode<'h>| -> PodsByNode<'h> {
+            let in_pool = pods.iter().filter(|(node, _)| self.has_node(member, node));
+            let of_node = |(node, pods): (&String, &BTreeMap<String, Holder<'h>>)| {
+                let allowed = pods.iter().filter_map(|(name, holder)| {
+                    let holder = match may_leave(name, holder) {
+                        Some(id) => {
+                            let started = book.since(id).unwrap_or(holder.started);
+                            Holder { priority: position(id), started, ending: false, ..*holder }
+                        }
+                        None if self.is_ending_soon(member, name, holder) => *holder,
+                        None => return None,
+                    };
+                    Some((name.clone(), holder))
+                });
+                (node.clone(), allowed.collect())
+            };
+            in_pool.map(of_node).collect()
+        };
         let unlisted = all.unlisted.iter().filter(|(node, _)| self.has_node(member, node));
         let unlisted = unlisted.map(|(node, units)| (node.clone(), units.clone())).collect();
-        let mut holders = Holders { pods: BTreeMap::new(), budgets: all.budgets.clone(), unlisted };
-        for (node, pods) in in_pool() {
-            let allowed = pods.iter().filter_map(|(name, holder)| {
-                let holder = match may_leave(name, holder) {
-                    Some(id) => {
-                        let started = book.since(id).unwrap_or(holder.started);
-                        Holder { priority: position(id), started, ending: false, ..*holder }
-                    }
-                    None if self.is_ending_soon(member, name, holder) => *holder,
-                    None => return None,
-                };
-                Some((name.clone(), holder))
-            });
-            holders.pods.insert(node.clone(), allowed.collect());
-        }
-        holders
+        Holders { pods: allowed(&all.pods), unbound: allowed(&all.unbound), budgets: all.budgets.clone(), unlisted }
     }
 
     /// Returns whether a pod terminates, and does so within the maximum grace period of evicted
@@ -387,7 +391,7 @@ impl<'w> QuotaPass<'w> {
     /// Returns the pods that are about to end.
     pub(super) fn ending<'h>(&self, member: Member, all: &Holders<'h>) -> Holders<'h> {
         let mut ending = all.clone();
-        for pods in ending.pods.values_mut() {
+        for pods in ending.pods.values_mut().chain(ending.unbound.values_mut()) {
             pods.retain(|name, holder| self.is_ending_soon(member, name, holder));
         }
         ending
@@ -400,9 +404,8 @@ impl<'w> QuotaPass<'w> {
         if pool.world.pods.iter().all(|pod| pod.gang.is_none()) {
             return BTreeSet::new();
         }
-        let of_pods = all.pods.values().flatten();
-        let known = of_pods.filter(|(name, holder)| !self.is_ending_soon(member, name, holder));
-        let known: BTreeMap<&str, &Holder<'_>> = known.map(|(name, holder)| (name.as_str(), holder)).collect();
+        let known = all.all().filter(|(_, name, holder)| !self.is_ending_soon(member, name, holder));
+        let known: BTreeMap<&str, &Holder<'_>> = known.map(|(_, name, holder)| (name, holder)).collect();
         let mut evictable = BTreeSet::new();
         for (at, _) in pool.world.pods.iter().enumerate().filter(|(_, pod)| pod.gang.is_some()) {
             let mut budgets: BTreeMap<usize, u32> = BTreeMap::new();
@@ -473,11 +476,9 @@ impl<'w> QuotaPass<'w> {
         let max = book.quota(member.id).max()?;
         let evictable = self.evictable_gangs(member, all);
         let mut own: Vec<(i32, Reverse<Moment>, &str, PodId, Option<usize>)> = all
-            .pods
-            .values()
-            .flatten()
-            .filter(|(name, holder)| !self.is_ending_soon(member, name, holder))
-            .filter_map(|(name, holder)| Some((name.as_str(), *pool.ids.get(name)?, holder.budget)))
+            .all()
+            .filter(|(_, name, holder)| !self.is_ending_soon(member, name, holder))
+            .filter_map(|(_, name, holder)| Some((name, *pool.ids.get(name)?, holder.budget)))
             .filter(|(_, id, _)| book.may_leave(Kind::Priority, member.id, *id))
             .filter(|(_, id, _)| pool.world.pod(*id).gang.is_none() || evictable.contains(id))
             .map(|(name, id, budget)| {

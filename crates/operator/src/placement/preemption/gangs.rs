@@ -180,7 +180,7 @@ fn rooms<'a>(
         let targets = search.preemption_nodes(&scratch, one, |node| may_use(one, node));
         let Some(room) = scratch.preempt(pending, targets, &holders, kept) else { break };
         let leaving = pass.with_mates(turn.member, room.victims.iter());
-        let nodes: Vec<String> = holders.pods.keys().cloned().collect();
+        let nodes: BTreeSet<String> = holders.all().map(|(node, ..)| node.to_owned()).collect();
         nodes.iter().for_each(|node| holders.evict(node, &leaving));
         let (priority, node, takes) = (one.plan_pod.priority, room.node.clone(), room.takes.clone());
         search.nominate(one, &room.node);

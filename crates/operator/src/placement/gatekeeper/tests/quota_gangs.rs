@@ -6,6 +6,7 @@ use serde_json::json;
 
 use super::quotas::{Case, Ending, keeper};
 use super::world::at;
+use crate::placement::claims::UNREPORTED_CLAIM_TIME;
 use crate::placement::unlisted::UNLISTED_TIME;
 use crate::policies::demand::Reason;
 
@@ -136,6 +137,28 @@ fn a_gang_has_one_class_and_one_label() {
     while !case.step().releases.is_empty() {}
     let label = |name: &str| case.world.pods[name]["metadata"]["labels"][CAPACITY_LABEL].clone();
     assert_eq!([label("a/g1"), label("a/g2"), label("a/small")], ["over-quota", "over-quota", "in-quota"]);
+}
+
+/// A scheduler may bind a pod late or never.
+#[test]
+fn a_pod_that_is_released_but_not_bound_does_not_protect_its_gang() {
+    for is_leader_lost in [false, true] {
+        let mut case = Case::new(2, &[("a", json!({"min": 10})), ("b", json!({}))])
+            .running(&[(("b3", "b", 10, 7), 1)])
+            .waiting(&[("g1", "b", 9, 0), ("g2", "b", 1, 0)])
+            .gang("b", "train", 2, &["g1", "g2"]);
+        assert_eq!(case.step().releases.len(), 2);
+        case.world.change(|world| &mut world.pods, "b/g2", |pod| pod["spec"]["nodeName"] = json!(null));
+        case.reality.given.remove("b/g2");
+        case.losses = if is_leader_lost { u64::MAX } else { 0 };
+        let mut case = case.waiting(&[("a1", "a", 10, 0)]);
+        for _ in 0..2 * UNREPORTED_CLAIM_TIME.as_secs() {
+            case.step();
+        }
+        let is_evicted = |pod: &str| ("Reclaim".to_owned(), "a1".to_owned(), pod.to_owned());
+        assert_eq!(case.evicted, ["g1", "g2"].map(is_evicted), "leader lost: {is_leader_lost}");
+        assert_eq!(case.is_running(), ["a1", "b3"].map(str::to_owned).into());
+    }
 }
 
 /// Kueue counts all pods of a group, also those that request no GPUs.
