@@ -56,9 +56,9 @@ pub const POD_GROUP_LABEL: &str = "scheduling.x-k8s.io/pod-group";
 /// [`crate::placement::Placement`]. If the leader of the operator changes, the next leader keeps
 /// the room, and evicts no other pods for the pod.
 pub const NOMINATION_ANNOTATION: &str = "cleave.dev/nomination";
-/// Annotation of a pod that a disruption budget keeps although its room is guaranteed to another
-/// pod: since when, in seconds since the Unix epoch. If the leader of the operator changes, the time
-/// that the budget has left does not start again.
+/// Annotation of a waiting pod from which disruption budgets keep guaranteed room: since when, in
+/// seconds since the Unix epoch. If the leader of the operator changes, the time that budgets have
+/// left does not start again.
 pub const PROTECTED_SINCE_ANNOTATION: &str = "cleave.dev/protected-since";
 /// Label of a pod that uses GPUs with quotas: whether a quota guarantees what the pod uses. The
 /// operator writes the label and never reads it to decide.

@@ -292,7 +292,11 @@ impl<'a> PreemptionSearch<'a> {
             actions.requeue_in(pause);
         }
         let is_paused = self.is_paused || pause.is_some();
-        match self.find_exchange(ledger, search, candidate, (verdict, is_paused), (pass, turn), actions) {
+        let found = self.find_exchange(ledger, search, candidate, (verdict, is_paused), (pass, turn), actions);
+        if matches!(found, SearchResult::Later | SearchResult::Protected) {
+            self.preemptors.continue_protection(candidate.pod, self.up);
+        }
+        match found {
             SearchResult::Exchange { kind, found, force } => {
                 let found = vec![(candidate, found)];
                 self.carry_out(ledger, search, (pass, turn), Exchange { kind, found, force }, actions);
@@ -511,9 +515,9 @@ impl<'a> PreemptionSearch<'a> {
         let Some(found) = ledger.preempt_legally(pending, targets, (&holders, kept), Some(&is_legal)) else {
             return SearchResult::Impossible;
         };
-        let victims = pass.with_mates(turn.member, found.victims.iter());
         let patience = pass.budget_patience(turn.member);
-        match patience.map(|patience| self.patience_left(patience, &victims, candidate.pod, actions)) {
+        let waiting = || std::iter::once(candidate.pod);
+        match patience.map(|patience| self.patience_left(patience, waiting(), actions)) {
             Some(Duration::ZERO) => SearchResult::Exchange { kind: Kind::Reclaim, found, force: true },
             left => {
                 left.into_iter().for_each(|left| actions.requeue_in(left));
@@ -552,28 +556,27 @@ impl<'a> PreemptionSearch<'a> {
         all
     }
 
-    /// Returns how long disruption budgets may still keep these pods from leaving for a waiting pod.
-    pub(super) fn patience_left(
+    /// Returns how long disruption budgets may still keep pods from leaving for a waiting pod, or for
+    /// the waiting pods of a gang. The time belongs to the pod that waits: it does not start again
+    /// when other pods protect the room.
+    fn patience_left<'p>(
         &mut self,
         patience: Duration,
-        victims: &[String],
-        preemptor: &PodObject,
+        waiting: impl Iterator<Item = &'p PodObject>,
         actions: &mut Actions,
     ) -> Duration {
         let now = ReconcileTime { up: self.up, epoch: self.evictability.now() };
-        let created = preemptor.metadata.creation_timestamp.as_ref();
-        let created = created.map_or(0, |time| u64::try_from(time.0.as_second()).unwrap_or(0));
-        let mut left = Duration::ZERO;
-        let living = self.tracker.living_pods().map(|pod| (full_name(&pod.metadata), pod));
-        let protected: Vec<(String, &PodObject)> = living.filter(|(name, _)| victims.contains(name)).collect();
-        for (name, pod) in protected {
+        let mut left = patience;
+        for pod in waiting {
             let uid = pod.uid().unwrap_or_default();
-            // Nobody was kept from leaving for this pod before it existed.
+            let created = pod.metadata.creation_timestamp.as_ref();
+            let created = created.map_or(0, |time| u64::try_from(time.0.as_second()).unwrap_or(0));
+            // Budgets kept no room from the pod before it existed.
             let recorded = pod.protected_since.map(|since| since.max(created));
             let since = self.preemptors.protected_since(&uid, recorded, now);
-            left = left.max(patience.saturating_sub(Duration::from_secs(now.epoch.saturating_sub(since))));
-            if pod.protected_since.is_none_or(|recorded| recorded.max(created) != since) {
-                actions.protected.push(ProtectedPod { pod: name, uid, since });
+            left = left.min(patience.saturating_sub(Duration::from_secs(now.epoch.saturating_sub(since))));
+            if recorded != Some(since) {
+                actions.protected.push(ProtectedPod { pod: full_name(&pod.metadata), uid, since });
             }
         }
         left

@@ -49,8 +49,9 @@ pub(super) struct Preemptors {
     exchanges: BTreeMap<(String, usize), ExchangeSearch>,
     /// Waiting pods for which pods were evicted, by name.
     rounds: BTreeMap<String, EvictionRounds>,
-    /// Pods that disruption budgets keep although their room is guaranteed to others, by UID: since
-    /// when, in seconds since the Unix epoch, and when this was last found.
+    /// Waiting pods from which disruption budgets keep guaranteed room, by UID: since when, in
+    /// seconds since the Unix epoch, and when this was last found. The time belongs to the pod that
+    /// waits. Otherwise pods that are replaced would protect the room again and again.
     protected: BTreeMap<String, (u64, Duration)>,
     /// When this process first searched for protected pods. Until [`RECHECK_TIME`] later, it
     /// continues what an earlier leader recorded.
@@ -228,8 +229,8 @@ impl Preemptors {
         self.exchanges.retain(|(pod, _), _| pod != name);
     }
 
-    /// Records that a disruption budget keeps a pod whose room is guaranteed to a waiting pod.
-    /// Returns since when it does, in seconds since the Unix epoch. `recorded` is what an earlier
+    /// Records that disruption budgets keep guaranteed room from the waiting pod with this UID.
+    /// Returns since when they do, in seconds since the Unix epoch. `recorded` is what an earlier
     /// leader recorded.
     pub(super) fn protected_since(&mut self, uid: &str, recorded: Option<u64>, now: ReconcileTime) -> u64 {
         let ReconcileTime { up, epoch } = now;
@@ -241,6 +242,15 @@ impl Preemptors {
         let (since, found) = self.protected.entry(uid.to_owned()).or_insert(new);
         *found = up;
         *since
+    }
+
+    /// Records that nothing is known to have changed since disruption budgets kept guaranteed room
+    /// from a waiting pod: the time continues.
+    pub(super) fn continue_protection(&mut self, pod: &PodObject, up: Duration) {
+        let known = self.protected.get_mut(pod.metadata.uid.as_deref().unwrap_or_default());
+        if let Some((_, found)) = known.filter(|(_, found)| found.saturating_add(RECHECK_TIME) >= up) {
+            *found = up;
+        }
     }
 
     /// Records that no preemption helps the pod. `has_rules` states whether the pod has rules about

@@ -40,6 +40,9 @@ impl<'a> PreemptionSearch<'a> {
             |ledger: &Ledger| gang.iter().all(|one| ledger.nominations().contains_key(one.name.as_str()));
         let result = self.find_for_gang(ledger, search, (gang, pause.is_some()), (pass, turn), actions);
         actions.preemption_searches = self.searches;
+        if matches!(result, GangResult::Later | GangResult::Protected) {
+            gang.iter().for_each(|one| self.preemptors.continue_protection(one.pod, self.up));
+        }
         let prospect = match result {
             GangResult::Exchange(exchange) => {
                 self.carry_out(ledger, search, (pass, turn), exchange, actions);
@@ -133,10 +136,9 @@ impl<'a> PreemptionSearch<'a> {
         let Some(found) = legal_rooms(ledger, search, gang, (pass, turn), (holders, kept), kind) else {
             return GangResult::Impossible;
         };
-        let victims = pass.with_mates(turn.member, found.iter().flat_map(|(_, found)| &found.victims));
-        let (patience, head) = (pass.budget_patience(turn.member), gang.first());
-        let left = patience.zip(head);
-        match left.map(|(patience, head)| self.patience_left(patience, &victims, head.pod, actions)) {
+        let patience = pass.budget_patience(turn.member);
+        let waiting = || gang.iter().map(|one| one.pod);
+        match patience.map(|patience| self.patience_left(patience, waiting(), actions)) {
             Some(Duration::ZERO) => GangResult::Exchange(Exchange { kind, found, force: true }),
             left => {
                 left.into_iter().for_each(|left| actions.requeue_in(left));
