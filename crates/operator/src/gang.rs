@@ -4,17 +4,29 @@ use std::collections::BTreeMap;
 use cleave_api::names::{
     GANG_ANNOTATION, GANG_SIZE_ANNOTATION, KUEUE_GROUP_COUNT_ANNOTATION, KUEUE_GROUP_LABEL, POD_GROUP_LABEL,
 };
+use cleave_api::placement::ReleasedGang;
 
 /// Pods that are of use only together.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct PodGang {
     /// Name of the gang. Pods of one namespace with the same name are one gang.
     pub name: String,
-    /// Number of pods without which none is released, at least 1.
-    pub size: usize,
+    /// Number of pods without which none is released, at least 1. `None` if the pod states none.
+    pub size: Option<usize>,
+}
+
+impl From<ReleasedGang> for PodGang {
+    fn from(ReleasedGang { name, size }: ReleasedGang) -> Self {
+        Self { name, size }
+    }
 }
 
 impl PodGang {
+    /// Returns what is recorded about the gang when a pod is released.
+    pub fn released(&self) -> ReleasedGang {
+        ReleasedGang { name: self.name.clone(), size: self.size }
+    }
+
     /// Finds the gang of a pod. `group` is the group in the pod's spec (KEP-4671). The first of
     /// these that is set counts: Cleave's annotation, Kueue's label, the label of the coscheduling
     /// plugin, the spec.
@@ -31,7 +43,7 @@ impl PodGang {
         let name = named.into_iter().flatten().find(|name| !name.is_empty())?;
         let sizes = [annotation(GANG_SIZE_ANNOTATION), annotation(KUEUE_GROUP_COUNT_ANNOTATION)];
         let size = sizes.into_iter().flatten().find_map(|size| size.trim().parse::<usize>().ok());
-        Some(Self { name: name.to_owned(), size: size.unwrap_or(1).max(1) })
+        Some(Self { name: name.to_owned(), size: size.map(|size| size.max(1)) })
     }
 }
 
@@ -39,7 +51,11 @@ impl PodGang {
 mod tests {
     use super::*;
 
-    fn gang(labels: &[(&str, &str)], annotations: &[(&str, &str)], group: Option<&str>) -> Option<(String, usize)> {
+    fn gang(
+        labels: &[(&str, &str)],
+        annotations: &[(&str, &str)],
+        group: Option<&str>,
+    ) -> Option<(String, Option<usize>)> {
         let map = |pairs: &[(&str, &str)]| -> BTreeMap<String, String> {
             pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
         };
@@ -52,12 +68,16 @@ mod tests {
     fn a_gang_is_named_by_annotation_kueue_coscheduling_or_the_spec() {
         let named = |name: &str, size| Some((name.to_owned(), size));
         assert_eq!(gang(&[("app", "x")], &[("cleave.dev/borrow", "Never")], None), None);
-        assert_eq!(gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", "4")], None), named("t", 4));
+        assert_eq!(gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", "4")], None), named("t", Some(4)));
         let kueue = [("kueue.x-k8s.io/pod-group-name", "k")];
-        assert_eq!(gang(&kueue, &[("kueue.x-k8s.io/pod-group-total-count", "3")], None), named("k", 3));
-        assert_eq!(gang(&[("scheduling.x-k8s.io/pod-group", "s")], &[], None), named("s", 1));
-        assert_eq!(gang(&[], &[("cleave.dev/gang-size", "2")], Some("g")), named("g", 2));
-        assert_eq!(gang(&kueue, &[("cleave.dev/gang", "t")], Some("g")), named("t", 1), "Cleave's annotation is first");
+        assert_eq!(gang(&kueue, &[("kueue.x-k8s.io/pod-group-total-count", "3")], None), named("k", Some(3)));
+        assert_eq!(gang(&[("scheduling.x-k8s.io/pod-group", "s")], &[], None), named("s", None));
+        assert_eq!(gang(&[], &[("cleave.dev/gang-size", "2")], Some("g")), named("g", Some(2)));
+        assert_eq!(
+            gang(&kueue, &[("cleave.dev/gang", "t")], Some("g")),
+            named("t", None),
+            "Cleave's annotation is first"
+        );
     }
 
     #[test]
@@ -81,11 +101,11 @@ mod tests {
     fn a_size_that_is_no_number_is_ignored() {
         for size in ["", "-1", "1e9", "many", "99999999999999999999"] {
             let found = gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", size)], None);
-            assert_eq!(found, Some(("t".to_owned(), 1)), "{size:?}");
+            assert_eq!(found, Some(("t".to_owned(), None)), "{size:?}");
         }
         assert_eq!(
             gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", "0")], None),
-            Some(("t".to_owned(), 1))
+            Some(("t".to_owned(), Some(1)))
         );
         assert_eq!(gang(&[], &[("cleave.dev/gang", "")], None), None, "an empty name is none");
     }

@@ -195,7 +195,8 @@ impl<'a> Decisions<'a, '_> {
         let label = self.quotas.as_mut().and_then(|pass| pass.label_released(turn, &named));
         let label = label.filter(|_| !self.without_labels);
         for (one, fits) in pods.iter().zip(found) {
-            let placement = placement(&one.pod.spec.device_requests, fits, self.expires);
+            let mut placement = placement(&one.pod.spec.device_requests, fits, self.expires);
+            placement.gang = one.pod.gang.as_ref().map(|gang| gang.released());
             let waited = self.queue.waiting_time(&one.name, self.input.now.up);
             self.actions.releases.push(one.release_reserved(placement, self.nodes, (waited, label)));
         }
@@ -408,5 +409,5 @@ fn placement(device_requests: &[DeviceRequest], fits: &Fits, expires: Moment) ->
         held
     };
     let nodes: BTreeMap<_, _> = fits.iter().map(|fit| (fit.node().to_owned(), held(fit.reservations()))).collect();
-    Placement { until: expires.0, nodes }
+    Placement { until: expires.0, nodes, gang: None }
 }

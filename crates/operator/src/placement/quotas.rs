@@ -85,6 +85,8 @@ struct GangPresence {
     pods: usize,
     /// Whether a pod of the gang was released.
     is_released: bool,
+    /// The largest size that a released pod states.
+    stated: Option<usize>,
 }
 
 /// What is known of a node.
@@ -172,7 +174,51 @@ impl QuotaWorlds {
                 worlds.insert((&quotas, &gangs), pool, name, pod, (charge, Place::Waiting { nominated }));
             }
         }
+        worlds.limit_gangs(&gangs);
         Some(worlds)
+    }
+
+    /// Limits which running pods of a gang are counted and evicted together. Otherwise all borrowers
+    /// of a quota could become one gang, one by one. Such a gang can never leave for a smaller pod.
+    ///
+    /// A gang is at most as many pods as it states: those that were released first. A gang that
+    /// states no size is the pods that one reconcile released.
+    fn limit_gangs(&mut self, gangs: &Gangs<'_>) {
+        let stated: BTreeMap<String, usize> = gangs
+            .iter()
+            .filter_map(|((namespace, name), present)| Some((format!("{namespace}/{name}"), present.stated?)))
+            .collect();
+        let mut running: BTreeMap<String, Vec<(Moment, String, usize, usize)>> = BTreeMap::new();
+        for (pool, of) in self.pools.iter().enumerate() {
+            for (at, pod) in of.world.pods.iter().enumerate() {
+                if let (Some(gang), Place::Running { since, .. }) = (&pod.gang, pod.place) {
+                    running.entry(gang.name.clone()).or_default().push((since, pod.name.clone(), pool, at));
+                }
+            }
+        }
+        let size_of = |gang: &str| stated.get(gang).copied();
+        let is_full = |gang: &str, count: usize| size_of(gang).is_some_and(|size| count >= size);
+        let full: BTreeSet<String> =
+            running.iter().filter(|(gang, pods)| is_full(gang, pods.len())).map(|(gang, _)| gang.clone()).collect();
+        for (gang, mut pods) in running {
+            pods.sort_unstable();
+            for (position, (since, _, pool, at)) in pods.into_iter().enumerate() {
+                let of = &mut self.pools[pool].world.pods[at].gang;
+                match size_of(&gang) {
+                    Some(size) if position >= size => *of = None,
+                    Some(_) => {}
+                    None => *of = Some(Gang { name: format!("{gang} {}", since.0), size: 1 }),
+                }
+            }
+        }
+        for pod in self.pools.iter_mut().flat_map(|pool| &mut pool.world.pods) {
+            // These pods are more than the gang states. They are released together.
+            if let (Some(gang), Place::Waiting { .. }) = (&mut pod.gang, pod.place)
+                && full.contains(&gang.name)
+            {
+                *gang = Gang { name: format!("{} more", gang.name), size: 1 };
+            }
+        }
     }
 
     /// Finds the devices that pods may use which have waited long. Room is reserved only for pods
@@ -298,7 +344,8 @@ impl QuotaWorlds {
         let gang = pod.gang.as_ref().map(|gang| {
             let present = gangs.get(&(namespace, gang.name.as_str())).copied().unwrap_or_default();
             // A gang that was released once, or of which all pods exist somewhere, misses none.
-            let size = if present.is_released || present.pods >= gang.size { 1 } else { gang.size };
+            let size = gang.size.unwrap_or(1);
+            let size = if present.is_released || present.pods >= size { 1 } else { size };
             Gang { name: format!("{namespace}/{}", gang.name), size }
         });
         let PoolWorld { world, ids, .. } = &mut self.pools[pool];
@@ -336,7 +383,10 @@ fn gangs_of(tracker: &PodTracker) -> Gangs<'_> {
             let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
             let present = gangs.entry((namespace, gang.name.as_str())).or_default();
             present.pods += 1;
-            present.is_released |= is_released && pod.requests_gpus();
+            if is_released && pod.requests_gpus() {
+                present.is_released = true;
+                present.stated = present.stated.max(gang.size);
+            }
         }
     }
     gangs

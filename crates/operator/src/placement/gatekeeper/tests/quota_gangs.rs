@@ -2,7 +2,7 @@
 use std::collections::BTreeMap;
 
 use cleave_api::names::CAPACITY_LABEL;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::quotas::{Case, Ending, keeper};
 use super::world::at;
@@ -159,6 +159,50 @@ fn a_pod_that_is_released_but_not_bound_does_not_protect_its_gang() {
         assert_eq!(case.evicted, ["g1", "g2"].map(is_evicted), "leader lost: {is_leader_lost}");
         assert_eq!(case.is_running(), ["a1", "b3"].map(str::to_owned).into());
     }
+}
+
+/// Starts four pods of b, one after the other. `change` changes each pod before its release, or
+/// after it.
+fn grown(is_changed_before: bool, change: impl Fn(&mut Value)) -> Case {
+    let mut case = Case::new(2, &[("a", json!({})), ("b", json!({}))]);
+    for name in ["b1", "b2", "b3", "b4"] {
+        case = case.waiting(&[(name, "b", 5, 0)]);
+        let full = format!("b/{name}");
+        if is_changed_before {
+            case.world.change(|world| &mut world.pods, &full, &change);
+        }
+        assert_eq!(case.step().releases.len(), 1, "{name}");
+        if !is_changed_before {
+            case.world.change(|world| &mut world.pods, &full, &change);
+        }
+    }
+    case.waiting(&[("a1", "a", 5, 0), ("a2", "a", 5, 0), ("a3", "a", 5, 0)])
+}
+
+/// Otherwise one annotation would make all borrowers of a team immune to fair share.
+#[test]
+fn pods_that_were_not_released_together_are_no_gang_for_fair_share() {
+    let name = |pod: &mut Value| pod["metadata"]["annotations"]["cleave.dev/gang"] = json!("all");
+    let with_size = |pod: &mut Value| {
+        name(pod);
+        pod["metadata"]["annotations"]["cleave.dev/gang-size"] = json!("4");
+    };
+    let cases = [("grown", grown(true, name)), ("changed", grown(false, name)), ("with size", grown(false, with_size))];
+    for (case, world) in cases {
+        let rest = world.until_rest();
+        let running = rest.is_running();
+        let of = |quota: &str| running.iter().filter(|name| name.starts_with(quota)).count();
+        assert_eq!((of("a"), of("b")), (2, 2), "{case}: {running:?}");
+    }
+}
+
+#[test]
+fn pods_beyond_the_size_of_a_gang_leave_alone() {
+    Case::new(2, &[("a", json!({"min": 5})), ("b", json!({}))])
+        .running(&[(("g1", "b", 5, 0), 0), (("g2", "b", 5, 0), 0), (("g3", "b", 5, 0), 1), (("g4", "b", 5, 0), 1)])
+        .gang("b", "train", 3, &["g1", "g2", "g3", "g4"])
+        .waiting(&[("a1", "a", 5, 0)])
+        .expect(&[("Reclaim", "a1", "g4")], &["a1", "g1", "g2", "g3"]);
 }
 
 /// Kueue counts all pods of a group, also those that request no GPUs.
