@@ -81,7 +81,7 @@ impl EventPublisher {
                 | Reason::WaitsForGuarantee
                 | Reason::Protected
                 | Reason::GangIncomplete => (EventType::Warning, "NoGpu", NO_ROOM_EVENT_DELAY),
-                Reason::Malformed => (EventType::Warning, "NoGpu", Duration::ZERO),
+                Reason::Malformed | Reason::GangTooLarge => (EventType::Warning, "NoGpu", Duration::ZERO),
                 // Publish no Event: the scheduler itself reports pods that it has not bound, and a
                 // node's change ends soon.
                 Reason::Scheduler | Reason::NodeChanging => continue,

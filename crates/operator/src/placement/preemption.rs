@@ -29,7 +29,9 @@ mod gangs;
 const MAX_NEW_PREEMPTORS: usize = 4;
 
 /// Maximum number of waiting pods per reconcile with their first search for victims by the rules of
-/// quotas. The turns are in the order of the quotas, so pods within a guarantee come first.
+/// quotas. All pods of a gang count, because each is a search of all devices; a larger gang is
+/// searched for alone. The turns are in the order of the quotas, so pods within a guarantee come
+/// first.
 const MAX_EXCHANGES: usize = 8;
 
 /// Searches for pods to evict, within one reconcile.
@@ -52,7 +54,7 @@ pub(super) struct PreemptionSearch<'a> {
     new: usize,
     /// Number of all searches in this reconcile.
     searches: u64,
-    /// Number of first searches so far by the rules of quotas.
+    /// Number of pods in first searches so far by the rules of quotas.
     exchanges: usize,
     /// Waiting pods whose turn it is for a repeated search by the rules of quotas, with the pool.
     exchanges_in_turn: BTreeSet<(String, usize)>,
@@ -406,10 +408,10 @@ impl<'a> PreemptionSearch<'a> {
             return SearchResult::Impossible;
         }
         if self.futile.contains(&key) {
-            self.preemptors.record_failed_exchange((name.clone(), member.pool), false, self.up);
+            self.preemptors.record_failed_exchange((name.clone(), member.pool), (1, false), self.up);
             return SearchResult::Impossible;
         }
-        match self.exchange_turn((name, member.pool)) {
+        match self.exchange_turn((name, member.pool), 1) {
             ExchangeTurn::Now => {}
             ExchangeTurn::Later => return SearchResult::Later,
             ExchangeTurn::Failed { is_protected: true } => return SearchResult::Protected,
@@ -418,7 +420,7 @@ impl<'a> PreemptionSearch<'a> {
         let found = self.search_exchange(ledger, search, candidate, (pass, turn), &kept, actions);
         if matches!(found, SearchResult::Impossible | SearchResult::Protected) {
             let is_protected = matches!(found, SearchResult::Protected);
-            self.preemptors.record_failed_exchange((name.clone(), member.pool), is_protected, self.up);
+            self.preemptors.record_failed_exchange((name.clone(), member.pool), (1, is_protected), self.up);
         }
         found
     }
@@ -426,7 +428,7 @@ impl<'a> PreemptionSearch<'a> {
     /// Decides whether pods to evict for a waiting pod or gang are searched for now in a pool. Of
     /// pods whose search failed, those with the oldest search come first, so that no pod waits for
     /// its search forever.
-    fn exchange_turn(&mut self, (name, pool): (&str, usize)) -> ExchangeTurn {
+    fn exchange_turn(&mut self, (name, pool): (&str, usize), pods: usize) -> ExchangeTurn {
         let key = (name.to_owned(), pool);
         if let Some(is_protected) = self.preemptors.failed_exchange(&key, self.up) {
             return ExchangeTurn::Failed { is_protected };
@@ -434,11 +436,12 @@ impl<'a> PreemptionSearch<'a> {
         let is_turn = if self.preemptors.has_exchange(&key) {
             self.exchanges_in_turn.contains(&key)
         } else {
-            self.exchanges += 1;
-            self.exchanges <= MAX_EXCHANGES
+            let has_turns_left = self.exchanges < MAX_EXCHANGES;
+            self.exchanges += pods;
+            has_turns_left && (self.exchanges <= MAX_EXCHANGES || self.exchanges == pods)
         };
         if !is_turn {
-            self.preemptors.defer_exchange(key);
+            self.preemptors.defer_exchange(key, pods);
             return ExchangeTurn::Later;
         }
         self.searches += 1;

@@ -98,6 +98,8 @@ struct ExchangeSearch {
     turn: u64,
     /// The result. `None` if the pod was deferred.
     failed: Option<FailedExchange>,
+    /// Number of pods: those of the gang that wait, or 1.
+    pods: usize,
 }
 
 /// A search by the rules of quotas that found no victims.
@@ -272,9 +274,17 @@ impl Preemptors {
     /// those with the oldest searches, among those that another search may help.
     pub(super) fn exchanges_in_turn(&self, up: Duration) -> BTreeSet<(String, usize)> {
         let due = self.exchanges.iter().filter(|(_, search)| self.result_of(search, up).is_none());
-        let mut due: Vec<(u64, &(String, usize))> = due.map(|(key, search)| (search.turn, key)).collect();
+        let mut due: Vec<(u64, &(String, usize), usize)> =
+            due.map(|(key, search)| (search.turn, key, search.pods)).collect();
         due.sort_unstable();
-        due.into_iter().take(MAX_REPEATED_SEARCHES).map(|(_, key)| key.clone()).collect()
+        let mut pods = 0_usize;
+        // All pods of a gang count. A larger gang is searched for alone.
+        let is_in_turn = |(.., of): &(u64, &(String, usize), usize)| {
+            let is_first = pods == 0;
+            pods = pods.saturating_add(*of);
+            is_first || pods <= MAX_REPEATED_SEARCHES
+        };
+        due.into_iter().take_while(is_in_turn).map(|(_, key, _)| key.clone()).collect()
     }
 
     /// Returns whether victims were searched for a pod in a pool, or the pod was deferred.
@@ -282,11 +292,17 @@ impl Preemptors {
         self.exchanges.contains_key(key)
     }
 
-    /// Records that by the rules of quotas no pods can be evicted in a pool for a pod.
-    pub(super) fn record_failed_exchange(&mut self, key: (String, usize), is_protected: bool, up: Duration) {
+    /// Records that by the rules of quotas no pods can be evicted in a pool for a pod, or for this
+    /// number of pods of a gang.
+    pub(super) fn record_failed_exchange(
+        &mut self,
+        key: (String, usize),
+        (pods, is_protected): (usize, bool),
+        up: Duration,
+    ) {
         let until = up.saturating_add(EXCHANGE_RECHECK_TIME);
         let failed = Some(FailedExchange { version: self.version, until, is_protected });
-        self.exchanges.insert(key, ExchangeSearch { turn: self.reconciles, failed });
+        self.exchanges.insert(key, ExchangeSearch { turn: self.reconciles, failed, pods });
     }
 
     /// Returns whether only protected pods could make room for a pod in a pool, if the last search
@@ -301,9 +317,9 @@ impl Preemptors {
         (failed.until > up && is_same).then_some(failed.is_protected)
     }
 
-    /// Records that a pod must wait for its turn in a pool.
-    pub(super) fn defer_exchange(&mut self, key: (String, usize)) {
-        self.exchanges.entry(key).or_insert(ExchangeSearch { turn: self.reconciles, failed: None });
+    /// Records that a pod, or this number of pods of a gang, must wait for a turn in a pool.
+    pub(super) fn defer_exchange(&mut self, key: (String, usize), pods: usize) {
+        self.exchanges.entry(key).or_insert(ExchangeSearch { turn: self.reconciles, failed: None, pods });
         self.is_deferred = true;
     }
 

@@ -8,7 +8,7 @@ use cleave_plan::ledger::{Fits, Holder, Holders, Ledger, Moment, Nomination, Pre
 use cleave_plan::quota::{Amount, Book, Class, Kind, Owner, Place, Pod, PodId, Rights, Wait, reserved_for_long_waits};
 
 use super::quota_reports::label_of;
-use super::quotas::{LongWait, QuotaWorlds};
+use super::quotas::{LongWait, PoolWorld, QuotaWorlds};
 use crate::pods::PodObject;
 
 /// A waiting pod in its pool.
@@ -83,9 +83,12 @@ impl<'w> QuotaPass<'w> {
     /// are missing.
     fn withdraw_broken_gangs(&mut self, ledger: &mut Ledger) {
         for (pool, of) in self.worlds.pools.iter().enumerate() {
+            let mut seen = BTreeSet::new();
             for (at, pod) in of.world.pods.iter().enumerate().filter(|(_, pod)| pod.gang.is_some()) {
                 let (id, book) = (PodId(at), &mut self.books[pool]);
-                if !matches!(pod.place, Place::Waiting { nominated: Some(_) }) || book.class(id).is_none() {
+                let is_nominated =
+                    matches!(pod.place, Place::Waiting { nominated: Some(_) }) && book.class(id).is_some();
+                if !is_nominated || !book.gang(id).is_some_and(|gang| seen.insert(gang)) {
                     continue;
                 }
                 let unit = book.unit(id).to_vec();
@@ -190,7 +193,7 @@ impl<'w> QuotaPass<'w> {
             match self.start_turn(member) {
                 Ok(turn) => attempts.push(Some(turn)),
                 Err(wait) => {
-                    is_complete &= wait != Wait::GangIncomplete;
+                    is_complete &= !matches!(wait, Wait::GangIncomplete | Wait::GangTooLarge);
                     hold = hold.or(Some((member, wait)));
                 }
             }
@@ -211,8 +214,8 @@ impl<'w> QuotaPass<'w> {
     /// Returns why the pod must wait regardless of free room.
     fn start_turn(&mut self, member: Member) -> Result<QuotaTurn, Wait> {
         let was_nominated = self.book(member).class(member.id).is_some();
-        let unit = self.book(member).unit(member.id).to_vec();
         if was_nominated {
+            let unit = self.book(member).unit(member.id).to_vec();
             unit.iter().for_each(|id| self.books[member.pool].withdraw(*id));
         }
         if !self.has_whole_gang(member) {
@@ -225,7 +228,7 @@ impl<'w> QuotaPass<'w> {
         if !was_nominated && long_waits.any(is_overtaking) {
             return Err(Wait::Later);
         }
-        let parts: Vec<(PodId, usize)> = unit.iter().map(|id| (*id, 0)).collect();
+        let parts: Vec<(PodId, usize)> = book.unit(member.id).iter().map(|id| (*id, 0)).collect();
         let rank = self.rank_of(member, book.class_with(&parts, &[]) == Class::In);
         let may_use_free_room = !rights.is_over_max && (was_nominated || book.leaves_kept_room(member.id));
         Ok(QuotaTurn { member, rights, was_nominated, may_use_free_room, rank })
@@ -319,15 +322,23 @@ impl<'w> QuotaPass<'w> {
 
     /// Returns the pods that leave with these victims: of a gang, all pods that run.
     pub(super) fn with_mates<'n>(&self, member: Member, victims: impl Iterator<Item = &'n String>) -> Vec<String> {
-        let (book, world) = (self.book(member), &self.worlds.pools[member.pool].world);
-        let mut all = BTreeSet::new();
-        for victim in victims {
-            match self.worlds.pools[member.pool].ids.get(victim) {
-                Some(&id) => all.extend(book.mates(id).map(|mate| world.pod(mate).name.clone())),
-                None => drop(all.insert(victim.clone())),
+        let PoolWorld { world, ids, .. } = &self.worlds.pools[member.pool];
+        let (known, mut all): (Vec<&String>, BTreeSet<String>) = (victims.collect(), BTreeSet::new());
+        all.extend(known.iter().filter(|victim| !ids.contains_key(**victim)).map(|victim| (*victim).clone()));
+        let mates = self.ids_with_mates(member, known.into_iter());
+        all.extend(mates.into_iter().map(|mate| world.pod(mate).name.clone()));
+        all.into_iter().collect()
+    }
+
+    /// Returns the pods that leave with these victims, without victims that quotas do not count.
+    fn ids_with_mates<'n>(&self, member: Member, victims: impl Iterator<Item = &'n String>) -> BTreeSet<PodId> {
+        let (book, mut gangs, mut all) = (self.book(member), BTreeSet::new(), BTreeSet::new());
+        for id in self.ids(member, victims) {
+            if book.gang(id).is_none_or(|gang| gangs.insert(gang)) {
+                all.extend(book.mates(id));
             }
         }
-        all.into_iter().collect()
+        all
     }
 
     /// Returns the ways in which a waiting pod may make room, in order.
@@ -342,15 +353,9 @@ impl<'w> QuotaPass<'w> {
     /// priorities are their positions in the order in which they leave.
     pub(super) fn holders<'h>(&self, kind: Kind, member: Member, all: &Holders<'h>) -> Holders<'h> {
         let (book, ids) = (self.book(member), &self.worlds.pools[member.pool].ids);
-        let evictable = self.evictable_gangs(member, all);
-        let may_leave = |name: &str, holder: &Holder<'_>| {
-            let id = ids.get(name).copied()?;
-            let leaves = !self.is_ending_soon(member, name, holder) && book.may_leave(kind, member.id, id);
-            (leaves && (self.pod(Member { id, ..member }).gang.is_none() || evictable.contains(&id))).then_some(id)
-        };
-        let in_pool = || all.all().filter(|(node, ..)| self.has_node(member, node));
-        let mut order: Vec<_> =
-            in_pool().filter_map(|(_, name, holder)| may_leave(name, holder)).map(|id| book.importance(id)).collect();
+        let leaving = self.evictable(kind, member, all);
+        let may_leave = |name: &str| ids.get(name).copied().filter(|id| leaving.contains(id));
+        let mut order: Vec<_> = leaving.iter().map(|id| book.importance(*id)).collect();
         order.sort_unstable();
         order.dedup();
         let position = |id: PodId| {
@@ -360,7 +365,7 @@ impl<'w> QuotaPass<'w> {
             let in_pool = pods.iter().filter(|(node, _)| self.has_node(member, node));
             let of_node = |(node, pods): (&String, &BTreeMap<String, Holder<'h>>)| {
                 let allowed = pods.iter().filter_map(|(name, holder)| {
-                    let holder = match may_leave(name, holder) {
+                    let holder = match may_leave(name) {
                         Some(id) => {
                             let started = book.since(id).unwrap_or(holder.started);
                             Holder { priority: position(id), started, ending: false, ..*holder }
@@ -397,31 +402,53 @@ impl<'w> QuotaPass<'w> {
         ending
     }
 
-    /// Returns the pods of gangs of which all pods that run can be evicted now. If one of them is
-    /// protected, all stay.
-    fn evictable_gangs(&self, member: Member, all: &Holders<'_>) -> BTreeSet<PodId> {
-        let pool = &self.worlds.pools[member.pool];
-        if pool.world.pods.iter().all(|pod| pod.gang.is_none()) {
+    /// Returns the pods that may be evicted for a waiting pod. Each gang is examined once: a gang may
+    /// have many pods.
+    fn evictable(&self, kind: Kind, member: Member, all: &Holders<'_>) -> BTreeSet<PodId> {
+        let (book, ids) = (self.book(member), &self.worlds.pools[member.pool].ids);
+        let evictable_gangs = self.evictable_gangs(member, all);
+        let mut gangs: BTreeMap<usize, bool> = BTreeMap::new();
+        let of_pool = all.all().filter(|(node, ..)| self.has_node(member, node));
+        let candidates = of_pool.filter(|(_, name, holder)| !self.is_ending_soon(member, name, holder));
+        let mut evictable: BTreeSet<PodId> = candidates.filter_map(|(_, name, _)| ids.get(name).copied()).collect();
+        evictable.retain(|&id| {
+            let may_leave = || book.may_leave(kind, member.id, id);
+            match book.gang(id).filter(|_| book.class(id).is_some()) {
+                None => may_leave(),
+                Some(gang) => *gangs.entry(gang).or_insert_with(|| evictable_gangs.contains(&gang) && may_leave()),
+            }
+        });
+        evictable
+    }
+
+    /// Returns the gangs of which all pods that run can be evicted now. If one of them is protected,
+    /// all stay.
+    fn evictable_gangs(&self, member: Member, all: &Holders<'_>) -> BTreeSet<usize> {
+        let (book, world) = (self.book(member), &self.worlds.pools[member.pool].world);
+        if world.pods.iter().all(|pod| pod.gang.is_none()) {
             return BTreeSet::new();
         }
         let known = all.all().filter(|(_, name, holder)| !self.is_ending_soon(member, name, holder));
         let known: BTreeMap<&str, &Holder<'_>> = known.map(|(_, name, holder)| (name, holder)).collect();
-        let mut evictable = BTreeSet::new();
-        for (at, _) in pool.world.pods.iter().enumerate().filter(|(_, pod)| pod.gang.is_some()) {
+        let running = world.pods.iter().enumerate().filter(|(_, pod)| matches!(pod.place, Place::Running { .. }));
+        let mut first: BTreeMap<usize, PodId> = BTreeMap::new();
+        for (at, _) in running.filter(|(_, pod)| pod.gang.is_some()) {
+            if let Some(gang) = book.gang(PodId(at)) {
+                first.entry(gang).or_insert(PodId(at));
+            }
+        }
+        let can_leave = |id: PodId| {
             let mut budgets: BTreeMap<usize, u32> = BTreeMap::new();
-            let can_leave = self.book(member).mates(PodId(at)).all(|mate| {
-                let Some(holder) = known.get(pool.world.pod(mate).name.as_str()) else { return false };
+            book.mates(id).all(|mate| {
+                let Some(holder) = known.get(world.pod(mate).name.as_str()) else { return false };
                 holder.budget.is_none_or(|budget| {
                     let count = budgets.entry(budget).or_default();
                     *count += 1;
                     *count <= all.budgets.get(budget).copied().unwrap_or(0)
                 })
-            });
-            if can_leave {
-                evictable.insert(PodId(at));
-            }
-        }
-        evictable
+            })
+        };
+        first.into_iter().filter(|(_, id)| can_leave(*id)).map(|(gang, _)| gang).collect()
     }
 
     /// Returns how long a disruption budget may keep a borrower from leaving for a guarantee.
@@ -463,8 +490,8 @@ impl<'w> QuotaPass<'w> {
 
     /// Returns whether the rules permit an exchange. The rest of the victims' gangs leaves too.
     pub(super) fn is_legal(&self, kind: Kind, member: Member, found: &[PodAndRoom<'_>]) -> bool {
-        let victims = self.with_mates(member, found.iter().flat_map(|(_, found)| &found.victims));
-        let victims = self.ids(member, victims.iter());
+        let victims = self.ids_with_mates(member, found.iter().flat_map(|(_, found)| &found.victims));
+        let victims: Vec<PodId> = victims.into_iter().collect();
         self.book(member).is_legal(kind, &self.parts_of_found(member, found), &victims)
     }
 
@@ -474,13 +501,11 @@ impl<'w> QuotaPass<'w> {
     pub(super) fn victims_for_max(&self, member: Member, all: &Holders<'_>, found: Preemption) -> Option<Preemption> {
         let (book, pool) = (self.book(member), &self.worlds.pools[member.pool]);
         let max = book.quota(member.id).max()?;
-        let evictable = self.evictable_gangs(member, all);
+        let leaving = self.evictable(Kind::Priority, member, all);
         let mut own: Vec<(i32, Reverse<Moment>, &str, PodId, Option<usize>)> = all
             .all()
-            .filter(|(_, name, holder)| !self.is_ending_soon(member, name, holder))
             .filter_map(|(_, name, holder)| Some((name, *pool.ids.get(name)?, holder.budget)))
-            .filter(|(_, id, _)| book.may_leave(Kind::Priority, member.id, *id))
-            .filter(|(_, id, _)| pool.world.pod(*id).gang.is_none() || evictable.contains(id))
+            .filter(|(_, id, _)| leaving.contains(id))
             .map(|(name, id, budget)| {
                 let since = book.since(id).unwrap_or(pool.world.pod(id).created);
                 (book.priority(id), Reverse(since), name, id, budget)

@@ -203,6 +203,7 @@ fn waiting(pool: &PoolView<'_>, name: &str, waits: &BTreeMap<String, WaitingPod>
             (_, Some(Reason::WaitsForGuarantee)) => "WaitsForGuarantee",
             (_, Some(Reason::Protected)) => "Protected",
             (_, Some(Reason::GangIncomplete)) => "GangIncomplete",
+            (_, Some(Reason::GangTooLarge)) => "GangTooLarge",
             _ => "NoRoom",
         };
         waiting.pods += 1;

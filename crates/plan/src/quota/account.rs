@@ -251,7 +251,7 @@ impl<'w> Accounts<'w> {
 
     /// Returns whether a pod may run outside its quota's guarantee. A gang may if all of its pods may.
     pub(super) fn borrows(&self, id: PodId) -> bool {
-        self.gangs.members(id).iter().all(|member| self.world.pod(*member).borrows)
+        self.gangs.borrows(self.world, id)
     }
 
     /// Returns the priority of a pod, if its priority does not stop at the borders of quotas.

@@ -19,6 +19,10 @@ use super::amount::Amount;
 use super::world::{Place, PodId, World};
 use crate::ledger::Moment;
 
+/// Maximum number of pods of a gang. A larger gang is never released: each pass would take too long
+/// for the pods of others.
+pub const MAX_GANG_PODS: usize = 1000;
+
 /// A pod and the index of its GPU.
 pub(super) type Part = (PodId, usize);
 
@@ -32,7 +36,7 @@ pub(super) struct Gangs {
     pods: Vec<PodId>,
 }
 
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 struct Members {
     /// Pods that do not leave when the pass begins, in the order of their names.
     pods: Vec<PodId>,
@@ -40,6 +44,19 @@ struct Members {
     waiting: Vec<PodId>,
     size: usize,
     priority: i32,
+    /// What the pods cost that wait when the pass begins.
+    charge: Amount,
+    /// When the newest of these pods was created.
+    newest: Moment,
+    /// Whether all pods may run outside their quota's guarantee.
+    borrows: bool,
+}
+
+impl Members {
+    const fn new() -> Self {
+        let (charge, newest) = (Amount::ZERO, Moment(0));
+        Self { pods: Vec::new(), waiting: Vec::new(), size: 0, priority: i32::MIN, charge, newest, borrows: true }
+    }
 }
 
 impl Gangs {
@@ -51,16 +68,21 @@ impl Gangs {
             let Some(gang) = &pod.gang else { continue };
             let index = *by_name.entry((account_of[at], &gang.name)).or_insert(all.len());
             if index == all.len() {
-                all.push(Members { priority: i32::MIN, ..Members::default() });
+                all.push(Members::new());
             }
             let members = &mut all[index];
             members.size = members.size.max(gang.size);
             members.priority = members.priority.max(pod.priority);
             match pod.place {
-                Place::Waiting { .. } => members.waiting.push(PodId(at)),
+                Place::Waiting { .. } => {
+                    members.waiting.push(PodId(at));
+                    members.charge = members.charge.plus(pod.charge);
+                    members.newest = members.newest.max(pod.created);
+                }
                 Place::Running { .. } => {}
                 Place::Leaving { .. } => continue,
             }
+            members.borrows &= pod.borrows;
             members.pods.push(PodId(at));
             of[at] = Some(index);
         }
@@ -108,11 +130,21 @@ impl Gangs {
 
     /// Returns what a waiting pod's unit costs.
     pub(super) fn charge(&self, world: &World, id: PodId) -> Amount {
-        self.unit(id).iter().map(|&pod| world.pod(pod).charge).sum()
+        self.of[id.0].map_or(world.pod(id).charge, |gang| self.all[gang].charge)
     }
 
     /// Returns when the last pod of a waiting pod's unit was created.
     pub(super) fn created(&self, world: &World, id: PodId) -> Moment {
-        self.unit(id).iter().map(|&pod| world.pod(pod).created).max().unwrap_or(world.pod(id).created)
+        self.of[id.0].map_or(world.pod(id).created, |gang| self.all[gang].newest)
+    }
+
+    /// Returns whether a pod may run outside its quota's guarantee. A gang may if all of its pods may.
+    pub(super) fn borrows(&self, world: &World, id: PodId) -> bool {
+        self.of[id.0].map_or(world.pod(id).borrows, |gang| self.all[gang].borrows)
+    }
+
+    /// Returns whether a pod's gang has, or states, more pods than a gang may have.
+    pub(super) fn is_too_large(&self, id: PodId) -> bool {
+        self.of[id.0].is_some_and(|gang| self.all[gang].size.max(self.all[gang].pods.len()) > MAX_GANG_PODS)
     }
 }

@@ -93,7 +93,7 @@ impl<'a> PreemptionSearch<'a> {
         if turn.rights.is_over_max || self.preemptors.is_preemption_delayed(&head.name, self.up) {
             return GangResult::Impossible;
         }
-        match self.exchange_turn((&head.name, turn.member.pool)) {
+        match self.exchange_turn((&head.name, turn.member.pool), gang.len()) {
             ExchangeTurn::Now => {}
             ExchangeTurn::Later => return GangResult::Later,
             ExchangeTurn::Failed { is_protected: true } => return GangResult::Protected,
@@ -102,7 +102,8 @@ impl<'a> PreemptionSearch<'a> {
         let found = self.search_for_gang(ledger, search, gang, (pass, turn), &kept, actions);
         if matches!(found, GangResult::Impossible | GangResult::Protected) {
             let is_protected = matches!(found, GangResult::Protected);
-            self.preemptors.record_failed_exchange((head.name.clone(), turn.member.pool), is_protected, self.up);
+            let key = (head.name.clone(), turn.member.pool);
+            self.preemptors.record_failed_exchange(key, (gang.len(), is_protected), self.up);
         }
         found
     }

@@ -205,6 +205,34 @@ fn pods_beyond_the_size_of_a_gang_leave_alone() {
         .expect(&[("Reclaim", "a1", "g4")], &["a1", "g1", "g2", "g3"]);
 }
 
+/// Each pass examines all pods of a gang.
+#[test]
+fn a_gang_with_too_many_pods_is_refused() {
+    let mut case = Case::new(1, &[("a", json!({}))])
+        .waiting(&[("g1", "a", 5, 0), ("g2", "a", 5, 0), ("alone", "a", 5, 0)])
+        .gang("a", "train", 1_000_000, &["g1", "g2"]);
+    let actions = case.step();
+    assert_eq!(actions.releases.len(), 1, "the pod without a gang");
+    let waiting = &actions.waiting["a/g1"];
+    assert_eq!(waiting.reason, Reason::GangTooLarge);
+    assert!(waiting.message.contains("1000000 pods: a gang may have at most 1000"), "{}", waiting.message);
+}
+
+#[test]
+fn searches_for_a_gang_count_as_searches_for_its_pods() {
+    let mut case = Case::new(2, &[("b", json!({"min": 20})), ("c", json!({"min": 1})), ("d", json!({}))])
+        .running(&[(("b1", "b", 10, 0), 0), (("b2", "b", 10, 0), 1)]);
+    let names: Vec<String> = (0..8).map(|at| format!("g{at}")).collect();
+    for name in &names {
+        case.add((name, "d", 2, 0), None);
+    }
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let mut case = case.gang("d", "train", 8, &names).waiting(&[("c1", "c", 1, 0)]);
+    let actions = case.step();
+    assert_eq!(actions.preemption_searches, 1, "of c1, which is within its guarantee");
+    assert_eq!(case.step().preemption_searches, 1, "of the gang");
+}
+
 /// Kueue counts all pods of a group, also those that request no GPUs.
 #[test]
 fn pods_of_a_gang_without_gpus_count() {
