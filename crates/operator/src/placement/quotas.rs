@@ -1,8 +1,8 @@
 //! Reads the pods and GPUs of each pool with quotas, for one reconcile.
 //!
-//! [`QuotaWorlds`] is read anew in each reconcile from the pods' annotations, the `GpuNode`s and
-//! the ledger. Nothing else is stored, so a new leader decides the same. `quota_pass` follows the
-//! decisions of the reconcile. The rules are in `cleave_plan::quota`.
+//! Each reconcile builds [`QuotaWorlds`] from the pods' annotations, the `GpuNode`s and the ledger.
+//! No other state is stored, so a new leader makes the same decisions. `quota_pass` applies the
+//! rules of `cleave_plan::quota` to the decisions of the reconcile.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -17,8 +17,9 @@ use crate::pods::{PodObject, full_name};
 use crate::quotas::charge::NodeCosts;
 use crate::quotas::validate::{Quotas, Unnamed};
 
-/// Time after the end of a pod's grace period for which it counts against its quota's maximum.
-const HELD_AFTER_GRACE: u64 = 30;
+/// Seconds after the end of a pod's grace period during which the pod counts towards its quota's
+/// maximum.
+const HELD_AFTER_GRACE_SECONDS: u64 = 30;
 /// A pod terminates late if it ends more than this time after the maximum grace period of evicted
 /// pods. The time is for clocks that differ.
 const LATE_AFTER_GRACE_CAP: u64 = 30;
@@ -28,7 +29,7 @@ const LATE_AFTER_GRACE_CAP: u64 = 30;
 pub struct QuotaSettings {
     /// Durations of the rules.
     pub rules: Settings,
-    /// What pods of namespaces without a quota may do.
+    /// How quotas treat pods of namespaces without a quota.
     pub unnamed: Unnamed,
     /// Whether pods get no label that shows whether a quota guarantees what they use.
     pub without_labels: bool,
@@ -42,20 +43,20 @@ pub(crate) struct PoolWorld {
     pub(super) ids: BTreeMap<String, PodId>,
     /// GPUs by the UUID of a device on them.
     pub(super) gpus: BTreeMap<String, usize>,
-    /// Waiting pods that have waited so long that room may be reserved for them.
+    /// Waiting pods that have waited so long that they may be nominated.
     pub(super) long_waits: BTreeMap<PodId, LongWait>,
     /// Pods that terminate, but later than an evicted pod would. They count as running.
     pub(super) terminates_late: BTreeSet<PodId>,
-    /// Whether some quota of the pool is enforced.
+    /// Whether a quota of the pool is enforced.
     pub(crate) is_enforced: bool,
 }
 
 /// A pod that has waited long.
 #[derive(Debug)]
 pub(super) struct LongWait {
-    /// The units that it requests, without a device.
+    /// The units that the pod requests, without a device.
     pub(super) take: Reservation,
-    /// The devices that it may use, by GPU: name of the node, and UUID.
+    /// The devices that the pod may use, by GPU: the name of the node, and the UUID of the device.
     pub(super) devices: BTreeMap<usize, (String, String)>,
 }
 
@@ -89,7 +90,7 @@ struct GangPresence {
     stated: Option<usize>,
 }
 
-/// What is known of a node.
+/// A node with GPUs of a pool.
 struct NodeView<'a> {
     name: &'a str,
     pool: usize,
@@ -114,8 +115,9 @@ pub(crate) fn quotas_of(cluster: &Cluster, nodes: &Nodes, unnamed: Unnamed) -> Q
 }
 
 impl QuotaWorlds {
-    /// Reads the pools. Returns `None` if there is no valid quota. `waiting` are the pods at the
-    /// gate, and `is_evicted` returns whether an eviction of the pod with this UID was accepted.
+    /// Reads the pools. Returns `None` if there is no valid quota. `waiting` contains the pods at
+    /// the gate. `is_evicted` returns whether the API server accepted an eviction of the pod with
+    /// this UID.
     pub(crate) fn new<'a>(
         (cluster, gpu_nodes): (&Cluster, &Nodes),
         (tracker, ledger): (&PodTracker, &Ledger),
@@ -221,8 +223,8 @@ impl QuotaWorlds {
         }
     }
 
-    /// Finds the devices that pods may use which have waited long. Room is reserved only for pods
-    /// with one request, and on GPUs with one device of the resource.
+    /// Finds the devices that long-waiting pods may use. Only pods with one request are nominated,
+    /// and only on GPUs with one device of the resource.
     pub(super) fn find_long_waits<'n>(
         &mut self,
         cluster: &Cluster,
@@ -310,7 +312,7 @@ impl QuotaWorlds {
         match deleted {
             _ if is_evicted => return (Place::Leaving { gpu, held: true }, false),
             Some(deleted) if !is_late => {
-                let held = self.now.0 < deleted.saturating_add(HELD_AFTER_GRACE);
+                let held = self.now.0 < deleted.saturating_add(HELD_AFTER_GRACE_SECONDS);
                 return (Place::Leaving { gpu, held }, false);
             }
             _ => {}
@@ -397,7 +399,8 @@ fn created(pod: &PodObject) -> Moment {
     Moment(u64::try_from(seconds).unwrap_or(0))
 }
 
-/// Returns the devices of a resource on nodes, by GPU. Omits GPUs with several such devices.
+/// Returns the devices of a resource on these nodes, by GPU. Omits GPUs with several devices of the
+/// resource.
 fn devices_of(
     cluster: &Cluster,
     nodes: &[&str],
