@@ -13,11 +13,13 @@ pub struct PodGang {
     pub name: String,
     /// Minimum number of pods that are released together, at least 1. `None` if the pod states none.
     pub size: Option<usize>,
+    /// Whether the gang is a pod group of Kueue, which admits the pods only once all of them exist.
+    pub is_of_kueue: bool,
 }
 
 impl From<ReleasedGang> for PodGang {
     fn from(ReleasedGang { name, size }: ReleasedGang) -> Self {
-        Self { name, size }
+        Self { name, size, is_of_kueue: false }
     }
 }
 
@@ -42,7 +44,9 @@ impl PodGang {
         let name = named.into_iter().flatten().find(|name| !name.is_empty())?;
         let sizes = [annotation(GANG_SIZE_ANNOTATION), annotation(KUEUE_GROUP_COUNT_ANNOTATION)];
         let size = sizes.into_iter().flatten().find_map(|size| size.trim().parse::<usize>().ok());
-        Some(Self { name: name.to_owned(), size: size.map(|size| size.max(1)) })
+        let is_of_kueue = annotation(GANG_ANNOTATION).is_none_or(str::is_empty)
+            && label(KUEUE_GROUP_LABEL).is_some_and(|name| !name.is_empty());
+        Some(Self { name: name.to_owned(), size: size.map(|size| size.max(1)), is_of_kueue })
     }
 }
 

@@ -23,6 +23,10 @@ const HELD_AFTER_GRACE_SECONDS: u64 = 30;
 /// A pod terminates late if it ends more than this time after the maximum grace period of evicted
 /// pods. The time is for clocks that differ.
 const LATE_AFTER_GRACE_CAP: u64 = 30;
+/// How long waiting pods of a gang wait for pods that are missing, in seconds after the newest of
+/// them was created. A controller that restarts a gang creates all pods again within this time. The
+/// operator does not watch ended pods, so it cannot count them.
+const MISSING_PODS_TIME: u64 = 30;
 
 /// Settings of quotas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -77,6 +81,8 @@ pub(crate) struct QuotaWorlds {
     pool_of_node: BTreeMap<String, usize>,
     /// Whether the cluster has nodes with GPUs that are in no pool with an enforced quota.
     pub(super) has_other_nodes: bool,
+    /// When missing pods of a gang next count as ended.
+    pub(super) next_gang: Option<Moment>,
     pub(super) now: Moment,
 }
 
@@ -88,6 +94,31 @@ struct GangPresence {
     is_released: bool,
     /// The largest size that a released pod states.
     stated: Option<usize>,
+    /// The largest size that a pod states.
+    size: usize,
+    /// When the newest pod was created that waits at the gate, in seconds since the Unix epoch.
+    newest: u64,
+    /// Whether Kueue admits the pods.
+    is_of_kueue: bool,
+    /// Whether a pod with GPUs has a gate of another controller.
+    has_other_gates: bool,
+}
+
+impl GangPresence {
+    /// Returns when missing pods count as ended, in seconds since the Unix epoch. Returns `None` if
+    /// no pod is missing, or missing pods may still be created.
+    fn missing_until(&self) -> Option<u64> {
+        let may_have_ended = self.is_released || self.is_of_kueue;
+        let is_short = self.pods < self.size;
+        (is_short && may_have_ended && !self.has_other_gates).then(|| self.newest.saturating_add(MISSING_PODS_TIME))
+    }
+
+    /// Returns the number of pods without which none of the waiting pods is released. A gang of
+    /// which all pods exist somewhere misses none.
+    fn needed(&self, now: u64) -> usize {
+        let is_over = self.missing_until().is_some_and(|until| until <= now);
+        if self.pods >= self.size || is_over { 1 } else { self.size }
+    }
 }
 
 /// A node with GPUs of a pool.
@@ -133,7 +164,8 @@ impl QuotaWorlds {
             return None;
         }
         let pool_of_node = BTreeMap::new();
-        let mut worlds = Self { pools: Vec::new(), pool_of_node, has_other_nodes: false, now: Moment(now) };
+        let mut worlds =
+            Self { pools: Vec::new(), pool_of_node, has_other_nodes: false, next_gang: None, now: Moment(now) };
         for (at, pool) in quotas.pools.iter().enumerate() {
             let world = World { quotas: pool.quotas.clone(), settings: settings.rules, ..World::default() };
             worlds.pools.push(PoolWorld {
@@ -148,6 +180,8 @@ impl QuotaWorlds {
         let nodes = worlds.add_nodes(gpu_nodes, &quotas);
         worlds.has_other_nodes = gpu_nodes.managed().any(|node| !worlds.is_in_enforced_pool(node));
         let gangs = gangs_of(tracker);
+        worlds.next_gang =
+            gangs.values().filter_map(GangPresence::missing_until).filter(|until| *until > now).map(Moment).min();
         let by_name: BTreeMap<&str, &NodeView<'_>> = nodes.iter().map(|node| (node.name, node)).collect();
         for pod in tracker.living_pods().filter(|pod| pod.requests_gpus()) {
             let name = full_name(&pod.metadata);
@@ -236,7 +270,7 @@ impl QuotaWorlds {
                 let Some(&id) = pool.ids.get(name) else { continue };
                 let ageing = pool.world.settings.ageing;
                 let pod = &mut pool.world.pods[id.0];
-                if pod.gang.is_some() || ageing.is_none_or(|ageing| pod.created.0.saturating_add(ageing) > now) {
+                if ageing.is_none_or(|ageing| pod.created.0.saturating_add(ageing) > now) {
                     continue;
                 }
                 let devices = match requests {
@@ -345,9 +379,7 @@ impl QuotaWorlds {
         let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
         let gang = pod.gang.as_ref().map(|gang| {
             let present = gangs.get(&(namespace, gang.name.as_str())).copied().unwrap_or_default();
-            // A gang that was released once, or of which all pods exist somewhere, misses none.
-            let size = gang.size.unwrap_or(1);
-            let size = if present.is_released || present.pods >= size { 1 } else { size };
+            let size = present.needed(self.now.0);
             Gang { name: format!("{namespace}/{}", gang.name), size }
         });
         let PoolWorld { world, ids, .. } = &mut self.pools[pool];
@@ -380,15 +412,22 @@ fn gangs_of(tracker: &PodTracker) -> Gangs<'_> {
     let mut gangs = Gangs::new();
     for pod in tracker.living_pods().filter(|pod| pod.metadata.deletion_timestamp.is_none()) {
         let Some(gang) = &pod.gang else { continue };
+        let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
+        let present = gangs.entry((namespace, gang.name.as_str())).or_default();
+        present.size = present.size.max(gang.size.unwrap_or(1));
+        present.is_of_kueue |= gang.is_of_kueue;
         let is_released = pod.node().is_some() || pod.spec.scheduling_gates.is_empty();
-        if is_released || pod.waits_at_gate() || !pod.requests_gpus() {
-            let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
-            let present = gangs.entry((namespace, gang.name.as_str())).or_default();
+        if !pod.requests_gpus() {
             present.pods += 1;
-            if is_released && pod.requests_gpus() {
-                present.is_released = true;
-                present.stated = present.stated.max(gang.size);
-            }
+        } else if is_released {
+            present.pods += 1;
+            present.is_released = true;
+            present.stated = present.stated.max(gang.size);
+        } else if pod.waits_at_gate() {
+            present.pods += 1;
+            present.newest = present.newest.max(created(pod).0);
+        } else {
+            present.has_other_gates = true;
         }
     }
     gangs

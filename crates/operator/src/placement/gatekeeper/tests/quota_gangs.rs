@@ -248,13 +248,43 @@ fn pods_of_a_gang_without_gpus_count() {
     assert_eq!(case.step().releases.len(), 2);
 }
 
+/// The operator does not watch ended pods. A controller that restarts a gang creates all pods again.
 #[test]
-fn a_lost_pod_of_a_gang_is_replaced_although_another_has_finished() {
-    Case::new(2, &[("a", json!({}))])
+fn missing_pods_of_a_running_gang_count_as_ended_after_some_time() {
+    let mut case = Case::new(2, &[("a", json!({}))])
         .running(&[(("g1", "a", 5, 0), 0), (("g2", "a", 5, 0), 0)])
         .waiting(&[("g3", "a", 5, 0)])
-        .gang("a", "train", 4, &["g1", "g2", "g3"])
-        .expect(&[], &["g1", "g2", "g3"]);
+        .gang("a", "train", 4, &["g1", "g2", "g3"]);
+    let created = case.seconds;
+    while case.seconds < created + 29 {
+        let actions = case.step();
+        assert!(actions.releases.is_empty() && actions.waiting["a/g3"].reason == Reason::GangIncomplete);
+        assert!(actions.requeue.is_some_and(|requeue| requeue.as_secs() <= created + 30 - case.seconds));
+    }
+    assert_eq!(case.step().releases.len(), 1);
+}
+
+/// Kueue admits a group once all of its pods exist.
+#[test]
+fn missing_pods_of_a_pod_group_of_kueue_count_as_ended_after_some_time() {
+    let group = |case: &mut Case, kueue: bool| {
+        let labels = if kueue { json!({"kueue.x-k8s.io/pod-group-name": "k"}) } else { json!({}) };
+        let mut annotations = json!({"kueue.x-k8s.io/pod-group-total-count": "2"});
+        if !kueue {
+            annotations["cleave.dev/gang"] = json!("k");
+        }
+        let set = |pod: &mut Value| {
+            (pod["metadata"]["labels"], pod["metadata"]["annotations"]) = (labels, annotations);
+        };
+        case.world.change(|world| &mut world.pods, "a/k1", set);
+    };
+    for (kueue, released) in [(true, 1), (false, 0)] {
+        let mut case = Case::new(1, &[("a", json!({}))]).waiting(&[("k1", "a", 5, 0)]);
+        group(&mut case, kueue);
+        assert!(case.step().releases.is_empty());
+        case.seconds += 30;
+        assert_eq!(case.step().releases.len(), released, "kueue: {kueue}");
+    }
 }
 
 /// A controller may change a pod while the operator releases it.
