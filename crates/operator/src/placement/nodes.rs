@@ -63,10 +63,8 @@ pub(super) struct NodeState {
     absences: BTreeSet<Absence>,
     /// The `GpuNode`, if units of the node are briefly unavailable.
     gpu_node: Option<Arc<DeserializeGuard<GpuNode>>>,
-    /// The last valid `GpuNode` that had GPUs.
-    last_gpu_node: Option<Arc<DeserializeGuard<GpuNode>>>,
-    /// Whether `last_gpu_node` is the present `GpuNode`.
-    is_current: bool,
+    /// The last valid `GpuNode` that had GPUs, and whether it is the present `GpuNode`.
+    last_gpu_node: Option<(Arc<DeserializeGuard<GpuNode>>, bool)>,
 }
 
 /// No absences.
@@ -332,8 +330,8 @@ impl Nodes {
             state.gpu_node = gpu_node.filter(|_| !state.absences.is_empty()).cloned();
             let before = self.0.get(name);
             let with_gpus = gpu_node.filter(|_| state.gpus > 0 && facts.is_some());
-            state.is_current = with_gpus.is_some();
-            state.last_gpu_node = with_gpus.cloned().or_else(|| before?.last_gpu_node.clone());
+            let last = || before?.last_gpu_node.as_ref().map(|(object, _)| (Arc::clone(object), false));
+            state.last_gpu_node = with_gpus.map(|object| (Arc::clone(object), true)).or_else(last);
             state.missing = state.still_reported_resources(before);
             state.was_managed = before.is_some_and(|before| before.was_managed || before.managed || before.has_agent());
             self.0.insert(name.to_owned(), state);
@@ -364,8 +362,8 @@ impl Nodes {
     /// the present one.
     pub(super) fn with_gpus(&self) -> impl Iterator<Item = (&str, &GpuNode, bool)> {
         self.0.iter().filter_map(|(name, state)| {
-            let object = state.last_gpu_node.as_ref()?.0.as_ref().ok()?;
-            Some((name.as_str(), object, state.is_current))
+            let (object, is_current) = state.last_gpu_node.as_ref()?;
+            Some((name.as_str(), object.0.as_ref().ok()?, *is_current))
         })
     }
 

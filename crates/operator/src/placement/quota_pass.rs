@@ -48,6 +48,10 @@ type PodsByNode<'h> = BTreeMap<String, BTreeMap<String, Holder<'h>>>;
 /// A pod, and the units that were found for it.
 pub(super) type PodAndRoom<'f> = (&'f str, &'f Preemption);
 
+/// A pod of a waiting pod's quota: priority, start, name, and index of its disruption budget. The
+/// least important pod is first.
+type OwnPod<'n> = (i32, Reverse<Moment>, &'n str, PodId, Option<usize>);
+
 /// Quotas within one reconcile.
 pub(super) struct QuotaPass<'w> {
     worlds: &'w QuotaWorlds,
@@ -516,7 +520,7 @@ impl<'w> QuotaPass<'w> {
         let (book, pool) = (self.book(member), &self.worlds.pools[member.pool]);
         let max = book.quota(member.id).max()?;
         let leaving = self.evictable(Kind::Priority, member, all);
-        let mut own: Vec<(i32, Reverse<Moment>, &str, PodId, Option<usize>)> = all
+        let mut own: Vec<OwnPod<'_>> = all
             .all()
             .filter_map(|(_, name, holder)| Some((name, *pool.ids.get(name)?, holder.budget)))
             .filter(|(_, id, _)| leaving.contains(id))
