@@ -79,7 +79,7 @@ impl<'w> QuotaPass<'w> {
                 ledger.set_rank(&name, pass.rank_of(member, is_within));
             }
         }
-        pass.reserve_for_long_waits(ledger);
+        pass.nominate_for_long_waits(ledger);
         pass
     }
 
@@ -108,7 +108,7 @@ impl<'w> QuotaPass<'w> {
     }
 
     /// Nominates pods that have waited long; see [`reserved_for_long_waits`].
-    fn reserve_for_long_waits(&mut self, ledger: &mut Ledger) {
+    fn nominate_for_long_waits(&mut self, ledger: &mut Ledger) {
         for (pool, of) in self.worlds.pools.iter().enumerate().filter(|(_, of)| !of.long_waits.is_empty()) {
             for (id, gpu) in reserved_for_long_waits(&of.world, self.worlds.now) {
                 let Some(LongWait { take, devices }) = of.long_waits.get(&id) else { continue };
