@@ -57,9 +57,9 @@ pub const POD_GROUP_LABEL: &str = "scheduling.x-k8s.io/pod-group";
 /// waiting pod, as a [`crate::placement::Placement`]. If the leader of the operator changes, the
 /// next leader keeps these units and evicts no further pods.
 pub const NOMINATION_ANNOTATION: &str = "cleave.dev/nomination";
-/// Annotation of a pod that a disruption budget keeps although its room is guaranteed to another
-/// pod: since when, in seconds since the Unix epoch. If the leader of the operator changes, the time
-/// that the budget has left does not start again.
+/// Annotation of a waiting pod from which disruption budgets keep guaranteed room: since when, in
+/// seconds since the Unix epoch. If the leader of the operator changes, the time that budgets have
+/// left does not start again.
 pub const PROTECTED_SINCE_ANNOTATION: &str = "cleave.dev/protected-since";
 /// Label of a pod that a quota counts: whether the pod is within the quota's guarantee. The
 /// operator writes the label, but bases no decision on it.

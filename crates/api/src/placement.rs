@@ -22,6 +22,20 @@ pub struct Placement {
     /// part of the request that must be on one device, in the order of
     /// `cleave_plan::ledger::device_requests`.
     pub nodes: BTreeMap<String, Vec<ReservedUnits>>,
+    /// The gang of the pod when it was released. Later changes of the pod's annotations and labels
+    /// do not change which pods are evicted with it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gang: Option<ReleasedGang>,
+}
+
+/// The gang of a released pod.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct ReleasedGang {
+    /// Name of the gang.
+    pub name: String,
+    /// Number of pods that the pod stated for the gang. `None` if it stated none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size: Option<usize>,
 }
 
 /// Reserved units of one device.
@@ -61,12 +75,17 @@ mod tests {
     fn a_written_placement_can_be_read_back() {
         let reserved =
             ReservedUnits { resource: "nvidia.com/gpu-mps".to_owned(), units: 3, device: "GPU-1".to_owned() };
-        let placement = Placement { until: 9, nodes: BTreeMap::from([("n1".to_owned(), vec![reserved])]) };
+        let nodes = BTreeMap::from([("n1".to_owned(), vec![reserved])]);
+        let mut placement = Placement { until: 9, nodes, gang: None };
         let text = placement.to_text().unwrap();
         assert_eq!(
             text,
             r#"{"until":9,"nodes":{"n1":[{"resource":"nvidia.com/gpu-mps","units":3,"device":"GPU-1"}]}}"#
         );
+        assert_eq!(Placement::parse(&text).unwrap(), placement);
+        placement.gang = Some(ReleasedGang { name: "train".to_owned(), size: Some(4) });
+        let text = placement.to_text().unwrap();
+        assert!(text.ends_with(r#","gang":{"name":"train","size":4}}"#), "{text}");
         assert_eq!(Placement::parse(&text).unwrap(), placement);
         assert!(Placement::parse("{}").is_err() && Placement::parse("").is_err());
     }

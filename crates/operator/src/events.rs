@@ -80,7 +80,7 @@ impl EventSelector {
                 | Reason::WaitsForGuarantee
                 | Reason::Protected
                 | Reason::GangIncomplete => (EventType::Warning, "NoGpu", WAIT_EVENT_DELAY),
-                Reason::Malformed => (EventType::Warning, "NoGpu", Duration::ZERO),
+                Reason::Malformed | Reason::GangTooLarge => (EventType::Warning, "NoGpu", Duration::ZERO),
                 // Publish no Event: the scheduler itself reports pods that it has not bound, and a
                 // change of a node ends soon.
                 Reason::Scheduler | Reason::NodeChanging => continue,

@@ -4,17 +4,31 @@ use std::collections::BTreeMap;
 use cleave_api::names::{
     GANG_ANNOTATION, GANG_SIZE_ANNOTATION, KUEUE_GROUP_COUNT_ANNOTATION, KUEUE_GROUP_LABEL, POD_GROUP_LABEL,
 };
+use cleave_api::placement::ReleasedGang;
 
 /// Pods that are useful only if all of them run.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct PodGang {
     /// Name of the gang. Pods of one namespace with the same gang name are one gang.
     pub name: String,
-    /// Minimum number of pods that are released together. At least 1.
-    pub size: usize,
+    /// Minimum number of pods that are released together, at least 1. `None` if the pod states none.
+    pub size: Option<usize>,
+    /// Whether the gang is a pod group of Kueue, which admits the pods only once all of them exist.
+    pub is_of_kueue: bool,
+}
+
+impl From<ReleasedGang> for PodGang {
+    fn from(ReleasedGang { name, size }: ReleasedGang) -> Self {
+        Self { name, size, is_of_kueue: false }
+    }
 }
 
 impl PodGang {
+    /// Returns what is recorded about the gang when a pod is released.
+    pub fn released(&self) -> ReleasedGang {
+        ReleasedGang { name: self.name.clone(), size: self.size }
+    }
+
     /// Finds the gang of a pod. `group` is the group in the pod's spec (KEP-4671). The gang's name
     /// is the first set value of Cleave's annotation, Kueue's label, the coscheduling plugin's
     /// label, and the group in the spec.
@@ -30,7 +44,9 @@ impl PodGang {
         let name = named.into_iter().flatten().find(|name| !name.is_empty())?;
         let sizes = [annotation(GANG_SIZE_ANNOTATION), annotation(KUEUE_GROUP_COUNT_ANNOTATION)];
         let size = sizes.into_iter().flatten().find_map(|size| size.trim().parse::<usize>().ok());
-        Some(Self { name: name.to_owned(), size: size.unwrap_or(1).max(1) })
+        let is_of_kueue = annotation(GANG_ANNOTATION).is_none_or(str::is_empty)
+            && label(KUEUE_GROUP_LABEL).is_some_and(|name| !name.is_empty());
+        Some(Self { name: name.to_owned(), size: size.map(|size| size.max(1)), is_of_kueue })
     }
 }
 
@@ -42,7 +58,7 @@ mod tests {
         labels: &[(&str, &str)],
         annotations: &[(&str, &str)],
         group: Option<&str>,
-    ) -> Option<(String, usize)> {
+    ) -> Option<(String, Option<usize>)> {
         let map = |pairs: &[(&str, &str)]| -> BTreeMap<String, String> {
             pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
         };
@@ -55,14 +71,17 @@ mod tests {
     fn a_gangs_name_comes_from_an_annotation_a_label_or_the_spec() {
         let named = |name: &str, size| Some((name.to_owned(), size));
         assert_eq!(find_gang(&[("app", "x")], &[("cleave.dev/borrow", "Never")], None), None);
-        assert_eq!(find_gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", "4")], None), named("t", 4));
+        assert_eq!(
+            find_gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", "4")], None),
+            named("t", Some(4))
+        );
         let kueue = [("kueue.x-k8s.io/pod-group-name", "k")];
-        assert_eq!(find_gang(&kueue, &[("kueue.x-k8s.io/pod-group-total-count", "3")], None), named("k", 3));
-        assert_eq!(find_gang(&[("scheduling.x-k8s.io/pod-group", "s")], &[], None), named("s", 1));
-        assert_eq!(find_gang(&[], &[("cleave.dev/gang-size", "2")], Some("g")), named("g", 2));
+        assert_eq!(find_gang(&kueue, &[("kueue.x-k8s.io/pod-group-total-count", "3")], None), named("k", Some(3)));
+        assert_eq!(find_gang(&[("scheduling.x-k8s.io/pod-group", "s")], &[], None), named("s", None));
+        assert_eq!(find_gang(&[], &[("cleave.dev/gang-size", "2")], Some("g")), named("g", Some(2)));
         assert_eq!(
             find_gang(&kueue, &[("cleave.dev/gang", "t")], Some("g")),
-            named("t", 1),
+            named("t", None),
             "Cleave's annotation is first"
         );
     }
@@ -88,11 +107,11 @@ mod tests {
     fn an_invalid_gang_size_is_ignored() {
         for size in ["", "-1", "1e9", "many", "99999999999999999999"] {
             let found = find_gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", size)], None);
-            assert_eq!(found, Some(("t".to_owned(), 1)), "{size:?}");
+            assert_eq!(found, Some(("t".to_owned(), None)), "{size:?}");
         }
         assert_eq!(
             find_gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", "0")], None),
-            Some(("t".to_owned(), 1))
+            Some(("t".to_owned(), Some(1)))
         );
         assert_eq!(find_gang(&[], &[("cleave.dev/gang", "")], None), None, "an empty name is none");
     }

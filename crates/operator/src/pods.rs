@@ -65,12 +65,12 @@ pub struct PodObject {
     /// Whether the pod runs only within its quota's guarantee.
     pub never_borrows: bool,
     /// The pod's gang: the pods that are released and evicted together. Most pods have none. Set by
-    /// [`PodObject::trim`].
+    /// [`PodObject::trim`]. For a released pod, the gang that it had when it was released.
     pub gang: Option<Shared<PodGang>>,
     /// The nomination that an earlier leader of the operator wrote to the waiting pod.
     pub nomination: Option<Shared<Placement>>,
-    /// Since when a disruption budget keeps the pod from leaving for a guarantee, in seconds since
-    /// the Unix epoch.
+    /// Since when disruption budgets keep guaranteed room from the waiting pod, in seconds since the
+    /// Unix epoch.
     pub protected_since: Option<u64>,
 }
 
@@ -248,7 +248,10 @@ impl PodObject {
         self.unschedulable = self.unschedulable || annotation(UNSCHEDULABLE_ANNOTATION).is_some();
         self.to_other_nodes = self.to_other_nodes || annotation(OTHER_NODES_ANNOTATION).is_some();
         let note = annotation(placement::PLACEMENT_ANNOTATION);
-        let note = note.and_then(|text| Placement::parse(text).ok()).map(Shared::from);
+        let mut note = note.and_then(|text| Placement::parse(text).ok());
+        // Equal placements are shared, so the gang is stored beside them.
+        let released_gang = note.as_mut().map(|note| note.gang.take());
+        let note = note.map(Shared::from);
         self.reserved_until = note.as_ref().map(|note| note.until).or(self.reserved_until);
         self.placement = note.or(self.placement.take());
         let replica_placement = annotation(REPLICA_PLACEMENT_ANNOTATION).and_then(|text| ReplicaPlacement::parse(text));
@@ -261,7 +264,12 @@ impl PodObject {
         let workload = self.spec.workload_ref.take().map(|workload| workload.group_name());
         let group = self.spec.scheduling_group.take().and_then(|group| group.pod_group_name).or(workload);
         let gang = PodGang::find(self.labels(), |name| annotation(name).map(String::as_str), group.as_deref());
-        self.gang = gang.map(Shared::from).or(self.gang.take());
+        self.gang = match released_gang {
+            Some(released) => released.map(PodGang::from).map(Shared::from),
+            // The pod is already trimmed.
+            None if self.placement.is_some() => self.gang.take(),
+            None => self.gang.take().or(gang.map(Shared::from)),
+        };
         self.annotated = self.annotated || annotations.is_some();
         let node = self.spec.node_name.take().filter(|node| !node.is_empty());
         self.bound_to = node.map(Arc::from).or(self.bound_to.take());

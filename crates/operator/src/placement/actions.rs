@@ -84,15 +84,15 @@ pub struct NominationRecord {
     pub room: Placement,
 }
 
-/// A pod that a disruption budget keeps although its room is guaranteed to another pod. The time is
-/// written to the pod, so that it does not start again with another leader.
+/// A waiting pod from which disruption budgets keep guaranteed room. The time is written to the pod,
+/// so that it does not start again with another leader.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProtectedPod {
     /// The pod, as `namespace/name`.
     pub pod: String,
     /// UID of the pod.
     pub uid: String,
-    /// Since when the budget keeps the pod, in seconds since the Unix epoch.
+    /// Since when budgets keep the room, in seconds since the Unix epoch.
     pub since: u64,
 }
 
@@ -138,7 +138,7 @@ pub struct Actions {
     pub evictions: Vec<Eviction>,
     /// Nominations to write to pods before the evictions.
     pub kept: Vec<NominationRecord>,
-    /// Pods that disruption budgets protect from a guarantee, to be recorded.
+    /// Waiting pods from which disruption budgets keep guaranteed slices, to be recorded.
     pub protected: Vec<ProtectedPod>,
     /// Pods that wait at the gate, each with the reason.
     pub waiting: BTreeMap<String, WaitingPod>,

@@ -7,6 +7,7 @@ use cleave_plan::ledger::{DeviceRequest, Fits, Ledger, Moment, Reservation};
 
 use super::actions::{Actions, Destination, ReleaseReason};
 use super::cluster::ReconcileInput;
+use super::gang_releases::GangReleases;
 use super::gangs;
 use super::growth::{AllowedUnits, AutoscalerReports, NeedInputs, PlacementOutlook};
 use super::nodes::Nodes;
@@ -58,6 +59,7 @@ pub(super) struct Decisions<'a, 'm> {
     pub(super) without_labels: bool,
     /// How long a pod must be unplaceable before it is released as unschedulable.
     pub(super) unschedulable_after: Duration,
+    pub(super) gang_releases: &'m mut GangReleases,
     /// Pods that received a reservation.
     pub(super) reserved: BTreeSet<String>,
     /// Number of pods released as unschedulable.
@@ -205,9 +207,14 @@ impl<'a> Decisions<'a, '_> {
         let label = self.quotas.as_mut().and_then(|pass| pass.label_released(turn, &named));
         let label = label.filter(|_| !self.without_labels);
         for (one, fits) in pods.iter().zip(found) {
-            let placement = build_placement(&one.pod.spec.device_requests, fits, self.expires);
+            let mut placement = build_placement(&one.pod.spec.device_requests, fits, self.expires);
+            placement.gang = one.pod.gang.as_ref().map(|gang| gang.released());
             let waited = self.queue.waiting_time(&one.name, self.input.now.up);
-            self.actions.releases.push(one.release_reserved(placement, self.nodes, (waited, label)));
+            let release = one.release_reserved(placement, self.nodes, (waited, label));
+            if turn.is_some() && one.pod.gang.is_some() {
+                self.gang_releases.record(&release, label);
+            }
+            self.actions.releases.push(release);
         }
     }
 
@@ -422,5 +429,5 @@ fn build_placement(device_requests: &[DeviceRequest], fits: &Fits, expires: Mome
         held
     };
     let nodes: BTreeMap<_, _> = fits.iter().map(|fit| (fit.node().to_owned(), held(fit.reservations()))).collect();
-    Placement { until: expires.0, nodes }
+    Placement { until: expires.0, nodes, gang: None }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cleave_api::names::CONDITION_PLACED;
-use cleave_plan::ledger::{Chooser, Ledger, Nomination, Place};
+use cleave_plan::ledger::{Chooser, Ledger, Moment, Place};
 
 use super::actions::{Actions, Eviction, Release};
 use super::claims::{self, PodClaims};
@@ -14,6 +14,7 @@ use super::cluster::{Cluster, ReconcileInput, ReconcileTime, is_released};
 use super::decisions::{Decisions, MAX_RELEASES};
 use super::evictions::{Evictability, EvictionRecords};
 use super::fragments::FragmentationTaints;
+use super::gang_releases::GangReleases;
 use super::growth::{AllowedUnits, AutoscalerReports};
 use super::handover;
 use super::nodes::Nodes;
@@ -30,6 +31,7 @@ use super::returning::Returning;
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::{self, PlacedReport, StrandedActions, StrandedPods};
 use super::unanswered::UnansweredReleases;
+use super::unbound::unbound_pods;
 use super::unlisted::UnlistedUnits;
 use super::{learning, mps_hosts};
 use crate::evict::EvictionResult;
@@ -59,6 +61,8 @@ pub struct Gatekeeper {
     tracker: PodTracker,
     claims: PodClaims,
     unanswered: UnansweredReleases,
+    /// Releases of pods of gangs, until the API server has applied them.
+    gang_releases: GangReleases,
     queue: Queue,
     /// Results of evictions for waiting pods.
     evictions: EvictionRecords,
@@ -100,6 +104,7 @@ impl Gatekeeper {
             tracker: PodTracker::default(),
             claims: PodClaims::default(),
             unanswered: UnansweredReleases::default(),
+            gang_releases: GangReleases::default(),
             queue: Queue::default(),
             evictions: EvictionRecords::default(),
             preemptors: Preemptors::default(),
@@ -167,6 +172,7 @@ impl Gatekeeper {
     /// Records that a pod was released.
     pub fn record_release(&mut self, pod: &str) {
         self.unanswered.remove(pod);
+        self.gang_releases.remove(pod);
     }
 
     /// Records that it is unknown whether a pod was released. `release` has the patch that was
@@ -178,24 +184,11 @@ impl Gatekeeper {
     }
 
     /// Records that a pod could not be released, and ends its reservation. If an earlier patch had
-    /// no answer, that patch may have released the pod, so the reservation is kept.
-    ///
-    /// A pod of a gang is nominated for the units instead, because the rest of its gang may have
-    /// been released. Otherwise another pod could take the units, and a part of the gang would run.
+    /// no answer, that patch may have released the pod, so the reservation is kept. A pod of a gang
+    /// also keeps its reservation; see [`super::gang_releases`].
     pub fn record_failed_release(&mut self, pod: &str) {
-        if self.unanswered.contains(pod) {
-            return;
-        }
-        let is_in_gang = self.tracker.unsettled_pod(pod).is_some_and(|pod| pod.gang.is_some());
-        let room = self.ledger.as_ref().filter(|_| is_in_gang).and_then(|ledger| {
-            let (node, takes) = ledger.claim(pod)?.annotated.first_key_value()?;
-            Some((node.clone(), takes.clone()))
-        });
-        self.claims.end_claim(self.ledger.as_mut(), pod);
-        if let (Some((node, takes)), Some(ledger)) = (room, &mut self.ledger) {
-            let priority = self.tracker.unsettled_pod(pod).and_then(|pod| pod.spec.priority).unwrap_or(0);
-            // Ignore errors: the ledger refuses only nominations for pods with a claim.
-            let _ = ledger.nominate(pod, Nomination { priority, node, takes });
+        if !self.unanswered.contains(pod) && !self.gang_releases.record_failure(pod) {
+            self.claims.end_claim(self.ledger.as_mut(), pod);
         }
     }
 
@@ -203,7 +196,7 @@ impl Gatekeeper {
     /// refusals, the release is delayed.
     pub fn record_refused_release(&mut self, pod: &str, message: &str, up: Duration) {
         if !self.unanswered.contains(pod) {
-            self.claims.end_claim(self.ledger.as_mut(), pod);
+            self.record_failed_release(pod);
             self.queue.record_refusal(pod, message, up);
         }
     }
@@ -213,6 +206,7 @@ impl Gatekeeper {
     /// that other pods may fit.
     pub fn record_missing_pod(&mut self, pod: &str, uid: &str, up: Duration) -> bool {
         self.queue.record_missing(pod, uid, up);
+        self.gang_releases.remove(pod);
         !self.unanswered.contains(pod) && self.claims.end_claim(self.ledger.as_mut(), pod)
     }
 
@@ -377,6 +371,9 @@ impl Gatekeeper {
         }
         let settling = self.next_reservation.saturating_sub(now.up);
         if settling.is_zero() {
+            let (parts, state) = ((&mut ledger, &mut self.claims), (&self.nodes, &self.queue));
+            let retried = self.gang_releases.releases_to_retry(parts, &unsettled, state, &mut actions, now);
+            actions.releases.extend(retried);
             self.update_preemption(&mut ledger, &waiting, &input, &mut actions);
             if waiting.is_empty() {
                 self.growth.add_reports(&[], now.up, &mut actions);
@@ -422,7 +419,10 @@ impl Gatekeeper {
             if pod.node().is_some() || !pod.waits_at_gate() {
                 self.unanswered.remove(&name);
             } else if self.unanswered.is_refuted_by(&name, pod) {
-                self.claims.end_claim(Some(ledger), &name);
+                self.unanswered.remove(&name);
+                if !self.gang_releases.record_failure(&name) {
+                    self.claims.end_claim(Some(ledger), &name);
+                }
             }
             if let Some(node) = pod.node() {
                 if self.claims.record_binding(ledger, &name, pod, node) {
@@ -571,7 +571,7 @@ impl Gatekeeper {
         let waiting = self.queue.remove_delayed(ledger, waiting, up, actions).into_iter();
         let Self { agent_labels, chooser, nodes, claims, queue, rollout, stranded, .. } = self;
         let tracker = input.tracker;
-        let Self { evictions, preemptors, growth, returning, unlisted, .. } = self;
+        let Self { evictions, preemptors, growth, returning, unlisted, gang_releases, .. } = self;
         let (nodes, stranded) = (&*nodes, &*stranded);
         let candidate = |(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod));
         let candidates: Vec<Candidate<'_>> = waiting.map(candidate).collect();
@@ -595,15 +595,23 @@ impl Gatekeeper {
         )
         .filter(QuotaWorlds::are_enforced);
         if let Some(worlds) = &mut worlds {
+            if let Some(Moment(until)) = worlds.next_gang {
+                actions.requeue_in(Duration::from_secs(until.saturating_sub(input.now.epoch)));
+            }
             worlds.find_long_waits(input.cluster, candidates.iter().map(|one| one.for_long_wait(nodes)));
         }
+        let unbound = worlds.as_ref().map(|worlds| {
+            unbound_pods(ledger, (tracker, claims), &evictability, |node| worlds.is_in_enforced_pool(node))
+        });
+        let unbound = unbound.unwrap_or_default();
         let quotas = worlds.as_ref().map(|worlds| QuotaPass::new(worlds, ledger));
         let order = TurnOrder::new(quotas.as_ref(), candidates.iter().map(|candidate| candidate.name.as_str()));
         let offers = AllowedUnits::of_policies(input.cluster.policies.iter().map(AsRef::as_ref));
         let mut decisions = Decisions {
             search: PlacementSearch::new(input, (nodes, tracker, &*claims), ledger, chooser)
                 .with_quotas(worlds.as_ref()),
-            preemption: PreemptionSearch::new((nodes, tracker, unlisted), evictability, claims, preemptors, up),
+            preemption: PreemptionSearch::new((nodes, tracker, unlisted), evictability, claims, preemptors, up)
+                .with_unbound(unbound),
             returning: returning.units(nodes, (ledger, claims), up, actions),
             ledger,
             actions,
@@ -616,6 +624,7 @@ impl Gatekeeper {
             agent_labels,
             offers: &offers,
             quotas,
+            gang_releases,
             other_nodes: None,
             expires: claims::expiry(input.now),
             without_labels: self.quotas.without_labels,

@@ -9,7 +9,7 @@
 //! | read | `cluster`, `nodes`, `facts`, `pod_tracker`, `claims` | the objects, and the facts that the ledger and the scheduler's rules need |
 //! | decide | `gatekeeper`, `decisions` | [`Actions`] of one reconcile |
 //! | | `queue` | order and back-off of the pods at the gate |
-//! | | `unanswered` | releases to send again |
+//! | | `unanswered`, `gang_releases` | releases to send again |
 //! | | `learning`, `replicas` | data by which the search ranks nodes |
 //! | | `search`, `constraints`, `free_resources`, `amounts`, `verdict` | a placement for a pod, or why it is not placeable |
 //! | | `quotas`, `quota_costs`, `quota_pass`, `quota_turns` | quotas: the order of the pods, the units that each pod may use, and the pods that may be evicted for it |
@@ -48,6 +48,7 @@ mod evictions;
 mod facts;
 mod fragments;
 mod free_resources;
+mod gang_releases;
 mod gangs;
 mod gatekeeper;
 mod growth;
@@ -72,6 +73,7 @@ mod run;
 mod search;
 mod stranded;
 mod unanswered;
+mod unbound;
 mod unlisted;
 mod verdict;
 

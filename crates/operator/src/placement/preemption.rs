@@ -17,6 +17,7 @@ use super::pod_tracker::PodTracker;
 use super::preemptors::{Preemptors, SearchScope};
 use super::quota_pass::{PodAndRoom, QuotaPass, QuotaTurn, capped_grace};
 use super::search::{Candidate, PlacementSearch, SearchKey};
+use super::unbound::UnboundPods;
 use super::unlisted::UnlistedUnits;
 use super::verdict::{PreemptionProspect, Verdict};
 use crate::pods::{PodObject, full_name};
@@ -28,7 +29,9 @@ mod gangs;
 const MAX_NEW_PREEMPTORS: usize = 4;
 
 /// Maximum number of waiting pods per reconcile with their first search for victims by the rules of
-/// quotas. The turns are in the order of the quotas, so pods within a guarantee come first.
+/// quotas. All pods of a gang count, because each is a search of all devices; a larger gang is
+/// searched for alone. The turns are in the order of the quotas, so pods within a guarantee come
+/// first.
 const MAX_EXCHANGES: usize = 8;
 
 /// Searches for pods to evict, within one reconcile.
@@ -41,6 +44,8 @@ pub(super) struct PreemptionSearch<'a> {
     preemptors: &'a mut Preemptors,
     /// Pods with allocations. Computed only if a pod may preempt others.
     holders: OnceCell<Holders<'a>>,
+    /// Released pods that are not bound, in pools with an enforced quota.
+    unbound: UnboundPods<'a>,
     /// The lowest priority in `holders`. `i32::MAX` if `holders` is empty.
     lowest_holder: OnceCell<i32>,
     /// Waiting pods whose turn it is.
@@ -49,7 +54,7 @@ pub(super) struct PreemptionSearch<'a> {
     new: usize,
     /// Number of all searches in this reconcile.
     searches: u64,
-    /// Number of first searches so far by the rules of quotas.
+    /// Number of pods in first searches so far by the rules of quotas.
     exchanges: usize,
     /// Waiting pods whose turn it is for a repeated search by the rules of quotas, with the pool.
     exchanges_in_turn: BTreeSet<(String, usize)>,
@@ -105,7 +110,7 @@ impl<'a> PreemptionSearch<'a> {
         up: Duration,
     ) -> Self {
         let (pods_in_turn, is_paused) = (preemptors.pods_in_turn(up), evictability.is_paused(up));
-        let (holders, futile) = (OnceCell::new(), BTreeSet::new());
+        let (holders, futile, unbound) = (OnceCell::new(), BTreeSet::new(), UnboundPods::new());
         let exchanges_in_turn = preemptors.exchanges_in_turn(up);
         Self {
             nodes,
@@ -115,6 +120,7 @@ impl<'a> PreemptionSearch<'a> {
             claims,
             preemptors,
             holders,
+            unbound,
             lowest_holder: OnceCell::new(),
             pods_in_turn,
             new: 0,
@@ -125,6 +131,12 @@ impl<'a> PreemptionSearch<'a> {
             is_paused,
             up,
         }
+    }
+
+    /// Lets the rules of quotas evict released pods that are not bound.
+    pub(super) fn with_unbound(mut self, unbound: UnboundPods<'a>) -> Self {
+        self.unbound = unbound;
+        self
     }
 
     /// Ends the reconcile, and records in `actions` when the next reconcile is due.
@@ -286,7 +298,11 @@ impl<'a> PreemptionSearch<'a> {
             actions.requeue_in(pause);
         }
         let is_paused = self.is_paused || pause.is_some();
-        match self.find_exchange(ledger, search, candidate, (verdict, is_paused), (pass, turn), actions) {
+        let found = self.find_exchange(ledger, search, candidate, (verdict, is_paused), (pass, turn), actions);
+        if matches!(found, SearchResult::Later | SearchResult::Protected) {
+            self.preemptors.continue_protection(candidate.pod, self.up);
+        }
+        match found {
             SearchResult::Exchange { kind, found, force } => {
                 let found = vec![(candidate, found)];
                 self.apply_exchange(ledger, search, (pass, turn), Exchange { kind, found, force }, actions);
@@ -396,10 +412,10 @@ impl<'a> PreemptionSearch<'a> {
             return SearchResult::Impossible;
         }
         if self.futile.contains(&key) {
-            self.preemptors.record_failed_exchange((name.clone(), member.pool), false, self.up);
+            self.preemptors.record_failed_exchange((name.clone(), member.pool), (1, false), self.up);
             return SearchResult::Impossible;
         }
-        match self.exchange_turn((name, member.pool)) {
+        match self.exchange_turn((name, member.pool), 1) {
             ExchangeTurn::Now => {}
             ExchangeTurn::Later => return SearchResult::Later,
             ExchangeTurn::Failed { is_protected: true } => return SearchResult::Protected,
@@ -408,7 +424,7 @@ impl<'a> PreemptionSearch<'a> {
         let found = self.search_exchange(ledger, search, candidate, (pass, turn), &kept, actions);
         if matches!(found, SearchResult::Impossible | SearchResult::Protected) {
             let is_protected = matches!(found, SearchResult::Protected);
-            self.preemptors.record_failed_exchange((name.clone(), member.pool), is_protected, self.up);
+            self.preemptors.record_failed_exchange((name.clone(), member.pool), (1, is_protected), self.up);
         }
         found
     }
@@ -416,7 +432,7 @@ impl<'a> PreemptionSearch<'a> {
     /// Decides whether pods to evict for a waiting pod or gang are searched for now in a pool. Of
     /// pods whose search failed, those with the oldest search come first, so that no pod waits for
     /// its search forever.
-    fn exchange_turn(&mut self, (name, pool): (&str, usize)) -> ExchangeTurn {
+    fn exchange_turn(&mut self, (name, pool): (&str, usize), pods: usize) -> ExchangeTurn {
         let key = (name.to_owned(), pool);
         if let Some(is_protected) = self.preemptors.failed_exchange(&key, self.up) {
             return ExchangeTurn::Failed { is_protected };
@@ -424,11 +440,12 @@ impl<'a> PreemptionSearch<'a> {
         let is_turn = if self.preemptors.has_exchange(&key) {
             self.exchanges_in_turn.contains(&key)
         } else {
-            self.exchanges += 1;
-            self.exchanges <= MAX_EXCHANGES
+            let has_turns_left = self.exchanges < MAX_EXCHANGES;
+            self.exchanges += pods;
+            has_turns_left && (self.exchanges <= MAX_EXCHANGES || self.exchanges == pods)
         };
         if !is_turn {
-            self.preemptors.defer_exchange(key);
+            self.preemptors.defer_exchange(key, pods);
             return ExchangeTurn::Later;
         }
         self.searches += 1;
@@ -505,9 +522,9 @@ impl<'a> PreemptionSearch<'a> {
         let Some(found) = ledger.preempt_legally(pending, targets, (&holders, kept), Some(&is_legal)) else {
             return SearchResult::Impossible;
         };
-        let victims = pass.with_gang_members(turn.member, found.victims.iter());
         let patience = pass.budget_patience(turn.member);
-        match patience.map(|patience| self.patience_left(patience, &victims, candidate.pod, actions)) {
+        let waiting = || std::iter::once(candidate.pod);
+        match patience.map(|patience| self.patience_left(patience, waiting(), actions)) {
             Some(Duration::ZERO) => SearchResult::Exchange { kind: Kind::Reclaim, found, force: true },
             left => {
                 left.into_iter().for_each(|left| actions.requeue_in(left));
@@ -536,6 +553,7 @@ impl<'a> PreemptionSearch<'a> {
     fn holders_ignoring_budgets(&self) -> Holders<'a> {
         let is_ending = |node: &str, pod: &str| self.claims.is_ending(node, pod, self.up);
         let mut all = self.nodes.holders(self.tracker, &self.evictability.ignoring_budgets(), self.unlisted, is_ending);
+        all.unbound.clone_from(&self.holders().unbound);
         // Pods that are evicted in this reconcile.
         for (node, pods) in &self.holders().pods {
             let evicted: Vec<String> =
@@ -545,28 +563,27 @@ impl<'a> PreemptionSearch<'a> {
         all
     }
 
-    /// Returns how long disruption budgets may still keep these pods from leaving for a waiting pod.
-    pub(super) fn patience_left(
+    /// Returns how long disruption budgets may still keep pods from leaving for a waiting pod, or for
+    /// the waiting pods of a gang. The time belongs to the pod that waits: it does not start again
+    /// when other pods protect the room.
+    fn patience_left<'p>(
         &mut self,
         patience: Duration,
-        victims: &[String],
-        preemptor: &PodObject,
+        waiting: impl Iterator<Item = &'p PodObject>,
         actions: &mut Actions,
     ) -> Duration {
         let now = ReconcileTime { up: self.up, epoch: self.evictability.now() };
-        let created = preemptor.metadata.creation_timestamp.as_ref();
-        let created = created.map_or(0, |time| u64::try_from(time.0.as_second()).unwrap_or(0));
-        let mut left = Duration::ZERO;
-        let living = self.tracker.living_pods().map(|pod| (full_name(&pod.metadata), pod));
-        let protected: Vec<(String, &PodObject)> = living.filter(|(name, _)| victims.contains(name)).collect();
-        for (name, pod) in protected {
+        let mut left = patience;
+        for pod in waiting {
             let uid = pod.uid().unwrap_or_default();
-            // Nobody was kept from leaving for this pod before it existed.
+            let created = pod.metadata.creation_timestamp.as_ref();
+            let created = created.map_or(0, |time| u64::try_from(time.0.as_second()).unwrap_or(0));
+            // Budgets kept no room from the pod before it existed.
             let recorded = pod.protected_since.map(|since| since.max(created));
             let since = self.preemptors.protected_since(&uid, recorded, now);
-            left = left.max(patience.saturating_sub(Duration::from_secs(now.epoch.saturating_sub(since))));
-            if pod.protected_since.is_none_or(|recorded| recorded.max(created) != since) {
-                actions.protected.push(ProtectedPod { pod: name, uid, since });
+            left = left.min(patience.saturating_sub(Duration::from_secs(now.epoch.saturating_sub(since))));
+            if recorded != Some(since) {
+                actions.protected.push(ProtectedPod { pod: full_name(&pod.metadata), uid, since });
             }
         }
         left
@@ -576,15 +593,18 @@ impl<'a> PreemptionSearch<'a> {
     fn mark_evicted(&mut self, evictions: &[Eviction]) {
         let Some(holders) = self.holders.get_mut() else { return };
         for Eviction { pod, .. } in evictions {
-            let nodes = holders.pods.iter().filter(|(_, pods)| pods.contains_key(pod));
-            let nodes: Vec<String> = nodes.map(|(node, _)| node.clone()).collect();
+            let nodes = holders.all().filter(|(_, name, _)| name == pod);
+            let nodes: Vec<String> = nodes.map(|(node, ..)| node.to_owned()).collect();
             nodes.iter().for_each(|node| holders.evict(node, [pod]));
         }
     }
 
     fn holders(&self) -> &Holders<'a> {
         let is_ending = |node: &str, pod: &str| self.claims.is_ending(node, pod, self.up);
-        self.holders.get_or_init(|| self.nodes.holders(self.tracker, &self.evictability, self.unlisted, is_ending))
+        self.holders.get_or_init(|| Holders {
+            unbound: self.unbound.clone(),
+            ..self.nodes.holders(self.tracker, &self.evictability, self.unlisted, is_ending)
+        })
     }
 
     /// Returns whether a pod with GPUs has a lower priority than `priority`.

@@ -50,8 +50,9 @@ pub(super) struct Preemptors {
     exchanges: BTreeMap<(String, usize), ExchangeSearch>,
     /// Waiting pods for which pods were evicted, by name.
     rounds: BTreeMap<String, EvictionRounds>,
-    /// Pods that disruption budgets keep although their room is guaranteed to others, by UID: since
-    /// when, in seconds since the Unix epoch, and when this was last found.
+    /// Waiting pods from which disruption budgets keep guaranteed room, by UID: since when, in
+    /// seconds since the Unix epoch, and when this was last found. The time belongs to the pod that
+    /// waits. Otherwise pods that are replaced would protect the room again and again.
     protected: BTreeMap<String, (u64, Duration)>,
     /// When this process first searched for protected pods. Until [`RECHECK_TIME`] later, it
     /// continues what an earlier leader recorded.
@@ -98,6 +99,8 @@ struct ExchangeSearch {
     turn: u64,
     /// The result. `None` if the pod was deferred.
     failed: Option<FailedExchange>,
+    /// Number of pods: those of the gang that wait, or 1.
+    pods: usize,
 }
 
 /// A search by the rules of quotas that found no victims.
@@ -229,8 +232,8 @@ impl Preemptors {
         self.exchanges.retain(|(pod, _), _| pod != name);
     }
 
-    /// Records that a disruption budget keeps a pod whose room is guaranteed to a waiting pod.
-    /// Returns since when it does, in seconds since the Unix epoch. `recorded` is what an earlier
+    /// Records that disruption budgets keep guaranteed room from the waiting pod with this UID.
+    /// Returns since when they do, in seconds since the Unix epoch. `recorded` is what an earlier
     /// leader recorded.
     pub(super) fn protected_since(&mut self, uid: &str, recorded: Option<u64>, now: ReconcileTime) -> u64 {
         let ReconcileTime { up, epoch } = now;
@@ -242,6 +245,15 @@ impl Preemptors {
         let (since, found) = self.protected.entry(uid.to_owned()).or_insert(new);
         *found = up;
         *since
+    }
+
+    /// Records that nothing is known to have changed since disruption budgets kept guaranteed room
+    /// from a waiting pod: the time continues.
+    pub(super) fn continue_protection(&mut self, pod: &PodObject, up: Duration) {
+        let known = self.protected.get_mut(pod.metadata.uid.as_deref().unwrap_or_default());
+        if let Some((_, found)) = known.filter(|(_, found)| found.saturating_add(RECHECK_TIME) >= up) {
+            *found = up;
+        }
     }
 
     /// Records that no preemption helps the pod. `has_rules` states whether the pod has rules about
@@ -263,9 +275,17 @@ impl Preemptors {
     /// those with the oldest searches, among those that another search may help.
     pub(super) fn exchanges_in_turn(&self, up: Duration) -> BTreeSet<(String, usize)> {
         let due = self.exchanges.iter().filter(|(_, search)| self.result_of(search, up).is_none());
-        let mut due: Vec<(u64, &(String, usize))> = due.map(|(key, search)| (search.turn, key)).collect();
+        let mut due: Vec<(u64, &(String, usize), usize)> =
+            due.map(|(key, search)| (search.turn, key, search.pods)).collect();
         due.sort_unstable();
-        due.into_iter().take(MAX_REPEATED_SEARCHES).map(|(_, key)| key.clone()).collect()
+        let mut pods = 0_usize;
+        // All pods of a gang count. A larger gang is searched for alone.
+        let is_in_turn = |(.., of): &(u64, &(String, usize), usize)| {
+            let is_first = pods == 0;
+            pods = pods.saturating_add(*of);
+            is_first || pods <= MAX_REPEATED_SEARCHES
+        };
+        due.into_iter().take_while(is_in_turn).map(|(_, key, _)| key.clone()).collect()
     }
 
     /// Returns whether victims were searched for a pod in a pool, or the pod was deferred.
@@ -273,11 +293,17 @@ impl Preemptors {
         self.exchanges.contains_key(key)
     }
 
-    /// Records that by the rules of quotas no pods can be evicted in a pool for a pod.
-    pub(super) fn record_failed_exchange(&mut self, key: (String, usize), is_protected: bool, up: Duration) {
+    /// Records that by the rules of quotas no pods can be evicted in a pool for a pod, or for this
+    /// number of pods of a gang.
+    pub(super) fn record_failed_exchange(
+        &mut self,
+        key: (String, usize),
+        (pods, is_protected): (usize, bool),
+        up: Duration,
+    ) {
         let until = up.saturating_add(EXCHANGE_RECHECK_TIME);
         let failed = Some(FailedExchange { version: self.version, until, is_protected });
-        self.exchanges.insert(key, ExchangeSearch { turn: self.reconciles, failed });
+        self.exchanges.insert(key, ExchangeSearch { turn: self.reconciles, failed, pods });
     }
 
     /// Returns whether only protected pods could make room for a pod in a pool, if the last search
@@ -292,9 +318,9 @@ impl Preemptors {
         (failed.until > up && is_same).then_some(failed.is_protected)
     }
 
-    /// Records that a pod must wait for its turn in a pool.
-    pub(super) fn defer_exchange(&mut self, key: (String, usize)) {
-        self.exchanges.entry(key).or_insert(ExchangeSearch { turn: self.reconciles, failed: None });
+    /// Records that a pod, or this number of pods of a gang, must wait for a turn in a pool.
+    pub(super) fn defer_exchange(&mut self, key: (String, usize), pods: usize) {
+        self.exchanges.entry(key).or_insert(ExchangeSearch { turn: self.reconciles, failed: None, pods });
         self.is_deferred = true;
     }
 

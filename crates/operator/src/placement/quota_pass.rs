@@ -8,7 +8,7 @@ use cleave_plan::ledger::{Fits, Holder, Holders, Ledger, Moment, Nomination, Pre
 use cleave_plan::quota::{Amount, Book, Class, Kind, Owner, Place, Pod, PodId, Rights, Wait, reserved_for_long_waits};
 
 use super::quota_reports::label_of;
-use super::quotas::{LongWait, QuotaWorlds};
+use super::quotas::{LongWait, PoolWorld, QuotaWorlds};
 use crate::pods::PodObject;
 use crate::quotas::charge::is_mig;
 
@@ -47,6 +47,9 @@ pub(super) struct Turns {
     /// pools.
     pub(super) needs_no_gpus: bool,
 }
+
+/// Pods that may be evicted, by node and name.
+type PodsByNode<'h> = BTreeMap<String, BTreeMap<String, Holder<'h>>>;
 
 /// A pod, and the units that were found for it.
 pub(super) type PodAndRoom<'f> = (&'f str, &'f Preemption);
@@ -93,9 +96,12 @@ impl<'w> QuotaPass<'w> {
     /// are not nominated.
     fn withdraw_broken_gangs(&mut self, ledger: &mut Ledger) {
         for (pool, of) in self.worlds.pools.iter().enumerate() {
+            let mut seen = BTreeSet::new();
             for (at, pod) in of.world.pods.iter().enumerate().filter(|(_, pod)| pod.gang.is_some()) {
                 let (id, book) = (PodId(at), &mut self.books[pool]);
-                if !matches!(pod.place, Place::Waiting { nominated: Some(_) }) || book.class(id).is_none() {
+                let is_nominated =
+                    matches!(pod.place, Place::Waiting { nominated: Some(_) }) && book.class(id).is_some();
+                if !is_nominated || !book.gang(id).is_some_and(|gang| seen.insert(gang)) {
                     continue;
                 }
                 let unit = book.unit(id).to_vec();
@@ -208,7 +214,7 @@ impl<'w> QuotaPass<'w> {
                 }
                 Err(wait) => {
                     needs_no_gpus &= matches!(wait, Wait::OverMax | Wait::LargerThanMax | Wait::WaitsForGuarantee);
-                    is_complete &= wait != Wait::GangIncomplete;
+                    is_complete &= !matches!(wait, Wait::GangIncomplete | Wait::GangTooLarge);
                     hold = hold.or(Some((member, wait)));
                 }
             }
@@ -230,15 +236,15 @@ impl<'w> QuotaPass<'w> {
     /// Returns why the pod must wait regardless of free room.
     fn start_turn(&mut self, member: Member) -> Result<QuotaTurn, Wait> {
         let was_nominated = self.book(member).class(member.id).is_some();
-        let unit = self.book(member).unit(member.id).to_vec();
         if was_nominated {
+            let unit = self.book(member).unit(member.id).to_vec();
             unit.iter().for_each(|id| self.books[member.pool].withdraw(*id));
         }
         if !self.has_whole_gang(member) {
             return Err(Wait::GangIncomplete);
         }
         let turn = self.turn_now(member, was_nominated)?;
-        if turn.may_use_free_room || unit.len() > 1 {
+        if turn.may_use_free_room || self.book(member).unit(member.id).len() > 1 {
             return Ok(turn);
         }
         // What the pod costs depends on its GPU.
@@ -440,15 +446,24 @@ impl<'w> QuotaPass<'w> {
         member: Member,
         victims: impl Iterator<Item = &'n String>,
     ) -> Vec<String> {
-        let (book, world) = (self.book(member), &self.worlds.pools[member.pool].world);
-        let mut all = BTreeSet::new();
-        for victim in victims {
-            match self.worlds.pools[member.pool].ids.get(victim) {
-                Some(&id) => all.extend(book.mates(id).map(|mate| world.pod(mate).name.clone())),
-                None => drop(all.insert(victim.clone())),
+        let PoolWorld { world, ids, .. } = &self.worlds.pools[member.pool];
+        let (known, mut all): (Vec<&String>, BTreeSet<String>) = (victims.collect(), BTreeSet::new());
+        all.extend(known.iter().filter(|victim| !ids.contains_key(**victim)).map(|victim| (*victim).clone()));
+        let mates = self.ids_with_gang_members(member, known.into_iter());
+        all.extend(mates.into_iter().map(|mate| world.pod(mate).name.clone()));
+        all.into_iter().collect()
+    }
+
+    /// Returns these victims and all other running pods of their gangs, without victims that quotas
+    /// do not count.
+    fn ids_with_gang_members<'n>(&self, member: Member, victims: impl Iterator<Item = &'n String>) -> BTreeSet<PodId> {
+        let (book, mut gangs, mut all) = (self.book(member), BTreeSet::new(), BTreeSet::new());
+        for id in self.pod_ids(member, victims) {
+            if book.gang(id).is_none_or(|gang| gangs.insert(gang)) {
+                all.extend(book.mates(id));
             }
         }
-        all.into_iter().collect()
+        all
     }
 
     /// Returns the kinds of evictions that are permitted for a waiting pod, in the order of
@@ -464,40 +479,35 @@ impl<'w> QuotaPass<'w> {
     /// priority of each pod is its position in the order of evictions.
     pub(super) fn holders<'h>(&self, kind: Kind, member: Member, all: &Holders<'h>) -> Holders<'h> {
         let (book, ids) = (self.book(member), &self.worlds.pools[member.pool].ids);
-        let evictable = self.evictable_gangs(member, all);
-        let may_leave = |name: &str, holder: &Holder<'_>| {
-            let id = ids.get(name).copied()?;
-            let leaves = !self.is_ending_soon(member, name, holder) && book.may_leave(kind, member.id, id);
-            (leaves && (self.pod(Member { id, ..member }).gang.is_none() || evictable.contains(&id))).then_some(id)
-        };
-        let in_pool = || all.pods.iter().filter(|(node, _)| self.has_node(member, node));
-        let mut order: Vec<_> = in_pool()
-            .flat_map(|(_, pods)| pods.iter().filter_map(|(name, holder)| may_leave(name, holder)))
-            .map(|id| book.importance(id))
-            .collect();
+        let leaving = self.evictable(kind, member, all);
+        let may_leave = |name: &str| ids.get(name).copied().filter(|id| leaving.contains(id));
+        let mut order: Vec<_> = leaving.iter().map(|id| book.importance(*id)).collect();
         order.sort_unstable();
         order.dedup();
         let position = |id: PodId| {
             order.binary_search(&book.importance(id)).map_or(0, |at| i32::try_from(at).unwrap_or(i32::MAX - 1))
         };
+        let allowed = |pods: &PodsByNode<'h>| -> PodsByNode<'h> {
+            let in_pool = pods.iter().filter(|(node, _)| self.has_node(member, node));
+            let of_node = |(node, pods): (&String, &BTreeMap<String, Holder<'h>>)| {
+                let allowed = pods.iter().filter_map(|(name, holder)| {
+                    let holder = match may_leave(name) {
+                        Some(id) => {
+                            let started = book.since(id).unwrap_or(holder.started);
+                            Holder { priority: position(id), started, ending: false, ..*holder }
+                        }
+                        None if self.is_ending_soon(member, name, holder) => *holder,
+                        None => return None,
+                    };
+                    Some((name.clone(), holder))
+                });
+                (node.clone(), allowed.collect())
+            };
+            in_pool.map(of_node).collect()
+        };
         let unlisted = all.unlisted.iter().filter(|(node, _)| self.has_node(member, node));
         let unlisted = unlisted.map(|(node, units)| (node.clone(), units.clone())).collect();
-        let mut holders = Holders { pods: BTreeMap::new(), budgets: all.budgets.clone(), unlisted };
-        for (node, pods) in in_pool() {
-            let allowed = pods.iter().filter_map(|(name, holder)| {
-                let holder = match may_leave(name, holder) {
-                    Some(id) => {
-                        let started = book.since(id).unwrap_or(holder.started);
-                        Holder { priority: position(id), started, ending: false, ..*holder }
-                    }
-                    None if self.is_ending_soon(member, name, holder) => *holder,
-                    None => return None,
-                };
-                Some((name.clone(), holder))
-            });
-            holders.pods.insert(node.clone(), allowed.collect());
-        }
-        holders
+        Holders { pods: allowed(&all.pods), unbound: allowed(&all.unbound), budgets: all.budgets.clone(), unlisted }
     }
 
     /// Returns whether a pod terminates, and does so within the maximum grace period of evicted
@@ -512,38 +522,59 @@ impl<'w> QuotaPass<'w> {
     /// Returns the pods that are about to end.
     pub(super) fn ending<'h>(&self, member: Member, all: &Holders<'h>) -> Holders<'h> {
         let mut ending = all.clone();
-        for pods in ending.pods.values_mut() {
+        for pods in ending.pods.values_mut().chain(ending.unbound.values_mut()) {
             pods.retain(|name, holder| self.is_ending_soon(member, name, holder));
         }
         ending
     }
 
-    /// Returns the pods of gangs whose running pods can all be evicted now. If one pod of a gang is
-    /// protected, no pod of the gang is evicted.
-    fn evictable_gangs(&self, member: Member, all: &Holders<'_>) -> BTreeSet<PodId> {
-        let pool = &self.worlds.pools[member.pool];
-        if pool.world.pods.iter().all(|pod| pod.gang.is_none()) {
+    /// Returns the pods that may be evicted for a waiting pod. Each gang is examined once: a gang may
+    /// have many pods.
+    fn evictable(&self, kind: Kind, member: Member, all: &Holders<'_>) -> BTreeSet<PodId> {
+        let (book, ids) = (self.book(member), &self.worlds.pools[member.pool].ids);
+        let evictable_gangs = self.evictable_gangs(member, all);
+        let mut gangs: BTreeMap<usize, bool> = BTreeMap::new();
+        let of_pool = all.all().filter(|(node, ..)| self.has_node(member, node));
+        let candidates = of_pool.filter(|(_, name, holder)| !self.is_ending_soon(member, name, holder));
+        let mut evictable: BTreeSet<PodId> = candidates.filter_map(|(_, name, _)| ids.get(name).copied()).collect();
+        evictable.retain(|&id| {
+            let may_leave = || book.may_leave(kind, member.id, id);
+            match book.gang(id).filter(|_| book.class(id).is_some()) {
+                None => may_leave(),
+                Some(gang) => *gangs.entry(gang).or_insert_with(|| evictable_gangs.contains(&gang) && may_leave()),
+            }
+        });
+        evictable
+    }
+
+    /// Returns the gangs of which all pods that run can be evicted now. If one of them is protected,
+    /// all stay.
+    fn evictable_gangs(&self, member: Member, all: &Holders<'_>) -> BTreeSet<usize> {
+        let (book, world) = (self.book(member), &self.worlds.pools[member.pool].world);
+        if world.pods.iter().all(|pod| pod.gang.is_none()) {
             return BTreeSet::new();
         }
-        let of_pods = all.pods.values().flatten();
-        let known = of_pods.filter(|(name, holder)| !self.is_ending_soon(member, name, holder));
-        let known: BTreeMap<&str, &Holder<'_>> = known.map(|(name, holder)| (name.as_str(), holder)).collect();
-        let mut evictable = BTreeSet::new();
-        for (at, _) in pool.world.pods.iter().enumerate().filter(|(_, pod)| pod.gang.is_some()) {
+        let known = all.all().filter(|(_, name, holder)| !self.is_ending_soon(member, name, holder));
+        let known: BTreeMap<&str, &Holder<'_>> = known.map(|(_, name, holder)| (name, holder)).collect();
+        let running = world.pods.iter().enumerate().filter(|(_, pod)| matches!(pod.place, Place::Running { .. }));
+        let mut first: BTreeMap<usize, PodId> = BTreeMap::new();
+        for (at, _) in running.filter(|(_, pod)| pod.gang.is_some()) {
+            if let Some(gang) = book.gang(PodId(at)) {
+                first.entry(gang).or_insert(PodId(at));
+            }
+        }
+        let can_leave = |id: PodId| {
             let mut budgets: BTreeMap<usize, u32> = BTreeMap::new();
-            let can_leave = self.book(member).mates(PodId(at)).all(|mate| {
-                let Some(holder) = known.get(pool.world.pod(mate).name.as_str()) else { return false };
+            book.mates(id).all(|mate| {
+                let Some(holder) = known.get(world.pod(mate).name.as_str()) else { return false };
                 holder.budget.is_none_or(|budget| {
                     let count = budgets.entry(budget).or_default();
                     *count += 1;
                     *count <= all.budgets.get(budget).copied().unwrap_or(0)
                 })
-            });
-            if can_leave {
-                evictable.insert(PodId(at));
-            }
-        }
-        evictable
+            })
+        };
+        first.into_iter().filter(|(_, id)| can_leave(*id)).map(|(gang, _)| gang).collect()
     }
 
     /// Returns how long a disruption budget can protect a borrower from eviction for a pod within
@@ -587,8 +618,8 @@ impl<'w> QuotaPass<'w> {
     /// Returns whether the rules permit an exchange. All pods of the victims' gangs count as
     /// victims.
     pub(super) fn is_legal(&self, kind: Kind, member: Member, found: &[PodAndRoom<'_>]) -> bool {
-        let victims = self.with_gang_members(member, found.iter().flat_map(|(_, found)| &found.victims));
-        let victims = self.pod_ids(member, victims.iter());
+        let victims = self.ids_with_gang_members(member, found.iter().flat_map(|(_, found)| &found.victims));
+        let victims: Vec<PodId> = victims.into_iter().collect();
         self.book(member).is_legal(kind, &self.gpus_of_found(member, found), &victims)
     }
 
@@ -598,15 +629,11 @@ impl<'w> QuotaPass<'w> {
     pub(super) fn victims_for_max(&self, member: Member, all: &Holders<'_>, found: Preemption) -> Option<Preemption> {
         let (book, pool) = (self.book(member), &self.worlds.pools[member.pool]);
         let max = book.quota(member.id).max()?;
-        let evictable = self.evictable_gangs(member, all);
+        let leaving = self.evictable(Kind::Priority, member, all);
         let mut own: Vec<OwnPod<'_>> = all
-            .pods
-            .values()
-            .flatten()
-            .filter(|(name, holder)| !self.is_ending_soon(member, name, holder))
-            .filter_map(|(name, holder)| Some((name.as_str(), *pool.ids.get(name)?, holder.budget)))
-            .filter(|(_, id, _)| book.may_leave(Kind::Priority, member.id, *id))
-            .filter(|(_, id, _)| pool.world.pod(*id).gang.is_none() || evictable.contains(id))
+            .all()
+            .filter_map(|(_, name, holder)| Some((name, *pool.ids.get(name)?, holder.budget)))
+            .filter(|(_, id, _)| leaving.contains(id))
             .map(|(name, id, budget)| {
                 let since = book.since(id).unwrap_or(pool.world.pod(id).created);
                 (book.priority(id), Reverse(since), name, id, budget)

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use cleave_plan::quota::{Amount, Owner, Quota, Wait};
+use cleave_plan::quota::{Amount, MAX_GANG_PODS, Owner, Quota, Wait};
 
 use super::quota_pass::{Hold, Member, QuotaPass, QuotaTurn};
 use super::verdict::PreemptionProspect;
@@ -124,6 +124,7 @@ impl QuotaWait {
             Wait::WaitsForGuarantee => Reason::WaitsForGuarantee,
             Wait::Protected => Reason::Protected,
             Wait::GangIncomplete => Reason::GangIncomplete,
+            Wait::GangTooLarge => Reason::GangTooLarge,
             _ => Reason::NoRoom,
         };
         let mut message = self.message;
@@ -187,6 +188,11 @@ impl QuotaPass<'_> {
             Wait::GangIncomplete => {
                 let (name, size) = pod.gang.as_ref().map_or(("", 0), |gang| (gang.name.as_str(), gang.size));
                 format!("pods of the gang {name} are missing: none is released before {size} pods exist")
+            }
+            Wait::GangTooLarge => {
+                let (name, size) = pod.gang.as_ref().map_or(("", 0), |gang| (gang.name.as_str(), gang.size));
+                let pods = size.max(book.unit(member.id).len());
+                format!("the gang {name} has {pods} pods: a gang may have at most {MAX_GANG_PODS}")
             }
             Wait::Protected => "only pods that disruption budgets protect could be evicted for the pod".to_owned(),
             _ if book.is_guaranteed(member.id) => format!(

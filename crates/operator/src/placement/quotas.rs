@@ -27,6 +27,10 @@ const HELD_AFTER_GRACE_SECONDS: u64 = 30;
 /// A pod terminates late if it ends more than this time after the maximum grace period of evicted
 /// pods. The time is for clocks that differ.
 const LATE_AFTER_GRACE_CAP: u64 = 30;
+/// How long waiting pods of a gang wait for pods that are missing, in seconds after the newest of
+/// them was created. A controller that restarts a gang creates all pods again within this time. The
+/// operator does not watch ended pods, so it cannot count them.
+const MISSING_PODS_TIME: u64 = 30;
 
 /// Settings of quotas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -93,6 +97,8 @@ pub(crate) struct QuotaWorlds {
     mixed: Vec<MixedDevice>,
     /// Whether the cluster has nodes with GPUs that are in no pool with an enforced quota.
     pub(super) has_other_nodes: bool,
+    /// When missing pods of a gang next count as ended.
+    pub(super) next_gang: Option<Moment>,
     pub(super) now: Moment,
 }
 
@@ -102,6 +108,33 @@ struct GangPresence {
     pods: usize,
     /// Whether a pod of the gang was released.
     is_released: bool,
+    /// The largest size that a released pod states.
+    stated: Option<usize>,
+    /// The largest size that a pod states.
+    size: usize,
+    /// When the newest pod was created that waits at the gate, in seconds since the Unix epoch.
+    newest: u64,
+    /// Whether Kueue admits the pods.
+    is_of_kueue: bool,
+    /// Whether a pod with GPUs has a gate of another controller.
+    has_other_gates: bool,
+}
+
+impl GangPresence {
+    /// Returns when missing pods count as ended, in seconds since the Unix epoch. Returns `None` if
+    /// no pod is missing, or missing pods may still be created.
+    fn missing_until(&self) -> Option<u64> {
+        let may_have_ended = self.is_released || self.is_of_kueue;
+        let is_short = self.pods < self.size;
+        (is_short && may_have_ended && !self.has_other_gates).then(|| self.newest.saturating_add(MISSING_PODS_TIME))
+    }
+
+    /// Returns the number of pods without which none of the waiting pods is released. A gang of
+    /// which all pods exist somewhere misses none.
+    fn needed(&self, now: u64) -> usize {
+        let is_over = self.missing_until().is_some_and(|until| until <= now);
+        if self.pods >= self.size || is_over { 1 } else { self.size }
+    }
 }
 
 /// The pools of a node's GPUs.
@@ -164,7 +197,8 @@ impl QuotaWorlds {
             return None;
         }
         let (pools, pools_of_node) = (Vec::new(), BTreeMap::new());
-        let mut worlds = Self { pools, pools_of_node, mixed: Vec::new(), has_other_nodes: false, now: Moment(now) };
+        let (mixed, has_other_nodes, next_gang) = (Vec::new(), false, None);
+        let mut worlds = Self { pools, pools_of_node, mixed, has_other_nodes, next_gang, now: Moment(now) };
         for (at, pool) in quotas.pools.iter().enumerate() {
             let world = World { quotas: pool.quotas.clone(), settings: settings.rules, ..World::default() };
             worlds.pools.push(PoolWorld {
@@ -184,6 +218,8 @@ impl QuotaWorlds {
         let nodes = worlds.add_nodes(gpu_nodes, &quotas);
         worlds.has_other_nodes = gpu_nodes.managed().any(|node| worlds.has_others(node));
         let gangs = gangs_of(tracker);
+        worlds.next_gang =
+            gangs.values().filter_map(GangPresence::missing_until).filter(|until| *until > now).map(Moment).min();
         let mut costs: Vec<NodeCosts> = vec![NodeCosts::default(); worlds.pools.len()];
         nodes.iter().for_each(|node| costs[node.pool].extend(&node.costs));
         let known = (&quotas, &gangs);
@@ -200,7 +236,51 @@ impl QuotaWorlds {
             worlds.add_waiting(known, (name, pod), nominated, (&costs, &mut eligible));
         }
         worlds.pools.iter_mut().filter(|pool| pool.has_mig).for_each(PoolWorld::cut_charges);
+        worlds.limit_gangs(&gangs);
         Some(worlds)
+    }
+
+    /// Limits which running pods of a gang are counted and evicted together. Otherwise all borrowers
+    /// of a quota could become one gang, one by one. Such a gang can never leave for a smaller pod.
+    ///
+    /// A gang is at most as many pods as it states: those that were released first. A gang that
+    /// states no size is the pods that one reconcile released.
+    fn limit_gangs(&mut self, gangs: &Gangs<'_>) {
+        let stated: BTreeMap<String, usize> = gangs
+            .iter()
+            .filter_map(|((namespace, name), present)| Some((format!("{namespace}/{name}"), present.stated?)))
+            .collect();
+        let mut running: BTreeMap<String, Vec<(Moment, String, usize, usize)>> = BTreeMap::new();
+        for (pool, of) in self.pools.iter().enumerate() {
+            for (at, pod) in of.world.pods.iter().enumerate() {
+                if let (Some(gang), Place::Running { since, .. }) = (&pod.gang, pod.place) {
+                    running.entry(gang.name.clone()).or_default().push((since, pod.name.clone(), pool, at));
+                }
+            }
+        }
+        let size_of = |gang: &str| stated.get(gang).copied();
+        let is_full = |gang: &str, count: usize| size_of(gang).is_some_and(|size| count >= size);
+        let full: BTreeSet<String> =
+            running.iter().filter(|(gang, pods)| is_full(gang, pods.len())).map(|(gang, _)| gang.clone()).collect();
+        for (gang, mut pods) in running {
+            pods.sort_unstable();
+            for (position, (since, _, pool, at)) in pods.into_iter().enumerate() {
+                let of = &mut self.pools[pool].world.pods[at].gang;
+                match size_of(&gang) {
+                    Some(size) if position >= size => *of = None,
+                    Some(_) => {}
+                    None => *of = Some(Gang { name: format!("{gang} {}", since.0), size: 1 }),
+                }
+            }
+        }
+        for pod in self.pools.iter_mut().flat_map(|pool| &mut pool.world.pods) {
+            // These pods are more than the gang states. They are released together.
+            if let (Some(gang), Place::Waiting { .. }) = (&mut pod.gang, pod.place)
+                && full.contains(&gang.name)
+            {
+                *gang = Gang { name: format!("{} more", gang.name), size: 1 };
+            }
+        }
     }
 
     /// Finds the devices that long-waiting pods may use. Only pods with one request are nominated,
@@ -216,7 +296,7 @@ impl QuotaWorlds {
                 let Some(&id) = pool.ids.get(name) else { continue };
                 let ageing = pool.world.settings.ageing;
                 let pod = &mut pool.world.pods[id.0];
-                if pod.gang.is_some() || ageing.is_none_or(|ageing| pod.created.0.saturating_add(ageing) > now) {
+                if ageing.is_none_or(|ageing| pod.created.0.saturating_add(ageing) > now) {
                     continue;
                 }
                 let devices = match requests {
@@ -245,6 +325,12 @@ impl QuotaWorlds {
     /// Returns whether a node has GPUs of a pool.
     pub(super) fn has_node(&self, pool: usize, node: &str) -> bool {
         self.pools_of_node.get(node).is_some_and(|of| of.pools.contains(&pool))
+    }
+
+    /// Returns whether a GPU of a node is in a pool with an enforced quota.
+    pub(super) fn is_in_enforced_pool(&self, node: &str) -> bool {
+        let is_enforced = |of: &NodePools| of.pools.iter().any(|pool| self.pools[*pool].is_enforced);
+        self.pools_of_node.get(node).is_some_and(is_enforced)
     }
 
     /// Returns whether a node has GPUs that no enforced quota counts, or no known GPUs.
@@ -532,8 +618,7 @@ impl QuotaWorlds {
         let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
         let gang = pod.gang.as_ref().map(|gang| {
             let present = gangs.get(&(namespace, gang.name.as_str())).copied().unwrap_or_default();
-            // A gang that was released once, or of which all pods exist somewhere, misses none.
-            let size = if present.is_released || present.pods >= gang.size { 1 } else { gang.size };
+            let size = present.needed(self.now.0);
             Gang { name: format!("{namespace}/{}", gang.name), size }
         });
         let PoolWorld { world, ids, .. } = &mut self.pools[pool];
@@ -670,12 +755,22 @@ fn gangs_of(tracker: &PodTracker) -> Gangs<'_> {
     let mut gangs = Gangs::new();
     for pod in tracker.living_pods().filter(|pod| pod.metadata.deletion_timestamp.is_none()) {
         let Some(gang) = &pod.gang else { continue };
+        let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
+        let present = gangs.entry((namespace, gang.name.as_str())).or_default();
+        present.size = present.size.max(gang.size.unwrap_or(1));
+        present.is_of_kueue |= gang.is_of_kueue;
         let is_released = pod.node().is_some() || pod.spec.scheduling_gates.is_empty();
-        if is_released || pod.waits_at_gate() || !pod.requests_gpus() {
-            let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
-            let present = gangs.entry((namespace, gang.name.as_str())).or_default();
+        if !pod.requests_gpus() {
             present.pods += 1;
-            present.is_released |= is_released && pod.requests_gpus();
+        } else if is_released {
+            present.pods += 1;
+            present.is_released = true;
+            present.stated = present.stated.max(gang.size);
+        } else if pod.waits_at_gate() {
+            present.pods += 1;
+            present.newest = present.newest.max(created(pod).0);
+        } else {
+            present.has_other_gates = true;
         }
     }
     gangs

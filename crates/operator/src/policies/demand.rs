@@ -76,11 +76,13 @@ pub enum Reason {
     Protected,
     /// Pods of the pod's gang are missing.
     GangIncomplete,
+    /// The pod's gang has too many pods.
+    GangTooLarge,
 }
 
 impl Reason {
     /// All reasons.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Repartitioning,
         Self::Scheduler,
         Self::NodeChanging,
@@ -90,6 +92,7 @@ impl Reason {
         Self::WaitsForGuarantee,
         Self::Protected,
         Self::GangIncomplete,
+        Self::GangTooLarge,
     ];
 
     /// Returns the value of the `reason` label in metrics.
@@ -104,6 +107,7 @@ impl Reason {
             Self::WaitsForGuarantee => "waits_for_guarantee",
             Self::Protected => "protected",
             Self::GangIncomplete => "gang_incomplete",
+            Self::GangTooLarge => "gang_too_large",
         }
     }
 }

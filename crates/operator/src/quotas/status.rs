@@ -208,6 +208,7 @@ fn waiting_pods(pool: &PoolView<'_>, name: &str, waits: &BTreeMap<String, Waitin
             (_, Some(Reason::WaitsForGuarantee)) => "WaitsForGuarantee",
             (_, Some(Reason::Protected)) => "Protected",
             (_, Some(Reason::GangIncomplete)) => "GangIncomplete",
+            (_, Some(Reason::GangTooLarge)) => "GangTooLarge",
             _ => "NoRoom",
         };
         waiting.pods += 1;

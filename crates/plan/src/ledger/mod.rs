@@ -461,7 +461,8 @@ impl Ledger {
     ///
     /// Victims are pods of strictly lower priority that are in `holders` and have allocations on
     /// the node. Victims free units of devices and the node's missing resources
-    /// ([`PreemptionNode::missing`]). Reserved units remain reserved. Units that are nominated for
+    /// ([`PreemptionNode::missing`]). Reserved units remain reserved, except those of
+    /// [`Holders::unbound`]. Units that are nominated for
     /// other pods of the same or higher priority remain nominated. A node that has too few units of
     /// a requested resource for its claims is excluded. The units and other resources of
     /// terminating pods count as free, so no pod is preempted for units that become free anyway. The
@@ -506,7 +507,13 @@ impl Ledger {
         let nodes = nodes.into_iter().map(Into::into).map(|target: PreemptionNode<'a>| (target.name, target));
         let nodes: BTreeMap<&str, PreemptionNode<'a>> = nodes.collect();
         let nodes = nodes.into_iter().filter_map(|(name, target)| {
-            Some(SearchedNode { target, node: self.nodes.get(name)?, nominated: nominated.get(name) })
+            let pods = holders.unbound.get(name).into_iter().flat_map(BTreeMap::keys);
+            let reserved = |pod: &'_ String| {
+                let pod = self.unbound.get(pod.as_str())?;
+                Some((&**pod, self.claims.get(pod)?.annotated.get(name)?.as_slice()))
+            };
+            let unbound = pods.filter_map(reserved).collect();
+            Some(SearchedNode { target, node: self.nodes.get(name)?, nominated: nominated.get(name), unbound })
         });
         preempt::cheapest_preemption(pending, nodes, (holders, kept), is_legal)
     }

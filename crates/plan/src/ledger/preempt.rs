@@ -61,6 +61,9 @@ pub struct Holders<'a> {
     /// key, because a new pod on another node may have the name of a deleted pod that a node still
     /// lists.
     pub pods: BTreeMap<String, BTreeMap<String, Holder<'a>>>,
+    /// Released pods that are not bound, in the same form. Their reservations become free when they
+    /// are evicted. Empty if such pods must not be evicted.
+    pub unbound: BTreeMap<String, BTreeMap<String, Holder<'a>>>,
     /// Number of evictions that each disruption budget allows now.
     pub budgets: Vec<u32>,
     /// Units by node that pods used which have just ended, and which the node no longer lists. If
@@ -75,15 +78,23 @@ impl<'a> Holders<'a> {
         self.pods.get(node)?.get(pod)
     }
 
+    /// Returns all pods, bound or not, with their nodes and names.
+    pub fn all(&self) -> impl Iterator<Item = (&str, &str, &Holder<'a>)> {
+        let nodes = self.pods.iter().chain(&self.unbound);
+        nodes.flat_map(|(node, pods)| pods.iter().map(|(name, holder)| (node.as_str(), name.as_str(), holder)))
+    }
+
     /// Records that these pods on a node are being evicted. From now on, the pods count as
     /// terminating, and their budgets allow fewer evictions.
     pub fn evict<'v>(&mut self, node: &str, victims: impl IntoIterator<Item = &'v String>) {
-        let Some(pods) = self.pods.get_mut(node) else { return };
+        let (mut bound, mut unbound) = (self.pods.get_mut(node), self.unbound.get_mut(node));
         for victim in victims {
-            let Some(holder) = pods.get_mut(victim).filter(|holder| !holder.ending) else { continue };
-            holder.ending = true;
-            if let Some(allowed) = holder.budget.and_then(|budget| self.budgets.get_mut(budget)) {
-                *allowed = allowed.saturating_sub(1);
+            let maps = [bound.as_deref_mut(), unbound.as_deref_mut()].into_iter().flatten();
+            for holder in maps.filter_map(|pods| pods.get_mut(victim)).filter(|holder| !holder.ending) {
+                holder.ending = true;
+                if let Some(allowed) = holder.budget.and_then(|budget| self.budgets.get_mut(budget)) {
+                    *allowed = allowed.saturating_sub(1);
+                }
             }
         }
     }
@@ -190,6 +201,8 @@ pub(super) struct SearchedNode<'a> {
     pub(super) target: PreemptionNode<'a>,
     pub(super) node: &'a Node,
     pub(super) nominated: Option<&'a DeviceAmounts>,
+    /// Reservations on the node of pods that are not bound, if such pods can be evicted.
+    pub(super) unbound: Vec<(&'a str, &'a [Reservation])>,
 }
 
 /// Returns the cheapest preemption on these nodes. Returns `None` if no preemption helps. Among
@@ -260,7 +273,7 @@ impl<'a> PreemptionSearch<'a> {
         pending: PendingPod<'a>,
         (holders, kept): (&'a Holders<'a>, &BTreeSet<String>),
     ) -> Self {
-        let SearchedNode { target, node, nominated } = searched;
+        let SearchedNode { target, node, nominated, unbound } = searched;
         let mut device_requests: Vec<(usize, &DeviceRequest)> = pending.device_requests.iter().enumerate().collect();
         device_requests.sort_by_key(|&(index, request)| (&request.resource, Reverse(request.units), index));
         let mut slots: Vec<LimitedResource<'a>> = Vec::new();
@@ -284,19 +297,29 @@ impl<'a> PreemptionSearch<'a> {
         });
         slots.extend(missing);
         let mut candidates = Vec::new();
-        let known = holders.pods.get(target.name);
-        for (pod, allocations) in &node.allocations {
-            let Some(holder) = known.and_then(|known| known.get(&**pod)) else { continue };
+        let known =
+            |pods: &'a BTreeMap<String, BTreeMap<String, Holder<'a>>>, pod: &str| pods.get(target.name)?.get(pod);
+        let allocated = node.allocations.iter().filter_map(|(pod, parts)| {
+            let parts: Vec<(&str, &str, u32)> =
+                parts.iter().map(|part| (&*part.resource, &*part.device, part.units.get())).collect();
+            Some((&**pod, known(&holders.pods, pod)?, parts))
+        });
+        let reserved = unbound.iter().filter_map(|&(pod, takes)| {
+            let parts =
+                takes.iter().map(|take| (take.resource.as_str(), take.device.as_str(), take.units.get())).collect();
+            Some((pod, known(&holders.unbound, pod)?, parts))
+        });
+        for (pod, holder, parts) in allocated.chain(reserved) {
             // The pending pod is not bound, so allocations under its name are those of an earlier
             // pod.
-            let is_victim = holder.priority < pending.priority && **pod != *pending.pod && !kept.contains(&**pod);
+            let is_victim = holder.priority < pending.priority && *pod != *pending.pod && !kept.contains(pod);
             if !holder.ending && !is_victim {
                 continue;
             }
             let mut frees: BTreeMap<usize, i128> = BTreeMap::new();
-            for part in &**allocations {
-                if let Some(&slot) = at.get(&(&*part.resource, &*part.device)) {
-                    *frees.entry(slot).or_default() += i128::from(part.units.get());
+            for (resource, device, units) in parts {
+                if let Some(&slot) = at.get(&(resource, device)) {
+                    *frees.entry(slot).or_default() += i128::from(units);
                 }
             }
             for (slot, of) in slots.iter().enumerate().skip(device_slots) {

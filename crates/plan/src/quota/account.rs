@@ -305,7 +305,8 @@ impl<'w> Accounts<'w> {
 
     /// Returns the charge of a waiting pod's unit.
     pub(super) fn charge(&self, id: PodId) -> Amount {
-        self.gangs.unit(id).iter().map(|&pod| self.charge_of(pod)).sum()
+        // Only the charges of single pods change.
+        if self.gangs.of(id).is_some() { self.gangs.charge(self.world, id) } else { self.charge_of(id) }
     }
 
     /// Returns whether a pod, and all of its gang, may borrow.

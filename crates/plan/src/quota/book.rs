@@ -134,6 +134,11 @@ impl<'w> Book<'w> {
         self.accounts.gangs().unit(id)
     }
 
+    /// Returns a number that the pods of a pod's gang share. Returns `None` if the pod has no gang.
+    pub fn gang(&self, id: PodId) -> Option<usize> {
+        self.accounts.gangs().of(id)
+    }
+
     /// Returns a running pod and the pods that are evicted together with it: the running pods of
     /// its gang.
     pub fn mates(&self, id: PodId) -> impl Iterator<Item = PodId> {
@@ -314,6 +319,9 @@ impl<'w> Book<'w> {
         let (charge, quota) = (self.charge(id), *self.quota(id));
         let account = self.accounts.account_of(id);
         let is_within = self.accounts.is_within(id);
+        if self.accounts.gangs().is_too_large(id) {
+            return Err(Wait::GangTooLarge);
+        }
         if !self.is_complete(id) {
             return Err(Wait::GangIncomplete);
         }
@@ -414,7 +422,13 @@ impl<'w> Book<'w> {
         let mut less: BTreeMap<usize, Amount> = BTreeMap::new();
         let mut freed = Amount::ZERO;
         // The rest of a victim's gang, for which room is kept, loses that room.
-        let leaving: BTreeSet<PodId> = victims.iter().flat_map(|victim| accounts.counted_with(*victim)).collect();
+        let mut gangs = BTreeSet::new();
+        let mut is_first = |victim: &PodId| accounts.gangs().of(*victim).is_none_or(|gang| gangs.insert(gang));
+        let leaving: BTreeSet<PodId> = victims
+            .iter()
+            .filter(|victim| is_first(victim))
+            .flat_map(|victim| accounts.counted_with(*victim))
+            .collect();
         for pod in leaving {
             let of = less.entry(accounts.account_of(pod)).or_default();
             *of = of.plus(accounts.charge_of(pod));

@@ -15,8 +15,13 @@
 //! its *head* is the waiting pod with the first name.
 use std::collections::BTreeMap;
 
+use super::amount::Amount;
 use super::world::{Place, PodId, World};
 use crate::ledger::Moment;
+
+/// Maximum number of pods of a gang. A larger gang is never released: each pass would take too long
+/// for the pods of others.
+pub const MAX_GANG_PODS: usize = 1000;
 
 /// A pod and the index of its GPU.
 pub(super) type Part = (PodId, usize);
@@ -31,7 +36,7 @@ pub(super) struct Gangs {
     pods: Vec<PodId>,
 }
 
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 struct Members {
     /// Pods that are not terminating when the pass begins, in the order of their names.
     pods: Vec<PodId>,
@@ -39,8 +44,19 @@ struct Members {
     waiting: Vec<PodId>,
     size: usize,
     priority: i32,
-    /// Whether all pods may borrow.
+    /// What the pods cost that wait when the pass begins.
+    charge: Amount,
+    /// When the newest of these pods was created.
+    newest: Moment,
+    /// Whether all pods may run outside their quota's guarantee.
     borrows: bool,
+}
+
+impl Members {
+    const fn new() -> Self {
+        let (charge, newest) = (Amount::ZERO, Moment(0));
+        Self { pods: Vec::new(), waiting: Vec::new(), size: 0, priority: i32::MIN, charge, newest, borrows: true }
+    }
 }
 
 impl Gangs {
@@ -52,13 +68,17 @@ impl Gangs {
             let Some(gang) = &pod.gang else { continue };
             let index = *by_name.entry((account_of[at], &gang.name)).or_insert(all.len());
             if index == all.len() {
-                all.push(Members { priority: i32::MIN, borrows: true, ..Members::default() });
+                all.push(Members::new());
             }
             let members = &mut all[index];
             members.size = members.size.max(gang.size);
             members.priority = members.priority.max(pod.priority);
             match pod.place {
-                Place::Waiting { .. } => members.waiting.push(PodId(at)),
+                Place::Waiting { .. } => {
+                    members.waiting.push(PodId(at));
+                    members.charge = members.charge.plus(pod.charge);
+                    members.newest = members.newest.max(pod.created);
+                }
                 Place::Running { .. } => {}
                 Place::Leaving { .. } => continue,
             }
@@ -99,6 +119,11 @@ impl Gangs {
         self.of[id.0].map_or(&self.pods[id.0..=id.0], |gang| &self.all[gang].waiting)
     }
 
+    /// Returns whether a pod is the only waiting pod of its gang, and other pods of the gang run.
+    pub(super) fn is_last(&self, id: PodId) -> bool {
+        self.unit(id) == [id] && self.members(id).len() > 1
+    }
+
     /// Returns the number of pods of a pod's gang that must exist before any of them is released.
     pub(super) fn size(&self, id: PodId) -> usize {
         self.of[id.0].map_or(1, |gang| self.all[gang].size)
@@ -109,13 +134,23 @@ impl Gangs {
         self.of[id.0].map_or(world.pod(id).priority, |gang| self.all[gang].priority)
     }
 
-    /// Returns whether a pod, and all of its gang, may borrow.
-    pub(super) fn borrows(&self, world: &World, id: PodId) -> bool {
-        self.of[id.0].map_or(world.pod(id).borrows, |gang| self.all[gang].borrows)
+    /// Returns the charge of a waiting pod's unit.
+    pub(super) fn charge(&self, world: &World, id: PodId) -> Amount {
+        self.of[id.0].map_or(world.pod(id).charge, |gang| self.all[gang].charge)
     }
 
     /// Returns the time at which the last pod of a waiting pod's unit was created.
     pub(super) fn created(&self, world: &World, id: PodId) -> Moment {
-        self.unit(id).iter().map(|&pod| world.pod(pod).created).max().unwrap_or(world.pod(id).created)
+        self.of[id.0].map_or(world.pod(id).created, |gang| self.all[gang].newest)
+    }
+
+    /// Returns whether a pod may run outside its quota's guarantee. A gang may if all of its pods may.
+    pub(super) fn borrows(&self, world: &World, id: PodId) -> bool {
+        self.of[id.0].map_or(world.pod(id).borrows, |gang| self.all[gang].borrows)
+    }
+
+    /// Returns whether a pod's gang has, or states, more pods than a gang may have.
+    pub(super) fn is_too_large(&self, id: PodId) -> bool {
+        self.of[id.0].is_some_and(|gang| self.all[gang].size.max(self.all[gang].pods.len()) > MAX_GANG_PODS)
     }
 }

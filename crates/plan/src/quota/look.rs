@@ -53,6 +53,8 @@ pub enum Wait {
     NoGpuFits,
     /// Pods of the pod's gang are missing.
     GangIncomplete,
+    /// Its gang has, or states, more pods than [`MAX_GANG_PODS`](super::MAX_GANG_PODS).
+    GangTooLarge,
     /// Other pods come first. Either the pass has already searched for victims for the maximum
     /// number of pods, or a pod of the same quota that is at least as important has a reservation.
     Later,
@@ -70,6 +72,7 @@ impl Wait {
             Self::Protected => "Protected",
             Self::NoGpuFits => "NoGpuFits",
             Self::GangIncomplete => "GangIncomplete",
+            Self::GangTooLarge => "GangTooLarge",
             Self::Later => "Later",
         }
     }
@@ -137,9 +140,12 @@ impl<'w> Pass<'w> {
         let mut waiting: Vec<PodId> = (0..world.pods.len()).map(PodId).collect();
         waiting.retain(|id| matches!(world.pod(*id).place, Place::Waiting { .. }));
         let gangs = state.accounts.gangs();
-        let incomplete = waiting.iter().filter(|&&id| !state.is_complete(id));
-        outcome.waits.extend(incomplete.map(|&id| (id, Wait::GangIncomplete)));
-        waiting.retain(|&id| state.is_complete(id) && gangs.unit(id).first() == Some(&id));
+        let obstacle = |id: PodId| match gangs.is_too_large(id) {
+            true => Some(Wait::GangTooLarge),
+            false => (!state.is_complete(id)).then_some(Wait::GangIncomplete),
+        };
+        outcome.waits.extend(waiting.iter().filter_map(|&id| Some((id, obstacle(id)?))));
+        waiting.retain(|&id| obstacle(id).is_none() && gangs.unit(id).first() == Some(&id));
         waiting.sort_by_cached_key(|&id| {
             (Reverse(state.accounts.priority(id)), gangs.created(world, id), &world.pod(id).name, id)
         });

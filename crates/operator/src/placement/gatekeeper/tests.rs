@@ -1,6 +1,7 @@
 //! Tests the gatekeeper's decisions in simulated clusters.
 mod bad_input;
 mod constraints;
+mod gang_releases;
 mod growth;
 mod histories;
 mod lag;

@@ -40,6 +40,9 @@ impl<'a> PreemptionSearch<'a> {
             |ledger: &Ledger| gang.iter().all(|one| ledger.nominations().contains_key(one.name.as_str()));
         let result = self.find_for_gang(ledger, search, (gang, pause.is_some()), (pass, turn), actions);
         actions.preemption_searches = self.searches;
+        if matches!(result, GangResult::Later | GangResult::Protected) {
+            gang.iter().for_each(|one| self.preemptors.continue_protection(one.pod, self.up));
+        }
         let prospect = match result {
             GangResult::Exchange(exchange) => {
                 self.apply_exchange(ledger, search, (pass, turn), exchange, actions);
@@ -90,7 +93,7 @@ impl<'a> PreemptionSearch<'a> {
         if turn.rights.is_over_max || self.preemptors.is_preemption_delayed(&head.name, self.up) {
             return GangResult::Impossible;
         }
-        match self.exchange_turn((&head.name, turn.member.pool)) {
+        match self.exchange_turn((&head.name, turn.member.pool), gang.len()) {
             ExchangeTurn::Now => {}
             ExchangeTurn::Later => return GangResult::Later,
             ExchangeTurn::Failed { is_protected: true } => return GangResult::Protected,
@@ -99,7 +102,8 @@ impl<'a> PreemptionSearch<'a> {
         let found = self.search_for_gang(ledger, search, gang, (pass, turn), &kept, actions);
         if matches!(found, GangResult::Impossible | GangResult::Protected) {
             let is_protected = matches!(found, GangResult::Protected);
-            self.preemptors.record_failed_exchange((head.name.clone(), turn.member.pool), is_protected, self.up);
+            let key = (head.name.clone(), turn.member.pool);
+            self.preemptors.record_failed_exchange(key, (gang.len(), is_protected), self.up);
         }
         found
     }
@@ -133,10 +137,9 @@ impl<'a> PreemptionSearch<'a> {
         let Some(found) = legal_rooms(ledger, search, gang, (pass, turn), (holders, kept), kind) else {
             return GangResult::Impossible;
         };
-        let victims = pass.with_gang_members(turn.member, found.iter().flat_map(|(_, found)| &found.victims));
-        let (patience, head) = (pass.budget_patience(turn.member), gang.first());
-        let left = patience.zip(head);
-        match left.map(|(patience, head)| self.patience_left(patience, &victims, head.pod, actions)) {
+        let patience = pass.budget_patience(turn.member);
+        let waiting = || gang.iter().map(|one| one.pod);
+        match patience.map(|patience| self.patience_left(patience, waiting(), actions)) {
             Some(Duration::ZERO) => GangResult::Exchange(Exchange { kind, found, force: true }),
             left => {
                 left.into_iter().for_each(|left| actions.requeue_in(left));
@@ -180,7 +183,7 @@ fn rooms<'a>(
         let targets = search.preemption_nodes(&scratch, one, |node| may_use(one, node));
         let Some(room) = scratch.preempt(pending, targets, &holders, kept) else { break };
         let leaving = pass.with_gang_members(turn.member, room.victims.iter());
-        let nodes: Vec<String> = holders.pods.keys().cloned().collect();
+        let nodes: BTreeSet<String> = holders.all().map(|(node, ..)| node.to_owned()).collect();
         nodes.iter().for_each(|node| holders.evict(node, &leaving));
         let (priority, node, takes) = (one.plan_pod.priority, room.node.clone(), room.takes.clone());
         search.nominate(one, &room.node);

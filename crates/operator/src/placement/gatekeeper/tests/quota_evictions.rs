@@ -83,7 +83,7 @@ fn a_new_leader_continues_the_time_of_a_disruption_budget() {
             pod["metadata"]["annotations"] = json!({"cleave.dev/protected-since": recorded.unwrap().to_string()});
         };
         if recorded.is_some() {
-            case.world.change(|world| &mut world.pods, "other/x1", note);
+            case.world.change(|world| &mut world.pods, "a/a1", note);
         }
         case.seconds += 50;
         let actions = case.step();
@@ -94,9 +94,39 @@ fn a_new_leader_continues_the_time_of_a_disruption_budget() {
     assert_eq!((since, evictions), (Some(now), 0), "the time is recorded");
     assert_eq!(case(Some(now - 40)).0, None, "nothing changes");
     assert_eq!(case(Some(now - 40)).2, 0);
-    // The waiting pod was created 51 s ago: the record is of another pod.
+    // The waiting pod was created 51 s ago: the record is not of this pod.
     assert_eq!((case(Some(1)).0, case(Some(1)).2), (None, 0));
     assert_eq!(case(Some(now + 900)).0, Some(now), "a record of the future is corrected");
+}
+
+/// A Deployment replaces pods of a few minutes, or the owner changes the gang of the pods.
+#[test]
+fn the_time_of_a_disruption_budget_does_not_start_again_when_a_victim_is_replaced() {
+    for gang in [false, true] {
+        let mut case = Case::new(1, &[("a", json!({"min": 10})), ("b", json!({}))])
+            .with_budget_patience(10)
+            .running(&[(("b1", "b", 5, 0), 0), (("b2", "b", 5, 0), 0)])
+            .waiting(&[("a1", "a", 5, 0), ("a2", "a", 5, 0)]);
+        if gang {
+            case = case.gang("a", "train", 2, &["a1", "a2"]);
+        } else {
+            case.end("a/a1");
+            case.end("a/a2");
+            case = case.waiting(&[("a1", "a", 10, 0)]);
+        }
+        add_budget(&mut case, "b", 0);
+        let start = case.seconds;
+        while case.seconds < start + 9 {
+            let actions = case.step();
+            assert!(actions.evictions.is_empty() && actions.waiting["a/a1"].reason == Reason::Protected);
+        }
+        case.end("b/b2");
+        case.add(("b4", "b", 5, 0), Some(0));
+        case.step();
+        case.step();
+        let evicted: Vec<&str> = case.evicted.iter().map(|(.., pod)| pod.as_str()).collect();
+        assert_eq!(evicted, ["b1", "b4"], "gang: {gang}");
+    }
 }
 
 #[test]

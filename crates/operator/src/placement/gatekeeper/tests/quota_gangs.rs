@@ -2,10 +2,11 @@
 use std::collections::BTreeMap;
 
 use cleave_api::names::CAPACITY_LABEL;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::quotas::{Case, Ending, keeper};
 use super::world::at;
+use crate::placement::claims::UNREPORTED_CLAIM_TIME;
 use crate::placement::unlisted::UNLISTED_TIME;
 use crate::policies::demand::Reason;
 
@@ -138,6 +139,100 @@ fn a_gang_has_one_class_and_one_label() {
     assert_eq!([label("a/g1"), label("a/g2"), label("a/small")], ["over-quota", "over-quota", "in-quota"]);
 }
 
+/// A scheduler may bind a pod late or never.
+#[test]
+fn a_pod_that_is_released_but_not_bound_does_not_protect_its_gang() {
+    for is_leader_lost in [false, true] {
+        let mut case = Case::new(2, &[("a", json!({"min": 10})), ("b", json!({}))])
+            .running(&[(("b3", "b", 10, 7), 1)])
+            .waiting(&[("g1", "b", 9, 0), ("g2", "b", 1, 0)])
+            .gang("b", "train", 2, &["g1", "g2"]);
+        assert_eq!(case.step().releases.len(), 2);
+        case.world.change(|world| &mut world.pods, "b/g2", |pod| pod["spec"]["nodeName"] = json!(null));
+        case.reality.given.remove("b/g2");
+        case.losses = if is_leader_lost { u64::MAX } else { 0 };
+        let mut case = case.waiting(&[("a1", "a", 10, 0)]);
+        for _ in 0..2 * UNREPORTED_CLAIM_TIME.as_secs() {
+            case.step();
+        }
+        let is_evicted = |pod: &str| ("Reclaim".to_owned(), "a1".to_owned(), pod.to_owned());
+        assert_eq!(case.evicted, ["g1", "g2"].map(is_evicted), "leader lost: {is_leader_lost}");
+        assert_eq!(case.is_running(), ["a1", "b3"].map(str::to_owned).into());
+    }
+}
+
+/// Starts four pods of b, one after the other. `change` changes each pod before its release, or
+/// after it.
+fn grown(is_changed_before: bool, change: impl Fn(&mut Value)) -> Case {
+    let mut case = Case::new(2, &[("a", json!({})), ("b", json!({}))]);
+    for name in ["b1", "b2", "b3", "b4"] {
+        case = case.waiting(&[(name, "b", 5, 0)]);
+        let full = format!("b/{name}");
+        if is_changed_before {
+            case.world.change(|world| &mut world.pods, &full, &change);
+        }
+        assert_eq!(case.step().releases.len(), 1, "{name}");
+        if !is_changed_before {
+            case.world.change(|world| &mut world.pods, &full, &change);
+        }
+    }
+    case.waiting(&[("a1", "a", 5, 0), ("a2", "a", 5, 0), ("a3", "a", 5, 0)])
+}
+
+/// Otherwise one annotation would make all borrowers of a team immune to fair share.
+#[test]
+fn pods_that_were_not_released_together_are_no_gang_for_fair_share() {
+    let name = |pod: &mut Value| pod["metadata"]["annotations"]["cleave.dev/gang"] = json!("all");
+    let with_size = |pod: &mut Value| {
+        name(pod);
+        pod["metadata"]["annotations"]["cleave.dev/gang-size"] = json!("4");
+    };
+    let cases = [("grown", grown(true, name)), ("changed", grown(false, name)), ("with size", grown(false, with_size))];
+    for (case, world) in cases {
+        let rest = world.until_rest();
+        let running = rest.is_running();
+        let of = |quota: &str| running.iter().filter(|name| name.starts_with(quota)).count();
+        assert_eq!((of("a"), of("b")), (2, 2), "{case}: {running:?}");
+    }
+}
+
+#[test]
+fn pods_beyond_the_size_of_a_gang_leave_alone() {
+    Case::new(2, &[("a", json!({"min": 5})), ("b", json!({}))])
+        .running(&[(("g1", "b", 5, 0), 0), (("g2", "b", 5, 0), 0), (("g3", "b", 5, 0), 1), (("g4", "b", 5, 0), 1)])
+        .gang("b", "train", 3, &["g1", "g2", "g3", "g4"])
+        .waiting(&[("a1", "a", 5, 0)])
+        .expect(&[("Reclaim", "a1", "g4")], &["a1", "g1", "g2", "g3"]);
+}
+
+/// Each pass examines all pods of a gang.
+#[test]
+fn a_gang_with_too_many_pods_is_refused() {
+    let mut case = Case::new(1, &[("a", json!({}))])
+        .waiting(&[("g1", "a", 5, 0), ("g2", "a", 5, 0), ("alone", "a", 5, 0)])
+        .gang("a", "train", 1_000_000, &["g1", "g2"]);
+    let actions = case.step();
+    assert_eq!(actions.releases.len(), 1, "the pod without a gang");
+    let waiting = &actions.waiting["a/g1"];
+    assert_eq!(waiting.reason, Reason::GangTooLarge);
+    assert!(waiting.message.contains("1000000 pods: a gang may have at most 1000"), "{}", waiting.message);
+}
+
+#[test]
+fn searches_for_a_gang_count_as_searches_for_its_pods() {
+    let mut case = Case::new(2, &[("b", json!({"min": 20})), ("c", json!({"min": 1})), ("d", json!({}))])
+        .running(&[(("b1", "b", 10, 0), 0), (("b2", "b", 10, 0), 1)]);
+    let names: Vec<String> = (0..8).map(|at| format!("g{at}")).collect();
+    for name in &names {
+        case.add((name, "d", 2, 0), None);
+    }
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let mut case = case.gang("d", "train", 8, &names).waiting(&[("c1", "c", 1, 0)]);
+    let actions = case.step();
+    assert_eq!(actions.preemption_searches, 1, "of c1, which is within its guarantee");
+    assert_eq!(case.step().preemption_searches, 1, "of the gang");
+}
+
 /// Kueue counts all pods of a group, also those that request no GPUs.
 #[test]
 fn pods_of_a_gang_without_gpus_count() {
@@ -153,13 +248,43 @@ fn pods_of_a_gang_without_gpus_count() {
     assert_eq!(case.step().releases.len(), 2);
 }
 
+/// The operator does not watch ended pods. A controller that restarts a gang creates all pods again.
 #[test]
-fn a_lost_pod_of_a_gang_is_replaced_although_another_has_finished() {
-    Case::new(2, &[("a", json!({}))])
+fn missing_pods_of_a_running_gang_count_as_ended_after_some_time() {
+    let mut case = Case::new(2, &[("a", json!({}))])
         .running(&[(("g1", "a", 5, 0), 0), (("g2", "a", 5, 0), 0)])
         .waiting(&[("g3", "a", 5, 0)])
-        .gang("a", "train", 4, &["g1", "g2", "g3"])
-        .expect(&[], &["g1", "g2", "g3"]);
+        .gang("a", "train", 4, &["g1", "g2", "g3"]);
+    let created = case.seconds;
+    while case.seconds < created + 29 {
+        let actions = case.step();
+        assert!(actions.releases.is_empty() && actions.waiting["a/g3"].reason == Reason::GangIncomplete);
+        assert!(actions.requeue.is_some_and(|requeue| requeue.as_secs() <= created + 30 - case.seconds));
+    }
+    assert_eq!(case.step().releases.len(), 1);
+}
+
+/// Kueue admits a group once all of its pods exist.
+#[test]
+fn missing_pods_of_a_pod_group_of_kueue_count_as_ended_after_some_time() {
+    let group = |case: &mut Case, kueue: bool| {
+        let labels = if kueue { json!({"kueue.x-k8s.io/pod-group-name": "k"}) } else { json!({}) };
+        let mut annotations = json!({"kueue.x-k8s.io/pod-group-total-count": "2"});
+        if !kueue {
+            annotations["cleave.dev/gang"] = json!("k");
+        }
+        let set = |pod: &mut Value| {
+            (pod["metadata"]["labels"], pod["metadata"]["annotations"]) = (labels, annotations);
+        };
+        case.world.change(|world| &mut world.pods, "a/k1", set);
+    };
+    for (kueue, released) in [(true, 1), (false, 0)] {
+        let mut case = Case::new(1, &[("a", json!({}))]).waiting(&[("k1", "a", 5, 0)]);
+        group(&mut case, kueue);
+        assert!(case.step().releases.is_empty());
+        case.seconds += 30;
+        assert_eq!(case.step().releases.len(), released, "kueue: {kueue}");
+    }
 }
 
 /// A controller may change a pod while the operator releases it.

@@ -252,7 +252,10 @@ impl Case {
         let gang = &pod["metadata"]["annotations"]["cleave.dev/gang"];
         if !gang.is_null() {
             let size = &pod["metadata"]["annotations"]["cleave.dev/gang-size"];
-            let annotations = json!({"cleave.dev/gang": gang, "cleave.dev/gang-size": size});
+            let mut annotations = json!({"cleave.dev/gang": gang});
+            if size.is_string() {
+                annotations["cleave.dev/gang-size"] = size.clone();
+            }
             self.world.change(|world| &mut world.pods, name, |pod| pod["metadata"]["annotations"] = annotations);
         }
     }
