@@ -8,7 +8,8 @@ use cleave_plan::ledger::{Fits, Holder, Holders, Ledger, Moment, Nomination, Pre
 use cleave_plan::quota::{Amount, Book, Class, Kind, Owner, Place, Pod, PodId, Rights, Wait, reserved_for_long_waits};
 
 use super::quota_reports::label_of;
-use super::quotas::{LongWait, QuotaWorlds};
+use super::long_waits::LongWait;
+use super::quotas::QuotaWorlds;
 use crate::pods::PodObject;
 
 /// A waiting pod in its pool.
@@ -58,7 +59,7 @@ pub(super) struct QuotaPass<'w> {
 
 impl<'w> QuotaPass<'w> {
     /// Starts a reconcile. Sets the ranks of all nominated pods. Of gangs, room is kept for all
-    /// waiting pods or for none. Reserves room for pods that have waited long.
+    /// waiting pods or for none.
     pub(super) fn new(worlds: &'w QuotaWorlds, ledger: &mut Ledger) -> Self {
         let books = worlds.pools.iter().map(|pool| Book::new(&pool.world, worlds.now)).collect();
         let mut pass = Self { worlds, books, long_waits: BTreeMap::new(), gangs: waiting_gangs(worlds) };
@@ -72,7 +73,6 @@ impl<'w> QuotaPass<'w> {
                 ledger.set_rank(&name, pass.rank_of(member, is_within));
             }
         }
-        pass.reserve_for_long_waits(ledger);
         pass
     }
 
@@ -97,11 +97,29 @@ impl<'w> QuotaPass<'w> {
         }
     }
 
-    /// Reserves room for pods that have waited long; see [`reserved_for_long_waits`].
-    fn reserve_for_long_waits(&mut self, ledger: &mut Ledger) {
-        for (pool, of) in self.worlds.pools.iter().enumerate().filter(|(_, of)| !of.long_waits.is_empty()) {
-            for (id, gpu) in reserved_for_long_waits(&of.world, self.worlds.now) {
-                let Some(LongWait { take, devices }) = of.long_waits.get(&id) else { continue };
+    /// Reserves room for pods that have waited long; see [`reserved_for_long_waits`]. `find` finds
+    /// the devices on which such a pod can run. Returns the pods and their nodes.
+    pub(super) fn reserve_for_long_waits(
+        &mut self,
+        ledger: &mut Ledger,
+        mut find: impl FnMut(&Ledger, (Member, &'w Pod)) -> LongWait,
+    ) -> Vec<(&'w str, String)> {
+        let mut reserved = Vec::new();
+        for (pool, of) in self.worlds.pools.iter().enumerate().filter(|(_, of)| of.is_enforced) {
+            let mut found: BTreeMap<PodId, LongWait> = BTreeMap::new();
+            let usable = |id: PodId| {
+                let (member, pod) = (Member { pool, id }, of.world.pod(id));
+                // What the pod leaves to nominated pods depends on its rank.
+                let is_within = self.book(member).class_with(&[(id, 0)], &[]) == Class::In;
+                ledger.set_rank(&pod.name, self.rank_of(member, is_within));
+                let long_wait = find(ledger, (member, pod));
+                ledger.remove_rank(&pod.name);
+                let gpus = long_wait.devices.keys().copied().collect();
+                found.insert(id, long_wait);
+                gpus
+            };
+            for (id, gpu) in reserved_for_long_waits(&of.world, self.worlds.now, usable) {
+                let Some(LongWait { take: Some(take), devices }) = found.get(&id) else { continue };
                 let Some((node, device)) = devices.get(&gpu) else { continue };
                 let (member, pod) = (Member { pool, id }, of.world.pod(id));
                 let mut take = take.clone();
@@ -113,10 +131,18 @@ impl<'w> QuotaPass<'w> {
                 let turn = QuotaTurn { member, rights, was_nominated: false, may_use_free_room: false, rank };
                 ledger.set_rank(&pod.name, rank);
                 if ledger.nominate(&pod.name, nomination.clone()).is_ok() {
+                    self.books[pool].reserve(id, gpu);
                     self.long_waits.insert(pod.name.clone(), (turn, nomination));
+                    reserved.push((pod.name.as_str(), node.clone()));
                 }
             }
         }
+        reserved
+    }
+
+    /// Returns the index of the GPU of a device in a pod's pool.
+    pub(super) fn gpu_of_device(&self, member: Member, device: &str) -> Option<usize> {
+        self.worlds.pools[member.pool].gpus.get(device).copied()
     }
 
     /// Ends the turn of a pod that still waits: the room that is reserved for it counts again.

@@ -4,9 +4,8 @@
 //! the ledger. Nothing else is stored, so a new leader decides the same. `quota_pass` follows the
 //! decisions of the reconcile. The rules are in `cleave_plan::quota`.
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 
-use cleave_plan::ledger::{DeviceRequest, Ledger, Moment, Reservation};
+use cleave_plan::ledger::{Ledger, Moment};
 use cleave_plan::quota::{Amount, GPU, Gang, Place, Pod, PodId, Settings, Unit, World};
 
 use super::claims::RESERVATION_TIME;
@@ -42,30 +41,10 @@ pub(crate) struct PoolWorld {
     pub(super) ids: BTreeMap<String, PodId>,
     /// GPUs by the UUID of a device on them.
     pub(super) gpus: BTreeMap<String, usize>,
-    /// Waiting pods that have waited so long that room may be reserved for them.
-    pub(super) long_waits: BTreeMap<PodId, LongWait>,
     /// Pods that terminate, but later than an evicted pod would. They count as running.
     pub(super) terminates_late: BTreeSet<PodId>,
     /// Whether some quota of the pool is enforced.
     pub(crate) is_enforced: bool,
-}
-
-/// A pod that has waited long.
-#[derive(Debug)]
-pub(super) struct LongWait {
-    /// The units that it requests, without a device.
-    pub(super) take: Reservation,
-    /// The devices that it may use, by GPU: name of the node, and UUID.
-    pub(super) devices: BTreeMap<usize, (String, String)>,
-}
-
-/// A pod at the gate.
-pub(super) struct WaitingRequests<'n, F> {
-    /// The pod, as `namespace/name`.
-    pub(super) name: &'n str,
-    pub(super) requests: &'n [DeviceRequest],
-    /// Returns the nodes that the pod may use.
-    pub(super) eligible: F,
 }
 
 /// All pools with quotas.
@@ -136,7 +115,6 @@ impl QuotaWorlds {
                 world,
                 ids: BTreeMap::new(),
                 gpus: BTreeMap::new(),
-                long_waits: BTreeMap::new(),
                 terminates_late: BTreeSet::new(),
                 is_enforced: quotas.is_enforced(at),
             });
@@ -173,35 +151,6 @@ impl QuotaWorlds {
             }
         }
         Some(worlds)
-    }
-
-    /// Finds the devices that pods may use which have waited long. Room is reserved only for pods
-    /// with one request, and on GPUs with one device of the resource.
-    pub(super) fn find_long_waits<'n>(
-        &mut self,
-        cluster: &Cluster,
-        waiting: impl Iterator<Item = WaitingRequests<'n, impl Fn() -> Vec<&'n str>>>,
-    ) {
-        let now = self.now.0;
-        for WaitingRequests { name, requests, eligible } in waiting {
-            for pool in self.pools.iter_mut().filter(|pool| pool.is_enforced) {
-                let Some(&id) = pool.ids.get(name) else { continue };
-                let ageing = pool.world.settings.ageing;
-                let pod = &mut pool.world.pods[id.0];
-                if pod.gang.is_some() || ageing.is_none_or(|ageing| pod.created.0.saturating_add(ageing) > now) {
-                    continue;
-                }
-                let devices = match requests {
-                    [request] => devices_of(cluster, &eligible(), &request.resource, &pool.gpus),
-                    _ => BTreeMap::new(),
-                };
-                pod.gpus = Some(Arc::new(devices.keys().copied().collect()));
-                if let [DeviceRequest { resource, units }] = requests {
-                    let take = Reservation { resource: resource.clone(), units: *units, device: String::new() };
-                    pool.long_waits.insert(id, LongWait { take, devices });
-                }
-            }
-        }
     }
 
     /// Returns whether a quota is enforced.
@@ -269,8 +218,7 @@ impl QuotaWorlds {
             }
             _ => {}
         }
-        let released = pod.reserved_until.map(|until| until.saturating_sub(RESERVATION_TIME.as_secs()));
-        (Place::Running { gpu, since: Moment(released.unwrap_or_else(|| created(pod).0)) }, is_late)
+        (Place::Running { gpu, since: released(pod) }, is_late)
     }
 
     fn add_pod(
@@ -342,27 +290,13 @@ fn gangs_of(tracker: &PodTracker) -> Gangs<'_> {
     gangs
 }
 
+/// Returns when a pod was released. A pod that did not wait at the gate counts from its creation.
+pub(super) fn released(pod: &PodObject) -> Moment {
+    let released = pod.reserved_until.map(|until| until.saturating_sub(RESERVATION_TIME.as_secs()));
+    released.map_or_else(|| created(pod), Moment)
+}
+
 fn created(pod: &PodObject) -> Moment {
     let seconds = pod.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second());
     Moment(u64::try_from(seconds).unwrap_or(0))
-}
-
-/// Returns the devices of a resource on nodes, by GPU. Omits GPUs with several such devices.
-fn devices_of(
-    cluster: &Cluster,
-    nodes: &[&str],
-    resource: &str,
-    gpus: &BTreeMap<String, usize>,
-) -> BTreeMap<usize, (String, String)> {
-    let mut devices: BTreeMap<usize, Option<(String, String)>> = BTreeMap::new();
-    for node in cluster.gpu_nodes.iter().filter_map(|node| node.0.as_ref().ok()) {
-        let Some(name) = node.metadata.name.as_deref().filter(|name| nodes.contains(name)) else { continue };
-        let slices = node.status.iter().flat_map(|status| &status.gpus).flat_map(|gpu| &gpu.slices);
-        for slice in slices.filter(|slice| slice.resource == resource) {
-            let Some(&gpu) = gpus.get(&slice.device) else { continue };
-            let device = (name.to_owned(), slice.device.clone());
-            devices.entry(gpu).and_modify(|known| *known = None).or_insert(Some(device));
-        }
-    }
-    devices.into_iter().filter_map(|(gpu, device)| Some((gpu, device?))).collect()
 }

@@ -408,9 +408,13 @@ impl<'w> Book<'w> {
             freed = freed.plus(self.world.pod(victim).charge);
         }
         match kind {
-            Kind::Reclaim => accounts.class_with(parts, victims) == Class::In || quota.cells().is_none(),
+            Kind::Reclaim => {
+                let is_within = quota.cells().is_none() || accounts.class_with(parts, victims) == Class::In;
+                is_within && (victims.is_empty() || accounts.guarantees_beside_leaving(parts))
+            }
             Kind::FairShare => {
-                let share = accounts.share(account, charge, Amount::ZERO);
+                // Its own pods that leave still use their room.
+                let share = accounts.share(account, charge.plus(accounts.leaving(account)), Amount::ZERO);
                 let after = |victim: &PodId| {
                     let other = accounts.account_of(*victim);
                     accounts.share(other, Amount::ZERO, less.get(&other).copied().unwrap_or_default())
