@@ -4,7 +4,7 @@
 //! quotas, and records each of its decisions there, so that later decisions of the same pass see
 //! them.
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::account::Accounts;
 use super::amount::Amount;
@@ -402,9 +402,13 @@ impl<'w> Book<'w> {
         }
         let mut less: BTreeMap<usize, Amount> = BTreeMap::new();
         let mut freed = Amount::ZERO;
+        // The rest of a victim's gang, for which room is kept, loses that room.
+        let leaving: BTreeSet<PodId> = victims.iter().flat_map(|victim| accounts.counted_with(*victim)).collect();
+        for pod in leaving {
+            let of = less.entry(accounts.account_of(pod)).or_default();
+            *of = of.plus(self.world.pod(pod).charge);
+        }
         for &victim in victims {
-            let of = less.entry(accounts.account_of(victim)).or_default();
-            *of = of.plus(self.world.pod(victim).charge);
             freed = freed.plus(self.world.pod(victim).charge);
         }
         match kind {
