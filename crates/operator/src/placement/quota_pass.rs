@@ -9,7 +9,7 @@ use cleave_plan::quota::{Amount, Book, Class, Kind, Owner, Place, Pod, PodId, Ri
 
 use super::quota_reports::label_of;
 use super::long_waits::LongWait;
-use super::quotas::QuotaWorlds;
+use super::quotas::{PoolWorld, QuotaWorlds};
 use crate::pods::PodObject;
 
 /// A waiting pod in its pool.
@@ -102,17 +102,21 @@ impl<'w> QuotaPass<'w> {
     pub(super) fn reserve_for_long_waits(
         &mut self,
         ledger: &mut Ledger,
-        mut find: impl FnMut(&Ledger, (Member, &'w Pod)) -> LongWait,
+        mut find: impl FnMut(&Ledger, &'w PoolWorld, PodId) -> LongWait,
     ) -> Vec<(&'w str, String)> {
         let mut reserved = Vec::new();
         for (pool, of) in self.worlds.pools.iter().enumerate().filter(|(_, of)| of.is_enforced) {
             let mut found: BTreeMap<PodId, LongWait> = BTreeMap::new();
             let usable = |id: PodId| {
                 let (member, pod) = (Member { pool, id }, of.world.pod(id));
+                if ledger.nominations().contains_key(&pod.name) {
+                    // Room is kept for the pod in another pool.
+                    return BTreeSet::new();
+                }
                 // What the pod leaves to nominated pods depends on its rank.
                 let is_within = self.book(member).class_with(&[(id, 0)], &[]) == Class::In;
                 ledger.set_rank(&pod.name, self.rank_of(member, is_within));
-                let long_wait = find(ledger, (member, pod));
+                let long_wait = find(ledger, of, id);
                 ledger.remove_rank(&pod.name);
                 let gpus = long_wait.devices.keys().copied().collect();
                 found.insert(id, long_wait);
@@ -138,11 +142,6 @@ impl<'w> QuotaPass<'w> {
             }
         }
         reserved
-    }
-
-    /// Returns the index of the GPU of a device in a pod's pool.
-    pub(super) fn gpu_of_device(&self, member: Member, device: &str) -> Option<usize> {
-        self.worlds.pools[member.pool].gpus.get(device).copied()
     }
 
     /// Ends the turn of a pod that still waits: the room that is reserved for it counts again.
