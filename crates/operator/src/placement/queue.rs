@@ -86,9 +86,8 @@ impl Queue {
 
     /// Records which pods have other scheduling gates too.
     pub(super) fn record_other_gates(&mut self, pods: &[&PodObject]) {
-        let has_other_gate = |pod: &&&PodObject| {
-            pod.node().is_none() && pod.spec.scheduling_gates.iter().any(|gate| gate.name != GATE)
-        };
+        let has_other_gate =
+            |pod: &&&PodObject| pod.node().is_none() && pod.spec.scheduling_gates.iter().any(|gate| gate.name != GATE);
         self.1 = pods.iter().filter(has_other_gate).filter_map(|pod| pod.uid()).collect();
     }
 
@@ -201,8 +200,14 @@ mod tests {
         let mut queue = Queue::default();
         for (at, name) in ["c", "a", "b", "d"].into_iter().enumerate() {
             let since = Duration::from_secs(at as u64);
-            let gated =
-                GatedPod { uid: String::new(), since, had_other_gate: false, unplaceable_since: None, refused: None, missing_until: None };
+            let gated = GatedPod {
+                uid: String::new(),
+                since,
+                had_other_gate: false,
+                unplaceable_since: None,
+                refused: None,
+                missing_until: None,
+            };
             queue.0.insert(name.to_owned(), gated);
         }
         let seconds = Duration::from_secs;

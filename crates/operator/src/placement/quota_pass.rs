@@ -7,8 +7,8 @@ use std::time::Duration;
 use cleave_plan::ledger::{Fits, Holder, Holders, Ledger, Moment, Nomination, Preemption, Rank};
 use cleave_plan::quota::{Amount, Book, Class, Kind, Owner, Place, Pod, PodId, Rights, Wait, reserved_for_long_waits};
 
-use super::quota_reports::label_of;
 use super::long_waits::LongWait;
+use super::quota_reports::label_of;
 use super::quotas::{PoolWorld, QuotaWorlds};
 use crate::pods::PodObject;
 

@@ -210,6 +210,8 @@ fn waiting(pool: &PoolView<'_>, name: &str, waits: &BTreeMap<String, WaitingPod>
         *waiting.reasons.entry(word.to_owned()).or_default() += 1;
         let id = cleave_plan::quota::PodId(at);
         if pool.book.is_guaranteed(id) {
+            let awaits_leaving = word == "NoRoom" && pool.book.awaits_leaving(id) > Amount::ZERO;
+            let word = if awaits_leaving { "Leaving" } else { word };
             let (pods, amount) = waiting.within.entry(word).or_default();
             *pods += 1;
             *amount = amount.plus(pod.charge);
@@ -243,6 +245,7 @@ fn guaranteed(pool: &PoolView<'_>, waiting: &Waiting) -> (bool, &'static str, St
     for (word, reason, what) in [
         ("Nominated", "Reclaiming", "wait until evicted borrowers have ended"),
         ("Protected", "Protected", "wait for borrowers that disruption budgets protect"),
+        ("Leaving", "Reclaiming", "wait until terminating pods of their own quota have ended"),
         ("NoRoom", "Fragmented", "wait: no single GPU can be freed for them. guarantee: Cells would prevent that"),
     ] {
         if let Some((pods, amount)) = waiting.within.get(word) {

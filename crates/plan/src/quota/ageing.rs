@@ -209,7 +209,8 @@ fn leaves_kept_room(state: &State<'_>, id: PodId) -> bool {
         return true;
     }
     let mut overtaking: BTreeMap<usize, Amount> = BTreeMap::new();
-    let mut left: i128 = state.gpus.iter().map(|gpu| i128::from(gpu.size())).sum::<i128>() - i128::from(state.charge(id));
+    let mut left: i128 =
+        state.gpus.iter().map(|gpu| i128::from(gpu.size())).sum::<i128>() - i128::from(state.charge(id));
     for other_account in 0..accounts.len() {
         for other in accounts.members(other_account) {
             if has_overtaken(state, other, id) {

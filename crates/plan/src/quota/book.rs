@@ -139,9 +139,8 @@ impl<'w> Book<'w> {
 
     /// Returns the free room that a waiting pod leaves to pods that have waited longer.
     fn reserved_before(&self, id: PodId) -> Amount {
-        let is_more_important = |other: PodId| {
-            self.account(other) == self.account(id) && self.priority(id) > self.priority(other)
-        };
+        let is_more_important =
+            |other: PodId| self.account(other) == self.account(id) && self.priority(id) > self.priority(other);
         let before = self.reserved.iter().take_while(|(other, _)| *other != id);
         before.filter(|(other, _)| !is_more_important(*other)).map(|(_, free)| *free).sum()
     }
@@ -282,6 +281,14 @@ impl<'w> Book<'w> {
     /// Returns what the pods of a pod's quota use, without pods that leave.
     pub fn used(&self, id: PodId) -> Amount {
         self.accounts.used(self.accounts.account_of(id))
+    }
+
+    /// Returns what pods hold that leave, if no pod of another quota is evicted for a waiting pod
+    /// within its guarantee until they are gone. Returns 0 if they do not matter.
+    pub fn awaits_leaving(&self, id: PodId) -> Amount {
+        let (quota, account) = (self.quota(id), self.accounts.account_of(id));
+        let fits = self.accounts.held(account).plus(self.charge(id)) <= quota.min();
+        if fits && quota.cells().is_none() { Amount::ZERO } else { self.accounts.leaving(account) }
     }
 
     /// Returns the share that a pod's quota has with the pod.

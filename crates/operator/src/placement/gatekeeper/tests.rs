@@ -11,6 +11,8 @@ mod preemption;
 mod quota_evictions;
 mod quota_gangs;
 mod quota_input;
+mod quota_leaving;
+mod quota_long_waits;
 mod quota_order;
 mod quota_pools;
 mod quotas;
