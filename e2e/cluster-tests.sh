@@ -1,8 +1,10 @@
-# Cluster tests of e2e/test: their clusters, their two groups, and the versions of Kubernetes.
-# Source this file after lib.sh, do not run it. This file uses functions of e2e/test.
+# Runs the cluster tests for e2e/test: on two clusters in two groups, and on each version of
+# Kubernetes. Source this file after lib.sh, and do not run it. This file uses functions of
+# e2e/test.
 
-# with_cluster GPUS1 GPUS2 COMMAND…: runs a command on a fresh cluster of two nodes with Cleave
-# installed, and removes the cluster. `cluster up` gets the options in up_options.
+# with_cluster GPUS1 GPUS2 COMMAND…: creates a cluster of two nodes with these GPUs, installs
+# Cleave, runs a command, and removes the cluster. The array up_options has additional options of
+# `cluster up`.
 up_options=()
 with_cluster() {
   local first=$1 second=$2; shift 2
@@ -24,7 +26,8 @@ with_cluster() {
   fi
 }
 
-# Run the program of the cluster tests directly, because cargo would wait for a concurrent cargo.
+# Builds the program of the cluster tests. The groups run this program directly, because two
+# concurrent cargo commands would wait for each other.
 cluster_program=
 build_cluster_tests() {
   say "Building the cluster tests"
@@ -32,27 +35,27 @@ build_cluster_tests() {
     jq -r 'select(.reason == "compiler-artifact" and .target.name == "cluster").executable')
 }
 
-# Prints the names of all cluster tests, one a line.
+# Prints the names of all cluster tests, one per line.
 list_cluster_tests() { "$cluster_program" --list --format terse | sed -n 's/: test$//p'; }
 
-# run_cluster_tests OPTION…: runs the tests that these options of libtest select.
+# run_cluster_tests OPTION…: runs the tests that these libtest options select.
 run_cluster_tests() {
   say "Cluster tests"
-  # Cargo also runs the tests in this directory.
+  # Use the same working directory as cargo.
   (cd "$root/e2e/tests" && "$cluster_program" --test-threads=1 "$@")
 }
 
-# The modules whose tests run on a second cluster, at the same time as all other tests on the first.
-# The two groups take about the same time. The groups can run at the same time, because tests wait
-# for Kubernetes most of the time.
+# Modules of the second group of tests. The two groups run at the same time on two clusters, and
+# take about the same time. This saves time, because most of the time the tests wait for Kubernetes.
 second_group=(demand ending gate gate_admission health preemption quotas stranded zones)
 
-# Number of inotify instances that a user may have. Linux allows 128 by default, a node uses about
-# 15, and two clusters with the nodes that tests add need 150.
+# Maximum number of inotify instances of a user. Linux allows 128 by default. A node uses about 15,
+# and two clusters need about 150 with the nodes that tests add.
 watchers_file=/proc/sys/fs/inotify/max_user_instances
 watchers=512
 
-# Raises the limit until this script exits. Fails if the machine does not permit the change.
+# Raises the limit of inotify instances until this script exits. Fails if the machine does not
+# permit the change.
 raise_watchers() {
   local before; before=$(cat "$watchers_file")
   [ "$before" -lt "$watchers" ] || return 0
@@ -60,8 +63,8 @@ raise_watchers() {
   watchers_before=$before
 }
 
-# Runs each cluster test once. Uses two clusters, or one if a developer selects tests by TEST or
-# keeps the cluster.
+# Runs each cluster test once, on two clusters. Uses one cluster if TEST selects tests, if KEEP
+# keeps the cluster, or if the limit of inotify instances cannot be raised.
 cluster_tests() {
   local modules=("${second_group[@]/%/::}") log=$demo_dir/second-group.log all module second failed=()
   if [ -n "${TEST:-}${KEEP:-}" ] || ! raise_watchers; then
@@ -80,25 +83,26 @@ cluster_tests() {
   [ ${#failed[@]} = 0 ] || die "cluster tests failed in the ${failed[*]} group"
 }
 
-# with_test_cluster COMMAND…: runs a command on the cluster that the cluster tests expect.
+# with_test_cluster COMMAND…: runs a command on a cluster with the nodes that the cluster tests
+# expect.
 with_test_cluster() {
-  # Each test waits at least twice for a node status, so these kubelets report often. Nodes that
-  # tests add keep Kubernetes' default interval, and one test repartitions such a node.
+  # Let these kubelets report often, because each test waits for a node status at least twice. Nodes
+  # that tests add keep the cluster's default interval.
   up_options=(--node-status node1=1,node2=2 --network-policies)
   with_cluster 4xH100-80 2xA100-40 "$@"
 }
 
-# The tests that run on each version of Kubernetes: modules, and single tests.
+# The modules and single tests that run on each version of Kubernetes.
 version_tests=(
   shares gate gate_admission admission policies operators whole_gpus upgrades agent_upgrades restarts
   demand::an_idle_gpu_changes_from_mps_to_mig_and_back_to_whole
   ending::the_admission_policy_injects_sleeps_into_containers_with_shares
   ending::the_webhook_injects_the_same_sleeps
 )
-# File with the results of these tests. docs/tool generates a table from this file.
+# File with the results of version_tests. docs/tool generates a table from this file.
 version_results=docs/data/kubernetes-versions.json
 
-# Prints the names of the tests in version_tests, one a line.
+# Prints the names of the tests that version_tests selects, one per line.
 select_version_tests() {
   local all entry found
   all=$(list_cluster_tests)
@@ -109,7 +113,7 @@ select_version_tests() {
   done
 }
 
-# Prints the mechanism that the chart chose to add the placement gate.
+# Prints the mechanism that adds the placement gate on this cluster: policy or webhook.
 gate_mechanism() {
   if kubectl get mutatingadmissionpolicy cleave-gate >/dev/null 2>&1; then
     echo policy
@@ -132,7 +136,7 @@ run_version_tests() {
   for test in $tests; do
     : >"$skip_file"
     outcome=passed
-    # Cargo also runs the tests in this directory.
+    # Use the same working directory as cargo.
     (cd e2e/tests && CLEAVE_E2E_SKIP_FILE=$skip_file "$cluster_program" --test-threads=1 --exact "$test") || outcome=failed
     if [ "$outcome" = passed ] && [ -s "$skip_file" ]; then outcome=skipped; fi
     jq -cn --arg test "$test" --arg outcome "$outcome" --rawfile reason "$skip_file" '$ARGS.named' >>"$outcomes"
@@ -143,8 +147,8 @@ run_version_tests() {
   fi
 }
 
-# record_version VERSION GATE COMMIT OUTCOMES: replaces the version's results. Removes results of
-# versions that the launcher no longer builds.
+# record_version VERSION GATE COMMIT OUTCOMES: replaces the recorded results of the version. Removes
+# the results of versions that the launcher no longer builds.
 record_version() {
   jq -s --arg version "$1" --arg gate "$2" --arg commit "$3" --arg date "$(date -u +%F)" \
     --arg available "$("$cluster" versions)" --slurpfile earlier "$version_results" '
@@ -157,13 +161,14 @@ record_version() {
   mv "$version_results.new" "$version_results"
 }
 
-# VERSIONS lists the versions of Kubernetes, by default all that the launcher builds.
+# Runs the version tests on each version of Kubernetes in VERSIONS. By default, runs them on all
+# versions that the launcher builds.
 versions() {
-  # Read the commit before the tests, because the recorded results change the tree.
+  # Read the commit before the tests, because recording the results changes the tree.
   local commit version failed=()
   commit=$(git describe --always --dirty --exclude '*' --abbrev=12)
   for version in ${VERSIONS:-$("$cluster" versions)}; do
-    # Use a separate process, because it removes its cluster even after an error.
+    # Use a separate process: when the process exits, it removes its cluster, even after an error.
     CLEAVE_KUBERNETES=$version e2e/test version "$commit" || failed+=("$version")
   done
   say "The results are in $version_results. Run make docs to update the table in docs/how-to/install.md"

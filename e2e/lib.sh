@@ -1,31 +1,35 @@
-# Functions of e2e/demo and e2e/test that lead from a clean checkout to a local cluster with Cleave.
-# Source this file, do not run it. All functions are idempotent, and do not repeat builds.
+# Functions for e2e/demo and other scripts that create a local cluster with Cleave from a clean
+# checkout. Source this file, and do not run it. All functions are idempotent, and do not repeat
+# builds.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export CARGO_TERM_COLOR=${CARGO_TERM_COLOR:-never}
-# The name of the local cluster, which the launcher also reads. Each cluster has its own directory.
+# The name of the local cluster. The launcher also reads this variable. Each cluster has its own
+# directory.
 export CLEAVE_CLUSTER_NAME=${CLEAVE_CLUSTER_NAME:-cleave}
 demo_dir=$root/target/demo
 [ "$CLEAVE_CLUSTER_NAME" = cleave ] || demo_dir+=-$CLEAVE_CLUSTER_NAME
 driver_dir=$demo_dir/driver
 cluster=$root/e2e/cluster/cluster
 namespace=cleave-system
-# CLEAVE_PROFILE=dev builds faster and runs slower. Use it to work on the code, not to measure.
+# With CLEAVE_PROFILE=dev, builds are faster and programs are slower. Do not use this profile for
+# measurements.
 profile=${CLEAVE_PROFILE:-release}
 programs=$root/target/$([ "$profile" = dev ] && echo debug || echo "$profile")
 
-# Prints a heading, with the seconds since the script's start.
+# Prints a heading, with the seconds since the start of the script.
 say() { printf '\n\033[1m==> %s\033[0m (%d s)\n' "$*" "$SECONDS"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
-# The chart to install, and the command line program. `release` is the directory of a release, if
-# one is used.
+# The chart to install, and the program cleave. `release` is the directory of a release, or empty
+# without a release.
 chart=$root/charts/cleave
 cleave=$programs/cleave
 release=
 
-# use_release [VERSION]: the functions below use the image, chart and command line of a release that
-# `make release` built, by default the newest. They build only the simulated hardware.
+# use_release [VERSION]: makes the functions below use the image, the chart and the program of a
+# release that `make release` built. Without VERSION, they use the newest release. The functions
+# then build only the simulated hardware.
 use_release() {
   local checksums
   checksums=$(ls -t "$root"/target/release-${1:-*}/SHA256SUMS 2>/dev/null | head -1 || true)
@@ -40,7 +44,8 @@ use_release() {
   cleave=$demo_dir/cleave-$release_version-linux-amd64/cleave
 }
 
-# Installs the Debian packages that the builds need. e2e/cluster/cluster installs those it needs.
+# Installs the Debian packages that the builds need. e2e/cluster/cluster installs the packages that
+# the cluster needs.
 prerequisites() {
   [ "$(id -u)" = 0 ] || die "run this as root: it starts a kubelet and containerd, which need it"
   command -v cargo >/dev/null || die "cargo is not on the PATH: install Rust (1.89 or newer)"
@@ -64,10 +69,10 @@ build() {
   (cd "$root" && cargo build --profile "$profile" --locked "${product[@]}" -p simgpu -p sim-nvml -p sim-mps -p sim-clock -p cleave-client)
 }
 
-# Puts the simulated driver where nodes mount it as /opt/simgpu.
+# Copies the simulated driver to the directory that nodes mount as /opt/simgpu.
 driver() {
   mkdir -p "$driver_dir/lib" "$driver_dir/bin"
-  # Rename instead of overwriting, because a running program keeps the file that it has open.
+  # Rename instead of overwriting, because running programs must keep the old file.
   put() { cp "$1" "$2.new" && chmod 755 "$2.new" && mv "$2.new" "$2"; }
   put "$programs/libnvidia_ml.so" "$driver_dir/lib/libnvidia-ml.so.1"
   put "$programs/nvidia-cuda-mps-control" "$driver_dir/bin/nvidia-cuda-mps-control"
@@ -75,7 +80,7 @@ driver() {
   put "$programs/simgpu" "$driver_dir/bin/simgpu"
 }
 
-# image TAG OPTION…: builds an image and imports it.
+# image TAG OPTION…: builds an image, and imports it on all nodes.
 image() {
   local tag=$1 tar=$demo_dir/$(basename "$1" | tr : -).tar; shift
   "$cluster" image build --tag "$tag" "$@" -o "$tar"
@@ -96,7 +101,7 @@ import_image() {
 images() {
   say "Building and importing the images"
   if [ -n "$release" ]; then import_image "$release/cleave-$release_version-image.tar"; fi
-  # Both tags have the same content. Tests of upgrades change `dev` to `next`.
+  # Both tags have the same programs. Upgrade tests replace `dev` with `next`.
   local tag tags=(dev next)
   [ -z "$release" ] || tags=()
   for tag in "${tags[@]}"; do
@@ -123,14 +128,16 @@ simulate() {
   "$cluster" exec-node "$1" sh -c "[ -e /var/lib/simgpu/machine.json ] || /opt/simgpu/bin/simgpu init --machine $1 --gpus $2 >/dev/null"
 }
 
-# Prints the machine's address in the cluster's network, from which the API server's proxy connects.
+# Prints the machine's address in the cluster's network. The API server's proxy connects from this
+# address.
 machine_address() { kubectl config view --output jsonpath='{.clusters[0].cluster.server}' | sed 's|https://\(.*\):.*|\1|'; }
 
-# Installs the chart. The driver is below a host path, as on nodes without a container toolkit.
+# Installs the chart. The values of e2e/values.yaml set a host path for the driver, as on nodes
+# without a container toolkit.
 install() {
   say "Installing Cleave${release:+ $release_version} by Helm"
   if [ -n "$release" ]; then set -- --set "image.tag=$release_version" "$@"; fi
-  # Tests query agents through the API server's proxy.
+  # Allow the machine's address, because tests query agents through the API server's proxy.
   set -- --set "networkPolicy.metricsFrom[1].ipBlock.cidr=$(machine_address)/32" "$@"
   helm upgrade --install cleave "$chart" --namespace "$namespace" --create-namespace \
     --values "$root/e2e/values.yaml" --wait --timeout 3m "$@" >"$demo_dir/helm.log" || { cat "$demo_dir/helm.log"; kubectl -n "$namespace" get pods -o wide; die "helm failed"; }

@@ -2,7 +2,7 @@
 use std::error::Error;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    // Compile each directory with its own root, because both files are named `api.proto`.
+    // Compile each directory with its own include path, because both files are named `api.proto`.
     for directory in ["deviceplugin/v1beta1", "podresources/v1"] {
         let root = format!("../../proto/{directory}");
         println!("cargo::rerun-if-changed={root}/api.proto");

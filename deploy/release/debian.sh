@@ -1,7 +1,8 @@
 # Sourced by base and std: downloads Debian packages through a private apt. The machine's own apt
 # configuration, package lists and installed packages do not change.
 #
-# DEBIAN_MIRROR names the mirror. Without it, the first Debian mirror of the machine's apt is used.
+# DEBIAN_MIRROR names the mirror. Without DEBIAN_MIRROR, the first Debian mirror of the machine's
+# apt is used.
 
 cache=${CLEAVE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/cleave}
 debian_dir=$cache/release-apt

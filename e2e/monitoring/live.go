@@ -18,8 +18,8 @@ import (
 // timeout limits each wait.
 const timeout = 5 * time.Minute
 
-// writeConfig writes a Prometheus configuration that corresponds to a rendered PodMonitor. It
-// scrapes as the Prometheus Operator would, but reads its targets from a file.
+// writeConfig writes a Prometheus configuration that corresponds to a rendered PodMonitor. The
+// configuration scrapes as with the Prometheus Operator, but reads the targets from a file.
 func writeConfig(rendered, directory string) error {
 	var monitor struct {
 		Spec struct {
@@ -48,8 +48,8 @@ func writeConfig(rendered, directory string) error {
 	})
 }
 
-// writeTargets writes the running pods of a PodList as targets, with the labels that the Prometheus
-// Operator adds.
+// writeTargets writes the running pods of a PodList as scrape targets, with the labels that the
+// Prometheus Operator adds.
 func writeTargets(pods io.Reader, out string) error {
 	var list struct {
 		Items []struct {
@@ -106,14 +106,14 @@ func get(address, path string, query url.Values, data any) error {
 	return json.Unmarshal(answer.Data, data)
 }
 
-// alert is an alert that Prometheus evaluates as pending or firing.
+// alert is a pending or firing alert, as Prometheus reports it.
 type alert struct {
 	State       string
 	Labels      map[string]string
 	Annotations map[string]string
 }
 
-// firingAlerts returns the alerts that fire now, by name.
+// firingAlerts returns the alerts that are firing now, by name.
 func firingAlerts(address string) (map[string]alert, error) {
 	var data struct{ Alerts []alert }
 	if err := get(address, "/api/v1/alerts", nil, &data); err != nil {
@@ -128,8 +128,8 @@ func firingAlerts(address string) (map[string]alert, error) {
 	return firing, nil
 }
 
-// waitUntilFiring waits until each of these alerts has fired once. The alerts need not fire at the
-// same time, because alerts about new events end soon.
+// waitUntilFiring waits until each of these alerts has fired once. The alerts do not have to fire
+// at the same time, because alerts about new events soon stop firing.
 func waitUntilFiring(address string, names []string) error {
 	missing := slices.Clone(names)
 	for end := time.Now().Add(timeout); len(missing) > 0 && time.Now().Before(end); time.Sleep(500 * time.Millisecond) {
@@ -151,8 +151,8 @@ func waitUntilFiring(address string, names []string) error {
 	return nil
 }
 
-// waitUntilSilent waits until Prometheus has data of the leading operator and of GPUs, and no alert
-// fires.
+// waitUntilSilent waits until Prometheus has data from the leading operator and about GPUs, and no
+// alert is firing.
 func waitUntilSilent(address string) error {
 	reason := errors.New("Prometheus has not answered")
 	for end := time.Now().Add(timeout); time.Now().Before(end); time.Sleep(500 * time.Millisecond) {
@@ -175,7 +175,7 @@ func waitUntilSilent(address string) error {
 	return reason
 }
 
-// query is one query of a dashboard, with its variables replaced.
+// query is a query of a dashboard, with the dashboard's variables replaced.
 type query struct {
 	panel string
 	expr  string
@@ -224,7 +224,7 @@ func checkDashboard(address, file string) error {
 			if err := get(address, "/api/v1/query", url.Values{"query": {query.expr}}, &data); err != nil {
 				return fmt.Errorf("%s: %w", query.panel, err)
 			}
-			// A quantile of no observations is not a number.
+			// A quantile without observations is NaN, so NaN is not data.
 			isData := func(sample struct{ Value [2]any }) bool { return sample.Value[1] != "NaN" }
 			if !slices.ContainsFunc(data.Result, isData) {
 				empty = append(empty, query)

@@ -17,7 +17,7 @@ import (
 	"go.yaml.in/yaml/v3"
 )
 
-// ruleFile is a file of rules for Prometheus.
+// ruleFile is the content of a Prometheus rule file.
 type ruleFile struct {
 	Groups []ruleGroup `yaml:"groups"`
 }
@@ -27,15 +27,16 @@ type ruleGroup struct {
 	Rules []rulefmt.Rule `yaml:"rules"`
 }
 
-// shortened replaces all durations in the rules, and shortWait replaces longWait. In the test,
-// Prometheus scrapes targets and evaluates rules every second.
+// shortened replaces all durations in the rules, and shortWait replaces longWait, so that alerts
+// fire within seconds. In the test, Prometheus scrapes targets and evaluates rules every second.
 const shortened = 20 * time.Second
 const shortWait = 5
 
-// longWait is the number of seconds after which the rules report a pod as waiting too long.
+// longWait is the waiting time of a pod, in seconds, at which an alert fires.
 const longWait = 1800
 
-// findObject decodes the first object of a kind in a file of rendered objects into object.
+// findObject finds the first object of a kind in a file of rendered objects, and decodes it into
+// object.
 func findObject(file, kind string, object any) error {
 	text, err := os.ReadFile(file)
 	if err != nil {
@@ -125,9 +126,9 @@ func shortenRules(file, out string) error {
 	return writeYAML(out, rules)
 }
 
-// lint makes the checks that promtool lacks. Each alert needs a test case in which it fires, a test
-// case in which it does not fire, and a runbook. Rules and dashboards may use only metrics in the
-// reference.
+// lint performs checks that promtool lacks. Each alert needs a test case in which it fires, a test
+// case in which it does not fire, and a runbook. Rules and dashboards may use only metrics that are
+// in the reference.
 func lint(repository, file, tests string) error {
 	rules, err := readRules(file)
 	if err != nil {
@@ -190,7 +191,7 @@ func lint(repository, file, tests string) error {
 	return nil
 }
 
-// knownMetrics returns the names of series of the metrics in the reference.
+// knownMetrics returns the names of the time series of all metrics in the reference.
 func knownMetrics(page string) (map[string]bool, error) {
 	text, err := os.ReadFile(page)
 	if err != nil {
@@ -210,7 +211,7 @@ func knownMetrics(page string) (map[string]bool, error) {
 	return known, nil
 }
 
-// metricNames returns the metrics that an expression selects.
+// metricNames returns the names of the metrics that an expression selects.
 func metricNames(text string) ([]string, error) {
 	expr, err := parser.NewParser(parser.Options{}).ParseExpr(text)
 	if err != nil {
@@ -226,8 +227,8 @@ func metricNames(text string) ([]string, error) {
 	return names, nil
 }
 
-// testedAlerts returns the alerts that a file of promtool's unit tests expects to fire, and the
-// alerts that it expects to be silent.
+// testedAlerts returns the alerts that a file of promtool unit tests expects to fire, and the
+// alerts that the file expects to be silent.
 func testedAlerts(file string) (fires, silent map[string]bool, err error) {
 	text, err := os.ReadFile(file)
 	if err != nil {

@@ -22,7 +22,7 @@ const (
 )
 
 // Delays of the simulated agents. After a pod is bound, the kubelet and the agent need some time to
-// list it. Like the agent, the simulation combines a burst of changes in one write, and delays
+// list the pod. Like the agent, the simulation combines a burst of changes in one write, and delays
 // allocations longer than releases.
 const (
 	listingDelay    = 100 * time.Millisecond
@@ -35,13 +35,13 @@ func deviceOf(node, gpu int) string {
 	return fmt.Sprintf("GPU-%08x-0000-4000-8000-%012x", node+1, gpu)
 }
 
-// podAllocation is a pod's allocation. All of its shares belong to one GPU.
+// podAllocation is the allocation of a pod. All its shares belong to one GPU.
 type podAllocation struct {
 	gpu int
 	ids []int
 }
 
-// machine contains one node's GPUs and their allocations.
+// machine contains the GPUs of one node, and their allocations.
 type machine struct {
 	used [][sharesPerGPU]bool
 	held map[string]podAllocation // allocations by namespace/name of the pod
@@ -60,8 +60,9 @@ func (m *machine) freeShares(gpu int) int {
 	return free
 }
 
-// fullestGPU returns the GPU with the fewest free shares among those with enough free shares, or -1
-// if no GPU has enough. Cleave's agent chooses the same GPU for a pod without a reservation.
+// fullestGPU returns, among the GPUs with enough free shares, the GPU with the fewest free shares.
+// It returns -1 if no GPU has enough. Cleave's agent chooses the same GPU for a pod without a
+// reservation.
 func (m *machine) fullestGPU(shares int) int {
 	best := -1
 	for gpu := range m.used {
@@ -101,7 +102,7 @@ func (m *machine) free(pod string) bool {
 	return ok
 }
 
-// describePods lists the pods with shares of a GPU and their numbers of shares.
+// describePods lists the pods that have shares of a GPU, with the number of shares of each pod.
 func (m *machine) describePods(gpu int) string {
 	var all []string
 	for pod, h := range m.held {
@@ -124,7 +125,8 @@ type placement struct {
 
 const placementAnnotation = cleaveGroup + "/placement"
 
-// reservedGPU returns the node's GPU that a pod's annotation reserves, or -1 if it reserves none.
+// reservedGPU returns the GPU of the node that a pod's annotation reserves, or -1 if the annotation
+// reserves no GPU.
 func reservedGPU(annotation, node string, index, gpus int) (int, error) {
 	if annotation == "" {
 		return -1, nil
@@ -144,10 +146,10 @@ func reservedGPU(annotation, node string, index, gpus int) (int, error) {
 	return -1, nil
 }
 
-// agents simulates the kubelets and agents. It allocates shares of one GPU to each bound pod, or
-// counts the pod as refused.
+// agents simulates the kubelets and agents. It allocates shares of one GPU to each bound pod. If no
+// GPU has enough free shares, it counts the pod as refused.
 type agents struct {
-	// Writes GpuNode statuses, or nil in systems without them.
+	// The writer of GpuNode statuses, or nil for systems without GpuNodes.
 	statuses *statusWriter
 
 	mutex sync.Mutex
@@ -169,8 +171,8 @@ func newAgents(nodes int) *agents {
 	return a
 }
 
-// recordBinding processes the binding of a pod. It is called once for each pod, in the order of
-// binding.
+// recordBinding allocates shares to a pod that was bound. Call it once for each pod, in the order
+// of binding.
 func (a *agents) recordBinding(pod, node, annotation string, shares int) {
 	a.mutex.Lock()
 	defer a.mutex.Unlock()
@@ -200,7 +202,7 @@ func (a *agents) recordBinding(pod, node, annotation string, shares int) {
 	a.scheduleWrite(index, allocationDelay)
 }
 
-// recordDeletion processes the deletion of a pod.
+// recordDeletion frees the shares of a deleted pod.
 func (a *agents) recordDeletion(pod, node string) {
 	a.mutex.Lock()
 	defer a.mutex.Unlock()
@@ -215,7 +217,7 @@ func (a *agents) scheduleWrite(index int, window time.Duration) {
 	}
 }
 
-// copyMachine returns a copy of a node's current state.
+// copyMachine returns a copy of a node's current GPUs and allocations.
 func (a *agents) copyMachine(index int) machine {
 	a.mutex.Lock()
 	defer a.mutex.Unlock()
@@ -229,7 +231,7 @@ func (a *agents) copyMachine(index int) machine {
 }
 
 // statusWriter writes the GpuNode statuses of the simulated agents to the API server. It combines
-// changes of one node that follow each other.
+// consecutive changes of a node in one write.
 type statusWriter struct {
 	client rest.Interface
 	ctx    context.Context
@@ -244,7 +246,7 @@ type statusWriter struct {
 	failed  atomic.Pointer[error]
 }
 
-// nodeWrite is the state of writing one node's status.
+// nodeWrite is the state of the writes of one node's status.
 type nodeWrite struct {
 	due     *time.Timer // time of the planned write
 	at      time.Time
@@ -257,12 +259,12 @@ type nodeWrite struct {
 
 func newStatusWriter(ctx context.Context, client rest.Interface, a *agents) *statusWriter {
 	count := len(a.nodes)
-	// The agents of a real cluster make fewer concurrent writes.
+	// The limit is higher than the number of concurrent writes by the agents of a real cluster.
 	return &statusWriter{client: client, ctx: ctx, agents: a, specs: make([]spec, count), nodes: make([]nodeWrite, count), slots: make(chan struct{}, 64)}
 }
 
-// scheduleWrite plans a write of the node's status. The write includes all changes that happen
-// before it starts.
+// scheduleWrite plans a write of the node's status. The write includes all changes before its
+// start.
 func (t *statusWriter) scheduleWrite(index int, window time.Duration) {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
@@ -276,8 +278,8 @@ func (t *statusWriter) scheduleWrite(index int, window time.Duration) {
 	t.writeWithin(index, window)
 }
 
-// writeWithin plans a write of the node's status within window. It moves a planned write forward if
-// that write is due later. The caller must hold the mutex.
+// writeWithin plans a write of the node's status within window. If a planned write is due later, it
+// moves that write forward. The caller must hold the mutex.
 func (t *statusWriter) writeWithin(index int, window time.Duration) {
 	node := &t.nodes[index]
 	wait := max(listingDelay+window, time.Until(node.last.Add(betweenWrites)))
@@ -322,8 +324,8 @@ func (t *statusWriter) isIdle() (bool, error) {
 	return t.pending == 0, nil
 }
 
-// write writes the whole status as the agent does. It updates the known version of the object. If
-// no version is known or the object has changed, it applies a merge patch.
+// write writes the whole status, as the agent does. It replaces the status of the known version of
+// the object. If no version is known, or the object has changed, it applies a merge patch.
 func (t *statusWriter) write(ctx context.Context, index int) error {
 	name := nodeName(index)
 	current := gpuNodeStatus(t.specs[index], index, t.agents.copyMachine(index))
@@ -371,7 +373,7 @@ func (t *statusWriter) write(ctx context.Context, index int) error {
 	return nil
 }
 
-// spec is the part of a GpuNode's desired state that the simulated agents use.
+// spec is the part of a GpuNode's spec that the simulated agents use.
 type spec struct {
 	Generation int64
 	PlanID     string
@@ -400,7 +402,8 @@ type gpuNode struct {
 	} `json:"spec"`
 }
 
-// spec returns the object's spec, or false if the spec does not yet divide all GPUs into shares.
+// spec returns the object's spec. It returns false if the spec does not yet partition all GPUs into
+// shares.
 func (n gpuNode) spec(gpus int) (spec, bool) {
 	s := spec{Generation: n.Metadata.Generation, PlanID: n.Spec.PlanID}
 	for _, gpu := range n.Spec.GPUs {
@@ -412,7 +415,7 @@ func (n gpuNode) spec(gpus int) (spec, bool) {
 	return s, len(n.Spec.GPUs) == gpus
 }
 
-// gpuNodeStatus returns the status of a GpuNode with H100s, as the agent writes it. Without a plan
+// gpuNodeStatus returns the status of a GpuNode with H100s, as the agent writes it. Without a plan,
 // the GPUs are whole.
 func gpuNodeStatus(s spec, index int, m machine) object {
 	gpus := make([]object, len(m.used))
@@ -452,7 +455,7 @@ func gpuNodeStatus(s spec, index int, m machine) object {
 	}
 }
 
-// allocations lists the pods' allocations of a GPU by name.
+// allocations returns the allocations of a GPU, sorted by the name of the pod.
 func allocations(s spec, uuid string, gpu int, m machine) []object {
 	rows := make([]object, 0, sharesPerGPU)
 	for pod, h := range m.held {
@@ -480,7 +483,8 @@ func allocations(s spec, uuid string, gpu int, m machine) []object {
 	return rows
 }
 
-// migProfiles are NVML's profiles of an H100 with 80 GB. They give a status a realistic length.
+// migProfiles are NVML's profiles of an H100 with 80 GB. With them, a status has a realistic
+// length.
 var migProfiles = []object{
 	{"name": "1g.10gb", "memoryMib": 9856, "sms": 16, "size": 1, "starts": []int{0, 1, 2, 3, 4, 5, 6}},
 	{"name": "1g.10gb+me", "memoryMib": 9856, "sms": 16, "size": 1, "starts": []int{0, 1, 2, 3, 4, 5, 6}},

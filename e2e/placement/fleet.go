@@ -17,7 +17,7 @@ import (
 )
 
 // fleet simulates kubelets and agents on nodes that an autoscaler adds and removes. It lists all
-// objects several times a second, which suffices for a few dozen nodes.
+// objects several times a second, which is sufficient for a few dozen nodes.
 type fleet struct {
 	plane *plane
 	gpus  int // GPUs of each node
@@ -110,8 +110,8 @@ func (f *fleet) addNodes(nodes []corev1.Node) {
 	}
 }
 
-// removeNodes removes the state of nodes that no longer exist. It deletes their pods and objects,
-// as a cluster's garbage collection does.
+// removeNodes removes the state of nodes that no longer exist. It also deletes the pods and objects
+// of these nodes, as a cluster's garbage collection does.
 func (f *fleet) removeNodes(ctx context.Context, nodes []corev1.Node, objects map[string]gpuNode) error {
 	present := make(map[string]bool, len(nodes))
 	for _, node := range nodes {
@@ -143,8 +143,8 @@ func (f *fleet) removeNodes(ctx context.Context, nodes []corev1.Node, objects ma
 
 func agentName(index int) string { return fmt.Sprintf("cleave-agent-%d", index) }
 
-// allocateShares allocates shares of the reserved GPU to each bound pod, and frees the shares of
-// deleted pods.
+// allocateShares allocates shares of the reserved GPU to each newly bound pod, and frees the shares
+// of deleted pods.
 func (f *fleet) allocateShares(pods []corev1.Pod) {
 	present := make(map[string]bool, len(pods))
 	for _, pod := range pods {
@@ -175,8 +175,8 @@ func (f *fleet) allocateShares(pods []corev1.Pod) {
 	}
 }
 
-// simulateNode simulates the agent and the kubelet of a node. The agent starts and reports its
-// GPUs. The kubelet advertises shares after the agent has applied the policy.
+// simulateNode simulates the agent and the kubelet of a node. The agent starts and reports the
+// node's GPUs. The kubelet advertises shares after the agent has applied the policy.
 func (f *fleet) simulateNode(ctx context.Context, node *corev1.Node, desired gpuNode, found bool) error {
 	own := f.nodes[node.Name]
 	if !own.agent {

@@ -18,7 +18,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// userKarpenter is the user of Karpenter. The user is an administrator, because the roles of
+// userKarpenter is Karpenter's user name. The user is an administrator, because the roles of
 // Karpenter's chart are not installed.
 const userKarpenter = "karpenter"
 
@@ -36,9 +36,9 @@ type pool struct {
 	fleet     *fleet
 }
 
-// karpenter checks the size of a pool of GPU nodes. The pool must grow from zero for pods at the
-// gate, and must not grow for a pod that fits on no node. After the pods are deleted, the pool must
-// shrink to zero.
+// karpenter tests the size of a pool of GPU nodes. The pool must grow from zero nodes for gated
+// pods, and must not grow for a pod that fits on no node. After the pods are deleted, the pool must
+// shrink to zero nodes.
 func karpenter(ctx context.Context, arguments []string) error {
 	p := &pool{}
 	o := &p.trial.options
@@ -62,7 +62,8 @@ func karpenter(ctx context.Context, arguments []string) error {
 	return p.run(ctx, dir)
 }
 
-// run starts everything, plays the scenario, and stops everything.
+// run starts the control plane, the operator and Karpenter, runs the scenario, and stops all
+// processes.
 func (p *pool) run(ctx context.Context, dir string) (err error) {
 	t := &p.trial
 	t.plane, ctx, err = startPlane(ctx, t.options.programs, dir, t.options.logs, tuning{})
@@ -70,7 +71,7 @@ func (p *pool) run(ctx context.Context, dir string) (err error) {
 		return err
 	}
 	defer t.plane.stop()
-	// An error that ended the context is the cause of all other errors.
+	// Return the error that ended the context, because it caused the later errors.
 	defer func() {
 		if cause := context.Cause(ctx); err != nil && cause != nil {
 			err = cause
@@ -94,7 +95,7 @@ func (p *pool) run(ctx context.Context, dir string) (err error) {
 		stop()
 		<-fleetDone
 	}()
-	// Use a short delay, because the scenario waits for it.
+	// Use a short time, because the scenario waits until the operator releases a pod as unschedulable.
 	if err := startOperator(ctx, t, "--unschedulable-after-seconds=20", "--taint-fragmented"); err != nil {
 		return err
 	}
@@ -104,8 +105,8 @@ func (p *pool) run(ctx context.Context, dir string) (err error) {
 	return p.runScenario(ctx)
 }
 
-// instanceTypes is the list of node types for Karpenter's kwok provider. Like a cloud provider's
-// list, it contains GPUs and no shares.
+// instanceTypes returns the list of node types for Karpenter's kwok provider. Like a cloud
+// provider's list, it contains GPUs but no shares.
 func (p *pool) instanceTypes() []object {
 	in := func(key, value string) object { return object{"key": key, "operator": "In", "values": []string{value}} }
 	return []object{{
@@ -117,9 +118,9 @@ func (p *pool) instanceTypes() []object {
 	}}
 }
 
-// shareRemovalPolicy returns admission objects that remove shares from new nodes. The kwok provider
-// creates nodes that advertise shares at once. The kubelet of a real node advertises shares only
-// after Cleave's agent has registered.
+// shareRemovalPolicy returns admission objects that remove shares from new nodes. They are
+// necessary because nodes of the kwok provider advertise shares as soon as they exist. The kubelet
+// of a real node advertises shares only after Cleave's agent has registered.
 func shareRemovalPolicy() []object {
 	remove := func(field string) string {
 		return fmt.Sprintf(`(has(object.status.%[1]s) && %[2]q in object.status.%[1]s ? [JSONPatch{op: "remove", path: "/status/%[1]s/" + jsonpatch.escapeKey(%[2]q)}] : [])`, field, cleaveResource)
@@ -136,7 +137,7 @@ func shareRemovalPolicy() []object {
 	}
 }
 
-// objects returns the pool, its class, and the overlay with the number of shares of a node.
+// objects returns the node pool, its class, and the overlay with the number of shares of a node.
 // docs/how-to/autoscaling.md lists the same objects.
 func (p *pool) objects() []object {
 	return []object{
@@ -214,7 +215,7 @@ func (p *pool) runScenario(ctx context.Context) error {
 	exact := (gpus + p.gpus - 1) / p.gpus
 	fmt.Printf("%d pods request %v shares: at least %d GPUs, %d nodes of %d\n", p.pods, shares, gpus, exact, p.gpus)
 
-	// Check with an empty pool first. The pod fits on no node of the pool.
+	// Check with an empty pool first. The pool must not grow for this pod.
 	if err := p.checkTooLargePod(ctx, "before"); err != nil {
 		return err
 	}
@@ -265,8 +266,8 @@ func (p *pool) runScenario(ctx context.Context) error {
 	return nil
 }
 
-// checkTooLargePod creates a pod that fits on no GPU, waits until Karpenter has refused to add a
-// node for the pod, and deletes the pod.
+// checkTooLargePod creates a pod that is too large for any GPU, waits until Karpenter reports that
+// it adds no node for the pod, and deletes the pod.
 func (p *pool) checkTooLargePod(ctx context.Context, when string) error {
 	before, err := p.countNodes(ctx)
 	if err != nil {
@@ -302,7 +303,8 @@ func (p *pool) checkTooLargePod(ctx context.Context, when string) error {
 func (p *pool) create(ctx context.Context, name string, shares int) error {
 	created := pod(name)
 	requestResource(cleaveResource)(created, shares)
-	// Karpenter packs pods in the order of their CPU and memory, and not of other resources.
+	// Karpenter sorts pods by their CPU and memory before it packs them. Request CPU in proportion to
+	// the shares.
 	created.Spec.Containers[0].Resources.Requests = corev1.ResourceList{corev1.ResourceCPU: *resource.NewMilliQuantity(int64(100*shares), resource.DecimalSI)}
 	_, err := p.trial.plane.client.CoreV1().Pods(namespace).Create(ctx, created, metav1.CreateOptions{})
 	return err
@@ -317,7 +319,7 @@ func (p *pool) delete(ctx context.Context, names ...string) error {
 	return nil
 }
 
-// countRunning counts the pods that run. A failed pod is an error.
+// countRunning returns the number of running pods. It returns an error if a pod has failed.
 func (p *pool) countRunning(ctx context.Context, names []string) (int, error) {
 	list, err := p.trial.plane.client.CoreV1().Pods(namespace).List(ctx, metav1.ListOptions{})
 	if err != nil {
@@ -336,7 +338,7 @@ func (p *pool) countRunning(ctx context.Context, names []string) (int, error) {
 	return running, nil
 }
 
-// countNodes returns the number of nodes plus the number of nodes that Karpenter is about to add.
+// countNodes returns the number of nodes, including the nodes that Karpenter is about to add.
 func (p *pool) countNodes(ctx context.Context) (int, error) {
 	nodes, err := p.trial.plane.client.CoreV1().Nodes().List(ctx, metav1.ListOptions{})
 	if err != nil {
@@ -353,10 +355,11 @@ func (p *pool) countNodes(ctx context.Context) (int, error) {
 	return max(len(nodes.Items), len(claims.Items)), nil
 }
 
-// addedNodes returns the number of nodes that Karpenter has added since the start.
+// addedNodes returns the number of nodes that Karpenter has added since the start of the run.
 func (p *pool) addedNodes() int { return int(p.fleet.joined.Load()) }
 
-// stateError returns an error that lists pods and nodes. The context of the run may have ended.
+// stateError returns an error that lists pods and nodes. It uses a new context, because the context
+// of the run may have ended.
 func (p *pool) stateError() error {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()

@@ -22,7 +22,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// options contains the command line's options.
+// options contains the command line options.
 type options struct {
 	programs programs
 	chart    string
@@ -122,7 +122,7 @@ type trial struct {
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	// Discard the log of the client libraries, because they also return their errors.
+	// Discard the log of the client libraries, because the libraries also return their errors.
 	klog.SetLogger(logr.Discard())
 	var err error
 	switch arguments := os.Args[1:]; {
@@ -181,7 +181,7 @@ func run(ctx context.Context, o options) error {
 	return nil
 }
 
-// createResults creates the file of the results. Without a path, it discards the results.
+// createResults creates the file for the results. If the path is empty, the results are discarded.
 func createResults(path string) (*os.File, error) {
 	if path == "" {
 		path = os.DevNull
@@ -189,7 +189,7 @@ func createResults(path string) (*os.File, error) {
 	return os.Create(path)
 }
 
-// run starts everything, creates the pods, and stops everything.
+// run starts the control plane and the system, creates the pods, and stops all processes.
 func (t *trial) run(ctx context.Context, dir string, pods int) (r result, err error) {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return r, err
@@ -226,9 +226,9 @@ func (t *trial) run(ctx context.Context, dir string, pods int) (r result, err er
 	return t.measure(ctx, pods)
 }
 
-// measure creates pods in three steps. The first step warms up the system and deletes its pods. The
-// second step creates pods at a fixed rate, to measure the latency without queueing. The third step
-// is the burst.
+// measure creates pods in three steps. The first step warms up the system, and deletes the pods of
+// this step. The second step creates pods at a fixed rate, to measure the latency without queueing.
+// The third step creates all other pods at the same time.
 func (t *trial) measure(ctx context.Context, pods int) (result, error) {
 	o := t.options
 	r := result{System: t.system.name, Nodes: t.nodes}
@@ -289,7 +289,8 @@ func (t *trial) measure(ctx context.Context, pods int) (result, error) {
 		return r, errors.Join(t.agents.malformed[:min(len(t.agents.malformed), 5)]...)
 	}
 	if t.system.check != nil {
-		// With DRA, the scheduler chooses devices, so the simulated agents' refusals have no meaning.
+		// With DRA, the scheduler chooses devices. The simulated agents choose other devices, so ignore
+		// the pods that they refuse.
 		r.Refused = 0
 		if r.Overcommitted, err = t.system.check(ctx, t); err != nil {
 			return r, err
@@ -309,7 +310,7 @@ func (t *trial) waitUntilQuiet(ctx context.Context, pods []string) error {
 	return waitUntil(ctx, time.Minute, "all allocations to be reported", func(context.Context) (bool, error) { return t.agents.statuses.isIdle() })
 }
 
-// snapshot contains counters at one time.
+// snapshot contains the values of counters at one time.
 type snapshot struct {
 	writes    writes
 	processes map[string]usage

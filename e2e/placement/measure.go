@@ -20,8 +20,8 @@ import (
 	toolswatch "k8s.io/client-go/tools/watch"
 )
 
-// randomShareCounts returns the number of shares of each pod, from 1 to 10. The numbers depend only
-// on the seed.
+// randomShareCounts returns a random number of shares for each pod, from 1 to 10. The numbers
+// depend only on the seed.
 func randomShareCounts(seed uint64, count int) []int {
 	random := rand.New(rand.NewPCG(seed, 0))
 	drawn := make([]int, count)
@@ -53,7 +53,7 @@ type tracker struct {
 
 func newTracker(a *agents) *tracker { return &tracker{agents: a, pods: make(map[string]*record)} }
 
-// follow watches the pods until the context ends.
+// follow watches the pods and records their times until the context ends.
 func (t *tracker) follow(ctx context.Context, p *plane) error {
 	pods := p.client.CoreV1().Pods(namespace)
 	list, err := pods.List(ctx, metav1.ListOptions{})
@@ -87,7 +87,7 @@ func (t *tracker) recordRequest(pod string, shares int, now time.Time) {
 	t.pods[pod] = &record{shares: shares, sent: now}
 }
 
-// recordEvent processes one event.
+// recordEvent updates the records from one watch event.
 func (t *tracker) recordEvent(kind watch.EventType, pod *corev1.Pod, now time.Time) {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
@@ -123,7 +123,7 @@ func (t *tracker) countPods(pods []string, is func(*record) bool) int {
 
 // waitUntilSettled waits until all pods are bound. It stops waiting if no pod is bound for the
 // duration stall, or if limit has passed since the first request. It then waits until the bound
-// pods run.
+// pods are running.
 func (t *tracker) waitUntilSettled(ctx context.Context, pods []string, stall, limit time.Duration) error {
 	isBound := func(r *record) bool { return r.node != "" }
 	started, began := time.Now(), t.firstRequestTime(pods)
@@ -144,7 +144,7 @@ func (t *tracker) waitUntilSettled(ctx context.Context, pods []string, stall, li
 	})
 }
 
-// latencies contains the results of a group of pods.
+// latencies contains the measured latencies of a group of pods.
 type latencies struct {
 	Pods          int     `json:"pods"`
 	Bound         int     `json:"bound"`
@@ -197,15 +197,15 @@ func summarize(records []record) latencies {
 	return l
 }
 
-// percentile returns the smallest value that is at least as large as p percent of the sorted
-// values.
+// percentile returns the smallest of the sorted values that is at least as large as p percent of
+// the values.
 func percentile(sorted []float64, p int) float64 {
 	rank := (len(sorted)*p + 99) / 100
 	return sorted[max(rank, 1)-1]
 }
 
-// create creates pods from concurrent clients, at full speed or at a rate per second. It returns
-// the names of the pods created in time.
+// create creates pods with concurrent clients, at full speed or at a rate per second. It returns
+// the names of the pods that were created before the time limit.
 func (t *trial) create(ctx context.Context, prefix string, shares []int, clients int, rate float64) ([]string, error) {
 	names := make([]string, len(shares))
 	for i := range names {
@@ -252,11 +252,11 @@ func (t *trial) remove(ctx context.Context, pods []string) error {
 	})
 }
 
-// writes contains the API server's counts of write requests by verb and resource.
+// writes contains the API server's counts of write requests, by verb and resource.
 type writes map[string]float64
 
-// countWrites queries the API server's metrics. It omits the nodes' heartbeats, because they depend
-// on time and not on pods.
+// countWrites reads the counts from the API server's metrics. It omits the heartbeats of nodes,
+// because they depend on time and not on pods.
 func countWrites(ctx context.Context, p *plane) (writes, error) {
 	text, err := p.custom.Get().AbsPath("/metrics").SetHeader("Accept", "text/plain").Do(ctx).Raw()
 	if err != nil {
@@ -267,7 +267,7 @@ func countWrites(ctx context.Context, p *plane) (writes, error) {
 
 func parseWrites(text []byte) (writes, error) {
 	const family = "apiserver_request_total"
-	// Parse only this family, because the rest is long.
+	// Parse only this metric family, because the other families are long.
 	var lines bytes.Buffer
 	fmt.Fprintf(&lines, "# TYPE %s counter\n", family)
 	for line := range bytes.Lines(text) {
@@ -293,7 +293,7 @@ func parseWrites(text []byte) (writes, error) {
 		if !slices.Contains([]string{"POST", "PUT", "PATCH", "APPLY", "DELETE"}, verb) || resource == "leases" || resource == "nodes" {
 			continue
 		}
-		// Omit reviews, because they are queries and not writes.
+		// Omit reviews, such as SubjectAccessReviews, because they are queries and not writes.
 		if strings.HasSuffix(resource, "reviews") {
 			continue
 		}
@@ -305,7 +305,7 @@ func parseWrites(text []byte) (writes, error) {
 	return counted, nil
 }
 
-// since returns the number of writes after an earlier count.
+// since returns the counts of the writes since an earlier count.
 func (w writes) since(earlier writes) writes {
 	more := make(writes)
 	for what, count := range w {

@@ -6,7 +6,7 @@ import (
 )
 
 // fewestBins returns the smallest number of bins of this size into which all items fit. No item may
-// be larger than a bin. The function tries all packings, except those that cannot be better.
+// be larger than a bin. The function tries all packings, except packings that cannot be better.
 func fewestBins(items []int, size int) int {
 	items = slices.SortedFunc(slices.Values(items), func(a, b int) int { return cmp.Compare(b, a) })
 	sum := 0
@@ -20,8 +20,8 @@ func fewestBins(items []int, size int) int {
 	}
 }
 
-// canPack reports whether the items fit into the bins. used contains the used part of each bin. The
-// items are sorted in descending order. waste is the total size that may remain unused.
+// canPack reports whether the items fit into the bins. The items must be sorted in descending
+// order. used contains the used size of each bin. waste is the total size that may remain unused.
 func canPack(items, used []int, size, waste int) bool {
 	if len(items) == 0 {
 		return true

@@ -12,9 +12,9 @@ func TestTheFewestBinsAreFound(t *testing.T) {
 		{[]int{5, 5, 5}, 2},
 		{[]int{6, 6, 6, 4, 4, 4}, 3},
 		{[]int{6, 6, 6}, 3},
-		// First-fit decreasing needs four bins.
+		// The heuristic first-fit decreasing would need four bins.
 		{[]int{4, 4, 3, 3, 3, 3, 2, 2, 2, 2, 2}, 3},
-		// The sum fits in seven bins, but no bin has room for two items.
+		// The sum of the items is the size of seven bins, but two items do not fit into one bin.
 		{[]int{7, 7, 7, 7, 7, 7, 7, 7, 7, 7}, 10},
 	} {
 		if got := fewestBins(c.items, 10); got != c.want {

@@ -27,8 +27,8 @@ import (
 	podfast "sigs.k8s.io/kwok/kustomize/stage/pod/fast"
 )
 
-// The users of a plane. The operator uses the name of its service account, so that the chart's
-// roles and admission policies apply to it.
+// The users of a plane. The operator's user has the name of the operator's service account, so that
+// the chart's roles and admission policies apply.
 const (
 	userAdmin             = "admin"
 	userKwok              = "kwok" // nodes and kubelets; admission policies accept their group
@@ -37,7 +37,7 @@ const (
 	userOperator          = "system:serviceaccount:" + cleaveNamespace + ":cleave-operator"
 )
 
-// startTimeout is the maximum time until a component serves.
+// startTimeout is the maximum time to wait until a component serves.
 const startTimeout = time.Minute
 
 // programs contains the paths of the plane's programs.
@@ -65,8 +65,8 @@ type plane struct {
 	custom rest.Interface       // JSON, by absolute paths
 }
 
-// tuning replaces defaults of the scheduler and the controller manager. qps is in requests per
-// second, or 0 for the default.
+// tuning replaces default settings of the scheduler and the controller manager. qps is the limit of
+// requests per second, or 0 for the default limit.
 type tuning struct{ qps int }
 
 // connection is the scheduler's configuration of its connection to the API server.
@@ -78,7 +78,7 @@ func (t tuning) connection(kubeconfig string) object {
 	return connection
 }
 
-// flags returns the controller manager's flags.
+// flags returns the flags of the controller manager that set the limit.
 func (t tuning) flags() []string {
 	if t.qps == 0 {
 		return nil
@@ -86,8 +86,8 @@ func (t tuning) flags() []string {
 	return []string{fmt.Sprintf("--kube-api-qps=%d", t.qps), fmt.Sprintf("--kube-api-burst=%d", t.qps)}
 }
 
-// startPlane starts a control plane with its files below dir. The returned context ends when one of
-// its processes exits.
+// startPlane starts a control plane with its files below dir. The returned context ends when a
+// process of the control plane exits.
 func startPlane(parent context.Context, with programs, dir, logs string, t tuning) (_ *plane, _ context.Context, err error) {
 	ctx, cancel := context.WithCancelCause(parent)
 	p := &plane{programs: with, dir: dir, logs: logs, tokens: make(map[string]string), failed: cancel}
@@ -120,8 +120,8 @@ func startPlane(parent context.Context, with programs, dir, logs string, t tunin
 		"--service-account-issuer=https://kubernetes.default.svc.cluster.local",
 		"--service-account-key-file="+p.path("service-accounts.key"), "--service-account-signing-key-file="+p.path("service-accounts.key"),
 		"--authorization-mode=RBAC", "--allow-privileged=true",
-		// Disable these plugins, because no controller in this plane creates service accounts or removes
-		// the taint of nodes that are Ready.
+		// Disable these plugins, because this plane has no controllers that create service accounts or
+		// remove the taint of Ready nodes.
 		"--disable-admission-plugins=ServiceAccount,TaintNodesByCondition"); err != nil {
 		return nil, nil, err
 	}
@@ -142,8 +142,8 @@ func startPlane(parent context.Context, with programs, dir, logs string, t tunin
 	}
 	manager := p.kubeconfig(userControllerManager)
 	argv := append([]string{with.kubernetes("kube-controller-manager"),
-		// Run only the controller that creates claims from templates. The benchmark needs no other
-		// controller.
+		// Run only the controller that creates ResourceClaims from templates, because the benchmark needs
+		// no other controller.
 		"--controllers=resourceclaim-controller", "--use-service-account-credentials=true", "--leader-elect=false",
 		"--bind-address=127.0.0.1", fmt.Sprintf("--secure-port=%d", ports[3]),
 		"--kubeconfig=" + manager, "--authentication-kubeconfig=" + manager, "--authorization-kubeconfig=" + manager,
@@ -155,7 +155,7 @@ func startPlane(parent context.Context, with programs, dir, logs string, t tunin
 	if err := os.WriteFile(p.path("stages.yaml"), []byte(strings.Join(stages, "\n---\n")), 0o644); err != nil {
 		return nil, nil, err
 	}
-	// Use kwokctl's lease duration, and a larger pod network than the default.
+	// Use the lease duration that kwokctl sets, and a larger pod network than the default.
 	if _, err := p.start("kwok", nil, with.kwok, "--kubeconfig="+p.kubeconfig(userKwok), "--config="+p.path("stages.yaml"),
 		"--manage-all-nodes=true", "--node-lease-duration-seconds=40", "--cidr=10.64.0.0/10"); err != nil {
 		return nil, nil, err
@@ -173,7 +173,7 @@ func (p *plane) writeJSON(name string, value any) error {
 	return os.WriteFile(p.path(name), text, 0o600)
 }
 
-// kubeconfig is the path of a user's configuration.
+// kubeconfig returns the path of a user's kubeconfig.
 func (p *plane) kubeconfig(user string) string {
 	return p.path(strings.ReplaceAll(user, ":", "-") + ".kubeconfig")
 }
@@ -195,7 +195,7 @@ func (p *plane) start(name string, env []string, argv ...string) (*process, erro
 	return started, nil
 }
 
-// stop stops the processes in reverse order.
+// stop stops the processes in the reverse of their start order.
 func (p *plane) stop() {
 	// End the context first, so that no goroutine queries a stopped API server.
 	p.failed(errors.New("the control plane was stopped"))
@@ -204,7 +204,7 @@ func (p *plane) stop() {
 	}
 }
 
-// writeCredentials writes tokens, users' configurations and the key of service accounts.
+// writeCredentials writes the tokens and kubeconfigs of the users, and the key of service accounts.
 func (p *plane) writeCredentials() error {
 	var lines strings.Builder
 	for user, group := range map[string]string{
@@ -244,7 +244,7 @@ func (p *plane) writeCredentials() error {
 // connect waits for the API server and creates the clients.
 func (p *plane) connect(ctx context.Context) error {
 	err := waitUntil(ctx, startTimeout, "the API server to serve", func(ctx context.Context) (bool, error) {
-		// Skip verification, because this process does not yet know the certificate.
+		// Skip verification, because the API server creates its certificate at the start.
 		transport := &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, DisableKeepAlives: true}
 		request, err := http.NewRequestWithContext(ctx, http.MethodGet, p.url+"/readyz", nil)
 		if err != nil {
@@ -284,14 +284,15 @@ func freePorts(count int) ([]int, error) {
 		if err != nil {
 			return nil, fmt.Errorf("find a free port: %w", err)
 		}
-		// Close the listeners only after all ports are known, so that no port is returned twice.
+		// Close the listeners only when the function returns, so that no port is returned twice.
 		defer listener.Close()
 		ports = append(ports, listener.Addr().(*net.TCPAddr).Port)
 	}
 	return ports, nil
 }
 
-// waitUntil repeats a check until it succeeds, returns an error, or limit has passed.
+// waitUntil repeats a check until the check succeeds or returns an error, or until limit has
+// passed.
 func waitUntil(ctx context.Context, limit time.Duration, what string, check func(context.Context) (bool, error)) error {
 	late := fmt.Errorf("timed out after %s waiting for %s", limit, what)
 	ctx, cancel := context.WithTimeoutCause(ctx, limit, late)
@@ -312,8 +313,8 @@ func waitUntil(ctx context.Context, limit time.Duration, what string, check func
 	}
 }
 
-// workDir creates a directory for one run, and removes the directories of killed runs. It locks the
-// new directory until this process exits.
+// workDir creates a directory for one run, and removes the directories that killed runs left. It
+// locks the new directory until this process exits.
 func workDir() (dir string, remove func(), err error) {
 	const prefix = "cleave-placement-"
 	stale, err := filepath.Glob(filepath.Join(os.TempDir(), prefix+"*"))
@@ -339,7 +340,7 @@ func workDir() (dir string, remove func(), err error) {
 	}, nil
 }
 
-// lockDir fails if another process holds the lock.
+// lockDir locks a directory. It fails if another process has the lock.
 func lockDir(dir string) (*os.File, error) {
 	file, err := os.Open(dir)
 	if err != nil {

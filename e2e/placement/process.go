@@ -12,7 +12,7 @@ import (
 	"time"
 )
 
-// process is a child process. The kernel kills it when this process exits.
+// process is a child process. The kernel kills the child when this process exits.
 type process struct {
 	name     string
 	log      string
@@ -22,7 +22,7 @@ type process struct {
 	err      error // set when done is closed
 }
 
-// startRequests receives functions for the thread that starts all processes.
+// startRequests receives functions that start child processes. One thread runs all these functions.
 var startRequests = func() chan func() {
 	queue := make(chan func())
 	go func() {
@@ -45,8 +45,8 @@ func startProcess(name, log string, env, argv []string) (*process, error) {
 	command := exec.Command(argv[0], argv[1:]...)
 	command.Env = append(os.Environ(), env...)
 	command.Stdout, command.Stderr = output, output
-	// Use a separate process group, so that an interrupt from the terminal reaches only this process,
-	// which then stops its children in order.
+	// Use a separate process group, so that an interrupt from the terminal reaches only this process.
+	// This process then stops its children in order.
 	command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	started := make(chan error)
 	startRequests <- func() { started <- command.Start() }
@@ -101,7 +101,7 @@ func (p *process) usage() (usage, error) {
 // parseUsage parses the files stat and status of a process in /proc.
 func parseUsage(stat, status string) (usage, error) {
 	const ticksPerSecond = 100 // USER_HZ, on every architecture of Linux that Go builds for
-	// The name in parentheses may contain any character.
+	// The program's name in parentheses may contain any character.
 	_, rest, found := strings.Cut(stat[strings.LastIndex(stat, ")")+1:], " ")
 	fields := strings.Fields(rest)
 	if !found || len(fields) < 13 {

@@ -26,8 +26,8 @@ type result struct {
 	Processes     map[string]usage `json:"processes"`     // CPU during the burst
 }
 
-// controlPlane lists the processes whose CPU time counts for the system. The CPU time of kwok and
-// of the benchmark does not count.
+// controlPlane lists the processes of the system. The CPU time per pod includes only these
+// processes, and not kwok and the benchmark.
 var controlPlane = []string{"operator", "scheduler", "apiserver", "etcd", "controller-manager"}
 
 // cpuPerPod is the control plane's CPU time per pod in milliseconds. Unlike throughput, CPU time
@@ -44,7 +44,7 @@ var titles = map[string]string{
 	"extended": "(a) extended resource", "dra": "(b) DRA, consumable capacity", "cleave": "(c) Cleave",
 }
 
-// median returns the round with the median throughput.
+// median returns the result of the round with the median throughput.
 func median(results []result) result {
 	sorted := slices.Clone(results)
 	slices.SortFunc(sorted, func(a, b result) int {
@@ -129,7 +129,8 @@ func table(results []result) string {
 	return out.String()
 }
 
-// perPod returns the writes by verb and resource, the most frequent first.
+// perPod formats the number of writes per pod, by verb and resource. The most frequent writes are
+// first.
 func (w writes) perPod(pods int) string {
 	names := make([]string, 0, len(w))
 	for name := range w {

@@ -115,7 +115,7 @@ func scale(ctx context.Context, arguments []string) error {
 	return nil
 }
 
-// run starts everything, measures one system, and stops everything.
+// run starts the control plane, measures one system, and stops all processes.
 func (l *large) run(ctx context.Context, dir string, s system) (r scaleResult, err error) {
 	t := &trial{options: l.options, system: s, nodes: l.nodes, limit: l.limit}
 	if err := os.MkdirAll(dir, 0o755); err != nil {
@@ -190,11 +190,11 @@ func (t *trial) createNamespace(ctx context.Context, name string, labels map[str
 // podsPerNamespace is the number of running pods in one namespace.
 const podsPerNamespace = 5000
 
-// podsPerController is the number of running pods of one controller.
+// podsPerController is the number of running pods of one ReplicaSet.
 const podsPerController = 50
 
 // fill creates running pods, evenly on all nodes, and writes the statuses that agents would write.
-// Shares for the paced pods and for two further pods stay free.
+// It leaves shares free for the paced pods and for two further pods.
 func (l *large) fill(ctx context.Context, t *trial) (pods, shares int, err error) {
 	pods = l.pods - l.paced
 	total := l.nodes * gpusPerNode * sharesPerGPU
@@ -203,7 +203,7 @@ func (l *large) fill(ctx context.Context, t *trial) (pods, shares int, err error
 		return 0, 0, fmt.Errorf("%d nodes have too few shares for %d paced pods", l.nodes, l.paced)
 	}
 	for index := range (pods + podsPerNamespace - 1) / podsPerNamespace {
-		// Permit pods that name their node, because the running pods are created as bound.
+		// Allow pods that name their node, because the running pods are created with a node.
 		allowed := map[string]string{cleaveGroup + "/allow": "node-name.annotations"}
 		if err := t.createNamespace(ctx, fillNamespace(index), allowed); err != nil {
 			return 0, 0, err
@@ -268,8 +268,8 @@ func (l *large) runningPod(t *trial, index int, share bool) *corev1.Pod {
 	return one
 }
 
-// measurePaced creates pods at a fixed rate, and reads the durations of the operator's decisions in
-// that period.
+// measurePaced creates pods at a fixed rate, and reads the durations of the operator's decisions
+// about them.
 func (l *large) measurePaced(ctx context.Context, t *trial, operator *replica, r *scaleResult) error {
 	ones := make([]int, l.paced)
 	for i := range ones {
@@ -309,8 +309,8 @@ func (l *large) measurePaced(ctx context.Context, t *trial, operator *replica, r
 	return nil
 }
 
-// measureReplicas measures a restart of the operator, and a fail-over to a standby after the leader
-// is killed.
+// measureReplicas measures a restart of the operator, and the failover to a standby replica after
+// the leader is killed.
 func (l *large) measureReplicas(ctx context.Context, t *trial, first *replica, r *scaleResult) error {
 	first.process.stop()
 	began := time.Now()
@@ -339,7 +339,7 @@ func (l *large) measureReplicas(ctx context.Context, t *trial, first *replica, r
 	return err
 }
 
-// bindOne creates a pod and returns the time from began until it is bound.
+// bindOne creates a pod, and returns the time from began until the pod is bound.
 func (l *large) bindOne(ctx context.Context, t *trial, prefix string, began time.Time) (float64, error) {
 	pods, err := t.create(ctx, prefix, []int{1}, 1, 0)
 	if err != nil {
@@ -355,7 +355,8 @@ func (l *large) bindOne(ctx context.Context, t *trial, prefix string, began time
 	return t.tracker.pods[pods[0]].bound.Sub(began).Seconds(), nil
 }
 
-// replica is a running operator behind a proxy that counts the bytes that the operator receives.
+// replica is a running operator. It connects to the API server through a proxy, which counts the
+// bytes that the operator receives.
 type replica struct {
 	process *process
 	proxy   *proxy
@@ -367,7 +368,7 @@ type replica struct {
 func startReplica(ctx context.Context, t *trial, name string) (*replica, error) {
 	own := pod(name)
 	own.Namespace, own.Spec.NodeName = cleaveNamespace, nodeName(0)
-	// The pod already exists after a restart.
+	// When the operator restarts, the pod already exists.
 	_, err := t.plane.client.CoreV1().Pods(cleaveNamespace).Get(ctx, name, metav1.GetOptions{})
 	if err != nil {
 		if _, err := t.plane.client.CoreV1().Pods(cleaveNamespace).Create(ctx, own, metav1.CreateOptions{}); err != nil {
@@ -394,7 +395,7 @@ func startReplica(ctx context.Context, t *trial, name string) (*replica, error) 
 	return &replica{process: started, proxy: counting, address: address}, err
 }
 
-// decisions reads the operator's histogram of decisions about pods at the gate.
+// decisions reads the histogram of the operator's decisions about gated pods.
 func (r *replica) decisions(ctx context.Context) (histogram, error) {
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+r.address+"/metrics", nil)
 	if err != nil {
@@ -415,7 +416,7 @@ func (r *replica) decisions(ctx context.Context) (histogram, error) {
 // bucket is the number of values that do not exceed a bound.
 type bucket struct{ bound, count float64 }
 
-// histogram contains cumulative buckets in order of their bounds. The last bound is infinite.
+// histogram contains cumulative buckets, in the order of their bounds. The last bound is infinite.
 type histogram []bucket
 
 func parseHistogram(text []byte, family string) (histogram, error) {
@@ -463,8 +464,8 @@ func (h histogram) count() float64 {
 	return h[len(h)-1].count
 }
 
-// percentile returns the bound of the bucket that contains the percentile, which is an upper limit
-// of the true value.
+// percentile returns the bound of the bucket that contains the percentile. The bound is an upper
+// limit of the true value.
 func (h histogram) percentile(p float64) float64 {
 	for _, b := range h {
 		if b.count >= h.count()*p/100 {
@@ -474,7 +475,7 @@ func (h histogram) percentile(p float64) float64 {
 	return math.NaN()
 }
 
-// proxy forwards connections to the API server and counts bytes. It does not decrypt them.
+// proxy forwards connections to the API server, and counts the bytes without decrypting them.
 type proxy struct {
 	address  string
 	received atomic.Int64 // from the API server
@@ -513,7 +514,7 @@ func (p *proxy) forward(client net.Conn, server string) {
 	_, _ = io.Copy(client, io.TeeReader(upstream, counter{&p.received}))
 }
 
-// counter counts the bytes that are written to it.
+// counter is a writer that counts the bytes it receives.
 type counter struct{ total *atomic.Int64 }
 
 func (c counter) Write(bytes []byte) (int, error) {
@@ -521,7 +522,7 @@ func (c counter) Write(bytes []byte) (int, error) {
 	return len(bytes), nil
 }
 
-// kill kills the process, so that it cannot release its lease.
+// kill kills the process with SIGKILL, so that the process cannot release its lease.
 func (p *process) kill() {
 	p.stopping.Store(true)
 	_ = p.command.Process.Signal(syscall.SIGKILL)

@@ -39,7 +39,7 @@ const (
 // object is a part of an API object. JSON is valid YAML.
 type object = map[string]any
 
-// system is a way to request shares of a GPU.
+// system is a way in which pods can request shares of a GPU.
 type system struct {
 	name     string
 	resource corev1.ResourceName // the nodes' resource, or "" without one
@@ -47,7 +47,8 @@ type system struct {
 	prepare func(context.Context, *trial) error
 	// request adds a request for shares to a pod.
 	request func(pod *corev1.Pod, shares int)
-	// check counts overcommitted GPUs at the end. It is nil if the simulated agents count them.
+	// check returns the number of overcommitted GPUs at the end. It is nil if the simulated agents
+	// detect overcommitted GPUs.
 	check func(context.Context, *trial) (overcommitted int, err error)
 }
 
@@ -65,7 +66,7 @@ func requestResource(name corev1.ResourceName) func(*corev1.Pod, int) {
 	}
 }
 
-// pod returns a pod without requests.
+// pod returns a pod without resource requests.
 func pod(name string) *corev1.Pod {
 	grace := int64(0)
 	return &corev1.Pod{
@@ -79,8 +80,8 @@ func pod(name string) *corev1.Pod {
 
 func nodeName(index int) string { return fmt.Sprintf("node-%04d", index) }
 
-// forEach calls do for 0 to count-1, with at most atOnce concurrent calls. The first error stops
-// the loop.
+// forEach calls do for each index from 0 to count-1, with at most atOnce concurrent calls. It stops
+// at the first error.
 func forEach(ctx context.Context, count, atOnce int, do func(context.Context, int) error) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -144,7 +145,8 @@ func makeNodes(ctx context.Context, t *trial) error {
 	})
 }
 
-// prepareDRA creates a ResourceSlice for each node and a template for each size.
+// prepareDRA creates a ResourceSlice for each node, and a ResourceClaimTemplate for each number of
+// shares.
 func prepareDRA(ctx context.Context, t *trial) error {
 	api := t.plane.client.ResourceV1()
 	one, all, several := resource.MustParse("1"), *resource.NewQuantity(sharesPerGPU, resource.DecimalSI), true
@@ -210,7 +212,7 @@ func requestByClaim(pod *corev1.Pod, shares int) {
 	pod.Spec.Containers[0].Resources.Claims = []corev1.ResourceClaim{{Name: "gpu"}}
 }
 
-// checkDRA sums the claims of each device, and returns the number of overcommitted devices.
+// checkDRA adds up the claims on each device, and returns the number of overcommitted devices.
 func checkDRA(ctx context.Context, t *trial) (int, error) {
 	claims, err := t.plane.client.ResourceV1().ResourceClaims(namespace).List(ctx, metav1.ListOptions{})
 	if err != nil {
@@ -298,8 +300,8 @@ func startOperator(ctx context.Context, t *trial, arguments ...string) (err erro
 	return err
 }
 
-// startOperatorAs starts an operator that acts as the pod with this name, and waits until the
-// operator is ready. It returns the address of the operator's metrics.
+// startOperatorAs starts an operator with the identity of the pod with this name, and waits until
+// the operator is ready. It returns the address of the operator's metrics.
 func startOperatorAs(ctx context.Context, t *trial, pod, kubeconfig string, arguments ...string) (*process, string, error) {
 	ports, err := freePorts(1)
 	if err != nil {
@@ -325,8 +327,8 @@ func startOperatorAs(ctx context.Context, t *trial, pod, kubeconfig string, argu
 	})
 }
 
-// chart renders the chart's cluster objects: CRDs, roles and admission objects. These include the
-// policy that adds the placement gate to pods.
+// chart renders the chart's cluster objects: CRDs, roles and admission objects. The admission
+// objects include the policy that adds the placement gate to pods.
 func (t *trial) chart(ctx context.Context) ([]byte, error) {
 	var stderr bytes.Buffer
 	arguments := []string{"template", "cleave", t.options.chart, "--namespace", cleaveNamespace, "--kube-version", "1.36", "--set", "admission.gate=policy"}
@@ -334,7 +336,7 @@ func (t *trial) chart(ctx context.Context) ([]byte, error) {
 		arguments = append(arguments, "--set", value)
 	}
 	command := exec.CommandContext(ctx, t.plane.programs.helm, arguments...)
-	// Set HOME, so that Helm neither reads nor writes the user's own configuration.
+	// Set HOME, so that Helm does not read or write the user's own configuration.
 	command.Env = append(os.Environ(), "HOME="+t.plane.dir)
 	command.Stderr = &stderr
 	text, err := command.Output()
@@ -386,8 +388,8 @@ func makeAgents(ctx context.Context, t *trial) error {
 	})
 }
 
-// simulateAgentStart simulates the start of all agents. The agents report whole GPUs, and then
-// shares after the operator has planned.
+// simulateAgentStart simulates the start of all agents. The agents first report whole GPUs. After
+// the operator has planned, they report shares.
 func simulateAgentStart(ctx context.Context, t *trial) error {
 	t.agents.statuses = newStatusWriter(ctx, t.plane.custom, t.agents)
 	statuses := t.agents.statuses

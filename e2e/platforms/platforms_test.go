@@ -47,8 +47,8 @@ const (
 // strict refuses unknown and repeated fields.
 var strict = serializer.NewCodecFactory(scheme.Scheme, serializer.EnableStrict).UniversalDeserializer()
 
-// options contains, by platform, the options of `helm template` for facts that Helm would otherwise
-// request from the API server.
+// options contains additional options of `helm template` for each platform. They replace facts that
+// Helm would read from the API server.
 var options = map[string][]string{"openshift": {"--api-versions", "security.openshift.io/v1"}}
 
 // helm returns the path of the Helm program.
@@ -78,7 +78,7 @@ func helm(t *testing.T) string {
 	return newest
 }
 
-// modified returns when a file was modified.
+// modified returns the modification time of a file.
 func modified(t *testing.T, path string) time.Time {
 	t.Helper()
 	info, err := os.Stat(path)
@@ -103,7 +103,7 @@ func run(t *testing.T, arguments ...string) string {
 	return string(text)
 }
 
-// release is the rendered chart without custom resource definitions.
+// release contains the objects of the rendered chart, without custom resource definitions.
 type release []runtime.Object
 
 // render renders the chart for a version of Kubernetes.
@@ -146,7 +146,7 @@ func all[T runtime.Object](objects release) []T {
 	return found
 }
 
-// read returns the items of a list that describes a platform.
+// read returns the items of a list in a platform's description.
 func read[T any](t *testing.T, platform, kind string) []T {
 	t.Helper()
 	var list struct{ Items []json.RawMessage }
@@ -187,7 +187,7 @@ func serverVersion(t *testing.T, platform string) string {
 	return version.ServerVersion.GitVersion
 }
 
-// platforms returns the names of the chart's values files.
+// platforms returns the names of all platforms for which the chart has a values file.
 func platforms(t *testing.T) []string {
 	t.Helper()
 	files, err := filepath.Glob(filepath.Join(chart, "platforms", "*.yaml"))
@@ -240,7 +240,7 @@ func runsOn(t *testing.T, template corev1.PodTemplateSpec, node *corev1.Node) bo
 	return matches && !untolerated
 }
 
-// violations describes the rules of a Pod Security Standard that a pod breaks.
+// violations describes the rules of a Pod Security Standard that a pod violates.
 func violations(t *testing.T, level api.Level, template corev1.PodTemplateSpec) string {
 	t.Helper()
 	evaluator, err := policy.NewEvaluator(policy.DefaultChecks(), nil)
@@ -277,7 +277,7 @@ func TestEachValuesFileHasADescriptionOfItsPlatform(t *testing.T) {
 	}
 }
 
-// The names of GPU nodes, and only theirs, contain `gpu`.
+// In the descriptions, exactly the GPU nodes have names that contain `gpu`.
 func TestNodePodsRunOnGpuNodesOnly(t *testing.T) {
 	forEachPlatform(t, func(t *testing.T, platform string, objects release) {
 		sets := all[*appsv1.DaemonSet](objects)
@@ -309,7 +309,8 @@ func TestEachLabelOfTheValuesSelectsANode(t *testing.T) {
 	checkLabels(t, renderPlatform(t, "talos"))
 }
 
-// checkLabels checks that each label that the DaemonSets require selects a node on its own.
+// checkLabels checks that each label in the DaemonSets' node affinity is sufficient to select a
+// node.
 func checkLabels(t *testing.T, objects release) {
 	t.Helper()
 	terms := all[*appsv1.DaemonSet](objects)[0].Spec.Template.Spec.Affinity.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution.NodeSelectorTerms
@@ -354,8 +355,8 @@ func TestRuntimeClassesExist(t *testing.T) {
 	}
 }
 
-// Helm applies the values file of the GPU Operator after the platform's file. No directory of the
-// platform's driver may remain.
+// Helm applies the values file of the GPU Operator after the platform's file. The result must not
+// contain a driver directory of the platform.
 func TestTheGpuOperatorsValuesReplaceEachPlatformsDriver(t *testing.T) {
 	const operator = "gpu-operator"
 	path := func(platform string) string { return filepath.Join(chart, "platforms", platform+".yaml") }
@@ -385,7 +386,7 @@ func TestTheGpuOperatorsValuesReplaceEachPlatformsDriver(t *testing.T) {
 	}
 }
 
-// A variable in the chart, such as LD_LIBRARY_PATH, would replace the image's value.
+// A variable such as LD_LIBRARY_PATH in the chart would replace the image's value.
 func TestNoPlatformReplacesVariablesOfImages(t *testing.T) {
 	forEachPlatform(t, func(t *testing.T, _ string, objects release) {
 		for name, template := range pods(objects) {
@@ -398,7 +399,7 @@ func TestNoPlatformReplacesVariablesOfImages(t *testing.T) {
 	})
 }
 
-// Without the annotation, AKS edits the webhooks' selectors.
+// Without the annotation, AKS changes the webhook's selectors.
 func TestAksDoesNotEditTheWebhook(t *testing.T) {
 	configurations := all[*admissionv1.MutatingWebhookConfiguration](renderPlatform(t, "aks"))
 	if len(configurations) != 1 || configurations[0].Annotations["admissions.enforcer/disabled"] != "true" {
@@ -406,8 +407,8 @@ func TestAksDoesNotEditTheWebhook(t *testing.T) {
 	}
 }
 
-// The operator, which is also the webhook, needs no exception from Pod Security. The other pods
-// need the namespace's label.
+// The operator, which also serves the webhook, satisfies the standard. The other pods need an
+// exemption by the namespace's label.
 func TestOnlyTheOperatorSatisfiesThePodSecurityStandardRestricted(t *testing.T) {
 	check := func(t *testing.T, objects release) {
 		for name, template := range pods(objects) {
@@ -480,7 +481,7 @@ func TestAQuotaAllowsEverySystemPriorityClass(t *testing.T) {
 	}
 }
 
-// constraints returns the SecurityContextConstraints that each service account may use.
+// constraints returns, for each service account, the SecurityContextConstraints that it may use.
 func constraints(objects release) map[string]string {
 	used := map[string]string{}
 	for _, binding := range all[*rbacv1.RoleBinding](objects) {
@@ -532,7 +533,7 @@ func TestSELinuxOptionsApplyToThePodsOfNodesOnly(t *testing.T) {
 		}
 	}
 	for name, template := range pods(render(t, "1.36.0")) {
-		// Privileged containers need no options. The kubelet relay is not privileged.
+		// Only the kubelet relay needs SELinux options, because its container is not privileged.
 		found := template.Spec.Containers[0].SecurityContext.SELinuxOptions
 		if isSet := found != nil && found.Type == "spc_t"; isSet != (name == "cleave-kubelet-relay") {
 			t.Errorf("by default %s has %v", name, found)

@@ -298,7 +298,8 @@ webhook
 
 {{/* Match conditions of the policy and the webhook that add the gate. */}}
 {{- define "cleave.gateConditions" -}}
-# Admission precedes validation, which has a better message for a pod without containers.
+# Admission runs before validation. Validation refuses a pod without containers with a better
+# message.
 - name: has-containers
   expression: object.spec.containers != null
 - name: requests-gpus
@@ -367,8 +368,9 @@ replicas. The number for MIG instances is no real limit, because a container may
 (k == 'nvidia.com/gpu-mps' || k.matches('^nvidia\\.com/gpu-[0-9]+gb$') ? '48' : k.startsWith('nvidia.com/mig-') && !k.endsWith('.shared') ? '1000000' : '100')
 {{- end }}
 
-{{/* In CEL: whether only the operator may write annotation k. Users may write borrow, pre-stop and
-replica-placement. */}}
+{{/*
+In CEL: whether only the operator may write annotation k. Users may write the annotations in the list.
+*/}}
 {{- define "cleave.isCleaveAnnotation" -}}
 (!(k in ['cleave.dev/borrow', 'cleave.dev/gang', 'cleave.dev/gang-size', 'cleave.dev/pre-stop', 'cleave.dev/replica-placement']) && (k.startsWith('cleave.dev/') || k.contains('.cleave.dev/')))
 {{- end }}

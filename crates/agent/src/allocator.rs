@@ -1,7 +1,7 @@
 //! Allocates slices for a front end such as the device plugin.
 //!
 //! The allocator answers requests from memory. One lock protects the [`AllocationTable`]. Hold the
-//! lock only briefly: never across an await, and never during file I/O. When a container starts,
+//! lock only briefly: never across an `await` point or during file I/O. When a container starts,
 //! the allocator waits until the allocation's door and devices are ready.
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -19,8 +19,8 @@ use crate::event::NodeEvent;
 use crate::metrics::Metrics;
 use crate::mps::link::HostLink;
 
-/// Maximum time that a container's start waits for its devices and its door. The kubelet's own
-/// timeout is 30 s, after which it retries.
+/// Maximum time that the start of a container waits for the container's devices and door. The
+/// kubelet's own timeout is 30 s, after which it retries.
 const START_TIMEOUT: Duration = Duration::from_secs(25);
 
 /// Interval between checks of the CDI specification.
@@ -31,19 +31,20 @@ const CDI_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// before the agent knows the pod.
 pub(crate) const POD_KNOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Maximum number of unpublished events in the table. More events would add no information.
+/// Maximum number of unpublished Events in the table. Further Events would add no information.
 pub(crate) const MAX_UNPUBLISHED_EVENTS: usize = 16;
 
-/// The allocation table behind its lock, with notifications of changes.
+/// Allocates slices from an [`AllocationTable`] and notifies other tasks of changes.
 #[derive(Debug)]
 pub struct Allocator {
     table: Mutex<AllocationTable>,
     settings: ContainerSettings,
     link: HostLink,
     metrics: Metrics,
-    /// Notified after an allocation, so that the main loop updates the files and the status soon.
+    /// Notified after an allocation or a refusal, so that the main loop soon updates its files and
+    /// status.
     pub allocated: Notify,
-    /// Notified when a container starts, so that the main loop writes the container's files now.
+    /// Notified when a container starts, so that the main loop writes its files immediately.
     pub starting: Notify,
     /// Notified when the pending allocations change.
     pending_changes: watch::Sender<()>,
@@ -62,7 +63,7 @@ impl Allocator {
         self.pending_changes.send_replace(());
     }
 
-    /// Waits until a known pod has a request of this size, for at most [`POD_KNOWN_TIMEOUT`].
+    /// Waits until a known pod requests this number of slices, for at most [`POD_KNOWN_TIMEOUT`].
     pub async fn wait_for_pod(&self, resource: &str, units: u32) {
         let mut changes = self.pending_changes.subscribe();
         let known = async {
@@ -81,7 +82,7 @@ impl Allocator {
         );
     }
 
-    /// Locks the table. Drop the guard before any await and any I/O.
+    /// Locks the table. Drop the guard before every `await` point and before any I/O.
     pub fn table(&self) -> MutexGuard<'_, AllocationTable> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -94,24 +95,25 @@ impl Allocator {
         let mut table = self.table();
         let pools = table.pools.get(resource).map(Vec::as_slice).unwrap_or_default();
         let granted = grant_allocation(&ResourceView { resource, pools, reserved: &[] }, ids);
-        let allocation = Arc::new(granted.inspect_err(|denied| self.report_denied(&mut table, resource, denied))?);
+        let allocation =
+            Arc::new(granted.inspect_err(|denied| self.report_split_request(&mut table, resource, denied))?);
         let edits = self.settings.edits(&allocation, &table.nodes);
         table.allocations.insert(Arc::clone(&allocation), Instant::now());
         drop(table);
         if allocation.mps.is_some()
             && let Err(error) = self.link.create_allocation_directory(&allocation.id())
         {
-            // This error is not fatal: `PreStartContainer` creates the directory again, and
-            // reports the error if that fails.
+            // This error is not fatal: `PreStartContainer` tries to create the directory again, and
+            // reports an error if that also fails.
             tracing::error!(%error, allocation = allocation.id(), "failed to create an allocation's directory");
         }
         self.allocated.notify_one();
         Ok((allocation, edits))
     }
 
-    /// Reports a refused request for shares of several GPUs as a metric and an Event. Does not
-    /// report other refusals.
-    fn report_denied(&self, table: &mut AllocationTable, resource: &str, denied: &DenialReason) {
+    /// Reports a refused request for shares of several devices as a metric and an Event. Ignores
+    /// other refusals.
+    fn report_split_request(&self, table: &mut AllocationTable, resource: &str, denied: &DenialReason) {
         let DenialReason::Split(sentence) = denied else { return };
         self.metrics.count_split_request(resource);
         if table.events.len() < MAX_UNPUBLISHED_EVENTS {
@@ -123,8 +125,8 @@ impl Allocator {
         self.allocated.notify_one();
     }
 
-    /// Returns the allocation of these slices. If the allocation is unknown, creates it again,
-    /// because a reboot or a lost checkpoint may have removed it.
+    /// Returns the allocation of these slices. If the allocation is unknown, creates the allocation
+    /// again, because a reboot or the loss of the checkpoint may have removed it.
     ///
     /// # Errors
     /// Returns [`DenialReason`] if the slices cannot be allocated together.
@@ -136,11 +138,12 @@ impl Allocator {
         }
     }
 
-    /// Waits until a container can start with this allocation: the CDI specification lists its
-    /// devices, and its door is open.
+    /// Waits until a container can start with this allocation: the CDI specification lists the
+    /// allocation's devices, and the allocation's door listens.
     ///
     /// # Errors
-    /// Returns a clause that states which condition is still unmet after [`START_TIMEOUT`].
+    /// Returns a clause about the failed step, or about the condition that is still unmet after
+    /// [`START_TIMEOUT`].
     pub async fn wait_until_ready(&self, allocation: &Allocation) -> Result<(), String> {
         let deadline = tokio::time::Instant::now() + START_TIMEOUT;
         if let Some(directory) = self.settings.cdi_directory() {

@@ -13,17 +13,18 @@ pub struct AgentArgs {
     #[arg(long, env = "NODE_NAME")]
     pub node_name: String,
 
-    /// Directory shared with the MPS host. Use the same path on the host and in both pods. The
-    /// directory may be on a tmpfs.
+    /// Directory that the agent shares with the MPS host. Use the same path on the host and in both
+    /// pods. The directory may be on a tmpfs.
     #[arg(long, env = "CLEAVE_RUN_DIR", value_name = "DIR", default_value = "/run/cleave")]
     pub run_dir: PathBuf,
 
-    /// Directory on the host's disk for the checkpoint. The directory must survive a reboot.
+    /// Directory for the agent's checkpoint, on the host's disk. The directory must survive a
+    /// reboot.
     #[arg(long, env = "CLEAVE_STATE_DIR", value_name = "DIR", default_value = "/var/lib/cleave")]
     pub state_dir: PathBuf,
 
-    /// The kubelet's device plugin directory. Mount the directory, not the socket: the kubelet
-    /// replaces the socket.
+    /// The kubelet's device plugin directory. Mount the directory, not the socket, because the
+    /// kubelet replaces the socket.
     #[arg(
         long,
         env = "CLEAVE_DEVICE_PLUGIN_DIR",
@@ -32,11 +33,12 @@ pub struct AgentArgs {
     )]
     pub device_plugin_dir: PathBuf,
 
-    /// The directory of the kubelet relay. The agent registers there instead of with the kubelet.
+    /// The directory of the kubelet relay. With this option, the agent registers with the relay
+    /// instead of the kubelet.
     #[arg(long, env = "CLEAVE_RELAY_DIR", value_name = "DIR")]
     pub relay_dir: Option<PathBuf>,
 
-    /// The kubelet's PodResources socket. Mount its directory.
+    /// The kubelet's PodResources socket. Mount the socket's directory, not the socket.
     #[arg(
         long,
         env = "CLEAVE_POD_RESOURCES_SOCKET",
@@ -57,12 +59,13 @@ pub struct AgentArgs {
     pub host_root: PathBuf,
 
     /// Host directory of the driver's files, for `--device-list-strategy cdi` and `device-nodes`.
-    /// Without this directory, `cdi` uses NVIDIA's container toolkit on the host. The agent mounts
-    /// the directory read-only at `--container-driver-root` in containers that get a GPU.
+    /// Containers that get a GPU also get this directory, mounted read-only at
+    /// `--container-driver-root`. Without this option, `cdi` uses NVIDIA's container toolkit on the
+    /// host.
     #[arg(long, env = "CLEAVE_DRIVER_ROOT", value_name = "HOST_DIR")]
     pub driver_root: Option<PathBuf>,
 
-    /// Mount path of the directory of `--driver-root` in containers.
+    /// Path in containers at which the directory of `--driver-root` is mounted.
     #[arg(long, env = "CLEAVE_CONTAINER_DRIVER_ROOT", value_name = "DIR", default_value = "/usr/local/nvidia")]
     pub container_driver_root: PathBuf,
 
@@ -70,7 +73,7 @@ pub struct AgentArgs {
     #[arg(long, env = "CLEAVE_DEVICE_LIST_STRATEGY", value_enum, default_value_t = DeviceListStrategy::Envvar)]
     pub device_list_strategy: DeviceListStrategy,
 
-    /// Directory for the CDI specification, for `--device-list-strategy cdi`.
+    /// Directory for the CDI specification that the agent writes, for `--device-list-strategy cdi`.
     #[arg(long, env = "CLEAVE_CDI_DIR", value_name = "DIR", default_value = "/var/run/cdi")]
     pub cdi_dir: PathBuf,
 
@@ -92,62 +95,62 @@ pub struct AgentArgs {
     #[arg(long, env = "CLEAVE_MIG_MODE", value_enum, default_value_t = MigMode::Manage)]
     pub mig_mode: MigMode,
 
-    /// XIDs that do not affect the GPU's health: errors of programs, and errors that another XID
-    /// also reports.
+    /// XIDs that do not change the GPU's health. The default XIDs are errors of programs, and
+    /// errors that another XID also reports.
     #[arg(long, env = "CLEAVE_IGNORE_XIDS", value_name = "XID,...", value_delimiter = ',', default_values_t = [13, 31, 43, 45, 68, 109])]
     pub ignore_xids: Vec<u64>,
 
-    /// Seconds without a further error before a suspect GPU can be healthy again.
+    /// Number of seconds without further errors after which a suspect GPU can become healthy again.
     #[arg(long, env = "CLEAVE_SUSPECT_QUIET", value_name = "SECONDS", default_value_t = DEFAULT_QUIET_PERIOD.as_secs(), value_parser = clap::value_parser!(u64).range(1..=86400))]
     pub suspect_quiet: u64,
 
-    /// Seconds for which the agent keeps an allocation before the kubelet lists the allocation's
-    /// pod.
+    /// Number of seconds for which the agent keeps an allocation that the kubelet does not list
+    /// yet.
     // The kubelet does not list a pod that it is admitting. A restarted kubelet lists its pods one
     // by one.
     #[arg(long, env = "CLEAVE_ALLOCATION_GRACE", value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub allocation_grace: u64,
 
     /// The kubelet's `shutdownGracePeriodByPodPriority`, or the equivalent of its
-    /// `shutdownGracePeriod`. Without this setting, the agent does not react to node shutdowns.
-    // At shutdown the kubelet terminates pods by priority, lowest first, without deleting them.
+    /// `shutdownGracePeriod`. Without this option, the agent does not react to node shutdowns.
+    // During a node shutdown, the kubelet terminates pods by priority, lowest first, and does not
+    // delete the pods.
     #[arg(long, env = "CLEAVE_SHUTDOWN_GRACE", value_name = "PRIORITY=SECONDS,...", value_delimiter = ',')]
     pub shutdown_grace: Vec<ShutdownPeriod>,
 
-    /// The kubelet's directory on the host, where it records a shutdown of the node.
+    /// The kubelet's directory on the host. The kubelet records node shutdowns in this directory.
     #[arg(long, env = "CLEAVE_KUBELET_DIR", value_name = "HOST_DIR", default_value = "/var/lib/kubelet")]
     pub kubelet_dir: PathBuf,
 
-    /// UID of this pod. It identifies the agent when one agent of the node hands over to another.
-    /// Default: an identifier of the process.
+    /// UID of this pod. The UID identifies the agent when one agent of the node hands over to
+    /// another agent. The default is an identifier of the process.
     #[arg(long, env = "CLEAVE_POD_UID", value_name = "UID")]
     pub pod_uid: Option<String>,
 
-    /// Seconds within which an agent must be ready after another agent has handed over to it. For
-    /// tests.
+    /// Number of seconds within which an agent must become ready after a hand-over. For tests.
     #[arg(long, env = "CLEAVE_PROBATION", value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600), hide = true)]
     pub probation: u64,
 
     /// Use files in DIR instead of the API server: read spec.json whenever it changes, write
-    /// status.json, append events to events.jsonl. For benchmarks, tests, and nodes without a
+    /// status.json, and append Events to events.jsonl. For benchmarks, tests, and nodes without a
     /// cluster.
     #[arg(long, value_name = "DIR", hide = true)]
     pub offline: Option<PathBuf>,
 
-    /// Run a program in the host's root directory instead of the agent. The agent starts itself in
-    /// this way to run NVIDIA's container toolkit.
+    /// Run a program in the host's root directory instead of the agent. The agent starts itself
+    /// with this option to run NVIDIA's container toolkit.
     #[arg(long, value_name = "PROGRAM", num_args = 1.., allow_hyphen_values = true, hide = true)]
     pub run_on_host: Vec<String>,
 
-    /// The proc file system of the host. For tests.
+    /// Mount path of the host's proc file system. For tests.
     #[arg(long, value_name = "DIR", default_value = "/proc", hide = true)]
     pub proc: PathBuf,
 
-    /// Seconds that NVML may take to answer a query of a GPU's state. For tests.
+    /// Number of seconds within which NVML must answer a query of a GPU's state. For tests.
     #[arg(long, value_name = "SECONDS", default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=600), hide = true)]
     pub gpu_timeout: u64,
 
-    /// Address that serves /metrics, /healthz and /readyz. `[::]` includes IPv4.
+    /// Address on which the agent serves /metrics, /healthz and /readyz. `[::]` includes IPv4.
     #[arg(long, env = "CLEAVE_METRICS_ADDR", value_name = "ADDR", default_value = "[::]:8080")]
     pub metrics_addr: SocketAddr,
 }
@@ -160,16 +163,17 @@ pub enum DeviceListStrategy {
     /// CDI device names, from a specification that the agent writes. The driver's files come from
     /// `--driver-root`, or from NVIDIA's container toolkit on the host.
     Cdi,
-    /// Device nodes, for a runtime without GPU support. The driver comes from `--driver-root`.
+    /// Device nodes, for a runtime without GPU support. The driver's files come from
+    /// `--driver-root`.
     DeviceNodes,
 }
 
-/// Who changes MIG mode.
+/// Whether the agent changes the MIG mode of GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum MigMode {
-    /// The agent changes MIG mode.
+    /// The agent changes the MIG mode of unused GPUs.
     Manage,
-    /// Only administrators change MIG mode.
+    /// The agent never changes MIG mode. Administrators change it.
     Never,
 }
 

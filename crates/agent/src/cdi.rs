@@ -1,4 +1,4 @@
-//! The CDI specification of this node's devices, and the device nodes in it.
+//! Writes the CDI specification of this node's devices, and finds and creates their device nodes.
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
@@ -13,11 +13,11 @@ use crate::files::write_atomically;
 
 /// CDI kind (vendor and class) of the devices.
 const CDI_KIND: &str = "cleave.dev/gpu";
-/// Lowest version of CDI that the devices need.
+/// Lowest CDI version that supports the edits of the devices.
 const CDI_VERSION: &str = "0.5.0";
-/// Name of the file in the CDI directory.
+/// Name of the specification's file in the CDI directory.
 const CDI_SPECIFICATION_FILE: &str = "cleave.dev-gpu.json";
-/// Device nodes that every CUDA program opens in addition to those of its GPU.
+/// Device nodes that containers get in addition to the nodes of their GPU.
 const CONTROL_DEVICE_NODES: [&str; 4] =
     ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset"];
 
@@ -26,7 +26,7 @@ pub fn device_name(uuid: &str) -> String {
     format!("{CDI_KIND}={uuid}")
 }
 
-/// Returns the existing device nodes, by UUID of the GPU or MIG device.
+/// Returns the paths of the existing device nodes, by UUID of the GPU or MIG device.
 pub fn device_nodes(gpus: &[&Gpu], host_root: &Path) -> BTreeMap<String, Vec<String>> {
     let there = |path: &str| host_root.join(path.trim_start_matches('/')).exists();
     let control: Vec<String> =
@@ -47,7 +47,7 @@ pub fn device_nodes(gpus: &[&Gpu], host_root: &Path) -> BTreeMap<String, Vec<Str
     nodes
 }
 
-/// A device of the kernel driver that gives access to a GPU instance or compute instance.
+/// A device of NVIDIA's kernel driver that gives access to a GPU instance or a compute instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct CapabilityDevice {
     minor: u32,
@@ -67,8 +67,8 @@ impl CapabilityDevice {
     }
 }
 
-/// Returns the capabilities of a MIG instance: one for its GPU instance and one for its compute
-/// instance.
+/// Returns the capability devices of a MIG instance: one for its GPU instance and one for its
+/// compute instance.
 fn instance_capabilities<'a>(
     gpu: &Gpu,
     instance: &MigInstance,
@@ -81,10 +81,11 @@ fn instance_capabilities<'a>(
 }
 
 /// Creates missing device nodes of MIG instances. The driver does not create these nodes, and
-/// NVIDIA's tools create them only when they run.
+/// NVIDIA's tools create the nodes only when such a tool runs.
 ///
 /// # Errors
-/// Returns an error if the kernel lists no `nvidia-caps` devices, or a node cannot be created.
+/// Returns an error if a node is missing and `/proc/devices` does not list `nvidia-caps`, or if the
+/// node cannot be created.
 pub fn create_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()> {
     let instances =
         gpus.iter().flat_map(|gpu| gpu.mig.iter().flat_map(|mig| &mig.instances).map(move |one| (gpu, one)));
@@ -105,7 +106,7 @@ pub fn create_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()
             let mode = Mode::from_raw_mode(capability.mode);
             match rustix::fs::mknodat(CWD, &path, FileType::CharacterDevice, mode, device) {
                 Ok(()) => rustix::fs::chmod(&path, mode)?,
-                // NVIDIA's tools may create the node first.
+                // One of NVIDIA's tools may have created the node in the meantime.
                 Err(rustix::io::Errno::EXIST) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -129,12 +130,13 @@ pub fn specification_lists_devices(directory: &Path, devices: &[String]) -> bool
     devices.iter().all(|device| named.contains(&device.as_str()))
 }
 
-/// How containers get the driver's files: container edits for all devices of a specification.
+/// Container edits that give containers the driver's files. The edits apply to all devices of a
+/// specification.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DriverEdits {
-    /// The lowest version of CDI that has all of these edits.
+    /// The lowest CDI version that supports all of these edits.
     pub cdi_version: String,
-    /// `containerEdits`, as in a specification.
+    /// The object `containerEdits` of the specification.
     pub edits: Value,
 }
 
@@ -158,8 +160,8 @@ pub fn cdi_specification(device_nodes: &BTreeMap<String, Vec<String>>, driver: &
         .iter()
         .map(|(uuid, paths)| {
             let paths: Vec<Value> = paths.iter().map(|path| json!({ "path": path })).collect();
-            // A device without edits is invalid. "void" prevents NVIDIA's runtime hook from adding
-            // devices.
+            // A device without edits is invalid. The value "void" prevents NVIDIA's runtime hook
+            // from adding devices.
             let mut edits = json!({ "env": ["NVIDIA_VISIBLE_DEVICES=void"] });
             if !paths.is_empty() {
                 edits["deviceNodes"] = Value::Array(paths);
@@ -172,8 +174,8 @@ pub fn cdi_specification(device_nodes: &BTreeMap<String, Vec<String>>, driver: &
     json!({ "cdiVersion": version, "kind": CDI_KIND, "devices": devices, "containerEdits": driver.edits })
 }
 
-/// Writes the specification of the devices, unless it is up to date. `device_nodes` contains the
-/// paths of their device nodes, by UUID of the GPU or MIG device.
+/// Writes the specification of the devices, unless the file is up to date. `device_nodes` contains
+/// the paths of the device nodes, by UUID of the GPU or MIG device.
 ///
 /// # Errors
 /// Returns an error if the directory or the file cannot be written.
@@ -236,7 +238,7 @@ mod tests {
         let mig = MigState { enabled: true, instances: vec![instance], ..MigState::default() };
         let (whole, with_mig) = (gpu("GPU-0", 0), Gpu { mig: Some(mig), ..gpu("GPU-1", 1) });
         let nodes = device_nodes(&[&whole, &with_mig], host.path());
-        assert_eq!(nodes["GPU-0"], ["/dev/nvidiactl", "/dev/nvidia-uvm"], "its own node does not exist");
+        assert_eq!(nodes["GPU-0"], ["/dev/nvidiactl", "/dev/nvidia-uvm"], "the GPU's own device node does not exist");
         assert_eq!(nodes["GPU-1"], ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia1"]);
         assert_eq!(
             nodes["MIG-a"],

@@ -1,22 +1,23 @@
 //! Finds the pods and the container of a process from its cgroup (cgroups(7)). Pure.
 //!
-//! A container may create cgroups with any name below its own cgroup, and move its processes there.
-//! Therefore this module trusts only the component nearest the root that names a pod. Above this
-//! component, only the kubelet and the container runtime create cgroups. Below this component, no
-//! component names a real pod, unless the node itself runs in a pod.
+//! A container may create cgroups with any name below its own cgroup, and move its processes into
+//! them. Therefore this module trusts only the path component nearest to the root that names a pod.
+//! Only the node's system, the kubelet and the container runtime create the cgroups above this
+//! component. Components below this component name no real pods, unless the node itself runs in a
+//! pod.
 
 /// The pod and container of a process.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ProcessOwner {
     /// UID of the pod. A static pod's UID is the hash of its manifest.
     pub pod: String,
-    /// Id of the container in the container runtime. `None` if the process belongs to the pod but
-    /// to none of its containers.
+    /// Id of the container in the container runtime. `None` if the process belongs to the pod, but
+    /// to no container of the pod.
     pub container: Option<String>,
 }
 
 /// Parses `/proc/PID/cgroup` and returns the owner of the process. Returns `None` if the process is
-/// in no pod, or if two hierarchies disagree.
+/// in no pod, or if two cgroup hierarchies name different pods.
 pub fn parse_owner(text: &str) -> Option<ProcessOwner> {
     let mut found: Option<ProcessOwner> = None;
     for owner in cgroup_paths(text).filter_map(|path| owners_in_path(path).into_iter().next()) {
@@ -30,8 +31,8 @@ pub fn parse_owner(text: &str) -> Option<ProcessOwner> {
     found
 }
 
-/// Parses `/proc/PID/cgroup` and returns the UIDs of all pods above the process, outermost first.
-/// Trust only the first pod: its containers may have created the other cgroups.
+/// Parses `/proc/PID/cgroup` and returns the UIDs of all pods in the path of the process, outermost
+/// first. Trust only the first pod, because its containers may have created the other cgroups.
 pub fn parse_pod_uids(text: &str) -> Vec<String> {
     // Use the first hierarchy that names pods, because all such hierarchies name the same pods.
     let found = cgroup_paths(text).map(owners_in_path).find(|owners| !owners.is_empty());
@@ -45,7 +46,8 @@ fn cgroup_paths(text: &str) -> impl Iterator<Item = &str> {
     text.lines().filter_map(|line| line.splitn(3, ':').nth(2))
 }
 
-/// Returns the pods in a path, outermost first, each with the container that follows it.
+/// Returns the pods in a path, outermost first. Each pod comes with the container in the next
+/// component of the path, if any.
 fn owners_in_path(path: &str) -> Vec<ProcessOwner> {
     // The kernel appends this suffix to the path of a removed cgroup that still has processes.
     let path = path.strip_suffix(" (deleted)").unwrap_or(path);
@@ -54,11 +56,12 @@ fn owners_in_path(path: &str) -> Vec<ProcessOwner> {
     let mut outside = true;
     let mut found = Vec::new();
     while let Some(component) = components.next() {
-        // containerd with cgroupfs, under a kubelet with systemd, joins three names with colons.
+        // If containerd uses the cgroupfs driver and the kubelet uses the systemd driver,
+        // containerd joins three names with colons.
         let mut parts = component.split(':');
         let component = parts.next().unwrap_or_default();
-        // Seen from another cgroup namespace, a path begins with `..` for each level up to the
-        // common ancestor, which may be below `kubepods`.
+        // In another cgroup namespace, a path begins with one `..` for each level up to the common
+        // ancestor. The common ancestor may be below `kubepods`.
         let plain = component.strip_prefix("pod").filter(|_| below_kubepods || outside);
         if let Some(pod) = plain.or_else(|| pod_in_slice_name(component)).and_then(parse_pod_uid) {
             let inside = parts.next_back().or_else(|| components.peek().copied());
@@ -70,7 +73,7 @@ fn owners_in_path(path: &str) -> Vec<ProcessOwner> {
     found
 }
 
-/// Extracts the pod's UID from the name that systemd gives the pod's cgroup:
+/// Returns the UID part of a pod's cgroup name under systemd, such as
 /// `kubepods-burstable-pod<uid>.slice`. Nested kubelets prepend the name of another slice. Returns
 /// `None` for other names.
 fn pod_in_slice_name(component: &str) -> Option<&str> {
@@ -79,7 +82,7 @@ fn pod_in_slice_name(component: &str) -> Option<&str> {
     (of == "kubepods" || of.ends_with("-kubepods")).then_some(pod)
 }
 
-/// Parses a pod's UID. systemd's names have underscores instead of dashes.
+/// Parses a pod's UID. In systemd's names, a UID has underscores instead of dashes.
 fn parse_pod_uid(text: &str) -> Option<String> {
     let uid = text.replace('_', "-");
     let hexadecimal = |text: &str| text.bytes().all(|byte| byte.is_ascii_hexdigit());
@@ -89,8 +92,8 @@ fn parse_pod_uid(text: &str) -> Option<String> {
     (fits && groups.into_iter().all(hexadecimal)).then_some(uid)
 }
 
-/// Parses a container's id: `<id>`, `cri-containerd-<id>.scope`, `crio-<id>.scope`,
-/// `docker-<id>.scope`.
+/// Parses a container's id from the name of its cgroup, such as `<id>`,
+/// `cri-containerd-<id>.scope`, `crio-<id>.scope` or `docker-<id>.scope`.
 fn parse_container_id(component: &str) -> Option<String> {
     let name = component.strip_suffix(".scope").unwrap_or(component);
     let (runtime, id) = name.rsplit_once('-').unwrap_or(("", name));
@@ -128,10 +131,10 @@ mod tests {
                 "/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{POD_UID_IN_SYSTEMD_FORM}.slice/crio-{CONTAINER_ID}.scope"
             ),
             format!("/kubepods.slice/kubepods-pod{POD_UID_IN_SYSTEMD_FORM}.slice/docker-{CONTAINER_ID}.scope"),
-            // CRI-O with cgroupfs, and with a cgroup that the container created.
+            // CRI-O with the cgroupfs driver, and with a cgroup that the container created.
             format!("/kubepods/burstable/pod{POD_UID}/crio-{CONTAINER_ID}"),
             format!("/kubepods.slice/kubepods-pod{POD_UID_IN_SYSTEMD_FORM}.slice/crio-{CONTAINER_ID}.scope/container"),
-            // containerd with cgroupfs under a kubelet with systemd.
+            // containerd with the cgroupfs driver, and the kubelet with the systemd driver.
             format!(
                 "/system.slice/containerd.service/kubepods-burstable-pod{POD_UID_IN_SYSTEMD_FORM}.slice:cri-containerd:{CONTAINER_ID}"
             ),
@@ -142,7 +145,7 @@ mod tests {
                 "/system.slice/docker-{CONTAINER_ID}.scope/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-besteffort.slice/kubelet-kubepods-besteffort-pod{POD_UID_IN_SYSTEMD_FORM}.slice/cri-containerd-{CONTAINER_ID}.scope"
             ),
             format!("/cleave-e2e/node1/kubepods/besteffort/pod{POD_UID}/{CONTAINER_ID}"),
-            // Seen from another cgroup namespace.
+            // The path in another cgroup namespace.
             format!(
                 "/../../../kubepods-burstable.slice/kubepods-burstable-pod{POD_UID_IN_SYSTEMD_FORM}.slice/cri-containerd-{CONTAINER_ID}.scope"
             ),
@@ -161,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn processes_outside_of_containers_belong_to_the_pod_alone() {
+    fn processes_outside_of_containers_belong_to_the_pod_without_a_container() {
         for path in [
             format!("/kubepods/pod{POD_UID}"),
             format!("/kubepods/pod{POD_UID}/system.slice/x"),
@@ -208,7 +211,7 @@ mod tests {
         ] {
             assert_eq!(parse_owner(&format!("0::{path}")), owner_with_container(Some(CONTAINER_ID)), "{path}");
         }
-        // The parser trusts neither of two hierarchies that disagree.
+        // If two hierarchies name different pods, the parser trusts neither hierarchy.
         assert_eq!(
             parse_owner(&format!(
                 "2:cpu:/kubepods/pod{POD_UID}/{CONTAINER_ID}\n0::/kubepods/pod{OTHER_POD_UID}/{CONTAINER_ID}"

@@ -1,5 +1,5 @@
-//! The checkpoint: state that the agent needs before the API server and NVML answer. The checkpoint
-//! is a versioned file on the host's disk, which the agent replaces atomically.
+//! The checkpoint contains the state that the agent needs before the API server and NVML answer.
+//! The checkpoint is a versioned file on the host's disk. The agent replaces the file atomically.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
@@ -19,14 +19,14 @@ use crate::gpu::layout::{Layout, Pool};
 
 /// The only format version that this agent writes and reads.
 const FORMAT_VERSION: u32 = 1;
-/// Name of the file in the state directory.
+/// Name of the checkpoint file in the state directory.
 const CHECKPOINT_FILE: &str = "agent.json";
 
 /// State of the agent at the time of writing.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Checkpoint {
-    /// Boot id of the node.
+    /// Boot id of the node at the time of writing.
     pub boot_id: String,
     /// Generation of the spec.
     pub generation: i64,
@@ -34,24 +34,25 @@ pub struct Checkpoint {
     pub spec: Option<GpuNodeSpec>,
     /// The known GPUs, as NVML last described them.
     pub gpus: Vec<Gpu>,
-    /// Layouts by UUID of the GPU. A layout may differ from the spec while a change waits for pods.
+    /// Layouts by UUID of the GPU. A layout may differ from the spec while a change waits for pods
+    /// to end.
     pub layouts: BTreeMap<String, Layout>,
     /// Allocations that have not ended.
     #[serde(with = "arc_list")]
     pub allocations: Vec<Arc<Allocation>>,
-    /// GPUs that a spec has partitioned by MIG. The agent removes a GPU's partition when the spec
-    /// no longer lists the GPU.
+    /// UUIDs of the GPUs that a spec has partitioned by MIG. The agent removes a GPU's partition
+    /// when the spec no longer lists the GPU.
     #[serde(default, rename = "cut")]
     pub mig_partitioned: BTreeSet<String>,
-    /// Layouts that GPUs had before a change of MIG mode in progress, by UUID.
+    /// For GPUs whose MIG mode is changing: the layout before the change, by UUID of the GPU.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub replaced: BTreeMap<String, Layout>,
-    /// Recorded faults of GPUs in this boot, by UUID.
+    /// Faults of GPUs that were recorded since the node's last boot, by UUID of the GPU.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub health: BTreeMap<String, HealthRecord>,
 }
 
-/// Serializes a list of `Arc` values as a plain list of the values.
+/// Serializes and deserializes a list of `Arc` values as a plain list of the values.
 mod arc_list {
     use std::sync::Arc;
 
@@ -68,7 +69,7 @@ mod arc_list {
     }
 }
 
-/// A checkpoint with this agent's version, as the file contains it.
+/// The content of the checkpoint file: the checkpoint and its format version.
 #[derive(Serialize)]
 struct VersionedCheckpoint<'a> {
     version: u32,
@@ -76,7 +77,7 @@ struct VersionedCheckpoint<'a> {
     checkpoint: &'a Checkpoint,
 }
 
-/// Why a checkpoint cannot be used.
+/// Why the agent cannot use a checkpoint.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     /// The file could not be read.
@@ -97,16 +98,16 @@ pub enum CheckpointError {
     },
 }
 
-/// Why the content of a checkpoint cannot be used.
+/// Why the agent cannot use the content of a checkpoint.
 #[derive(Debug, thiserror::Error)]
 pub enum DecodeError {
-    /// The content does not have the form of a checkpoint.
+    /// The content is not a JSON checkpoint.
     #[error("the file is damaged")]
     Damaged(#[source] serde_json::Error),
-    /// Another version of the agent wrote the file.
+    /// The file has another format version. Another version of the agent wrote it.
     #[error("the file has version {0}; this agent reads version {FORMAT_VERSION}")]
     Version(u32),
-    /// A value is impossible. The text states why.
+    /// A value is impossible. The text is the reason.
     #[error("the file is damaged: {0}")]
     Invalid(String),
 }
@@ -127,13 +128,13 @@ impl Checkpoint {
             return Err(DecodeError::Version(version));
         }
         let checkpoint: Self = serde_json::from_slice(bytes).map_err(DecodeError::Damaged)?;
-        checkpoint.check().map_err(DecodeError::Invalid)?;
+        checkpoint.check_values().map_err(DecodeError::Invalid)?;
         Ok(checkpoint)
     }
 
-    /// Checks the values that other code does not check again. Numbers and names must be as
-    /// [`crate::gpu::layout`] creates them.
-    fn check(&self) -> Result<(), String> {
+    /// Checks the values that the agent does not check later. Numbers and names must follow the
+    /// rules of [`crate::gpu::layout`].
+    fn check_values(&self) -> Result<(), String> {
         let mut desired = Desired { version: wire::FILE_FORMAT_VERSION, ..Desired::default() };
         let instances = self.gpus.iter().filter_map(|gpu| gpu.mig.as_ref()).flat_map(|mig| &mig.instances);
         let mut known = BTreeSet::new();
@@ -157,9 +158,9 @@ impl Checkpoint {
         desired.check().map_err(|wrong| wrong.to_string())
     }
 
-    /// Serializes the checkpoint, with this agent's version.
+    /// Serializes the checkpoint with this agent's format version.
     pub fn encode(&self) -> Vec<u8> {
-        // Cannot fail: all map keys are strings, and there are no floats.
+        // Serialization cannot fail: all map keys are strings, and there are no floats.
         serde_json::to_vec(&self.versioned()).unwrap_or_default()
     }
 
@@ -169,7 +170,7 @@ impl Checkpoint {
 }
 
 /// Lock of the state directory. While the lock exists, no other process can be the node's agent.
-/// Dropping it releases the lock.
+/// Dropping this value releases the lock.
 #[derive(Debug)]
 pub struct StateLock {
     _directory: fs::File,
@@ -217,8 +218,8 @@ impl CheckpointStore {
         Checkpoint::decode(&bytes).map(Some).map_err(|source| CheckpointError::Unusable { path: path(), source })
     }
 
-    /// Renames an unusable checkpoint, so that an administrator or another version can read it.
-    /// Returns the new path.
+    /// Renames an unusable checkpoint, so that an administrator or another version of the agent can
+    /// read the file. Returns the new path.
     ///
     /// # Errors
     /// Returns an error if the file cannot be renamed.
@@ -293,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_checkpoint_with_impossible_values_is_damaged() {
+    fn a_checkpoint_with_impossible_values_is_refused_as_damaged() {
         let changed = |pointer: &str, value: serde_json::Value| {
             let mut json: serde_json::Value = serde_json::from_slice(&sample_checkpoint().encode()).unwrap();
             *json.pointer_mut(pointer).unwrap() = value;
@@ -331,7 +332,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let store = CheckpointStore::new(directory.path());
         store.save(&sample_checkpoint()).unwrap();
-        // Create a directory at the path of the temporary file, so that the write fails.
+        // A directory at the path of the temporary file causes the write to fail.
         fs::create_dir(directory.path().join("agent.json.tmp")).unwrap();
         assert!(store.save(&Checkpoint::default()).is_err());
         assert_eq!(store.load().unwrap(), Some(sample_checkpoint()));
@@ -339,7 +340,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_damaged_checkpoint_is_an_error_and_never_a_panic(cut in 0_usize..2000, byte: u8) {
+        fn a_damaged_checkpoint_causes_an_error_but_no_panic(cut in 0_usize..2000, byte: u8) {
             let directory = tempfile::tempdir().unwrap();
             let store = CheckpointStore::new(directory.path());
             let mut bytes = sample_checkpoint().encode();

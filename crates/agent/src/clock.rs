@@ -1,9 +1,9 @@
-//! Monotonic time for decisions, and the time of day for reports.
+//! Combines monotonic time for decisions with the time of day for reports.
 use std::time::Instant;
 
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 
-/// The time of an event, on two clocks.
+/// The time of an event on the monotonic clock and the system clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EventTime {
     /// Monotonic time, for decisions.
@@ -12,8 +12,8 @@ pub struct EventTime {
     pub wall: Timestamp,
 }
 
-/// Converts instants to the time of day, based on one instant with a known time of day. The known
-/// instant must be recent, because the system clock may be set.
+/// Converts instants to the time of day, based on one instant with a known time of day. Update the
+/// known instant often, because an administrator may change the system clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Clock {
     from: EventTime,

@@ -1,8 +1,9 @@
-//! Changes to a container for its allocation: environment, mounts, devices. Pure.
+//! Determines the changes to a container for its allocation: environment variables, mounts and
+//! devices. Pure.
 //!
 //! The changes correspond to the container edits of a CDI specification
-//! (<https://github.com/cncf-tags/container-device-interface>). Each front end translates them into
-//! its own API.
+//! (<https://github.com/cncf-tags/container-device-interface>). Each front end translates the
+//! changes into its own API.
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
@@ -31,8 +32,8 @@ pub struct ContainerEdits {
     pub env: BTreeMap<String, String>,
     /// Host directories and files to mount.
     pub mounts: Vec<Mount>,
-    /// Paths of device nodes, the same in the container as on the host. The container may read and
-    /// write them.
+    /// Paths of device nodes, which are the same on the host and in the container. The container
+    /// may read and write the devices.
     pub device_nodes: Vec<String>,
     /// Fully qualified names of CDI devices.
     pub cdi_devices: Vec<String>,
@@ -74,19 +75,20 @@ impl ContainerSettings {
     }
 
     /// Returns the directory of the CDI specification. A container can start only after the
-    /// specification lists the allocation's devices. Returns `None` for strategies without CDI.
+    /// specification lists the devices of its allocation. Returns `None` for strategies without
+    /// CDI.
     pub fn cdi_directory(&self) -> Option<&Path> {
         (self.strategy == DeviceListStrategy::Cdi).then_some(self.cdi_dir.as_path())
     }
 
     /// Returns the edits for a container with this allocation. `nodes` contains the paths of device
-    /// nodes, by device.
+    /// nodes, by UUID of the device.
     pub fn edits(&self, allocation: &Allocation, nodes: &BTreeMap<String, Vec<String>>) -> ContainerEdits {
         let mut edits = ContainerEdits { mounts: self.mounts.clone(), ..ContainerEdits::default() };
         let visible = match self.strategy {
             DeviceListStrategy::Envvar => allocation.devices.join(","),
-            // NVIDIA's images request all GPUs by default. If NVIDIA's runtime also handles the
-            // container, "void" prevents the runtime from adding these GPUs.
+            // NVIDIA's images request all GPUs by default. If NVIDIA's runtime starts the
+            // container, "void" prevents the runtime from adding all GPUs.
             DeviceListStrategy::Cdi | DeviceListStrategy::DeviceNodes => "void".to_owned(),
         };
         edits.env.insert("NVIDIA_VISIBLE_DEVICES".into(), visible);
@@ -110,9 +112,9 @@ impl ContainerSettings {
                 edits.env.insert("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE".into(), threads.to_string());
             }
             if let Some(memory) = limits.memory_mib {
-                // Write whole MiB: if the limit has a fraction, the driver cannot create a context.
-                // The driver ignores a limit that it cannot parse. Device 0 is the only visible
-                // device.
+                // Write whole MiB, because the driver cannot create a context if the limit has a
+                // fraction. The driver ignores a limit that it cannot parse. Device 0 is the only
+                // visible device.
                 edits.env.insert("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT".into(), format!("0={memory}M"));
             }
             edits.mounts.push(Mount {
@@ -144,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn a_share_gets_its_limits_its_directory_and_its_gpu() {
+    fn a_container_with_shares_gets_its_limits_its_directory_and_its_gpu() {
         let limits = MpsLimits { threads: Some(20), memory_mib: Some(2000), max_clients: None };
         let granted = allocation(&["GPU-0::2", "GPU-0::5"], Some(limits));
         let edits = settings("envvar", &["--container-mount", "/s:/t", "--container-env", "A=b"])
@@ -166,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_whole_gpu_gets_the_device_and_no_mps_settings() {
+    fn a_container_with_a_whole_gpu_gets_the_device_and_no_mps_settings() {
         let granted = allocation(&["GPU-0::0"], None);
         let nodes =
             BTreeMap::from([("GPU-0".to_owned(), vec!["/dev/nvidia3".to_owned(), "/dev/nvidiactl".to_owned()])]);

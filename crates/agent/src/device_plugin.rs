@@ -1,5 +1,5 @@
-//! The device plugin: a front end of [`Allocator`] for extended resources. This module translates
-//! the kubelet's calls and makes no decisions.
+//! The device plugin: a front end of [`Allocator`] for extended resources. The device plugin
+//! translates the kubelet's calls and makes no decisions.
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -16,8 +16,8 @@ use crate::container_edits::ContainerEdits;
 use crate::gpu::layout::{Pool, PoolKind, parse_slice_id};
 use crate::metrics::{AllocateOutcome, KubeletCall, Metrics};
 
-/// Returns whether the choice of slices matters: the available slices belong to several devices,
-/// and `must_include` does not determine the device.
+/// Returns whether the choice of slices matters: the slices are not whole GPUs, they belong to
+/// several devices, and `must_include` does not determine the device.
 fn has_choice(pools: &[Pool], request: &PreferredRequest<'_>) -> bool {
     let mut devices = request.available.iter().filter_map(|id| Some(parse_slice_id(id)?.0));
     let first = devices.next();
@@ -50,8 +50,8 @@ impl<'a> From<&PreferredRequest<'a>> for ChoiceRequest<'a> {
     }
 }
 
-/// Returns the error that the kubelet receives for a refused request. The kubelet copies the
-/// error's message to the pod's status.
+/// Converts a denial to the error that the kubelet receives. The kubelet copies the error's message
+/// to the pod's status.
 fn refusal_for_denial(denied: DenialReason) -> Refusal {
     match denied {
         DenialReason::Split(sentence) | DenialReason::Invalid(sentence) => Refusal::Invalid(sentence),
@@ -73,8 +73,8 @@ impl ServedResource {
         Self { resource, metrics, allocator, devices: watch::Sender::new(Arc::new(devices)) }
     }
 
-    /// Replaces the device list if `devices` differs from it. Open streams send the new list to the
-    /// kubelet.
+    /// Replaces the device list with `devices` if they differ. Open streams send the new list to
+    /// the kubelet.
     pub fn update(&self, devices: DeviceList) {
         self.devices.send_if_modified(|list| {
             let changed = **list != devices;
@@ -92,8 +92,8 @@ impl ServedResource {
 }
 
 impl ServedResource {
-    /// Returns the number of requested units if the choice of slices matters and no pod with that
-    /// request is known yet.
+    /// Returns the number of requested units if the choice of slices matters and no known pod has
+    /// this request. Returns `None` otherwise.
     fn units_of_unknown_pod(&self, request: &PreferredRequest<'_>) -> Option<u32> {
         let units = u32::try_from(request.size).ok()?;
         let table = self.allocator.table();
@@ -110,7 +110,7 @@ impl ServedResource {
         choose_linked_gpus(&view, &request, &table.topology).unwrap_or_else(|| choose_preferred(&view, &request))
     }
 
-    /// Grants or refuses an allocation, and counts and logs the result.
+    /// Grants or refuses an allocation. Counts and logs the result.
     fn grant(&self, ids: &[String]) -> Result<ContainerResponse, Refusal> {
         let allocated = self.allocator.allocate(&self.resource, ids);
         match &allocated {
@@ -141,8 +141,8 @@ impl Resource for ServedResource {
     }
 
     fn options(&self) -> PluginOptions {
-        // All resources use the same options. If the options for MPS differed, a resource would
-        // have to register again when it serves its first shares.
+        // All resources use the same options. If MPS needed other options, a resource would have to
+        // register again when it first serves shares.
         PluginOptions { pre_start: true, preferred: true }
     }
 
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_preference_waits_for_its_pod_for_at_most_two_seconds() {
+    async fn a_preferred_allocation_waits_for_its_pod_for_at_most_two_seconds() {
         let served = served_resource(PendingAllocations::with_watch(), pools(&["A", "B"], &mps_kind()));
         let all = all_share_ids();
         let request = preferred_request(&all, &[], 3);
@@ -300,7 +300,7 @@ mod tests {
                 &served_resource(PendingAllocations::with_watch(), two()),
                 &preferred_request(&all, &share_ids("B")[..1], 3)
             ),
-            "an init container used it"
+            "an init container used the slice"
         );
         assert!(!waits(
             &served_resource(PendingAllocations::with_watch(), pools(&["A", "B"], &PoolKind::Whole)),

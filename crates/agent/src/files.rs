@@ -1,4 +1,4 @@
-//! Atomic writes of files, and notification of changes in directories.
+//! Writes files atomically, and watches directories for changes.
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
@@ -9,8 +9,8 @@ use inotify::{EventMask, EventStream, Inotify, WatchMask};
 use serde::Serialize;
 use tokio::time::sleep;
 
-/// Calls `on_change` now and after every change in the directory, forever. While inotify fails,
-/// calls `on_change` once per `interval`, and `on_error` only with the first error.
+/// Calls `on_change` now and after every change in the directory, and never returns. While inotify
+/// fails, calls `on_change` once per `interval`, and calls `on_error` only with the first error.
 pub(crate) async fn watch_directory(
     directory: &Path,
     interval: Duration,
@@ -23,7 +23,8 @@ pub(crate) async fn watch_directory(
             Ok(mut events) => {
                 failed = false;
                 on_change();
-                // A removed directory sends no more events. Watch its replacement.
+                // After the directory is removed, its watch sends no more events. Watch the new
+                // directory with the same path.
                 while let Some(Ok(event)) = events.next().await {
                     on_change();
                     if event.mask.contains(EventMask::IGNORED) {
@@ -55,13 +56,13 @@ fn open_watch(directory: &Path) -> io::Result<EventStream<[u8; 1024]>> {
     inotify.into_event_stream([0; 1024])
 }
 
-/// Writes a temporary file next to `path`, syncs it to disk, and renames it. Readers of the
-/// directory ignore files with the suffix of a temporary file.
+/// Writes a temporary file next to `path`, syncs the temporary file to disk, and renames it to
+/// `path`. Programs that read the directory ignore the suffix of temporary files.
 pub(crate) fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     write_atomically_with(path, |file| file.write_all(content))
 }
 
-/// Writes JSON as [`write_atomically`] does. Never holds the whole text in memory.
+/// Writes JSON like [`write_atomically`]. Does not keep the whole text in memory.
 pub(crate) fn write_json_atomically(path: &Path, content: &impl Serialize) -> io::Result<()> {
     write_atomically_with(path, |file| {
         let mut buffered = BufWriter::new(file);
@@ -70,8 +71,8 @@ pub(crate) fn write_json_atomically(path: &Path, content: &impl Serialize) -> io
     })
 }
 
-/// Replaces a file as [`write_atomically`] does, but does not sync it to disk. A crash of the node
-/// may lose the content.
+/// Replaces a file like [`write_atomically`], but does not sync the file to disk. The content may
+/// be lost if the node crashes.
 pub(crate) fn replace_without_sync(path: &Path, content: &[u8]) -> io::Result<()> {
     replace_file(path, |file| file.write_all(content))
 }
@@ -89,7 +90,7 @@ fn replace_file(path: &Path, write: impl FnOnce(&mut File) -> io::Result<()>) ->
     let beside = Path::new(&name);
     let written = File::create(beside).and_then(|mut file| write(&mut file));
     written.and_then(|()| fs::rename(beside, path)).inspect_err(|_| {
-        // Remove the partial file, but return the first error.
+        // Remove the partial file. Return the first error even if the removal fails.
         let _ = fs::remove_file(beside);
     })
 }
@@ -102,7 +103,7 @@ mod tests {
     use super::*;
 
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
-    /// This interval is longer than a test, so only inotify reports changes.
+    /// A poll interval that is longer than any test, so that only inotify can report changes.
     const LONGER_THAN_ANY_TEST: Duration = Duration::from_secs(3600);
 
     #[tokio::test]
@@ -118,7 +119,7 @@ mod tests {
             |error| panic!("{error}"),
         );
         let moving = async {
-            // The first call follows the start of the watch.
+            // `watch_directory` calls `on_change` for the first time after the watch has started.
             timeout(TEST_TIMEOUT, changed.changed()).await.unwrap().unwrap();
             fs::rename(&file, elsewhere.path().join("spec.json")).unwrap();
             timeout(TEST_TIMEOUT, changed.changed()).await.expect("the move is reported").unwrap();

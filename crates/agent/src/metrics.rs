@@ -1,6 +1,6 @@
 //! Prometheus metrics of the agent.
 //!
-//! All metrics use the same labels: `node`, `gpu` (NVML's index), `uuid` (of the GPU or MIG
+//! Metrics share the names of labels: `node`, `gpu` (NVML's index), `uuid` (of the GPU or MIG
 //! device), `namespace`, `pod` and `container` of the pod that uses the device, and `resource`. The
 //! agent removes the series of GPUs, pods and containers that no longer exist.
 mod device_counters;
@@ -25,7 +25,7 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::Registry;
 
 use self::device_counters::DeviceCounters;
-use self::gpus::{BYTES_PER_MIB, DeviceLabels, GpuMetrics, to_gauge};
+use self::gpus::{BYTES_PER_MIB, DeviceLabels, GpuMetrics, to_gauge_value};
 use crate::gpu::mig::{self, MigChange};
 use crate::gpu::xid::FaultClass;
 use crate::share_clock::ShareClock;
@@ -110,14 +110,14 @@ struct TerminationLabels {
     outcome: TerminationOutcome,
 }
 
-/// Result of terminating a client of a terminating pod.
+/// Result of an attempt to terminate a client of a terminating pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub enum TerminationOutcome {
     /// The client was terminated.
     Done,
-    /// An attempt failed. The agent repeats it.
+    /// The attempt failed. The agent tries again.
     Failed,
-    /// The client was not terminated before its pod's containers could be killed.
+    /// The client was not terminated before the kubelet could kill the pod's containers.
     Late,
 }
 
@@ -136,7 +136,7 @@ struct TenantLabels {
     uuid: String,
 }
 
-/// Labels of a container's shares of one device.
+/// Labels of a container's slices of one device.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, EncodeLabelSet)]
 struct ShareLabels {
     namespace: String,
@@ -195,26 +195,25 @@ pub struct Metrics {
     tenants: TenantMetrics,
     known: Arc<Mutex<KnownSeries>>,
     /// Locked while the agent encodes the metrics and while it replaces series, so that no scrape
-    /// misses a series. Locked before `known`.
+    /// misses a series. Lock `registry` before `known`.
     registry: Arc<Mutex<Registry>>,
 }
 
-/// The devices, shares and namespaces that have series.
+/// The devices, containers and namespaces that have series.
 #[derive(Debug, Default)]
 struct KnownSeries {
     /// Labels of the node's GPUs and MIG devices, by UUID.
     devices: BTreeMap<String, DeviceLabels>,
     /// The node's GPUs.
     gpus: BTreeSet<DeviceLabels>,
-    /// Shares that containers have.
+    /// Slices that are allocated to containers.
     shares: ShareClock<ShareLabels>,
-    /// Time at which a namespace last had shares of a device.
+    /// Time at which containers of a namespace last had slices of a device.
     namespaces: BTreeMap<NamespaceLabels, Instant>,
 }
 
-/// Time for which the agent keeps the share-seconds of a namespace that no longer has shares of a
-/// device. Prometheus reads the last value within this time. Without this limit, the series of
-/// deleted namespaces would accumulate.
+/// Time for which the agent keeps the share-seconds of a namespace without slices of a device, so
+/// that Prometheus scrapes the last value. Without a limit, the series would accumulate.
 const NAMESPACE_RETENTION: Duration = Duration::from_secs(3600);
 
 /// Histograms of the durations of kubelet calls and MIG changes.
@@ -227,7 +226,7 @@ struct DurationMetrics {
 impl Default for DurationMetrics {
     fn default() -> Self {
         Self {
-            // From 1 ms to 8 s. A call may wait for a pod or for a door.
+            // From 1 ms to 8 s, because a call may wait for a pod or for a door.
             calls: Family::new_with_constructor(|| Histogram::new(exponential_buckets(0.001, 2.0, 14))),
             // From 50 ms to 51 s.
             mig_changes: Family::new_with_constructor(|| Histogram::new(exponential_buckets(0.05, 2.0, 11))),
@@ -237,14 +236,14 @@ impl Default for DurationMetrics {
 
 impl DurationMetrics {
     fn register(&self, registry: &mut Registry) {
-        let calls = "Time to answer a call of the kubelet, by call, including waits";
+        let calls = "Time to answer a call of the kubelet, including waits, by call";
         registry.register("rpc_seconds", calls, self.calls.clone());
-        let changes = "Time of a change of MIG mode or of a MIG instance, by change";
+        let changes = "Duration of a change of MIG mode or of a MIG instance, by change";
         registry.register("mig_change_seconds", changes, self.mig_changes.clone());
     }
 }
 
-/// A call of the kubelet to the device plugin.
+/// The calls of the kubelet to the device plugin that the agent measures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KubeletCall {
     /// `Allocate`.
@@ -265,7 +264,7 @@ impl KubeletCall {
     }
 }
 
-/// Open files of the agent's process.
+/// Metrics of the open files of the agent's process.
 #[derive(Debug, Clone, Default)]
 struct DescriptorMetrics {
     open: Gauge,
@@ -297,14 +296,14 @@ struct TenantMetrics {
     memory: Family<TenantLabels, Gauge>,
     limit: Family<TenantLabels, Gauge>,
     findings: Family<FindingLabels, Counter>,
-    /// Labels that have a series, so that the agent can remove the series of a removed tenant.
+    /// Labels that have memory series.
     known: Arc<Mutex<BTreeSet<TenantLabels>>>,
 }
 
 impl TenantMetrics {
     fn register(&self, registry: &mut Registry) {
-        registry.register("shares", "Slices of a resource that a container holds on a GPU", self.shares.clone());
-        let share_seconds = "Slices that a container holds on a GPU, multiplied by the seconds for which it holds them";
+        registry.register("shares", "Slices of a resource allocated to a container on a GPU", self.shares.clone());
+        let share_seconds = "Slices allocated to a container on a GPU, multiplied by the seconds of the allocation";
         registry.register("share_seconds", share_seconds, self.share_seconds.clone());
         registry.register("sm_limit", "SMs that a container's processes can use on a GPU", self.sms.clone());
         registry.register("mps_clients", "MPS clients of a container on a GPU", self.clients.clone());
@@ -331,8 +330,9 @@ impl Metrics {
         Self::with_registry(Registry::with_labels(std::iter::once((Cow::from("node"), Cow::from(name.to_owned())))))
     }
 
-    /// Registers all metrics. Metrics of GPUs have the prefix `cleave_gpu`, those of tenants
-    /// `cleave_tenant`, and those of open files `process`. All others have `cleave_agent`.
+    /// Registers all metrics. Metrics of GPUs have the prefix `cleave_gpu`, metrics of tenants
+    /// `cleave_tenant`, and metrics of open files `process`. All other metrics have the prefix
+    /// `cleave_agent`.
     fn with_registry(mut all: Registry) -> Self {
         let metrics = Self::default();
         metrics.descriptors.register(&mut all);
@@ -362,7 +362,7 @@ impl Metrics {
         let quiesced = "Whether a GPU is quiesced. While a GPU is quiesced, the agent does not \
         monitor the node's other GPUs";
         registry.register("gpu_quiesced", quiesced, metrics.gpu_quiesced.clone());
-        let expected = "GPUs that the node should have: all that were seen and not forgotten with cleave forget";
+        let expected = "GPUs that the node should have: every GPU that NVML has listed and that was not forgotten with cleave forget";
         registry.register("expected_gpus", expected, metrics.expected_gpus.clone());
         let missing = "GPUs that the node should have and that NVML does not list";
         registry.register("missing_gpus", missing, metrics.missing_gpus.clone());
@@ -379,7 +379,8 @@ impl Metrics {
         );
         let terminations = "Terminations of MPS clients of terminating pods, by outcome: done, failed, too late";
         registry.register("client_terminations", terminations, metrics.terminations.clone());
-        let share_seconds = "Slices that the containers of a namespace hold on a GPU, multiplied by the seconds for which they hold them";
+        let share_seconds =
+            "Slices allocated to the containers of a namespace on a GPU, multiplied by the seconds of the allocation";
         registry.register("namespace_share_seconds", share_seconds, metrics.namespace_share_seconds.clone());
         registry.register("errors", "Failed operations that are retried, by reason", metrics.errors.clone());
         *metrics.registry.lock().unwrap_or_else(PoisonError::into_inner) = all;
@@ -391,13 +392,13 @@ impl Metrics {
         self.allocations.get_or_create(&AllocateLabels { resource: resource.to_owned(), outcome }).inc();
     }
 
-    /// Counts a request that was refused because its shares were on several GPUs.
+    /// Counts a request that the agent refused because its shares were on several GPUs.
     pub fn count_split_request(&self, resource: &str) {
         self.split_requests.get_or_create(&ResourceLabels { resource: resource.to_owned() }).inc();
     }
 
-    /// Counts a request that waited until its pod was known. `in_time` states whether the API
-    /// server reported the pod before the timeout.
+    /// Counts a request that waited for the API server to report its pod. `in_time` states whether
+    /// the report came before the timeout.
     pub fn count_pod_wait(&self, in_time: bool) {
         self.waits.get_or_create(&WaitLabels { result: if in_time { "reported" } else { "timeout" } }).inc();
     }
@@ -407,17 +408,17 @@ impl Metrics {
         self.device_counters.count_xid(gpu, xid, class);
     }
 
-    /// Counts fatal GPU errors under MPS.
+    /// Counts fatal GPU errors that broke all MPS clients of a device.
     pub fn count_faults(&self, device: &str, count: u64) {
         self.device_counters.count_faults(device, count);
     }
 
-    /// Counts the result of terminating a client of a terminating pod.
+    /// Counts the result of an attempt to terminate a client of a terminating pod.
     pub fn count_termination(&self, outcome: TerminationOutcome) {
         self.terminations.get_or_create(&TerminationLabels { outcome }).inc();
     }
 
-    /// Counts a MIG change.
+    /// Counts a MIG change by its result.
     pub fn count_mig_change(&self, change: &MigChange, outcome: &mig::ChangeOutcome) {
         let change = mig_change_name(change);
         let result = match outcome {
@@ -441,9 +442,9 @@ impl Metrics {
         self.durations.calls.get_or_create(&CallLabels { call: call.as_str() }).observe(took.as_secs_f64());
     }
 
-    /// Sets the memory use of tenants, and removes the series of tenants without an entry in
+    /// Sets the memory metrics of tenants, and removes the series of tenants without an entry in
     /// `usage`.
-    pub fn set_tenants(&self, usage: &[TenantUsage]) {
+    pub fn set_tenant_memory(&self, usage: &[TenantUsage]) {
         let TenantMetrics { memory, limit, known, .. } = &self.tenants;
         let mut current = BTreeSet::new();
         for TenantUsage { tenant, device, bytes: used, limit_mib } in usage {
@@ -455,10 +456,10 @@ impl Metrics {
                 gpu,
                 uuid,
             };
-            memory.get_or_create(&label).set(to_gauge(*used));
+            memory.get_or_create(&label).set(to_gauge_value(*used));
             match limit_mib {
                 Some(mib) => {
-                    limit.get_or_create(&label).set(to_gauge(mib.saturating_mul(BYTES_PER_MIB)));
+                    limit.get_or_create(&label).set(to_gauge_value(mib.saturating_mul(BYTES_PER_MIB)));
                 }
                 None => {
                     limit.remove(&label);
@@ -479,19 +480,19 @@ impl Metrics {
         self.tenants.findings.get_or_create(&FindingLabels { kind: kind.to_owned() }).inc();
     }
 
-    /// Counts a failed operation that will be retried.
+    /// Counts a failed operation that the agent will retry.
     pub fn count_error(&self, reason: &'static str) {
         self.errors.get_or_create(&ErrorLabels { reason: reason.to_owned() }).inc();
     }
 
     /// Sets the metrics of the node from its status, and removes the series of devices and pods
     /// that the status does not list.
-    pub fn set_node(&self, status: &GpuNodeStatus) {
+    pub fn set_node_status(&self, status: &GpuNodeStatus) {
         let _update = self.registry.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
         let mut known = self.lock_known();
         self.count_share_seconds(&mut known, now);
-        self.clear_node();
+        self.clear_node_status();
         known.devices = status.gpus.iter().flat_map(device_labels).collect();
         self.device_counters.set_devices(&known.devices);
         let gpus = status.gpus.iter().map(gpu_labels).collect();
@@ -526,8 +527,8 @@ impl Metrics {
         });
     }
 
-    /// Removes the series that [`Self::set_node`] sets.
-    fn clear_node(&self) {
+    /// Removes the series that [`Self::set_node_status`] sets again from the new status.
+    fn clear_node_status(&self) {
         for family in [&self.total, &self.in_use, &self.unhealthy] {
             family.clear();
         }
@@ -577,7 +578,7 @@ impl Metrics {
         }
     }
 
-    /// Sets the metrics of an allocation, and adds its shares to `held`.
+    /// Sets the metrics of an allocation, and adds its slices to `held`.
     fn set_allocation(
         &self,
         known: &KnownSeries,
@@ -614,11 +615,11 @@ impl Metrics {
     }
 
     /// Returns the UUIDs of the node's GPUs.
-    pub fn gpus(&self) -> Vec<String> {
+    pub fn gpu_uuids(&self) -> Vec<String> {
         self.lock_known().gpus.iter().map(|label| label.uuid.clone()).collect()
     }
 
-    /// Sets the readings that NVML reports about a GPU. `None` means that NVML did not answer.
+    /// Sets the metrics of a GPU from NVML's readings. `None` means that NVML did not answer.
     /// Ignores GPUs that the last status does not list.
     pub fn set_readings(&self, uuid: &str, readings: Option<&GpuReadings>) {
         let _update = self.registry.lock().unwrap_or_else(PoisonError::into_inner);
@@ -627,7 +628,7 @@ impl Metrics {
         self.gpus.set_readings(label, readings);
     }
 
-    /// Removes the readings of a GPU that the agent must not query now.
+    /// Removes the readings of a GPU, because the agent must not query the GPU now.
     pub fn forget_readings(&self, uuid: &str) {
         let _update = self.registry.lock().unwrap_or_else(PoisonError::into_inner);
         let known = self.lock_known();
@@ -655,7 +656,8 @@ impl Metrics {
 }
 
 impl KnownSeries {
-    /// Returns the labels of a GPU or MIG device. `gpu` is empty if the status does not list it.
+    /// Returns the labels of a GPU or MIG device. `gpu` is empty if the status does not list the
+    /// device.
     fn labels(&self, uuid: &str) -> DeviceLabels {
         let unknown = || DeviceLabels { gpu: String::new(), uuid: uuid.to_owned() };
         self.devices.get(uuid).cloned().unwrap_or_else(unknown)
@@ -666,7 +668,8 @@ fn gpu_labels(gpu: &GpuStatus) -> DeviceLabels {
     DeviceLabels { gpu: gpu.index.to_string(), uuid: gpu.uuid.clone() }
 }
 
-/// Returns the labels of a GPU, of its MIG devices and of other devices that its status mentions.
+/// Returns the labels of a GPU, of its MIG devices and of all other devices in the GPU's status, by
+/// UUID.
 fn device_labels(gpu: &GpuStatus) -> impl Iterator<Item = (String, DeviceLabels)> {
     let instances = gpu.mig.iter().flat_map(|mig| &mig.instances).map(|instance| &instance.uuid);
     let served = gpu.slices.iter().map(|slices| &slices.device);
@@ -704,7 +707,7 @@ mod tests {
             let lines = text.lines().filter(|line| line.starts_with("cleave_tenant_memory"));
             lines.map(str::to_owned).collect::<Vec<_>>()
         };
-        metrics.set_tenants(&[usage("p", Some(4))]);
+        metrics.set_tenant_memory(&[usage("p", Some(4))]);
         let labels = r#"{namespace="ns",pod="p",container="c",gpu="",uuid="GPU-a"}"#;
         assert_eq!(
             series(&metrics),
@@ -713,11 +716,11 @@ mod tests {
                 format!("cleave_tenant_memory_limit_bytes{labels} 4194304"),
             ]
         );
-        metrics.set_tenants(&[usage("p", None)]);
+        metrics.set_tenant_memory(&[usage("p", None)]);
         assert_eq!(series(&metrics).len(), 1);
-        metrics.set_tenants(&[usage("q", None)]);
+        metrics.set_tenant_memory(&[usage("q", None)]);
         assert!(series(&metrics)[0].contains(r#"pod="q""#));
-        metrics.set_tenants(&[]);
+        metrics.set_tenant_memory(&[]);
         assert!(series(&metrics).is_empty());
         metrics.count_finding("OutsideMps");
         metrics.count_error("nvml");
@@ -745,7 +748,7 @@ mod tests {
         let gpu =
             |allocations| GpuStatus { uuid: "GPU-a".into(), index: 7, sms: 132, allocations, ..GpuStatus::default() };
         let status = |allocations| GpuNodeStatus { gpus: vec![gpu(allocations)], ..GpuNodeStatus::default() };
-        metrics.set_node(&status(vec![allocation]));
+        metrics.set_node_status(&status(vec![allocation]));
         let text = metrics.encode().unwrap();
         let labels = r#"node="n",namespace="ns",pod="p",container="c",gpu="7",uuid="MIG-a",resource="r""#;
         for line in [
@@ -760,7 +763,7 @@ mod tests {
         }
         assert!(text.contains(&format!("cleave_tenant_share_seconds_total{{{labels}}}")), "{text}");
 
-        metrics.set_node(&status(vec![]));
+        metrics.set_node_status(&status(vec![]));
         let text = metrics.encode().unwrap();
         assert!(!text.contains(r#"pod="p""#), "{text}");
         let seconds =
@@ -772,7 +775,7 @@ mod tests {
     fn unreported_values_have_no_series_and_energy_restarts_with_the_driver() {
         let metrics = Metrics::new();
         let gpu = GpuStatus { uuid: "GPU-a".into(), ..GpuStatus::default() };
-        metrics.set_node(&GpuNodeStatus { gpus: vec![gpu], ..GpuNodeStatus::default() });
+        metrics.set_node_status(&GpuNodeStatus { gpus: vec![gpu], ..GpuNodeStatus::default() });
         let value = |name: &str| {
             let text = metrics.encode().unwrap();
             let line = text.lines().find(|line| line.starts_with(&format!("{name}{{")))?;

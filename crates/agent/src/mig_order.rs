@@ -4,8 +4,8 @@ use cleave_gpu::nvml::{Gpu, Gpus, MigActivation, MigInstance, NvmlError, Process
 use crate::gpu::hardware::error_chain;
 use crate::gpu::mig::{ChangeOutcome, MigChange, MigOrder, in_use_message};
 
-/// Performs a change, unless a process uses the MIG instance or the GPU. Returns the outcome, and
-/// the GPU with its processes after the change if NVML reports them.
+/// Performs a change, unless a process uses the MIG instance or the GPU. Returns the outcome. Also
+/// returns the GPU and its processes after the change, if NVML reports them.
 pub fn apply_order(gpus: &dyn Gpus, order: &MigOrder) -> (ChangeOutcome, Option<(Gpu, Vec<Process>)>) {
     let MigOrder { gpu, change } = order;
     let outcome = try_change(gpus, gpu, change).unwrap_or_else(|error| match error {
@@ -50,7 +50,7 @@ fn try_change(gpus: &dyn Gpus, uuid: &str, change: &MigChange) -> Result<ChangeO
                 MigActivation::Now => ChangeOutcome::Done,
                 MigActivation::AfterReset => ChangeOutcome::AfterReset,
                 MigActivation::InUse => ChangeOutcome::Busy(
-                    "the driver reports that the GPU is in use, possibly by a monitor or the persistence daemon".into(),
+                    "the driver reports that the GPU is in use, possibly by a monitoring program or the persistence daemon".into(),
                 ),
             })
         }

@@ -11,6 +11,6 @@ pub enum GpuNodeState {
     Missing,
     /// The object does not match its CRD, for this reason.
     Malformed(String),
-    /// The object's generation and spec.
+    /// The object exists, with this generation and spec.
     Present(i64, GpuNodeSpec),
 }

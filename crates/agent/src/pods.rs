@@ -1,5 +1,5 @@
-//! The node's own pods: the parts of a pod object that the agent reads, the pod's requests for
-//! slices, and the progress of its termination.
+//! Reads pod objects of the node: the requests of a pod for slices, its names, and the progress of
+//! its termination.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -19,13 +19,13 @@ use crate::tenants::names::PodName;
 use crate::termination::pods::{Deletion, PodObservation, TerminatingPods};
 use crate::termination::shutdown::{self, Shutdown};
 
-/// Grace period in seconds of a pod that specifies none. The API server uses the same default.
+/// Grace period in seconds of a pod whose spec contains none. The API server uses the same default.
 const DEFAULT_GRACE_SECONDS: i64 = 30;
 
-/// Annotation of a mirror pod: the API server's object for a static pod.
+/// Annotation of mirror pods. A mirror pod is the API server's object for a static pod.
 const MIRROR_POD_ANNOTATION: &str = "kubernetes.io/config.mirror";
 
-/// A pod as the API server reports it, without the fields that the agent does not read.
+/// The fields of a pod object that the agent reads.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
 #[resource(inherit = "CorePod")]
 pub struct PodObject {
@@ -61,7 +61,7 @@ struct Lifecycle {
 }
 
 /// A hook that the kubelet runs before it sends SIGTERM. The agent knows the hook's duration only
-/// if the hook is a sleep.
+/// if the hook's action is `sleep`.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 struct PreStop {
@@ -95,14 +95,15 @@ struct PodStatus {
 #[serde(default)]
 struct ContainerStatus {
     name: String,
-    /// `containerd://<id>`; absent until the container is created.
+    /// The container's id with the runtime as prefix, such as `containerd://<id>`. Absent until the
+    /// container is created.
     #[serde(rename = "containerID")]
     container_id: Option<String>,
 }
 
 impl PodObject {
-    /// Returns the pod with the `Allocate` calls that the kubelet will make for it on `node`.
-    /// Returns `None` if the pod has completed or requests no resource that Cleave serves.
+    /// Returns the pod and the `Allocate` calls that the kubelet makes for it on `node`. Returns
+    /// `None` if the pod has completed or requests no resource that Cleave serves.
     pub fn bound_pod(&self, node: &str) -> Option<BoundPod> {
         let PodObject { metadata, spec, status } = self;
         if self.has_ended() {
@@ -127,7 +128,7 @@ impl PodObject {
     fn termination(&self, bound: &BoundPod, now: Timestamp) -> PodObservation {
         let seconds = |seconds: i64| Duration::from_secs(u64::try_from(seconds).unwrap_or(0));
         let PodObject { metadata, spec, .. } = self;
-        // An init container that is not a sidecar has no hooks.
+        // Init containers that are not sidecars need no exception, because they have no hooks.
         let containers = spec.init_containers.iter().chain(&spec.containers);
         let with_shares =
             containers.filter(|container| bound.requests.iter().any(|request| request.container == container.name));
@@ -140,7 +141,7 @@ impl PodObject {
         PodObservation { uid: bound.uid.clone(), name, sleep: seconds(hooks.min().unwrap_or(0)), deletion }
     }
 
-    /// Records the progress of the pod's termination. Returns whether it changed.
+    /// Records the progress of the pod's termination. Returns whether the record changed.
     pub fn record_termination(&self, node: &str, terminating: &mut TerminatingPods, shutdown: &mut Shutdown) -> bool {
         let Some(uid) = &self.metadata.uid else { return false };
         // A mirror pod is the API server's object for a static pod. Deleting a mirror pod
@@ -170,8 +171,8 @@ impl PodObject {
         matches!(self.status.phase.as_str(), "Succeeded" | "Failed")
     }
 
-    /// Returns the pod's UID, its name and the names of its containers. Returns `None` if the pod
-    /// has completed.
+    /// Returns the pod's UID, namespace and name, and the names of its containers. Returns `None`
+    /// if the pod has completed.
     pub fn uid_and_names(&self) -> Option<(String, PodName)> {
         let PodObject { metadata, status, .. } = self;
         if self.has_ended() {
@@ -217,8 +218,8 @@ fn container_requests(spec: &PodSpec, reservations: &[cleave_api::placement::Res
         })
         .collect();
     let device_requests = ledger::device_requests(&containers);
-    // Match reservations by resource and order: the annotation lists reservations of whole devices
-    // one by one.
+    // Match reservations by resource and order, because the annotation lists the reservations in
+    // the order of the requests.
     let device_of = |request: usize| {
         let resource = device_requests.get(request)?.resource.as_str();
         let nth = device_requests[..request].iter().filter(|before| before.resource == resource).count();
@@ -376,7 +377,7 @@ pub(crate) mod tests {
         };
         let stays = termination([sleep(20), sleep(15)], json!({}));
         assert_eq!((stays.uid.as_str(), stays.name.as_str(), stays.deletion), ("uid-p", "ns/p", None));
-        assert_eq!(stays.sleep, Duration::from_secs(15), "the shortest of the containers with shares");
+        assert_eq!(stays.sleep, Duration::from_secs(15), "the shortest hook of the containers with shares");
         for hooks in [[sleep(20), json!({})], [exec, sleep(20)], [sleep(-1), sleep(20)]] {
             assert_eq!(termination(hooks, json!({})).sleep, Duration::ZERO);
         }

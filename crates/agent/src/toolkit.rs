@@ -1,9 +1,9 @@
-//! NVIDIA's Container Toolkit on the host.
+//! Runs NVIDIA's Container Toolkit on the host.
 //!
 //! With CDI and without a driver directory, the toolkit determines which of the driver's files a
-//! container needs. `nvidia-ctk cdi generate` prints a specification of all GPUs. The agent uses
-//! the edits that are common to all devices: libraries, programs, sockets and hooks. The agent
-//! lists the device nodes itself, because a container may get only the nodes of its GPU.
+//! container needs. The command `nvidia-ctk cdi generate` prints a specification of all GPUs. The
+//! agent uses the edits that are common to all devices: libraries, programs, sockets and hooks. The
+//! agent lists the device nodes itself, because a container must get only the nodes of its GPU.
 use std::io;
 use std::os::unix::fs::chroot;
 use std::os::unix::process::CommandExt;
@@ -16,23 +16,24 @@ use serde_json::Value;
 use crate::args::AgentArgs;
 use crate::cdi::DriverEdits;
 
-/// Directories on the host that may contain the toolkit's programs: packages of distributions, and
-/// the container of NVIDIA's GPU Operator.
+/// Directories on the host that may contain the toolkit's programs. Packages of distributions and
+/// the container of NVIDIA's GPU Operator use these directories.
 const TOOLKIT_DIRECTORIES: [&str; 4] =
     ["/usr/bin", "/usr/local/bin", "/usr/local/nvidia/toolkit", "/opt/nvidia/toolkit"];
-/// Program that prints specifications.
+/// Program of the toolkit that prints specifications.
 const GENERATOR_PROGRAM: &str = "nvidia-ctk";
-/// Program that the hooks of a specification call.
+/// Program of the toolkit that the hooks of a specification call.
 const HOOK_PROGRAM: &str = "nvidia-cdi-hook";
 /// `PATH` of the generator.
 const HOST_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
-/// `TMPDIR` of the generator, which writes its output to a temporary file first. The agent's view
-/// of the host's root is read-only, but this directory is a separate mount.
+/// `TMPDIR` of the generator. The generator first writes its output to a temporary file. The host's
+/// root is read-only for the agent, but this directory is a separate mount.
 const HOST_TEMPORARY_DIRECTORY: &str = "/dev/shm";
-/// Maximum time that the generator may take. The generator calls NVML, which hangs if a GPU hangs.
+/// Maximum time that the generator may take. The generator calls NVML, and the call hangs if a GPU
+/// hangs.
 const GENERATOR_TIMEOUT: Duration = Duration::from_secs(60);
-/// Directory of an MPS daemon that is not Cleave's. The daemon's socket would let programs bypass
-/// doors.
+/// Directory of an MPS daemon that does not belong to Cleave. Through the daemon's socket, programs
+/// could bypass doors.
 const FOREIGN_MPS_DIRECTORY: &str = "/tmp/nvidia-mps";
 
 /// Why the toolkit's edits are not available.
@@ -45,7 +46,7 @@ pub enum ToolkitError {
         TOOLKIT_DIRECTORIES.join(", ")
     )]
     NotInstalled,
-    /// The generator could not be started.
+    /// The agent could not start the generator.
     #[error("failed to run nvidia-ctk: {0}")]
     NotStarted(#[from] io::Error),
     /// The generator did not exit in time.
@@ -54,7 +55,7 @@ pub enum ToolkitError {
     /// The generator failed.
     #[error("nvidia-ctk failed: {0}")]
     Failed(String),
-    /// The generator's output is not a usable specification.
+    /// The agent cannot use the generator's output as a specification.
     #[error("the specification of nvidia-ctk is not usable: {0}")]
     Invalid(String),
 }
@@ -70,7 +71,8 @@ impl Toolkit {
     /// Searches for the toolkit below the host's root.
     fn find(host_root: &Path) -> Option<Self> {
         let there = |path: &PathBuf| {
-            // A symbolic link may be absolute on the host, so this process cannot check its target.
+            // Do not follow symbolic links: a link may be absolute on the host, so this process
+            // cannot check its target.
             std::fs::symlink_metadata(host_root.join(path.strip_prefix("/").unwrap_or(path))).is_ok()
         };
         TOOLKIT_DIRECTORIES.iter().find_map(|directory| {
@@ -79,7 +81,7 @@ impl Toolkit {
         })
     }
 
-    /// Returns the generator's command line. The toolkit's own configuration determines the
+    /// Returns the command line of the generator. The toolkit's own configuration determines the
     /// driver's root.
     fn command_line(&self) -> Vec<String> {
         let mut words = vec![self.generator.display().to_string(), "cdi".into(), "generate".into()];
@@ -92,7 +94,8 @@ impl Toolkit {
 /// Returns the toolkit's edits that give containers the driver's files.
 ///
 /// # Errors
-/// Returns an error if the host has no toolkit, or if the toolkit finds no driver.
+/// Returns an error if the host has no toolkit, or if the generator cannot be run, fails, or finds
+/// no driver.
 pub async fn driver_edits(args: &AgentArgs) -> Result<DriverEdits, ToolkitError> {
     let toolkit = Toolkit::find(&args.host_root).ok_or(ToolkitError::NotInstalled)?;
     let command = host_command(&std::env::current_exe()?, args, &toolkit);
@@ -107,7 +110,8 @@ pub async fn driver_edits(args: &AgentArgs) -> Result<DriverEdits, ToolkitError>
     common_edits(&output.stdout)
 }
 
-/// Returns the command by which this program runs the generator on the host: [`run_on_host`].
+/// Returns the command that starts this program again to run the generator on the host
+/// ([`run_on_host`]).
 fn host_command(this: &Path, args: &AgentArgs, toolkit: &Toolkit) -> Command {
     let mut command = Command::new(this);
     if this.file_name().is_some_and(|name| name == "cleave") {
@@ -132,11 +136,12 @@ pub fn run_on_host(host_root: &Path, command_line: &[String]) -> io::Error {
     Command::new(program).args(arguments).exec()
 }
 
-/// Returns the edits that the toolkit's specification makes for every device, without those that
-/// Cleave makes itself.
+/// Returns the edits for all devices in the toolkit's specification, without the edits that Cleave
+/// makes itself.
 ///
 /// # Errors
-/// Returns an error if the text is not a specification, or if it does not contain the driver.
+/// Returns an error if the text is not a specification, or if the specification does not contain
+/// the driver.
 fn common_edits(specification: &[u8]) -> Result<DriverEdits, ToolkitError> {
     let invalid = |reason: &str| ToolkitError::Invalid(reason.to_owned());
     let mut spec: Value =
@@ -144,7 +149,7 @@ fn common_edits(specification: &[u8]) -> Result<DriverEdits, ToolkitError> {
     let cdi_version = spec["cdiVersion"].as_str().ok_or_else(|| invalid("it has no cdiVersion"))?.to_owned();
     let mut edits = spec["containerEdits"].take();
     let fields = edits.as_object_mut().ok_or_else(|| invalid("it has no containerEdits"))?;
-    // Each device has its own nodes, which include the control devices.
+    // Remove the nodes: the agent adds the nodes of each device, which include the control devices.
     fields.remove("deviceNodes");
     if let Some(env) = fields.get_mut("env").and_then(Value::as_array_mut) {
         env.retain(|entry| !entry.as_str().is_some_and(|entry| entry.starts_with("NVIDIA_VISIBLE_DEVICES=")));
@@ -197,11 +202,15 @@ mod tests {
     }
 
     #[test]
-    fn the_drivers_files_are_kept_and_devices_are_not() {
+    fn common_edits_contain_the_drivers_files_but_no_devices() {
         let edits = common_edits(specification().to_string().as_bytes()).unwrap();
         assert_eq!(edits.edits["env"], json!(["NVIDIA_CTK_LIBCUDA_DIR=/usr/lib"]));
         assert_eq!(edits.edits["hooks"][0]["args"], json!(["update-ldcache"]));
-        assert_eq!(edits.edits["mounts"].as_array().unwrap().len(), 1, "not the sockets of another MPS daemon");
+        assert_eq!(
+            edits.edits["mounts"].as_array().unwrap().len(),
+            1,
+            "the directory of another MPS daemon is not mounted"
+        );
         assert_eq!(edits.edits["mounts"][0]["hostPath"], DRIVER_LIBRARY);
         assert!(edits.edits.get("deviceNodes").is_none());
         let nodes = BTreeMap::from([("GPU-1".to_owned(), vec!["/dev/nvidia1".to_owned()])]);
@@ -225,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn the_generator_runs_on_the_host_with_a_writable_directory() {
+    fn the_generator_runs_on_the_host_with_a_writable_temporary_directory() {
         let args = parse_args(&["--host-root", "/host"]).unwrap();
         let toolkit = Toolkit { generator: "/usr/bin/nvidia-ctk".into(), hook: None };
         for (program, first) in [("/usr/bin/cleave-agent", "--node-name"), ("/usr/bin/cleave", "agent")] {
@@ -242,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn the_toolkit_is_found_with_the_hook_beside_it() {
+    fn the_toolkit_is_found_together_with_its_hook_program() {
         let host = tempfile::tempdir().unwrap();
         assert_eq!(Toolkit::find(host.path()), None);
         let put = |path: &str| {

@@ -1,5 +1,6 @@
 //! Annotations of a `GpuNode` that cordon individual GPUs, clear their faults, and forget GPUs that
-//! were removed. The command line writes them for an administrator, and the operator reads them.
+//! were removed. The `cleave` command line writes these annotations for an administrator, and the
+//! operator reads them.
 //!
 //! The annotations name GPUs by UUID, because indices can change. The parsers ignore invalid
 //! entries: administrators can write annotations by hand, and one invalid entry must not hide the
@@ -17,19 +18,19 @@ const MAX_REASON_BYTES: usize = 200;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cordons(pub BTreeMap<String, String>);
 
-/// GPUs by UUID, each with the time up to which the annotation applies: faults up to this time are
-/// cleared, or a GPU that is missing since before this time is forgotten. Format: `<uuid>=<RFC
-/// 3339>,…`.
+/// GPUs by UUID, each with a time. One annotation clears the faults that were found up to this
+/// time. Another annotation forgets a GPU that has been missing since before this time. Format:
+/// `<uuid>=<RFC 3339>,…`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct GpuTimes(pub BTreeMap<String, Time>);
 
-/// Why a reason is not valid.
+/// Why the reason for a cordon or a quiesce is not valid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidCordonReason {
-    /// The reason contains a character that ends an entry.
-    #[error("a reason must not contain commas or line breaks")]
+    /// The reason contains a comma, which would end the entry, or a control character.
+    #[error("a reason must not contain commas, line breaks or other control characters")]
     Separator,
-    /// The reason is longer than the maximum.
+    /// The reason is longer than `MAX_REASON_BYTES`.
     #[error("a reason must have at most {MAX_REASON_BYTES} bytes")]
     Long,
 }
@@ -138,7 +139,7 @@ mod tests {
         }
 
         #[test]
-        fn any_annotation_can_be_read(text in ".{0,60}") {
+        fn reading_any_annotation_succeeds(text in ".{0,60}") {
             Cordons::read(Some(&text));
             GpuTimes::read(Some(&text));
         }

@@ -38,8 +38,8 @@ fn crd_yaml(kind: &'static str, crd: &CustomResourceDefinition) -> Result<String
 /// Adapts the generated schema to the API server.
 ///
 /// - The API server does not know unsigned formats and warns: `unrecognized format "uint32"`.
-/// - Without `nullable`, it drops nulls before it evaluates rules, so rules need not distinguish
-///   null from absent.
+/// - Without `nullable`, the API server drops nulls before it evaluates rules, so rules need not
+///   distinguish null from absent.
 /// - A `title` repeats the name of a Rust type, which does not help readers.
 fn adapt_schema(value: &mut Value) {
     match value {

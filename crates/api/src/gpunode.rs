@@ -92,11 +92,11 @@ pub struct GpuSpec {
     /// Slices in use are not affected.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub cordoned: bool,
-    /// The GPU will be reset, or its driver reloaded. When no pod uses the GPU, the agent ends its
-    /// MPS daemons and closes NVML. `status.gpus[].quiesce` reports when that is done.
+    /// An administrator will reset the GPU or reload its driver. When no pod uses the GPU, the
+    /// agent stops its MPS daemons and closes NVML. `status.gpus[].quiesce` reports the progress.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub quiesced: bool,
-    /// Time up to which an administrator cleared the GPU's recorded faults. The time is compared
+    /// An administrator cleared the GPU's recorded faults up to this time. The time is compared
     /// with `status.gpus[].health.last`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cleared: Option<Time>,
@@ -135,7 +135,7 @@ pub struct Whole {
     pub resource: String,
 }
 
-/// MPS slices of a GPU or MIG instance. The memory limits of all slices together do not exceed the
+/// MPS slices of a GPU or MIG instance. The sum of the slices' memory limits does not exceed the
 /// device's memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
@@ -144,7 +144,7 @@ pub struct MpsPartition {
     pub multi_user: bool,
     /// Compute mode of the GPU while the daemon runs.
     pub compute_mode: ComputeMode,
-    /// Whether the slices are served on a driver whose MPS handshake Cleave does not know.
+    /// Whether the agent serves the slices even if Cleave does not know the driver's MPS handshake.
     #[serde(default, skip_serializing_if = "MpsEnforcement::is_hard")]
     pub enforcement: MpsEnforcement,
     /// Slices that the daemon serves.
@@ -165,8 +165,8 @@ pub struct MpsSlices {
     pub first: u32,
     /// Memory limit of k slices in MiB, at index k - 1. An empty list means no limit.
     ///
-    /// The limits are listed and not computed, because the limit of k shares is not k times the
-    /// rounded limit of one share.
+    /// The list contains every limit, because the limit of k shares is not k times the rounded
+    /// limit of one share.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub memory_mib: Vec<u64>,
     /// Active thread percentage of k slices, at index k - 1. An empty list means no limit.
@@ -226,7 +226,7 @@ pub struct GpuNodeStatus {
     /// Generation of the spec that this status describes.
     #[serde(default)]
     pub observed_generation: i64,
-    /// The `spec.planId` that the node matches. The value is empty if the node matches none.
+    /// The `spec.planId` that the node matches. The value is empty if the node matches no plan.
     #[serde(default)]
     pub plan_id: String,
     /// Version of the agent.
@@ -238,9 +238,9 @@ pub struct GpuNodeStatus {
     /// Boot id of the node's kernel.
     #[serde(default)]
     pub boot_id: String,
-    /// Number of GPUs that the node should have: every GPU that the agent has seen and that no
-    /// administrator has removed with `cleave forget`, and GPUs that could not be identified. The
-    /// condition `GpusPresent` is False if NVML lists fewer.
+    /// Number of GPUs that the node should have. GPUs that the agent has seen once count until an
+    /// administrator runs `cleave forget`. GPUs that could not be identified also count. The
+    /// condition `GpusPresent` is False if NVML lists fewer GPUs.
     #[serde(default)]
     pub expected_gpus: u32,
     /// Summary of `gpus` for `kubectl get`.
@@ -253,15 +253,15 @@ pub struct GpuNodeStatus {
     /// The GPUs, by index.
     #[serde(default)]
     pub gpus: Vec<GpuStatus>,
-    /// GPUs that NVML lists and that could not be identified since the agent first saw the node, by
-    /// index. They serve no slices.
+    /// GPUs that NVML lists but that the agent has never identified, by index. These GPUs serve no
+    /// slices.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unidentified_gpus: Vec<UnidentifiedGpuStatus>,
     /// Steps of the last change: done, waiting, refused or failed.
     #[serde(default)]
     pub steps: Vec<StepStatus>,
     /// The first 32 tenants that exceeded their limits. An empty list means that the agent checked
-    /// and found none.
+    /// and found no such tenants.
     #[serde(default)]
     #[schemars(length(max = 32))]
     pub findings: Vec<FindingStatus>,
@@ -295,8 +295,8 @@ impl GpuNodeStatus {
         self
     }
 
-    /// Copies each model's MIG profiles to its GPUs. Profiles that a GPU reports itself take
-    /// precedence.
+    /// Moves each model's MIG profiles from `models` to its GPUs. Profiles that a GPU reports
+    /// itself take precedence.
     #[must_use]
     pub fn move_profiles_to_gpus(mut self) -> Self {
         for gpu in &mut self.gpus {
@@ -310,7 +310,7 @@ impl GpuNodeStatus {
     }
 }
 
-/// A GPU that NVML lists and cannot describe.
+/// A GPU that NVML lists but cannot describe.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct UnidentifiedGpuStatus {
@@ -423,10 +423,10 @@ pub struct GpuStatus {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct QuiesceStatus {
-    /// Whether no process of Cleave on the node uses the GPU. The GPU can then be reset, and if all
-    /// GPUs of the node are quiesced, the driver can be unloaded.
+    /// Whether no Cleave process on the node uses the GPU. If so, the GPU can be reset. If all GPUs
+    /// of the node are quiesced, the driver can be unloaded.
     pub quiesced: bool,
-    /// What the quiesce waits for, or what it has ended.
+    /// What the quiesce waits for, or what the agent has stopped for it.
     #[serde(default)]
     pub message: String,
 }
@@ -529,7 +529,8 @@ pub struct AllocationStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_mib: Option<u64>,
     /// Part of the memory limit that each process's CUDA context uses, in MiB. The process can
-    /// allocate the rest. Set only if the value was measured for this GPU and driver.
+    /// allocate the remaining memory. The value is set only if it was measured for this GPU and
+    /// driver.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub context_mib: Option<u64>,
     /// Number of MPS clients of the container.
@@ -543,15 +544,16 @@ pub struct AllocationStatus {
 pub struct Health {
     /// Whether the GPU can serve slices.
     pub healthy: bool,
-    /// What makes the GPU healthy again. `Suspect`: a period without further faults and an answer
-    /// from NVML. `NeedsReset`: a reset, or `cleave uncordon`. `Lost`: an answer from NVML. The
-    /// class is empty if the GPU is healthy, or if another part of the node prevents the GPU from
-    /// serving.
+    /// Health class of the GPU. The class determines what makes the GPU healthy again. `Suspect`: a
+    /// period without further faults and an answer from NVML. `NeedsReset`: a reset, or `cleave
+    /// uncordon`. `Lost`: an answer from NVML. The class is empty if the GPU is healthy, or if
+    /// another part of the node prevents the GPU from serving.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub class: String,
     /// Why the GPU cannot serve slices: `XidError`, `EccErrors`, `ResetRequired`, `RowRemapFailed`,
     /// `GpuLost`, `GpuMissing`, `GpuUnreachable`, `DriverUnavailable` or `MpsUnavailable`.
-    /// `ResetPending` on a healthy GPU: it serves, and a reset would repair a minor fault.
+    /// `ResetPending` means that the GPU is healthy and serves slices, but a reset would repair a
+    /// minor fault.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
     /// The reason as a sentence.
@@ -599,11 +601,12 @@ pub struct StepStatus {
     pub action: String,
     /// Result: `Done`, `Waiting`, `Refused` or `Failed`.
     pub result: String,
-    /// `InUse` for a step that waits until pods or processes no longer use the slices to remove.
+    /// `InUse` for a step that waits until no pod or process uses the slices that the step removes.
     /// Other steps have no reason.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
-    /// The reason, as a sentence. For Waiting and Refused it names the pods that use the slices.
+    /// The reason, as a sentence. For Waiting and Refused, the message names the pods that use the
+    /// slices.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub message: String,
 }

@@ -1,4 +1,4 @@
-//! `GpuQuota`: how many GPUs namespaces are guaranteed, may use and lend.
+//! `GpuQuota`: how many GPUs are guaranteed to namespaces, and how many they may use and lend.
 #![expect(unreachable_pub, reason = "the schema derives copy public structs into functions")]
 #![expect(clippy::duplicated_attributes, reason = "columns of a type repeat `type_`")]
 
@@ -9,7 +9,7 @@ use kube::{CustomResource, KubeSchema};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
-/// How many GPUs a set of namespaces is guaranteed, may use and lends.
+/// How many GPUs are guaranteed to a set of namespaces, and how many they may use and lend.
 #[derive(CustomResource, Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[kube(
     group = "cleave.dev",
@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
     category = "cleave",
     status = "GpuQuotaStatus",
     derive = "PartialEq",
-    doc = "How many GPUs a set of namespaces is guaranteed, may use and lends. If two quotas claim one namespace in the same pool, the older one counts it.",
+    doc = "How many GPUs are guaranteed to a set of namespaces, and how many they may use and lend. If two quotas select one namespace in the same pool, only the older quota counts the namespace's pods.",
     printcolumn(name = "Min", type_ = "string", json_path = ".spec.min", description = "Guaranteed amount"),
     printcolumn(name = "Max", type_ = "string", json_path = ".spec.max", description = "Maximum amount"),
     printcolumn(name = "Used", type_ = "string", json_path = ".status.used", description = "Amount that pods use"),
@@ -104,18 +104,19 @@ pub struct GpuQuotaSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16))]
     pub max: Option<String>,
-    /// How much of `min` others may use while it is unused. Default: all of it.
+    /// Part of `min` that other quotas may use while it is unused. Default: all of it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16))]
     pub lend: Option<String>,
-    /// The quota's part of what is unused, relative to other quotas, 1 to 1000.
+    /// Weight of the quota when quotas share unused GPUs, from 1 to 1000. A quota of weight 2 gets
+    /// twice as much as a quota of weight 1.
     #[serde(default = "default_weight")]
     #[x_kube(validation = Rule::new("self >= 1 && self <= 1000").message("weight must be from 1 to 1000"))]
     pub weight: u32,
     /// Whether an amount or whole GPUs are guaranteed.
     #[serde(default)]
     pub guarantee: QuotaGuarantee,
-    /// Whether the quota holds and evicts pods, or only counts them.
+    /// Whether the quota delays and evicts pods, or only counts them.
     #[serde(default)]
     pub mode: QuotaMode,
 }
@@ -135,7 +136,8 @@ pub struct QuotaNamespaceSelector {
     pub match_labels: BTreeMap<String, String>,
 }
 
-/// Returns the schema of namespace labels, bounded so that the cost of rules is bounded.
+/// Returns the schema of namespace labels. The schema is bounded, so that the cost of rules about
+/// labels is bounded.
 fn labels_schema(_: &mut SchemaGenerator) -> Schema {
     json_schema!({
         "type": "object",
@@ -170,35 +172,36 @@ pub enum QuotaUnit {
 /// What a quota guarantees.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum QuotaGuarantee {
-    /// An amount, on any GPUs. Fragmentation can break the guarantee.
+    /// The quota guarantees an amount, which can be on any GPUs. Fragmentation can break the
+    /// guarantee.
     #[default]
     Count,
-    /// Whole GPUs, which the quota's pods fill.
+    /// The quota guarantees whole GPUs, which its pods fill.
     Cells,
 }
 
 /// Whether a quota is enforced.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum QuotaMode {
-    /// Pods over the maximum wait, and borrowers are evicted for a guarantee. The condition
-    /// `Enforced` reports whether the operator does this.
+    /// Pods above `max` wait, and borrowing pods are evicted for pods within their quota's
+    /// guarantee. The condition `Enforced` reports whether the operator enforces the quota.
     #[default]
     Enforce,
-    /// Use is counted and reported. Pods are neither held nor evicted.
+    /// The operator counts and reports usage, but neither delays nor evicts pods.
     Count,
 }
 
-/// What the namespaces of a quota use.
+/// Observed state of a quota: usage, waiting pods and conditions.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuQuotaStatus {
     /// Generation of the spec that this status describes.
     #[serde(default)]
     pub observed_generation: i64,
-    /// Amount that released and bound pods use, without pods that are being deleted.
+    /// Amount that released and bound pods use, excluding pods that are being deleted.
     #[serde(default)]
     pub used: String,
-    /// Amount that pods use, with pods that are being deleted.
+    /// Amount that pods use, including pods that are being deleted.
     #[serde(default)]
     pub held: String,
     /// Amount that pods within the guarantee use.
@@ -210,11 +213,12 @@ pub struct GpuQuotaStatus {
     /// Unused part of the guarantee that others may use.
     #[serde(default)]
     pub lent: String,
-    /// What the quota uses beyond its guarantee for each unit of its weight, in GPUs or GiB with
-    /// two decimals. Fair share takes from the quota with the highest share.
+    /// The quota's share: the amount that it uses beyond its guarantee, divided by its weight, in
+    /// GPUs or GiB with two decimals. For fair share, pods of the quota with the highest share are
+    /// evicted.
     #[serde(default)]
     pub share: String,
-    /// Number of GPUs that the quota's pods own. Set only with `guarantee: Cells`.
+    /// Number of GPUs that the quota owns. Set only with `guarantee: Cells`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cells: Option<u32>,
     /// Numbers of pods.

@@ -9,7 +9,7 @@ pub const API_GROUP: &str = "cleave.dev";
 pub const RESOURCE_MPS: &str = "nvidia.com/gpu-mps";
 /// Resource of time-sliced replicas, unless a policy sets `resourceName`.
 pub const RESOURCE_TIMESLICE: &str = "nvidia.com/gpu-timeslice";
-/// Resource of time-sliced replicas as NVIDIA's device plugin names them with `renameByDefault`.
+/// Resource of time-sliced replicas in NVIDIA's device plugin with `renameByDefault`.
 pub const RESOURCE_SHARED: &str = "nvidia.com/gpu.shared";
 /// Prefix of the resources of shares and sized slices: `nvidia.com/gpu-mps`, `nvidia.com/gpu-10gb`.
 pub const RESOURCE_SHARES_PREFIX: &str = "nvidia.com/gpu-";
@@ -39,35 +39,36 @@ pub const REPLICA_PLACEMENT_ANNOTATION: &str = "cleave.dev/replica-placement";
 pub const BORROW_ANNOTATION: &str = "cleave.dev/borrow";
 /// Value of [`BORROW_ANNOTATION`].
 pub const BORROW_NEVER: &str = "Never";
-/// Annotation of a pod with the name of its gang. The pods of a namespace with the same name are
+/// Annotation of a pod with the name of its gang. Pods of a namespace with the same gang name are
 /// released and evicted together.
 pub const GANG_ANNOTATION: &str = "cleave.dev/gang";
-/// Annotation of a pod with the number of pods without which none of its gang is released.
+/// Annotation of a pod with the size of its gang. No pod of a gang is released before this number
+/// of pods can be released.
 pub const GANG_SIZE_ANNOTATION: &str = "cleave.dev/gang-size";
-/// Label with which Kueue names the group of a pod.
+/// Label that names a pod's group for Kueue.
 pub const KUEUE_GROUP_LABEL: &str = "kueue.x-k8s.io/pod-group-name";
-/// Annotation with which Kueue counts the pods of a group.
+/// Annotation with the number of pods in a pod's group for Kueue.
 pub const KUEUE_GROUP_COUNT_ANNOTATION: &str = "kueue.x-k8s.io/pod-group-total-count";
 /// Labels of pods that Kueue admits: plain pods, and pods of jobs.
 pub const KUEUE_LABELS: [&str; 2] = ["kueue.x-k8s.io/managed", "kueue.x-k8s.io/podset"];
-/// Label with which the coscheduling plugin names the `PodGroup` of a pod.
+/// Label that names a pod's `PodGroup` for the coscheduling plugin.
 pub const POD_GROUP_LABEL: &str = "scheduling.x-k8s.io/pod-group";
-/// Annotation of a waiting pod for which pods are evicted: the room that is kept for it, as a
-/// [`crate::placement::Placement`]. If the leader of the operator changes, the next leader keeps
-/// the room, and evicts no other pods for the pod.
+/// Annotation of a waiting pod for which other pods are evicted: the units that are kept for the
+/// waiting pod, as a [`crate::placement::Placement`]. If the leader of the operator changes, the
+/// next leader keeps these units and evicts no further pods.
 pub const NOMINATION_ANNOTATION: &str = "cleave.dev/nomination";
 /// Annotation of a pod that a disruption budget keeps although its room is guaranteed to another
 /// pod: since when, in seconds since the Unix epoch. If the leader of the operator changes, the time
 /// that the budget has left does not start again.
 pub const PROTECTED_SINCE_ANNOTATION: &str = "cleave.dev/protected-since";
-/// Label of a pod that uses GPUs with quotas: whether a quota guarantees what the pod uses. The
-/// operator writes the label and never reads it to decide.
+/// Label of a pod that a quota counts: whether the pod is within the quota's guarantee. The
+/// operator writes the label, but bases no decision on it.
 pub const CAPACITY_LABEL: &str = "cleave.dev/capacity";
 /// Value of [`CAPACITY_LABEL`]: the pod is within its quota's guarantee.
 pub const CAPACITY_IN_QUOTA: &str = "in-quota";
 /// Value of [`CAPACITY_LABEL`]: the pod borrows.
 pub const CAPACITY_OVER_QUOTA: &str = "over-quota";
-/// Word of [`ALLOW_LABEL`]: quotas neither hold nor evict pods of the namespace.
+/// Word of [`ALLOW_LABEL`]: quotas neither delay nor evict pods of the namespace.
 pub const ALLOW_QUOTA: &str = "quota";
 /// Word of [`ALLOW_LABEL`]: no admission rule applies. This word must be the only word of the
 /// label.
@@ -82,9 +83,9 @@ pub const AGENT_FIELD_MANAGER: &str = "cleave-agent";
 pub const CONDITION_APPLIED: &str = "Applied";
 /// Condition of a `GpuNode`, a `SharingPolicy` and a `GpuQuota`: no problem is known.
 pub const CONDITION_READY: &str = "Ready";
-/// Condition of a `GpuQuota`: pods within the guarantee run, or wait for a reclaim only.
+/// Condition of a `GpuQuota`: pods within the guarantee run, or wait only for a reclaim.
 pub const CONDITION_GUARANTEED: &str = "Guaranteed";
-/// Condition of a `GpuQuota`: pods are held and evicted by its rules.
+/// Condition of a `GpuQuota`: the operator delays and evicts pods as the quota requires.
 pub const CONDITION_ENFORCED: &str = "Enforced";
 /// Reason of the condition `Enforced` if Kueue admits pods of the quota too.
 pub const REASON_ALSO_KUEUE: &str = "AlsoKueue";
@@ -99,8 +100,8 @@ pub const CORDON_ANNOTATION: &str = "cleave.dev/cordon";
 /// Annotation of a `GpuNode` with GPUs to quiesce for a reset or a change of the driver, in the
 /// format of [`crate::cordon::Cordons`].
 pub const QUIESCE_ANNOTATION: &str = "cleave.dev/quiesce";
-/// Prefix of the node labels with which NVIDIA's GPU Operator starts and pauses programs that use
-/// GPUs.
+/// Prefix of node labels. NVIDIA's GPU Operator sets these labels to start and pause programs that
+/// use GPUs.
 pub const GPU_DEPLOY_LABEL_PREFIX: &str = "nvidia.com/gpu.deploy.";
 /// Value of a label with [`GPU_DEPLOY_LABEL_PREFIX`] while the GPU Operator's driver manager
 /// replaces the node's driver.
@@ -121,7 +122,7 @@ pub const FRAGMENTED_TAINT: &str = "cleave.dev/fragmented";
 /// to do so.
 pub const UNHEALTHY_TAINT: &str = "cleave.dev/unhealthy";
 /// Health class of a GPU that becomes healthy when NVML answers and no further fault occurs for
-/// some time. This is a value of [`crate::gpunode::Health::class`].
+/// some time. The health classes are values of [`crate::gpunode::Health::class`].
 pub const HEALTH_SUSPECT: &str = "Suspect";
 /// Health class of a GPU that must be reset.
 pub const HEALTH_NEEDS_RESET: &str = "NeedsReset";
@@ -144,7 +145,8 @@ pub const MODE_MIG: &str = "Mig";
 pub const STEP_DONE: &str = "Done";
 /// Result of a step: pods use slices that the step would remove.
 pub const STEP_WAITING: &str = "Waiting";
-/// Reason of a step with result [`STEP_WAITING`]: pods or processes use what the step would remove.
+/// Reason of a step with result [`STEP_WAITING`]: pods or processes use slices that the step would
+/// remove.
 pub const STEP_IN_USE: &str = "InUse";
 /// Result of a step: the node cannot apply the step.
 pub const STEP_REFUSED: &str = "Refused";
@@ -174,13 +176,13 @@ pub const LEADING_SINCE_ANNOTATION: &str = "cleave.dev/leading-since";
 /// pod fits.
 pub const LARGEST_GPU_LABEL_PREFIX: &str = "largest.cleave.dev/";
 
-/// How the doors of an MPS daemon work: values of `status.gpus[].mps[].door`.
+/// How strictly the doors of an MPS daemon enforce limits: values of `status.gpus[].mps[].door`.
 pub mod door {
     /// The doors enforce the limits of each allocation.
     pub const HARD: &str = "Hard";
     /// The handshake of the driver is unknown, and the policy accepts advisory limits.
     pub const ADVISORY: &str = "Advisory";
-    /// The handshake of the driver is unknown, and the daemon does not serve.
+    /// The handshake of the driver is unknown, and the daemon accepts no clients.
     pub const UNKNOWN: &str = "Unknown";
 }
 
@@ -189,9 +191,9 @@ pub mod door {
 pub mod daemon_state {
     /// The daemon has started, but its limits are not confirmed yet. Doors admit no client.
     pub const STARTING: &str = "Starting";
-    /// The daemon serves, and its limits are in force.
+    /// The daemon serves clients, and its limits are in force.
     pub const ACTIVE: &str = "Active";
-    /// The server is in FAULT until the clients that it broke have exited.
+    /// The MPS server is in state FAULT until the clients that the fault broke have exited.
     pub const FAULT: &str = "Fault";
     /// The daemon restarts because it exited or hung, its server exited or hung, or its settings
     /// changed.
@@ -253,13 +255,13 @@ pub fn mig_resource(profile: &str) -> String {
 
 /// Reasons in the conditions of a `SharingPolicy`.
 pub mod reason {
-    /// Accepted: the fields are valid.
+    /// `Accepted` is true: the fields are valid.
     pub const ACCEPTED: &str = "Accepted";
-    /// Ready: the GPUs are shared as the policy specifies.
+    /// `Ready` is true: the GPUs are shared as the policy specifies.
     pub const READY: &str = "Ready";
-    /// Conflict is false: no other policy overrides this one.
+    /// `Conflict` is false: no other policy overrides this one.
     pub const NO_CONFLICT: &str = "NoConflict";
-    /// Conflict, or not Ready: other policies override this one on its GPUs.
+    /// `Conflict` is true, or `Ready` is false: other policies override this one on its GPUs.
     pub const OVERRIDDEN: &str = "Overridden";
     /// The object does not match its CRD.
     pub const MALFORMED: &str = "Malformed";

@@ -2,14 +2,14 @@
 //! records which units are reserved for the pod, and where.
 //!
 //! The same patch removes the placement gate, so no pod is ever released without the annotation.
-//! The annotation is the only persistent record of a reservation. The node's agent follows it when
-//! the kubelet allocates devices.
+//! The annotation is the only persistent record of a reservation. The node's agent follows the
+//! reservation when the kubelet allocates devices.
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// The annotation, with a [`Placement`] as JSON. An admission policy refuses the annotation from
-/// all writers except the operator.
+/// Annotation of a pod with its [`Placement`] as JSON. An admission policy refuses the annotation
+/// from all writers except the operator.
 pub const PLACEMENT_ANNOTATION: &str = "cleave.dev/placement";
 
 /// Units that are reserved for a pod until the kubelet allocates units to the pod.

@@ -23,7 +23,7 @@ pub const POD_EVENTS_OF_OPERATOR: &[Reason] = &[
     reason("NoGpu", "The pod waits until a GPU has room.", "Run `cleave explain pod`, or wait."),
     reason(
         "NoGpuFits",
-        "The pod fits on no GPU of the cluster, even an unused one. It was released as unschedulable.",
+        "The pod fits on no GPU of the cluster, even an unused one. The pod was released as unschedulable.",
         "Request fewer shares in one container, or change the policy.",
     ),
     reason(
@@ -34,8 +34,8 @@ pub const POD_EVENTS_OF_OPERATOR: &[Reason] = &[
     reason("GpuRepartitioning", "A GPU is being repartitioned for the pod.", "Wait."),
     reason(
         "Reclaimed",
-        "The pod is evicted by the rules of quotas, for a pod that its quota guarantees room or that borrows less.",
-        "None if a controller recreates it. To be guaranteed room, stay within the `min` of the namespace's `GpuQuota`.",
+        "The pod borrows GPUs, and is evicted for a pod within its quota's guarantee or for a quota that borrows less.",
+        "None if a controller recreates it. To avoid such evictions, stay within the `min` of the namespace's `GpuQuota`.",
     ),
     reason("Preempted", "The pod is evicted for a pod of higher priority.", "None if a controller recreates it."),
     reason(
@@ -62,22 +62,22 @@ pub const POD_EVENTS_OF_AGENT: &[Reason] = &[
         "A process of the pod uses a shared GPU outside MPS.",
         "Do not change or remove `CUDA_MPS_PIPE_DIRECTORY` in the pod.",
     ),
-    reason("NoShare", "A process of the pod uses a GPU without shares.", "Request shares."),
+    reason("NoShare", "A process of the pod uses a GPU on which the pod has no shares.", "Request shares."),
     reason(
         "CausedGpuFault",
         "The pod's program was killed while its kernels ran, which broke programs of other pods.",
-        "Let programs exit before their pods are deleted.",
+        "Stop programs before you delete their pods.",
     ),
     reason(
         "NamedInGpuFault",
-        "The MPS server's log names the pod's program in a fault. The log often names a neighbour of the cause.",
+        "The MPS server's log names the pod's program in a fault. The log often names a neighbour of the pod that caused the fault.",
         "Check the program for errors.",
     ),
     reason("BrokenByGpuFault", "A fault of a neighbour's program broke the pod's program.", "Restart the program."),
     reason(
         "TerminatedInGpuFault",
         "The MPS host stopped the pod's program (SIGTERM, then SIGKILL) because the program kept the GPU's MPS server in state FAULT.",
-        "Let the program exit on CUDA errors.",
+        "Make the program exit after a CUDA error.",
     ),
 ];
 
@@ -110,10 +110,10 @@ pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
     ),
     reason(
         "GpuQuiesced",
-        "No process of Cleave uses the GPU. While a GPU is quiesced, the node's other GPUs are not monitored.",
+        "No Cleave process uses the GPU. While a GPU is quiesced, the node's other GPUs are not monitored.",
         "Reset the GPU or change the driver, then run `cleave uncordon`.",
     ),
-    reason("GpuResumed", "A quiesced GPU is in service again.", ""),
+    reason("GpuResumed", "A quiesced GPU serves slices again.", ""),
     reason("MigChanged", "MIG instances were created or destroyed.", ""),
     reason(
         "MigFailed",
@@ -130,7 +130,11 @@ pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
         "A process on the node uses a shared GPU outside MPS. If the process belongs to a pod, the pod has the same Event.",
         "End the process.",
     ),
-    reason("NoShare", "A process of a pod on the node uses a GPU without shares. The pod has the same Event.", ""),
+    reason(
+        "NoShare",
+        "A process of a pod on the node uses a GPU on which the pod has no shares. The pod has the same Event.",
+        "",
+    ),
 ];
 
 /// Events that the operator publishes on nodes.
@@ -186,7 +190,7 @@ pub const POLICY_CONDITIONS: &[Reason] = &[
     reason(
         "RolloutStopped",
         "Nodes failed to apply the change, so the other nodes keep their partition.",
-        "Repair or cordon the nodes the message names, or change the policy back.",
+        "Repair or cordon the nodes that the message names, or change the policy back.",
     ),
     reason(
         "GpuUnhealthy",
@@ -210,7 +214,7 @@ pub const NODE_CONDITIONS: &[Reason] = &[
     reason(
         "UnknownHandshake",
         "The driver's MPS handshake is unknown, so limits cannot be enforced. The shares are Unhealthy.",
-        "Run `cleave doctor`. Install a measured driver, or set `mps.enforcement: Advisory`.",
+        "Run `cleave doctor`. Install a driver whose handshake is known, or set `mps.enforcement: Advisory`.",
     ),
     reason(
         "AdvisoryLimits",

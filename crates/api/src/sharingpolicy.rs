@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
     category = "cleave",
     status = "SharingPolicyStatus",
     derive = "PartialEq",
-    doc = "How the selected GPUs are shared between pods. If two policies select one GPU, the more specific one wins, then the older one.",
+    doc = "How the selected GPUs are shared between pods. If two policies select one GPU, the more specific policy applies. If both are equally specific, the older policy applies.",
     printcolumn(name = "Mode", type_ = "string", json_path = ".spec.mode", description = "How a GPU is shared"),
     printcolumn(
         name = "GPUs",
@@ -113,14 +113,14 @@ pub struct SharingPolicySpec {
     /// How long the operator collects pending pods before it repartitions GPUs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dynamic: Option<DynamicPartitioning>,
-    /// How a change of this policy reaches its nodes.
+    /// How a change of this policy is rolled out to its nodes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rollout: Option<Rollout>,
     /// What Cleave does with a pod that exceeds its limits.
     #[serde(default)]
     pub enforcement: Enforcement,
-    /// Whether replicas of one controller are kept apart. The pod annotation
-    /// `cleave.dev/replica-placement` overrides it.
+    /// Whether replicas of one controller use different GPUs and nodes if possible. The pod
+    /// annotation `cleave.dev/replica-placement` overrides this field.
     #[serde(default)]
     pub replica_placement: ReplicaPlacement,
     /// Another extended resource name for the shares or replicas: `nvidia.com/gpu.shared`, or
@@ -130,7 +130,7 @@ pub struct SharingPolicySpec {
     #[x_kube(validation = Rule::new(r"self == 'nvidia.com/gpu.shared' || self.matches('^nvidia\\.com/gpu-[a-z0-9]([-a-z0-9.]{0,56}[a-z0-9])?$')")
         .message("resourceName must be nvidia.com/gpu.shared or nvidia.com/gpu- followed by at most 58 lower-case letters, digits, dashes and dots, for example nvidia.com/gpu-small: Cleave does not place pods that request other names"))]
     #[x_kube(validation = Rule::new(r"!self.matches('^nvidia\\.com/gpu-[0-9]+gb$')")
-        .message("names like nvidia.com/gpu-10gb are reserved for slices of that many GiB (mps.sizes: Dynamic)"))]
+        .message("names like nvidia.com/gpu-10gb are reserved for sized slices (mps.sizes: Dynamic)"))]
     pub resource_name: Option<String>,
 }
 
@@ -243,8 +243,9 @@ pub struct Mps {
     /// Compute mode of the GPU while its daemon runs. The previous mode is restored afterwards.
     #[serde(default)]
     pub compute_mode: ComputeMode,
-    /// What happens to shares on a driver whose MPS handshake Cleave does not know. `Hard`: they
-    /// are reported as Unhealthy. `Advisory`: they are served with limits that pods can change.
+    /// What happens to shares on a driver whose MPS handshake Cleave does not know. `Hard`: the
+    /// shares are reported as Unhealthy. `Advisory`: the shares are served with limits that pods
+    /// can change.
     #[serde(default)]
     pub enforcement: MpsEnforcement,
     /// Whether sized slices (`nvidia.com/gpu-10gb`) are created when pods request them.
@@ -265,7 +266,7 @@ pub enum ThreadPolicy {
     /// k of n shares get 100·k/n % of the SMs.
     Strict,
     /// k of n shares get up to twice their part, at most the whole GPU. On an H200 with 4 to 7
-    /// clients, this gave the highest throughput.
+    /// clients, this policy gave the highest throughput.
     #[default]
     Burst,
     /// No SM limit.
@@ -296,7 +297,7 @@ pub enum MemoryPolicy {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum ComputeMode {
     /// `EXCLUSIVE_PROCESS`: only the MPS server can open the GPU, so no process can bypass MPS.
-    /// Never set on a GPU in MIG mode.
+    /// Cleave never sets this mode on a GPU in MIG mode.
     #[default]
     ExclusiveProcess,
     /// `DEFAULT`: the mode is not changed.
@@ -422,15 +423,15 @@ pub struct MigSharing {
 #[x_kube(validation = Rule::new("!(has(self.idle) && has(self.timeout)) || !self.idle.matches('^([0-9]{1,6}(ms|s|m))+$') || !self.timeout.matches('^([0-9]{1,6}(ms|s|m))+$') || duration(self.idle) <= duration(self.timeout)")
     .message("dynamic.timeout is the longest wait and cannot be shorter than dynamic.idle"))]
 pub struct DynamicPartitioning {
-    /// The operator plans when no further pod has arrived for this long, for example `500ms`.
+    /// The operator plans when no further pod has arrived for this time, for example `500ms`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16))]
     #[x_kube(validation = Rule::new("self.matches('^([0-9]{1,6}(ms|s|m))+$')")
         .message("idle must be a duration, for example 500ms, 10s or 1m30s"))]
     pub idle: Option<String>,
-    /// Maximum time before the operator plans, for example `10s`. Also the maximum time for a node
-    /// to apply a partition, by default 30 s and at least 5 s. After that, the operator places the
-    /// node's pods elsewhere.
+    /// Maximum time before the operator plans, for example `10s`. The field also limits the time
+    /// that a node has to apply a partition. For this purpose, the default is 30 s and the minimum
+    /// is 5 s. After this time, the operator places the node's pods elsewhere.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16))]
     #[x_kube(validation = Rule::new("self.matches('^([0-9]{1,6}(ms|s|m))+$')")
@@ -438,8 +439,9 @@ pub struct DynamicPartitioning {
     pub timeout: Option<String>,
 }
 
-/// How a change of a policy reaches its nodes. First one node changes. When its GPUs serve the new
-/// partition, other nodes follow in waves. Nodes without pods on the GPUs change first.
+/// How a change of a policy is rolled out to its nodes. The operator changes one node first. When
+/// that node's GPUs serve the new partition, other nodes follow in waves. Nodes without pods on the
+/// GPUs come first.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Rollout {
@@ -448,7 +450,7 @@ pub struct Rollout {
     #[serde(default = "default_max_unavailable")]
     #[schemars(schema_with = "nodes_or_percentage_schema")]
     pub max_unavailable: IntOrString,
-    /// Whether the change is paused: nodes keep the partition that they have.
+    /// Whether the rollout is paused. If so, nodes keep their current partition.
     #[serde(default)]
     pub paused: bool,
     /// What happens to the other nodes when a node fails to apply the change.
@@ -519,7 +521,7 @@ pub struct SharingPolicyStatus {
     /// Number of slices in use.
     #[serde(default)]
     pub in_use: u32,
-    /// Number of slices that pending pods request beyond those that are free.
+    /// Number of slices that pending pods request in addition to the free slices.
     #[serde(default)]
     pub wanted: u32,
     /// Progress of the last change, in nodes.

@@ -16,7 +16,7 @@ pub struct ClusterArgs {
     pub kubeconfig: Option<PathBuf>,
 }
 
-/// Options that describe the Cleave installation. The defaults match the chart's.
+/// Options that describe the Cleave installation. The defaults match the defaults of the chart.
 #[derive(Debug, Clone, clap::Args)]
 pub struct InstallationArgs {
     /// Namespace that Cleave runs in.
@@ -39,7 +39,8 @@ impl ClusterArgs {
     /// # Errors
     /// Returns an error if the kubeconfig cannot be read, or does not have the context.
     pub(crate) async fn kube_config(&self) -> Result<Config> {
-        // TLS needs one provider per process. Ignore errors: a provider may be installed already.
+        // TLS needs one provider of cryptography per process. Ignore errors: the process may
+        // already have a provider.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let options = KubeConfigOptions { context: self.context.clone(), ..KubeConfigOptions::default() };
         let config = match &self.kubeconfig {

@@ -18,8 +18,8 @@ use serde_json::json;
 
 use crate::client::ClusterArgs;
 use crate::gpu::{
-    GpuArgs, NodeGpu, annotation, cordons, find_gpus, find_gpus_and_removed_ones, quiesces, read_gpu_node,
-    reported_gpus,
+    GpuArgs, NodeGpu, annotation, cordons, find_gpus, find_reported_and_removed_gpus, read_gpu_node, reported_gpus,
+    requested_quiesces,
 };
 
 /// Maximum number of attempts to write an object that other clients change at the same time.
@@ -62,7 +62,7 @@ pub struct UncordonArgs {
 /// Annotations and their new values. `None` removes an annotation.
 pub(crate) type Annotations = Vec<(&'static str, Option<String>)>;
 
-/// GPUs, each with whether it needs a change.
+/// GPUs, and whether each GPU needs a change.
 pub(crate) type GpuChanges = Vec<(NodeGpu, bool)>;
 
 /// Runs `cleave cordon`.
@@ -74,7 +74,7 @@ pub(crate) async fn run_cordon(args: CordonArgs) -> Result<()> {
 /// Runs `cleave uncordon`.
 pub(crate) async fn run_uncordon(args: UncordonArgs) -> Result<()> {
     let client = args.cluster.connect().await?;
-    let find = |object: &GpuNode| find_gpus_and_removed_ones(object, &args.node, args.gpu.as_deref());
+    let find = |object: &GpuNode| find_reported_and_removed_gpus(object, &args.node, args.gpu.as_deref());
     let changes = update_annotations(&client, &args.node, find, annotations_without_cordon).await?;
     for (target, changed) in changes {
         println!("{target} {}", if changed { "is uncordoned" } else { "is not cordoned and has no recorded faults" });
@@ -105,14 +105,14 @@ pub(crate) async fn cordon_gpus(client: &Client, node: &str, gpu: Option<&str>, 
     Ok(cordoned)
 }
 
-/// Requests the quiesce of GPUs of a node.
+/// Requests that the agent quiesces GPUs of a node.
 pub(crate) async fn quiesce(client: &Client, node: &str, gpus: &[NodeGpu]) -> Result<()> {
     update_annotations(client, node, |_| Ok(gpus.to_vec()), annotations_with_quiesce).await.map(drop)
 }
 
 /// Returns the annotations that quiesce a GPU.
 fn annotations_with_quiesce(object: &GpuNode, uuid: &str) -> Annotations {
-    let mut quiesces = quiesces(object);
+    let mut quiesces = requested_quiesces(object);
     match quiesces.0.insert(uuid.to_owned(), String::new()) {
         Some(_) => Annotations::new(),
         None => vec![(QUIESCE_ANNOTATION, Some(quiesces.to_string()))],
@@ -131,7 +131,7 @@ pub(crate) async fn update_annotations(
     let manager = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
     for _ in 0..MAX_WRITE_ATTEMPTS {
         let object = read_gpu_node(client, node).await?;
-        let (changes, annotations) = changes_of_gpus(&object, find(&object)?, &wanted);
+        let (changes, annotations) = compute_gpu_changes(&object, find(&object)?, &wanted);
         if annotations.is_empty() {
             return Ok(changes);
         }
@@ -149,8 +149,8 @@ pub(crate) async fn update_annotations(
     bail!("failed to update GpuNode {node}: it changed during each of {MAX_WRITE_ATTEMPTS} attempts. Try again.")
 }
 
-/// Returns whether each GPU needs a change, and the annotations that make all of the changes.
-fn changes_of_gpus(
+/// Returns whether each GPU needs a change, and the annotations for all changes.
+fn compute_gpu_changes(
     object: &GpuNode,
     gpus: Vec<NodeGpu>,
     wanted: impl Fn(&GpuNode, &str) -> Annotations,
@@ -173,7 +173,7 @@ fn changes_of_gpus(
     (changes.collect(), all.into_iter().collect())
 }
 
-/// Returns the annotations that cordon a GPU. An empty reason preserves an existing reason.
+/// Returns the annotations that cordon a GPU. An empty reason keeps an existing reason.
 fn annotations_with_cordon(object: &GpuNode, uuid: &str, reason: &str) -> Annotations {
     let mut cordons = cordons(object);
     let before = cordons.0.get(uuid);
@@ -192,7 +192,7 @@ pub(crate) fn annotations_without_cordon(object: &GpuNode, uuid: &str) -> Annota
     if cordons.0.remove(uuid).is_some() {
         annotations.push((CORDON_ANNOTATION, value(cordons.to_string())));
     }
-    let mut quiesces = quiesces(object);
+    let mut quiesces = requested_quiesces(object);
     if quiesces.0.remove(uuid).is_some() {
         annotations.push((QUIESCE_ANNOTATION, value(quiesces.to_string())));
     }
@@ -202,7 +202,7 @@ pub(crate) fn annotations_without_cordon(object: &GpuNode, uuid: &str) -> Annota
         && cleared.0.get(uuid).is_none_or(|before| *before < last)
     {
         cleared.0.insert(uuid.to_owned(), last);
-        // Remove the entries of removed GPUs, which have no effect.
+        // Remove the entries of removed GPUs: these entries have no effect.
         cleared.0.retain(|uuid, _| gpus.iter().any(|gpu| gpu.uuid == *uuid));
         annotations.push((CLEARED_ANNOTATION, value(cleared.to_string())));
     }
@@ -210,7 +210,7 @@ pub(crate) fn annotations_without_cordon(object: &GpuNode, uuid: &str) -> Annota
 }
 
 /// Returns the time of the latest fault of a GPU and its MIG devices. Ignores devices that are
-/// healthy now, and returns `None` if all are healthy.
+/// healthy now. Returns `None` if all devices are healthy.
 fn last_fault_time(gpu: &GpuStatus) -> Option<Time> {
     let instances = gpu.mig.iter().flat_map(|mig| &mig.instances).filter_map(|instance| instance.health.as_ref());
     let last = |health: &Health| health.last.clone().filter(|_| !health.healthy);
@@ -223,7 +223,7 @@ mod tests {
 
     /// Returns a node with two faults: one of GPU `GPU-a`, and a later one of a MIG device of
     /// `GPU-b`.
-    fn node() -> GpuNode {
+    fn gpu_node_with_faults() -> GpuNode {
         let instance = json!({"uuid": "MIG-b", "profile": "1g.10gb", "start": 0, "gpuInstance": 1,
             "health": {"healthy": false, "last": "2026-11-21T20:00:05Z"}});
         serde_json::from_value(json!({
@@ -254,7 +254,8 @@ mod tests {
 
     #[test]
     fn uncordon_ends_only_the_quiesce_of_the_uncordoned_gpu() {
-        let first = apply_annotations(&annotations_with_quiesce(&node(), "GPU-a"), node());
+        let first =
+            apply_annotations(&annotations_with_quiesce(&gpu_node_with_faults(), "GPU-a"), gpu_node_with_faults());
         assert!(annotations_with_quiesce(&first, "GPU-a").is_empty());
         let both = apply_annotations(&annotations_with_quiesce(&first, "GPU-b"), first);
         assert_eq!(annotation(&both, QUIESCE_ANNOTATION).unwrap(), "GPU-a,GPU-b");
@@ -265,10 +266,11 @@ mod tests {
     #[test]
     fn all_gpus_of_a_node_change_in_one_write() {
         let all = |object: &GpuNode, wanted: fn(&GpuNode, &str) -> Annotations| {
-            let (changes, annotations) = changes_of_gpus(object, find_gpus(object, "n", None).unwrap(), wanted);
+            let (changes, annotations) = compute_gpu_changes(object, find_gpus(object, "n", None).unwrap(), wanted);
             (changes.into_iter().map(|(_, changed)| changed).collect::<Vec<_>>(), annotations)
         };
-        let first = apply_annotations(&annotations_with_quiesce(&node(), "GPU-a"), node());
+        let first =
+            apply_annotations(&annotations_with_quiesce(&gpu_node_with_faults(), "GPU-a"), gpu_node_with_faults());
         let (changed, annotations) = all(&first, annotations_with_quiesce);
         assert_eq!(changed, [false, true]);
         assert_eq!(annotations, [(QUIESCE_ANNOTATION, Some("GPU-a,GPU-b".to_owned()))]);
@@ -281,7 +283,10 @@ mod tests {
 
     #[test]
     fn cordon_writes_once_and_keeps_other_gpus_and_reasons() {
-        let first = apply_annotations(&annotations_with_cordon(&node(), "GPU-a", "new fan"), node());
+        let first = apply_annotations(
+            &annotations_with_cordon(&gpu_node_with_faults(), "GPU-a", "new fan"),
+            gpu_node_with_faults(),
+        );
         assert!(annotations_with_cordon(&first, "GPU-a", "new fan").is_empty());
         assert!(annotations_with_cordon(&first, "GPU-a", "").is_empty(), "an empty reason keeps the existing one");
         let both = apply_annotations(&annotations_with_cordon(&first, "GPU-b", ""), first);
@@ -294,13 +299,16 @@ mod tests {
 
     #[test]
     fn uncordon_keeps_other_gpus_and_clears_faults_once() {
-        let both = apply_annotations(&annotations_with_cordon(&node(), "GPU-a", "new fan"), node());
+        let both = apply_annotations(
+            &annotations_with_cordon(&gpu_node_with_faults(), "GPU-a", "new fan"),
+            gpu_node_with_faults(),
+        );
         let both = apply_annotations(&annotations_with_cordon(&both, "GPU-b", ""), both);
         let after = annotations_without_cordon(&both, "GPU-a");
         assert_eq!(after[0], (CORDON_ANNOTATION, Some("GPU-b".to_owned())));
         assert_eq!(after[1], (CLEARED_ANNOTATION, Some("GPU-a=2026-11-21T20:00:00Z".to_owned())));
         assert!(annotations_without_cordon(&apply_annotations(&after, both), "GPU-a").is_empty());
-        let instance = annotations_without_cordon(&node(), "GPU-b");
+        let instance = annotations_without_cordon(&gpu_node_with_faults(), "GPU-b");
         assert_eq!(instance, [(CLEARED_ANNOTATION, Some("GPU-b=2026-11-21T20:00:05Z".to_owned()))]);
     }
 }

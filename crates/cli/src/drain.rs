@@ -1,5 +1,5 @@
-//! `cleave drain`: cordons one GPU or all GPUs of a node, evicts their pods, and waits until they
-//! are free.
+//! `cleave drain`: cordons one GPU or all GPUs of a node, evicts the pods that use them, and waits
+//! until the GPUs are free.
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -22,7 +22,7 @@ const GPU_POLL_INTERVAL: Duration = Duration::from_secs(1);
 const EVICTION_RETRY_DELAY: Duration = Duration::from_secs(5);
 /// Time limit of one eviction. Admission webhooks may take 30 s each.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(60);
-/// The exit status of a timeout.
+/// The exit status after a timeout.
 const TIMEOUT_EXIT_STATUS: u8 = 3;
 
 /// Examples in the help of `cleave drain`.
@@ -66,9 +66,9 @@ pub struct DrainArgs {
 /// The result of a drain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DrainOutcome {
-    /// No pod uses the GPU. With `--quiesce`, no process of Cleave uses the GPU either.
+    /// No pod uses the GPUs. With `--quiesce`, no process of Cleave uses the GPUs either.
     Free,
-    /// Pods still use the GPU.
+    /// Pods still use a GPU, or a GPU is not yet quiesced.
     TimedOut,
 }
 
@@ -77,7 +77,7 @@ pub(crate) async fn run(args: DrainArgs) -> Result<ExitCode> {
     let config = args.cluster.kube_config().await?;
     let client = Client::try_from(config.clone()).context("failed to create the Kubernetes client")?;
     // The API server answers 429 if a disruption budget forbids an eviction. A client with retries
-    // repeats the request for minutes, which delays the evictions of other pods.
+    // repeats the request for minutes, and delays the evictions of other pods.
     let mut no_retry = config;
     no_retry.default_retry = false;
     let evictor = Client::try_from(no_retry).context("failed to create the Kubernetes client")?;
@@ -92,7 +92,7 @@ pub(crate) async fn run(args: DrainArgs) -> Result<ExitCode> {
 ///
 /// # Errors
 /// Returns an error if the GPU does not exist, a pod needs `--force`, or the API server refuses a
-/// request. The GPUs remain cordoned.
+/// request. The GPUs remain cordoned after an error.
 pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Result<DrainOutcome> {
     let started = Instant::now();
     let mut targets = cordon_gpus(client, &args.node, args.gpu.as_deref(), &args.reason).await?;
@@ -102,7 +102,7 @@ pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Resul
     loop {
         let object = read_gpu_node(client, &args.node).await?;
         let states: Vec<GpuState> = targets.iter().map(|target| gpu_state(&object, target, quiescing)).collect();
-        // Evict pods while quiescing too: the agent may report a pod after the GPU seemed to be
+        // Evict pods during a quiesce too: the agent may report a pod after the GPU seemed to be
         // free.
         let pods = states.iter().flat_map(|state| state.usage.pods.iter().cloned()).collect();
         evict_due_pods(client, evictor, args, &targets, &pods, &mut evictions).await?;
@@ -135,7 +135,7 @@ pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Resul
         if args.timeout > 0 && started.elapsed() >= Duration::from_secs(args.timeout) {
             let wanted = if quiescing { "quiesced" } else { "free" };
             for target in late {
-                eprintln!("cleave: {target} is not {wanted} after {} s and stays cordoned", args.timeout);
+                eprintln!("cleave: {target} is not {wanted} after {} s and remains cordoned", args.timeout);
             }
             return Ok(DrainOutcome::TimedOut);
         }
@@ -153,7 +153,7 @@ fn unknown_gpus(object: &GpuNode, node: &str, targets: &[NodeGpu]) -> Result<Vec
 /// The progress of the drain of one GPU.
 struct GpuState {
     usage: GpuUsage,
-    /// Whether the GPU is free, or quiesced if that is requested.
+    /// Whether the GPU is free, or quiesced if the drain has reached the quiesce.
     done: bool,
     /// The progress, as `cleave drain` prints it.
     text: String,
@@ -236,8 +236,8 @@ fn pods_without_controller<'a>(pods: impl IntoIterator<Item = (&'a str, &'a Part
     pods.into_iter().filter(|(_, pod)| !controlled(pod) && !terminates(pod)).map(|(name, _)| name).collect()
 }
 
-/// Evicts the pods that are due, and stores the results. Evicts no pod if one of them needs
-/// `--force`.
+/// Evicts the pods that are due, and stores the results. Without `--force`, returns an error and
+/// evicts no pod if no controller recreates one of the pods.
 async fn evict_due_pods(
     client: &Client,
     evictor: &Client,
@@ -257,7 +257,7 @@ async fn evict_due_pods(
     };
     ensure!(
         args.force || bare.is_empty(),
-        "no controller recreates these pods: {}. Pass --force to evict them. {cordoned} stays cordoned.",
+        "no controller recreates these pods: {}. Pass --force to evict them. {cordoned} remains cordoned.",
         bare.join(", ")
     );
     for (pod, meta) in &metas {

@@ -1,8 +1,8 @@
-//! `cleave forget`: removes a GPU that is missing from its node.
+//! `cleave forget`: removes a missing GPU from the status of its node.
 //!
 //! The agent keeps a GPU that NVML no longer lists, so that a failed GPU is not overlooked. Only an
-//! administrator knows whether it was removed for good. The word applies to the present absence: if
-//! the GPU returns and is missing again later, the agent reports it again.
+//! administrator knows whether the GPU was removed for good. The command applies to the current
+//! absence only: if the GPU returns and is missing again later, the agent reports the GPU again.
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -19,9 +19,9 @@ use tokio::time::Instant;
 use crate::cordon::{Annotations, annotations_without_cordon, update_annotations};
 use crate::gpu::{GpuArgs, NodeGpu, annotation, find_gpu, read_gpu_node, reported_gpus};
 
-/// Interval of reads of the `GpuNode`.
+/// Interval between two reads of the `GpuNode`.
 const GPU_POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// The exit status of a timeout.
+/// The exit status after a timeout.
 const TIMEOUT_EXIT_STATUS: u8 = 3;
 
 /// Examples in the help of `cleave forget`.
@@ -59,7 +59,8 @@ pub(crate) async fn run(args: ForgetArgs) -> Result<ExitCode> {
     })
 }
 
-/// Tells the agent to forget a missing GPU, waits until it has, and prints the result.
+/// Requests that the agent forgets a missing GPU, waits until the agent no longer reports the GPU,
+/// and prints the result.
 ///
 /// # Errors
 /// Returns an error if the GPU is unknown, not missing or in use, or if the API server refuses a
@@ -88,7 +89,7 @@ pub async fn forget(client: &Client, args: &ForgetArgs, now: Timestamp) -> Resul
 /// Finds a missing GPU that no pod uses, by its UUID or its last index.
 fn find_missing_gpu(object: &GpuNode, node: &str, name: &str) -> Result<NodeGpu> {
     let gpus = reported_gpus(object);
-    // Another GPU may have the index now.
+    // Another GPU may have the missing GPU's index now.
     let is_named = |gpu: &&GpuStatus| is_missing(gpu) && (gpu.uuid == name || gpu.index.to_string() == name);
     let mut missing = gpus.iter().filter(is_named);
     let Some(gpu) = missing.next() else {
@@ -111,14 +112,15 @@ fn is_missing(gpu: &GpuStatus) -> bool {
     gpu.health.reason == HEALTH_GPU_MISSING
 }
 
-/// Returns the annotations that forget a GPU. They also end its cordon and its quiesce.
+/// Returns the annotations that make the agent forget a GPU. They also end the GPU's cordon and its
+/// quiesce.
 fn annotations_to_forget(object: &GpuNode, uuid: &str, now: Timestamp) -> Annotations {
     let gpus = reported_gpus(object);
     let mut forgotten = GpuTimes::read(annotation(object, FORGOTTEN_ANNOTATION));
-    // Remove the entries of GPUs that were forgotten, which have no effect.
+    // Remove the entries of GPUs that the agent has forgotten: these entries have no effect.
     forgotten.0.retain(|uuid, _| gpus.iter().any(|gpu| gpu.uuid == *uuid));
     let since: Option<&Time> = gpus.iter().find(|gpu| gpu.uuid == uuid).and_then(|gpu| gpu.health.since.as_ref());
-    // The node's clock may be ahead of this one.
+    // The node's clock may be ahead of the clock of this computer.
     let until = since.map_or(now, |since| since.0.max(now));
     forgotten.0.insert(uuid.to_owned(), whole_seconds(until));
     let mut annotations = annotations_without_cordon(object, uuid);
@@ -133,8 +135,8 @@ mod tests {
 
     use super::*;
 
-    /// A node on which `GPU-b` is missing and `GPU-c` has its index.
-    fn node() -> GpuNode {
+    /// Returns a node on which `GPU-b` is missing and `GPU-c` has the index of `GPU-b`.
+    fn gpu_node_with_missing_gpu() -> GpuNode {
         let missing =
             json!({"healthy": false, "class": "Lost", "reason": "GpuMissing", "since": "2026-11-21T20:00:00Z"});
         serde_json::from_value(json!({
@@ -155,30 +157,34 @@ mod tests {
     #[test]
     fn only_a_missing_gpu_that_no_pod_uses_is_found() {
         for name in ["1", "GPU-b"] {
-            assert_eq!(find_missing_gpu(&node(), "n", name).unwrap().uuid, "GPU-b");
+            assert_eq!(find_missing_gpu(&gpu_node_with_missing_gpu(), "n", name).unwrap().uuid, "GPU-b");
         }
         let error = |object: &GpuNode, name: &str| find_missing_gpu(object, "n", name).unwrap_err().to_string();
-        assert!(error(&node(), "0").starts_with("GPU 0 (GPU-a) on node n is not missing"), "{}", error(&node(), "0"));
-        assert!(error(&node(), "GPU-c").contains("is not missing"));
-        assert!(error(&node(), "GPU-x").contains("has no GPU"));
-        let mut used = node();
+        assert!(
+            error(&gpu_node_with_missing_gpu(), "0").starts_with("GPU 0 (GPU-a) on node n is not missing"),
+            "{}",
+            error(&gpu_node_with_missing_gpu(), "0")
+        );
+        assert!(error(&gpu_node_with_missing_gpu(), "GPU-c").contains("is not missing"));
+        assert!(error(&gpu_node_with_missing_gpu(), "GPU-x").contains("has no GPU"));
+        let mut used = gpu_node_with_missing_gpu();
         let allocation =
             json!({"pod": "ns/p", "container": "c", "resource": "r", "device": "GPU-b", "ids": ["GPU-b::0"]});
         used.status.as_mut().unwrap().gpus[1].allocations = vec![serde_json::from_value(allocation).unwrap()];
         assert_eq!(error(&used, "GPU-b"), "GPU 1 (GPU-b) on node n is in use by ns/p. Run `cleave drain` first.");
-        let mut two = node();
+        let mut two = gpu_node_with_missing_gpu();
         two.status.as_mut().unwrap().gpus[2].health.reason = HEALTH_GPU_MISSING.to_owned();
         assert!(error(&two, "1").contains("Name one by its UUID"));
         assert_eq!(find_missing_gpu(&two, "n", "GPU-c").unwrap().uuid, "GPU-c");
     }
 
     #[test]
-    fn the_word_is_about_the_present_absence_even_if_clocks_differ() {
+    fn forgetting_covers_the_current_absence_even_if_clocks_differ() {
         for (now, expected) in [
             ("2026-11-21T20:00:07.5Z", "GPU-b=2026-11-21T20:00:07Z"),
             ("2026-11-21T19:00:00Z", "GPU-b=2026-11-21T20:00:00Z"),
         ] {
-            let annotations = annotations_to_forget(&node(), "GPU-b", now.parse().unwrap());
+            let annotations = annotations_to_forget(&gpu_node_with_missing_gpu(), "GPU-b", now.parse().unwrap());
             assert_eq!(
                 annotations,
                 [

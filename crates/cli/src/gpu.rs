@@ -1,4 +1,4 @@
-//! Finds one GPU of a node.
+//! Finds GPUs of a node by index or UUID.
 use std::collections::BTreeSet;
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
@@ -30,7 +30,7 @@ pub struct GpuArgs {
 pub struct NodeGpu {
     /// Name of the node.
     pub node: String,
-    /// The GPU's index. `None` if the GPU was removed from the node.
+    /// Index of the GPU. `None` if the agent no longer reports the GPU.
     pub index: Option<u32>,
     /// The GPU's UUID.
     pub uuid: String,
@@ -70,11 +70,12 @@ pub(crate) fn reported_gpus(object: &GpuNode) -> &[GpuStatus] {
 /// Finds a GPU of a node by its index or UUID.
 ///
 /// # Errors
-/// Returns an error if the node has no such GPU, or `name` names a MIG instance.
+/// Returns an error if the node has no such GPU or has not reported its GPUs, or if `name` is the
+/// UUID of a MIG device.
 pub(crate) fn find_gpu(object: &GpuNode, node: &str, name: &str) -> Result<NodeGpu> {
     let gpus = reported_gpus(object);
     let has_index = |gpu: &&GpuStatus| gpu.index.to_string() == name;
-    // The last index of a missing GPU may belong to another GPU now.
+    // Another GPU may have the last index of a missing GPU now.
     let is_listed = |gpu: &&GpuStatus| gpu.health.reason != HEALTH_GPU_MISSING;
     let by_uuid = gpus.iter().find(|gpu| gpu.uuid == name);
     let found =
@@ -116,7 +117,7 @@ pub(crate) fn find_gpus(object: &GpuNode, node: &str, name: Option<&str>) -> Res
 ///
 /// # Errors
 /// Returns the errors of [`find_gpus`].
-pub(crate) fn find_gpus_and_removed_ones(object: &GpuNode, node: &str, name: Option<&str>) -> Result<Vec<NodeGpu>> {
+pub(crate) fn find_reported_and_removed_gpus(object: &GpuNode, node: &str, name: Option<&str>) -> Result<Vec<NodeGpu>> {
     let removed = unreported_gpus(object);
     if name.is_some() || removed.is_empty() {
         return find_gpus(object, node, name);
@@ -128,7 +129,7 @@ pub(crate) fn find_gpus_and_removed_ones(object: &GpuNode, node: &str, name: Opt
 
 /// Returns the GPUs that an annotation cordons or quiesces and that the agent does not report.
 fn unreported_gpus(object: &GpuNode) -> BTreeSet<String> {
-    let named = cordons(object).0.into_keys().chain(quiesces(object).0.into_keys());
+    let named = cordons(object).0.into_keys().chain(requested_quiesces(object).0.into_keys());
     named.filter(|uuid| reported_gpus(object).iter().all(|gpu| gpu.uuid != *uuid)).collect()
 }
 
@@ -142,8 +143,8 @@ pub(crate) fn cordons(object: &GpuNode) -> Cordons {
     Cordons::read(annotation(object, CORDON_ANNOTATION))
 }
 
-/// Returns the GPUs of a node whose quiesce is requested.
-pub(crate) fn quiesces(object: &GpuNode) -> Cordons {
+/// Returns the GPUs of a node for which an annotation requests a quiesce.
+pub(crate) fn requested_quiesces(object: &GpuNode) -> Cordons {
     Cordons::read(annotation(object, QUIESCE_ANNOTATION))
 }
 
@@ -153,7 +154,7 @@ mod tests {
 
     use super::*;
 
-    fn node() -> GpuNode {
+    fn gpu_node_with_two_gpus() -> GpuNode {
         let instance = json!({"uuid": "MIG-b", "profile": "1g.10gb", "start": 0, "gpuInstance": 1});
         serde_json::from_value(json!({
             "apiVersion": "cleave.dev/v1alpha1",
@@ -172,13 +173,13 @@ mod tests {
     #[test]
     fn finds_a_gpu_by_index_and_by_uuid() {
         for name in ["1", "GPU-b"] {
-            assert_eq!(find_gpu(&node(), "n", name).unwrap().to_string(), "GPU 1 (GPU-b) on node n");
+            assert_eq!(find_gpu(&gpu_node_with_two_gpus(), "n", name).unwrap().to_string(), "GPU 1 (GPU-b) on node n");
         }
     }
 
     #[test]
-    fn an_index_names_the_listed_gpu_and_not_a_missing_one_that_had_it() {
-        let mut object = node();
+    fn an_index_names_the_listed_gpu_and_not_a_missing_gpu_that_had_the_index() {
+        let mut object = gpu_node_with_two_gpus();
         let gpus = &mut object.status.as_mut().unwrap().gpus;
         gpus[1].index = 0;
         gpus[0].health.reason = HEALTH_GPU_MISSING.to_owned();
@@ -193,9 +194,9 @@ mod tests {
             ("", "node n has no GPU \"\". It has GPUs 0 (GPU-a), 1 (GPU-b)."),
             ("MIG-b", "MIG-b is a MIG device of GPU 1 (GPU-b). Name the GPU instead."),
         ] {
-            assert_eq!(find_gpu(&node(), "n", name).unwrap_err().to_string(), message);
+            assert_eq!(find_gpu(&gpu_node_with_two_gpus(), "n", name).unwrap_err().to_string(), message);
         }
-        let mut unreported = node();
+        let mut unreported = gpu_node_with_two_gpus();
         unreported.status = None;
         let error = find_gpu(&unreported, "n", "0").unwrap_err().to_string();
         assert_eq!(error, "the agent on node n has not reported its GPUs");
@@ -203,9 +204,10 @@ mod tests {
 
     #[test]
     fn finds_all_gpus_that_the_node_reports() {
-        let names: Vec<String> = find_gpus(&node(), "n", None).unwrap().into_iter().map(|gpu| gpu.uuid).collect();
+        let names: Vec<String> =
+            find_gpus(&gpu_node_with_two_gpus(), "n", None).unwrap().into_iter().map(|gpu| gpu.uuid).collect();
         assert_eq!(names, ["GPU-a", "GPU-b"]);
-        let mut unreported = node();
+        let mut unreported = gpu_node_with_two_gpus();
         unreported.status = None;
         let error = find_gpus(&unreported, "n", None).unwrap_err().to_string();
         assert_eq!(error, "the agent on node n has not reported its GPUs");
@@ -213,7 +215,7 @@ mod tests {
 
     #[test]
     fn finds_a_removed_gpu_that_is_still_cordoned() {
-        let mut object = node();
+        let mut object = gpu_node_with_two_gpus();
         let annotations = object.metadata.annotations.get_or_insert_default();
         annotations.insert(CORDON_ANNOTATION.to_owned(), "GPU-gone".to_owned());
         assert_eq!(find_gpu(&object, "n", "GPU-gone").unwrap().to_string(), "GPU GPU-gone (removed) on node n");
@@ -221,17 +223,17 @@ mod tests {
 
     #[test]
     fn a_whole_node_includes_removed_gpus_only_if_they_can_be_returned_to_service() {
-        let mut object = node();
+        let mut object = gpu_node_with_two_gpus();
         let annotations = object.metadata.annotations.get_or_insert_default();
         annotations.insert(CORDON_ANNOTATION.to_owned(), "GPU-a".to_owned());
         annotations.insert(QUIESCE_ANNOTATION.to_owned(), "GPU-gone".to_owned());
         let uuids = |found: Result<Vec<NodeGpu>>| found.unwrap().into_iter().map(|gpu| gpu.uuid).collect::<Vec<_>>();
         assert_eq!(uuids(find_gpus(&object, "n", None)), ["GPU-a", "GPU-b"]);
-        assert_eq!(uuids(find_gpus_and_removed_ones(&object, "n", None)), ["GPU-a", "GPU-b", "GPU-gone"]);
-        assert_eq!(uuids(find_gpus_and_removed_ones(&object, "n", Some("1"))), ["GPU-b"]);
+        assert_eq!(uuids(find_reported_and_removed_gpus(&object, "n", None)), ["GPU-a", "GPU-b", "GPU-gone"]);
+        assert_eq!(uuids(find_reported_and_removed_gpus(&object, "n", Some("1"))), ["GPU-b"]);
         object.status = None;
-        assert_eq!(uuids(find_gpus_and_removed_ones(&object, "n", None)), ["GPU-a", "GPU-gone"]);
+        assert_eq!(uuids(find_reported_and_removed_gpus(&object, "n", None)), ["GPU-a", "GPU-gone"]);
         object.metadata.annotations = None;
-        assert!(find_gpus_and_removed_ones(&object, "n", None).is_err());
+        assert!(find_reported_and_removed_gpus(&object, "n", None).is_err());
     }
 }

@@ -14,11 +14,11 @@
 //! | [`preflight`] | `preflight` | nodes, `DaemonSets`, quotas, webhooks, or files | |
 //! | [`migrate`] | `migrate` | configurations of other software, or nodes and `ConfigMap`s | |
 //!
-//! `doctor` is in `cleave_gpu`. `client` connects to a cluster, `gpu` finds one GPU of a node, and
-//! `output` and `table` print.
+//! The crate `cleave_gpu` implements `doctor`. The module `client` connects to a cluster, `gpu`
+//! finds GPUs of a node, and `output` and `table` print results.
 //!
 //! Commands that predict the operator's actions call the operator's code in
-//! [`cleave_operator::dry`] and [`cleave_operator::placement`].
+//! [`cleave_operator::dry_run`] and [`cleave_operator::placement`].
 mod client;
 mod condition;
 pub mod cordon;
@@ -48,7 +48,7 @@ pub use output::OutputFormat;
 /// A command and its options. The doc comment of a variant is the command's help.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
-    /// Show nodes, GPUs, policies, and the pods that use them.
+    /// Show nodes, GPUs, policies, quotas, and the pods that use GPUs.
     ///
     /// Reads every GpuNode, SharingPolicy and GpuQuota, and shows what the agents and the operator
     /// reported.
@@ -64,7 +64,7 @@ pub enum Command {
     /// Explain why a pod waits, or show which GPU it has.
     ///
     /// Runs the operator's code for one pod and writes nothing. The result can differ from the
-    /// operator's if the cluster has changed since the operator's last decision.
+    /// operator's last decision if the cluster has changed since then.
     Explain(explain::ExplainArgs),
 
     /// Show what the operator would do now, and why.
@@ -90,24 +90,24 @@ pub enum Command {
 
     /// Make GPUs schedulable again, and clear their recorded faults.
     ///
-    /// The command also ends the quiesce of the GPUs. Without GPU, this includes GPUs of the node
-    /// that were cordoned for another reason.
+    /// The command also ends the quiesce of the GPUs. Without GPU, the command uncordons all GPUs
+    /// of the node, whatever the reason for each cordon.
     Uncordon(cordon::UncordonArgs),
 
-    /// Cordon GPUs, evict their pods, and wait until they are free.
+    /// Cordon GPUs, evict their pods, and wait until the GPUs are free.
     ///
-    /// Evictions respect disruption budgets. The GPUs stay cordoned, even if the drain fails or
+    /// Evictions respect disruption budgets. The GPUs remain cordoned, even if the drain fails or
     /// times out.
     ///
     /// Exit status: 0 if the GPUs are free, 1 on an error, 3 on a timeout.
     #[command(after_long_help = drain::HELP_EXAMPLES)]
     Drain(drain::DrainArgs),
 
-    /// Remove a GPU that is missing from its node.
+    /// Remove a missing GPU from the status of its node.
     ///
     /// A GPU that NVML no longer lists stays in the node's status, so that a failed GPU is not
-    /// overlooked. Run this command if the GPU was removed for good. It also ends the GPU's cordon.
-    /// If the GPU returns, the agent serves it again.
+    /// overlooked. Run this command if the GPU was removed for good. The command also ends the
+    /// GPU's cordon. If the GPU returns, the agent serves it again.
     ///
     /// Exit status: 0 if the agent has forgotten the GPU, 1 on an error, 3 on a timeout.
     #[command(after_long_help = forget::HELP_EXAMPLES)]
@@ -121,7 +121,7 @@ pub enum Command {
     ///
     /// Detects the platform, container runtimes, the driver's location, other device plugins,
     /// quotas, Pod Security and webhooks. Reads lists of objects and writes nothing. If you may not
-    /// read a list, the report marks its checks as not done.
+    /// read a list, the report marks the checks that need the list as not done.
     ///
     /// Exit status: 0 if no finding is an error, 1 otherwise.
     #[command(after_long_help = preflight::HELP_EXAMPLES)]
@@ -133,7 +133,7 @@ pub enum Command {
     /// HAMi. Reports what each setting becomes, and which names pods must change. Prints policies
     /// and values for the chart. Writes nothing to the cluster.
     ///
-    /// Exit status: 0 if the input was read, 1 if it contains an error.
+    /// Exit status: 0 if the input was translated, 1 on an error.
     #[command(after_long_help = migrate::INPUT_HELP)]
     Migrate(migrate::MigrateArgs),
 

@@ -4,7 +4,7 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, ensure};
-use cleave_operator::dry::{self, DryRun};
+use cleave_operator::dry_run::{self, DryRun};
 use cleave_operator::policies::plan::PolicyError;
 use cleave_plan::snapshot::SliceGroup;
 use cleave_plan::{ExplainedPlan, GpuPlan, Policy, Snapshot};
@@ -19,7 +19,8 @@ Examples:
   cleave plan --live
   cleave plan --snapshot cluster.json -o json";
 
-/// Options of `cleave plan`. Cluster options conflict with a snapshot, where they have no effect.
+/// Options of `cleave plan`. Cluster options conflict with `--snapshot`, because a snapshot does
+/// not use the cluster.
 #[derive(Debug, Clone, clap::Args)]
 #[command(
     group(clap::ArgGroup::new("source").required(true).args(["snapshot", "live"])),
@@ -39,10 +40,10 @@ pub struct PlanArgs {
     /// Output format.
     #[arg(short, long, value_enum, default_value_t = OutputFormat::Text)]
     output: OutputFormat,
-    /// MPS shares of each GPU for which the snapshot sets none.
+    /// Number of MPS shares of each GPU, if the snapshot does not specify it.
     #[arg(long, value_name = "N", conflicts_with = "live", help_heading = "Snapshot options")]
     units: Option<u32>,
-    /// Time-sliced replicas of each GPU for which the snapshot sets none.
+    /// Number of time-sliced replicas of each GPU, if the snapshot does not specify it.
     #[arg(long, value_name = "N", conflicts_with = "live", help_heading = "Snapshot options")]
     replicas: Option<u32>,
     /// Connection to the cluster.
@@ -70,8 +71,8 @@ pub(crate) async fn run(args: PlanArgs) -> Result<()> {
 async fn run_live(args: &PlanArgs) -> Result<()> {
     let client = args.cluster.connect().await?;
     let InstallationArgs { cleave_namespace, agent_selector } = &args.install;
-    let observed = dry::observe(&client, cleave_namespace, agent_selector).await?;
-    print(&render(&dry::dry_run(&observed)?, args.output)?)
+    let observed = dry_run::observe(&client, cleave_namespace, agent_selector).await?;
+    print(&render(&dry_run::dry_run(&observed)?, args.output)?)
 }
 
 fn read_snapshot(path: &Path) -> Result<Snapshot> {
@@ -86,7 +87,7 @@ fn read_snapshot(path: &Path) -> Result<Snapshot> {
     serde_json::from_str(&text).with_context(|| format!("{name} is not a snapshot"))
 }
 
-/// Renders the changes that the operator would make, and the reasons.
+/// Renders the changes that the operator would make now, and the reasons.
 pub(crate) fn render(run: &DryRun, output: OutputFormat) -> Result<String> {
     match output {
         OutputFormat::Json => output::to_json(&dry_run_json(run)?),

@@ -1,6 +1,6 @@
 //! `cleave simulate --quotas`: tries quotas on GPUs and pods described in JSON.
 //!
-//! Amounts are tenths of a GPU. The input is untrusted: each mistake is an error that names it.
+//! Amounts are tenths of a GPU. The input is untrusted: each error names the invalid object.
 use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -11,7 +11,7 @@ use cleave_plan::quota::{
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-/// The input, except keys that only describe it.
+/// The input. Unknown keys, such as descriptions, are ignored.
 #[derive(Debug, Deserialize)]
 struct QuotaFile {
     gpus: Vec<u64>,
@@ -23,7 +23,7 @@ struct QuotaFile {
     waiting: Vec<Value>,
 }
 
-/// A quota of the input.
+/// The limits of a quota.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Limits {
@@ -38,7 +38,7 @@ struct Limits {
     mode: Mode,
 }
 
-/// Properties of a pod that most pods do not have.
+/// Optional properties of a pod.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 #[allow(clippy::struct_excessive_bools, reason = "the flags of the format are independent")]
@@ -57,19 +57,20 @@ impl Default for Flags {
     }
 }
 
-/// Maximum number of GPUs and of pods.
+/// Maximum number of GPUs, and maximum number of pods.
 const MAX_ENTRIES: usize = 100_000;
 /// Maximum amount of a quota, a pod or a GPU, in tenths of a GPU.
 const MAX_TENTHS: u64 = 10_000_000;
-/// Maximum number of passes.
+/// Maximum number of passes of the simulation.
 const MAX_PASSES: usize = 1000;
-/// The owner of pods without a quota.
+/// The name that stands for no quota in the rows of pods.
 const NO_QUOTA: &str = "-";
 
 /// Simulates the quotas of a JSON text, and returns the result as JSON.
 ///
 /// # Errors
-/// Returns an error if the text is not a description of quotas, or the pool does not come to rest.
+/// Returns an error if the text is not a description of quotas, or if the simulation does not end
+/// within the maximum number of passes.
 pub fn simulate_quotas(text: &str) -> Result<Value> {
     Ok(rest_json(&simulate(parse_world(text)?, MAX_PASSES, |_, _| {})?))
 }
@@ -77,7 +78,7 @@ pub fn simulate_quotas(text: &str) -> Result<Value> {
 /// Parses GPUs, quotas and pods of a JSON text.
 ///
 /// # Errors
-/// Returns an error that names the wrong object, if the text is not a description of quotas.
+/// Returns an error that names the invalid object if the text is not a description of quotas.
 pub fn parse_world(text: &str) -> Result<World> {
     let file: QuotaFile = serde_json::from_str(text).context("not a description of quotas")?;
     file.into_world()
@@ -100,25 +101,27 @@ impl QuotaFile {
             .into_iter()
             .map(|(name, limits)| {
                 ensure!(name != NO_QUOTA, "a quota cannot be named {NO_QUOTA}: it stands for pods without a quota");
-                let quota = limits.parse().with_context(|| format!("quota {name}"))?;
+                let quota = limits.to_quota().with_context(|| format!("quota {name}"))?;
                 Ok((name, quota))
             })
             .collect::<Result<_>>()?;
-        let gpus =
-            gpus.into_iter().enumerate().map(|(index, size)| amount(size).with_context(|| format!("GPU {index}")));
+        let gpus = gpus
+            .into_iter()
+            .enumerate()
+            .map(|(index, size)| parse_amount(size).with_context(|| format!("GPU {index}")));
         let gpus: Vec<Amount> = gpus.collect::<Result<_>>()?;
         let mut pods = Vec::new();
         for (index, row) in running.into_iter().enumerate() {
-            pods.push(running_pod(row, &gpus, &quotas).with_context(|| format!("running pod {}", index + 1))?);
+            pods.push(parse_running_pod(row, &gpus, &quotas).with_context(|| format!("running pod {}", index + 1))?);
         }
         for (index, row) in waiting.into_iter().enumerate() {
-            pods.push(waiting_pod(row, &quotas).with_context(|| format!("waiting pod {}", index + 1))?);
+            pods.push(parse_waiting_pod(row, &quotas).with_context(|| format!("waiting pod {}", index + 1))?);
         }
         let mut names = BTreeSet::new();
         for pod in &pods {
             ensure!(names.insert(&pod.name), "two pods are named {}", pod.name);
         }
-        check_room(&gpus, &pods)?;
+        check_running_pods_fit(&gpus, &pods)?;
         let settings = Settings {
             min_runtime_fair_share: 0,
             min_runtime_reclaim: 0,
@@ -132,21 +135,22 @@ impl QuotaFile {
 }
 
 impl Limits {
-    fn parse(&self) -> Result<Quota> {
-        let optional = |tenths: Option<u64>| tenths.map(amount).transpose();
-        let quota = Quota::new(amount(self.min)?).with_max(optional(self.max)?)?.with_lend(optional(self.lend)?)?;
+    fn to_quota(&self) -> Result<Quota> {
+        let optional = |tenths: Option<u64>| tenths.map(parse_amount).transpose();
+        let quota =
+            Quota::new(parse_amount(self.min)?).with_max(optional(self.max)?)?.with_lend(optional(self.lend)?)?;
         let quota = quota.with_weight(self.weight.unwrap_or(1))?.with_mode(self.mode);
         Ok(quota.with_guarantee(self.guarantee)?)
     }
 }
 
-fn amount(tenths: u64) -> Result<Amount> {
+fn parse_amount(tenths: u64) -> Result<Amount> {
     ensure!(tenths <= MAX_TENTHS, "{tenths} tenths of a GPU exceed the limit of {MAX_TENTHS}");
     Ok(Amount(tenths * GPU.0 / 10))
 }
 
-/// Checks that no healthy GPU has more pods than it has room for.
-fn check_room(gpus: &[Amount], pods: &[Pod]) -> Result<()> {
+/// Checks that the running pods of each healthy GPU fit on the GPU.
+fn check_running_pods_fit(gpus: &[Amount], pods: &[Pod]) -> Result<()> {
     let mut used = vec![Amount::ZERO; gpus.len()];
     for pod in pods {
         if let Place::Running { gpu, .. } = pod.place {
@@ -154,7 +158,10 @@ fn check_room(gpus: &[Amount], pods: &[Pod]) -> Result<()> {
         }
     }
     for (index, (used, size)) in used.iter().zip(gpus).enumerate() {
-        ensure!(*size == Amount::ZERO || used <= size, "GPU {index} has {size} GPUs of room, and its pods use {used}");
+        ensure!(
+            *size == Amount::ZERO || used <= size,
+            "GPU {index} has a size of {size} GPUs, and its pods use {used}"
+        );
     }
     Ok(())
 }
@@ -162,7 +169,7 @@ fn check_room(gpus: &[Amount], pods: &[Pod]) -> Result<()> {
 type RunningRow = (String, String, u64, i32, u64, usize);
 type WaitingRow = (String, String, u64, i32, u64);
 
-/// Parses a row, whose last element may be an object of flags.
+/// Parses a row. The last element may be an object with flags.
 fn parse_row<T: serde::de::DeserializeOwned>(mut row: Value, columns: &str) -> Result<(T, Flags)> {
     let last = row.as_array_mut().and_then(|row| row.pop_if(|last| last.is_object()));
     let flags = last.map(serde_json::from_value).transpose().context("flags")?.unwrap_or_default();
@@ -170,21 +177,21 @@ fn parse_row<T: serde::de::DeserializeOwned>(mut row: Value, columns: &str) -> R
     Ok((parsed, flags))
 }
 
-fn running_pod(row: Value, gpus: &[Amount], quotas: &BTreeMap<String, Quota>) -> Result<Pod> {
+fn parse_running_pod(row: Value, gpus: &[Amount], quotas: &BTreeMap<String, Quota>) -> Result<Pod> {
     let columns = "[name, quota, tenths of a GPU, priority, since, GPU, flags]";
     let ((name, quota, tenths, priority, since, gpu), flags): (RunningRow, Flags) = parse_row(row, columns)?;
     ensure!(gpu < gpus.len(), "{name} runs on GPU {gpu}, but there are {} GPUs, counted from 0", gpus.len());
     let place = Place::Running { gpu, since: Moment(since) };
-    pod((name, quota, tenths, priority, since), place, flags, quotas)
+    new_pod((name, quota, tenths, priority, since), place, flags, quotas)
 }
 
-fn waiting_pod(row: Value, quotas: &BTreeMap<String, Quota>) -> Result<Pod> {
+fn parse_waiting_pod(row: Value, quotas: &BTreeMap<String, Quota>) -> Result<Pod> {
     let columns = "[name, quota, tenths of a GPU, priority, created, flags]";
     let (row, flags): (WaitingRow, Flags) = parse_row(row, columns)?;
-    pod(row, Place::Waiting { nominated: None }, flags, quotas)
+    new_pod(row, Place::Waiting { nominated: None }, flags, quotas)
 }
 
-fn pod(row: WaitingRow, place: Place, flags: Flags, quotas: &BTreeMap<String, Quota>) -> Result<Pod> {
+fn new_pod(row: WaitingRow, place: Place, flags: Flags, quotas: &BTreeMap<String, Quota>) -> Result<Pod> {
     let (name, quota, tenths, priority, created) = row;
     ensure!(!name.is_empty(), "a pod has no name");
     ensure!(tenths > 0, "{name} requests nothing");
@@ -196,7 +203,7 @@ fn pod(row: WaitingRow, place: Place, flags: Flags, quotas: &BTreeMap<String, Qu
         _ => bail!("{name} has quota {quota}, which is not in quotas"),
     };
     Ok(Pod {
-        charge: amount(tenths).with_context(|| name.clone())?,
+        charge: parse_amount(tenths).with_context(|| name.clone())?,
         name,
         owner,
         priority,

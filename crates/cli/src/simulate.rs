@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use cleave_api::gpunode::{GpuNodeStatus, GpuStatus, Health, MigProfileStatus, MigStatus, SliceStatus};
 use cleave_api::names::{MODE_WHOLE, RESOURCE_GPU};
 use cleave_api::{GpuNode, GpuNodeSpec, SharingPolicy};
-use cleave_operator::dry;
+use cleave_operator::dry_run;
 use cleave_operator::pods::{PodObject, claimant};
 use cleave_operator::read::{Agent, NodeObject, Observed};
 use cleave_plan::Quantity;
@@ -96,19 +96,19 @@ pub fn simulate(text: &str, output: OutputFormat) -> Result<String> {
     input.simulate(output)
 }
 
-/// GPUs that a Node describes.
+/// The GPUs that a Node of the input describes.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct DescribedGpus {
     model: String,
     memory: Quantity,
-    #[serde(default = "default_replicas")]
+    #[serde(default = "default_gpu_count")]
     count: u32,
     #[serde(default)]
     sms: u32,
 }
 
-const fn default_replicas() -> u32 {
+const fn default_gpu_count() -> u32 {
     1
 }
 
@@ -117,7 +117,7 @@ const MAX_GPUS_PER_NODE: u32 = 64;
 /// Maximum number of pods of one workload.
 const MAX_PODS_PER_WORKLOAD: u64 = 100_000;
 
-/// The objects read so far.
+/// The objects of the input.
 #[derive(Default)]
 struct SimulationInput {
     observed: Observed,
@@ -129,11 +129,11 @@ struct SimulationInput {
 
 impl SimulationInput {
     fn simulate(self, output: OutputFormat) -> Result<String> {
-        render(&dry::dry_run(&self.into_observed()?)?, output)
+        render(&dry_run::dry_run(&self.into_observed()?)?, output)
     }
 
     fn add_documents(&mut self, text: &str) -> Result<()> {
-        // YAML 1.1 reads the name `n` as a boolean.
+        // Without this option, YAML 1.1 rules parse a name such as `n` as a boolean.
         let options = serde_saphyr::options! { strict_booleans: true };
         let documents: Vec<Value> =
             serde_saphyr::from_multiple_with_options(text, options).context("not valid YAML")?;
@@ -169,7 +169,7 @@ impl SimulationInput {
                 items.into_iter().try_for_each(|item| self.add_object(item))?;
             }
             "" => bail!("an object in the input has no kind"),
-            // Objects of other kinds do not affect where a pod runs.
+            // Objects of other kinds do not affect placement.
             _ => {}
         }
         Ok(())

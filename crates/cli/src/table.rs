@@ -27,14 +27,14 @@ impl Table {
         self.add_wide_row(cells, &[]);
     }
 
-    /// Adds a row with cells for the columns of a wide table.
+    /// Adds a row. If the table is not wide, drops the cells in `wide`.
     pub(crate) fn add_wide_row(&mut self, cells: &[&str], wide: &[&str]) {
         let wide = if self.wide { wide } else { &[] };
         let cell = |&cell: &&str| if cell.is_empty() { "-".to_owned() } else { cell.to_owned() };
         self.rows.push(cells.iter().chain(wide).map(cell).collect());
     }
 
-    /// Renders the table. Lines have no trailing spaces.
+    /// Renders the table without trailing spaces.
     pub(crate) fn render(&self) -> String {
         let mut widths: Vec<usize> = Vec::new();
         for row in &self.rows {

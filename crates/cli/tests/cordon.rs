@@ -13,8 +13,8 @@ use serde_json::{Value, json};
 use tokio::time::timeout;
 use tower_test::mock;
 
-/// Deadline of each test, in paused time. Longer than any test takes.
-const TEST_TIMEOUT: Duration = Duration::from_secs(120);
+/// Time limit for the next request, in tokio's paused time. Longer than any test waits.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
 
 type Server = mock::Handle<http::Request<Body>, http::Response<Body>>;
 
@@ -23,9 +23,9 @@ fn mock_client() -> (Client, Server) {
     (Client::new(service, "default"), server)
 }
 
-/// Answers the next request. Returns its method and path, and its body.
+/// Answers the next request. Returns the method and the path of the request, and its body.
 async fn answer_request(server: &mut Server, status: u16, body: &Value) -> (String, Value) {
-    let (request, reply) = timeout(TEST_TIMEOUT, server.next_request()).await.unwrap().unwrap();
+    let (request, reply) = timeout(REQUEST_TIMEOUT, server.next_request()).await.unwrap().unwrap();
     let line = format!("{} {}", request.method(), request.uri().path());
     let sent = request.into_body().collect_bytes().await.unwrap();
     let body = Body::from(body.to_string().into_bytes());
@@ -38,7 +38,7 @@ fn error_status(code: u16) -> Value {
 }
 
 /// Returns a `GpuNode` on which these pods use GPU 0.
-fn node(pods: &[&str]) -> Value {
+fn gpu_node_with_pods(pods: &[&str]) -> Value {
     let allocation = |pod: &&str| json!({"pod": pod, "container": "c", "resource": "nvidia.com/gpu-mps", "device": "GPU-a", "ids": ["GPU-a::0"]});
     let slice = json!({"device": "GPU-a", "resource": "nvidia.com/gpu-mps", "total": 10, "inUse": pods.len(),
         "unhealthy": 0});
@@ -71,19 +71,19 @@ fn pod(controlled: bool) -> Value {
 
 /// Answers the requests that cordon the GPU.
 async fn answer_cordon(server: &mut Server, pods: &[&str]) {
-    answer_request(server, 200, &node(pods)).await;
-    answer_request(server, 200, &node(pods)).await;
+    answer_request(server, 200, &gpu_node_with_pods(pods)).await;
+    answer_request(server, 200, &gpu_node_with_pods(pods)).await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn cordon_retries_on_a_conflict_and_keeps_the_other_change() {
     let (client, mut server) = mock_client();
     let cordoning = tokio::spawn(async move { cordon(&client, &gpu_args(), "fan").await });
-    answer_request(&mut server, 200, &node(&[])).await;
+    answer_request(&mut server, 200, &gpu_node_with_pods(&[])).await;
     let (line, sent) = answer_request(&mut server, 409, &error_status(409)).await;
     assert_eq!(line, "PATCH /apis/cleave.dev/v1alpha1/gpunodes/n");
     assert_eq!(sent["metadata"], json!({"resourceVersion": "7", "annotations": {CORDON_ANNOTATION: "GPU-a=fan"}}));
-    let mut other = node(&[]);
+    let mut other = gpu_node_with_pods(&[]);
     other["metadata"]["annotations"] = json!({CORDON_ANNOTATION: "GPU-b"});
     other["metadata"]["resourceVersion"] = json!("8");
     answer_request(&mut server, 200, &other).await;
@@ -98,14 +98,14 @@ async fn drain_retries_a_pod_that_a_disruption_budget_protects() {
     let (client, mut server) = mock_client();
     let draining = tokio::spawn(async move { drain(&client, &client, &drain_args(false, 0)).await });
     answer_cordon(&mut server, &["ns/p"]).await;
-    answer_request(&mut server, 200, &node(&["ns/p"])).await;
+    answer_request(&mut server, 200, &gpu_node_with_pods(&["ns/p"])).await;
     assert_eq!(answer_request(&mut server, 200, &pod(true)).await.0, "GET /api/v1/namespaces/ns/pods/p");
     let (line, sent) = answer_request(&mut server, 429, &error_status(429)).await;
     assert_eq!(line, "POST /api/v1/namespaces/ns/pods/p/eviction");
     assert_eq!(sent["deleteOptions"], json!({"preconditions": {"uid": "u"}, "gracePeriodSeconds": 5}));
     // `cleave drain` polls the GPU until the retry is due.
     let retry = loop {
-        let (line, _) = answer_request(&mut server, 200, &node(&["ns/p"])).await;
+        let (line, _) = answer_request(&mut server, 200, &gpu_node_with_pods(&["ns/p"])).await;
         if !line.starts_with("GET /apis/cleave.dev") {
             break line;
         }
@@ -119,26 +119,26 @@ async fn drain_evicts_no_bare_pod_without_force() {
     let (client, mut server) = mock_client();
     let draining = tokio::spawn(async move { drain(&client, &client, &drain_args(false, 0)).await });
     answer_cordon(&mut server, &["ns/p"]).await;
-    answer_request(&mut server, 200, &node(&["ns/p"])).await;
+    answer_request(&mut server, 200, &gpu_node_with_pods(&["ns/p"])).await;
     answer_request(&mut server, 200, &pod(false)).await;
     let error = draining.await.unwrap().unwrap_err().to_string();
     assert_eq!(
         error,
-        "no controller recreates these pods: ns/p. Pass --force to evict them. GPU 0 (GPU-a) on node n stays cordoned."
+        "no controller recreates these pods: ns/p. Pass --force to evict them. GPU 0 (GPU-a) on node n remains cordoned."
     );
 }
 
 #[tokio::test(start_paused = true)]
-async fn drain_with_force_evicts_a_bare_pod_and_times_out_while_it_stays() {
+async fn drain_with_force_evicts_a_bare_pod_and_times_out_if_the_pod_keeps_running() {
     let (client, mut server) = mock_client();
     let draining = tokio::spawn(async move { drain(&client, &client, &drain_args(true, 3)).await });
     answer_cordon(&mut server, &["ns/p"]).await;
-    answer_request(&mut server, 200, &node(&["ns/p"])).await;
+    answer_request(&mut server, 200, &gpu_node_with_pods(&["ns/p"])).await;
     answer_request(&mut server, 200, &pod(false)).await;
     let (line, _) = answer_request(&mut server, 201, &json!({"kind": "Status", "status": "Success"})).await;
     assert!(line.ends_with("/eviction"), "{line}");
     for _ in 0..3 {
-        answer_request(&mut server, 200, &node(&["ns/p"])).await;
+        answer_request(&mut server, 200, &gpu_node_with_pods(&["ns/p"])).await;
     }
     assert_eq!(draining.await.unwrap().unwrap(), DrainOutcome::TimedOut);
 }
@@ -148,7 +148,7 @@ async fn drain_of_a_free_gpu_ends_at_once() {
     let (client, mut server) = mock_client();
     let draining = tokio::spawn(async move { drain(&client, &client, &drain_args(false, 0)).await });
     answer_cordon(&mut server, &[]).await;
-    answer_request(&mut server, 200, &node(&[])).await;
+    answer_request(&mut server, 200, &gpu_node_with_pods(&[])).await;
     assert_eq!(draining.await.unwrap().unwrap(), DrainOutcome::Free);
 }
 
@@ -158,7 +158,7 @@ async fn a_node_is_quiesced_when_the_agent_reports_each_of_its_gpus_as_quiesced(
     let args = DrainArgs { gpu: None, quiesce: true, ..drain_args(false, 0) };
     let draining = tokio::spawn(async move { drain(&client, &client, &args).await });
     let two = |quiesced: &[bool]| {
-        let mut object = node(&[]);
+        let mut object = gpu_node_with_pods(&[]);
         let gpu = |(index, quiesced): (usize, Option<&bool>)| {
             json!({"uuid": format!("GPU-{}", ["a", "b"][index]), "index": index, "model": "H100", "memoryMib": 1,
                 "sms": 1, "health": {"healthy": true},
@@ -186,7 +186,7 @@ async fn a_gpu_that_is_reported_during_the_drain_of_a_node_is_drained_before_the
     let args = DrainArgs { gpu: None, quiesce: true, ..drain_args(false, 0) };
     let draining = tokio::spawn(async move { drain(&client, &client, &args).await });
     let gpus = |uuids: &[&str], quiesced: bool| {
-        let mut object = node(&[]);
+        let mut object = gpu_node_with_pods(&[]);
         let gpu = |(index, uuid): (usize, &&str)| {
             json!({"uuid": uuid, "index": index, "model": "H100", "memoryMib": 1, "sms": 1,
                 "health": {"healthy": true}, "quiesce": {"quiesced": quiesced, "message": "m"}})
@@ -196,7 +196,7 @@ async fn a_gpu_that_is_reported_during_the_drain_of_a_node_is_drained_before_the
     };
     answer_request(&mut server, 200, &gpus(&["GPU-a"], false)).await;
     answer_request(&mut server, 200, &gpus(&["GPU-a"], false)).await;
-    // The agent reports a second GPU, and the first has another index now.
+    // The agent reports a second GPU, and the first GPU now has another index.
     let both = |quiesced| gpus(&["GPU-b", "GPU-a"], quiesced);
     answer_request(&mut server, 200, &both(false)).await;
     answer_request(&mut server, 200, &both(false)).await;
@@ -216,14 +216,14 @@ async fn a_pod_that_is_reported_after_the_gpu_seemed_to_be_free_is_evicted_too()
     let args = DrainArgs { quiesce: true, ..drain_args(false, 0) };
     let draining = tokio::spawn(async move { drain(&client, &client, &args).await });
     answer_cordon(&mut server, &[]).await;
-    answer_request(&mut server, 200, &node(&[])).await;
-    // Answer the request for the quiesce.
+    answer_request(&mut server, 200, &gpu_node_with_pods(&[])).await;
+    // Answer the requests that quiesce the GPU.
     answer_cordon(&mut server, &[]).await;
-    answer_request(&mut server, 200, &node(&["ns/p"])).await;
+    answer_request(&mut server, 200, &gpu_node_with_pods(&["ns/p"])).await;
     assert_eq!(answer_request(&mut server, 200, &pod(true)).await.0, "GET /api/v1/namespaces/ns/pods/p");
     let (line, _) = answer_request(&mut server, 201, &json!({"kind": "Status", "status": "Success"})).await;
     assert_eq!(line, "POST /api/v1/namespaces/ns/pods/p/eviction");
-    let mut quiesced = node(&[]);
+    let mut quiesced = gpu_node_with_pods(&[]);
     quiesced["status"]["gpus"][0]["quiesce"] = json!({"quiesced": true, "message": "m"});
     answer_request(&mut server, 200, &quiesced).await;
     assert_eq!(draining.await.unwrap().unwrap(), DrainOutcome::Free);
@@ -235,21 +235,21 @@ async fn a_gpu_that_is_free_at_the_timeout_is_quiesced_and_the_drain_times_out_a
     let args = DrainArgs { quiesce: true, ..drain_args(true, 1) };
     let draining = tokio::spawn(async move { drain(&client, &client, &args).await });
     answer_cordon(&mut server, &["ns/p"]).await;
-    answer_request(&mut server, 200, &node(&["ns/p"])).await;
+    answer_request(&mut server, 200, &gpu_node_with_pods(&["ns/p"])).await;
     answer_request(&mut server, 200, &pod(true)).await;
     answer_request(&mut server, 201, &json!({"kind": "Status", "status": "Success"})).await;
-    // The pod has exited one second later.
-    answer_request(&mut server, 200, &node(&[])).await;
-    answer_request(&mut server, 200, &node(&[])).await;
-    let (_, sent) = answer_request(&mut server, 200, &node(&[])).await;
+    // One second later, the pod has exited.
+    answer_request(&mut server, 200, &gpu_node_with_pods(&[])).await;
+    answer_request(&mut server, 200, &gpu_node_with_pods(&[])).await;
+    let (_, sent) = answer_request(&mut server, 200, &gpu_node_with_pods(&[])).await;
     assert_eq!(sent["metadata"]["annotations"], json!({"cleave.dev/quiesce": "GPU-a"}));
-    answer_request(&mut server, 200, &node(&[])).await;
+    answer_request(&mut server, 200, &gpu_node_with_pods(&[])).await;
     assert_eq!(draining.await.unwrap().unwrap(), DrainOutcome::TimedOut);
 }
 
 #[tokio::test(start_paused = true)]
-async fn forget_writes_the_word_and_waits_until_the_agent_reports_the_gpu_no_more() {
-    let mut missing = node(&[]);
+async fn forget_writes_the_annotation_and_waits_until_the_agent_no_longer_reports_the_gpu() {
+    let mut missing = gpu_node_with_pods(&[]);
     missing["status"]["gpus"][0]["health"] =
         json!({"healthy": false, "class": "Lost", "reason": "GpuMissing", "since": "2026-11-21T20:00:00Z"});
     for (gone, outcome) in [(true, ForgetOutcome::Forgotten), (false, ForgetOutcome::TimedOut)] {
@@ -267,7 +267,7 @@ async fn forget_writes_the_word_and_waits_until_the_agent_reports_the_gpu_no_mor
         if gone {
             missing["status"]["gpus"] = json!([]);
             answer_request(&mut server, 200, &missing).await;
-            missing = node(&[]);
+            missing = gpu_node_with_pods(&[]);
             missing["status"]["gpus"][0]["health"] = json!({"healthy": false, "reason": "GpuMissing"});
         } else {
             for _ in 0..3 {

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use cleave_api::{GpuNode, GpuQuota, SharingPolicy};
 use cleave_cli::explain::report::{Explanation, NodeView, PodState};
 use cleave_cli::explain::{LiveCluster, explain_pod, render};
-use cleave_operator::dry::Objects;
+use cleave_operator::dry_run::Objects;
 use cleave_operator::pods::PodObject;
 use cleave_operator::read::{AgentPod, NodeObject};
 use golden::assert_matches_file;
@@ -175,11 +175,14 @@ fn quotas_of_the_pods_namespace_are_described() {
         ["Borrows: team uses 3 and is guaranteed 4 GPUs. Its maximum is 8."]
     );
     let labelled = serde_json::json!({"namespaceSelector": {"matchLabels": {"team": "d"}}, "mode": "Count"});
-    assert_eq!(describe(None, labelled), ["team uses 3 and is guaranteed 0 GPUs. The quota only counts (mode Count)."]);
+    assert_eq!(
+        describe(None, labelled),
+        ["team uses 3 and is guaranteed 0 GPUs. The quota only counts usage (mode Count)."]
+    );
     let other = serde_json::json!({"namespaceSelector": {"matchLabels": {"team": "e"}}});
     assert_eq!(
         describe(None, other),
-        ["No quota counts namespace demo. Its pods borrow, unless the namespace is exempt."]
+        ["No quota applies to namespace demo. Its pods borrow, unless the namespace is exempt."]
     );
     assert_eq!(explanation_of("a").quotas, Vec::<String>::new(), "a cluster without quotas has no sentence");
 }

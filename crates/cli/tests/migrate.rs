@@ -1,4 +1,4 @@
-//! Tests `cleave migrate` with configurations that resemble the ones that other projects publish.
+//! Tests `cleave migrate` with configurations like those that other projects publish.
 //!
 //! Each directory of `migrate/SOURCE/` has an `input.yaml` and the expected report, policies and
 //! values.
@@ -16,9 +16,9 @@ use kube::CustomResourceExt as _;
 use kube_cel::{Validator, apply_defaults};
 use serde_json::Value;
 
-/// The sources, each with at least [`LEAST_CASES`] cases.
+/// The sources of configurations. Each source has at least [`MIN_CASES_PER_SOURCE`] cases.
 const SOURCES: [&str; 6] = ["gke", "gpu-operator", "hami", "mig-parted", "nos", "nvidia"];
-const LEAST_CASES: usize = 3;
+const MIN_CASES_PER_SOURCE: usize = 3;
 
 /// Returns the names of the cases, `SOURCE/CASE`.
 fn cases() -> Vec<String> {
@@ -65,7 +65,7 @@ fn each_migration_source_has_several_cases() {
         *counts.entry(case.split('/').next().unwrap().to_owned()).or_default() += 1;
     }
     assert_eq!(counts.keys().collect::<Vec<_>>(), SOURCES.iter().collect::<Vec<_>>());
-    assert!(counts.values().all(|&count| count >= LEAST_CASES), "{counts:?}");
+    assert!(counts.values().all(|&count| count >= MIN_CASES_PER_SOURCE), "{counts:?}");
 }
 
 /// The CRD's rules and the operator accept every policy, and the names are unique.
@@ -128,7 +128,7 @@ fn the_order_of_files_does_not_change_policies() {
     assert!(one.policies.contains("units: 10") && one.policies.contains("3g.40gb"), "{}", one.policies);
 }
 
-/// The report's command changes requests, but not longer names with the same prefix.
+/// The command in the report changes requests, but not longer names with the same prefix.
 #[test]
 fn the_sed_command_renames_requests() {
     let config = "version: v1\nsharing: {mps: {resources: [{name: nvidia.com/gpu, replicas: 10}]}}\n";
@@ -179,7 +179,7 @@ fn errors_name_the_setting() {
         (mig("{devices: all, mig-enabled: true, mig-devices: {huge: 1}}"), "mig.layout is \"huge\""),
         (mig("{devices: all, mig-enabled: true, mig-devices: {1g.5gb: many}}"), "must be a number of instances"),
         (mig("{devices: [1], mig-enabled: false}, {devices: [0, 1], mig-enabled: false}"), "describes GPU 1 twice"),
-        (mig("{device-filter: Tesla, devices: all, mig-enabled: false}"), "which is not a PCI device id"),
+        (mig("{device-filter: Tesla, devices: all, mig-enabled: false}"), "which is not a PCI device ID"),
         ("kind: ConfigMap\nmetadata: {name: x}\ndata: {a: '{'}\n".to_owned(), "ConfigMap x, a: not valid YAML"),
         (
             "kind: ClusterPolicy\nmetadata: {name: c}\nspec: {devicePlugin: {config: {default: gone}}}\n".to_owned(),

@@ -1,12 +1,12 @@
-//! Tests quotas with the scenarios in `quota_scenarios/`, whose results were worked out by hand or
-//! with another model.
+//! Tests quotas with the scenarios in `quota_scenarios/`. The expected results were computed by
+//! hand or with an independent model.
 //!
 //! | file | content |
 //! |---|---|
 //! | `basic.json` | one rule each |
 //! | `harder.json` | several rules at once, gangs |
 //!
-//! A scenario is an input of `cleave simulate --quotas` with the expected result.
+//! A scenario is an input of `cleave simulate --quotas` and its expected result.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -73,10 +73,10 @@ fn scenarios_have_the_expected_results() {
     }
 }
 
-/// A scenario that is interrupted and starts again from its pods has the same end: another leader
-/// knows all pods, and no nominations.
+/// A simulation that restarts from the pods of any step has the same result. The restart drops all
+/// nominations, because a new leader of the operator does not know them.
 #[test]
-fn another_leader_comes_to_the_same_end() {
+fn a_new_leader_reaches_the_same_result() {
     for scenario in scenarios().into_iter().filter(|scenario| scenario.id != "withdrawn") {
         let mut worlds = Vec::new();
         simulate(scenario.world.clone(), 50, |world, _| worlds.push(world.clone())).unwrap();
@@ -93,9 +93,9 @@ fn another_leader_comes_to_the_same_end() {
     }
 }
 
-/// The order of pods in the input, and names of quotas, do not matter.
+/// The order of pods in the input does not change the result.
 #[test]
-fn the_order_of_pods_does_not_matter() {
+fn the_order_of_pods_does_not_change_the_result() {
     for scenario in scenarios() {
         let mut world = scenario.world;
         world.pods.reverse();
@@ -103,7 +103,7 @@ fn the_order_of_pods_does_not_matter() {
     }
 }
 
-/// A pod that may use only some GPUs reclaims room on these.
+/// A pod that may use only some GPUs reclaims only shares of these GPUs.
 #[test]
 fn a_pod_uses_only_the_gpus_that_it_may_use() {
     let scenario = scenarios().into_iter().find(|scenario| scenario.id == "exempt").unwrap();
@@ -118,7 +118,7 @@ fn a_pod_uses_only_the_gpus_that_it_may_use() {
 }
 
 #[test]
-fn bad_input_is_an_error_that_names_the_object() {
+fn malformed_input_is_an_error_that_names_the_object() {
     for (text, part) in [
         ("", "not a description of quotas"),
         ("[]", "not a description of quotas"),
@@ -130,7 +130,7 @@ fn bad_input_is_an_error_that_names_the_object() {
         (r#"{"gpus": [], "quotas": {"a": {"least": 1}}}"#, "unknown field `least`"),
         (r#"{"gpus": [], "quotas": {"-": {}}}"#, "a quota cannot be named -"),
         (r#"{"gpus": [10], "running": [["p", "-", 1, 0, 1, 1]]}"#, "running pod 1: p runs on GPU 1"),
-        (r#"{"gpus": [10], "running": [["p", "-", 11, 0, 1, 0]]}"#, "GPU 0 has 1 GPUs of room"),
+        (r#"{"gpus": [10], "running": [["p", "-", 11, 0, 1, 0]]}"#, "GPU 0 has a size of 1 GPUs"),
         (r#"{"gpus": [10], "waiting": [["p", "b", 1, 0, 1]]}"#, "waiting pod 1: p has quota b, which is not in quotas"),
         (r#"{"gpus": [10], "waiting": [["p", "-", 0, 0, 1]]}"#, "p requests nothing"),
         (r#"{"gpus": [10], "waiting": [["p", "-", 1, 0]]}"#, "waiting pod 1: the columns are [name"),

@@ -38,10 +38,10 @@ fn quotas_match_the_committed_files() {
 #[test]
 fn a_cluster_without_quotas_is_described_in_a_sentence() {
     let text = render(&QuotasReport::new(Vec::new()), false);
-    assert_eq!(text, "No GpuQuotas. Namespaces are guaranteed nothing, and pods have no maximum.\n");
+    assert_eq!(text, "No GpuQuotas. No namespace has a guarantee or a maximum.\n");
 }
 
-/// Returns the refusals of the CRD's rules for each quota of an import.
+/// Returns the errors of the CRD's rules for the quotas of an import.
 fn refusals(import: &Import) -> Vec<String> {
     let crd = serde_json::to_value(GpuQuota::crd()).unwrap();
     let schema = &crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
@@ -120,7 +120,7 @@ fn queues_of_kueue_borrow_and_lend_as_before() {
 }
 
 #[test]
-fn bad_input_is_an_error_that_names_it() {
+fn malformed_input_is_an_error_that_names_the_cause() {
     for (text, part) in [
         ("a: [", "not valid YAML"),
         ("metadata: {}", "document 1: an object in the input has no kind"),
@@ -146,12 +146,12 @@ fn a_bad_quota_is_refused_by_name_and_the_others_are_imported() {
         ("{min: {nvidia.com/gpu: -1}}", "min nvidia.com/gpu \"-1\" is not an amount"),
         ("{min: {nvidia.com/gpu: lots}}", "\"lots\" is not an amount"),
         ("{min: {nvidia.com/gpu: 4GB}}", "has an unknown unit"),
-        ("{min: {nvidia.com/gpu: 2000000}}", "more than 1000000 GPUs"),
+        ("{min: {nvidia.com/gpu: 2000000}}", "is too large: the maximum is 1000000 GPUs"),
         ("{min: {nvidia.com/gpu: 99999999999999999999999999}}", "nvidia.com/gpu"),
         ("{min: {nvidia.com/gpu: 1u}}", "too precise"),
         ("{min: {nvidia.com/gpu: 4}, max: {nvidia.com/gpu: 2}}", "min exceeds max"),
         ("{min: {nos.nebuly.com/gpu-memory: 40Gi}}", "is not a whole number of GB"),
-        ("{min: {nos.nebuly.com/gpu-memory: 40}}", "All quotas of a pool count the same"),
+        ("{min: {nos.nebuly.com/gpu-memory: 40}}", "All quotas of a pool must count the same resource"),
         ("{min: [1]}", "spec.min is malformed: invalid type: sequence, expected a map"),
         ("{max: {nvidia.com/gpu: 1}, namespaces: [a, {}]}", "spec.namespaces[1] is malformed"),
         ("7", "spec is malformed"),

@@ -65,7 +65,7 @@ fn the_json_contains_the_plan_and_the_writes() {
 }
 
 #[test]
-fn malformed_input_is_an_error_that_names_it() {
+fn malformed_input_is_an_error_that_names_the_input() {
     for (text, part) in [
         ("kind: Node\nmetadata: {name: n}\ngpus: [{model: A, memory: lots}]", "lots is not a memory size (GPU A)"),
         ("kind: Node\nmetadata: {name: n}\ngpus: [{model: A, memory: 1Gi, cuont: 2}]", "cuont"),

@@ -2,10 +2,11 @@
 //! allocated.
 //!
 //! When the kubelet lists or allocates devices, it first drops the devices of deleted pods from
-//! memory. The kubelet writes the file only after an allocation, and for each device list that a
-//! plugin sends. A restarted kubelet reads the file, and admits pods before it drops any device.
-//! Therefore the restarted kubelet does not allocate devices that only the file lists as allocated.
-//! The layout follows `pkg/kubelet/cm/devicemanager/checkpoint`, which is not a public interface.
+//! memory. The kubelet writes the checkpoint file only after an allocation, and for each device
+//! list that a plugin sends. A restarted kubelet reads the checkpoint, and admits pods before it
+//! drops any device. Therefore the restarted kubelet does not allocate a device that the checkpoint
+//! lists as allocated, even if the pod no longer exists. The file format is that of
+//! `pkg/kubelet/cm/devicemanager/checkpoint`, which is not a public interface.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -15,13 +16,14 @@ use std::sync::Arc;
 
 use serde::Deserialize;
 
-/// Name of the file in the device plugin directory.
+/// Name of the checkpoint file in the device plugin directory.
 const CHECKPOINT_FILE: &str = "kubelet_internal_checkpoint";
 
-/// Maximum size of the file in bytes. The file has an entry for each container and resource.
+/// Maximum size of the checkpoint in bytes. The checkpoint has an entry for each container and
+/// resource.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
-/// Pairs of an extended resource's name and a device id.
+/// Pairs of an extended resource name and a device id.
 pub type AllocatedDevices = BTreeSet<(String, String)>;
 
 #[derive(Deserialize)]
@@ -47,12 +49,12 @@ struct DeviceEntry {
     ids: BTreeMap<String, Vec<String>>,
 }
 
-/// Parses the allocated devices from the text of a checkpoint.
+/// Parses the content of a checkpoint, and returns the allocated devices.
 ///
 /// # Errors
-/// Returns an error if the text is not a checkpoint. The error contains the position but not the
-/// text, which can be long.
-pub fn parse_allocated(text: &[u8]) -> io::Result<AllocatedDevices> {
+/// Returns an error if the content is not a checkpoint. The error contains the position but not the
+/// content, which can be long.
+pub fn parse_allocated_devices(text: &[u8]) -> io::Result<AllocatedDevices> {
     let wrong = |error: serde_json::Error| {
         let (line, column) = (error.line(), error.column());
         let what = format!(
@@ -70,8 +72,9 @@ pub fn parse_allocated(text: &[u8]) -> io::Result<AllocatedDevices> {
     Ok(entries.into_iter().flat_map(of).collect())
 }
 
-/// Identity of the file: device, inode, modification time and size. The identity changes with each
-/// write, because the kubelet writes a new file and renames it.
+/// Identity of the checkpoint file: device, inode, modification time in seconds and nanoseconds,
+/// and size. The identity changes with each write, because the kubelet writes a new file and
+/// renames it.
 type FileId = (u64, u64, i64, i64, u64);
 
 /// Reader of the checkpoint in a device plugin directory.
@@ -83,7 +86,7 @@ pub struct KubeletCheckpoint {
 }
 
 impl KubeletCheckpoint {
-    /// Creates a reader for this directory. The file need not exist.
+    /// Creates a reader for this directory. It is not an error if the file does not exist.
     pub fn in_directory(directory: &Path) -> Self {
         Self { path: directory.join(CHECKPOINT_FILE), read: None, devices: None }
     }
@@ -92,8 +95,8 @@ impl KubeletCheckpoint {
     /// `None` if the file does not exist. Reads the file only if it has changed.
     ///
     /// # Errors
-    /// Returns an error if the file cannot be read or is not a checkpoint. Each version of the file
-    /// causes at most one error. Later calls return `None`.
+    /// Returns an error if the file cannot be read or is not a checkpoint. After an error, later
+    /// calls return `None` until the file changes.
     pub async fn devices(&mut self) -> io::Result<Option<Arc<AllocatedDevices>>> {
         let found = match tokio::fs::metadata(&self.path).await {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
@@ -108,7 +111,7 @@ impl KubeletCheckpoint {
         if found.len() > MAX_FILE_BYTES {
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("{} bytes", found.len())));
         }
-        self.devices = Some(Arc::new(parse_allocated(&tokio::fs::read(&self.path).await?)?));
+        self.devices = Some(Arc::new(parse_allocated_devices(&tokio::fs::read(&self.path).await?)?));
         Ok(self.devices.clone())
     }
 }
@@ -117,7 +120,7 @@ impl KubeletCheckpoint {
 mod tests {
     use super::*;
 
-    /// A checkpoint written by a kubelet 1.36.
+    /// A checkpoint written by kubelet 1.36.
     const SAMPLE_CHECKPOINT: &str = r#"{"Data":{"PodDeviceEntries":[
         {"PodUID":"2f9a","ContainerName":"main","ResourceName":"nvidia.com/gpu-mps","DeviceIDs":{"-1":["GPU-a::1"],"0":["GPU-a::0"]},"AllocResp":"CgA="},
         {"PodUID":"77c1","ContainerName":"main","ResourceName":"example.com/nic","DeviceIDs":{"0":["eth1"]},"AllocResp":"CgA="}],
@@ -134,11 +137,11 @@ mod tests {
             ("nvidia.com/gpu-mps", "GPU-a::1"),
             ("example.com/nic", "eth1"),
         ]);
-        assert_eq!(parse_allocated(SAMPLE_CHECKPOINT.as_bytes()).unwrap(), expected);
+        assert_eq!(parse_allocated_devices(SAMPLE_CHECKPOINT.as_bytes()).unwrap(), expected);
         let empty = r#"{"Data":{"PodDeviceEntries":null,"RegisteredDevices":{}},"Checksum":1}"#;
-        assert_eq!(parse_allocated(empty.as_bytes()).unwrap(), allocated_devices(&[]));
+        assert_eq!(parse_allocated_devices(empty.as_bytes()).unwrap(), allocated_devices(&[]));
         for wrong in ["", "[]", "{}", r#"{"Data":{"PodDeviceEntries":[{"DeviceIDs":7}]}}"#] {
-            assert!(parse_allocated(wrong.as_bytes()).is_err(), "{wrong}");
+            assert!(parse_allocated_devices(wrong.as_bytes()).is_err(), "{wrong}");
         }
     }
 

@@ -1,4 +1,5 @@
-//! Manages connections to unix sockets: limits their number, counts them, and closes them together.
+//! Manages connections to Unix sockets: limits the number of connections, counts them, and closes
+//! them together.
 
 use std::future::Future;
 use std::io;
@@ -17,13 +18,14 @@ use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tonic::transport::server::Connected;
 
 /// Maximum number of connections to the socket of one resource. The kubelet uses one connection.
-/// Administrators can use the others with a gRPC client. The limit bounds the number of open files.
+/// Administrators can use the other connections with a gRPC client. The limit bounds the number of
+/// open files.
 const MAX_CONNECTIONS: usize = 64;
 
 /// Delay after a failure to accept a connection, such as "too many open files".
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 
-/// The connections of one server. Dropping this value closes them.
+/// The connections of one server. Dropping this value closes the connections.
 pub(crate) struct Connections {
     accepted: mpsc::Sender<io::Result<Connection>>,
     slots: Arc<Semaphore>,
@@ -77,7 +79,8 @@ impl Connections {
         }))
     }
 
-    /// Waits up to `grace` for the peers to disconnect, then disconnects the remaining peers.
+    /// Waits up to `grace` for the peers to disconnect, then disconnects the remaining peers and
+    /// waits up to `grace` again.
     pub(crate) async fn close(self, grace: Duration) {
         self.tracker.close();
         if tokio::time::timeout(grace, self.tracker.wait()).await.is_ok() {
@@ -91,7 +94,7 @@ impl Connections {
     }
 }
 
-/// A counted connection. Reads and writes end when the server disconnects the peer.
+/// A counted connection. Pending reads and writes end when the server disconnects the peer.
 pub(crate) struct Connection {
     io: UnixStream,
     cut: Pin<Box<WaitForCancellationFutureOwned>>,

@@ -36,7 +36,7 @@ const SOCKET_PROBE_TIMEOUT: Duration = Duration::from_millis(200);
 /// Why a directory cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum DirectoryError {
-    /// The path is too long for the address of a unix socket.
+    /// The path is too long for the address of a Unix socket.
     #[error(
         "{directory} is too long: the path of a socket in this directory has {length} bytes, and the maximum is {MAX_SOCKET_PATH_BYTES}"
     )]
@@ -80,7 +80,7 @@ impl Directory {
         if !path.is_absolute() || path.to_str().is_none() {
             return Err(DirectoryError::Path(path.to_owned()));
         }
-        // All names that `socket_name` returns have the same length.
+        // All names that `generate_socket_name` returns have the same length.
         let longest = path.join(format!("{SOCKET_PREFIX}{:08x}-{:08x}{SOCKET_SUFFIX}", 0, 0));
         let length = longest.as_os_str().as_bytes().len();
         if length > MAX_SOCKET_PATH_BYTES {
@@ -115,8 +115,8 @@ impl Directory {
         }
     }
 
-    /// Removes sockets that earlier processes left behind and on which no process listens. The
-    /// caller must have the lock.
+    /// Removes the sockets of earlier processes if no process listens on them. The caller must have
+    /// the lock.
     pub(crate) async fn remove_stale_sockets(&self) {
         let entries = match std::fs::read_dir(&self.path) {
             Ok(entries) => entries,
@@ -146,7 +146,7 @@ impl Directory {
     }
 }
 
-/// The lock of the directory. Dropping it releases the lock.
+/// The lock of the directory. Dropping this value releases the lock.
 #[derive(Debug)]
 pub(crate) struct DirectoryLock {
     /// Device and inode of the locked directory. The path may now refer to another directory.
@@ -163,8 +163,9 @@ impl DirectoryLock {
 
 /// The identity of a socket file, which distinguishes the file from later sockets at the same path.
 ///
-/// The inode does not suffice, because ext4 reuses inodes. The modification time of a socket is the
-/// time at which a process bound it. Renaming or linking the file does not change that time.
+/// The inode does not suffice, because ext4 reuses inodes. The modification time of a socket file
+/// is the time at which a process bound the socket. Renaming or linking the file does not change
+/// that time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SocketId {
     device: u64,
@@ -185,7 +186,7 @@ impl SocketId {
 
 /// Creates a socket name that no earlier process has used. Since Kubernetes 1.37, the kubelet
 /// distinguishes streams by the path of their socket.
-pub(crate) fn socket_name(resource: &ResourceName) -> String {
+pub(crate) fn generate_socket_name(resource: &ResourceName) -> String {
     let mut hasher = DefaultHasher::new();
     hasher.write(resource.as_str().as_bytes());
     let resource = hasher.finish() >> 32;
@@ -203,7 +204,7 @@ fn is_cleave_socket_name(name: &str) -> bool {
         .is_some_and(|(resource, nonce)| hex(resource) && hex(nonce))
 }
 
-/// A change of the directory.
+/// A change of the device plugin directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DirectoryChange {
     /// The kubelet's socket or one of Cleave's sockets was created or removed.
@@ -212,7 +213,7 @@ pub(crate) enum DirectoryChange {
     Gone,
 }
 
-/// Reports changes of the directory.
+/// Reports changes of the device plugin directory.
 ///
 /// Create the watch before reading the directory, so that no change is missed.
 pub(crate) struct DirectoryWatch {
@@ -241,7 +242,7 @@ impl DirectoryWatch {
     }
 
     /// Waits for the next relevant change. Cancel-safe: callers read the directory after each call,
-    /// so they miss nothing if an event is lost.
+    /// so a lost event causes no missed change.
     pub(crate) async fn changed(&mut self) -> DirectoryChange {
         loop {
             let Some(events) = &mut self.events else {
@@ -309,7 +310,7 @@ mod tests {
 
     #[test]
     fn a_directory_path_that_is_too_long_is_refused_with_its_length() {
-        let name = socket_name(&ResourceName::parse("nvidia.com/gpu-mps").expect("a name"));
+        let name = generate_socket_name(&ResourceName::parse("nvidia.com/gpu-mps").expect("a name"));
         let fits = format!("/{}", "d".repeat(MAX_SOCKET_PATH_BYTES - name.len() - 2));
         assert!(Directory::new(Path::new(&fits)).is_ok());
         let error = Directory::new(Path::new(&format!("{fits}d"))).expect_err("one byte too long");
@@ -325,16 +326,16 @@ mod tests {
     fn socket_names_are_unique_and_have_cleaves_prefix_and_the_same_length() {
         let long = format!("{}.example.com/{}", "a".repeat(63), "b".repeat(63));
         let resource = ResourceName::parse(&long).expect("a name");
-        let (first, second) = (socket_name(&resource), socket_name(&resource));
+        let (first, second) = (generate_socket_name(&resource), generate_socket_name(&resource));
         assert_ne!(first, second);
-        for name in [&first, &second, &socket_name(&ResourceName::parse("a/b").expect("a name"))] {
+        for name in [&first, &second, &generate_socket_name(&ResourceName::parse("a/b").expect("a name"))] {
             assert!(is_cleave_socket_name(name), "{name}");
             assert_eq!(name.len(), first.len());
         }
     }
 
     #[test]
-    fn foreign_files_are_not_cleave_sockets() {
+    fn other_file_names_are_not_names_of_cleave_sockets() {
         for name in [
             "kubelet.sock",
             "nvidia-gpu.sock",
@@ -347,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rebound_socket_has_another_identity() {
+    fn a_rebound_socket_has_a_different_identity() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("s");
         drop(std::os::unix::net::UnixListener::bind(&path).expect("bind"));
@@ -355,8 +356,8 @@ mod tests {
         std::fs::rename(&path, directory.path().join("t")).expect("rename");
         assert_eq!(SocketId::of(&path), None);
         std::fs::rename(directory.path().join("t"), &path).expect("rename");
-        assert_eq!(SocketId::of(&path), Some(first), "renaming does not make another socket of it");
-        // Keep the old file, so that the new file has another inode.
+        assert_eq!(SocketId::of(&path), Some(first), "renaming keeps the identity");
+        // Keep the old file, so that the new file has a different inode.
         std::fs::rename(&path, directory.path().join("t")).expect("rename");
         drop(std::os::unix::net::UnixListener::bind(&path).expect("bind"));
         assert_ne!(SocketId::of(&path), Some(first));

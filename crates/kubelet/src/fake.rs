@@ -1,8 +1,8 @@
-//! A fake kubelet on real unix sockets, for tests and benchmarks.
+//! A fake kubelet on real Unix sockets, for tests and benchmarks.
 //!
 //! The fake kubelet behaves on the wire like `pkg/kubelet/cm/devicemanager` of Kubernetes 1.36,
-//! including its race: the resource name alone identifies a client. Therefore the end of an old
-//! stream removes the resource's current client.
+//! including its race condition: the resource name alone identifies a client. Therefore the end of
+//! an old stream removes the resource's current client.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -28,7 +28,7 @@ use crate::proto::v1beta1 as wire;
 use crate::proto::v1beta1::device_plugin_client::DevicePluginClient;
 use crate::proto::v1beta1::registration_server::{Registration, RegistrationServer};
 
-/// Deadline for connecting to a plugin after its registration.
+/// Deadline for connecting to a plugin that registers.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A device plugin directory with a fake kubelet. A test can restart the kubelet, make it refuse
@@ -62,9 +62,9 @@ pub struct Endpoint {
     pub options: wire::DevicePluginOptions,
     /// The last list of devices.
     pub devices: Vec<wire::Device>,
-    /// Size of the last list in bytes, without the 5 bytes of gRPC's frame.
+    /// Size of the last list in bytes, without gRPC's frame header of 5 bytes.
     pub message_bytes: usize,
-    /// Number of lists received since the directory was created.
+    /// Number of lists received since the fake kubelet was created.
     pub lists: usize,
     /// Time at which the first list after the last registration arrived.
     pub listed: Option<Instant>,
@@ -96,7 +96,7 @@ struct RunningServer {
     _server: AbortOnDropHandle<()>,
 }
 
-/// The state that outlives a restart of the kubelet.
+/// The state that survives a restart of the kubelet.
 struct SharedState {
     directory: PathBuf,
     seen: watch::Sender<FakeKubeletState>,
@@ -133,10 +133,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl FakeKubelet {
-    /// Cleans the directory as a starting kubelet does, and serves in it.
+    /// Removes all sockets in the directory, as a starting kubelet does, and serves there.
     ///
     /// # Errors
-    /// Returns an error if the directory cannot be cleaned or the socket cannot be bound.
+    /// Returns an error if an old socket cannot be removed or the new socket cannot be bound.
     pub fn start_in(directory: &Path) -> io::Result<Self> {
         let shared = Arc::new(SharedState {
             directory: directory.to_owned(),
@@ -149,11 +149,11 @@ impl FakeKubelet {
         Ok(kubelet)
     }
 
-    /// Starts the kubelet after [`stop`](Self::stop). Returns the time at which its socket was
-    /// created.
+    /// Starts the kubelet after [`stop`](Self::stop). Returns the time at which the new
+    /// `kubelet.sock` was created.
     ///
     /// # Errors
-    /// Returns an error if the directory cannot be cleaned or the socket cannot be bound.
+    /// Returns an error if an old socket cannot be removed or the new socket cannot be bound.
     pub fn start(&mut self) -> io::Result<Instant> {
         self.clean_directory()?;
         let bound = bind_socket(&self.directory.join(KUBELET_SOCKET))?;
@@ -174,7 +174,7 @@ impl FakeKubelet {
         self.listen(bound)
     }
 
-    /// Stops the kubelet like `SIGKILL`: its connections end, and `kubelet.sock` remains.
+    /// Stops the kubelet as `SIGKILL` would: its connections end, and `kubelet.sock` remains.
     pub fn stop(&mut self) {
         self.running = None;
         let mut clients = lock(&self.shared.clients);
@@ -190,7 +190,7 @@ impl FakeKubelet {
         });
     }
 
-    /// Stops and starts the kubelet. Returns the time at which its socket was created.
+    /// Stops and starts the kubelet. Returns the time at which the new `kubelet.sock` was created.
     ///
     /// # Errors
     /// Returns the errors of [`start`](Self::start).
@@ -199,8 +199,8 @@ impl FakeKubelet {
         self.start()
     }
 
-    /// Removes every socket in the directory, as the kubelet's `CleanupPluginDirectory` does. A
-    /// plugin that replaces its socket can remove an entry at the same time.
+    /// Removes every socket in the directory, as the kubelet's `CleanupPluginDirectory` does.
+    /// Ignores missing entries, because a plugin can replace its socket at the same time.
     fn clean_directory(&self) -> io::Result<()> {
         for entry in std::fs::read_dir(&self.directory)? {
             let entry = entry?;
@@ -233,7 +233,7 @@ impl FakeKubelet {
         Ok(())
     }
 
-    /// Returns the path of the directory.
+    /// Returns the path of the device plugin directory.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
@@ -260,7 +260,7 @@ impl FakeKubelet {
         lock(&self.shared.faults).refuse = times;
     }
 
-    /// Sets whether the kubelet answers no registrations.
+    /// Sets whether the kubelet hangs. A hanging kubelet answers no registrations.
     pub fn set_hanging(&self, hang: bool) {
         lock(&self.shared.faults).hang = hang;
     }
@@ -270,13 +270,13 @@ impl FakeKubelet {
         lock(&self.shared.faults).no_stream = times;
     }
 
-    /// Delays the disconnection of a client after its stream ended, which widens the kubelet's
-    /// race.
+    /// Sets the delay between the end of a stream and the disconnection of its client. A long delay
+    /// makes the kubelet's race condition more likely.
     pub fn delay_disconnections(&self, delay: Duration) {
         lock(&self.shared.faults).disconnect_delay = delay;
     }
 
-    /// Ends a resource's stream while the kubelet continues.
+    /// Ends a resource's stream without stopping the kubelet.
     pub fn drop_stream(&self, resource: &str) {
         let mut clients = lock(&self.shared.clients);
         let Some(client) = clients.by_name.remove(resource) else { return };
@@ -287,8 +287,8 @@ impl FakeKubelet {
         self.shared.record_disconnection(resource);
     }
 
-    /// Returns a client of a resource's plugin, over the connection that the kubelet opened at the
-    /// registration.
+    /// Returns a client of a resource's plugin. The client uses the connection that the kubelet
+    /// opened at the registration.
     pub fn client(&self, resource: &str) -> Option<DevicePluginClient<Channel>> {
         lock(&self.shared.clients).by_name.get(resource).map(|client| client.channel.clone())
     }
@@ -296,8 +296,8 @@ impl FakeKubelet {
     /// Calls `Allocate` for one container, as the kubelet does.
     ///
     /// # Errors
-    /// Returns `NotFound` if no plugin is connected for the resource, the plugin's status if it
-    /// refuses, and `Internal` if it does not answer for exactly one container.
+    /// Returns `NotFound` if no plugin is connected for the resource, the plugin's status if the
+    /// plugin refuses, and `Internal` if the answer is not for exactly one container.
     pub async fn allocate(&self, resource: &str, ids: &[&str]) -> Result<wire::ContainerAllocateResponse, Status> {
         let mut client = self.client(resource).ok_or_else(|| Status::not_found("endpoint stopped"))?;
         let container = wire::ContainerAllocateRequest { devices_ids: ids.iter().map(ToString::to_string).collect() };
@@ -338,8 +338,8 @@ impl FakeKubelet {
     /// Calls `PreStartContainer`, as the kubelet does.
     ///
     /// # Errors
-    /// Returns `NotFound` if no plugin is connected for the resource, and the plugin's status if it
-    /// refuses.
+    /// Returns `NotFound` if no plugin is connected for the resource, and the plugin's status if
+    /// the plugin refuses.
     pub async fn pre_start(&self, resource: &str, ids: &[&str]) -> Result<(), Status> {
         let mut client = self.client(resource).ok_or_else(|| Status::not_found("endpoint stopped"))?;
         let devices_ids = ids.iter().map(ToString::to_string).collect();
@@ -453,8 +453,9 @@ impl SharedState {
         }
         let delay = lock(&self.faults).disconnect_delay;
         tokio::time::sleep(delay).await;
-        // Like the kubelet up to 1.36, the fake identifies the client by the name alone. It also
-        // uses the kubelet's order: the client disconnects, and then the endpoint stops.
+        // Like a kubelet up to version 1.36, the fake identifies the client by the resource name
+        // alone. The order is also the kubelet's: the client disconnects, and then the endpoint
+        // stops.
         drop(lock(&self.clients).by_name.remove(&resource));
         drop(client);
         self.record_disconnection(&resource);
@@ -484,10 +485,10 @@ struct SharedLists {
 }
 
 impl FakePodResources {
-    /// Removes an existing socket at this path, and serves there.
+    /// Removes an existing socket at this path, binds a new socket and serves the API.
     ///
     /// # Errors
-    /// Returns an error if the existing socket cannot be removed or the new one cannot be bound.
+    /// Returns an error if the existing socket cannot be removed or the new socket cannot be bound.
     pub fn start(socket: &Path) -> io::Result<Self> {
         if std::fs::symlink_metadata(socket).is_ok_and(|found| found.file_type().is_socket()) {
             std::fs::remove_file(socket)?;
@@ -531,7 +532,8 @@ impl FakePodResources {
         lock(&self.shared.allocatable).devices = devices.collect();
     }
 
-    /// Sets whether the kubelet answers no calls.
+    /// Sets whether the kubelet hangs. A hanging kubelet answers no `List` and
+    /// `GetAllocatableResources` calls.
     pub fn set_hanging(&self, hang: bool) {
         self.shared.hang.store(hang, std::sync::atomic::Ordering::SeqCst);
     }

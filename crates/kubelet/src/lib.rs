@@ -32,7 +32,7 @@ mod relay;
 mod resource;
 mod server;
 
-pub use checkpoint::{AllocatedDevices, KubeletCheckpoint, parse_allocated};
+pub use checkpoint::{AllocatedDevices, KubeletCheckpoint, parse_allocated_devices};
 pub use directory::{DEVICE_PLUGIN_DIRECTORY, DirectoryError};
 pub use plugins::{
     Backoff, DirectoryState, PluginServer, PluginServerConfig, PluginServerState, PluginTimings, ResourcePhase,

@@ -12,7 +12,8 @@ use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::directory::{
-    Directory, DirectoryChange, DirectoryError, DirectoryLock, DirectoryWatch, PollIntervals, SocketId, socket_name,
+    Directory, DirectoryChange, DirectoryError, DirectoryLock, DirectoryWatch, PollIntervals, SocketId,
+    generate_socket_name,
 };
 use crate::registration::{
     PluginObservation, RegisterError, RegistrationCause, RegistrationStep, next_registration_step, probe_own_socket,
@@ -41,10 +42,10 @@ impl PluginServerConfig {
     }
 }
 
-/// Delays that double from the first delay up to a maximum.
+/// Delays between attempts: each delay is twice the previous one, up to a maximum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Backoff {
-    /// Delay before the second attempt.
+    /// Delay after the first failure.
     pub first: Duration,
     /// Maximum delay.
     pub cap: Duration,
@@ -64,8 +65,8 @@ pub struct PluginTimings {
     /// Delay between attempts to connect to a `kubelet.sock` without a listener. The kubelet
     /// listens about 100 µs after it binds the socket, so the first delay is short.
     pub dial: Backoff,
-    /// Delay after a registration that the kubelet refused, and after a failure to serve. The delay
-    /// is less than 2 s, because pods wait for the resource.
+    /// Delay after a registration that the kubelet refused, and after a failure to serve. The
+    /// maximum is less than 2 s, because pods wait for the resource.
     pub register: Backoff,
     /// Deadline for the kubelet's answer to a registration. The kubelet itself allows 10 s for
     /// connecting to the plugin.
@@ -73,10 +74,10 @@ pub struct PluginTimings {
     /// Delay before a registered plugin without a stream registers again. The delay doubles while
     /// the kubelet opens no stream.
     pub stream: Backoff,
-    /// Maximum time for the kubelet to disconnect after its stream ended.
+    /// Maximum time to wait for the kubelet to disconnect after its stream ended.
     pub hang_up: Duration,
-    /// Delay between the kubelet's disconnection and the next registration with the same kubelet.
-    /// Up to Kubernetes 1.36, a kubelet marks the resource's devices unhealthy after it
+    /// Delay between a disconnection by the kubelet and the next registration with the same
+    /// kubelet. Up to Kubernetes 1.36, a kubelet marks the resource's devices unhealthy after it
     /// disconnects, even if a new client already serves them.
     pub settle: Duration,
     /// Delay between attempts to lock the directory.
@@ -108,7 +109,7 @@ impl Default for PluginTimings {
 pub struct PluginServerState {
     /// State of the directory.
     pub directory: DirectoryState,
-    /// State of each resource, including removed resources with streams that are ending.
+    /// State of each resource, including removed resources that still have a stream.
     pub resources: BTreeMap<ResourceName, ResourceState>,
 }
 
@@ -152,7 +153,8 @@ pub struct ResourceState {
     /// Number of registrations that the plugin repeated because the kubelet opened no stream, or
     /// ended its stream without restarting.
     pub streamless: u64,
-    /// The last error and its causes. Cleared by the next success.
+    /// The last error and its causes. A successful registration, and recreating the socket, clear
+    /// the field.
     pub error: Option<String>,
 }
 
@@ -195,7 +197,7 @@ impl PluginServer {
     /// time.
     ///
     /// The server retries after temporary problems, such as another serving process or a missing
-    /// directory. The state reports these problems.
+    /// directory. The server's state reports these problems.
     ///
     /// # Errors
     /// Returns [`DirectoryError`] if the path of the directory is invalid.
@@ -209,8 +211,8 @@ impl PluginServer {
     }
 
     /// Replaces the set of resources. Registers each new resource, and ends the stream of each
-    /// removed resource. A new resource with a served name replaces the old resource in the open
-    /// stream.
+    /// removed resource. A new resource with the name of a served resource replaces that resource
+    /// in the open stream.
     pub fn set(&self, resources: BTreeMap<ResourceName, Arc<dyn Resource>>) {
         self.wanted.send_replace(resources);
     }
@@ -220,7 +222,8 @@ impl PluginServer {
         self.state.clone()
     }
 
-    /// Ends all streams and releases the directory. Takes at most twice [`PluginTimings::hang_up`].
+    /// Ends all streams and releases the directory. Waits at most twice [`PluginTimings::hang_up`]
+    /// for the kubelet to disconnect.
     pub async fn shutdown(self) {
         self.run.send_replace(TaskCommand::Shutdown);
         if let Err(error) = self.manager.await {
@@ -228,7 +231,7 @@ impl PluginServer {
         }
     }
 
-    /// Does the same as [`shutdown`](Self::shutdown), for callers that only have a reference.
+    /// Does the same as [`shutdown`](Self::shutdown), for callers that have only a reference.
     pub async fn stop(&self) {
         self.run.send_replace(TaskCommand::Shutdown);
         // The manager drops the sender of the state when it ends.
@@ -252,7 +255,7 @@ struct PluginManager {
     state: watch::Sender<PluginServerState>,
 }
 
-/// Waits until the task must end. Cancel-safe, because `wait_for` is.
+/// Waits until a command ends the task. Cancel-safe, because `wait_for` is.
 async fn wait_until_stopped(run: &mut watch::Receiver<TaskCommand>) {
     // An error means that the sender was dropped. In this case, the task must also end.
     let _ = run.wait_for(|run| *run != TaskCommand::Serve).await;
@@ -308,7 +311,7 @@ impl PluginManager {
         }
     }
 
-    /// Serves until shutdown, or until the path no longer names the locked directory.
+    /// Serves resources until shutdown, or until the path no longer refers to the locked directory.
     async fn serve_until_shutdown(&mut self, lock: &DirectoryLock) {
         let PluginTimings { poll_watched, poll_unwatched, .. } = self.timings;
         let mut directory =
@@ -324,7 +327,8 @@ impl PluginManager {
             running: BTreeMap::new(),
         };
         self.wanted.mark_changed();
-        // Restart a failed task after a delay: a task that always fails must not use a whole core.
+        // Restart a failed task only after a delay: a task that always fails must not use a whole
+        // core.
         let mut restart_at: Option<Instant> = None;
         loop {
             let pause = async {
@@ -509,7 +513,7 @@ impl Plugin {
         while let Some(kubelet) = self.wait_for_kubelet_socket().await {
             // Use a new socket name for each session: since Kubernetes 1.37, the kubelet
             // distinguishes streams by the path of their socket.
-            let path = self.directory.path().join(socket_name(&self.name));
+            let path = self.directory.path().join(generate_socket_name(&self.name));
             let started = Session::start(path, self.served.clone());
             let mut session = match started {
                 Ok(session) => session,
@@ -569,9 +573,9 @@ impl Plugin {
         }
     }
 
-    /// Waits until the kubelet that disconnected has cleaned up the old stream. Returns at once if
-    /// another kubelet has started. A new kubelet can admit pods 12 ms after it listens, and
-    /// rejects pods that request unregistered resources.
+    /// Waits until the disconnected kubelet has cleaned up the old stream. Returns immediately if
+    /// another kubelet has started. A new kubelet can admit pods as early as 12 ms after it starts
+    /// to listen, and rejects pods that request unregistered resources.
     async fn wait_for_cleanup(&mut self, kubelet: SocketId) {
         let settled = tokio::time::Instant::now() + self.timings.settle;
         self.directory_changes.mark_unchanged();
@@ -604,7 +608,7 @@ impl Plugin {
         self.supervise_session(session, kubelet, streamless).await
     }
 
-    /// Registers with retries. Returns `None` after a success.
+    /// Registers the session, and retries after failures. Returns `None` after a success.
     async fn register_with_retries(&mut self, session: &Session, kubelet: SocketId) -> Option<SessionEnd> {
         let (mut dials, mut refusals) = (0, 0);
         loop {
@@ -617,8 +621,8 @@ impl Plugin {
             }
             let deadline = self.timings.register_deadline;
             let attempt = register(&self.directory, session.path(), &self.name, session.options(), deadline);
-            // Dropping an attempt closes its connection, which the kubelet tolerates. The other
-            // futures are cancel-safe by their documentation.
+            // Dropping an attempt closes its connection, and the kubelet tolerates that. The other
+            // futures only wait, so they are cancel-safe.
             let registered = tokio::select! {
                 registered = attempt => registered,
                 () = wait_until_stopped(&mut self.run) => continue,

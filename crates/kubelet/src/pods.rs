@@ -14,7 +14,7 @@ pub const POD_RESOURCES_SOCKET: &str = "/var/lib/kubelet/pod-resources/kubelet.s
 
 type Client = PodResourcesListerClient<Channel>;
 
-/// Maximum size of an answer in bytes. The kubelet's own clients allow 16 MiB.
+/// Maximum size of an answer in bytes. Kubernetes' own clients of this API also allow 16 MiB.
 const MAX_ANSWER_BYTES: usize = 16 << 20;
 
 /// Devices that are allocated to a container.
@@ -43,7 +43,7 @@ pub struct AllocatableDevices {
     pub numa: Vec<i64>,
 }
 
-/// Why the kubelet did not answer.
+/// Why a call to the PodResources API failed.
 #[derive(Debug, thiserror::Error)]
 pub enum PodResourcesError {
     /// The socket's path is relative or not UTF-8.
@@ -81,7 +81,8 @@ impl PodResources {
         Ok(Self { client, deadline })
     }
 
-    /// Lists all device plugin devices that are allocated to containers, in the kubelet's order.
+    /// Lists all device plugin devices that are allocated to containers. Pods and containers are in
+    /// the kubelet's order.
     ///
     /// # Errors
     /// Returns [`PodResourcesError`] if the call fails or does not end within the deadline.
@@ -147,7 +148,8 @@ pub fn container_devices(answer: wire::ListPodResourcesResponse) -> Vec<Containe
             }
         }
     }
-    // The kubelet's order changes from call to call. Sort, so that two lists can be compared.
+    // The kubelet's order of ids changes from call to call. Sort the ids, so that two lists can be
+    // compared.
     rows.iter_mut().for_each(|row| row.ids.sort_unstable());
     rows
 }

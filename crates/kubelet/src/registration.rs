@@ -1,4 +1,4 @@
-//! Registration with the kubelet: the call, and the decision when to register.
+//! Registers plugins with the kubelet, and decides when a plugin must register again.
 
 use std::path::Path;
 use std::time::Duration;
@@ -15,9 +15,9 @@ use crate::resource::{PluginOptions, ResourceName};
 /// Deadline for the answer from Cleave's own socket. The kubelet's deadline for a plugin is 10 s.
 const OWN_SOCKET_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Creates an endpoint for a unix socket. Returns `None` if the path is not valid.
+/// Creates an endpoint for a Unix socket. Returns `None` if the path cannot be used as an address.
 pub(crate) fn unix_endpoint(path: &str) -> Option<Endpoint> {
-    // Servers that check `:authority` refuse a path. gRPC prescribes `localhost` for unix sockets.
+    // Servers that check `:authority` refuse a path. gRPC prescribes `localhost` for Unix sockets.
     let localhost = tonic::codegen::http::Uri::from_static("http://localhost");
     Some(Endpoint::from_shared(format!("unix://{path}")).ok()?.origin(localhost))
 }
@@ -32,16 +32,16 @@ pub(crate) enum RegisterError {
     /// The kubelet refused the registration, or stopped during the call.
     #[error("the kubelet refused the registration: {}", .0.message())]
     Refused(#[source] Box<tonic::Status>),
-    /// The kubelet did not answer in time.
+    /// The kubelet did not answer before the deadline.
     #[error("the kubelet did not answer within {} s", .0.as_secs_f64())]
     Deadline(Duration),
-    /// The path is not valid for a socket.
+    /// The path cannot be used as a socket address.
     #[error("the path {0:?} of Cleave's device plugin socket cannot be used as a socket address")]
     Path(std::path::PathBuf),
 }
 
-/// Requests a registration. The kubelet connects to Cleave's socket and reads the options
-/// before it answers.
+/// Registers a resource with the kubelet. Before it answers, the kubelet connects to Cleave's
+/// socket and reads the options.
 pub(crate) async fn register(
     directory: &Directory,
     socket: &Path,
@@ -81,8 +81,8 @@ pub(crate) enum OwnSocketError {
     Path,
 }
 
-/// Makes the kubelet's first call to Cleave's own socket. A registration cannot succeed if this
-/// call fails.
+/// Reads the options from Cleave's own socket, as the kubelet does first. If this call fails, a
+/// registration cannot succeed.
 pub(crate) async fn probe_own_socket(socket: &Path) -> Result<(), OwnSocketError> {
     let endpoint = socket.to_str().and_then(unix_endpoint).ok_or(OwnSocketError::Path)?;
     let call = async {
@@ -120,7 +120,7 @@ pub(crate) enum RegistrationStep {
     CheckAgain(Duration),
     /// Bind Cleave's socket at its path again. The stream continues.
     Rebind,
-    /// End this session and register a new one.
+    /// End this session and register a new session.
     Register(RegistrationCause),
 }
 
@@ -131,10 +131,10 @@ pub(crate) enum RegistrationCause {
     KubeletRestarted,
     /// Cleave's socket was deleted and no stream is open.
     SocketLost,
-    /// The kubelet opened no stream or ended its stream, without restarting.
+    /// The kubelet opened no stream, or ended its stream without restarting.
     NoStream,
-    /// A resource with other options replaced this one. The kubelet reads options only at a
-    /// registration.
+    /// A resource with different options replaced this resource. The kubelet reads options only at
+    /// a registration.
     OptionsChanged,
 }
 
@@ -156,7 +156,7 @@ pub(crate) fn next_registration_step(seen: &PluginObservation, grace: Duration) 
     }
     match seen.streamless_for {
         // Do not register again, because a registration makes the devices unavailable for a moment.
-        // The kubelet's connection works without the file.
+        // The kubelet's open connection works without the socket file.
         None if !seen.reachable => RegistrationStep::Rebind,
         None => RegistrationStep::Keep,
         Some(_) if !seen.reachable => RegistrationStep::Register(RegistrationCause::SocketLost),
@@ -171,8 +171,8 @@ mod tests {
 
     const STREAM_GRACE: Duration = Duration::from_secs(2);
 
-    /// Returns the state of a healthy plugin, and a kubelet socket that was bound after the
-    /// plugin's registration.
+    /// Returns the observation of a healthy plugin, and the id of a kubelet socket that was bound
+    /// after the plugin's registration.
     fn healthy_observation() -> (PluginObservation, SocketId) {
         let directory = tempfile::tempdir().expect("a directory");
         let bind = |name: &str| {

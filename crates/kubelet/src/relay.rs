@@ -1,11 +1,11 @@
-//! The relay: serves another process's device plugins to the kubelet, and continues while that
-//! process is absent.
+//! The relay serves the agent's device plugins to the kubelet, and continues while the agent is
+//! absent.
 //!
-//! As soon as a resource's stream ends, a kubelet regards all its devices as unhealthy and rejects
-//! new pods that request them. Therefore a process that outlives restarts and upgrades of the agent
-//! must serve the streams. The relay is this process. To the agent, the relay is a kubelet: it has
-//! a directory with a `kubelet.sock`, accepts registrations and opens streams. To the kubelet, the
-//! relay is the device plugin.
+//! As soon as a resource's stream ends, the kubelet regards the resource's devices as unhealthy and
+//! rejects new pods that request them. Therefore the streams are served by the relay, a process
+//! that continues during restarts and upgrades of the agent. To the agent, the relay is a kubelet:
+//! it has a directory with a `kubelet.sock`, accepts registrations and opens streams. To the
+//! kubelet, the relay is the device plugin.
 //!
 //! While the agent is absent, the kubelet keeps the last device lists, and the relay holds the
 //! kubelet's calls until the agent has registered again.
@@ -42,7 +42,7 @@ use crate::resource::{
 /// Maximum size of a message from the agent, in bytes. A list of 20,000 devices fits in this size.
 const MAX_MESSAGE_BYTES: usize = 4 << 20;
 
-/// Name of a new `kubelet.sock` before it replaces the old one.
+/// Name of a new `kubelet.sock` before it replaces the old socket.
 const NEW_SOCKET_NAME: &str = "kubelet.new";
 
 /// Configuration of the relay.
@@ -61,14 +61,14 @@ pub struct RelayConfig {
 pub struct RelayTimings {
     /// Deadline for the first answers of a plugin that registers.
     pub connect: Duration,
-    /// Deadline for the kubelet's stream of a resource that registers. After the deadline, the
-    /// agent registers again. This deadline is shorter than the agent's own deadline.
+    /// Deadline for the kubelet to open the stream of a resource that registers. After the
+    /// deadline, the agent registers again. This deadline is shorter than the agent's own deadline.
     pub stream: Duration,
-    /// Maximum time for which the relay holds calls of the kubelet while the agent is absent. Also
-    /// the maximum time to wait for the agent's answer. The kubelet admits pods one by one. While
-    /// the relay holds a call, the kubelet admits no other pod, not even the agent's.
+    /// Maximum time for which the relay holds calls of the kubelet while the agent is absent. The
+    /// relay waits equally long for an answer of the connected agent. The kubelet admits pods one
+    /// by one. While the relay holds a call, the kubelet admits no other pod, not even the agent's.
     pub answer: Duration,
-    /// The maximum for `PreStartContainer`, which delays only its own container. This maximum is
+    /// Like `answer`, but for `PreStartContainer`, which delays only one container. This maximum is
     /// longer than the agent's deadline of 25 s, and shorter than the kubelet's deadline of 30 s.
     pub start: Duration,
     /// Time without the agent after which the relay reports the agent's devices as unhealthy.
@@ -97,7 +97,7 @@ pub enum RelayError {
     /// A directory cannot be used.
     #[error(transparent)]
     Directory(#[from] DirectoryError),
-    /// The directory for the agent, or the socket in it, cannot be created.
+    /// The agent's directory, or the socket in that directory, cannot be created.
     #[error("failed to serve the agent in {directory}")]
     Serve {
         /// Path of the directory.
@@ -125,7 +125,7 @@ pub async fn run_relay(config: RelayConfig, stop: impl Future<Output = ()>) -> R
     let intervals = PollIntervals { watched: kubelet.timings.poll_watched, unwatched: kubelet.timings.poll_unwatched };
     tokio::pin!(stop);
     // Wait for the lock: a second relay must not replace the first relay's socket, because the
-    // agent is registered there.
+    // agent is registered with the first relay.
     let mut states = relay.plugins.state();
     let first = async {
         let held = states.wait_for(|state| state.directory == DirectoryState::Held);
@@ -138,15 +138,15 @@ pub async fn run_relay(config: RelayConfig, stop: impl Future<Output = ()>) -> R
         }
         _ = first => {}
     }
-    let mut server = Some(relay.serve().map_err(serve_error)?);
+    let mut server = Some(relay.serve_registrations().map_err(serve_error)?);
     let mut kubelet = watched.kubelet_socket_id();
     'directory: loop {
         let mut changes = DirectoryWatch::start(&watched, intervals);
         loop {
-            // A new socket shows the agent that the kubelet has restarted.
+            // Serve at a new socket: the new socket shows the agent that the kubelet has restarted.
             let now = watched.kubelet_socket_id();
             if now != kubelet {
-                match relay.serve() {
+                match relay.serve_registrations() {
                     Ok(next) => (server, kubelet) = (Some(next), now),
                     Err(error) => {
                         tracing::error!(%error, "failed to serve the agent at a new socket; retrying");
@@ -201,7 +201,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A running registration server. Dropping it ends the server.
+/// A running registration server. Dropping this value ends the server.
 struct RunningServer {
     _connections: Connections,
     _listener: AbortOnDropHandle<()>,
@@ -210,8 +210,9 @@ struct RunningServer {
 
 impl Relay {
     /// Serves registrations on a new `kubelet.sock` in the agent's directory.
-    fn serve(self: &Arc<Self>) -> io::Result<RunningServer> {
-        // Rename the new socket, so that the old socket works until the new socket does.
+    fn serve_registrations(self: &Arc<Self>) -> io::Result<RunningServer> {
+        // Bind the new socket at a temporary path and rename it, so that the old socket works until
+        // then.
         let path = self.directory.path().join(KUBELET_SOCKET);
         let new = self.directory.path().join(NEW_SOCKET_NAME);
         match std::fs::remove_file(&new) {
@@ -236,7 +237,7 @@ impl Relay {
     }
 
     /// Connects to a plugin of the agent, and serves its resource to the kubelet.
-    async fn accept(self: &Arc<Self>, request: wire::RegisterRequest) -> Result<(), Status> {
+    async fn accept_registration(self: &Arc<Self>, request: wire::RegisterRequest) -> Result<(), Status> {
         if request.version != DEVICE_PLUGIN_VERSION {
             return Err(Status::invalid_argument(format!("unsupported version {:?}", request.version)));
         }
@@ -247,14 +248,14 @@ impl Relay {
         }
         if !self.is_connected(&name, &request.endpoint) {
             let path = self.directory.path().join(&request.endpoint);
-            let connected = tokio::time::timeout(self.timings.connect, connect(&path)).await;
+            let connected = tokio::time::timeout(self.timings.connect, connect_to_agent(&path)).await;
             let connected = connected.map_err(|_| Status::deadline_exceeded("the plugin did not answer"))??;
             self.replace_resource(&name, request.endpoint, connected);
         }
         self.wait_until_streaming(&name).await
     }
 
-    /// Returns whether the relay has a stream of this socket.
+    /// Returns whether the relay has an open stream from this socket.
     fn is_connected(&self, name: &ResourceName, socket: &str) -> bool {
         let endpoints = lock(&self.endpoints);
         endpoints
@@ -277,7 +278,7 @@ impl Relay {
                 name: name.clone(),
                 options,
                 devices: watch::Sender::new(Arc::clone(&devices)),
-                // Share the connection state, so that calls that wait at the replaced resource use
+                // Share the connection state, so that calls waiting at the replaced resource use
                 // the new connection.
                 agent: earlier.map_or_else(Arc::default, |resource| Arc::clone(&resource.agent)),
                 timings: self.timings,
@@ -289,12 +290,12 @@ impl Relay {
             tokio::spawn(Arc::clone(self).forward_device_lists(name.clone(), number, Arc::clone(&resource), stream));
         let endpoint = Endpoint { resource, number, socket, _follower: Some(AbortOnDropHandle::new(follower)) };
         endpoints.by_name.insert(name.clone(), endpoint);
-        self.publish(&endpoints);
+        self.publish_resources(&endpoints);
         tracing::info!(resource = %name, "the agent registered a resource");
     }
 
     /// Passes the current resources to the plugin server.
-    fn publish(&self, endpoints: &Endpoints) {
+    fn publish_resources(&self, endpoints: &Endpoints) {
         let resource = |endpoint: &Endpoint| Arc::clone(&endpoint.resource) as Arc<dyn Resource>;
         self.plugins.set(endpoints.by_name.iter().map(|(name, endpoint)| (name.clone(), resource(endpoint))).collect());
     }
@@ -314,7 +315,8 @@ impl Relay {
         }
     }
 
-    /// Forwards the agent's lists, and withdraws the resource after the end of the stream.
+    /// Forwards the agent's device lists until the stream ends. Later marks the devices unhealthy,
+    /// and finally removes the resource, unless the agent registers again.
     async fn forward_device_lists(
         self: Arc<Self>,
         name: ResourceName,
@@ -336,8 +338,8 @@ impl Relay {
                 }
             }
         }
-        // Drop the stream: a retained stream would keep the connection open, and the agent would
-        // wait for its end.
+        // Drop the stream: an undropped stream would keep the connection open, and the agent would
+        // wait for the disconnection.
         drop(stream);
         resource.disconnect(number);
         // An agent that removes a resource ends its stream with an empty list.
@@ -349,18 +351,17 @@ impl Relay {
             resource.devices.send_modify(|list| *list = Arc::new(mark_all_unhealthy(list)));
             tokio::time::sleep_until(ended + self.timings.removed).await;
         }
-        self.remove(&name, number);
+        self.remove_resource(&name, number);
     }
 
     /// Removes a resource, unless it has been registered again.
-    fn remove(&self, name: &ResourceName, number: u64) {
+    fn remove_resource(&self, name: &ResourceName, number: u64) {
         let mut endpoints = lock(&self.endpoints);
         if endpoints.by_name.get(name).is_some_and(|endpoint| endpoint.number == number) {
             tracing::info!(resource = %name, "removed a resource");
-            // Dropping the handle must not abort the calling task before the task has published the
-            // change.
+            // Publish the change before dropping the handle: the drop aborts the calling task.
             let removed = endpoints.by_name.remove(name);
-            self.publish(&endpoints);
+            self.publish_resources(&endpoints);
             drop(removed);
         }
     }
@@ -380,7 +381,7 @@ struct PluginConnection {
 }
 
 /// Makes the kubelet's first calls: reads the options, and opens the stream.
-async fn connect(socket: &Path) -> Result<PluginConnection, Status> {
+async fn connect_to_agent(socket: &Path) -> Result<PluginConnection, Status> {
     let endpoint = socket.to_str().and_then(unix_endpoint);
     let endpoint = endpoint.ok_or_else(|| Status::invalid_argument("the endpoint is not the name of a socket"))?;
     let channel = endpoint.connect().await.map_err(|error| Status::from_error(Box::new(error)))?;
@@ -401,7 +402,7 @@ impl Registration for RegistrationService {
     async fn register(&self, request: Request<wire::RegisterRequest>) -> Result<Response<wire::Empty>, Status> {
         // Use a separate task, so that a registration completes even if the agent disconnects.
         let (relay, request) = (Arc::clone(&self.0), request.into_inner());
-        let accepted = tokio::spawn(async move { relay.accept(request).await }).await;
+        let accepted = tokio::spawn(async move { relay.accept_registration(request).await }).await;
         accepted.map_err(|error| Status::internal(error.to_string()))??;
         Ok(Response::new(wire::Empty {}))
     }
@@ -436,7 +437,7 @@ impl Default for AgentState {
     }
 }
 
-/// A resource whose answers come from the agent.
+/// A resource that forwards the kubelet's calls to the agent.
 struct RelayedResource {
     name: ResourceName,
     options: PluginOptions,
@@ -457,9 +458,13 @@ impl RelayedResource {
         });
     }
 
-    /// Calls the agent. Waits while the agent is absent, and repeats the call if the agent ends
-    /// before it answers.
-    async fn call<A, F>(&self, limit: Duration, call: impl Fn(DevicePluginClient<Channel>) -> F) -> Result<A, Refusal>
+    /// Calls the agent. Waits while the agent is absent, and repeats the call if the agent
+    /// disconnects before it answers.
+    async fn call_agent<A, F>(
+        &self,
+        limit: Duration,
+        call: impl Fn(DevicePluginClient<Channel>) -> F,
+    ) -> Result<A, Refusal>
     where
         F: Future<Output = Result<Response<A>, Status>>,
     {
@@ -472,8 +477,8 @@ impl RelayedResource {
                 let Some(AgentClient { number, client }) = agent else { continue };
                 match call(client).await {
                     Ok(answer) => return Ok(answer.into_inner()),
-                    // A status has a source only if this process created it. Such a status means
-                    // that the connection failed.
+                    // A status with a source was created in this process, and means that the
+                    // connection failed.
                     Err(status) if std::error::Error::source(&status).is_some() => self.disconnect(number),
                     Err(status) => return Err(status.into()),
                 }
@@ -513,7 +518,7 @@ impl Resource for RelayedResource {
             };
             let request = wire::PreferredAllocationRequest { container_requests: vec![container] };
             let answer = self
-                .call(self.timings.answer, |mut client| {
+                .call_agent(self.timings.answer, |mut client| {
                     let request = request.clone();
                     async move { client.get_preferred_allocation(request).await }
                 })
@@ -527,7 +532,7 @@ impl Resource for RelayedResource {
             let container = wire::ContainerAllocateRequest { devices_ids: ids.to_vec() };
             let request = wire::AllocateRequest { container_requests: vec![container] };
             let answer = self
-                .call(self.timings.answer, |mut client| {
+                .call_agent(self.timings.answer, |mut client| {
                     let request = request.clone();
                     async move { client.allocate(request).await }
                 })
@@ -539,7 +544,7 @@ impl Resource for RelayedResource {
     fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
         Box::pin(async move {
             let request = wire::PreStartContainerRequest { devices_ids: ids.to_vec() };
-            self.call(self.timings.start, |mut client| {
+            self.call_agent(self.timings.start, |mut client| {
                 let request = request.clone();
                 async move { client.pre_start_container(request).await }
             })
@@ -549,7 +554,8 @@ impl Resource for RelayedResource {
     }
 }
 
-/// Returns the only response in the agent's answer to a call for one container.
+/// Returns the response in the agent's answer to a call for one container. Fails unless the answer
+/// has exactly one response.
 fn single_response<T>(mut responses: Vec<T>) -> Result<T, Refusal> {
     match (responses.pop(), responses.is_empty()) {
         (Some(response), true) => Ok(response),

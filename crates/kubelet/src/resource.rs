@@ -23,8 +23,9 @@ pub trait Resource: Send + Sync + 'static {
     /// If the sender is dropped, the last list remains valid.
     fn devices(&self) -> watch::Receiver<Arc<DeviceList>>;
 
-    /// Returns the calls that the kubelet may use. The kubelet reads the options once for each
-    /// registration. The plugin registers again when a replacement has other options.
+    /// Returns the optional calls that the kubelet may use. The kubelet reads the options once for
+    /// each registration. The plugin registers again when a replacement resource has different
+    /// options.
     fn options(&self) -> PluginOptions;
 
     /// Chooses devices for a container from the available devices. The answer is a hint: the
@@ -60,7 +61,7 @@ pub struct PluginOptions {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ResourceName(Arc<str>);
 
-/// Why a text is not the name of an extended resource.
+/// Why a string is not the name of an extended resource.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{name:?} is not the name of an extended resource: {why}")]
 pub struct InvalidResourceName {
@@ -100,7 +101,7 @@ impl ResourceName {
         Ok(Self(name.into()))
     }
 
-    /// Returns the name as text.
+    /// Returns the name as a string.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -143,12 +144,12 @@ impl Borrow<str> for ResourceName {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DeviceId(Arc<str>);
 
-/// Truncates a text for an error message. The text is external input and can be long.
+/// Truncates a string for an error message. The string is external input and can be long.
 fn truncate(text: &str) -> String {
     text.chars().take(100).collect()
 }
 
-/// Why a text is not a device id.
+/// Why a string is not a device id.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a device id: the kubelet's API allows 1 to 63 bytes")]
 pub struct InvalidDeviceId(String);
@@ -165,7 +166,7 @@ impl DeviceId {
         Ok(Self(id.into()))
     }
 
-    /// Returns the id as text.
+    /// Returns the id as a string.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -244,18 +245,21 @@ impl<'a> TryFrom<&'a wire::ContainerPreferredAllocationRequest> for PreferredReq
     type Error = Refusal;
 
     /// Converts the kubelet's request. Refuses a request with inconsistent numbers. The resource
-    /// checks the ids.
+    /// itself checks the ids.
     fn try_from(wire: &'a wire::ContainerPreferredAllocationRequest) -> Result<Self, Refusal> {
         let (available, must_include) = (&wire.available_device_i_ds, &wire.must_include_device_i_ds);
         let Ok(size) = usize::try_from(wire.allocation_size) else {
             return Err(Refusal::Invalid(format!("{} devices requested", wire.allocation_size)));
         };
         if size > available.len() {
-            return Err(Refusal::Invalid(format!("{size} devices requested, and {} are available", available.len())));
+            return Err(Refusal::Invalid(format!(
+                "{size} devices requested, but only {} are available",
+                available.len()
+            )));
         }
         if must_include.len() > size {
             return Err(Refusal::Invalid(format!(
-                "{size} devices requested, which must include {}",
+                "{size} devices requested, but {} devices must be included",
                 must_include.len()
             )));
         }
@@ -360,7 +364,7 @@ pub enum Refusal {
     /// The plugin can never grant the request: unknown or repeated ids, or shares of two GPUs.
     #[error("{0}")]
     Invalid(String),
-    /// The request is valid, but the resource is not ready for it yet. The kubelet retries the
+    /// The request is valid, but the resource is not ready for it yet. The kubelet retries a failed
     /// start of a container.
     #[error("{0}")]
     NotReady(String),

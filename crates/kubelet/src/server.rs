@@ -19,14 +19,15 @@ use crate::proto::v1beta1 as wire;
 use crate::proto::v1beta1::device_plugin_server::{DevicePlugin, DevicePluginServer};
 use crate::resource::{DeviceList, PluginOptions, PreferredRequest, Resource, list_response};
 
-/// Maximum size of a request in bytes. The kubelet's largest request is `GetPreferredAllocation`
-/// with every free id. 20,000 ids fit in 1 MiB.
+/// Maximum size of a request in bytes. The kubelet's largest request is `GetPreferredAllocation`,
+/// which lists every free id. 20,000 ids fit in 1 MiB.
 const MAX_REQUEST_BYTES: usize = 1 << 20;
 
-/// Maximum time to wait for calls on connections without a stream.
+/// Maximum time to wait for calls in progress when no stream is open.
 const IDLE_CONNECTION_GRACE: Duration = Duration::from_millis(50);
 
-/// The current resource. A new resource with the same name replaces it in place.
+/// The current resource. The value changes when a resource with the same name replaces this
+/// resource.
 pub(crate) type CurrentResource = watch::Receiver<Arc<dyn Resource>>;
 
 /// Behaviour of a session's `ListAndWatch` streams.
@@ -34,14 +35,14 @@ pub(crate) type CurrentResource = watch::Receiver<Arc<dyn Resource>>;
 pub(crate) enum StreamMode {
     /// Send each change.
     Open,
-    /// End at once. The kubelet regards the devices as unhealthy, and keeps the resource for five
-    /// minutes.
+    /// End immediately. The kubelet regards the devices as unhealthy, and keeps the resource for
+    /// five minutes.
     End,
-    /// Send an empty list and end. The resource is removed, and its capacity becomes 0 at once.
+    /// Send an empty list and end. The resource is removed, and its capacity immediately becomes 0.
     EndWithEmptyList,
 }
 
-/// A running server. Dropping it ends its connections.
+/// A running server. Dropping this value closes the server's connections.
 pub(crate) struct Session {
     path: PathBuf,
     socket: SocketId,
@@ -65,8 +66,8 @@ impl Session {
             .max_decoding_message_size(MAX_REQUEST_BYTES);
         let shown = path.clone();
         let task = tokio::spawn(async move {
-            // Do not use tonic's graceful shutdown: it waits for streams, which never end by
-            // themselves. `Session::close` ends the streams.
+            // Do not use tonic's graceful shutdown: it waits for open streams, and they never end
+            // by themselves. `Session::close` ends the streams.
             let end = tonic::transport::Server::builder().serve_with_incoming(service, incoming).await;
             if let Err(error) = end {
                 tracing::error!(socket = %shown.display(), error = &error as &dyn std::error::Error, "device plugin server failed");
@@ -85,7 +86,7 @@ impl Session {
         self.options
     }
 
-    /// Returns the number of open `ListAndWatch` streams.
+    /// Returns a receiver of the number of open `ListAndWatch` streams.
     pub(crate) fn open_streams(&self) -> watch::Receiver<usize> {
         self.open.clone()
     }
@@ -208,8 +209,8 @@ impl From<PluginOptions> for wire::DevicePluginOptions {
     }
 }
 
-/// The lists that one `ListAndWatch` stream sends. Each stream has its own feed and sends every
-/// change.
+/// The source of the lists of one `ListAndWatch` stream. Each stream has its own feed, so each
+/// stream sends every list.
 struct DeviceListFeed {
     served: CurrentResource,
     /// `None` after the sender was dropped. The last list remains valid.
@@ -236,8 +237,8 @@ impl DeviceListFeed {
             }
             if let Some(devices) = &mut self.devices {
                 let now = Arc::clone(&devices.borrow_and_update());
-                // Compare the pointers instead of the contents: a resource publishes an equal list
-                // to make the kubelet write its checkpoint.
+                // Compare the pointers, not the contents: a resource publishes an equal list to
+                // make the kubelet write its checkpoint.
                 if !self.sent.as_ref().is_some_and(|sent| Arc::ptr_eq(sent, &now)) {
                     self.sent = Some(Arc::clone(&now));
                     return Some(now);
@@ -267,7 +268,7 @@ impl DeviceListFeed {
     }
 }
 
-/// Counts an open stream until it is dropped.
+/// Counts a stream as open until this value is dropped.
 struct OpenStream(watch::Sender<usize>);
 
 impl OpenStream {

@@ -40,7 +40,7 @@ async fn allocated_and_allocatable_devices_are_listed_even_after_a_restart() {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_hangs_times_out() {
+async fn a_call_to_a_hanging_kubelet_times_out() {
     let directory = tempfile::tempdir().expect("a directory");
     let socket = directory.path().join("kubelet.sock");
     let kubelet = FakePodResources::start(&socket).expect("a kubelet");

@@ -28,8 +28,9 @@ impl FromStr for Label {
 /// Options of quotas.
 #[derive(Debug, Clone, clap::Args)]
 pub struct QuotaArgs {
-    /// What pods of namespaces without a `GpuQuota` may do while the cluster has one: `Borrow`, as
-    /// a quota without a guarantee, or `Exempt`, so that quotas neither hold nor evict them.
+    /// How quotas treat pods of namespaces without a `GpuQuota`, while the cluster has a
+    /// `GpuQuota`. `Borrow`: like pods of a quota without a guarantee. `Exempt`: quotas neither
+    /// delay nor evict these pods.
     #[arg(
         id = "quotas-unnamed",
         long = "quotas-unnamed",
@@ -39,20 +40,21 @@ pub struct QuotaArgs {
     )]
     pub unnamed: Unnamed,
 
-    /// Seconds that a pod runs at least before another borrower may take its GPU.
+    /// Minimum number of seconds that a pod runs before it can be evicted for another borrower.
     #[arg(long, env = "CLEAVE_QUOTAS_MIN_RUNTIME_FAIR_SHARE", value_name = "SECONDS", default_value_t = 300)]
     pub quotas_min_runtime_fair_share: u64,
 
-    /// Seconds that a pod runs at least before a pod within its guarantee may take its GPU.
+    /// Minimum number of seconds that a borrower runs before it can be evicted for a pod within its
+    /// guarantee.
     #[arg(long, env = "CLEAVE_QUOTAS_MIN_RUNTIME_RECLAIM", value_name = "SECONDS", default_value_t = 0)]
     pub quotas_min_runtime_reclaim: u64,
 
-    /// Maximum grace period, in seconds, of a pod that is evicted by the rules of quotas.
+    /// Maximum grace period, in seconds, of a pod that the operator evicts by the rules of quotas.
     #[arg(long, env = "CLEAVE_QUOTAS_GRACE_CAP", value_name = "SECONDS", default_value_t = 300)]
     pub quotas_grace_cap: u64,
 
-    /// Seconds for which a disruption budget may keep a borrower whose GPU is guaranteed to others.
-    /// After that the pod is deleted. 0 means forever.
+    /// Seconds for which a disruption budget can protect a borrower from eviction for a pod within
+    /// its guarantee. After this time, the operator deletes the borrower. 0 means forever.
     #[arg(long, env = "CLEAVE_QUOTAS_BUDGET_PATIENCE", value_name = "SECONDS", default_value_t = 600)]
     pub quotas_budget_patience: u64,
 
@@ -74,7 +76,7 @@ pub struct QuotaArgs {
 }
 
 impl QuotaArgs {
-    /// Returns the settings of quotas.
+    /// Returns the settings of quotas, from these options.
     pub fn settings(&self) -> QuotaSettings {
         let rules = Settings {
             min_runtime_fair_share: self.quotas_min_runtime_fair_share,
@@ -133,13 +135,13 @@ pub struct OperatorArgs {
     #[arg(long, env = "CLEAVE_TAINT_UNHEALTHY", default_value_t = false)]
     pub taint_unhealthy: bool,
 
-    /// Label selector of MPS host pods to replace when they are outdated and no program uses MPS on
-    /// the node. Needs permission to delete pods and to list and watch controller revisions.
+    /// Label selector of MPS host pods. The operator replaces an outdated MPS host pod when no
+    /// program uses MPS on the node. Needs permission to delete pods and to list and watch
+    /// controller revisions.
     #[arg(long, env = "CLEAVE_REPLACE_MPS_HOSTS", value_name = "SELECTOR")]
     pub replace_mps_hosts: Option<String>,
 
-    /// Seconds for which a pod must be unplaceable on every GPU before it is released as
-    /// unschedulable.
+    /// Seconds for which a pod must fit on no GPU before it is released as unschedulable.
     #[arg(long, env = "CLEAVE_UNSCHEDULABLE_AFTER_SECONDS", value_name = "SECONDS", default_value_t = 180)]
     pub unschedulable_after_seconds: u64,
 
@@ -153,7 +155,7 @@ pub struct OperatorArgs {
     #[arg(long, env = "CLEAVE_TAINT_FRAGMENTED", default_value_t = false)]
     pub taint_fragmented: bool,
 
-    /// Report pods at the placement gate that need another node as `Unschedulable`, so that
+    /// Report pods at the placement gate as `Unschedulable` if they need another node, so that
     /// cluster autoscalers add nodes.
     #[arg(
         long,

@@ -1,17 +1,17 @@
-//! After this process acquires the lease, waits until its stores are as new as the lease.
+//! Delays writes after this process acquires the lease, until its stores are as new as the lease.
 //!
-//! Watches may lag. A new leader whose watches have not yet delivered the former leader's last
-//! releases would reserve the same shares again. So a new leader writes only after its watches have
-//! stored everything that was written before it acquired the lease:
+//! Watches may lag. If a new leader's watches have not yet delivered the former leader's last
+//! releases, the new leader would reserve the same shares again. So a new leader writes only after
+//! its watches have stored all objects that were written before the leader acquired the lease:
 //!
 //! - **Pods.** The process writes an annotation to its own pod. A watch delivers changes in order.
 //!   So once the watch delivers the annotation, the store contains all earlier changes of pods. One
 //!   write costs less than a list of all pods.
 //! - **Nodes and `GpuNode`s**, and pods if the process cannot annotate its pod. The process lists
-//!   the objects' metadata from etcd, and waits for the newest version. The list does not show
-//!   deletions, but a missed deletion cannot cause a double reservation.
+//!   the objects' metadata from etcd, and waits until the stores contain the newest listed version.
+//!   The list does not show deletions, but a missed deletion cannot cause a double reservation.
 //!
-//! [`Versions::has_reached`] decides and is pure.
+//! [`Versions::has_reached`] makes the decision and is pure.
 use std::fmt::Debug;
 use std::time::Duration;
 
@@ -32,7 +32,7 @@ use tokio_util::sync::CancellationToken;
 use crate::leader::LeaseGuard;
 use crate::read::LIVING_PODS;
 
-/// Objects per request of a list.
+/// Maximum number of objects in one response to a list request.
 const PAGE_SIZE: u32 = 500;
 /// Time limit of one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -48,7 +48,7 @@ const LATE_AFTER: Duration = Duration::from_secs(60);
 /// Maximum number of times that [`LATE_AFTER`] is doubled.
 const MAX_DOUBLINGS: u32 = 4;
 
-/// A resource version of each kind of object that reservations depend on.
+/// One resource version for each kind of object that reservations depend on.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Versions {
     pub(crate) pods: u64,
@@ -56,7 +56,7 @@ pub(crate) struct Versions {
     pub(crate) gpu_nodes: u64,
 }
 
-/// Selects one kind of [`Versions`].
+/// Selects the version of one kind of object in [`Versions`].
 pub(crate) type VersionOfKind = fn(&mut Versions) -> &mut u64;
 
 impl Versions {
@@ -80,7 +80,7 @@ impl Versions {
 /// Computes the resource version that a store has reached, from the events of the store's watch.
 #[derive(Debug, Default)]
 pub(crate) struct StoreVersion {
-    /// The newest object of a list that is not complete yet.
+    /// The highest resource version in a list that is not complete yet.
     listed: u64,
 }
 
@@ -105,7 +105,7 @@ fn resource_version_number(object: &impl Resource) -> u64 {
     object.meta().resource_version.as_deref().and_then(|version| version.parse().ok()).unwrap_or(0)
 }
 
-/// State of the wait for current stores in one term.
+/// State of the wait for up-to-date stores in one term.
 struct CatchUp {
     term: u64,
     began: Instant,
@@ -118,7 +118,8 @@ impl CatchUp {
         Self { term, began: Instant::now(), required: None }
     }
 
-    /// Reads the required versions and waits for them. Returns false if a retry is necessary.
+    /// Reads the required versions, and waits until the stores contain them. Returns false if a
+    /// retry is necessary.
     async fn attempt(
         &mut self,
         client: &Client,
@@ -139,10 +140,10 @@ impl CatchUp {
         }
     }
 
-    /// Returns whether the process has led for too long without writing. If so, logs and counts the
-    /// late term. `before` is the number of consecutive late terms before this one.
+    /// Returns whether the process has led for too long without writing. If the term is late, logs
+    /// and counts the term. `before` is the number of consecutive late terms before this term.
     fn is_term_late(&self, before: u32, late: &Counter) -> bool {
-        if self.began.elapsed() < late_after(before) {
+        if self.began.elapsed() < time_until_late(before) {
             return false;
         }
         late.inc();
@@ -153,8 +154,8 @@ impl CatchUp {
 }
 
 /// Returns the time after which a term is late. `before` is the number of consecutive late terms
-/// before it.
-fn late_after(before: u32) -> Duration {
+/// before that term.
+fn time_until_late(before: u32) -> Duration {
     LATE_AFTER.saturating_mul(2_u32.saturating_pow(before.min(MAX_DOUBLINGS)))
 }
 
@@ -189,7 +190,7 @@ pub(crate) async fn run(
             }
         }
     };
-    // Dropping the requests is safe, because after `stop` no task waits for the answer.
+    // Dropping the requests is safe, because no task waits for the answers after `stop`.
     tokio::select! {
         () = stop.cancelled() => {}
         () = follow => {}
@@ -197,8 +198,8 @@ pub(crate) async fn run(
 }
 
 /// Waits until the stores contain the required resource versions. Returns false after
-/// [`WARN_AFTER`]. A watch that lags for long may have lost its connection. Such a watch connects
-/// again within [`crate::watches::WATCH_TIMEOUT_SECONDS`].
+/// [`WARN_AFTER`]. A watch that lags for a long time may have lost its connection. The watch then
+/// reconnects within [`crate::watches::WATCH_TIMEOUT_SECONDS`].
 async fn wait_until_stored(stored: &mut watch::Receiver<Versions>, required: Versions) -> bool {
     let reached = tokio::time::timeout(WARN_AFTER, stored.wait_for(|stored| stored.has_reached(required))).await;
     match reached.map(|reached| reached.is_ok()) {
@@ -225,7 +226,7 @@ enum Error {
 }
 
 /// Returns the resource versions that the stores must contain. No write before this call has a
-/// newer version.
+/// newer resource version.
 async fn read_required_versions(client: &Client, pod: &(String, String)) -> Result<Versions, Error> {
     let all = ListParams::default().limit(PAGE_SIZE);
     let pods = match annotate_own_pod(client, pod).await {
@@ -336,14 +337,15 @@ mod tests {
 
     #[test]
     fn the_time_for_a_term_doubles_up_to_a_limit() {
-        let minutes: Vec<u64> = [0, 1, 2, 3, 4, 5, u32::MAX].map(|before| late_after(before).as_secs() / 60).into();
+        let minutes: Vec<u64> =
+            [0, 1, 2, 3, 4, 5, u32::MAX].map(|before| time_until_late(before).as_secs() / 60).into();
         assert_eq!(minutes, [1, 2, 4, 8, 16, 16, 16]);
     }
 
     /// Returns an API server with a lease, two pages of nodes and one `GpuNode`. The server answers
-    /// the annotation of this process's pod with `marked`. It records all requests except those
-    /// about the lease.
-    fn mock_server(marked: u16) -> (Client, Arc<Mutex<Vec<String>>>) {
+    /// the annotation of this process's pod with the status code `annotation_status`. The server
+    /// records all requests except requests about the lease.
+    fn mock_server(annotation_status: u16) -> (Client, Arc<Mutex<Vec<String>>>) {
         let requests = Arc::new(Mutex::new(Vec::new()));
         let lease = Arc::new(Mutex::new(json!({"metadata": {"name": "l"}})));
         let seen = Arc::clone(&requests);
@@ -364,10 +366,10 @@ mod tests {
                 } else {
                     seen.lock().unwrap().push(line.clone());
                     match line.as_str() {
-                        patch if patch.starts_with("PATCH") && marked == 200 => meta("50"),
+                        patch if patch.starts_with("PATCH") && annotation_status == 200 => meta("50"),
                         patch if patch.starts_with("PATCH") => {
-                            status = marked;
-                            json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": "none", "reason": "Some", "code": marked})
+                            status = annotation_status;
+                            json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": "none", "reason": "Some", "code": annotation_status})
                         }
                         pods if pods.contains("/pods") => list(&["48"], ""),
                         second if second.contains("continue=more") => list(&["30"], ""),

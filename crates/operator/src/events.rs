@@ -1,5 +1,5 @@
-//! Decides which Events to publish about pods and nodes. Publishes each Event once, and limits the
-//! number per pass. Pure: callers pass in the time.
+//! Decides which Events to publish about pods and nodes. Selects each Event once, and limits the
+//! number of Events per pass. Pure: callers pass in the time.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -10,10 +10,9 @@ use crate::policies::demand::{Outcome, Reason, WaitingPod};
 use crate::policies::status::shorten;
 use crate::read::Observed;
 
-/// How long a pod must wait for free shares before an Event reports the wait. Most pods are placed
-/// sooner.
-const NO_ROOM_EVENT_DELAY: Duration = Duration::from_secs(2);
-/// Minimum time between two Events of one pod with different messages.
+/// How long a pod must wait before an Event reports the wait. Most pods get a reservation sooner.
+const WAIT_EVENT_DELAY: Duration = Duration::from_secs(2);
+/// Minimum time between two Events about one pod with different messages.
 const MIN_EVENT_INTERVAL: Duration = Duration::from_secs(300);
 /// Maximum number of Events per pass. A thousand waiting pods must not cause a thousand Events in
 /// one pass.
@@ -23,7 +22,7 @@ const MAX_NOTE_BYTES: usize = 1000;
 
 /// Stores the reported messages, so that each Event is published once.
 #[derive(Debug, Default)]
-pub(crate) struct EventPublisher {
+pub(crate) struct EventSelector {
     pods: BTreeMap<String, PodReport>,
     excluded_nodes: BTreeMap<String, String>,
     excluded_gpus: BTreeMap<(String, String), String>,
@@ -40,9 +39,9 @@ struct PodReport {
 }
 
 /// Delay before the next check of pods that have not waited long enough for an Event.
-pub(crate) const EVENT_CHECK_DELAY: Duration = NO_ROOM_EVENT_DELAY;
+pub(crate) const EVENT_CHECK_DELAY: Duration = WAIT_EVENT_DELAY;
 
-impl EventPublisher {
+impl EventSelector {
     /// Returns the Events to publish now.
     pub(crate) fn events(
         &mut self,
@@ -57,8 +56,8 @@ impl EventPublisher {
         events
     }
 
-    /// Returns the Events to publish now for waiting pods. `uids` contains the UIDs of all existing
-    /// pods.
+    /// Returns the Events to publish now for waiting pods. `uids` maps the names of existing pods
+    /// to their UIDs.
     pub(crate) fn pod_events(
         &mut self,
         waiting: &BTreeMap<String, WaitingPod>,
@@ -80,10 +79,10 @@ impl EventPublisher {
                 | Reason::OverMax
                 | Reason::WaitsForGuarantee
                 | Reason::Protected
-                | Reason::GangIncomplete => (EventType::Warning, "NoGpu", NO_ROOM_EVENT_DELAY),
+                | Reason::GangIncomplete => (EventType::Warning, "NoGpu", WAIT_EVENT_DELAY),
                 Reason::Malformed => (EventType::Warning, "NoGpu", Duration::ZERO),
                 // Publish no Event: the scheduler itself reports pods that it has not bound, and a
-                // node's change ends soon.
+                // change of a node ends soon.
                 Reason::Scheduler | Reason::NodeChanging => continue,
             };
             let is_new = reported.last.as_ref().is_none_or(|(message, at)| {
@@ -114,7 +113,8 @@ impl EventPublisher {
         for (at, why) in outcome.excluded_gpus.iter().filter(|(at, why)| self.excluded_gpus.get(*at) != Some(*why)) {
             let note = format!("GPU {} is not repartitioned: {why}", at.1);
             let node = node_reference(observed, &at.0);
-            // The recorder would merge the Events of two GPUs, and keep the first note.
+            // Without a different `secondary`, the recorder would merge the Events of two GPUs, and
+            // keep only the first note.
             let secondary = Some(ObjectReference { field_path: Some(at.1.clone()), ..node.clone() });
             events.push((node, Event { secondary, ..new_event(EventType::Warning, "GpuExcluded", &note) }));
         }
@@ -124,7 +124,7 @@ impl EventPublisher {
     }
 
     /// Returns whether a pod waits for free shares and has no Event yet.
-    pub(crate) fn is_waiting(&self) -> bool {
+    pub(crate) fn has_unreported_wait(&self) -> bool {
         self.pods.values().any(|reported| reported.last.is_none() && reported.reason == Reason::NoRoom)
     }
 }
@@ -150,7 +150,7 @@ pub(crate) fn unschedulable_event(message: &str) -> Event {
     new_event(EventType::Warning, "NoGpuFits", &note)
 }
 
-/// Creates the Event of a released pod that nodes no longer accept.
+/// Creates the Event of a released pod that no node accepts.
 pub(crate) fn stranded_event(message: &str) -> Event {
     Event { action: "Recreate".to_owned(), ..new_event(EventType::Warning, "Stranded", message) }
 }
@@ -161,7 +161,8 @@ pub(crate) fn preempted_event(by: &str) -> Event {
     Event { action: "Preempt".to_owned(), ..new_event(EventType::Normal, "Preempted", &note) }
 }
 
-/// Creates the Event of a pod that is evicted for a pod with rights by a quota.
+/// Creates the Event of a pod that is evicted by the rules of quotas. `by` is the pod that gets the
+/// released resources.
 pub(crate) fn reclaimed_event(by: &str, why: &str) -> Event {
     let note = format!("evicted for {by}: {why}");
     Event { action: "Preempt".to_owned(), ..new_event(EventType::Normal, "Reclaimed", &note) }
@@ -182,11 +183,12 @@ pub(crate) fn protected_event(message: &str) -> Event {
     Event { action: "Evict".to_owned(), ..new_event(EventType::Warning, "EvictionProtected", &note) }
 }
 
-/// Creates the Event of an MPS host that an MPS host of its `DaemonSet`'s newest revision replaces.
+/// Creates the Event of an MPS host that is replaced with a pod of the newest revision of its
+/// `DaemonSet`.
 pub(crate) fn mps_host_replaced_event(node: &str, pod: &str, uid: &str) -> Event {
     let note = format!("replacing {pod} with a pod of the newest revision, because nothing uses MPS on node {node}");
     // The recorder merges Events that differ only in their note. A different `secondary` prevents
-    // that.
+    // the merge.
     let secondary = Some(pod_reference(pod, uid));
     Event { action: "Replace".to_owned(), secondary, ..new_event(EventType::Normal, "MpsHostReplaced", &note) }
 }
@@ -239,8 +241,8 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_without_room_gets_one_event_for_each_reason() {
-        let mut publisher = EventPublisher::default();
+    fn a_pod_that_waits_gets_one_event_for_each_reason() {
+        let mut publisher = EventSelector::default();
         let cluster = cluster(1);
         let full = outcome(1, Reason::NoRoom, "No eligible GPU node. n1: full.");
         assert!(publisher.events(&full, &cluster, at(0)).is_empty(), "it may still find room");
@@ -256,7 +258,7 @@ mod tests {
 
     #[test]
     fn events_of_many_pods_are_spread_over_passes() {
-        let mut publisher = EventPublisher::default();
+        let mut publisher = EventSelector::default();
         let (cluster, full) = (cluster(50), outcome(50, Reason::NoRoom, "full"));
         publisher.events(&full, &cluster, at(0));
         let published: Vec<usize> = (2..6).map(|second| publisher.events(&full, &cluster, at(second)).len()).collect();
@@ -265,7 +267,7 @@ mod tests {
 
     #[test]
     fn a_repartitioning_is_reported_immediately_and_a_wait_for_the_scheduler_is_not() {
-        let mut publisher = EventPublisher::default();
+        let mut publisher = EventSelector::default();
         let cluster = cluster(1);
         assert_eq!(publisher.events(&outcome(1, Reason::Repartitioning, "On n1"), &cluster, at(0)).len(), 1);
         assert!(publisher.events(&outcome(1, Reason::Scheduler, "On n1"), &cluster, at(1)).is_empty());
@@ -280,7 +282,7 @@ mod tests {
 
     #[test]
     fn a_node_gets_events_when_plans_exclude_it_and_include_it_again() {
-        let mut publisher = EventPublisher::default();
+        let mut publisher = EventSelector::default();
         let excluded = Outcome {
             excluded_nodes: BTreeMap::from([("n1".into(), "the agent is not ready".into())]),
             ..Outcome::default()

@@ -1,4 +1,4 @@
-//! Evicts pods through the API that respects disruption budgets.
+//! Evicts pods through the Eviction API, which respects disruption budgets, and deletes pods.
 use std::time::Duration;
 
 use kube::Client;
@@ -13,16 +13,16 @@ pub enum EvictionResult {
     Done,
     /// A disruption budget allows no eviction now. Contains the API server's message.
     Protected(String),
-    /// The pod no longer exists. A new pod may have the same name.
+    /// The pod no longer exists, has another UID, or has changed since the `resourceVersion` of the
+    /// request.
     NotFound,
-    /// The API server refuses to evict the pod, for example because two disruption budgets select
-    /// the pod, or because an admission webhook denies the request. Contains the API server's
-    /// message.
+    /// The API server refuses to evict the pod. For example, two disruption budgets select the pod,
+    /// or an admission webhook denies the request. Contains the API server's message.
     Refused(String),
     /// The API server limits the number of requests. Contains the time after which to retry. The
     /// response does not show whether the pod can be evicted.
     Throttled(Duration),
-    /// The API server did not answer. Contains the reason.
+    /// The API server did not answer, or answered with another error. Contains the reason.
     Failed(String),
 }
 
@@ -52,8 +52,8 @@ pub struct EvictionOptions {
     pub timeout: Duration,
 }
 
-/// Evicts the pod `namespace/name` if its UID and `resourceVersion` are unchanged. A pod that was
-/// bound after this version is not evicted.
+/// Evicts the pod `namespace/name` if its UID and `resourceVersion` are unchanged. For example, a
+/// pod that the scheduler has bound since this version is not evicted.
 pub(crate) async fn evict_unchanged(client: &Client, pod: &str, uid: &str, version: &str) -> EvictionResult {
     let preconditions = serde_json::json!({"uid": uid, "resourceVersion": version});
     send_eviction(client, pod, serde_json::json!({"preconditions": preconditions}), WRITE_TIMEOUT).await
@@ -66,8 +66,8 @@ pub(crate) async fn evict(client: &Client, pod: &str, uid: &str) -> EvictionResu
 
 /// Evicts the pod `namespace/name`, if its UID is unchanged.
 ///
-/// Pass a client with `Config::default_retry` off. A client that retries requests on its own
-/// repeats an eviction that a disruption budget refuses (HTTP 429).
+/// Pass a client with `Config::default_retry` off. Otherwise the client itself repeats an eviction
+/// that a disruption budget refuses (HTTP 429).
 pub async fn evict_with(client: &Client, pod: &str, uid: &str, options: EvictionOptions) -> EvictionResult {
     let mut delete = serde_json::json!({"preconditions": {"uid": uid}});
     if let Some(grace) = options.grace {
@@ -76,7 +76,8 @@ pub async fn evict_with(client: &Client, pod: &str, uid: &str, options: Eviction
     send_eviction(client, pod, delete, options.timeout).await
 }
 
-/// Deletes a pod if it has this UID, although a disruption budget may protect it.
+/// Deletes the pod `namespace/name`, if its UID is unchanged. Disruption budgets do not prevent the
+/// deletion.
 pub(crate) async fn delete(client: &Client, pod: &str, uid: &str, options: EvictionOptions) -> EvictionResult {
     let Some((namespace, name)) = pod.split_once('/') else { return EvictionResult::NotFound };
     let mut body = serde_json::json!({"preconditions": {"uid": uid}});
@@ -84,7 +85,7 @@ pub(crate) async fn delete(client: &Client, pod: &str, uid: &str, options: Evict
         body["gracePeriodSeconds"] = grace.into();
     }
     let request = http::Request::delete(format!("/api/v1/namespaces/{namespace}/pods/{name}"));
-    send(client, request, &body, options.timeout).await
+    send_request(client, request, &body, options.timeout).await
 }
 
 async fn send_eviction(client: &Client, pod: &str, delete: serde_json::Value, timeout: Duration) -> EvictionResult {
@@ -96,10 +97,10 @@ async fn send_eviction(client: &Client, pod: &str, delete: serde_json::Value, ti
         "deleteOptions": delete,
     });
     let request = http::Request::post(format!("/api/v1/namespaces/{namespace}/pods/{name}/eviction"));
-    send(client, request, &body, timeout).await
+    send_request(client, request, &body, timeout).await
 }
 
-async fn send(
+async fn send_request(
     client: &Client,
     request: http::request::Builder,
     body: &serde_json::Value,
@@ -118,7 +119,7 @@ async fn send(
     }
 }
 
-/// Converts the status with which the API server refuses an eviction.
+/// Converts the status with which the API server refuses a request.
 fn result_of_status(status: &Status) -> EvictionResult {
     let causes = status.details.iter().flat_map(|details| &details.causes);
     match status.code {
@@ -163,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn other_answers_are_distinguished_by_their_code() {
+    fn eviction_answers_are_distinguished_by_their_status_code() {
         for (code, expected) in
             [(403, "refused"), (422, "refused"), (500, "refused"), (503, "failed"), (404, "not_found")]
         {

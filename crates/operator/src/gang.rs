@@ -1,26 +1,25 @@
-//! The gang of a pod, as labels, annotations and the spec name it. Pure.
+//! Finds a pod's gang in its labels, annotations and spec. Pure.
 use std::collections::BTreeMap;
 
 use cleave_api::names::{
     GANG_ANNOTATION, GANG_SIZE_ANNOTATION, KUEUE_GROUP_COUNT_ANNOTATION, KUEUE_GROUP_LABEL, POD_GROUP_LABEL,
 };
 
-/// Pods that are of use only together.
+/// Pods that are useful only if all of them run.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct PodGang {
     /// Name of the gang. Pods of one namespace with the same name are one gang.
     pub name: String,
-    /// Number of pods without which none is released, at least 1.
+    /// Minimum number of pods that are released together. At least 1.
     pub size: usize,
 }
 
 impl PodGang {
-    /// Finds the gang of a pod. `group` is the group in the pod's spec (KEP-4671). The first of
-    /// these that is set counts: Cleave's annotation, Kueue's label, the label of the coscheduling
-    /// plugin, the spec.
+    /// Finds the gang of a pod. `group` is the group in the pod's spec (KEP-4671). The gang's name
+    /// is the first set value of Cleave's annotation, Kueue's label, the coscheduling plugin's
+    /// label, and the group in the spec.
     ///
-    /// `PodGroup` objects are not read. If no annotation has a valid size, the gang is all pods of
-    /// the group that exist.
+    /// `PodGroup` objects are not read. If no annotation has a valid size, the size is 1.
     pub fn find<'a>(
         labels: &'a BTreeMap<String, String>,
         annotation: impl Fn(&str) -> Option<&'a str>,
@@ -39,7 +38,11 @@ impl PodGang {
 mod tests {
     use super::*;
 
-    fn gang(labels: &[(&str, &str)], annotations: &[(&str, &str)], group: Option<&str>) -> Option<(String, usize)> {
+    fn find_gang(
+        labels: &[(&str, &str)],
+        annotations: &[(&str, &str)],
+        group: Option<&str>,
+    ) -> Option<(String, usize)> {
         let map = |pairs: &[(&str, &str)]| -> BTreeMap<String, String> {
             pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
         };
@@ -49,15 +52,19 @@ mod tests {
     }
 
     #[test]
-    fn a_gang_is_named_by_annotation_kueue_coscheduling_or_the_spec() {
+    fn a_gangs_name_comes_from_an_annotation_a_label_or_the_spec() {
         let named = |name: &str, size| Some((name.to_owned(), size));
-        assert_eq!(gang(&[("app", "x")], &[("cleave.dev/borrow", "Never")], None), None);
-        assert_eq!(gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", "4")], None), named("t", 4));
+        assert_eq!(find_gang(&[("app", "x")], &[("cleave.dev/borrow", "Never")], None), None);
+        assert_eq!(find_gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", "4")], None), named("t", 4));
         let kueue = [("kueue.x-k8s.io/pod-group-name", "k")];
-        assert_eq!(gang(&kueue, &[("kueue.x-k8s.io/pod-group-total-count", "3")], None), named("k", 3));
-        assert_eq!(gang(&[("scheduling.x-k8s.io/pod-group", "s")], &[], None), named("s", 1));
-        assert_eq!(gang(&[], &[("cleave.dev/gang-size", "2")], Some("g")), named("g", 2));
-        assert_eq!(gang(&kueue, &[("cleave.dev/gang", "t")], Some("g")), named("t", 1), "Cleave's annotation is first");
+        assert_eq!(find_gang(&kueue, &[("kueue.x-k8s.io/pod-group-total-count", "3")], None), named("k", 3));
+        assert_eq!(find_gang(&[("scheduling.x-k8s.io/pod-group", "s")], &[], None), named("s", 1));
+        assert_eq!(find_gang(&[], &[("cleave.dev/gang-size", "2")], Some("g")), named("g", 2));
+        assert_eq!(
+            find_gang(&kueue, &[("cleave.dev/gang", "t")], Some("g")),
+            named("t", 1),
+            "Cleave's annotation is first"
+        );
     }
 
     #[test]
@@ -78,15 +85,15 @@ mod tests {
     }
 
     #[test]
-    fn a_size_that_is_no_number_is_ignored() {
+    fn an_invalid_gang_size_is_ignored() {
         for size in ["", "-1", "1e9", "many", "99999999999999999999"] {
-            let found = gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", size)], None);
+            let found = find_gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", size)], None);
             assert_eq!(found, Some(("t".to_owned(), 1)), "{size:?}");
         }
         assert_eq!(
-            gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", "0")], None),
+            find_gang(&[], &[("cleave.dev/gang", "t"), ("cleave.dev/gang-size", "0")], None),
             Some(("t".to_owned(), 1))
         );
-        assert_eq!(gang(&[], &[("cleave.dev/gang", "")], None), None, "an empty name is none");
+        assert_eq!(find_gang(&[], &[("cleave.dev/gang", "")], None), None, "an empty name is none");
     }
 }

@@ -52,8 +52,8 @@ async fn readyz(State(health): State<Health>) -> Response {
     }
 }
 
-/// Checks that all objects are listed, the lease has been read, and an enabled webhook has a
-/// certificate.
+/// Checks that every watch has listed its objects, the lease has been read, and an enabled webhook
+/// has a certificate.
 fn readiness(listed: bool, known: bool, certified: bool) -> Result<(), &'static str> {
     match (listed, known, certified) {
         (false, ..) => Err("the cluster's objects are not listed yet"),
@@ -80,7 +80,7 @@ mod tests {
     use super::readiness;
 
     #[test]
-    fn ready_needs_listed_objects_a_known_leader_and_a_certificate() {
+    fn readiness_requires_listed_objects_a_read_lease_and_a_certificate() {
         assert!(readiness(false, true, true).is_err());
         assert!(readiness(true, false, true).is_err());
         assert!(readiness(true, true, false).is_err());

@@ -1,10 +1,10 @@
 //! Leader election: only the process that holds a lease writes to the cluster.
 //!
-//! [`evaluate`] decides and is pure. [`Elector::run`] reads the lease, decides and writes. The
-//! holder's [`LeaseGuard`] expires before another process may acquire the lease. So a holder that
-//! cannot reach the API server stops writing before another process starts to write. Processes
-//! never compare each other's clocks: a process measures the age of a renewal from its own read of
-//! the changed lease.
+//! [`evaluate`] makes the decisions and is pure. [`Elector::run`] reads the lease, decides and
+//! writes. The holder's [`LeaseGuard`] expires before another process may acquire the lease. So a
+//! holder that cannot reach the API server stops its writes before another process starts to write.
+//! Processes never compare each other's clocks: a process measures the age of a renewal from its
+//! own read of the changed lease.
 //!
 //! [`start`] runs the elector on a separate thread. A long pass or many TLS handshakes can keep the
 //! main thread busy, but must not delay a renewal.
@@ -28,14 +28,15 @@ pub const GUARD_TIME: Duration = Duration::from_secs(10);
 /// Maximum duration of a write that starts while a [`LeaseGuard`] is valid.
 const WRITE_TIME: Duration = LEASE_TIME.saturating_sub(GUARD_TIME);
 /// Interval between renewals by the holder. A guard remains valid if one renewal fails and the next
-/// succeeds, even if both requests of the failed renewal time out.
+/// renewal succeeds, even if both requests of the failed renewal time out.
 const RENEW_INTERVAL: Duration = Duration::from_secs(3);
 /// Interval between reads of the lease by processes that do not hold it.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
 /// Delay before a failed request is retried.
 const RETRY_DELAY: Duration = Duration::from_millis(500);
-/// Time after which a process that gave up the lease may acquire it again, if no other process has.
-/// Another process needs at most the [`LEASE_TIME`] and one [`POLL_INTERVAL`] to acquire it.
+/// Time after which a process that gave up the lease may acquire it again, if no other process has
+/// acquired it. Another process needs at most the [`LEASE_TIME`] and one [`POLL_INTERVAL`] to
+/// acquire it.
 pub(crate) const GIVE_UP_TIME: Duration = Duration::from_secs(20);
 /// Time limit of a request to the API server. A renewal is two requests.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
@@ -56,7 +57,7 @@ impl ObservedLease {
     }
 }
 
-/// The next step with the lease.
+/// The next action of an elector.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Decision {
     /// The lease does not exist: create it.
@@ -69,7 +70,7 @@ pub enum Decision {
     Wait(Duration),
 }
 
-/// Decides the next step with the lease as last read.
+/// Returns the next action, given the lease that was last read.
 pub fn evaluate(last: Option<&ObservedLease>, me: &str, now: Duration) -> Decision {
     let Some(ObservedLease { spec, since }) = last else { return Decision::Create };
     match spec.holder_identity.as_deref() {
@@ -125,10 +126,10 @@ pub struct LeaseGuard {
 /// The state that the elector reports to the guards.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Term {
-    /// Whether the lease was read or written at least once.
+    /// Whether this process has read or written the lease at least once.
     known: bool,
-    /// Number of times that this process began to lead. A new term begins when it acquires the
-    /// lease, and when it renews the lease after the guard has expired.
+    /// Number of times that this process began to lead. A new term begins when the process acquires
+    /// the lease, and when it renews the lease after the guard has expired.
     number: u64,
     /// When the guard expires. `None` while another process leads.
     until: Option<Instant>,
@@ -142,8 +143,8 @@ impl Term {
 }
 
 impl LeaseGuard {
-    /// Returns whether the lease remains valid long enough for this process to complete a write,
-    /// and the process is ready to write.
+    /// Returns whether this process is ready to write, and the lease remains valid long enough to
+    /// complete a write.
     pub fn is_current(&self) -> bool {
         let term = self.term();
         term.is_some_and(|term| self.ready.as_ref().is_none_or(|ready| *ready.borrow() >= term))
@@ -174,7 +175,7 @@ impl LeaseGuard {
     }
 
     /// Ends a term in which this process cannot write, so that another process can lead. If no
-    /// other process does, this process acquires the lease again after [`GIVE_UP_TIME`].
+    /// other process acquires the lease, this process acquires it again after [`GIVE_UP_TIME`].
     pub(crate) fn give_up(&self, term: u64) {
         self.given_up.send_replace(term);
     }
@@ -194,7 +195,8 @@ impl LeaseGuard {
         new_guard().1
     }
 
-    /// Returns whether the lease has been read, so that this process either leads or stands by.
+    /// Returns whether this process has read or written the lease, so that it either leads or
+    /// stands by.
     pub fn is_known(&self) -> bool {
         self.terms.borrow().known
     }
@@ -230,8 +232,8 @@ impl LeaseGuard {
 /// Starts an elector on a separate thread. Returns the guard, and a future that resolves when the
 /// elector has ended; see [`Elector::run`] for `stop` and `released`.
 ///
-/// `connect` runs on that thread, because a client's tasks belong to the runtime that creates the
-/// client.
+/// `connect` runs on the elector's thread, because a client's tasks belong to the runtime that
+/// creates the client.
 ///
 /// # Errors
 /// Returns an error if the thread cannot be started. The future fails if the client cannot be
@@ -342,7 +344,7 @@ impl Elector {
         self.release().await;
     }
 
-    /// Ends the current term if this process gave it up. Returns true if it ended.
+    /// Ends the current term if this process gave it up. Returns whether the term ended.
     fn end_term(&mut self) -> bool {
         let given_up = *self.channels.given_up.borrow_and_update();
         let ends = self.channels.term.borrow().current_number() == Some(given_up);
@@ -354,7 +356,7 @@ impl Elector {
     }
 
     /// Returns the time until this process may acquire the lease. Returns `None` if the process may
-    /// acquire it now.
+    /// acquire the lease now.
     fn time_until_may_acquire(&self) -> Option<Duration> {
         let left = self.declines_until?.saturating_duration_since(Instant::now());
         (!left.is_zero()).then_some(left)
@@ -491,7 +493,7 @@ mod tests {
         assert_eq!(evaluate(Some(&observed("b", 100)), "a", at(100)), Decision::Wait(15 * SECOND));
         assert_eq!(evaluate(Some(&observed("b", 100)), "a", at(114)), Decision::Wait(SECOND));
         assert_eq!(evaluate(Some(&observed("b", 100)), "a", at(115)), Decision::Acquire);
-        // A missing or negative duration counts as the default.
+        // The default replaces a missing or negative duration.
         for seconds in [None, Some(-1)] {
             let malformed = ObservedLease { spec: lease("b", seconds), since: at(0) };
             assert_eq!(evaluate(Some(&malformed), "a", at(14)), Decision::Wait(SECOND));
@@ -515,7 +517,8 @@ mod tests {
         assert!(RENEW_INTERVAL + failed + RETRY_DELAY < GUARD_TIME, "a guard outlives one failed renewal");
     }
 
-    /// Returns an API server that stores one lease, and sends the number of writes after each one.
+    /// Returns an API server that stores one lease. After each write, the server sends the number
+    /// of writes.
     fn lease_server(writes: std::sync::mpsc::Sender<u64>) -> Client {
         let state = std::sync::Arc::new(std::sync::Mutex::new((json!({"metadata": {"name": "l"}}), 0_u64)));
         let service = tower::service_fn(move |request: http::Request<kube::client::Body>| {
@@ -543,7 +546,7 @@ mod tests {
         let connect = move || Ok(lease_server(written));
         let (guard, ended) = start(connect, names, (stop.clone(), released.clone())).unwrap();
         let began = std::time::Instant::now();
-        // Blocks this thread, and with it the runtime of the test.
+        // Blocks this thread, and therefore the runtime of the test.
         while began.elapsed() <= LEASE_TIME {
             writes.recv_timeout(LEASE_TIME).unwrap();
         }

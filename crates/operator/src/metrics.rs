@@ -41,7 +41,7 @@ pub(crate) struct Metrics {
     /// Time to compute one plan.
     pub(crate) plan_seconds: Histogram,
     /// Time from the first observed change to the last `GpuNode` that a pass writes. Passes that
-    /// write no `GpuNode` do not count.
+    /// write no `GpuNode` are not measured.
     pub(crate) reaction_seconds: Histogram,
     /// Time from the write of a changed `GpuNode` until its agent reports that the node serves it.
     pub(crate) repartition_seconds: Histogram,
@@ -54,16 +54,16 @@ pub(crate) struct Metrics {
     /// Duration of one decision about gated pods, including reads of the stores and excluding
     /// writes.
     pub(crate) placement_seconds: Histogram,
-    /// Time from the operator's first sight of a pod at the placement gate to the patch that
+    /// Time from the operator's first reconcile with a pod at the placement gate to the patch that
     /// released the pod.
     pub(crate) gate_wait_seconds: Histogram,
-    /// Pods evicted for pods of higher priority, by result.
+    /// Pods evicted for waiting pods, by result.
     pub(crate) evictions: Family<Outcome, Counter>,
     /// Searches for preemption victims.
     pub(crate) preemption_searches: Counter,
     /// Stranded pods evicted so that their controllers recreate them.
     pub(crate) stranded_pods_recreated: Family<Outcome, Counter>,
-    /// Pods evicted because they used a GPU outside their share, by result.
+    /// Pods evicted because they exceeded their limits, by result.
     pub(crate) tenant_evictions: Family<Outcome, Counter>,
     /// Writes of the condition `WithinShare` of pods, by result.
     pub(crate) tenant_conditions: Family<Outcome, Counter>,
@@ -82,13 +82,13 @@ pub(crate) struct Metrics {
     waits: Arc<Mutex<WaitClock>>,
     /// Pods at the placement gate that are reported to cluster autoscalers.
     pub(crate) reported: Gauge,
-    /// The fraction of the free memory of on-demand GPUs that is on partly used GPUs.
+    /// Fraction of the free memory of GPUs partitioned on demand that is on partly used GPUs.
     pub(crate) fragmentation: Gauge<f64, AtomicU64>,
     /// Nodes that are excluded from plans.
     pub(crate) nodes_excluded: Gauge,
-    /// 1 while this process holds the lease.
+    /// 1 while this process is the leader.
     pub(crate) leader: Gauge,
-    /// What quotas guarantee, use and wait for.
+    /// Amounts, pods and evictions of quotas.
     pub(crate) quotas: QuotaMetrics,
     resident: Gauge,
     open_files: Gauge,
@@ -110,7 +110,7 @@ impl Default for Metrics {
             plans: Family::default(),
             plan_seconds: seconds(),
             reaction_seconds: seconds(),
-            // From 0.1 s to 55 minutes: a node may wait for its pods.
+            // From 0.1 s to 55 minutes, because a repartitioning may wait until pods end.
             repartition_seconds: Histogram::new(exponential_buckets(0.1, 2.0, 16)),
             steps: Family::default(),
             pods_waiting: Family::default(),
@@ -152,7 +152,7 @@ pub(crate) struct ReasonLabel {
     pub(crate) reason: &'static str,
 }
 
-/// Labels: a pod at the placement gate, and why it waits.
+/// Labels: a pod at the placement gate, and why the pod waits.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct GatedPodLabels {
     pub(crate) namespace: String,
@@ -230,7 +230,7 @@ impl Metrics {
             "Time that a pod waited at the placement gate",
             self.gate_wait_seconds.clone(),
         );
-        registry.register("evictions", "Pods evicted for pods of higher priority, by result", self.evictions.clone());
+        registry.register("evictions", "Pods evicted for waiting pods, by result", self.evictions.clone());
         registry.register("preemption_searches", "Searches for preemption victims", self.preemption_searches.clone());
         registry.register(
             "stranded_pods_recreated",
@@ -311,8 +311,8 @@ impl Metrics {
         self.quotas.clear_gauges();
     }
 
-    /// Sets the number of pods at the placement gate by reason, and the pods that have waited
-    /// longest, each with its reason.
+    /// Sets the number of pods at the placement gate by reason. Also sets the waiting time of the
+    /// pods that have waited longest, each with its reason.
     pub(crate) fn set_gated(&self, gated: BTreeMap<&'static str, u32>, longest: &[(&str, &'static str, Duration)]) {
         let mut waits = self.lock_waits();
         self.count_waits(&mut waits);
@@ -352,8 +352,8 @@ impl Metrics {
     }
 }
 
-/// Returns the resident memory in bytes, from `/proc/self/status`. Unlike `statm`, this file does
-/// not depend on the page size.
+/// Returns the resident memory in bytes, from the text of `/proc/self/status`. Unlike `statm`, this
+/// file does not depend on the page size.
 fn resident_bytes(status: &str) -> Option<i64> {
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<i64>().ok()?.checked_mul(1024)
@@ -421,7 +421,7 @@ mod tests {
             gauge.set(1);
         }
         fragmentation.set(1.0);
-        quotas.set(&super::quotas::tests::usages(&["a"]));
+        quotas.set_gauges(&super::quotas::tests::usages(&["a"]));
     }
 
     /// Returns the names of the registered gauges about the cluster, and the names of the gauges

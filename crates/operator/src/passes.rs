@@ -18,7 +18,7 @@ use kube::core::DeserializeGuard;
 use kube::{Api, Resource as _, ResourceExt};
 use tokio::sync::watch;
 
-use crate::events::{self, EventPublisher};
+use crate::events::{self, EventSelector};
 use crate::metrics::{self, KindLabel, Outcome, WriteLabels};
 use crate::policies::demand::{self, Reason, WaitingPod};
 use crate::policies::pace::{PlanPace, QuietPeriod};
@@ -62,7 +62,7 @@ pub(crate) struct GpuController {
     staging: Staging,
     quiet: QuietPeriod,
     pace: PlanPace,
-    publisher: EventPublisher,
+    publisher: EventSelector,
     /// The steps of each node when they were last counted.
     steps: BTreeMap<String, Vec<StepStatus>>,
     repartitions: Repartitions,
@@ -75,7 +75,7 @@ pub(crate) struct GpuController {
 }
 
 /// The result of planning the GPUs that are partitioned on demand.
-enum Demand {
+enum DemandResult {
     /// No policy partitions GPUs on demand.
     None,
     /// The operator waits for more pods before it plans.
@@ -116,7 +116,7 @@ impl GpuController {
             staging: Staging::default(),
             quiet: QuietPeriod::default(),
             pace: PlanPace::default(),
-            publisher: EventPublisher::default(),
+            publisher: EventSelector::default(),
             steps: BTreeMap::new(),
             repartitions: Repartitions::default(),
             taints: taint.then(Taints::default),
@@ -130,14 +130,14 @@ impl GpuController {
         self.started.elapsed()
     }
 
-    /// Drops all remembered state of the cluster. The state becomes obsolete while another process
-    /// leads.
-    fn forget(&mut self) {
+    /// Drops all remembered state of the cluster, because the state becomes obsolete while another
+    /// process leads.
+    fn forget_state(&mut self) {
         self.written = WrittenStatuses::new();
         self.history = History::default();
         self.staging = Staging::default();
         self.quiet = QuietPeriod::default();
-        self.publisher = EventPublisher::default();
+        self.publisher = EventSelector::default();
         self.steps.clear();
         self.repartitions = Repartitions::default();
         self.taints = self.taints.is_some().then(Taints::default);
@@ -148,7 +148,7 @@ impl GpuController {
     async fn run_pass(&mut self, seen: Instant) -> Result<(), PassFailed> {
         self.next = None;
         if !self.context.claim.is_current() {
-            self.forget();
+            self.forget_state();
             self.context.metrics.reset_passes();
             return Ok(());
         }
@@ -163,22 +163,22 @@ impl GpuController {
         if !plan.demand.is_empty() {
             self.context.stores.observe_pods(&mut observed);
         }
-        let failures = self.staging.hold_back(&mut plan, &observed, now);
+        let failures = self.staging.withhold_changes(&mut plan, &observed, now);
         let outcome = self.plan_demand(&mut plan, &observed, now);
         self.next = self.next.into_iter().chain(failures).min();
         self.set_gauges(&observed, &plan);
         let nodes = self.apply_specs(&plan, &observed, seen).await;
         match &outcome {
-            Demand::Planned(outcome) => {
+            DemandResult::Planned(outcome) => {
                 self.send_waiting_pods(&outcome.waiting);
                 self.report_demand(outcome, &observed).await;
             }
-            Demand::None => {
+            DemandResult::None => {
                 self.send_waiting_pods(&BTreeMap::new());
                 self.context.metrics.reset_demand();
-                self.publisher = EventPublisher::default();
+                self.publisher = EventSelector::default();
             }
-            Demand::Batching => {}
+            DemandResult::Batching => {}
         }
         let policies = self.report_policies(&plan, &observed).await;
         let tainted = self.update_taints(&observed).await;
@@ -203,9 +203,9 @@ impl GpuController {
     }
 
     /// Plans the GPUs that are partitioned on demand.
-    fn plan_demand(&mut self, plan: &mut plan::Plan, observed: &Observed, now: Duration) -> Demand {
+    fn plan_demand(&mut self, plan: &mut plan::Plan, observed: &Observed, now: Duration) -> DemandResult {
         if plan.demand.is_empty() {
-            return Demand::None;
+            return DemandResult::None;
         }
         let rules = || plan.demand.values().flat_map(BTreeMap::values).map(|by_demand| by_demand.batch_rules);
         let idle = rules().filter_map(|rule| rule.idle).min();
@@ -215,12 +215,12 @@ impl GpuController {
             self.quiet.check_due(waiting.map(|claimant| claimant.pod.name.as_str()), (idle, timeout), now)
         {
             self.next = Some(wait);
-            return Demand::Batching;
+            return DemandResult::Batching;
         }
         let started = Instant::now();
         let outcome = demand::decide_partitions(plan, observed, &mut self.history, now);
         let took = started.elapsed();
-        let Some(planned) = outcome.planned.as_ref() else { return Demand::None };
+        let Some(planned) = outcome.planned.as_ref() else { return DemandResult::None };
         self.context.metrics.plan_seconds.observe(took.as_secs_f64());
         let result = match (outcome.violations.as_slice(), planned.plan.changed) {
             ([], true) => "changed",
@@ -251,7 +251,7 @@ impl GpuController {
         if !outcome.waiting.is_empty() {
             self.next = Some(self.next.map_or(WAITING_PODS_INTERVAL, |next| next.min(WAITING_PODS_INTERVAL)));
         }
-        Demand::Planned(Box::new(outcome))
+        DemandResult::Planned(Box::new(outcome))
     }
 
     /// Counts the steps that nodes have reported since the last pass.
@@ -263,7 +263,8 @@ impl GpuController {
             if before == Some(&status.steps) {
                 continue;
             }
-            // A previous process has already counted the steps from before this process started.
+            // A previous process has already counted the steps that were reported before this
+            // process started.
             if let Some(before) = before {
                 for step in status.steps.iter().filter(|step| !before.contains(step)) {
                     let result = match step.result.as_str() {
@@ -294,7 +295,7 @@ impl GpuController {
     async fn report_demand(&mut self, outcome: &demand::Outcome, observed: &Observed) {
         let events = self.publisher.events(outcome, observed, self.now());
         publish_all(&self.context.recorder, &self.context.claim, events).await;
-        if self.publisher.is_waiting() {
+        if self.publisher.has_unreported_wait() {
             self.next = Some(self.next.map_or(events::EVENT_CHECK_DELAY, |next| next.min(events::EVENT_CHECK_DELAY)));
         }
     }
@@ -370,9 +371,10 @@ impl GpuController {
         all
     }
 
-    /// Taints the nodes that can serve no pod, several at a time, if tainting is enabled. Each node
-    /// has its own retries, so a failed write does not fail the pass. Returns false if this process
-    /// no longer leads.
+    /// Adds the taint to nodes that can serve no pod, and removes the taint from other nodes,
+    /// several nodes at a time. Does nothing if tainting is disabled. Each node has its own
+    /// retries, so a failed write does not fail the pass. Returns false if this process no longer
+    /// leads.
     async fn update_taints(&mut self, observed: &Observed) -> bool {
         let now = self.now();
         let Some(taints) = &mut self.taints else { return true };
@@ -395,7 +397,7 @@ impl GpuController {
     }
 
     /// Publishes Events about a policy's changed conditions. Does not retry failed Events.
-    async fn publish_policy_events(&self, update: &status::Update, observed: &Observed) {
+    async fn publish_policy_events(&self, update: &status::StatusUpdate, observed: &Observed) {
         let Some(Ok(policy)) = observed.policies.get(&update.policy) else { return };
         let regarding: ObjectReference = policy.object_ref(&());
         for event in update.changed.iter().filter_map(status::condition_event) {
@@ -529,7 +531,7 @@ mod tests {
         assert!(passes.wakes.placement.notified().now_or_never().is_none(), "nothing has changed");
     }
 
-    /// Returns a node whose only GPU is lost, so that it gets a taint.
+    /// Returns a node whose only GPU is lost, so that the node gets a taint.
     fn lost_node() -> Node {
         let health = Health { class: HEALTH_LOST.to_owned(), ..Health::default() };
         let gpus = vec![GpuStatus { health, ..GpuStatus::default() }];
@@ -572,7 +574,7 @@ mod tests {
             nodes: BTreeMap::from([("n".to_owned(), node)]),
             pods: Vec::new(),
         };
-        passes.staging.hold_back(&mut plan::plan(&observed), &observed, Duration::ZERO);
+        passes.staging.withhold_changes(&mut plan::plan(&observed), &observed, Duration::ZERO);
         passes.history.record_write("n", None, &GpuNodeSpec::default(), Duration::ZERO);
         let (changes, next) = passes.taints.as_mut().unwrap().update(&observed, Duration::ZERO);
         assert!(changes.is_empty() && next.is_some(), "the node's agent is not ready");

@@ -1,4 +1,4 @@
-//! Writes the operator's own conditions of pods.
+//! Writes conditions of pods.
 use jiff::Timestamp;
 use kube::Client;
 use serde::Deserialize;
@@ -9,7 +9,7 @@ use crate::write::WRITE_TIMEOUT;
 
 /// The pod whose condition is written.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Target<'a> {
+pub(crate) struct ConditionTarget<'a> {
     /// The pod, as `namespace/name`.
     pub(crate) pod: &'a str,
     /// UID of the pod. A write fails if another pod has the same name.
@@ -40,14 +40,15 @@ pub(crate) async fn write(
     condition: &PodCondition,
     status_changed: bool,
 ) -> bool {
-    write_to(client, Target { pod, uid, version: None }, condition, status_changed).await != WriteResult::Failed
+    write_to(client, ConditionTarget { pod, uid, version: None }, condition, status_changed).await
+        != WriteResult::Failed
 }
 
 /// Writes a condition of a pod. `status_changed` is true if the condition's status changes, and not
 /// only its reason or message.
 pub(crate) async fn write_to(
     client: &Client,
-    Target { pod, uid, version }: Target<'_>,
+    ConditionTarget { pod, uid, version }: ConditionTarget<'_>,
     condition: &PodCondition,
     status_changed: bool,
 ) -> WriteResult {

@@ -14,7 +14,7 @@ use serde::{Deserialize, Deserializer};
 
 use crate::sums::Resources;
 
-/// A field of which the operator reads only the presence.
+/// A field that the operator only checks for presence.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PresentField;
 
@@ -71,7 +71,8 @@ pub struct PodSpec {
     pub topology_spread_constraints: Vec<SpreadConstraint>,
     /// Volumes of the pod.
     pub volumes: Vec<Volume>,
-    /// Claims of dynamic resource allocation. The operator reads only whether there are any.
+    /// Claims of dynamic resource allocation. The operator only checks whether the pod has such
+    /// claims.
     pub resource_claims: Vec<PresentField>,
     /// The group of the pod, in clusters that schedule groups (KEP-4671).
     pub scheduling_group: Option<SchedulingGroup>,
@@ -104,8 +105,8 @@ pub struct PodSpec {
 pub struct PodStatus {
     /// `Pending`, `Running`, `Succeeded` or `Failed`.
     pub phase: String,
-    /// Conditions. After `PodObject::trim`, only the operator's own conditions and the
-    /// scheduler's.
+    /// Conditions. After `PodObject::trim`, contains only the conditions of the operator and of the
+    /// scheduler.
     pub conditions: Vec<PodCondition>,
     /// The node on which the scheduler preempts other pods for this pod.
     #[serde(rename = "nominatedNodeName")]
@@ -155,7 +156,7 @@ pub struct Volume {
     pub name: String,
     /// The claim that the volume mounts.
     pub persistent_volume_claim: Option<VolumeClaim>,
-    /// Set if the API server creates the claim with the pod.
+    /// Set if Kubernetes creates the claim together with the pod.
     pub ephemeral: Option<PresentField>,
 }
 

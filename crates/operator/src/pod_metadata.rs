@@ -5,7 +5,8 @@ use serde_json::Value;
 use crate::write::WRITE_TIMEOUT;
 
 /// Merges labels or annotations into the metadata of the pod `namespace/name` if its UID is
-/// unchanged. Returns whether they were written, or the pod no longer exists.
+/// unchanged. Returns true if no retry is necessary: the metadata was written, or the pod no longer
+/// exists.
 pub(crate) async fn patch_metadata(client: &Client, (pod, uid): (&str, &str), mut metadata: Value) -> bool {
     let Some((namespace, name)) = pod.split_once('/') else { return false };
     metadata["uid"] = uid.into();

@@ -20,7 +20,7 @@ use tokio::sync::watch;
 use crate::pods::{PodObject, PodSpec, PodStatus, RawPod};
 
 /// Maximum number of recorded changes. After more changes, the placement controller reads all pods.
-const MAX_CHANGES: usize = 100_000;
+const MAX_RECORDED_CHANGES: usize = 100_000;
 
 /// The watch of pods has stopped.
 #[derive(Debug, thiserror::Error)]
@@ -41,10 +41,10 @@ impl PodChange {
     }
 }
 
-/// The pods that a reader does not know yet.
+/// The changes of pods that a reader has not read yet.
 #[derive(Debug, Clone)]
 pub enum PodChanges {
-    /// All pods. The reader compares them with what it knows.
+    /// All pods. The reader compares these pods with the pods of its last read.
     All(Vec<Arc<PodObject>>),
     /// The changes since the last call, oldest first.
     Since(Vec<PodChange>),
@@ -184,7 +184,7 @@ impl State {
         let effect = AffectedControllers::of(&change);
         if let Some(changes) = &mut self.changes {
             changes.push(change);
-            if changes.len() > MAX_CHANGES {
+            if changes.len() > MAX_RECORDED_CHANGES {
                 self.changes = None;
             }
         }
@@ -209,7 +209,7 @@ impl PodStore {
     /// Waits until the pods have been listed once.
     ///
     /// # Errors
-    /// Returns an error if the watch stops before that.
+    /// Returns an error if the watch stops before the list is complete.
     pub async fn wait_until_ready(&self) -> Result<(), Stopped> {
         self.ready.clone().wait_for(|ready| *ready).await.map(drop).map_err(|_| Stopped)
     }
@@ -220,7 +220,7 @@ impl PodStore {
     }
 
     /// Returns the pods that have changed since the last call, or all pods. Only one reader may
-    /// call this.
+    /// call this function.
     pub(crate) fn changes(&self) -> PodChanges {
         let mut state = lock(&self.state);
         match state.changes.replace(Vec::new()) {
@@ -236,11 +236,11 @@ impl PodStore {
 }
 
 impl PodWriter {
-    /// Stores an event. Returns the controllers that it affects. During a list, returns the effect
-    /// of all listed pods with the last event.
+    /// Stores the pods of an event. Returns the controllers that the event affects. During a list,
+    /// only the last event returns an effect: the effect of all listed pods.
     ///
-    /// Stores each listed pod immediately. A listed pod is newer than the stored pod, and a second
-    /// copy of all pods would need much memory.
+    /// Stores each listed pod immediately. A listed pod is newer than the stored pod. A second copy
+    /// of all pods would need a lot of memory.
     pub(crate) fn apply(&mut self, event: Event<RawPod>) -> AffectedControllers {
         let mut state = lock(&self.state);
         match event {

@@ -47,7 +47,7 @@ pub struct PodObject {
     /// The reservation in the pod's annotation, written when the pod was released.
     pub placement: Option<Shared<Placement>>,
     /// The time in `placement` at which the reservation expires, in seconds since the Unix epoch. A
-    /// bound pod keeps it, although its `placement` has no time.
+    /// bound pod keeps this time, although the time in its `placement` is 0.
     pub reserved_until: Option<u64>,
     /// Whether the pod was released as unschedulable.
     pub unschedulable: bool,
@@ -64,10 +64,10 @@ pub struct PodObject {
     pub replica_placement: Option<ReplicaPlacement>,
     /// Whether the pod runs only within its quota's guarantee.
     pub never_borrows: bool,
-    /// The pods with which the pod is released and evicted. Most pods have none. Set by
+    /// The pod's gang: the pods that are released and evicted together. Most pods have none. Set by
     /// [`PodObject::trim`].
     pub gang: Option<Shared<PodGang>>,
-    /// The room that an earlier leader of the operator kept for the waiting pod.
+    /// The nomination that an earlier leader of the operator wrote to the waiting pod.
     pub nomination: Option<Shared<Placement>>,
     /// Since when a disruption budget keeps the pod from leaving for a guarantee, in seconds since
     /// the Unix epoch.
@@ -167,8 +167,8 @@ impl Controller {
     }
 }
 
-/// Maximum number of claims that the operator reads from one pod. No CSI driver mounts more on one
-/// node.
+/// Maximum number of claims that the operator reads from one pod. No CSI driver mounts more volumes
+/// on one node.
 const MAX_VOLUME_CLAIMS: usize = 128;
 /// Maximum number of devices that the operator lists for one pod. No node has more devices.
 const MAX_DEVICES: u64 = 1024;
@@ -270,7 +270,7 @@ impl PodObject {
         self.status.conditions.retain(|condition| ours.contains(&condition.type_.as_str()));
         let spec = &mut *self.spec;
         if !spec.containers.is_empty() {
-            spec.sum_up(self.metadata.name.as_deref().unwrap_or_default());
+            spec.sum_requests(self.metadata.name.as_deref().unwrap_or_default());
         }
         let requests_gpus = self.requests_gpus();
         let owner = self.metadata.owner.take().filter(|_| requests_gpus);
@@ -322,8 +322,8 @@ impl PodObject {
     }
 
     /// Returns whether the condition `PodScheduled` has the reason `Unschedulable`. The scheduler
-    /// writes it for a released pod that it could not bind. The operator writes it for a gated pod
-    /// that an additional node could serve.
+    /// writes this reason for a released pod that it could not bind. The operator writes this
+    /// reason for a gated pod that an additional node could serve.
     pub fn is_reported_unschedulable(&self) -> bool {
         let reported = |condition: &PodCondition| condition.status == "False" && condition.reason == "Unschedulable";
         self.condition(POD_SCHEDULED).is_some_and(reported)
@@ -337,7 +337,7 @@ impl PodObject {
 
 impl PodSpec {
     /// Sums the requests of the pod with this name, and drops the summed fields.
-    fn sum_up(&mut self, pod: &str) {
+    fn sum_requests(&mut self, pod: &str) {
         self.requests = requests(self);
         self.device_requests = device_requests(self);
         self.rules = take_rules(self);
@@ -354,7 +354,7 @@ impl PodSpec {
 }
 
 /// Returns whether all units of a resource on a node are equivalent: whole GPUs and whole MIG
-/// instances. Placement counts such units and does not choose devices for them.
+/// instances. Placement only counts these units, and does not choose devices for them.
 pub fn is_interchangeable(resource: &str) -> bool {
     resource == RESOURCE_GPU || resource.starts_with(RESOURCE_MIG_PREFIX) && !resource.ends_with(SHARED_SUFFIX)
 }
@@ -474,7 +474,7 @@ pub fn full_name(meta: &PodMeta) -> String {
 
 /// Returns the sum of a pod's requests, as the scheduler computes it. The sum covers all containers
 /// and sidecars, or the largest init container with the sidecars that start before it, whichever is
-/// more. Pod-level requests replace this sum. The result includes the overhead.
+/// larger. Pod-level requests replace this sum. The result includes the overhead.
 pub fn requests(spec: &PodSpec) -> BTreeMap<String, Quantity> {
     let mut containers = Sum::default();
     spec.containers.iter().for_each(|container| containers.add(&container.resources));

@@ -96,7 +96,7 @@ pub struct VolumeObject {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct VolumeSpec {
-    /// The nodes that can mount the volume. `None` if all nodes can.
+    /// The nodes that can mount the volume. `None` if all nodes can mount the volume.
     pub node_affinity: Option<VolumeNodeAffinity>,
 }
 
@@ -153,7 +153,7 @@ pub struct BudgetStatus {
     pub current_healthy: i32,
     /// Minimum number of pods that must be ready.
     pub desired_healthy: i32,
-    /// Pods whose eviction the API server accepted recently, each with the time.
+    /// Pods whose eviction the API server accepted recently, each with the time of the eviction.
     pub disrupted_pods: BTreeMap<String, Time>,
 }
 
@@ -234,7 +234,7 @@ pub struct PodCondition {
 
 /// Returns whether two versions of an object have the same metadata, apart from the resource
 /// version.
-fn is_same_meta(a: &ObjectMeta, b: &ObjectMeta) -> bool {
+fn has_equal_metadata(a: &ObjectMeta, b: &ObjectMeta) -> bool {
     let read = |meta: &ObjectMeta| (meta.generation, meta.deletion_timestamp.clone());
     (&a.uid, &a.labels, &a.annotations, &a.owner_references) == (&b.uid, &b.labels, &b.annotations, &b.owner_references)
         && read(a) == read(b)
@@ -243,35 +243,35 @@ fn is_same_meta(a: &ObjectMeta, b: &ObjectMeta) -> bool {
 impl NodeObject {
     /// Returns whether both versions are equal in everything that the operator reads.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
-        is_same_meta(&self.metadata, &other.metadata) && self.spec == other.spec && self.status == other.status
+        has_equal_metadata(&self.metadata, &other.metadata) && self.spec == other.spec && self.status == other.status
     }
 }
 
 impl AgentPod {
     /// Returns whether both versions are equal in everything that the operator reads.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
-        is_same_meta(&self.metadata, &other.metadata) && self.spec == other.spec && self.status == other.status
+        has_equal_metadata(&self.metadata, &other.metadata) && self.spec == other.spec && self.status == other.status
     }
 }
 
 impl VolumeClaimObject {
     /// Returns whether both versions are equal in everything that the operator reads.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
-        is_same_meta(&self.metadata, &other.metadata) && self.spec == other.spec
+        has_equal_metadata(&self.metadata, &other.metadata) && self.spec == other.spec
     }
 }
 
 impl VolumeObject {
     /// Returns whether both versions are equal in everything that the operator reads.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
-        is_same_meta(&self.metadata, &other.metadata) && self.spec == other.spec
+        has_equal_metadata(&self.metadata, &other.metadata) && self.spec == other.spec
     }
 }
 
 impl BudgetObject {
     /// Returns whether both versions are equal in everything that the operator reads.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
-        is_same_meta(&self.metadata, &other.metadata) && self.spec == other.spec && self.status == other.status
+        has_equal_metadata(&self.metadata, &other.metadata) && self.spec == other.spec && self.status == other.status
     }
 }
 
@@ -334,8 +334,8 @@ impl Node {
         Cordons::read(self.annotation(CORDON_ANNOTATION))
     }
 
-    /// Returns whether a GPU must be quiesced. An administrator requests this, or the GPU Operator
-    /// is about to replace the node's driver or to change MIG mode.
+    /// Returns whether a GPU must be quiesced. A GPU must be quiesced if an administrator requests
+    /// it, or if the GPU Operator is about to replace the node's driver or to change MIG mode.
     pub fn is_quiesced(&self, uuid: &str) -> bool {
         let paused = |(name, value): (&String, &String)| {
             name.starts_with(GPU_DEPLOY_LABEL_PREFIX)
@@ -363,8 +363,8 @@ impl Node {
         self.gpu_node.is_some()
     }
 
-    /// Returns the desired state in the node's `GpuNode`. Returns the default if no `GpuNode`
-    /// exists.
+    /// Returns the desired state in the node's `GpuNode`. Returns an empty desired state if no
+    /// `GpuNode` exists.
     ///
     /// # Errors
     /// Returns an error if the object is malformed.
@@ -409,15 +409,15 @@ pub struct Stores {
     pub budgets: BudgetStore,
     /// Labels of namespaces.
     pub namespaces: NamespaceStore,
-    /// Stored `GpuQuota`s. Empty if the cluster has no such resource.
+    /// Stored `GpuQuota`s. Empty if the cluster does not have the CRD.
     pub quotas: QuotaStore,
     /// Whether the cluster has no resource `GpuQuota`.
     pub has_no_quotas: Arc<AtomicBool>,
 }
 
 impl Stores {
-    /// Waits until each watch has listed its objects once. Does not wait for quotas: the cluster
-    /// may not have the resource, if an older chart installed the CRDs.
+    /// Waits until each watch has listed its objects once. Does not wait for quotas, because the
+    /// cluster may not have the CRD if an older chart installed the CRDs.
     ///
     /// # Errors
     /// Returns an error if a watch stops.
@@ -444,15 +444,15 @@ impl Stores {
         observed
     }
 
-    /// Adds the stored pods to an [`Observed`]. This needs much time and memory, because a cluster
-    /// has many pods.
+    /// Adds the stored pods to an [`Observed`]. This function needs a lot of time and memory,
+    /// because a cluster has many pods.
     pub fn observe_pods(&self, observed: &mut Observed) {
         observed.set_pods(self.pods.state().iter().map(AsRef::as_ref));
     }
 }
 
 impl Observed {
-    /// Adds a node. Call this before adding its agent, its `GpuNode` or its pods.
+    /// Adds a node. Call this function before you add the node's agent, `GpuNode` or pods.
     pub fn add_node(&mut self, node: &NodeObject) {
         let found = Node {
             uid: node.uid().unwrap_or_default(),

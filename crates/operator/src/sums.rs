@@ -10,7 +10,8 @@ use serde::Deserialize;
 pub struct Resources {
     /// Requested amounts.
     pub requests: BTreeMap<String, Quantity>,
-    /// Limits. If `requests` does not name a resource, its limit is also its request.
+    /// Limits. If `requests` does not name a resource, the limit of the resource is also its
+    /// request.
     pub limits: BTreeMap<String, Quantity>,
 }
 
@@ -29,7 +30,8 @@ enum Amount {
 }
 
 impl Sum {
-    /// Adds the requests. If `requests` does not name a resource, its limit is also its request.
+    /// Adds the requests. If `requests` does not name a resource, the limit of the resource is also
+    /// its request.
     pub(crate) fn add(&mut self, resources: &Resources) {
         let implied = resources.limits.iter().filter(|(name, _)| !resources.requests.contains_key(*name));
         for (name, quantity) in resources.requests.iter().chain(implied) {
@@ -64,7 +66,7 @@ impl Sum {
         }
     }
 
-    /// Raises each amount to at least the amount of another sum.
+    /// Raises each amount to at least the amount of the same resource in another sum.
     pub(crate) fn raise_to(&mut self, other: &Self) {
         for (name, amount) in &other.amounts {
             let sum = self.amounts.entry(name.clone()).or_insert(Amount::Milli(0));

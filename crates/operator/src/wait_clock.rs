@@ -18,7 +18,7 @@ impl WaitClock {
         self.waiting.iter().map(move |(reason, pods)| (*reason, f64::from(*pods) * seconds))
     }
 
-    /// Replaces the numbers of pods that wait. Call [`Self::advance`] before.
+    /// Replaces the numbers of waiting pods. Call [`Self::advance`] before.
     pub(crate) fn replace(&mut self, waiting: BTreeMap<&'static str, u32>) {
         self.waiting = waiting;
     }

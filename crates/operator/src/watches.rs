@@ -58,13 +58,13 @@ pub(crate) struct Wakers {
     pub(crate) passes: Arc<Notify>,
     pub(crate) placement: Arc<Notify>,
     pub(crate) tenants: Arc<Notify>,
-    /// Whether the last pass found that no GPU is partitioned on demand. If so, pods do not wake
-    /// passes.
+    /// Whether the last pass found that no GPU is partitioned on demand. In this case, pods do not
+    /// wake passes.
     ignore_pods: Arc<AtomicBool>,
     /// Whether no agent reports a finding about a pod, and no pod has the condition `WithinShare`.
-    /// If so, pods without the condition do not wake the tenant controller.
+    /// In this case, pods without the condition do not wake the tenant controller.
     ignore_tenants: Arc<AtomicBool>,
-    /// Whether no waiting pod may preempt others. If so, disruption budgets do not wake the
+    /// Whether no waiting pod may preempt others. In this case, disruption budgets do not wake the
     /// placement controller.
     ignore_budgets: Arc<AtomicBool>,
 }
@@ -78,9 +78,9 @@ impl Wakers {
         }
     }
 
-    /// Records whether a waiting pod may preempt others. If no pod could before, wakes the
-    /// placement controller again, because a budget that changed during the current reconcile did
-    /// not wake it.
+    /// Records whether a waiting pod may preempt others. If no waiting pod could preempt others
+    /// before, wakes the placement controller again, because a budget that changed during the
+    /// current reconcile did not wake it.
     pub(crate) fn set_awaits_budgets(&self, awaits: bool) {
         let before = self.ignore_budgets.swap(!awaits, Ordering::AcqRel);
         if awaits && before {
@@ -93,8 +93,8 @@ impl Wakers {
         self.placement.notify_one();
     }
 
-    /// Wakes the controllers that plan and place. The tenant controller reads only `GpuNode`s and
-    /// pods.
+    /// Wakes the GPU controller and the placement controller. The tenant controller reads only
+    /// `GpuNode`s and pods.
     fn wake_planners(&self) {
         self.passes.notify_one();
         self.placement.notify_one();
@@ -126,8 +126,9 @@ impl Wakers {
         }
     }
 
-    /// Records whether the tenant controller has pods to report or evict. If it had none before,
-    /// wakes it again, because a pod that changed meanwhile did not wake it.
+    /// Records whether the tenant controller has pods to report or evict. If the controller had no
+    /// such pods before, wakes the controller again, because a pod that changed meanwhile did not
+    /// wake it.
     pub(crate) fn set_has_tenants(&self, has: bool) {
         let before = self.ignore_tenants.swap(!has, Ordering::AcqRel);
         if has && before {
@@ -359,7 +360,7 @@ impl Watches<'_> {
                     tracing::warn!(kind, error = &error as &dyn std::error::Error, "watch failed; retrying");
                 }
             });
-            // Dropping a watch is safe: after `stop` nothing reads the store.
+            // Dropping a watch is safe, because no task reads the store after `stop`.
             tokio::select! {
                 () = followed => {}
                 () = stop.cancelled() => {}
@@ -371,7 +372,7 @@ impl Watches<'_> {
 
 /// Watches objects. At first, existing objects arrive as a stream, so that neither side needs
 /// memory for a whole list. If the API server refuses the stream or ends it early, this function
-/// lists objects in pages from then on. It also uses pages for all later lists.
+/// lists objects in pages from then on. The function also uses pages for all later lists.
 async fn watch_objects<K>(
     kind: &'static str,
     api: Api<K>,
@@ -386,8 +387,8 @@ async fn watch_objects<K>(
     let (mut events, mut streamed) = (start(config.clone().streaming_lists()), StreamedList::default());
     while let Some(event) = events.next().await {
         let needs_pages = streamed.needs_pages(&event);
-        // Do not count this error. An API server without the feature refuses the stream of each
-        // kind once.
+        // Do not count this error as a watch error. An API server without the feature refuses the
+        // stream of each kind once.
         if !(needs_pages && event.is_err()) {
             handle(event);
         }

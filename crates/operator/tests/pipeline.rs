@@ -186,7 +186,7 @@ fn at(second: i64) -> Timestamp {
 const TEN_SHARES_YAML: &str = "mode: Mps\nmps:\n  units: 10\n  threads: Strict";
 
 #[test]
-fn each_gpu_gets_ten_shares_with_limits_for_k_shares() {
+fn each_gpu_gets_ten_shares_with_limits_for_each_number_of_shares() {
     let world = TestCluster::default().node_with_four_gpus("n1").policy("ten", TEN_SHARES_YAML);
     let plan = world.plan();
     let spec = &plan.nodes["n1"];

@@ -3,11 +3,11 @@
 
 use cleave_api::sharingpolicy::SharingPolicyStatus;
 use cleave_api::{GpuNode, GpuNodeSpec, SharingPolicy};
-use cleave_operator::dry;
+use cleave_operator::dry_run;
 use cleave_operator::leader::Elector;
 use cleave_operator::policies::apply::{self, GpuNodeChange};
 use cleave_operator::policies::demand::Reason;
-use cleave_operator::policies::status::{self, Update};
+use cleave_operator::policies::status::{self, StatusUpdate};
 use http::{Request, Response, StatusCode};
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::client::Body;
@@ -24,8 +24,8 @@ fn mock_client() -> (Client, Server) {
     (Client::new(service, "default"), server)
 }
 
-/// Answers the next request with `status` and `answer`. Returns its method, its path with query,
-/// and its body.
+/// Answers the next request with `status` and `answer`. Returns the request's method, its path with
+/// query, and its body.
 async fn answer_request(server: &mut Server, status: StatusCode, answer: &Value) -> (String, String, Value) {
     let (request, reply) = server.next_request().await.unwrap_or_else(|| panic!("no request"));
     let (parts, body) = request.into_parts();
@@ -44,8 +44,8 @@ fn gpu_node_change() -> GpuNodeChange {
     GpuNodeChange { node: "n1".into(), uid: "u1".into(), spec, create: true }
 }
 
-fn status_update() -> Update {
-    Update {
+fn status_update() -> StatusUpdate {
+    StatusUpdate {
         policy: "p".into(),
         from: None,
         status: SharingPolicyStatus { gpus: 4, ..Default::default() },
@@ -88,8 +88,8 @@ async fn a_policy_status_is_applied_without_the_spec() {
     assert_eq!(body.get("spec"), None, "users own the spec");
 }
 
-/// The API server answers with the whole object. A malformed object was still written, and must not
-/// be written again at each pass.
+/// The API server answers with the whole object. The server has stored the object even if its
+/// response is malformed, so the operator must not write the object again in each pass.
 #[tokio::test]
 async fn a_malformed_response_is_not_a_failed_write() {
     let (client, mut server) = mock_client();
@@ -274,7 +274,7 @@ async fn a_dry_run_reads_the_cluster_and_writes_nothing() {
         }
         requests
     };
-    let (observed, requests) = tokio::join!(dry::observe(&client, "cleave-system", "a=b"), serve);
+    let (observed, requests) = tokio::join!(dry_run::observe(&client, "cleave-system", "a=b"), serve);
     assert_eq!(
         requests,
         [
@@ -285,7 +285,7 @@ async fn a_dry_run_reads_the_cluster_and_writes_nothing() {
             "GET /api/v1/pods?&fieldSelector=status.phase%21%3DSucceeded%2Cstatus.phase%21%3DFailed&limit=500",
         ]
     );
-    let run = dry::dry_run(&observed.unwrap()).unwrap();
+    let run = dry_run::dry_run(&observed.unwrap()).unwrap();
     assert_eq!(run.outcome.waiting["team/one"].reason, Reason::Repartitioning);
     assert_eq!(run.outcome.waiting["team/odd"].reason, Reason::NoRoom, "only the pod with unknown constraints waits");
     assert_eq!(run.changes.len(), 1);

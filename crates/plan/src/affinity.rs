@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn no_requirement_is_added_twice_and_no_pod_is_narrowed_to_no_nodes() {
+    fn a_requirement_is_added_only_once_and_an_empty_list_narrows_no_pod() {
         let terms = narrowed_terms(ExistingAffinity::Nothing, &requirement()).unwrap();
         assert_eq!(narrow(ExistingAffinity::Required(&terms), &requirement()), Ok(Vec::new()));
         assert_eq!(hostname_requirement([]), None);

@@ -32,7 +32,7 @@ pub(crate) enum ChangeRule {
     NoFurther,
     /// Repartition as few GPUs as possible, and keep as many of their slices as possible.
     Any,
-    /// Repartition GPUs so that as much room as possible remains for future pods.
+    /// Repartition GPUs so that as much free capacity as possible remains for future pods.
     Pack,
 }
 
@@ -173,7 +173,7 @@ impl Assignment {
             }
             return false;
         }
-        self.change_free(&group.needs, location.node, u64::saturating_sub);
+        self.update_free(&group.needs, location.node, u64::saturating_sub);
         if let Some(on) = self.pods.get_mut(location.node as usize) {
             on.push(pod);
         }
@@ -190,7 +190,7 @@ impl Assignment {
         for (unit, gpu) in group.units.iter().zip(&location.gpus) {
             self.remove_demand(states, *unit, *gpu);
         }
-        self.change_free(&group.needs, location.node, u64::saturating_add);
+        self.update_free(&group.needs, location.node, u64::saturating_add);
         if let Some(on) = self.pods.get_mut(location.node as usize)
             && let Some(place) = on.iter().rposition(|&other| other == pod)
         {
@@ -207,7 +207,7 @@ impl Assignment {
         }
     }
 
-    fn change_free(&mut self, needs: &[(u16, u64)], node: u32, with: impl Fn(u64, u64) -> u64) {
+    fn update_free(&mut self, needs: &[(u16, u64)], node: u32, with: impl Fn(u64, u64) -> u64) {
         self.version += 1;
         if let Some(version) = self.versions.get_mut(node as usize) {
             *version = self.version;

@@ -38,7 +38,7 @@ pub fn check(snapshot: &Snapshot, plan: &Plan) -> Vec<Violation> {
 
 /// Returns whether all requested sizes fit into the bins at the same time, each size in one bin.
 /// Returns true if the steps run out, because the result is then unknown.
-fn fit_into_bins(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
+fn can_fit_into_bins(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
     let Some((first, rest)) = wanted.split_first() else { return true };
     for at in 0..free.len() {
         let Some(left) = steps.checked_sub(1) else { return true };
@@ -48,7 +48,7 @@ fn fit_into_bins(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
         }
         let Some(less) = free[at].checked_sub(*first) else { continue };
         let before = std::mem::replace(&mut free[at], less);
-        let fits = fit_into_bins(rest, free, steps);
+        let fits = can_fit_into_bins(rest, free, steps);
         free[at] = before;
         if fits {
             return true;
@@ -59,7 +59,7 @@ fn fit_into_bins(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
 
 struct PlanChecker {
     found: Vec<Violation>,
-    /// GPUs that a single pod uses as a whole.
+    /// GPUs that are allocated to one pod as a whole.
     taken_whole: BTreeSet<(String, String)>,
 }
 
@@ -80,7 +80,7 @@ fn count_slices(slices: &[SliceGroup], is_counted: impl Fn(&SliceGroup) -> bool)
 }
 
 impl PlanChecker {
-    fn report(&mut self, at: &str, what: impl Into<String>) {
+    fn record_violation(&mut self, at: &str, what: impl Into<String>) {
         self.found.push(Violation { at: at.to_owned(), what: what.into() });
     }
 
@@ -99,16 +99,19 @@ impl PlanChecker {
                     Some([plan]) => self.check_gpu(node, gpu, plan),
                     Some(_) if twice => {}
                     Some(many) if many.iter().all(|plan| !plan.changed) => {}
-                    Some(_) => self.report(&gpu.uuid, "the GPU is in the plan more than once, and changes"),
-                    None => self.report(&gpu.uuid, "the GPU is not in the plan"),
+                    Some(_) => self.record_violation(
+                        &gpu.uuid,
+                        "the GPU is in the plan more than once, and one entry changes the GPU",
+                    ),
+                    None => self.record_violation(&gpu.uuid, "the GPU is not in the plan"),
                 }
             }
         }
         for (node, uuid) in planned.keys().filter(|key| !observed.contains(*key)) {
-            self.report(uuid, format!("node {node} has no such GPU"));
+            self.record_violation(uuid, format!("node {node} has no such GPU"));
         }
         if plan.changed != plan.gpus.iter().any(|gpu| gpu.changed) {
-            self.report("plan", "`changed` does not match the GPUs");
+            self.record_violation("plan", "`changed` does not match the GPUs");
         }
     }
 
@@ -118,16 +121,16 @@ impl PlanChecker {
         let everything = |_: &SliceGroup| true;
         let changed = count_slices(&gpu.slices, everything) != count_slices(&plan.slices, everything);
         if changed != plan.changed {
-            self.report(at, "`changed` does not match the slices");
+            self.record_violation(at, "`changed` does not match the slices");
         }
         if count_slices(&gpu.slices, |slice| slice.in_use) != count_slices(&plan.slices, |slice| slice.in_use) {
-            self.report(at, "the slices in use differ from those that the GPU has now");
+            self.record_violation(at, "the planned slices in use differ from the GPU's current slices in use");
         }
         if !changed {
             return;
         }
         if gpu.fixed || gpu.exclusion.is_some() || node.exclusion.is_some() || gpu.mode == Mode::Unknown {
-            self.report(at, "the GPU changes although it must not");
+            self.record_violation(at, "the plan changes the GPU, but the snapshot forbids changes");
         }
         let known = built_in(&gpu.model, gpu.memory.as_mebibytes().unwrap_or(0)).unwrap_or_default();
         let profiles = gpu.profiles.as_ref().unwrap_or(&known);
@@ -141,24 +144,30 @@ impl PlanChecker {
             {
                 replica_slices.push(slice);
             } else if resource == device::WHOLE_GPU_RESOURCE {
-                self.report(at, "a whole GPU must be an empty list");
+                self.record_violation(
+                    at,
+                    "the plan lists a slice for a whole GPU, which must have an empty list of slices",
+                );
             } else {
                 mps.push(slice);
             }
         }
         if [&mig, &mps, &replica_slices].iter().filter(|slices| !slices.is_empty()).count() > 1 {
-            self.report(at, "the GPU has two kinds of partition at the same time");
+            self.record_violation(at, "the GPU has two kinds of partition at the same time");
         }
         for (slices, mode) in [(&mig, Mode::Mig), (&mps, Mode::Mps), (&replica_slices, Mode::TimeSlicing)] {
             if !slices.is_empty() && gpu.mode != mode && gpu.mode != Mode::Auto {
-                self.report(at, format!("the GPU's mode is {:?}, and the plan partitions it for {mode:?}", gpu.mode));
+                self.record_violation(
+                    at,
+                    format!("the GPU's mode is {:?}, and the plan partitions it for {mode:?}", gpu.mode),
+                );
             }
         }
         self.check_mig(at, gpu, profiles, &mig);
         self.check_mps(at, gpu, &mps);
         let replicas: u64 = replica_slices.iter().map(|slice| u64::from(slice.count)).sum();
         if let Some(most) = gpu.replicas.filter(|&most| replicas > u64::from(most)) {
-            self.report(at, format!("the GPU has {replicas} replicas, more than the maximum of {most}"));
+            self.record_violation(at, format!("the GPU has {replicas} replicas, more than the maximum of {most}"));
         }
     }
 
@@ -167,7 +176,7 @@ impl PlanChecker {
         let mut instances: BTreeMap<(u32, String), u64> = BTreeMap::new();
         for slice in slices {
             let Some(place) = slice.placement else {
-                self.report(at, format!("{} has no placement", slice.resource));
+                self.record_violation(at, format!("{} has no placement", slice.resource));
                 continue;
             };
             let resource = slice.profile.as_deref().map_or_else(|| slice.resource.clone(), device::mig_resource);
@@ -181,34 +190,35 @@ impl PlanChecker {
                     "{} at memory slice {place}: {count} exist, more than the maximum of {most}",
                     slice.resource
                 );
-                self.report(at, text);
+                self.record_violation(at, text);
             }
         }
         let (mut taken, mut extra, mut counts) = (BTreeSet::new(), 0, BTreeMap::new());
         for (place, name) in instances.keys() {
             let Some(profile) = profiles.iter().find(|profile| device::mig_resource(&profile.name) == *name) else {
-                self.report(at, format!("the GPU does not support the profile {name}"));
+                self.record_violation(at, format!("the GPU does not support the profile {name}"));
                 continue;
             };
             if !profile.starts.contains(place) {
-                self.report(at, format!("{name} cannot start at memory slice {place}"));
+                self.record_violation(at, format!("{name} cannot start at memory slice {place}"));
             }
             if (*place..place.saturating_add(profile.size).min(4096)).any(|slice| !taken.insert(slice)) {
-                self.report(at, format!("{name} at memory slice {place} overlaps another instance"));
+                self.record_violation(at, format!("{name} at memory slice {place} overlaps another instance"));
             }
             extra += u32::from(profile.name.contains("+me"));
             let count: &mut u32 = counts.entry(name).or_default();
             *count += 1;
             if profile.count.is_some_and(|most| *count > most) {
-                self.report(at, format!("the GPU has more {name} than it supports"));
+                self.record_violation(at, format!("the GPU has more {name} than it supports"));
             }
         }
         if extra > 1 {
-            self.report(at, "two instances have the extra media engines");
+            self.record_violation(at, "two instances have the extra media engines");
         }
     }
 
-    /// Checks that MPS slices fit the GPU's memory, shares and clients.
+    /// Checks that MPS slices do not exceed the GPU's memory, its maximum number of shares, or the
+    /// maximum number of MPS clients.
     fn check_mps(&mut self, at: &str, gpu: &Gpu, slices: &[&SliceGroup]) {
         let (mut sized, mut shares) = (0_u64, 0_u64);
         for slice in slices {
@@ -221,16 +231,19 @@ impl PlanChecker {
         let memory = gpu.memory.as_mebibytes().unwrap_or(0);
         let units = u64::from(gpu.units.unwrap_or(MAX_CLIENTS));
         if shares > units {
-            self.report(at, format!("{shares} shares exceed the GPU's maximum of {units}"));
+            self.record_violation(at, format!("{shares} shares exceed the GPU's maximum of {units}"));
         }
         let needed = u128::from(sized) * u128::from(units) + u128::from(shares) * u128::from(memory);
         let of = if gpu.units.is_some() { needed } else { u128::from(sized) * u128::from(units) };
         if of > u128::from(memory) * u128::from(units) {
-            self.report(at, format!("{sized} MiB of slices and {shares} shares exceed the GPU's {memory} MiB"));
+            self.record_violation(
+                at,
+                format!("{sized} MiB of slices and {shares} shares exceed the GPU's {memory} MiB"),
+            );
         }
         let clients: u64 = slices.iter().map(|slice| u64::from(slice.count)).sum();
         if clients > u64::from(MAX_CLIENTS) {
-            self.report(
+            self.record_violation(
                 at,
                 format!("the GPU has {clients} slices, and an MPS server serves at most {MAX_CLIENTS} clients"),
             );
@@ -249,17 +262,17 @@ impl PlanChecker {
         }
         for (name, (count, _)) in &pods {
             if answers.get(name).copied().unwrap_or(0) != *count {
-                self.report(name, "the pod must be listed exactly once, as placed or unplaced");
+                self.record_violation(name, "the pod must be listed exactly once, as placed or unplaced");
             }
         }
         for name in answers.keys().filter(|name| !pods.contains_key(*name)) {
-            self.report(name, "the snapshot has no such pod");
+            self.record_violation(name, "the snapshot has no such pod");
         }
         for unplaced in plan.unplaced.iter().filter(|unplaced| unplaced.reason.is_empty()) {
-            self.report(&unplaced.pod, "the reason is empty");
+            self.record_violation(&unplaced.pod, "the reason is empty");
         }
 
-        // Slices that are free in the plan. Each checked pod reduces their number.
+        // Slices that are free in the plan. Each checked pod reduces the number of free slices.
         let mut free: BTreeMap<ResourceKey<'_>, u64> = BTreeMap::new();
         let mut slices_of: BTreeMap<(&str, &str), &GpuPlan> = BTreeMap::new();
         for gpu in &plan.gpus {
@@ -274,11 +287,11 @@ impl PlanChecker {
         for placement in &plan.placements {
             let Some((_, pod)) = pods.get(placement.pod.as_str()) else { continue };
             let Some(node) = nodes.get(placement.node.as_str()) else {
-                self.report(&pod.name, format!("the snapshot has no node {}", placement.node));
+                self.record_violation(&pod.name, format!("the snapshot has no node {}", placement.node));
                 continue;
             };
             if node.exclusion.is_some() || NodeConstraints::of_pod(pod).admit(node).is_err() {
-                self.report(&pod.name, format!("the pod cannot run on node {}", node.name));
+                self.record_violation(&pod.name, format!("the pod cannot run on node {}", node.name));
             }
             for (name, request) in &pod.requests {
                 *used.entry((&node.name, name)).or_default() += request.milli().unwrap_or(u64::MAX);
@@ -300,13 +313,13 @@ impl PlanChecker {
             };
             let before = node.requested.get(resource).and_then(super::Quantity::milli).unwrap_or(0);
             if !of_gpus && amount.saturating_add(before) > all {
-                self.report(&node.name, format!("the node's pods request more {resource} than the node has"));
+                self.record_violation(&node.name, format!("the node's pods request more {resource} than the node has"));
             }
         }
     }
 
     /// Checks that a pod's shares of MIG instances can belong to one instance. The plan does not
-    /// name the instance, so the check requires that one exists.
+    /// name the instance, so the check requires only that a possible instance exists.
     fn check_shares_of_instances(&mut self, plan: &Plan) {
         let mut taken: BTreeMap<ResourceKey<'_>, Vec<u64>> = BTreeMap::new();
         for placement in &plan.placements {
@@ -329,8 +342,11 @@ impl PlanChecker {
             }
             wanted.sort_unstable_by(|a, b| b.cmp(a));
             let mut free: Vec<u64> = free.into_values().collect();
-            if !fit_into_bins(&wanted, &mut free, &mut 10_000) {
-                self.report(uuid, format!("the {resource} of each pod cannot be on one instance"));
+            if !can_fit_into_bins(&wanted, &mut free, &mut 10_000) {
+                self.record_violation(
+                    uuid,
+                    format!("no assignment places the {resource} of each pod on one MIG instance"),
+                );
             }
         }
     }
@@ -346,20 +362,20 @@ impl PlanChecker {
         let mut got: BTreeMap<&str, u64> = BTreeMap::new();
         for PlannedSlices { gpu, resource, count } in &placement.takes {
             let Some(plan) = plans.get(&(placement.node.as_str(), gpu.as_str())) else {
-                self.report(&pod.name, format!("GPU {gpu} is not on node {}", placement.node));
+                self.record_violation(&pod.name, format!("GPU {gpu} is not on node {}", placement.node));
                 continue;
             };
             *got.entry(resource).or_default() += u64::from(*count);
             if resource == device::WHOLE_GPU_RESOURCE && plan.slices.is_empty() {
                 if *count != 1 || !self.taken_whole.insert((placement.node.clone(), gpu.clone())) {
-                    self.report(&pod.name, format!("GPU {gpu} is allocated more than once"));
+                    self.record_violation(&pod.name, format!("GPU {gpu} is allocated more than once"));
                 }
                 continue;
             }
             let left = free.get_mut(&(placement.node.as_str(), gpu.as_str(), resource.as_str()));
             match left.map(|left| (left.checked_sub(u64::from(*count)), left)) {
                 Some((Some(rest), left)) => *left = rest,
-                _ => self.report(&pod.name, format!("GPU {gpu} has too few free {resource}")),
+                _ => self.record_violation(&pod.name, format!("GPU {gpu} has too few free {resource}")),
             }
             // Resources other than whole GPUs, sized slices and MIG instances are shares. All
             // shares of one resource that a pod requests must be on one GPU.
@@ -367,7 +383,7 @@ impl PlanChecker {
             let shares =
                 !slice && resource != device::WHOLE_GPU_RESOURCE && device::sized_slice_gib(resource).is_none();
             if shares && placement.takes.iter().any(|other| other.resource == *resource && other.gpu != *gpu) {
-                self.report(&pod.name, format!("the pod's {resource} are on two GPUs"));
+                self.record_violation(&pod.name, format!("the pod's {resource} are on two GPUs"));
             }
         }
         for (name, request) in &pod.requests {
@@ -377,11 +393,14 @@ impl PlanChecker {
                 || device::sized_slice_gib(name).is_some()
                 || [device::SHARES_RESOURCE, device::REPLICAS_RESOURCE].contains(&name.as_str());
             if (is_gpu || got.contains_key(name.as_str())) && got.remove(name.as_str()).unwrap_or(0) != wanted {
-                self.report(&pod.name, format!("the pod does not receive the {wanted} {name} that it requests"));
+                self.record_violation(
+                    &pod.name,
+                    format!("the pod does not receive the {wanted} {name} that it requests"),
+                );
             }
         }
         for resource in got.keys() {
-            self.report(&pod.name, format!("the pod receives {resource}, which it does not request"));
+            self.record_violation(&pod.name, format!("the pod receives {resource}, which it does not request"));
         }
     }
 }

@@ -33,7 +33,7 @@ pub enum Mode {
     Unknown,
 }
 
-/// Kind of partition. A GPU has one kind at a time.
+/// Kind of partition. A GPU has one kind of partition at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Family {
     /// The GPU is undivided.
@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_whole_gib_with_one_spelling() {
+    fn sizes_are_whole_gib_without_leading_zeros() {
         assert_eq!(sized_slice_gib("nvidia.com/gpu-10gb"), Some(10));
         for resource in [
             "nvidia.com/gpu-0gb",
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn extended_profiles_become_valid_resource_names() {
+    fn profiles_with_a_suffix_become_valid_resource_names() {
         assert_eq!(mig_resource("1g.10gb+me"), "nvidia.com/mig-1g.10gb.me");
         assert_eq!(mig_resource("1g.24gb-me"), "nvidia.com/mig-1g.24gb-me");
     }

@@ -16,8 +16,8 @@ pub(crate) struct GreedyPlacer<'g, 'a> {
     group_limit: u64,
     /// Version of the assignment. Alternatives that were cached in an older epoch can be wrong.
     epoch: u64,
-    /// For each group, some nodes with room for one of its pods, and the epoch and rule for which
-    /// these nodes were found.
+    /// For each group: the epoch, the rule, and some nodes where one of the group's pods fits under
+    /// this rule.
     alternatives: BTreeMap<u32, (u64, ChangeRule, Vec<u32>)>,
     costs: &'g mut CostCache,
 }
@@ -30,16 +30,16 @@ pub(crate) enum PlacementStyle {
     /// Uses existing slices before it repartitions GPUs, and places small pods first. Repartitions
     /// the fewest GPUs.
     FewestChanges,
-    /// Places each pod where the most room remains, small pods first. Places more pods if room is
-    /// scarce.
+    /// Places each pod where the most free capacity remains, small pods first. Places more pods
+    /// than other styles if few units are free.
     Packed,
-    /// Like `Packed`, with large pods first.
+    /// Like `Packed`, but places large pods first.
     LargeFirst,
 }
 
 /// Number of alternative nodes that are cached for each group.
 const ALTERNATIVES_PER_GROUP: usize = 4;
-/// Divisor of the remaining work for moving pods. Each group may use one such part.
+/// Divisor of the remaining work for moving pods. Each group may use one of the resulting parts.
 const GROUP_WORK_DIVISOR: u64 = 8;
 /// Maximum number of pods moved in a chain. Each move frees slices for the previous pod.
 const MAX_MOVED_PODS_IN_CHAIN: u32 = 2;
@@ -69,13 +69,14 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
         self.work_limit = self.states.work.saturating_add(work);
         let mut groups: Vec<u32> = part.groups.clone();
         let model = self.model;
-        let first = |id: u32| model.groups.get(id as usize);
-        groups.sort_by_key(|&id| {
-            first(id).map(|group| {
+        let first = |group_id: u32| model.groups.get(group_id as usize);
+        groups.sort_by_key(|&group_id| {
+            first(group_id).map(|group| {
                 let weight = i64::from(group.weight.memory.max(group.weight.compute));
                 let weight = if style == PlacementStyle::LargeFirst { -weight } else { weight };
-                // Place small pods first, because more of them fit, except in style `LargeFirst`.
-                // Among equal pods, start with those with the fewest candidate nodes.
+                // Place small pods first, because more small pods fit, except in style
+                // `LargeFirst`. Among equal pods, start with pods that have the fewest candidate
+                // nodes.
                 (
                     std::cmp::Reverse(group.priority),
                     weight,
@@ -85,42 +86,42 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
                 )
             })
         });
-        let level = |id: &u32| first(*id).map(|group| group.priority);
+        let level = |group_id: &u32| first(*group_id).map(|group| group.priority);
         for level in groups.chunk_by(|a, b| level(a) == level(b)) {
             // Place pods without repartitioning first, so that existing slices are still free for
             // pods that can use them.
             if style == PlacementStyle::AsPlanned {
-                for &id in level {
-                    self.place_as_planned(id);
+                for &group_id in level {
+                    self.place_as_planned(group_id);
                 }
             }
             let few_changes = matches!(style, PlacementStyle::AsPlanned | PlacementStyle::FewestChanges);
             let rules: &[ChangeRule] =
                 if few_changes { &[ChangeRule::Stay, ChangeRule::Any] } else { &[ChangeRule::Pack] };
             for &rule in rules {
-                for &id in level {
-                    self.place_group(id, rule);
+                for &group_id in level {
+                    self.place_group(group_id, rule);
                 }
             }
         }
-        self.revert_changes(part);
+        self.restore_partitions(part);
     }
 
-    fn place_as_planned(&mut self, id: u32) {
-        let Some(of) = self.model.groups.get(id as usize) else { return };
+    fn place_as_planned(&mut self, group_id: u32) {
+        let Some(of) = self.model.groups.get(group_id as usize) else { return };
         for &pod in &of.pods {
             let node = self.model.planned.get(pod as usize).copied().flatten();
             if let Some(node) = node.filter(|node| of.nodes.binary_search(node).is_ok()) {
-                self.place_on_node(id, pod, node, ChangeRule::Stay);
+                self.place_on_node(group_id, pod, node, ChangeRule::Stay);
             }
         }
     }
 
-    fn place_group(&mut self, id: u32, rule: ChangeRule) {
-        let Some(of) = self.model.groups.get(id as usize) else { return };
+    fn place_group(&mut self, group_id: u32, rule: ChangeRule) {
+        let Some(of) = self.model.groups.get(group_id as usize) else { return };
         let mut offers: Vec<Option<PlacementCost>> = Vec::with_capacity(of.nodes.len());
         for &node in &of.nodes {
-            offers.push(self.assignment.cost(self.model, self.states, self.costs, id, node, rule));
+            offers.push(self.assignment.cost(self.model, self.states, self.costs, group_id, node, rule));
         }
         let mut moving = true;
         // A group that cannot be placed must not use the work that other groups need.
@@ -132,13 +133,13 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
             let best = offers.iter().enumerate().filter_map(|(at, offer)| offer.map(|cost| (cost, at))).min();
             if let Some((_, at)) = best {
                 let node = of.nodes[at];
-                self.place_on_node(id, pod, node, rule);
-                offers[at] = self.assignment.cost(self.model, self.states, self.costs, id, node, rule);
+                self.place_on_node(group_id, pod, node, rule);
+                offers[at] = self.assignment.cost(self.model, self.states, self.costs, group_id, node, rule);
                 continue;
             }
             if !moving
-                || !(self.place_by_moving_pods(pod, id, rule, MAX_MOVED_PODS_IN_CHAIN, &mut vec![pod])
-                    || self.move_two_pods(pod, id, rule))
+                || !(self.place_by_moving_pods(pod, group_id, rule, MAX_MOVED_PODS_IN_CHAIN, &mut vec![pod])
+                    || self.move_two_pods(pod, group_id, rule))
             {
                 moving = false;
                 if rule == ChangeRule::Stay {
@@ -147,25 +148,32 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
                 continue;
             }
             self.epoch += 1;
-            // Other pods moved, so any node may have room now.
+            // Other pods moved, so the pod may now fit on any node.
             for (at, &node) in of.nodes.iter().enumerate() {
-                offers[at] = self.assignment.cost(self.model, self.states, self.costs, id, node, rule);
+                offers[at] = self.assignment.cost(self.model, self.states, self.costs, group_id, node, rule);
             }
         }
     }
 
-    fn place_on_node(&mut self, id: u32, pod: u32, node: u32, rule: ChangeRule) -> bool {
+    fn place_on_node(&mut self, group_id: u32, pod: u32, node: u32, rule: ChangeRule) -> bool {
         let mut gpus = Vec::new();
-        let offered = self.assignment.find_location(self.model, self.states, id, node, rule, &mut gpus).is_some();
+        let offered = self.assignment.find_location(self.model, self.states, group_id, node, rule, &mut gpus).is_some();
         self.epoch += 1;
         offered && self.assignment.place(self.model, self.states, pod, Location { node, gpus })
     }
 
-    /// Places a pod by moving a second pod, whose move may require moving a third. Returns whether
-    /// the pod is placed. If the pod is not placed, changes nothing.
-    fn place_by_moving_pods(&mut self, pod: u32, id: u32, rule: ChangeRule, chain: u32, moved: &mut Vec<u32>) -> bool {
+    /// Places a pod by moving a second pod. This move may require moving a third pod. Returns
+    /// whether the pod is placed. If the pod is not placed, changes nothing.
+    fn place_by_moving_pods(
+        &mut self,
+        pod: u32,
+        group_id: u32,
+        rule: ChangeRule,
+        chain: u32,
+        moved: &mut Vec<u32>,
+    ) -> bool {
         let model = self.model;
-        let Some(of) = model.groups.get(id as usize) else { return false };
+        let Some(of) = model.groups.get(group_id as usize) else { return false };
         let mut gpus = Vec::new();
         for &node in &of.nodes {
             let others = self.assignment.pods.get(node as usize).cloned().unwrap_or_default();
@@ -174,26 +182,29 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
                 if self.states.work > self.group_limit {
                     return false;
                 }
-                let Some(other_id) = model.group_of.get(other as usize).copied().flatten() else { continue };
-                if other_id == id || moved.contains(&other) || !self.could_removal_help(id, node, other, other_id, rule)
+                let Some(other_group_id) = model.group_of.get(other as usize).copied().flatten() else { continue };
+                if other_group_id == group_id
+                    || moved.contains(&other)
+                    || !self.could_removal_help(group_id, node, other, other_group_id, rule)
                 {
                     continue;
                 }
                 let Some(location) = self.assignment.locations.get(other as usize).cloned().flatten() else { continue };
-                let kind = (other_id, location.gpus.clone());
+                let kind = (other_group_id, location.gpus.clone());
                 if seen.contains(&kind) {
                     continue;
                 }
                 seen.push(kind);
                 self.assignment.remove(model, self.states, other);
-                let offered = self.assignment.find_location(model, self.states, id, node, rule, &mut gpus).is_some();
+                let offered =
+                    self.assignment.find_location(model, self.states, group_id, node, rule, &mut gpus).is_some();
                 if offered && self.assignment.place(model, self.states, pod, Location { node, gpus: gpus.clone() }) {
-                    if self.relocate(other, other_id, node, rule) {
+                    if self.relocate_pod(other, other_group_id, node, rule) {
                         return true;
                     }
                     if chain > 1 {
                         moved.push(other);
-                        let relocated = self.place_by_moving_pods(other, other_id, rule, chain - 1, moved);
+                        let relocated = self.place_by_moving_pods(other, other_group_id, rule, chain - 1, moved);
                         moved.pop();
                         if relocated {
                             return true;
@@ -208,10 +219,10 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
     }
 
     /// Places a pod by moving two other pods from one GPU. Returns whether all three pods are
-    /// placed. If they are not, changes nothing.
-    fn move_two_pods(&mut self, pod: u32, id: u32, rule: ChangeRule) -> bool {
+    /// placed. If a pod is not placed, changes nothing.
+    fn move_two_pods(&mut self, pod: u32, group_id: u32, rule: ChangeRule) -> bool {
         let model = self.model;
-        let Some(of) = model.groups.get(id as usize) else { return false };
+        let Some(of) = model.groups.get(group_id as usize) else { return false };
         let &[unit] = of.units.as_slice() else { return false };
         for &node in &of.nodes {
             let range = model.node(node).map_or(0..0, |node| node.gpus.clone());
@@ -228,7 +239,7 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
                         }
                         let of = |pod: u32| model.group_of.get(pod as usize).copied().flatten();
                         let pair = (of(one), of(other));
-                        if seen.contains(&pair) || pair.0 == Some(id) || pair.1 == Some(id) {
+                        if seen.contains(&pair) || pair.0 == Some(group_id) || pair.1 == Some(group_id) {
                             continue;
                         }
                         seen.push(pair);
@@ -272,8 +283,8 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
         if self.assignment.place(model, self.states, pod, Location { node, gpus: vec![gpu] }) {
             let mut relocated = Vec::new();
             for other in others {
-                let id = model.group_of.get(other as usize).copied().flatten();
-                if !id.is_some_and(|id| self.relocate(other, id, node, rule)) {
+                let group_id = model.group_of.get(other as usize).copied().flatten();
+                if !group_id.is_some_and(|group_id| self.relocate_pod(other, group_id, node, rule)) {
                     break;
                 }
                 relocated.push(other);
@@ -292,17 +303,24 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
         false
     }
 
-    /// Returns whether a pod of group `id` could fit on the node if `other` were removed. Returns
+    /// Returns whether a pod of group `group_id` could fit on the node if `other` were removed. Returns
     /// false only if removal certainly cannot help.
-    fn could_removal_help(&mut self, id: u32, node: u32, other: u32, other_id: u32, rule: ChangeRule) -> bool {
-        let group = |id: u32| self.model.groups.get(id as usize);
-        let (Some(of), Some(others)) = (group(id), group(other_id)) else { return false };
+    fn could_removal_help(
+        &mut self,
+        group_id: u32,
+        node: u32,
+        other: u32,
+        other_group_id: u32,
+        rule: ChangeRule,
+    ) -> bool {
+        let group = |group_id: u32| self.model.groups.get(group_id as usize);
+        let (Some(of), Some(others)) = (group(group_id), group(other_group_id)) else { return false };
         // The node may lack CPU or memory rather than a GPU.
         if !self.assignment.has_room(&of.needs, node) {
             return true;
         }
         let (&[unit], &[other_unit]) = (of.units.as_slice(), others.units.as_slice()) else { return true };
-        // Even without the other pod, the GPU has no room.
+        // Even without the other pod, the pod does not fit on the GPU.
         let gpu = self
             .assignment
             .locations
@@ -314,20 +332,20 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
         self.states.with_demand(less, unit).is_some_and(|then| change_cost(self.states, less, then, rule).is_some())
     }
 
-    /// Places a pod that was moved from `from`: on another node with room, or on the remaining free
-    /// slices of `from`. Returns whether the pod is placed.
-    fn relocate(&mut self, pod: u32, id: u32, from: u32, rule: ChangeRule) -> bool {
-        let known = self.alternatives.get(&id).filter(|known| (known.0, known.1) == (self.epoch, rule));
+    /// Places a pod that was moved from `from`: on another node where it fits, or on the remaining
+    /// free slices of `from`. Returns whether the pod is placed.
+    fn relocate_pod(&mut self, pod: u32, group_id: u32, from: u32, rule: ChangeRule) -> bool {
+        let known = self.alternatives.get(&group_id).filter(|known| (known.0, known.1) == (self.epoch, rule));
         let mut nodes = match known {
             Some((_, _, alternatives)) => alternatives.clone(),
-            None => self.find_alternatives(id, rule),
+            None => self.find_alternatives(group_id, rule),
         };
         if !nodes.contains(&from) {
             nodes.push(from);
         }
         let mut best: Option<(PlacementCost, u32)> = None;
         for node in nodes {
-            let offer = self.assignment.cost(self.model, self.states, self.costs, id, node, rule);
+            let offer = self.assignment.cost(self.model, self.states, self.costs, group_id, node, rule);
             if let Some(cost) = offer
                 && best.is_none_or(|(least, _)| cost < least)
             {
@@ -336,29 +354,29 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
         }
         let Some((_, node)) = best else { return false };
         let mut gpus = Vec::new();
-        self.assignment.find_location(self.model, self.states, id, node, rule, &mut gpus).is_some()
+        self.assignment.find_location(self.model, self.states, group_id, node, rule, &mut gpus).is_some()
             && self.assignment.place(self.model, self.states, pod, Location { node, gpus })
     }
 
-    /// Returns the first few nodes that currently have room for a pod of a group.
-    fn find_alternatives(&mut self, id: u32, rule: ChangeRule) -> Vec<u32> {
-        let nodes = self.model.groups.get(id as usize).map_or(&[][..], |group| &group.nodes);
+    /// Returns the first few nodes where a pod of a group currently fits.
+    fn find_alternatives(&mut self, group_id: u32, rule: ChangeRule) -> Vec<u32> {
+        let nodes = self.model.groups.get(group_id as usize).map_or(&[][..], |group| &group.nodes);
         let mut alternatives = Vec::new();
         for &node in nodes {
-            if self.assignment.cost(self.model, self.states, self.costs, id, node, rule).is_some() {
+            if self.assignment.cost(self.model, self.states, self.costs, group_id, node, rule).is_some() {
                 alternatives.push(node);
             }
             if alternatives.len() == ALTERNATIVES_PER_GROUP {
                 break;
             }
         }
-        self.alternatives.insert(id, (self.epoch, rule, alternatives.clone()));
+        self.alternatives.insert(group_id, (self.epoch, rule, alternatives.clone()));
         alternatives
     }
 
     /// Restores the partitions of GPUs whose pods can be placed elsewhere without repartitioning
     /// another GPU.
-    fn revert_changes(&mut self, part: &ClusterPart) {
+    fn restore_partitions(&mut self, part: &ClusterPart) {
         let changed = |greedy: &Self, gpu: u32| {
             greedy.assignment.gpus.get(gpu as usize).is_some_and(|&state| greedy.states.summary(state).changed)
         };
@@ -382,8 +400,8 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
             self.epoch += 1;
             let mut relocated = Vec::new();
             for &pod in &pods {
-                let id = self.model.group_of.get(pod as usize).copied().flatten();
-                if !id.is_some_and(|id| self.relocate(pod, id, node, ChangeRule::NoFurther)) {
+                let group_id = self.model.group_of.get(pod as usize).copied().flatten();
+                if !group_id.is_some_and(|group_id| self.relocate_pod(pod, group_id, node, ChangeRule::NoFurther)) {
                     break;
                 }
                 relocated.push(pod);

@@ -1,6 +1,6 @@
 //! Planning: decides how each GPU is partitioned, for which pods, and why.
 //!
-//! This crate does no I/O, reads no clock, draws no random numbers and is not async. Its
+//! This crate does no I/O, reads no clock, draws no random numbers and is not async. The crate's
 //! dependencies enforce these rules. Every result depends only on the arguments, and maps are
 //! ordered. Equal inputs therefore produce equal outputs, byte for byte.
 //!

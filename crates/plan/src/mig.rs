@@ -66,9 +66,10 @@ pub(crate) struct Instance {
 enum MediaEngines {
     /// No suffix: the instance has the profile's standard part of the media engines.
     Plain,
-    /// `+me`: the only set of extra media engines.
+    /// `+me`: the instance has the GPU's only set of extra media engines.
     Extra,
-    /// `+me.all`: all media engines. Only instances without media engines can coexist with it.
+    /// `+me.all`: all media engines. Only instances without media engines can coexist with such an
+    /// instance.
     All,
     /// `-me`: no media engines.
     Without,
@@ -90,8 +91,8 @@ struct ProfileEntry {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ProfileTable {
     entries: Vec<ProfileEntry>,
-    /// Distinct sizes of profiles, in memory slices, each with the slices at which it can start.
-    /// Used to estimate the value of free room.
+    /// Distinct sizes of profiles, in memory slices. Each size has the list of its possible first
+    /// slices. Used to estimate the value of free memory slices.
     shapes: Vec<(u8, Vec<u8>)>,
     slices: u32,
     compute: u32,
@@ -229,15 +230,16 @@ impl ProfileTable {
         extra + all <= 1 && (all == 0 || plain == 0)
     }
 
-    /// Estimates the remaining room if the slices in `mask` are used. The estimate is the sum, over
-    /// all shapes, of the slices that instances of one shape alone could cover. Higher is better.
-    /// An instance reduces the estimate little where no larger instance could start.
+    /// Estimates the remaining space for instances if the slices in `mask` are used. The estimate
+    /// is the sum, over all shapes, of the slices that instances of one shape alone could cover.
+    /// Higher is better. An instance lowers the estimate only a little where no larger instance
+    /// could start.
     pub(crate) fn estimate_room(&self, mask: Mask) -> u32 {
         self.shapes.iter().map(|(size, starts)| u32::from(*size) * max_instances(*size, starts, mask)).sum()
     }
 
-    /// Returns the mask of all these instances. Returns `None` if they cannot exist at the same
-    /// time.
+    /// Returns the mask of all these instances. Returns `None` if the instances cannot exist at the
+    /// same time.
     pub(crate) fn combined_mask(&self, instances: &[Instance]) -> Option<Mask> {
         let mut mask = 0;
         for &instance in instances {
@@ -252,8 +254,9 @@ impl ProfileTable {
 
     /// Finds placements for the `wanted` profiles. The instances `in_use` are not moved.
     ///
-    /// Prefers placements that destroy and create the fewest instances, then placements that leave
-    /// the most room, then placements that start lowest. Returns `None` if it finds no placements.
+    /// Prefers placements that destroy and create the fewest instances, then placements with the
+    /// highest [`Self::estimate_room`], then placements that start lowest. Returns `None` if it
+    /// finds no placements.
     pub(crate) fn arrange(&self, in_use: &[Instance], free: &[Instance], wanted: &[u8]) -> Option<Arrangement> {
         let taken = self.combined_mask(in_use)?;
         let everyone = in_use.iter().map(|instance| instance.profile).chain(wanted.iter().copied());
@@ -288,8 +291,9 @@ impl ProfileTable {
     }
 }
 
-/// Cost of an arrangement, lower is better: the number of instances destroyed and created, the lost
-/// room, and the placements. The placements make every cost unique.
+/// Cost of an arrangement, lower is better: the number of instances destroyed and created, the
+/// decrease of [`ProfileTable::estimate_room`], and the placements. The placements make every cost
+/// unique.
 type ArrangementCost = (usize, u32, Vec<Instance>);
 
 struct ArrangementSearch<'a> {
@@ -320,7 +324,7 @@ impl ArrangementSearch<'_> {
         }
     }
 
-    /// Keeps an arrangement of all instances if it costs less than the best.
+    /// Keeps an arrangement of all instances if it costs less than the best arrangement so far.
     fn record_arrangement(&mut self, mask: Mask) {
         let reused = self.placed.iter().filter(|instance| self.free.contains(instance)).count();
         let covered = |instance: &&Instance| {
@@ -335,7 +339,7 @@ impl ArrangementSearch<'_> {
 }
 
 const fn slice_mask(size: u8, start: u8) -> Mask {
-    // This size is a special case, because a shift by the full width of the type overflows.
+    // The full size is a special case, because a shift by the full width of the type overflows.
     if size as u32 >= MASK_BITS { Mask::MAX } else { ((1 << size) - 1) << start }
 }
 
@@ -368,7 +372,7 @@ fn media_engines(name: &str) -> MediaEngines {
 }
 
 /// Returns the number of compute slices in a profile's name, such as 3 in `3g.20gb`. NVIDIA has no
-/// profile with more than 64.
+/// profile with more than 64 compute slices.
 fn compute_slices(name: &str) -> u32 {
     name.split_once('g').and_then(|(digits, _)| digits.parse().ok()).filter(|&count: &u32| count <= 64).unwrap_or(0)
 }
@@ -495,8 +499,8 @@ mod tests {
         assert!(ProfileTable::built_in("Tesla T4", 15_360).is_none());
     }
 
-    /// Returns all layouts that have no room for another instance. The enumeration is independent
-    /// of the search.
+    /// Returns all layouts to which no further instance can be added. The enumeration is
+    /// independent of the search.
     fn full_layouts(table: &ProfileTable) -> Vec<Vec<Instance>> {
         fn collect_layouts(
             table: &ProfileTable,
@@ -586,7 +590,7 @@ mod tests {
         let table = a100();
         let free = [instance(&table, "3g.20gb", 0), instance(&table, "2g.10gb", 4), instance(&table, "1g.5gb", 6)];
         let found = table.arrange(&[], &free, &wanted(&table, &["1g.5gb", "1g.5gb", "2g.10gb"])).expect("fits");
-        // The existing 2g and 1g are reused. The second 1g takes the place of the 3g.
+        // The existing 2g and 1g are reused. The second 1g replaces the 3g.
         assert!(found.placed.contains(&free[1]) && found.placed.contains(&free[2]));
         assert_eq!(found.kept, []);
         let found = table.arrange(&[], &free[..1], &wanted(&table, &["1g.5gb"])).expect("fits");
@@ -628,7 +632,7 @@ mod tests {
         assert!(matches!(ProfileTable::new(&many), Err(TableError::TooManyProfiles(40))));
         let none = ProfileTable::new(&[]).expect("an empty list is valid");
         assert_eq!((none.slices, none.estimate_room(0)), (0, 0));
-        // 16 instances with 31 placements each have many more combinations than the search may try.
+        // 16 instances with 31 placements each have far more combinations than the search may try.
         let starts: Vec<u32> = (0..32).collect();
         let wide = ProfileTable::new(&[profile("1g.1gb", 1, &starts)]).expect("valid");
         assert!(wide.arrange(&[], &[], &[0; 16]).is_some());

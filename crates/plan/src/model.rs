@@ -16,8 +16,8 @@ use crate::scheduling::{NodeConstraints, PODS_RESOURCE, UNLIMITED_BY_DEFAULT};
 use crate::snapshot::{Gpu, Node, Pod, SliceGroup, Snapshot};
 use crate::states::{ClassId, DemandId};
 
-/// Maximum number of slices that one pod may request. No node has more slices, and a request for a
-/// million must not delay the plan.
+/// Maximum number of slices that one pod may request. No node has more slices, and a pod that
+/// requests a million slices must not delay the plan.
 const MAX_SLICES_PER_POD: u64 = 1024;
 
 /// Maximum number of equal slices of one GPU. No mode allows more, and a plan lists each slice.
@@ -65,7 +65,7 @@ pub(crate) struct PodGroup<'a> {
     /// Demands of one pod. All shares that a pod requests of one resource are one demand. Each
     /// other slice is a separate demand.
     pub(crate) units: Vec<DemandId>,
-    /// Number shared by all groups with the same units.
+    /// Id of the group's units. Groups with the same units have the same id.
     pub(crate) shape: u32,
     /// Amounts by dimension, in thousandths.
     pub(crate) needs: Vec<(u16, u64)>,
@@ -114,7 +114,7 @@ impl<'a> ResourceNames<'a> {
         Self { ids }
     }
 
-    fn get(&self, name: &str) -> Option<(ResourceId, ResourceKind)> {
+    fn id_and_kind(&self, name: &str) -> Option<(ResourceId, ResourceKind)> {
         self.ids.get(name).copied()
     }
 }
@@ -352,7 +352,7 @@ impl<'a> Model<'a> {
             if milli == 0 {
                 continue;
             }
-            let Some((resource, kind)) = names.get(name) else {
+            let Some((resource, kind)) = names.id_and_kind(name) else {
                 let dimension =
                     self.dimensions.binary_search(&name.as_str()).ok().and_then(|at| u16::try_from(at).ok());
                 needs.extend(dimension.map(|dimension| (dimension, milli)));
@@ -397,7 +397,7 @@ impl<'a> Model<'a> {
 /// number of pods if a node limits it.
 fn dimensions<'a>(snapshot: &'a Snapshot, names: &ResourceNames<'_>) -> Vec<&'a str> {
     let requested = snapshot.pods.iter().flat_map(|pod| pod.requests.keys()).map(String::as_str);
-    let mut all: BTreeSet<&str> = requested.filter(|name| names.get(name).is_none()).collect();
+    let mut all: BTreeSet<&str> = requested.filter(|name| names.id_and_kind(name).is_none()).collect();
     if snapshot.nodes.iter().any(|node| node.allocatable.contains_key(PODS_RESOURCE)) {
         all.insert(PODS_RESOURCE);
     }
@@ -438,7 +438,7 @@ impl<'b> ClassBuilder<'b> {
     fn new(policy: &'b Policy, names: &'b ResourceNames<'b>, tables: &'b DistinctTables) -> Self {
         let of = |table: &Rc<ProfileTable>| {
             let with = |suffix: &str| {
-                let id = |name: &str| names.get(&format!("{name}{suffix}")).map(|(id, _)| id);
+                let id = |name: &str| names.id_and_kind(&format!("{name}{suffix}")).map(|(id, _)| id);
                 table
                     .resources()
                     .zip(0_u8..)
@@ -520,7 +520,7 @@ impl<'b> ClassBuilder<'b> {
     fn set_partitions(&self, gpu: &Gpu, class: &mut GpuClass, note: &mut Option<String>) {
         let name = |default: &str| {
             let name = gpu.resource_name.as_deref().unwrap_or(default);
-            self.names.get(name).filter(|(_, kind)| *kind == ResourceKind::Shares).map(|(id, _)| id)
+            self.names.id_and_kind(name).filter(|(_, kind)| *kind == ResourceKind::Shares).map(|(id, _)| id)
         };
         let mut number = |what: &str, own: Option<u32>, policy: Option<u32>, most: u32| {
             let units = own.or(policy)?;
@@ -541,7 +541,8 @@ impl<'b> ClassBuilder<'b> {
         }
         if let Some(sharing) = &gpu.mig_sharing {
             let units = number("shares of a MIG instance", Some(sharing.units), None, MAX_CLIENTS).unwrap_or(1);
-            let named = sharing.resource_name.as_deref().and_then(|name| self.names.get(name)).map(|(id, _)| id);
+            let named =
+                sharing.resource_name.as_deref().and_then(|name| self.names.id_and_kind(name)).map(|(id, _)| id);
             class.instance_sharing = Some(InstanceSharing { units, resource: named });
         }
     }
@@ -556,7 +557,7 @@ impl<'b> ClassBuilder<'b> {
         };
         let mut instances = Vec::new();
         for slice in &gpu.slices {
-            let Some((resource, kind)) = self.names.get(&slice.resource) else {
+            let Some((resource, kind)) = self.names.id_and_kind(&slice.resource) else {
                 reject(format!("the GPU has slices of {}, which is not a known resource", slice.resource));
                 continue;
             };

@@ -11,7 +11,7 @@ use crate::units::{Mebibytes, Percent, Sms};
 pub const MAX_CLIENTS: u32 = 48;
 
 /// Memory reserved for the MPS server's own context. On an H200 with driver 580, the context uses
-/// 66 MiB. The rest is a margin.
+/// 66 MiB. The remaining memory is a margin.
 pub const SERVER_RESERVE: Mebibytes = Mebibytes(128);
 
 /// Minimum number of SMs to which MPS limits a client.
@@ -33,7 +33,7 @@ pub enum Threads {
 pub struct Limits {
     /// Active thread percentage. `None` means unlimited.
     pub threads: Option<Percent>,
-    /// Memory that all processes of the allocation may use. `None` means unlimited.
+    /// Memory that all processes of the allocation together may use. `None` means unlimited.
     pub memory: Option<Mebibytes>,
 }
 
@@ -67,9 +67,9 @@ pub fn memory_limit(shares: u32, units: u32, total: Mebibytes) -> Mebibytes {
 /// Returns the memory that a sized slice of a GPU with `total` memory can use, in whole MiB,
 /// rounded down.
 ///
-/// Names state nominal sizes, so two slices of 20 GiB fill a GPU of 40 GiB. The memory of the MPS
-/// server is deducted from each slice in proportion. A slice larger than the GPU counts as the
-/// whole GPU.
+/// Resource names state nominal sizes, so two slices of 20 GiB fill a GPU of 40 GiB. The memory of
+/// the MPS server is deducted from each slice in proportion. A slice larger than the GPU counts as
+/// the whole GPU.
 pub fn sized_slice_memory(size: Mebibytes, total: Mebibytes) -> Mebibytes {
     let whole = shareable_memory(total);
     let part = (u128::from(whole.0) * u128::from(size.0)).checked_div(u128::from(total.0)).unwrap_or(0);
@@ -79,7 +79,7 @@ pub fn sized_slice_memory(size: Mebibytes, total: Mebibytes) -> Mebibytes {
 /// Returns the number of SMs that a client can use if it is limited to `threads` of a GPU with
 /// `total` SMs.
 ///
-/// MPS rounds down to an even number, but not below 8.
+/// MPS rounds the number down to an even number, but not below 8.
 pub fn usable_sms(threads: Option<Percent>, total: Sms) -> Sms {
     let Some(percent) = threads.filter(|&percent| percent != Percent::FULL) else { return total };
     let part = u64::from(total.0) * u64::from(percent.get()) / 100;
@@ -92,7 +92,8 @@ pub fn usable_sms(threads: Option<Percent>, total: Sms) -> Sms {
 ///
 /// GPUs of compute capability 9.0 with driver 580 need 27.1 MiB plus 3.69 MiB for each SM. The
 /// figures are accurate to 1 MiB for 12 to 132 SMs (H100 and H200,
-/// `docs/explanation/measurements-gpu.md`). A larger stack and the code of kernels need more.
+/// `docs/explanation/measurements-gpu.md`). A larger stack and the code of kernels need more
+/// memory.
 pub fn context_memory(capability: (u32, u32), driver: &str, sms: Sms) -> Option<Mebibytes> {
     let measured = capability == (9, 0) && driver.split('.').next() == Some("580");
     measured.then(|| Mebibytes((2_710 + 369 * u64::from(sms.0) + 50) / 100))
@@ -172,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_that_fill_a_gpu_leave_room_for_the_server() {
+    fn slices_that_fill_a_gpu_leave_memory_for_the_mps_server() {
         let total = Mebibytes::from_gib(40);
         let slice = sized_slice_memory(Mebibytes::from_gib(20), total);
         assert_eq!(slice, Mebibytes(20_416));

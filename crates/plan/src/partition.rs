@@ -75,7 +75,7 @@ impl Ord for SharedTable {
     }
 }
 
-/// All properties of a GPU that a plan depends on. GPUs of one class are interchangeable in a plan.
+/// All properties of a GPU that affect a plan. GPUs of one class are interchangeable in a plan.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct GpuClass {
     /// Families that the GPU can be repartitioned to. The set is empty for a GPU that must not be
@@ -108,7 +108,7 @@ pub(crate) struct PackedPartition {
     pub(crate) changed: bool,
     /// Number of free slices that the partition removes.
     pub(crate) destroyed: u32,
-    /// Value of the remaining room for future pods. The value is lower for fuller GPUs.
+    /// Value of the remaining free slices for future pods. The value is lower for fuller GPUs.
     pub(crate) room_value: i64,
     /// Memory and compute in use, in 65,536ths, rounded down.
     pub(crate) used: GpuUsage,
@@ -126,7 +126,7 @@ pub(crate) const WHOLE_GPU: u32 = 1 << 16;
 
 /// Additional value of an unused GPU, because pods can request it whole or in another mode.
 const IDLE_GPU_VALUE: i64 = 2000;
-/// Value of the room on a GPU whose memory and compute are entirely free.
+/// Value of a GPU whose memory and compute are entirely free.
 const FULL_GPU_VALUE: u64 = 1000;
 
 impl GpuClass {
@@ -135,8 +135,8 @@ impl GpuClass {
         let cells = || self.in_use.iter().chain(&self.free);
         let mut families = Families::NONE;
         for cell in cells() {
-            // A slice of a mode that the policy no longer allows has no family here. The slice is
-            // kept while it is in use.
+            // A slice of a mode that the policy no longer allows has no family here, but is kept
+            // while it is in use.
             families = self.family_of(cell).map_or(families, |family| families.with(family));
         }
         if ![Family::Whole, Family::Mps, Family::TimeSlicing, Family::Mig].iter().any(|&one| families.is_subset_of(one))
@@ -152,7 +152,8 @@ impl GpuClass {
         Ok(())
     }
 
-    /// Returns the best partition that serves all demands. Returns `None` if no partition does.
+    /// Returns the best partition that serves all demands. Returns `None` if no partition serves
+    /// all demands.
     pub(crate) fn pack(&self, demands: &[GpuDemand]) -> Option<PackedPartition> {
         if self.needs_no_repartitioning(demands) {
             return Some(self.build_packed_partition(self.free.clone(), demands));
@@ -192,7 +193,8 @@ impl GpuClass {
         }
         let mut rest: Vec<(SliceCell, u32)> = self.free.iter().map(|cell| (*cell, cell.count)).collect();
         let mut sorted = demands.to_vec();
-        // Place the largest groups of shares first, each where the fewest shares remain.
+        // Place the largest groups of shares first, each in the cell where the fewest shares
+        // remain.
         sorted.sort_unstable_by_key(|demand| (demand.resource, u32::MAX - demand.units));
         sorted.iter().all(|demand| allocate_from_fullest(&mut rest, demand).is_some())
     }
@@ -221,7 +223,7 @@ impl GpuClass {
         }
     }
 
-    /// Returns the family that serves a demand. Returns `None` if this GPU cannot serve it.
+    /// Returns the family that serves a demand. Returns `None` if this GPU cannot serve the demand.
     pub(crate) fn family_for(&self, demand: &GpuDemand) -> Option<Family> {
         let named = |table: &[(ResourceId, u8)]| table.iter().any(|(resource, _)| *resource == demand.resource);
         let is = |offer: Option<(ResourceId, u32)>| offer.is_some_and(|(resource, _)| resource == demand.resource);
@@ -307,8 +309,8 @@ impl GpuClass {
             return None;
         }
 
-        // Keep existing free slices that still fit. Start with the smallest, so that most slices
-        // are kept.
+        // Keep existing free slices that still fit. Start with the smallest, so that as many slices
+        // as possible are kept.
         let mut spare: Vec<SliceCell> = Vec::new();
         for cell in &self.free {
             let ResourceKind::Sized(_) = cell.kind else { continue };
@@ -388,9 +390,9 @@ impl GpuClass {
         Some(stay.into_iter().chain(cells).collect())
     }
 
-    /// Returns the slices of an instance that has no slice in use: the existing slices, or the
-    /// slices that will be created. Returns `None` if no slices exist and `named` has no resource
-    /// for the profile.
+    /// Returns the slices of an instance without slices in use: the existing slices, or the slices
+    /// that will be created. Returns `None` if no slices exist and `named` has no resource for the
+    /// profile.
     fn free_cell(
         &self,
         instance: Instance,
@@ -516,7 +518,7 @@ impl GpuClass {
                 let replicas = self.replicas.map_or(1, |(_, replicas)| replicas);
                 Some(both((u128::from(demand.units) << 16).checked_div(u128::from(replicas)).unwrap_or(0)))
             }
-            // A share may need no additional memory, because its instance may already exist for
+            // A share may use no additional memory, because its instance may already exist for
             // another pod.
             Some(Family::Mig) if demand.kind == ResourceKind::Shares => Some(GpuUsage::default()),
             Some(Family::Mig) => {
@@ -529,8 +531,8 @@ impl GpuClass {
 }
 
 /// Allocates a demand from the cell that has the fewest remaining slices afterwards. `rest`
-/// contains each cell's number of remaining slices. Returns the index of the cell, or `None` if
-/// none has enough.
+/// contains each cell's number of remaining slices. Returns the index of the cell, or `None` if no
+/// cell has enough slices.
 fn allocate_from_fullest(rest: &mut [(SliceCell, u32)], demand: &GpuDemand) -> Option<usize> {
     let fits = |(cell, left): &(SliceCell, u32)| cell.resource == demand.resource && *left >= demand.units;
     let candidates = rest.iter().enumerate().filter(|(_, one)| fits(one));

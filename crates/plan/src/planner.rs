@@ -43,7 +43,7 @@ pub struct GpuPlan {
     pub changed: bool,
     /// Kind of partition.
     pub mode: Family,
-    /// All slices of the GPU, including those in use. An empty list is a whole GPU.
+    /// All slices of the GPU, including those in use. An empty list means that the GPU is whole.
     pub slices: Vec<SliceGroup>,
 }
 
@@ -77,15 +77,16 @@ pub struct PlannedSlices {
     pub count: u32,
 }
 
-/// A pod that fits no node.
+/// A pod that fits on no node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Unplaced {
     /// Name of the pod.
     pub pod: String,
-    /// Why the pod fits no node, for the pod's owner.
+    /// Why the pod fits on no node, for the pod's owner.
     pub reason: String,
-    /// Whether the pod fits nowhere because its requests are invalid. Not part of the JSON.
+    /// Whether the pod fits nowhere because its requests are invalid. The JSON of a plan omits this
+    /// field.
     #[serde(skip)]
     pub malformed: bool,
 }
@@ -284,7 +285,7 @@ fn plan_part(
     let Some((mut score, mut locations)) = best else { return };
     if small && score != ideal {
         for rule in [ChangeRule::Stay, ChangeRule::Any] {
-            // If every pod is placed, only the number of repartitioned GPUs can still improve.
+            // If every pod is placed, the search can only lower the number of repartitioned GPUs.
             let max_steps = if score.placed == ideal.placed { budget.each / 5 } else { budget.each };
             let steps = max_steps.min(budget.steps);
             let found = search(model, states, assignment, part, rule, score.clone(), steps);

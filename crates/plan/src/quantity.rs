@@ -5,8 +5,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// An amount of a resource as Kubernetes writes it: `64`, `500m`, `40960Mi`, `1e3`.
 ///
-/// A text that is not a quantity is kept without a value, because one invalid object must not make
-/// a whole snapshot unreadable.
+/// A text that is not a quantity has no value and causes no error, because one invalid object must
+/// not make a whole snapshot unreadable.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Quantity {
     text: String,
@@ -38,7 +38,7 @@ impl Quantity {
         self.milli
     }
 
-    /// Returns the value as a whole number. Returns `None` if it is not a whole number.
+    /// Returns the value as a whole number. Returns `None` if the value is not a whole number.
     pub fn count(&self) -> Option<u64> {
         self.milli.filter(|milli| milli % 1000 == 0).map(|milli| milli / 1000)
     }
@@ -72,15 +72,15 @@ impl<'de> Deserialize<'de> for Quantity {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
         #[serde(untagged)]
-        enum Written {
+        enum WrittenQuantity {
             Text(String),
             Whole(u64),
             Number(f64),
         }
-        Ok(match Written::deserialize(deserializer)? {
-            Written::Text(text) => Self::new(&text),
-            Written::Whole(count) => Self::whole(count),
-            Written::Number(number) => Self::new(&number.to_string()),
+        Ok(match WrittenQuantity::deserialize(deserializer)? {
+            WrittenQuantity::Text(text) => Self::new(&text),
+            WrittenQuantity::Whole(count) => Self::whole(count),
+            WrittenQuantity::Number(number) => Self::new(&number.to_string()),
         })
     }
 }

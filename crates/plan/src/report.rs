@@ -132,15 +132,15 @@ fn placed_reason(model: &Model<'_>, states: &States, assignment: &Assignment, po
     text
 }
 
-fn unplaced_reason(cluster: &PlanContext<'_, '_>, states: &mut States, id: u32) -> String {
+fn unplaced_reason(cluster: &PlanContext<'_, '_>, states: &mut States, group_id: u32) -> String {
     let model = cluster.model;
-    let Some(group) = model.groups.get(id as usize) else { return String::new() };
+    let Some(group) = model.groups.get(group_id as usize) else { return String::new() };
     if model.nodes.is_empty() {
         return "The cluster has no nodes.".to_owned();
     }
     let mut by_reason: BTreeMap<String, Vec<&str>> = BTreeMap::new();
     for (node, index) in model.nodes.iter().zip(0..) {
-        let reason = placement_obstacle(cluster, states, id, group, node, index);
+        let reason = placement_obstacle(cluster, states, group_id, group, node, index);
         by_reason.entry(reason).or_default().push(&node.node.name);
     }
     // List the most frequent reason first. Among equally frequent reasons, list the reason of the
@@ -168,7 +168,7 @@ fn unplaced_reason(cluster: &PlanContext<'_, '_>, states: &mut States, id: u32) 
 fn placement_obstacle(
     cluster: &PlanContext<'_, '_>,
     states: &mut States,
-    id: u32,
+    group_id: u32,
     group: &PodGroup<'_>,
     node: &NodeModel<'_>,
     index: u32,
@@ -216,7 +216,7 @@ fn placement_obstacle(
             );
         }
     }
-    if empty.find_location(model, states, id, index, ChangeRule::Any, &mut Vec::new()).is_none() {
+    if empty.find_location(model, states, group_id, index, ChangeRule::Any, &mut Vec::new()).is_none() {
         let (many, what) = (count > 1, demands.first().map_or("", |demand| model.resource(demand.resource)));
         let what = if many && demands.len() == 1 { format!("{count} {what}") } else { what.to_owned() };
         return if demands.iter().all(|demand| demand.kind == ResourceKind::Whole) {

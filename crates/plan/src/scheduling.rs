@@ -87,8 +87,8 @@ pub fn admit(pod: &Pod, node: &Node) -> Result<(), NodeRefusal> {
     NodeConstraints::of_pod(pod).admit(node)
 }
 
-/// Returns why a pod cannot run on a node, as a sentence. Returns `None` if the pod can run on the
-/// node.
+/// Returns why a pod cannot run on a node, as a clause for messages. Returns `None` if the pod can
+/// run on the node.
 pub fn refusal(pod: &Pod, node: &Node) -> Option<String> {
     admit(pod, node).err().map(|refused| refused.to_string())
 }

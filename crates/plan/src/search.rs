@@ -257,8 +257,8 @@ impl ExactSearch<'_, '_> {
             if most != best {
                 return most > best;
             }
-            // An assignment as good as the best known assignment uses at least this much room at
-            // this level.
+            // An assignment as good as the best known assignment places these pods, so it uses at
+            // least their weights.
             room.0 = room.0.saturating_sub(weights.0.iter().take(more).sum());
             room.1 = room.1.saturating_sub(weights.1.iter().take(more).sum());
         }
@@ -349,8 +349,8 @@ impl ExactSearch<'_, '_> {
                     next.push((states, chosen));
                 }
             }
-            // Ways that result in the same states count as one way, regardless of which GPU has
-            // which state.
+            // Ways with the same resulting states count as one way, even if the states are on
+            // different GPUs.
             let canonical = |states: &[StateId]| {
                 let mut states = states.to_vec();
                 states.sort_unstable();
@@ -371,7 +371,8 @@ impl ExactSearch<'_, '_> {
     }
 }
 
-/// Sorts the weights. Returns how many of them fit into the room, smallest first.
+/// Sorts the weights in ascending order. Returns how many of the smallest weights fit into `room`
+/// together.
 fn count_that_fit(weights: &mut [u64], mut room: u64) -> usize {
     weights.sort_unstable();
     let fits = |weight: &&u64| match room.checked_sub(**weight) {

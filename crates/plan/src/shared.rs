@@ -46,7 +46,8 @@ impl<T: ?Sized> Default for Interner<T> {
 }
 
 impl<T: ?Sized + Eq + Hash> Interner<T> {
-    /// Replaces `value` with the interned equal value. If there is none, interns `value`.
+    /// Replaces `value` with the interned equal value. If no equal value is interned, interns
+    /// `value`.
     pub fn intern(&mut self, value: &mut Arc<T>) {
         if let Some(known) = self.values.get(&**value) {
             *value = Arc::clone(known);
@@ -54,8 +55,8 @@ impl<T: ?Sized + Eq + Hash> Interner<T> {
         }
         if self.values.len() >= self.cleanup_threshold {
             self.values.retain(|value| Arc::strong_count(value) > 1);
-            // A scan visits all values. Raise the limit, so that the next scan does not follow
-            // soon.
+            // A scan visits all values. Raise the limit, so that the next scan happens only after
+            // many new values.
             self.cleanup_threshold = self.values.len().saturating_mul(2).max(MIN_CLEANUP_THRESHOLD);
             self.values.shrink_to(self.cleanup_threshold);
         }

@@ -61,7 +61,7 @@ pub struct Gpu {
     pub memory: Quantity,
     /// Sharing mode that the policy allows.
     pub mode: Mode,
-    /// Current slices. An empty list is a whole GPU.
+    /// Current slices. An empty list means that the GPU is whole.
     pub slices: Vec<SliceGroup>,
     /// MIG profiles and placements as NVML reports them. If the profiles are omitted, the planner
     /// uses the built-in profiles of the model.
@@ -77,7 +77,7 @@ pub struct Gpu {
     /// Number of time-sliced replicas of the GPU. If omitted, [`Policy`](crate::Policy) decides.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replicas: Option<u32>,
-    /// Name of the resource of the shares or replicas, if it is not the default.
+    /// Name of the resource of the shares or replicas, if the name is not the default.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resource_name: Option<String>,
     /// Sharing inside each MIG instance.
@@ -108,7 +108,7 @@ pub struct MigSharing {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SliceGroup {
-    /// First memory slice, for MIG instances and shares of them.
+    /// First memory slice, for MIG instances and shares of MIG instances.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placement: Option<u32>,
     /// The extended resource of the slices.
@@ -119,8 +119,7 @@ pub struct SliceGroup {
     /// Number of slices.
     #[serde(default = "default_count", skip_serializing_if = "is_one")]
     pub count: u32,
-    /// Profile of the MIG instance to which the shares belong, if the resource's name does not
-    /// contain the profile.
+    /// Profile of the shares' MIG instance, if the resource's name does not contain the profile.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub profile: Option<String>,
     /// The pod that uses the slices, for messages.
@@ -146,7 +145,7 @@ const fn is_false(value: &bool) -> bool {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Pod {
-    /// Name, unique in the snapshot. In a cluster it is `namespace/name`.
+    /// Name, unique in the snapshot. For pods of a cluster, the name is `namespace/name`.
     pub name: String,
     /// Priority. Higher priorities are placed first.
     pub priority: i32,
@@ -193,7 +192,7 @@ pub struct Requirement {
     pub values: Vec<String>,
 }
 
-/// How a label is compared.
+/// How the value of a label or field is compared with the values of a requirement.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Operator {
     /// The label has one of the values.
@@ -234,7 +233,7 @@ pub struct Toleration {
     /// Key. An empty key with `Exists` matches every key.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub key: String,
-    /// `Equal` or `Exists`. An empty text means `Equal`.
+    /// `Equal` or `Exists`. An empty operator means `Equal`.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub operator: String,
     /// Value, for `Equal`.

@@ -33,7 +33,7 @@ enum NextState {
     Possible(StateId),
 }
 
-/// All states computed so far.
+/// All computed states, by id.
 #[derive(Debug)]
 pub(crate) struct States {
     classes: Vec<GpuClass>,
@@ -61,10 +61,10 @@ impl States {
 
     /// Returns the state of a GPU of this class without any pending pod.
     pub(crate) fn base_state(&mut self, class: ClassId) -> Option<StateId> {
-        self.state(class, Vec::new())
+        self.find_or_add_state(class, Vec::new())
     }
 
-    fn state(&mut self, class: ClassId, demands: Vec<DemandId>) -> Option<StateId> {
+    fn find_or_add_state(&mut self, class: ClassId, demands: Vec<DemandId>) -> Option<StateId> {
         let key = (class, demands);
         if let Some(&known) = self.known.get(&key) {
             return Some(known);
@@ -93,7 +93,7 @@ impl States {
         let mut demands = now.demands.clone();
         let place = demands.partition_point(|&other| other <= demand);
         demands.insert(place, demand);
-        let next = self.state(now.class, demands);
+        let next = self.find_or_add_state(now.class, demands);
         self.all.get_mut(at)?.next[usize::from(demand)] = next.map_or(NextState::Impossible, NextState::Possible);
         next
     }
@@ -109,7 +109,7 @@ impl States {
         let mut demands = now.demands.clone();
         let place = demands.iter().position(|&other| other == demand)?;
         demands.remove(place);
-        let before = self.state(now.class, demands)?;
+        let before = self.find_or_add_state(now.class, demands)?;
         self.all.get_mut(state as usize)?.before.push((demand, before));
         Some(before)
     }

@@ -1,8 +1,8 @@
 //! Chooses whole GPUs for a container by the links between them.
 //!
 //! The score of a set of GPUs is the sum of the scores of its pairs. Each pair has the same score
-//! as in NVIDIA's device plugin. Among the sets with the highest score, [`Topology::choose`]
-//! prefers the set whose removal leaves the other free GPUs with the highest score. A small request
+//! as in NVIDIA's device plugin. If several sets have the highest score, [`Topology::choose`]
+//! prefers the set after which the remaining free GPUs have the highest score. A small request
 //! therefore uses a partly used group, and complete groups remain free for larger requests.
 
 /// Maximum number of free GPUs for which [`Topology::choose`] compares all sets. The time doubles
@@ -161,7 +161,7 @@ impl Topology {
     }
 
     /// Returns the score of two GPUs and whether their link is known. Returns `None` if the
-    /// topology does not contain both.
+    /// topology does not contain both GPUs.
     fn pair_link(&self, one: Option<usize>, other: Option<usize>) -> Option<(u32, bool)> {
         let at = one? * self.gpus.len() + other?;
         Some((self.scores[at], self.known[at]))
@@ -215,7 +215,8 @@ impl Candidates {
 
     /// Returns `required`, extended to `size` members. Each step adds the candidate that has the
     /// best links to the set. Among several equally good candidates, the step adds the candidate
-    /// with the best links to all candidates, because the further members are among them.
+    /// with the best links to all candidates, because later steps add members from among these
+    /// candidates.
     fn grow_set(&self, required: &[usize], size: usize) -> Vec<usize> {
         let mut set = required.to_vec();
         while set.len() < size {

@@ -21,15 +21,15 @@ pub struct Percent(u8);
 /// The error for a percentage outside 1 to 100.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{0} is not a percentage from 1 to 100")]
-pub struct NotAPercent(u8);
+pub struct InvalidPercent(u8);
 
 impl Percent {
     /// The whole GPU.
     pub const FULL: Self = Self(100);
 
     /// Creates a percentage from 1 to 100.
-    pub const fn new(value: u8) -> Result<Self, NotAPercent> {
-        if value == 0 || value > 100 { Err(NotAPercent(value)) } else { Ok(Self(value)) }
+    pub const fn new(value: u8) -> Result<Self, InvalidPercent> {
+        if value == 0 || value > 100 { Err(InvalidPercent(value)) } else { Ok(Self(value)) }
     }
 
     /// Returns the percentage, 1 to 100.
@@ -39,9 +39,9 @@ impl Percent {
 }
 
 impl TryFrom<u8> for Percent {
-    type Error = NotAPercent;
+    type Error = InvalidPercent;
 
-    fn try_from(value: u8) -> Result<Self, NotAPercent> {
+    fn try_from(value: u8) -> Result<Self, InvalidPercent> {
         Self::new(value)
     }
 }

@@ -14,13 +14,14 @@ const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 const NODES: [&str; 3] = ["n0", "n1", "n2"];
 const DEVICES: [&str; 3] = ["a", "b", "c"];
 const DEVICE_CAPACITY: u32 = 10;
-/// Lifetime of a claim, in ticks of `Event::Tick`.
+/// Lifetime of a claim, in the seconds of `Event::Tick`.
 const CLAIM_SECONDS: u64 = 5;
 
 /// An event of the simulation. Each number counts modulo the number of choices at that moment.
 #[derive(Debug, Clone)]
 enum Event {
-    /// A pod with containers of these sizes is created, and reserved on at most `most` nodes.
+    /// A pod with containers of these sizes is created, and gets reservations on at most `most`
+    /// nodes.
     Create { sizes: Vec<u32>, most: usize },
     /// The scheduler binds a released pod.
     Bind { pod: usize, node: usize },
@@ -107,7 +108,7 @@ struct Simulation {
     chooser: Chooser,
     /// The facts that the ledger observed last.
     known: BTreeMap<String, NodeFacts>,
-    /// Pods whose units the kubelet could not allocate.
+    /// Pods that failed because the kubelet could not allocate their units.
     refused: Vec<String>,
 }
 
@@ -178,7 +179,7 @@ impl Simulation {
             Event::Tick { by } => {
                 self.now += by;
                 for pod in self.ledger.pods_with_expired_claims(Moment(self.now)) {
-                    let claim = self.ledger.release(&pod).unwrap();
+                    let claim = self.ledger.remove_claim(&pod).unwrap();
                     assert!(matches!(claim.place, Place::OneOf { .. }), "{pod} is bound");
                     self.delete_pod(&pod);
                 }
@@ -292,7 +293,7 @@ impl Simulation {
 
     fn delete_pod(&mut self, name: &str) {
         let pod = self.pods.remove(name).unwrap();
-        self.ledger.release(name);
+        self.ledger.remove_claim(name);
         if let Some(node) = NODES.into_iter().find(|node| Some(*node) == pod.bound.as_deref()) {
             self.allocations.entry(node).or_default().retain(|allocation| allocation.pod != name);
             self.observe(node);

@@ -10,7 +10,7 @@ use cleave_plan::device::Mode;
 use cleave_plan::snapshot::{Gpu, Node, Pod, SliceGroup};
 use cleave_plan::{Plan, Policy, Quantity, Snapshot, check, plan};
 
-/// Profile, memory slices and placements of an A100 with 40 GB.
+/// Profiles of an A100 with 40 GB: name, memory slices and placements.
 const PROFILES: [(&str, u32, &[u32]); 5] = [
     ("1g.5gb", 1, &[0, 1, 2, 3, 4, 5, 6]),
     ("2g.10gb", 2, &[0, 2, 4]),
@@ -200,8 +200,8 @@ fn priorities_highest_first(snapshot: &Snapshot) -> Vec<i32> {
 }
 
 /// Returns the number of placed pods of each priority in the best placement, highest priority
-/// first. A placement is better if it places more pods of the highest priority in which the two
-/// differ.
+/// first. Of two placements, the better one places more pods of the highest priority at which the
+/// numbers of pods differ.
 fn max_placed_by_priority(snapshot: &Snapshot) -> Vec<u32> {
     let sets = 1 << snapshot.pods.len();
     let mut reachable = vec![false; sets];

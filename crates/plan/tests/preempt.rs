@@ -220,7 +220,11 @@ fn a_victim_on_several_devices_must_help_on_one() {
     let known = [("both", holder(1)), ("x", holder(2)), ("y", holder(2))];
     assert_eq!(victims(facts.clone(), &[5, 5], &known), Some(owned_names(&["both"])));
     assert_eq!(victims(facts.clone(), &[6], &known), Some(owned_names(&["both", "x"])));
-    assert_eq!(victims(facts, &[10, 5], &known), Some(owned_names(&["both", "x"])), "as both leaves b too");
+    assert_eq!(
+        victims(facts, &[10, 5], &known),
+        Some(owned_names(&["both", "x"])),
+        "because the pod `both` frees units of b too"
+    );
 }
 
 #[test]
@@ -315,7 +319,7 @@ fn a_fit_is_stale_after_a_nomination() {
     assert_eq!(ledger.reserve("low", &low, Moment(9)), Err(ReserveError::Stale));
     assert_eq!(ledger, before);
     ledger.reserve("high", &high, Moment(9)).unwrap();
-    ledger.release("high");
+    ledger.remove_claim("high");
     assert!(ledger.withdraw("p").is_some() && ledger.withdraw("p").is_none());
     ledger.reserve("low", &low, Moment(9)).unwrap();
 }
@@ -334,7 +338,7 @@ fn two_preemptors_do_not_use_the_same_units() {
     let higher =
         ledger.preempt(pending_pod("higher", 101, &higher), ["n"], &holders(&known), &BTreeSet::new()).unwrap();
     assert_eq!(higher.victims, ["v"], "a nomination of lower priority is no obstacle");
-    ledger.release("first");
+    ledger.remove_claim("first");
     assert_eq!(preempt(&ledger, &[6], &known).unwrap().victims, ["v"], "a pod that is gone keeps nothing");
 }
 
@@ -407,7 +411,7 @@ const DEVICES: [&str; 3] = ["a", "b", "c"];
 #[derive(Debug, Clone)]
 struct PreemptionCase {
     nodes: BTreeMap<&'static str, NodeFacts>,
-    /// Number of CPUs that each node is missing.
+    /// Number of CPUs that each node lacks.
     missing: BTreeMap<&'static str, u32>,
     holders: Holders<'static>,
     reserved: Vec<u32>,

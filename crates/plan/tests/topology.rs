@@ -5,7 +5,7 @@
 use cleave_plan::topology::{GpuLink, PciePath, Topology};
 use sim_machine::cube_mesh_nvlinks;
 
-type Link = fn(usize, usize) -> GpuLink;
+type LinkFunction = fn(usize, usize) -> GpuLink;
 
 /// Returns the path of two GPUs in a machine with pairs of GPUs at a PCIe switch and four GPUs at a
 /// NUMA node.
@@ -44,7 +44,7 @@ fn bridged_pairs(one: usize, other: usize) -> GpuLink {
     GpuLink { nvlinks: if one / 2 == other / 2 { 12 } else { 0 }, ..pcie_only(one, other) }
 }
 
-const MACHINES: [(&str, Link); 4] = [
+const MACHINES: [(&str, LinkFunction); 4] = [
     ("DGX-1 V100", dgx_v100),
     ("DGX A100", dgx_a100),
     ("two sockets with four GPUs", pcie_only),
@@ -55,11 +55,11 @@ fn gpu_name(gpu: usize) -> String {
     format!("GPU-{gpu:02}")
 }
 
-fn topology(count: usize, link: Link) -> Topology {
+fn topology(count: usize, link: LinkFunction) -> Topology {
     Topology::new((0..count).map(gpu_name).collect(), link)
 }
 
-/// Calls the function under test with numbers of GPUs.
+/// Calls [`Topology::choose`] with indices of GPUs instead of names.
 fn choose(topology: &Topology, available: &[usize], required: &[usize], size: usize) -> Vec<usize> {
     let names = |gpus: &[usize]| gpus.iter().map(|&gpu| gpu_name(gpu)).collect::<Vec<_>>();
     let (available, required) = (names(available), names(required));
@@ -70,7 +70,7 @@ fn choose(topology: &Topology, available: &[usize], required: &[usize], size: us
 }
 
 /// Returns the score of a set of GPUs, by the definition.
-fn score(link: Link, gpus: &[usize]) -> u32 {
+fn score(link: LinkFunction, gpus: &[usize]) -> u32 {
     let mut sum = 0;
     for &one in gpus {
         for &other in gpus {
@@ -98,9 +98,9 @@ fn gpus_without(available: &[usize], set: &[usize]) -> Vec<usize> {
     available.iter().copied().filter(|gpu| !set.contains(gpu)).collect()
 }
 
-/// Tries all sets. Returns the best score of a set, and the best score of the remaining GPUs beside
-/// such a set.
-fn find_optimum(link: Link, available: &[usize], required: &[usize], size: usize) -> (u32, u32) {
+/// Tries all sets. Returns the best score of all sets, and the best score of the remaining GPUs if
+/// a set with this score is chosen.
+fn find_optimum(link: LinkFunction, available: &[usize], required: &[usize], size: usize) -> (u32, u32) {
     fn visit_sets(set: &mut Vec<usize>, next: &[usize], size: usize, found: &mut dyn FnMut(&[usize])) {
         if set.len() == size {
             return found(set);
@@ -122,7 +122,7 @@ fn find_optimum(link: Link, available: &[usize], required: &[usize], size: usize
 }
 
 /// Checks one choice against the optimum.
-fn check_choice(machine: (&str, Link), available: &[usize], required: &[usize], size: usize) {
+fn check_choice(machine: (&str, LinkFunction), available: &[usize], required: &[usize], size: usize) {
     let (title, link) = machine;
     let chosen = choose(&topology(8, link), available, required, size);
     let what = format!("{title}: {size} of {available:?} with {required:?}: {chosen:?}");
@@ -210,11 +210,13 @@ fn complete_groups_stay_free_for_larger_requests() {
 }
 
 #[test]
-fn unhealthy_and_unknown_gpus_do_not_affect_the_choice_of_the_others() {
-    // GPU 3 is unhealthy, so the kubelet does not offer it, and its pair has only one GPU.
+fn unhealthy_and_unknown_gpus_do_not_affect_the_choice_of_other_gpus() {
+    // GPU 3 is unhealthy, so the kubelet does not list it as available, and its pair has only one
+    // GPU.
     let pairs = topology(8, bridged_pairs);
     assert_eq!(choose(&pairs, &[0, 1, 2, 4, 5, 6, 7], &[], 1), [2]);
-    // GPUs 8 and 9 are not in the topology. A set with them is chosen only if it is needed.
+    // GPUs 8 and 9 are not in the topology. Sets with these GPUs are chosen only if no other set is
+    // large enough.
     assert_eq!(choose(&pairs, &[9, 8, 1, 0], &[], 2), [0, 1]);
     assert_eq!(choose(&pairs, &[9, 8, 1, 0], &[], 3), [0, 1, 8]);
     assert_eq!(choose(&pairs, &[9, 1, 8], &[9], 2), [1, 9], "no links: the first GPU");
@@ -248,7 +250,7 @@ fn two_cube_meshes(one: usize, other: usize) -> GpuLink {
 #[test]
 fn every_choice_among_sixteen_gpus_is_optimal() {
     let mut bits = 0x9e37_79b9_u32;
-    for link in [link_in_groups_of_four as Link, two_cube_meshes, dgx_a100] {
+    for link in [link_in_groups_of_four as LinkFunction, two_cube_meshes, dgx_a100] {
         let topology = topology(16, link);
         for round in 0..40 {
             bits = bits.wrapping_mul(0x0019_660d).wrapping_add(0x3c6e_f35f);
@@ -280,7 +282,7 @@ fn a_choice_among_more_gpus_uses_one_group_if_possible() {
 }
 
 #[test]
-fn unknown_links_keep_their_earlier_score_and_known_ones_replace_it() {
+fn unknown_links_keep_their_earlier_score_and_known_links_replace_it() {
     let nvlinks = |nvlinks: u8| move |_: usize, _: usize| GpuLink { nvlinks, ..GpuLink::default() };
     let names = |names: &str| names.split(' ').map(String::from).collect::<Vec<_>>();
     let pair_scores = |topology: &Topology| {

@@ -1,6 +1,6 @@
 //! Generates the reference page of the chart's values from the comments of `values.yaml`.
 //!
-//! In the schema, a key with properties is a section, and the page describes its fields separately.
+//! A key that has properties in the schema is a section, and the page describes each of its fields.
 //! Every other key is one value.
 use std::fmt::Write as _;
 
@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::wrapping::{wrap, wrap_list_item};
 
-/// Returns the page of a chart's values.
+/// Returns the reference page of the chart's values.
 pub(crate) fn render_page(values: &str, schema: &str) -> Result<String> {
     let schema: Value = serde_json::from_str(schema).context("values.schema.json is not JSON")?;
     let mut out = String::from(
@@ -35,23 +35,23 @@ pub(crate) fn render_page(values: &str, schema: &str) -> Result<String> {
     Ok(out)
 }
 
-/// A key of the file.
+/// A key of `values.yaml`.
 #[derive(Debug)]
 struct ChartValue {
     path: Vec<String>,
     comment: Vec<String>,
     is_section: bool,
-    /// The default: a line, or the lines of a block.
+    /// The lines of the default value: one line, or the lines of a YAML block.
     default: Vec<String>,
 }
 
-/// Returns all keys that the schema describes, in the file's order.
+/// Returns all keys of `values.yaml`, in order. Does not split a value into the keys of its fields.
 fn parse_keys(values: &str, schema: &Value) -> Result<Vec<ChartValue>> {
     let mut keys: Vec<ChartValue> = Vec::new();
     let mut comment: Vec<String> = Vec::new();
     let mut path: Vec<(usize, String)> = Vec::new();
     let mut leaf: Option<usize> = None;
-    // The first line describes the file.
+    // Skip the first line, which describes the file.
     for (number, line) in values.lines().enumerate().skip_while(|(number, line)| *number == 0 && line.starts_with('#'))
     {
         let content = line.trim_start();
@@ -92,7 +92,7 @@ fn write_entry(out: &mut String, key: &ChartValue) {
     let mut head = format!("`{}`", key.path.join("."));
     let block = match key.default.as_slice() {
         [line] if !line.starts_with(' ') => {
-            // An anchor is not part of the value.
+            // A YAML anchor is not part of the value.
             let _ = write!(head, " (`{}`)", line.split_once(" &").map_or(line.as_str(), |(value, _)| value));
             &[]
         }
@@ -150,11 +150,11 @@ fn write_comment(out: &mut String, lines: &[String]) {
 enum CommentPart {
     /// A paragraph.
     Text(String),
-    /// An indented line, `word   what it means`.
+    /// An indented line that explains one choice: `word meaning`.
     Choice(String),
 }
 
-/// Returns the parts of a comment, in order.
+/// Returns the paragraphs and choices of a comment, in order.
 fn parse_comment(lines: &[String]) -> Vec<CommentPart> {
     let mut parts = Vec::new();
     for line in lines {
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_is_no_key_is_an_error() {
+    fn a_line_without_a_key_is_an_error() {
         assert!(render_page("- a\n", VALUES_SCHEMA).is_err());
     }
 }

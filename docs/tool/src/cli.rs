@@ -1,4 +1,4 @@
-//! Generates the reference page of the command line from the definitions of the commands.
+//! Generates the reference page of the command line from the command definitions.
 use std::fmt::Write as _;
 
 use anyhow::{Context as _, Result};
@@ -7,10 +7,10 @@ use clap::{Arg, Args as _, Command, Subcommand as _};
 use crate::generated_parts::{fill_generated_parts, format_table};
 use crate::wrapping::wrap;
 
-/// Returns all programs with their commands, without the log options of servers. The page describes
-/// these options by hand.
+/// Returns all documented programs with their commands, without the log options of servers. The
+/// hand-written part of the page describes these options.
 fn documented_programs() -> Vec<Command> {
-    // The arguments of a server may set their own name and purpose.
+    // Set the name and purpose last, because the arguments of a server may also set them.
     let server = |name: &'static str, about: &'static str, arguments: fn(Command) -> Command| {
         arguments(Command::new(name)).name(name).about(about).long_about(None::<&str>)
     };
@@ -28,7 +28,7 @@ fn documented_programs() -> Vec<Command> {
     ]
 }
 
-/// Returns the page with a part for each command.
+/// Returns the page with a generated part for each command.
 pub(crate) fn render_page(page: &str) -> Result<String> {
     let mut commands = Vec::new();
     for mut program in documented_programs() {
@@ -46,8 +46,8 @@ pub(crate) fn render_page(page: &str) -> Result<String> {
     })
 }
 
-/// Adds the commands that can be run to `commands`, each with its full name. These are the commands
-/// without subcommands, and those with arguments of their own.
+/// Adds each runnable command to `commands`, with its full name. A command is runnable if it has no
+/// subcommands or has positional arguments.
 fn collect_commands(command: &Command, name: &str, commands: &mut Vec<(String, Command)>) {
     let below: Vec<&Command> =
         command.get_subcommands().filter(|below| below.get_name() != "help" && !is_internal(below)).collect();
@@ -59,7 +59,7 @@ fn collect_commands(command: &Command, name: &str, commands: &mut Vec<(String, C
     }
 }
 
-/// Returns whether a command is only for the program itself, not for users.
+/// Returns whether only the program itself uses a command, so that the page omits the command.
 fn is_internal(command: &Command) -> bool {
     command.is_hide_set()
 }
@@ -76,8 +76,7 @@ fn summary_table(commands: &[(String, Command)]) -> String {
 /// Describes a command: its purpose, its usage and its arguments.
 fn describe_command(name: &str, command: &Command) -> String {
     let about = command.get_long_about().or_else(|| command.get_about()).map(ToString::to_string).unwrap_or_default();
-    let mut out: String =
-        about.split("\n\n").map(|paragraph| wrap(&with_full_stop(paragraph), "", "") + "\n").collect();
+    let mut out: String = about.split("\n\n").map(|paragraph| wrap(&add_full_stop(paragraph), "", "") + "\n").collect();
     let arguments: Vec<&Arg> = command
         .get_arguments()
         .filter(|arg| !arg.is_hide_set() && !matches!(arg.get_id().as_str(), "help" | "version"))
@@ -116,8 +115,8 @@ fn argument_syntax(arg: &Arg) -> String {
     format!("{short}{long}{value}")
 }
 
-/// Returns a text that ends with a full stop.
-fn with_full_stop(text: &str) -> String {
+/// Joins a text into one line that ends with a full stop or a colon.
+fn add_full_stop(text: &str) -> String {
     let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
     if text.is_empty() || text.ends_with(['.', ':']) { text } else { text + "." }
 }
@@ -125,9 +124,9 @@ fn with_full_stop(text: &str) -> String {
 /// Describes an argument: its help, choices, default and environment variable.
 fn describe_argument(arg: &Arg) -> String {
     let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
-    // In clap's format, the help states a default in brackets.
+    // Some help texts state a default in brackets, as clap does.
     let help = help.trim_end_matches(']').replace(" [default: ", ". Default: ");
-    let mut out = with_full_stop(&help).replace('<', "\\<");
+    let mut out = add_full_stop(&help).replace('<', "\\<");
     let quoted = |names: Vec<String>| names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
     let choices = arg.get_possible_values();
     let takes_values = arg.get_action().takes_values();

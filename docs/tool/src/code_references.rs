@@ -1,4 +1,4 @@
-//! Checks references to the code on pages for contributors: each named file exists, and declares
+//! Checks references to the code on pages for contributors: each named file must exist and declare
 //! the named item.
 //!
 //! A reference is a code span such as `crates/api/src/sharingpolicy.rs` or, with an item of that
@@ -12,7 +12,7 @@ const REFERENCE_DIRECTORIES: [&str; 8] = ["charts/", "crates/", "deploy/", "docs
 /// Keywords that declare an item.
 const ITEM_KEYWORDS: [&str; 8] = ["fn", "struct", "enum", "trait", "mod", "const", "static", "type"];
 
-/// Returns the references of a page that do not exist, each as a sentence without the page.
+/// Returns the broken references of a page, each as a sentence that starts with a line number.
 pub(crate) fn find_problems(root: &Path, page: &str) -> Vec<String> {
     let words = words_of_named_files(root, page);
     page.lines()
@@ -35,22 +35,23 @@ pub(crate) fn find_problems(root: &Path, page: &str) -> Vec<String> {
         .collect()
 }
 
-/// Returns the path and the item of a reference. Returns `None` if the code span is no reference.
+/// Returns the path and the item of a reference. Returns `None` if the code span is not a
+/// reference.
 fn parse_reference(span: &str) -> Option<(&str, Option<&str>)> {
     let (path, item) = span.split_once("::").map_or((span, None), |(path, item)| (path, Some(item)));
     let starts = REFERENCE_DIRECTORIES.iter().any(|directory| path.starts_with(directory));
     (starts && !contains_placeholder(path)).then_some((path, item))
 }
 
-/// Returns whether a code span is a name of Rust code without its file: lower case, with an
-/// underscore. Other names may be words of Kubernetes or of a file format.
+/// Returns whether a code span is a name in Rust code without a file: lower case, with an
+/// underscore. Other names may belong to Kubernetes or to a file format.
 fn is_bare_name(span: &str) -> bool {
     span.contains('_')
         && span.starts_with(|c: char| c.is_ascii_lowercase())
         && span.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_')
 }
 
-/// Returns the words of all files that a page names.
+/// Returns all words in the files that a page names.
 fn words_of_named_files(root: &Path, page: &str) -> BTreeSet<String> {
     let paths: BTreeSet<&str> =
         page.lines().flat_map(code_spans).filter_map(parse_reference).map(|(path, _)| path).collect();
@@ -58,7 +59,7 @@ fn words_of_named_files(root: &Path, page: &str) -> BTreeSet<String> {
     texts.flat_map(|text| words(&text).map(str::to_owned).collect::<Vec<_>>()).collect()
 }
 
-/// Returns whether a path has parts that readers replace, such as `TARGET`.
+/// Returns whether a path contains a placeholder, such as `TARGET`.
 fn contains_placeholder(path: &str) -> bool {
     let placeholder = |part: &str| !part.is_empty() && part.chars().all(|c| c.is_ascii_uppercase());
     path.contains(['<', '*', '{', ' ']) || path.split('/').any(placeholder)
@@ -86,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_reference_names_a_file_and_an_item_of_it() {
+    fn a_reference_must_name_an_existing_file_and_item() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
         let right =
             "`docs/tool/src/code_references.rs::find_problems`, `docs/tool/src/code_references.rs` and `docs/tool`";
@@ -97,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_without_a_file_occurs_in_a_file_of_the_page() {
+    fn a_name_without_a_file_must_occur_in_a_file_that_the_page_names() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
         let page = |name: &str| format!("`docs/tool/src/pages.rs`\n`{name}`");
         for known in ["find_problems", "absent", "Absent_name", "ABSENT_NAME", "an_absent name"] {
@@ -108,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn code_outside_the_reference_directories_is_no_reference() {
+    fn a_code_span_outside_the_reference_directories_is_not_a_reference() {
         assert_eq!(
             find_problems(Path::new("."), "`kubectl get pods`, `e2e/<name>`, `e2e/TARGET/a`, `/run`"),
             Vec::<String>::new()
@@ -116,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn items_in_comments_are_not_declared() {
+    fn an_item_in_a_comment_is_not_a_declaration() {
         assert!(declares_item("pub(crate) async fn run(self) {", "run"));
         assert!(!declares_item("// fn run()", "run") && !declares_item("fn runs()", "run"));
     }

@@ -1,4 +1,4 @@
-//! Generates the reference page of a custom resource from its definition.
+//! Generates the reference page of a custom resource from its `CustomResourceDefinition`.
 use std::fmt::Write as _;
 
 use anyhow::{Context as _, Result};
@@ -37,7 +37,8 @@ pub(crate) fn render_page(crd: &Value) -> Result<String> {
 /// The page that is being written.
 struct PageWriter {
     out: String,
-    /// Objects that have a section: their properties, and the path under which they are described.
+    /// Objects that have a section: the properties of the object, and the path in the section's
+    /// heading.
     sections: Vec<(Value, String)>,
 }
 
@@ -64,17 +65,17 @@ impl PageWriter {
         }
     }
 
-    /// Writes a section for an object, and one for each object in it.
+    /// Writes a section for an object, and a section for each object that it contains.
     fn write_section(&mut self, path: &str, level: usize, schema: &Value) {
         let Some(properties) = schema.get("properties").and_then(Value::as_object) else { return };
-        // Record the fields with a section before the sections are written, so that the page
-        // describes the outermost of equal objects.
+        // Record all objects at this level before writing their sections. An object that occurs at
+        // several levels then has its section at the outermost level.
         let mut described = Vec::new();
         for (name, field) in properties {
             let inner = element_schema(field);
             if let Some(fields) = inner.get("properties")
                 && !is_condition(inner)
-                && self.section_of(inner).is_none()
+                && self.section_path(inner).is_none()
             {
                 self.sections.push((fields.clone(), child_path(path, name, field)));
                 described.push((name, field));
@@ -106,7 +107,7 @@ impl PageWriter {
         }
     }
 
-    /// Returns the text of one field's list item.
+    /// Returns the text of the list item for one field.
     fn describe_field(&self, path: &str, name: &str, field: &Value, required: bool) -> String {
         let mut notes = vec![self.describe_type(path, name, field)];
         if required {
@@ -142,13 +143,13 @@ impl PageWriter {
         text
     }
 
-    /// Returns a short name of a field's type.
+    /// Returns a short name for a field's type.
     fn describe_type(&self, path: &str, name: &str, field: &Value) -> String {
         let inner = element_schema(field);
         let of = if is_condition(inner) {
             return CONDITIONS_TYPE.to_owned();
         } else if inner.get("properties").is_some() {
-            let path = self.section_of(inner).unwrap_or_else(|| child_path(path, name, field));
+            let path = self.section_path(inner).unwrap_or_else(|| child_path(path, name, field));
             format!("[object](#{})", heading_anchor(&path))
         } else {
             let either = inner.get("x-kubernetes-int-or-string").is_some_and(|either| either == true);
@@ -165,7 +166,7 @@ impl PageWriter {
     }
 
     /// Returns the path of the section that describes an object with these fields.
-    fn section_of(&self, schema: &Value) -> Option<String> {
+    fn section_path(&self, schema: &Value) -> Option<String> {
         self.sections
             .iter()
             .find(|(properties, _)| Some(properties) == schema.get("properties"))
@@ -173,12 +174,12 @@ impl PageWriter {
     }
 }
 
-/// Returns the schema of a list's or map's elements, or the schema itself.
+/// Returns the schema of the elements of a list or map. Returns the schema itself for other types.
 fn element_schema(field: &Value) -> &Value {
     field.get("items").or_else(|| field.get("additionalProperties")).filter(|inner| inner.is_object()).unwrap_or(field)
 }
 
-/// Returns the path of a field. The path of a list ends with `[]`.
+/// Returns the path of a field of the object at `path`. The path of a list ends with `[]`.
 fn child_path(path: &str, name: &str, field: &Value) -> String {
     format!("{path}.{name}{}", if field.get("items").is_some() { "[]" } else { "" })
 }

@@ -1,4 +1,4 @@
-//! Draws diagrams as SVG from descriptions in text.
+//! Draws diagrams as SVG from text descriptions.
 //!
 //! A description has one statement per line. Boxes are on a grid of columns and rows.
 //!
@@ -21,9 +21,9 @@ const BOX_SIZE_PIXELS: (i32, i32) = (190, 54);
 const BOX_GAP_PIXELS: (i32, i32) = (140, 66);
 /// Margin around the boxes.
 const MARGIN_PIXELS: i32 = 40;
-/// Number of characters that fit into a line of a box.
+/// Maximum number of characters in a line of a box.
 const MAX_BOX_TEXT_CHARS: usize = 27;
-/// Number of characters that fit beside an arrow.
+/// Maximum number of characters in a line of text next to an arrow.
 const MAX_ARROW_TEXT_CHARS: usize = 22;
 /// Distance between lines of text.
 const LINE_HEIGHT_PIXELS: i32 = 15;
@@ -82,15 +82,15 @@ struct Arrow {
 pub(crate) fn render_svg(description: &str) -> Result<String> {
     let mut diagram = Diagram::default();
     for (index, line) in description.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
-        diagram.add_line(line).with_context(|| format!("line {}: {line}", index + 1))?;
+        diagram.add_statement(line).with_context(|| format!("line {}: {line}", index + 1))?;
     }
     ensure!(!diagram.title.is_empty(), "the diagram has no title");
     ensure!(!diagram.boxes.is_empty(), "the diagram has no box");
-    Ok(diagram.draw())
+    Ok(diagram.to_svg())
 }
 
 impl Diagram {
-    fn add_line(&mut self, line: &str) -> Result<()> {
+    fn add_statement(&mut self, line: &str) -> Result<()> {
         let (word, rest) = line.split_once(' ').context("a statement has a word and a text")?;
         let fields: Vec<&str> = rest.split_whitespace().collect();
         let number = |index: usize| -> Result<i32> {
@@ -137,7 +137,7 @@ impl Diagram {
         Ok(())
     }
 
-    fn draw(&self) -> String {
+    fn to_svg(&self) -> String {
         let most = |of: fn(&LabelledBox) -> i32| self.boxes.iter().map(of).max().unwrap_or(0);
         let corner = upper_left_corner((most(|node| node.at.0), most(|node| node.at.1)));
         let (width, height) =
@@ -169,7 +169,7 @@ impl Diagram {
             );
         }
         for arrow in &self.arrows {
-            arrow.draw(&mut out);
+            arrow.write_svg(&mut out);
         }
         for LabelledBox { at, text, .. } in &self.boxes {
             let (x, y) = upper_left_corner(*at);
@@ -186,7 +186,7 @@ impl Diagram {
 }
 
 impl Arrow {
-    fn draw(&self, out: &mut String) {
+    fn write_svg(&self, out: &mut String) {
         let (from, to) = (upper_left_corner(self.from), upper_left_corner(self.to));
         let (middle_x, middle_y) = (BOX_SIZE_PIXELS.0 / 2, BOX_SIZE_PIXELS.1 / 2);
         let (start, end) = if self.from.1 == self.to.1 {
@@ -222,7 +222,7 @@ fn upper_left_corner((column, row): (i32, i32)) -> (i32, i32) {
     )
 }
 
-/// Splits a text into lines. Fails if one of them has more than `max_chars` characters.
+/// Splits a text into lines at each `|`. Fails if a line has more than `max_chars` characters.
 fn split_lines(text: &str, max_chars: usize) -> Result<Vec<String>> {
     let lines: Vec<String> =
         text.split('|').map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()).collect();
@@ -233,7 +233,8 @@ fn split_lines(text: &str, max_chars: usize) -> Result<Vec<String>> {
     Ok(lines)
 }
 
-/// Writes lines of text, centred at a point. Lines after the first are small.
+/// Writes lines of text, vertically centred at a point. Without a class, lines after the first have
+/// the class `small`.
 fn write_lines(out: &mut String, class: &str, (x, y): (i32, i32), lines: &[String]) {
     let first = y - (i32::try_from(lines.len()).unwrap_or(1) - 1) * LINE_HEIGHT_PIXELS / 2 + 4;
     for (line, y) in lines.iter().zip((first..).step_by(usize::try_from(LINE_HEIGHT_PIXELS).unwrap_or(1))) {
@@ -252,7 +253,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn boxes_and_arrows_are_drawn_in_the_same_way_each_time() -> Result<()> {
+    fn the_same_description_always_gives_the_same_drawing() -> Result<()> {
         let text = "title A <b>\ngroup 0 0 1 0 Frame\nbox a 0 0 One | two\nbox b 1 0 B\narrow a <-> b both ways\n";
         let drawn = render_svg(text)?;
         assert_eq!(drawn, render_svg(text)?);

@@ -1,5 +1,5 @@
 //! Generates the tables of reasons for Events and conditions. Checks that the code uses no other
-//! reason.
+//! reasons.
 use std::collections::BTreeSet;
 use std::path::Path;
 
@@ -9,10 +9,10 @@ use cleave_api::reasons::{self, Reason};
 use crate::generated_parts::{fill_generated_parts, format_table};
 use crate::text_file::read_text_file;
 
-/// Sources that write Events and conditions.
+/// Source directories of the programs that write Events and conditions.
 const EVENT_SOURCES: [&str; 2] = ["crates/agent/src", "crates/operator/src"];
 
-/// The tables, each with the name of the part of the page that contains it.
+/// The tables of reasons, each with the name of its part of the page.
 const REASON_TABLES: [(&str, &[Reason]); 8] = [
     ("pod events of the operator", reasons::POD_EVENTS_OF_OPERATOR),
     ("pod events of the agent", reasons::POD_EVENTS_OF_AGENT),
@@ -24,7 +24,7 @@ const REASON_TABLES: [(&str, &[Reason]); 8] = [
     ("pod conditions", reasons::POD_CONDITIONS),
 ];
 
-/// Returns the page with its tables.
+/// Returns the page with the generated tables.
 pub(crate) fn render_page(page: &str) -> Result<String> {
     let required: Vec<String> = REASON_TABLES.iter().map(|(name, _)| (*name).to_owned()).collect();
     fill_generated_parts(page, &required, |name| match REASON_TABLES.iter().find(|(table, _)| *table == name) {
@@ -41,13 +41,13 @@ fn format_reason_table(reasons: &[Reason]) -> String {
     format_table(&["reason", "meaning", "what to do"], &reasons.iter().map(row).collect::<Vec<_>>())
 }
 
-/// Returns the reasons of Events in the code that no table lists, each as a sentence.
+/// Returns the reasons in the code that no table lists, each as a sentence.
 pub(crate) fn find_problems(root: &Path) -> Result<Vec<String>> {
     let known: BTreeSet<&str> =
         reasons::ALL_REASONS.iter().flat_map(|table| table.iter()).map(|reason| reason.name).collect();
     let mut problems = Vec::new();
     for source in EVENT_SOURCES {
-        for (path, text) in rust_files(&root.join(source))? {
+        for (path, text) in read_rust_files(&root.join(source))? {
             let unknown = written_reasons(&text).into_iter().filter(|name| !known.contains(name.as_str()));
             problems.extend(unknown.map(|name| format!("{path}: crates/api/src/reasons.rs has no {name}")));
         }
@@ -55,8 +55,8 @@ pub(crate) fn find_problems(root: &Path) -> Result<Vec<String>> {
     Ok(problems)
 }
 
-/// Returns the reasons that a source writes: the word after `reason:`, an Event's type, or
-/// `warning(`.
+/// Returns the reasons that a source file writes: the string after `reason:`, after an Event's
+/// type, or after `warning(`.
 fn written_reasons(source: &str) -> BTreeSet<String> {
     let code = source.split("\n#[cfg(test)]\nmod ").next().unwrap_or(source);
     let mut names = BTreeSet::new();
@@ -67,8 +67,9 @@ fn written_reasons(source: &str) -> BTreeSet<String> {
     names
 }
 
-/// Returns the Rust files below a directory, except directories and files of tests.
-fn rust_files(directory: &Path) -> Result<Vec<(String, String)>> {
+/// Returns the paths and texts of the Rust files below a directory. Skips files and directories
+/// whose names start with `tests`.
+fn read_rust_files(directory: &Path) -> Result<Vec<(String, String)>> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(directory).with_context(|| format!("failed to list {}", directory.display()))? {
         let path = entry?.path();
@@ -77,7 +78,7 @@ fn rust_files(directory: &Path) -> Result<Vec<(String, String)>> {
             continue;
         }
         if path.is_dir() {
-            files.extend(rust_files(&path)?);
+            files.extend(read_rust_files(&path)?);
         } else if path.extension().is_some_and(|extension| extension == "rs") {
             files.push((path.display().to_string(), read_text_file(&path)?));
         }
@@ -90,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reasons_are_found_in_code_and_not_in_tests() {
+    fn reasons_in_code_are_found_and_reasons_in_tests_are_ignored() {
         let code = "event(EventType::Warning, \"NoGpu\", x); E { reason: \"Split\", };\n#[cfg(test)]\nmod tests { reason: \"R\" }";
         assert_eq!(written_reasons(code).iter().collect::<Vec<_>>(), ["NoGpu", "Split"]);
     }

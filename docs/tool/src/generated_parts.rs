@@ -1,6 +1,7 @@
-//! Replaces the generated parts of pages that people write.
+//! Replaces the generated parts of hand-written pages.
 //!
-//! `<!-- generated: NAME -->` starts such a part, and `<!-- end of generated -->` ends it.
+//! `<!-- generated: NAME -->` starts a generated part, and `<!-- end of generated -->` ends the
+//! part.
 
 use std::fmt::Write as _;
 
@@ -10,7 +11,7 @@ const START_MARKER: &str = "<!-- generated: ";
 const END_MARKER: &str = "<!-- end of generated -->\n";
 
 /// Replaces each generated part of a page with the result of `content` for the part's name. Fails
-/// if the page lacks one of `required`.
+/// if the page lacks a part that `required` names.
 pub(crate) fn fill_generated_parts(
     page: &str,
     required: &[String],
@@ -55,7 +56,7 @@ mod tests {
     const PAGE_WITH_PART: &str = "# A\n\n<!-- generated: b -->\nold\n<!-- end of generated -->\n\nText.\n";
 
     #[test]
-    fn the_generated_part_is_replaced_and_the_rest_stays() -> Result<()> {
+    fn the_generated_part_is_replaced_and_the_other_text_is_kept() -> Result<()> {
         let filled = fill_generated_parts(PAGE_WITH_PART, &["b".to_owned()], |name| Ok(format!("new {name}\n")))?;
         assert_eq!(filled, "# A\n\n<!-- generated: b -->\n\nnew b\n\n<!-- end of generated -->\n\nText.\n");
         assert_eq!(

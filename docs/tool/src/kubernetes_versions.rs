@@ -1,7 +1,7 @@
 //! Generates the table of the Kubernetes versions on which the cluster tests ran.
 //!
-//! `make test-versions` writes the results. The versions are those that the launcher of the local
-//! cluster builds.
+//! `make test-versions` writes the results. The table has the versions that the launcher of the
+//! local cluster builds.
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -14,24 +14,24 @@ use crate::wrapping::wrap_list_item;
 
 /// File with the results of the tests, by version.
 const RESULTS_FILE: &str = "docs/data/kubernetes-versions.json";
-/// Module that builds the default version. Its directory `versions` contains the modules of other
-/// versions.
+/// Go module that builds the default Kubernetes version. The directory `versions` in this module
+/// contains the modules of other versions.
 const DEFAULT_VERSION_MODULE: &str = "e2e/cluster/kube";
 /// Name of the generated part of the page.
 const PART_NAME: &str = "kubernetes versions";
 
-/// Results of the chosen cluster tests on one version.
+/// Results of the cluster tests that `make test-versions` ran on one Kubernetes version.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct VersionResults {
     date: String,
     gate: &'static str,
     passed: usize,
     failed: Vec<String>,
-    /// Tests with the reason why each was skipped.
+    /// Skipped tests, each with the reason.
     skipped: Vec<(String, String)>,
 }
 
-/// Returns the page with the table of the repository's versions.
+/// Returns the page with the generated table of Kubernetes versions.
 pub(crate) fn render_page(root: &Path, page: &str) -> Result<String> {
     let versions = buildable_versions(root)?;
     let results = parse_results(&read_text_file(&root.join(RESULTS_FILE))?)
@@ -97,7 +97,7 @@ fn string_field(record: &Value, field: &str) -> Result<String> {
     Ok(record[field].as_str().with_context(|| format!("{field} is not a string"))?.to_owned())
 }
 
-/// Returns the table, and below it the tests that did not pass.
+/// Returns the table, and a list of the tests that did not pass.
 fn render_versions(versions: &[String], results: &BTreeMap<String, VersionResults>) -> Result<String> {
     if let Some(unknown) = results.keys().find(|version| !versions.contains(version)) {
         bail!("{RESULTS_FILE} has results of {unknown}, which the launcher does not build");
@@ -123,10 +123,10 @@ fn render_versions(versions: &[String], results: &BTreeMap<String, VersionResult
     Ok(out)
 }
 
-/// Returns a sentence for each reason to skip tests, and for each version with failed tests.
+/// Returns a list item for each reason to skip tests, and for each version with failed tests.
 fn describe_exceptions(versions: &[String], results: &BTreeMap<String, VersionResults>) -> Vec<String> {
     let tested = || versions.iter().filter_map(|version| Some((version.as_str(), results.get(version)?)));
-    // Versions and tests by reason, each once and in order.
+    // For each reason, the versions and tests without duplicates, in order.
     let mut reasons: BTreeMap<&str, (Vec<&str>, Vec<&str>)> = BTreeMap::new();
     for (version, found) in tested() {
         for (test, reason) in &found.skipped {
@@ -151,7 +151,7 @@ fn push_if_absent<'a>(list: &mut Vec<&'a str>, item: &'a str) {
     }
 }
 
-/// Joins names as code.
+/// Joins names as a list of code spans.
 fn format_code_list(names: &[&str]) -> String {
     names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
 }

@@ -6,9 +6,9 @@ use anyhow::{Context as _, Result};
 
 use crate::text_file::read_text_file;
 
-/// Pages that mdBook combines from other pages. Links on a combined page are relative to the
-/// original pages.
-const COMBINED_PAGES: [&str; 3] = ["print.html", "toc.html", "404.html"];
+/// Pages that the check skips: mdBook generates them, and their links are not relative to the page
+/// itself.
+const SKIPPED_PAGES: [&str; 3] = ["print.html", "toc.html", "404.html"];
 
 /// A page: the ids of its elements, and the targets of its links.
 #[derive(Debug, Default)]
@@ -17,7 +17,7 @@ struct LinkedPage {
     links: BTreeSet<String>,
 }
 
-/// Returns the broken links of the site in a directory, each as a sentence.
+/// Returns the broken internal links of the built site, each as a sentence.
 pub(crate) fn find_problems(site: &Path) -> Result<Vec<String>> {
     let mut files = BTreeSet::new();
     collect_files(site, &mut files)?;
@@ -27,7 +27,7 @@ pub(crate) fn find_problems(site: &Path) -> Result<Vec<String>> {
     }
     let mut problems = Vec::new();
     let combined =
-        |file: &Path| file.file_name().is_some_and(|name| COMBINED_PAGES.iter().any(|combined| name == *combined));
+        |file: &Path| file.file_name().is_some_and(|name| SKIPPED_PAGES.iter().any(|combined| name == *combined));
     for (file, page) in pages.iter().filter(|(file, _)| !combined(file)) {
         for link in page.links.iter().filter(|link| is_internal(link)) {
             let (path, anchor) = link.split_once('#').unwrap_or((link, ""));
@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ids_and_links_are_found() {
+    fn the_ids_and_links_of_a_page_are_parsed() {
         let page = parse_page(
             r##"<h2 id="a"><a class="header" href="#a">A</a></h2><a href="b.html#c">B</a><img src="d.png">"##,
         );
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn links_are_relative_to_their_page() {
+    fn relative_links_are_resolved_from_their_page() {
         let resolved = |link| resolve_link(Path::new("/site/how-to/a.html"), link);
         assert_eq!(resolved(""), Path::new("/site/how-to/a.html"));
         assert_eq!(resolved("../index.html"), Path::new("/site/index.html"));

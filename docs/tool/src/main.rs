@@ -1,7 +1,7 @@
 //! Generates the reference pages of the documentation site, and checks the site.
 //!
-//! The tool reads only files of the repository, and needs no network and no cluster. `docs/build`
-//! runs this tool.
+//! The tool reads only files of the repository and the built site, and needs no network and no
+//! cluster. `docs/build` runs this tool.
 mod chart_values;
 mod cli;
 mod code_references;
@@ -29,17 +29,18 @@ use crate::text_file::read_text_file;
 /// Generates reference pages and checks the documentation site.
 #[derive(Debug, clap::Parser)]
 enum Command {
-    /// Write the generated reference pages, parts of pages and diagrams.
+    /// Write the generated reference pages, the generated parts of other pages, and the diagrams.
     Generate {
         /// Root of the repository.
         #[arg(long, default_value = ".")]
         root: PathBuf,
-        /// Write nothing, and fail if a committed page differs from the generated one.
+        /// Write nothing, and fail if a committed page or diagram differs from the generated page
+        /// or diagram.
         #[arg(long)]
         check: bool,
     },
-    /// Check the pages: line length, contents, commands, references to the code, links, reasons of
-    /// Events.
+    /// Check the pages: line length, table of contents, commands, references to the code, links,
+    /// and reasons of Events and conditions.
     Pages {
         /// Root of the repository.
         #[arg(long, default_value = ".")]
@@ -144,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn the_code_writes_no_reason_that_the_tables_lack() -> Result<()> {
+    fn the_tables_list_every_reason_that_the_code_writes() -> Result<()> {
         assert_eq!(events::find_problems(&repository_root())?, Vec::<String>::new());
         Ok(())
     }

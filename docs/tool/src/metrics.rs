@@ -1,7 +1,7 @@
 //! Generates the tables of metrics from the calls that register them.
 //!
-//! This module parses the sources, because a registry without samples contains neither labels nor
-//! metrics that have no sample.
+//! This module parses the source code, because a registry reports labels only after the first
+//! sample.
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -12,12 +12,12 @@ use syn::{Expr, ExprMethodCall, File, GenericArgument, Item, Lit, Local, Pat, Pa
 use crate::generated_parts::{fill_generated_parts, format_table};
 use crate::text_file::read_text_file;
 
-/// Source files that register metrics, by program.
+/// Source files that register metrics, grouped by program.
 const METRIC_SOURCES: [&[&str]; 2] = [
     &["crates/agent/src/metrics.rs", "crates/agent/src/metrics/device_counters.rs", "crates/agent/src/metrics/gpus.rs"],
     &["crates/operator/src/metrics.rs", "crates/operator/src/metrics/quotas.rs"],
 ];
-/// Prefix of metrics that are registered without a prefix.
+/// Name of the table of metrics that are registered without a prefix, such as `process_open_fds`.
 const PROCESS_PREFIX: &str = "process";
 
 /// A registered metric.
@@ -29,11 +29,11 @@ struct Metric {
     help: String,
 }
 
-/// Returns the page with a table for each prefix of metrics.
+/// Returns the page with a generated table for each metric prefix.
 pub(crate) fn render_page(root: &Path, page: &str) -> Result<String> {
     let mut groups: BTreeMap<String, Vec<Metric>> = BTreeMap::new();
     for sources in METRIC_SOURCES {
-        // One file may register the metrics of a struct in another file.
+        // A file may register the metrics of a struct that another file declares.
         let mut program = syn::parse_file("")?;
         for source in sources {
             let file = syn::parse_file(&read_text_file(&root.join(source))?);
@@ -66,7 +66,7 @@ fn registered_metrics(file: &File) -> Result<Vec<(String, Metric)>> {
             (item.ident.to_string(), fields.collect())
         })
         .collect();
-    // The metrics of a struct that another struct registers have the prefix of that call.
+    // If a struct registers the metrics of one of its fields, that call sets their prefix.
     let mut prefixes = PrefixFinder::default();
     prefixes.visit_file(file);
     let mut metrics = Vec::new();
@@ -105,7 +105,7 @@ struct RegisterCall {
     field: String,
 }
 
-/// Finds the calls in a function, in order.
+/// Finds the calls that register metrics, in order.
 #[derive(Debug, Default)]
 struct RegisterCallFinder {
     prefix: String,
@@ -185,7 +185,7 @@ fn cloned_field_name(expr: &Expr) -> Option<String> {
     if let syn::Member::Named(name) = &field.member { Some(name.to_string()) } else { None }
 }
 
-/// Returns the kind of a metric by its type, and the type of its labels.
+/// Returns the kind of a metric and the type of its labels, from the metric's Rust type.
 fn metric_kind(ty: &Type) -> Option<(&'static str, Option<String>)> {
     let Type::Path(path) = ty else { return None };
     let last = path.path.segments.last()?;
@@ -235,7 +235,7 @@ mod tests {
     "#;
 
     #[test]
-    fn names_types_labels_and_help_are_found() -> Result<()> {
+    fn the_name_type_labels_and_help_of_each_metric_are_found() -> Result<()> {
         let metrics = registered_metrics(&syn::parse_file(METRICS_SOURCE)?)?;
         let lines: Vec<String> = metrics
             .iter()

@@ -1,4 +1,4 @@
-//! Checks the Markdown pages: line length, the table of contents, how commands are tested,
+//! Checks the Markdown pages: line length, the table of contents, the comments on command blocks,
 //! references to the code, and links between files.
 use std::path::{Path, PathBuf};
 
@@ -12,7 +12,8 @@ use crate::wrapping::MAX_LINE_COLUMNS;
 /// Directories with pages of the site.
 const PAGE_DIRECTORIES: [&str; 7] =
     ["tutorial", "how-to", "runbooks", "reference", "explanation", "contributing", "decisions"];
-/// Directories with pages that state for each block of commands how it is tested.
+/// Directories of pages on which each command block needs a comment that states how the block is
+/// tested.
 const DIRECTORIES_WITH_COMMANDS: [&str; 2] = ["tutorial", "how-to"];
 /// Pages outside these directories.
 const OTHER_PAGES: [&str; 6] =
@@ -58,8 +59,8 @@ pub(crate) fn find_problems(root: &Path) -> Result<Vec<String>> {
     Ok(problems)
 }
 
-/// Returns the numbers of lines that are too long. Tables, code blocks, and lines that are a link
-/// or its address may be long.
+/// Returns the numbers of lines that are too long. Tables, code blocks, and lines that consist of a
+/// link or a link's address may be long.
 fn long_lines(text: &str) -> Vec<usize> {
     let mut in_code = false;
     let mut long = Vec::new();
@@ -77,12 +78,12 @@ fn long_lines(text: &str) -> Vec<usize> {
     long
 }
 
-/// Returns whether a line is `[name]: address`, or one link that cannot be broken.
+/// Returns whether a line is `[name]: address`, or a single link without spaces.
 fn is_unbreakable_link(line: &str) -> bool {
     line.starts_with('[') && line.contains("]: ") || !line.trim().contains(char::is_whitespace) && line.contains("](")
 }
 
-/// Returns the relative links of a Markdown text, without anchors.
+/// Returns the targets of the relative links in a Markdown text, without anchors.
 fn relative_links(text: &str) -> Vec<String> {
     let targets = text.split("](").skip(1).filter_map(|rest| rest.split_once(')')).map(|(target, _)| target);
     let relative = targets.filter(|target| !target.contains("://") && !target.starts_with('#'));

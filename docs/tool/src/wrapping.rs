@@ -3,8 +3,8 @@
 /// Maximum number of columns of a line of Markdown.
 pub(crate) const MAX_LINE_COLUMNS: usize = 100;
 
-/// Wraps a paragraph. The first line starts with `first`, every other line with `rest`. Code spans
-/// are not broken.
+/// Wraps a paragraph. The first line starts with `first`, and every other line with `rest`. Code
+/// spans are not broken.
 pub(crate) fn wrap(text: &str, first: &str, rest: &str) -> String {
     let mut lines = Vec::new();
     let mut line = first.to_owned();

@@ -1,8 +1,8 @@
 //! `cleave-bench planner`: measures the time of a plan for 10 to 1,000 nodes.
 //!
-//! The cluster is busy. It has GPUs of three models in the three modes, with a third of their
-//! slices in use and a third free. Pods have mixed sizes and three priorities, and a quarter of
-//! them select a zone. Every run generates the same clusters.
+//! The cluster is busy. Its GPUs are of three models, in the modes MIG and MPS, and some of their
+//! slices are in use. Pods have mixed sizes and three priorities, and a quarter of the pods select
+//! a zone. Every run generates the same clusters.
 use std::collections::BTreeMap;
 use std::time::Instant;
 
@@ -15,7 +15,7 @@ use serde::Serialize;
 /// Measures the time of a plan.
 #[derive(Debug, clap::Args)]
 pub(crate) struct PlannerArgs {
-    /// Numbers of nodes. The benchmark measures each one.
+    /// Numbers of nodes. The benchmark measures clusters of each size.
     #[arg(long, value_delimiter = ',', default_values_t = [10, 30, 100, 300, 1000])]
     nodes: Vec<u32>,
     /// GPUs per node.
@@ -24,10 +24,10 @@ pub(crate) struct PlannerArgs {
     /// Pending pods per node.
     #[arg(long, default_value_t = 5)]
     pods_per_node: u32,
-    /// Percentage of the slices in use.
+    /// Percentage of the slices that are in use.
     #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u32).range(0..=100))]
     in_use: u32,
-    /// Number of clusters of each size. The benchmark plans each one three times.
+    /// Number of clusters of each size. The benchmark plans each cluster three times.
     #[arg(long, default_value_t = 7)]
     clusters: u64,
 }
@@ -44,7 +44,7 @@ struct PlannerOutputLine {
     gpus_changed_p50: usize,
 }
 
-/// Runs the benchmark, and prints one JSON line for each size.
+/// Runs the benchmark, and prints one JSON line for each number of nodes.
 pub(crate) fn run(args: &PlannerArgs) -> anyhow::Result<()> {
     ensure!(args.clusters > 0, "at least one cluster is needed");
     for &nodes in &args.nodes {
@@ -81,16 +81,16 @@ pub(crate) fn run(args: &PlannerArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the value at this percentile of sorted values, or `None` without values.
+/// Returns the value at this percentile of sorted values, or `None` if there are no values.
 fn percentile<T: Copy>(sorted: &[T], percent: usize) -> Option<T> {
     let rank = (sorted.len() * percent).div_ceil(100).max(1);
     sorted.get(rank - 1).copied()
 }
 
 /// The random number generator `SplitMix64`, which gives the same numbers in every run.
-struct RandomNumbers(u64);
+struct RandomNumberGenerator(u64);
 
-impl RandomNumbers {
+impl RandomNumberGenerator {
     /// Returns a number less than `end`.
     fn next_below(&mut self, end: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -100,7 +100,7 @@ impl RandomNumbers {
     }
 }
 
-/// Name, memory slices and possible placements of a MIG profile.
+/// Name, number of memory slices, and possible placements of a MIG profile.
 type Profile = (&'static str, u32, &'static [u32]);
 const A100_PROFILES: [Profile; 5] = [
     ("1g.5gb", 1, &[0, 1, 2, 3, 4, 5, 6]),
@@ -118,9 +118,9 @@ const H100_PROFILES: [Profile; 5] = [
 ];
 const SLICE_SIZES_GB: [u64; 4] = [5, 10, 20, 40];
 
-/// Generates a cluster.
+/// Generates a cluster. The same seed gives the same cluster.
 fn random_cluster(seed: u64, nodes: u32, gpus_per_node: u32, pods: u32, in_use: u32) -> Snapshot {
-    let mut numbers = RandomNumbers(seed);
+    let mut numbers = RandomNumberGenerator(seed);
     let nodes = (0..nodes).map(|node| {
         let kind = numbers.next_below(3);
         let gpus = (0..gpus_per_node).map(|index| random_gpu(&mut numbers, kind, node, index, in_use)).collect();
@@ -164,8 +164,9 @@ fn random_cluster(seed: u64, nodes: u32, gpus_per_node: u32, pods: u32, in_use: 
     Snapshot { nodes, pods: pods.collect() }
 }
 
-/// Generates a GPU with a random set of slices. All GPUs of a node have the same `kind`.
-fn random_gpu(numbers: &mut RandomNumbers, kind: usize, node: u32, index: u32, in_use: u32) -> Gpu {
+/// Generates a GPU with a random set of slices. `kind` selects the model, and all GPUs of a node
+/// have the same kind.
+fn random_gpu(numbers: &mut RandomNumberGenerator, kind: usize, node: u32, index: u32, in_use: u32) -> Gpu {
     let (model, memory, mode) = [
         ("NVIDIA A100-SXM4-40GB", 40_960, Mode::Mig),
         ("NVIDIA H100 80GB HBM3", 81_559, Mode::Mig),

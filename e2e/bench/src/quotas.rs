@@ -1,8 +1,8 @@
 //! `cleave-bench quotas`: measures the time of a pass over waiting pods with quotas.
 //!
-//! The pool is busy. Quotas use more or less than their guarantees, and pods without a quota
-//! borrow. In each quota, some of the waiting pods are within its guarantee and some borrow. Every
-//! run generates the same pools.
+//! The pool is busy. Some quotas use more and some use less than their guarantees, and pods without
+//! a quota borrow. Some waiting pods are within the guarantee of their quota, and some must borrow.
+//! Every run generates the same pools.
 mod cluster;
 
 use std::time::Instant;
@@ -15,7 +15,7 @@ use serde::Serialize;
 /// Measures the time of a pass with quotas.
 #[derive(Debug, clap::Args)]
 pub(crate) struct QuotasArgs {
-    /// Numbers of quotas. The benchmark measures each one.
+    /// Numbers of quotas. The benchmark measures pools with each number.
     #[arg(long, value_delimiter = ',', default_values_t = [0, 1, 20, 200])]
     quotas: Vec<usize>,
     /// Number of nodes.
@@ -27,16 +27,17 @@ pub(crate) struct QuotasArgs {
     /// Number of pods, waiting pods included.
     #[arg(long, default_value_t = 10_000)]
     pods: usize,
-    /// Number of pods that wait.
+    /// Number of waiting pods.
     #[arg(long, default_value_t = 128)]
     waiting: usize,
-    /// Interval of quotas that guarantee whole GPUs: 10 means every tenth quota. 0 means none.
+    /// Interval of quotas that guarantee whole GPUs: 10 means every tenth quota, and 0 means no
+    /// quota.
     #[arg(long, default_value_t = 0)]
     cells: usize,
     /// Number of pods of each gang. All waiting pods belong to gangs. 0 means no gangs.
     #[arg(long, default_value_t = 0)]
     gang: usize,
-    /// Number of pools of each size. The benchmark measures each one three times.
+    /// Number of pools for each number of quotas. The benchmark measures each pool three times.
     #[arg(long, default_value_t = 10)]
     pools: u64,
 }
@@ -101,13 +102,13 @@ pub(crate) fn run(args: &QuotasArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the value at this percentile of sorted values, or `None` without values.
+/// Returns the value at this percentile of sorted values, or `None` if there are no values.
 fn percentile<T: Copy>(sorted: &[T], percent: usize) -> Option<T> {
     let rank = (sorted.len() * percent).div_ceil(100).max(1);
     sorted.get(rank - 1).copied()
 }
 
-/// Generates a pool. The quotas guarantee all GPUs, in equal parts.
+/// Generates a pool. The quotas divide all GPUs equally as guarantees.
 fn random_pool(seed: u64, quotas: usize, gpus: usize, args: &QuotasArgs) -> anyhow::Result<World> {
     let mut numbers = fastrand::Rng::with_seed(seed);
     let tenth = GPU.0 / 10;
@@ -125,7 +126,7 @@ fn random_pool(seed: u64, quotas: usize, gpus: usize, args: &QuotasArgs) -> anyh
     let mut free = vec![GPU.0; gpus];
     let running = args.pods.saturating_sub(args.waiting);
     for number in 0..args.pods {
-        // 10,000 pods of these sizes fill 8,000 GPUs.
+        // 10,000 pods of these sizes use about 7,500 GPUs.
         let tenths = [5, 5, 7, 8, 10, 10][numbers.usize(0..6)];
         let charge = tenths * tenth;
         // Quotas with a high number use more than their guarantees.
@@ -143,7 +144,7 @@ fn random_pool(seed: u64, quotas: usize, gpus: usize, args: &QuotasArgs) -> anyh
         let name = number / args.gang.max(1);
         world.pods.push(Pod {
             name: format!("default/pod-{number:05}"),
-            owner: if args.gang > 0 && gpu.is_none() { owner_of(name, quotas) } else { owner },
+            owner: if args.gang > 0 && gpu.is_none() { owner_of_gang(name, quotas) } else { owner },
             charge: Amount(charge),
             priority: numbers.i32(0..3),
             created,
@@ -161,6 +162,6 @@ fn random_pool(seed: u64, quotas: usize, gpus: usize, args: &QuotasArgs) -> anyh
 }
 
 /// Returns the owner of a gang.
-fn owner_of(gang: usize, quotas: usize) -> Owner {
+fn owner_of_gang(gang: usize, quotas: usize) -> Owner {
     if quotas == 0 { Owner::Unnamed } else { Owner::Quota(format!("team-{:03}", gang % quotas)) }
 }

@@ -1,11 +1,11 @@
-//! `cleave-bench topology`: measures the choice of whole GPUs by their links.
+//! `cleave-bench topology`: measures how policies choose whole GPUs by their links.
 //!
-//! For each kind of machine the benchmark measures the time of a choice, for all occupancies and
-//! sizes. It also simulates pods that arrive and end at random, to compare three policies. The
-//! policies are the order of UUIDs, the policy of NVIDIA's device plugin (`bestEffortPolicy` of
-//! go-gpuallocator) and Cleave's policy. The quality of a choice is its score divided by the best
-//! score of the same number of GPUs on an empty machine. Pods with one GPU do not count, because
-//! they use no links.
+//! For each kind of machine, the benchmark measures the time of a choice for all occupancies and
+//! sizes, or for a sample of the occupancies. The benchmark also simulates pods that arrive and end
+//! at random, to compare three policies. The policies are the order of UUIDs, the policy of
+//! NVIDIA's device plugin (`bestEffortPolicy` of go-gpuallocator) and Cleave's policy. The quality
+//! of a choice is its score divided by the best score of the same number of GPUs on an empty
+//! machine. Pods with one GPU do not count, because they use no links.
 use std::collections::BTreeMap;
 use std::time::Instant;
 
@@ -20,7 +20,7 @@ pub(crate) struct TopologyArgs {
     /// Number of simulated pods for each machine and policy.
     #[arg(long, default_value_t = 50_000)]
     pods: u32,
-    /// Mean number of pods that arrive in the mean lifetime of a pod.
+    /// Mean number of pods that arrive during the mean lifetime of a pod.
     #[arg(long, default_value_t = 3.0)]
     load: f64,
 }
@@ -37,7 +37,7 @@ struct OutputLine {
     quality: BTreeMap<&'static str, f64>,
 }
 
-/// A set of GPUs of a machine, as bits.
+/// A set of GPUs of a machine: each bit stands for one GPU.
 type GpuSet = u32;
 type Link = fn(u32, u32) -> GpuLink;
 
@@ -140,8 +140,8 @@ impl Machine {
     }
 }
 
-/// Returns the times of choices in microseconds. Measures all occupancies and sizes of eight GPUs,
-/// or a sample if the machine has more GPUs.
+/// Returns the times of choices in microseconds. Measures all occupancies of eight GPUs, or a
+/// sample of the occupancies if the machine has more GPUs.
 fn measure_choices(machine: &Machine) -> Vec<f64> {
     let all = 1_u32 << machine.names.len();
     let step = if machine.names.len() == 8 { 1 } else { 61 };
@@ -158,7 +158,7 @@ fn measure_choices(machine: &Machine) -> Vec<f64> {
     times
 }
 
-/// Chooses GPUs among the free ones.
+/// Chooses a number of GPUs among the free GPUs.
 type Policy = fn(&Machine, GpuSet, u32) -> GpuSet;
 
 fn choose_as_cleave(machine: &Machine, free: GpuSet, size: u32) -> GpuSet {
@@ -173,8 +173,8 @@ fn choose_first_by_uuid(_: &Machine, free: GpuSet, size: u32) -> GpuSet {
     order.take(size as usize).fold(0, |set, gpu| set | 1 << gpu)
 }
 
-/// Divides all free GPUs into sets of `size` and a remainder so that the sum of the scores is
-/// maximal. Returns the set with the highest score.
+/// Divides all free GPUs into sets of `size` and a remainder, so that the sum of the scores is
+/// maximal. Returns the set of `size` with the highest score.
 fn choose_as_nvidia(machine: &Machine, free: GpuSet, size: u32) -> GpuSet {
     fn divide(machine: &Machine, free: GpuSet, size: u32, sets: &mut Vec<GpuSet>, best: &mut (u32, Vec<GpuSet>)) {
         if free == 0 {
@@ -204,7 +204,7 @@ fn choose_as_nvidia(machine: &Machine, free: GpuSet, size: u32) -> GpuSet {
     full.max_by_key(|&set| machine.score(set)).unwrap_or_default()
 }
 
-/// Returns the mean quality of a policy's choices for random pods. Drops a pod that does not fit.
+/// Returns the mean quality of a policy's choices for random pods. Drops the pods that do not fit.
 fn simulate(machine: &Machine, policy: Policy, args: &TopologyArgs) -> f64 {
     const POD_SIZES_IN_GPUS: [u32; 9] = [1, 1, 1, 1, 2, 2, 2, 4, 4];
     let mut numbers = fastrand::Rng::with_seed(1);

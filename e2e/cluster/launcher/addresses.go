@@ -8,8 +8,8 @@ import (
 	"slices"
 )
 
-// addresses is a cluster's number, from 0. The number determines the properties that clusters on
-// one machine must not share: networks, addresses and the names of network devices. Nodes are
+// addresses is the number of a cluster, from 0. The number determines the networks, addresses and
+// network device names of the cluster, which clusters on one machine must not share. Nodes are
 // connected to a bridge on the machine. The machine reaches pods and services through the nodes.
 type addresses int
 
@@ -21,7 +21,7 @@ const (
 	etcdPort = 23790
 )
 
-// second returns the second byte of the addresses in one of the cluster's three networks.
+// second returns the second byte of all addresses in one of the cluster's three networks.
 func (a addresses) second(network int) int { return 203 + 3*int(a) + network }
 
 func (a addresses) nodeNetwork() string    { return fmt.Sprintf("10.%d.0.0/24", a.second(0)) }
@@ -40,8 +40,8 @@ func (a addresses) host() string { return fmt.Sprintf("10.%d.0.1", a.second(0)) 
 func (a addresses) apiService() string { return fmt.Sprintf("10.%d.0.1", a.second(2)) }
 func (a addresses) dnsService() string { return fmt.Sprintf("10.%d.0.10", a.second(2)) }
 
-// loopback is the address of control plane components that only the machine uses. All addresses in
-// 127.0.0.0/8 belong to the machine.
+// loopback is the address at which control plane components listen for connections from the
+// machine. All addresses in 127.0.0.0/8 belong to the machine.
 func (a addresses) loopback() string { return fmt.Sprintf("127.0.0.%d", 1+int(a)) }
 
 // node is the address of a node on the bridge.
@@ -50,10 +50,10 @@ func (a addresses) node(n node) string { return fmt.Sprintf("10.%d.0.%d", a.seco
 // pods is the network of a node's pods.
 func (a addresses) pods(n node) string { return fmt.Sprintf("10.%d.%d.0/24", a.second(1), n.Index) }
 
-// bridge is the name of the machine's bridge.
+// bridge is the name of the bridge on the machine.
 func (a addresses) bridge() string { return "cleave-e2e" + a.suffix() }
 
-// device is the name of the link to a node on the machine. The other end of the link is the node's
+// device is the name of the machine's end of the link to a node. The node's end of the link is
 // eth0.
 func (a addresses) device(n node) string { return fmt.Sprintf("ce2e%s-%d", a.suffix(), n.Index) }
 
@@ -80,7 +80,7 @@ func (a addresses) contains(text string) bool {
 	})
 }
 
-// checkFree refuses networks to which the machine already has routes.
+// checkFree returns an error if a route of the machine overlaps a network of the cluster.
 func (a addresses) checkFree(routes []net.IPNet) error {
 	for _, route := range routes {
 		for _, text := range a.networks() {
@@ -93,8 +93,8 @@ func (a addresses) checkFree(routes []net.IPNet) error {
 	return nil
 }
 
-// freeAddresses returns the lowest number that no other cluster has and to whose networks the
-// machine has no route.
+// freeAddresses returns the lowest free number: no other cluster has the number, and the machine
+// has no route to its networks.
 func freeAddresses(taken []addresses, routes []net.IPNet) (addresses, error) {
 	var conflicts []error
 	for a := range addresses(maxClusters) {

@@ -20,8 +20,8 @@ func TestTheFirstClusterHasTheDocumentedAddresses(t *testing.T) {
 	}
 }
 
-// Two clusters, or two nodes of one cluster, must have no address, network or device in common. A
-// common one breaks the tests of both.
+// Two clusters, or two nodes of one cluster, must have no address, network or device in common.
+// Otherwise, the tests of both clusters fail.
 func TestClustersAndNodesShareNoAddressAndNoDevice(t *testing.T) {
 	seen := make(map[string]bool)
 	claim := func(values ...string) {

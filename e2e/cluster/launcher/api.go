@@ -14,8 +14,8 @@ import (
 	"time"
 )
 
-// api is a minimal client of the API server. A build of client-go takes longer than a build of the
-// rest of the launcher.
+// api is a minimal client of the API server. The launcher does not use client-go, because building
+// it takes longer than building all other packages of the launcher.
 type api struct {
 	client *http.Client
 	url    string
@@ -50,7 +50,7 @@ func newAPI(l layout) (*api, error) {
 	return &api{client: &http.Client{Transport: transport, Timeout: 10 * time.Second}, url: l.apiURL()}, nil
 }
 
-// statusError is an unsuccessful response.
+// statusError is an unsuccessful response of the API server.
 type statusError struct {
 	code int
 	body string
@@ -94,7 +94,7 @@ func (a *api) do(ctx context.Context, method, path string, body any) ([]byte, er
 	return output, nil
 }
 
-// nodeReady returns the Ready condition of a Node object.
+// nodeReady returns the status of a Node object's Ready condition.
 func nodeReady(object []byte) (ready bool, reason string, err error) {
 	var n struct {
 		Status struct {
@@ -130,8 +130,9 @@ func (a *api) waitNodeReady(ctx context.Context, name string) error {
 	return nil
 }
 
-// prepareCluster waits for the objects that a first pod needs, and creates the kubelets' DNS
-// service at this address. The service has no endpoints, so queries fail at once.
+// prepareCluster waits for the default service account, which a first pod needs. It also creates
+// the service kube-dns at the address for which the kubelets are configured. The service has no
+// endpoints, so DNS queries fail immediately.
 func (a *api) prepareCluster(ctx context.Context, dnsAddress string) error {
 	err := poll(ctx, func() error {
 		_, err := a.do(ctx, http.MethodGet, "/api/v1/namespaces/default/serviceaccounts/default", nil)
@@ -147,7 +148,7 @@ func (a *api) prepareCluster(ctx context.Context, dnsAddress string) error {
 			{"name": "dns", "port": 53, "protocol": "UDP"}, {"name": "dns-tcp", "port": 53, "protocol": "TCP"},
 		}},
 	})
-	// Accept 422: the service exists, so its address is in use.
+	// Accept 422 too: if the service exists, its address is in use.
 	if err != nil && !isStatus(err, http.StatusConflict) && !isStatus(err, http.StatusUnprocessableEntity) {
 		return fmt.Errorf("create the service kube-dns: %w", err)
 	}
@@ -162,7 +163,7 @@ func (a *api) deleteNode(ctx context.Context, name string) error {
 	return err
 }
 
-// poll retries until success. At the deadline, it returns the last error.
+// poll repeats try until it succeeds. At the deadline, poll returns the last error.
 func poll(ctx context.Context, try func() error) error {
 	ctx, cancel := context.WithTimeout(ctx, serveTimeout)
 	defer cancel()
@@ -183,7 +184,7 @@ func poll(ctx context.Context, try func() error) error {
 	}
 }
 
-// waitUntilServing waits until a component serves or has exited.
+// waitUntilServing waits until a component serves. It returns an error if the component exits.
 func (c *cluster) waitUntilServing(ctx context.Context, one component, p process) error {
 	err := poll(ctx, func() error {
 		err := c.checkServing(ctx, one)
@@ -202,7 +203,7 @@ type endedError struct{ component component }
 
 func (e *endedError) Error() string { return e.component.String() + " has ended" }
 
-// checkServing checks whether a component serves.
+// checkServing returns nil if a component serves, and otherwise an error.
 func (c *cluster) checkServing(ctx context.Context, one component) error {
 	switch one.kind {
 	case kindNode:
@@ -225,7 +226,7 @@ func (c *cluster) checkServing(ctx context.Context, one component) error {
 	if err != nil {
 		return err
 	}
-	// The certificates are self-signed, and the connection is local.
+	// Do not verify the certificates: they are self-signed, and the connection is local.
 	transport := &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, DisableKeepAlives: true}
 	client := &http.Client{Transport: transport, Timeout: 5 * time.Second}
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)

@@ -22,10 +22,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// containerdVersion is the version that containerd reports. A test compares it with go.mod.
+// containerdVersion is the version that containerd reports. A test compares this constant with
+// go.mod.
 const containerdVersion = "v2.4.2"
 
-// unit is a set of programs that one go build produces and one directory of the cache contains.
+// unit is a set of programs that one go build produces. The cache has a directory for each unit.
 type unit struct {
 	name     string
 	dir      string // directory of the Go module, relative to e2e/cluster
@@ -58,7 +59,7 @@ func units(kube kubernetes) []unit {
 	}
 }
 
-// toolkitUnit is NVIDIA's container toolkit, which only clusters with `up --toolkit` use. Its
+// toolkitUnit contains NVIDIA's container toolkit. Only clusters with `up --toolkit` use it. Its
 // programs load NVML.
 var toolkitUnit = unit{
 	name: "toolkit", dir: "toolkit", ldflags: "-s -w", cgo: true,
@@ -85,8 +86,8 @@ func (b binaries) dirs() []string {
 // fingerprint identifies a set of programs.
 func (b binaries) fingerprint() string { return strings.Join(b.dirs(), "\n") }
 
-// cacheDir is the directory of built programs. It is outside the source tree, so that cleaning the
-// tree does not delete the programs.
+// cacheDir returns the directory of built programs. The directory is outside the source tree, so
+// that cleaning the tree does not delete the programs.
 func cacheDir() (string, error) {
 	if dir := os.Getenv("CLEAVE_CACHE"); dir != "" {
 		return filepath.Abs(dir)
@@ -98,8 +99,8 @@ func cacheDir() (string, error) {
 	return filepath.Join(dir, "cleave"), nil
 }
 
-// sourceVariable is the environment variable with the path of e2e/cluster. The script in that
-// directory sets the variable.
+// sourceVariable is the environment variable with the path of e2e/cluster. The script
+// e2e/cluster/cluster sets the variable.
 const sourceVariable = "CLEAVE_CLUSTER_SOURCE"
 
 func sourceDir() (string, error) {
@@ -146,11 +147,11 @@ func cacheKey(u unit, source, goVersion string) (string, error) {
 	return hex.EncodeToString(hash.Sum(nil))[:16], nil
 }
 
-// programsVariable is the environment variable with the path of a directory of prebuilt programs.
+// programsVariable is the environment variable with the path of a directory that contains prebuilt
+// programs.
 const programsVariable = "CLEAVE_CLUSTER_PROGRAMS"
 
-// programsIn returns the directories of all units' programs below dir, and fails if one of them
-// lacks a program.
+// programsIn returns each unit's directory below dir. It fails if a directory lacks a program.
 func programsIn(dir string) (binaries, error) {
 	dir, err := filepath.Abs(dir)
 	if err != nil {
@@ -174,7 +175,7 @@ func programsIn(dir string) (binaries, error) {
 }
 
 // buildAll builds the programs that the cache lacks, and returns the directories of all programs.
-// toolkit adds NVIDIA's container toolkit.
+// If toolkit is true, the programs include NVIDIA's container toolkit.
 func buildAll(ctx context.Context, toolkit bool, progress *progress) (binaries, error) {
 	wanted := os.Getenv(versionVariable)
 	if dir := os.Getenv(programsVariable); dir != "" {
@@ -230,7 +231,7 @@ func buildAll(ctx context.Context, toolkit bool, progress *progress) (binaries, 
 }
 
 // ensure builds the unit into dir if dir does not exist. An existing dir is always complete: ensure
-// builds into a directory beside dir and then renames that directory.
+// builds into a temporary directory and then renames that directory.
 func (u unit) ensure(ctx context.Context, source, dir string, progress *progress) error {
 	if _, err := os.Stat(dir); err == nil {
 		return nil
@@ -249,7 +250,7 @@ func (u unit) ensure(ctx context.Context, source, dir string, progress *progress
 	if _, err := os.Stat(dir); err == nil {
 		return nil
 	}
-	// This process has the lock, so directories with this name remain from interrupted builds.
+	// This process has the lock, so existing directories with such names are from interrupted builds.
 	stale, err := filepath.Glob(filepath.Join(cache, ".building-"+u.name+"-*"))
 	if err != nil {
 		return err
@@ -294,7 +295,7 @@ func (u unit) compile(ctx context.Context, module, output string, progress *prog
 		cgo = "CGO_ENABLED=1"
 	}
 	command.Env = append(os.Environ(), cgo, "GOWORK=off", "GOFLAGS=")
-	// The compilers are Go's children, so the whole process group must be killed.
+	// Kill the whole process group, because go build runs the compilers as child processes.
 	command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	command.Cancel = func() error { return unix.Kill(-command.Process.Pid, unix.SIGTERM) }
 	command.WaitDelay = 10 * time.Second
@@ -332,8 +333,7 @@ func (u unit) compile(ctx context.Context, module, output string, progress *prog
 	return nil
 }
 
-// buildLog collects the output of go build -v: the path of each package when its build starts, and
-// errors.
+// buildLog collects the output of go build -v: the path of each package, and error messages.
 type buildLog struct {
 	mutex    sync.Mutex
 	packages int
@@ -381,7 +381,8 @@ func (l *buildLog) tail() string {
 }
 
 // lockFile locks the file at path until unlock is called or the process exits. If another process
-// holds the lock, lockFile calls waiting once. The holder may remove the file.
+// has the lock, lockFile calls waiting once, and waits. A process that has the lock may remove the
+// file.
 func lockFile(ctx context.Context, path string, waiting func()) (unlock func(), err error) {
 	for first := true; ; first = false {
 		file, err := tryLock(path)
@@ -402,7 +403,8 @@ func lockFile(ctx context.Context, path string, waiting func()) (unlock func(), 
 	}
 }
 
-// tryLock returns nil if another process holds the lock.
+// tryLock locks the file at path and returns it. If another process has the lock, tryLock returns
+// nil.
 func tryLock(path string) (*os.File, error) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return nil, err
@@ -436,7 +438,7 @@ func isAt(file *os.File, path string) bool {
 	return err == nil && os.SameFile(opened, current)
 }
 
-// progress prints lines with the time since the command's start.
+// progress prints lines that begin with the time since the start of the command.
 type progress struct {
 	mutex sync.Mutex
 	out   io.Writer

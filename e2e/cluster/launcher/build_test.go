@@ -18,7 +18,7 @@ func write(t *testing.T, path, content string) {
 	}
 }
 
-// smallModule writes a module with one program and returns the unit that builds it.
+// smallModule writes a module with one program, and returns the unit that builds the program.
 func smallModule(t *testing.T) (source string, u unit) {
 	t.Helper()
 	source = t.TempDir()
@@ -144,7 +144,7 @@ func TestEnsureReportsCompileErrors(t *testing.T) {
 
 func TestInterruptedBuildLeavesNoFiles(t *testing.T) {
 	source, u := smallModule(t)
-	// This compiler writes half of the program and hangs, as does its child.
+	// This compiler writes half of the program and then hangs, together with a child process.
 	fake := t.TempDir()
 	started := filepath.Join(fake, "started")
 	write(t, fake+"/go", `#!/bin/sh

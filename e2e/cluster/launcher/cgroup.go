@@ -15,18 +15,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// hierarchy is a mounted cgroup tree. Version 1 has one tree per controller, version 2 has one tree
-// for all controllers, and hybrid machines have both.
+// hierarchy is a mounted cgroup tree. Version 1 has one tree per controller, and version 2 has one
+// tree for all controllers. A hybrid machine has trees of both versions.
 type hierarchy struct {
 	mount string // mount point
-	// Options with which a node mounts the hierarchy again.
+	// Mount options with which a node mounts the hierarchy again.
 	data    string
 	unified bool
-	// Controllers of version 1, or nil for a named hierarchy.
+	// Controllers of a version 1 hierarchy; nil for a named hierarchy and for version 2.
 	controllers []string
 }
 
-// parseHierarchies returns the trees in /proc/self/mountinfo, each once.
+// parseHierarchies returns the cgroup trees in /proc/self/mountinfo, without duplicates.
 func parseHierarchies(mountinfo string) []hierarchy {
 	var found []hierarchy
 	scanner := bufio.NewScanner(strings.NewReader(mountinfo))
@@ -73,8 +73,9 @@ func hierarchies() ([]hierarchy, error) {
 	return found, nil
 }
 
-// pureUnified reports whether version 2 has all controllers. On such a machine, a node's cgroup
-// cannot contain processes, because the kubelet passes controllers to the cgroup's children.
+// pureUnified reports whether the machine has only a version 2 tree. On such a machine, a node's
+// cgroup cannot contain processes, because the kubelet enables controllers for the cgroup's
+// children.
 func pureUnified(all []hierarchy) bool { return len(all) == 1 && all[0].unified }
 
 // nodeLeaf is the cgroup of the node's own processes, as a path below the node's cgroup.
@@ -111,7 +112,8 @@ func makeCgroupIn(all []hierarchy, path string) error {
 				return err
 			}
 			if slices.Contains(h.controllers, "cpuset") {
-				// A new cpuset has no processors and no memory nodes. A cpuset without them accepts no process.
+				// A new cpuset has no processors and no memory nodes, and accepts processes only after both
+				// files are set.
 				for _, file := range []string{"cpuset.cpus", "cpuset.mems"} {
 					value, err := os.ReadFile(filepath.Join(parent, file))
 					if err != nil {
@@ -127,7 +129,7 @@ func makeCgroupIn(all []hierarchy, path string) error {
 	return nil
 }
 
-// enableControllers passes all controllers of a version 2 cgroup to its children.
+// enableControllers enables all controllers of a version 2 cgroup for the cgroup's children.
 func enableControllers(dir string) error {
 	available, err := os.ReadFile(filepath.Join(dir, "cgroup.controllers"))
 	if err != nil {
@@ -206,7 +208,8 @@ func cgroupProcesses(path string) ([]int, error) {
 	return pids, nil
 }
 
-// removeCgroup removes a cgroup and its descendants. Their processes must have exited.
+// removeCgroup removes a cgroup and its descendants. All processes in these cgroups must have
+// exited.
 func removeCgroup(path string, deadline time.Time) error {
 	dirs, err := cgroupDirs(path)
 	if err != nil {
@@ -218,7 +221,7 @@ func removeCgroup(path string, deadline time.Time) error {
 			if err == nil {
 				break
 			}
-			// The kernel briefly counts processes that have just exited.
+			// For a short time, the kernel still counts processes that have just exited.
 			if !errors.Is(err, unix.EBUSY) || time.Now().After(deadline) {
 				return err
 			}
@@ -240,7 +243,7 @@ func removeCgroupTree(dir string) error {
 			}
 		}
 	}
-	// Only rmdir works, because the kernel owns the files.
+	// Use rmdir, because the files in a cgroup belong to the kernel and cannot be removed.
 	return ignoreMissing(unix.Rmdir(dir))
 }
 

@@ -8,9 +8,9 @@ import (
 	"testing"
 )
 
-// With only version 2, a node has the controllers that the parent of its cgroup passes on. The
-// node's own cgroup must not pass them on yet, because the node's first process must be able to
-// join it.
+// With only version 2, a node has the controllers that the parent of its cgroup enables. The node's
+// own cgroup must not enable controllers yet, because the node's first process must be able to join
+// that cgroup.
 func TestControllersReachTheNode(t *testing.T) {
 	root := t.TempDir()
 	for _, dir := range []string{"", "top", "top/node1"} {

@@ -11,8 +11,8 @@ import (
 	"github.com/vishvananda/netlink"
 )
 
-// claimAddresses selects addresses for a new cluster that differ from those of all other clusters,
-// stores the cluster's state, and creates its bridge. An existing cluster keeps its addresses.
+// claimAddresses selects addresses that no other cluster has, stores the cluster's state, and
+// creates its bridge. An existing cluster keeps its addresses.
 func (c *cluster) claimAddresses(ctx context.Context, policies bool) error {
 	unlock, err := lockClaims(ctx, defaultStateDir, func() { c.progress.printf("waiting for another cluster to start") })
 	if err != nil {
@@ -43,12 +43,13 @@ func (c *cluster) claimAddresses(ctx context.Context, policies bool) error {
 	if err := writeJSON(c.layout.stateFile(), state); err != nil {
 		return err
 	}
-	// Only the routes of their bridge show clusters outside the default directory.
+	// Create the bridge now: other launchers detect a cluster outside the default directory only by
+	// the routes of its bridge.
 	return c.layout.makeBridge()
 }
 
 // lockClaims prevents two clusters from claiming the same addresses. Unlocking removes the lock
-// file. No cluster can have the name of the lock file.
+// file. The name of the lock file is not a valid cluster name.
 func lockClaims(ctx context.Context, dir string, waiting func()) (func(), error) {
 	path := filepath.Join(dir, ".addresses.lock")
 	unlock, err := lockFile(ctx, path, waiting)
@@ -61,8 +62,8 @@ func lockClaims(ctx context.Context, dir string, waiting func()) (func(), error)
 	}, nil
 }
 
-// storedAddresses returns the addresses of the clusters below dir, running or not. It reads only
-// the field of the addresses, which each layout of the state either contains or omits.
+// storedAddresses returns the addresses of all clusters below dir, including stopped clusters. It
+// reads only the field Addresses, so it can also read the state of launchers with another layout.
 func storedAddresses(dir string) ([]addresses, error) {
 	files, err := filepath.Glob(filepath.Join(dir, "*", stateFileName))
 	if err != nil {
@@ -84,18 +85,18 @@ func storedAddresses(dir string) ([]addresses, error) {
 	return taken, nil
 }
 
-// loadAddresses reads the addresses of an existing cluster. Without a cluster, it keeps the first
-// addresses.
+// loadAddresses reads the addresses of an existing cluster. If no cluster exists, the layout keeps
+// the addresses of the first cluster.
 func (c *cluster) loadAddresses() {
 	if state, err := readJSON[clusterState](c.layout.stateFile()); err == nil {
 		c.layout.addresses, c.layout.claimed = state.Addresses, true
 	}
 }
 
-// ownsDevice reports whether a network device of the machine belongs to this cluster. A device gets
-// its owner's marker as its alias just after its creation. The name identifies the owner of a
-// device without an alias. A cluster without addresses has created no device: its layout has the
-// addresses of the first cluster, which may be starting.
+// ownsDevice reports whether a network device of the machine belongs to this cluster. Just after a
+// device is created, its owner's marker becomes its alias. Without an alias, the device's name
+// identifies the owner. A cluster that has not claimed addresses owns no device. Its layout has the
+// addresses of the first cluster, which another command may be starting.
 func (l layout) ownsDevice(device *netlink.LinkAttrs) bool {
 	if device.Alias != "" {
 		return device.Alias == l.marker()

@@ -76,7 +76,7 @@ func TestAClusterOwnsOnlyItsDevices(t *testing.T) {
 			t.Errorf("%s: %v", what, got)
 		}
 	}
-	// The command down may remove a cluster that never started while the first cluster starts.
+	// While the first cluster starts, the command down may remove a cluster that never started.
 	without := layout{name: "test", dir: mine.dir}
 	if without.ownsDevice(&netlink.LinkAttrs{Name: "cleave-e2e"}) {
 		t.Error("a cluster without addresses owns the bridge that the first cluster just created")

@@ -21,17 +21,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// layoutVersion increases when this launcher cannot use clusters of earlier launchers. The command
-// up replaces such clusters.
+// layoutVersion is the version of the state's format. Increase it when the launcher cannot use
+// clusters of earlier launchers. The command up replaces a cluster with another version.
 const layoutVersion = 1
 
-// clusterState is the stored state of a cluster.
+// clusterState is the state of a cluster that the launcher stores.
 type clusterState struct {
 	Layout   int      `json:"layout"`
 	Binaries binaries `json:"binaries"`
 	Policies bool     `json:"policies,omitempty"`
-	// Clusters of launchers that supported only one cluster at a time lack this field, and have the
-	// first addresses.
+	// Launchers that supported only one cluster did not store this field. Such a cluster has the
+	// addresses of the first cluster.
 	Addresses addresses `json:"addresses,omitempty"`
 }
 
@@ -42,8 +42,8 @@ type cluster struct {
 	built    binaries
 }
 
-// lock prevents other commands from changing the cluster. If no cluster remains, unlocking also
-// removes the lock file.
+// lock prevents other commands from changing the cluster. If the cluster no longer exists,
+// unlocking also removes the lock file.
 func (c *cluster) lock(ctx context.Context) (func(), error) {
 	path := c.layout.lockPath()
 	unlock, err := lockFile(ctx, path, func() { c.progress.printf("waiting for another command on this cluster") })
@@ -66,7 +66,7 @@ func (c *cluster) mustExist() error {
 	return nil
 }
 
-// component parses a component's name.
+// component parses a component's name. It returns an error if the cluster does not exist.
 func (c *cluster) component(text string) (component, error) {
 	if err := c.mustExist(); err != nil {
 		return component{}, err
@@ -108,15 +108,16 @@ func (c *cluster) nodeProcess(name string) (process, error) {
 // upOptions are the settings of a cluster.
 type upOptions struct {
 	driverRoot string
-	// How containerd uses NVIDIA's runtime: toolkitDefault, toolkitClass, or "" without it.
+	// How containerd uses NVIDIA's runtime: toolkitDefault or toolkitClass, or "" without the toolkit.
 	toolkit string
-	// The seconds between status reports of a node's kubelet, by node name.
+	// Seconds between status reports of each node's kubelet, by node name.
 	status map[string]int
 	// Whether NetworkPolicies are enforced.
 	policies bool
 }
 
-// up starts, repairs or extends the cluster until it has at least count nodes, all Ready.
+// up starts, repairs or extends the cluster, and waits until it has at least count nodes and all
+// nodes are Ready.
 func (c *cluster) up(ctx context.Context, count int, options upOptions) error {
 	built, err := buildAll(ctx, options.toolkit != "", c.progress)
 	if err != nil {
@@ -126,7 +127,7 @@ func (c *cluster) up(ctx context.Context, count int, options upOptions) error {
 	state, err := readJSON[clusterState](c.layout.stateFile())
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		// No cluster exists, except possibly files from an interrupted up or down.
+		// No cluster exists, but files of an interrupted up or down may remain.
 		if err := c.sweep(ctx); err != nil {
 			return err
 		}
@@ -216,7 +217,7 @@ func (c *cluster) prepare(ctx context.Context, policies bool) error {
 	return nil
 }
 
-// makePrograms fills the directory that cluster env adds to PATH.
+// makePrograms writes links and scripts into the directory that cluster env adds to PATH.
 func (c *cluster) makePrograms() error {
 	launcher, err := os.Executable()
 	if err != nil {
@@ -254,8 +255,8 @@ func (c *cluster) makePrograms() error {
 	return nil
 }
 
-// startAll starts the components that do not run and waits until all nodes are Ready. The nodes
-// boot while the control plane starts.
+// startAll starts the components that are not running, and waits until all nodes are Ready. The
+// nodes boot while the control plane starts.
 func (c *cluster) startAll(ctx context.Context, nodes []node, policies bool) error {
 	group, groupCtx := errgroup.WithContext(ctx)
 	apiReady := make(chan struct{})
@@ -295,7 +296,7 @@ func (c *cluster) startAll(ctx context.Context, nodes []node, policies bool) err
 	return api.prepareCluster(ctx, c.layout.addresses.dnsService())
 }
 
-// bootNodes starts the nodes and their containerd, and imports images.
+// bootNodes boots the nodes, starts containerd on each node, and imports the stored images.
 func (c *cluster) bootNodes(ctx context.Context, nodes []node) error {
 	group, groupCtx := errgroup.WithContext(ctx)
 	for _, n := range nodes {
@@ -315,7 +316,7 @@ func (c *cluster) bootNodes(ctx context.Context, nodes []node) error {
 	return c.routeAll()
 }
 
-// joinNodes starts the nodes' other components and waits until the nodes are Ready.
+// joinNodes starts the kubelet and the proxy of each node, and waits until the nodes are Ready.
 func (c *cluster) joinNodes(ctx context.Context, nodes []node) error {
 	api, err := newAPI(c.layout)
 	if err != nil {
@@ -324,7 +325,7 @@ func (c *cluster) joinNodes(ctx context.Context, nodes []node) error {
 	group, ctx := errgroup.WithContext(ctx)
 	for _, n := range nodes {
 		group.Go(func() error {
-			// The proxy waits for the Node object, which the kubelet creates.
+			// Start the kubelet first, because the proxy waits for the Node object that the kubelet creates.
 			for _, kind := range []string{kindKubelet, kindProxy} {
 				if err := c.ensure(ctx, component{kind, n.Name}); err != nil {
 					return err
@@ -358,7 +359,7 @@ func (c *cluster) routeAll() error {
 	return c.layout.createRoutes(running, nodes)
 }
 
-// ensure starts a component if it does not run, and waits until it serves.
+// ensure starts a component if it is not running, and waits until it serves.
 func (c *cluster) ensure(ctx context.Context, one component) error {
 	p, alive, err := c.process(one)
 	if err != nil {
@@ -386,11 +387,15 @@ func (c *cluster) ensure(ctx context.Context, one component) error {
 	return nil
 }
 
+// Makes the garbage collector of the control plane run less often. The API server of a test cluster
+// has a small heap, and would use a third of its processor time to collect it.
+const lazyGarbageCollector = "GOGC=400"
+
 // spawn starts a component other than a node.
 func (c *cluster) spawn(ctx context.Context, one component) error {
 	spec := spawnSpec{
 		Argv: c.layout.argv(one, c.built), Log: c.layout.logFile(one), ProcessFile: c.layout.processFile(one),
-		Cgroup: c.layout.cgroup(""), Env: []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", c.layout.marker()},
+		Cgroup: c.layout.cgroup(""), Env: []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", lazyGarbageCollector, c.layout.marker()},
 	}
 	if one.node != "" {
 		holder, err := c.nodeProcess(one.node)
@@ -403,7 +408,7 @@ func (c *cluster) spawn(ctx context.Context, one component) error {
 	return spec.start(ctx)
 }
 
-// bootNode creates a node's namespaces.
+// bootNode starts a node's first process, which creates the node's namespaces.
 func (c *cluster) bootNode(ctx context.Context, name string) error {
 	n, err := readJSON[node](c.layout.nodeFile(name))
 	if err != nil {
@@ -413,7 +418,7 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 	if err != nil {
 		return err
 	}
-	// A boot clears these directories.
+	// Clear these directories at each boot.
 	for _, dir := range []string{"/run", "/tmp"} {
 		if err := os.RemoveAll(c.layout.inNode(name, dir)); err != nil {
 			return err
@@ -434,8 +439,8 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 	if err := c.layout.makeNodeCredentials(n); err != nil {
 		return err
 	}
-	// Remove stale cgroups, because the kubelet spends seconds searching for the container of each
-	// one.
+	// Remove stale cgroups, because for each of them the kubelet spends seconds searching for a
+	// container.
 	if err := removeCgroup(c.layout.cgroup(name), time.Now().Add(10*time.Second)); err != nil {
 		return fmt.Errorf("remove the cgroups of the previous boot: %w", err)
 	}
@@ -488,7 +493,7 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 		err = writeJSON(c.layout.processFile(component{kindNode, name}), started)
 	}
 	if err == nil {
-		// An empty answer means that the node failed. The node's log has the reason.
+		// An empty answer means that the node failed to boot. The node's log has the reason.
 		answer, readErr := io.ReadAll(ready)
 		if readErr != nil || string(answer) != "ready" {
 			err = fmt.Errorf("%s does not boot: %s", name, tailFile(log.Name(), 3))
@@ -519,7 +524,7 @@ func cniDir() (string, error) {
 	return "", errors.New("the CNI plugin ptp is not installed (Debian: containernetworking-plugins)")
 }
 
-// startAlone starts one component, for the command start.
+// startAlone starts one component. The command start uses it.
 func (c *cluster) startAlone(ctx context.Context, one component) error {
 	state, err := readJSON[clusterState](c.layout.stateFile())
 	if err != nil {
@@ -545,10 +550,10 @@ const (
 	serveTimeout = 120 * time.Second
 )
 
-// stop sends a component a terminating signal and waits until it has exited.
+// stop sends a terminating signal to a component, and waits until the component has exited.
 func (c *cluster) stop(ctx context.Context, one component, number unix.Signal) error {
 	if one.kind == kindNode && number == unix.SIGTERM {
-		// Stop the upper layers first, like a shutdown.
+		// Stop the upper layers first, as a shutdown does.
 		for _, kind := range []string{kindKubelet, kindProxy, kindContainerd} {
 			if err := c.stop(ctx, component{kind, one.node}, unix.SIGTERM); err != nil {
 				return err
@@ -572,7 +577,7 @@ func (c *cluster) stop(ctx context.Context, one component, number unix.Signal) e
 	return nil
 }
 
-// status prints the components. It fails if a component does not run.
+// status prints the components. It fails if a component is not running.
 func (c *cluster) status(out io.Writer) error {
 	if err := c.mustExist(); err != nil {
 		return err
@@ -608,7 +613,7 @@ func (c *cluster) status(out io.Writer) error {
 	return nil
 }
 
-// addNode adds a node to a running cluster, or restarts one.
+// addNode adds a node to a running cluster, or starts an existing node.
 func (c *cluster) addNode(ctx context.Context, name, driverRoot string) error {
 	if err := c.mustExist(); err != nil {
 		return err
@@ -628,7 +633,7 @@ func (c *cluster) addNode(ctx context.Context, name, driverRoot string) error {
 			return err
 		}
 		n = node{Name: name, Index: index, DriverRoot: driverRoot}
-		// A directory without a node file remains from a removed node.
+		// A directory without a node file belonged to a removed node.
 		if err := os.RemoveAll(c.layout.nodeDir(name)); err != nil {
 			return err
 		}
@@ -683,7 +688,8 @@ func (c *cluster) removeNode(ctx context.Context, name string) error {
 	return c.routeAll()
 }
 
-// importImage imports an archive into a node, or for "all" into all current and future nodes.
+// importImage imports an archive into the node with this name. If the name is "all", it imports the
+// archive into all current and future nodes.
 func (c *cluster) importImage(ctx context.Context, file, name string) error {
 	if err := c.mustExist(); err != nil {
 		return err
@@ -713,7 +719,7 @@ func (c *cluster) importImage(ctx context.Context, file, name string) error {
 	return group.Wait()
 }
 
-// storedImage is the path of an archive that is stored for future nodes.
+// storedImage returns the path at which the archive of a tag is stored for future nodes.
 func (c *cluster) storedImage(tag string) string {
 	return filepath.Join(c.layout.imagesDir(), strings.NewReplacer("/", "_", ":", "__").Replace(tag)+".tar")
 }
@@ -775,7 +781,7 @@ func (c *cluster) onNode(ctx context.Context, name string, argv ...string) (*exe
 	if err != nil {
 		return nil, err
 	}
-	// Send SIGTERM, which can be forwarded, unlike SIGKILL.
+	// Send SIGTERM instead of SIGKILL, because SIGTERM can be forwarded to the command.
 	command.Cancel = func() error { return command.Process.Signal(syscall.SIGTERM) }
 	command.WaitDelay = 10 * time.Second
 	return command, nil

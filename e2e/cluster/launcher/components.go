@@ -6,8 +6,8 @@ import (
 	"strings"
 )
 
-// The kinds of components. The control plane's components run once on the machine. The other
-// components run on each node.
+// The kinds of components. The control plane's components run once, directly on the machine. The
+// node components run on each node.
 const (
 	kindEtcd              = "etcd"
 	kindAPIServer         = "apiserver"
@@ -31,7 +31,7 @@ With several nodes, add the name: kubelet@node1. Stopping node@NAME is a power c
 the node. Starting it boots the node with an unchanged disk.`,
 	strings.Join(controlPlaneKinds, ", "), strings.Join(nodeKinds, ", "))
 
-// component is one of the cluster's processes.
+// component identifies a component of the cluster.
 type component struct {
 	kind string
 	node string // "" in the control plane
@@ -44,7 +44,7 @@ func (c component) String() string {
 	return c.kind + "@" + c.node
 }
 
-// parseComponent parses a component's name for a cluster with these nodes.
+// parseComponent parses a component's name in a cluster with these nodes.
 func parseComponent(text string, nodes []node) (component, error) {
 	kind, name, named := strings.Cut(text, "@")
 	for _, known := range append(slices.Clone(controlPlaneKinds), kindPolicies) {
@@ -93,8 +93,8 @@ func components(nodes []node, policies bool) []component {
 	return all
 }
 
-// argv returns a component's command line. Paths are on the machine for the control plane, and on
-// the node for other components.
+// argv returns a component's command line. The paths are paths on the machine for the control
+// plane, and paths on the node for node components.
 func (l layout) argv(c component, built binaries) []string {
 	kube := func(name string) string { return built["kube"] + "/" + name }
 	switch c.kind {
@@ -105,7 +105,7 @@ func (l layout) argv(c component, built binaries) []string {
 			"--listen-client-urls=" + url, "--advertise-client-urls=" + url,
 			// Any port works, because etcd has no peers.
 			"--listen-peer-urls=http://" + l.addresses.loopback() + ":0",
-			// Do not sync to the disk, because the data need not survive a power cut.
+			// Do not sync to the disk, because the data is not needed after a power failure.
 			"--unsafe-no-fsync",
 			"--log-level=warn",
 		}
@@ -127,8 +127,8 @@ func (l layout) argv(c component, built binaries) []string {
 			"--kubelet-certificate-authority=" + l.pki("ca.crt"), "--kubelet-preferred-address-types=InternalIP",
 			// Call webhooks at their pods' addresses, because no kube-proxy runs on the machine.
 			"--enable-aggregator-routing=true",
-			// After SIGTERM, close open watches early. By default, the server first waits a minute for the
-			// watches to end.
+			// After SIGTERM, close open watches early. By default, the server first waits up to a minute for
+			// open watches to end.
 			"--shutdown-watch-termination-grace-period=5s",
 		}
 	case kindControllerManager:
@@ -166,8 +166,7 @@ func (l layout) argv(c component, built binaries) []string {
 // object is a part of a configuration file. JSON is valid YAML.
 type object = map[string]any
 
-// kubeletConfig returns the kubelet's configuration, which changes the defaults only where
-// necessary.
+// kubeletConfig returns the kubelet's configuration. It changes defaults only where necessary.
 func kubeletConfig(a addresses, n node) object {
 	config := object{
 		"apiVersion": "kubelet.config.k8s.io/v1beta1",
@@ -184,36 +183,36 @@ func kubeletConfig(a addresses, n node) object {
 		"healthzBindAddress":       a.node(n), // reachable from the machine
 		"containerRuntimeEndpoint": "unix://" + containerdSocket,
 		"clusterDomain":            "cluster.local",
-		// This service has no endpoints, so DNS queries fail at once. Without a DNS service, every pod
-		// gets a warning event.
+		// This service has no endpoints, so DNS queries fail immediately. Without a DNS service, the
+		// kubelet creates a warning event for every pod.
 		"clusterDNS":    []string{a.dnsService()},
 		"resolvConf":    "",
 		"cgroupDriver":  "cgroupfs",
 		"failCgroupV1":  false,
 		"cgroupsPerQOS": true,
 		"failSwapOn":    false,
-		// The developer owns the machine's disk. A full disk must not evict pods or collect images, which
-		// no registry could restore.
+		// The disk belongs to the developer. If it is full, the kubelet must not evict pods, or collect
+		// images that no registry has.
 		"evictionHard": object{
 			"memory.available": "100Mi", "nodefs.available": "0%", "nodefs.inodesFree": "0%",
 			"imagefs.available": "0%", "imagefs.inodesFree": "0%",
 		},
 		"imageGCHighThresholdPercent": 100,
 		"imageGCLowThresholdPercent":  99,
-		// Keep the OOM score, because the kubelet cannot lower it without CAP_SYS_RESOURCE.
+		// Keep the OOM score, because the kubelet cannot lower the score without CAP_SYS_RESOURCE.
 		"oomScoreAdj": 0,
 	}
 	if n.StatusSeconds > 0 {
 		config["nodeStatusUpdateFrequency"] = fmt.Sprintf("%ds", n.StatusSeconds)
-		// Report an unchanged status at the default interval. Without this setting, the kubelet would use
-		// the interval above for that report too.
+		// Report an unchanged status at the default interval. Without this setting, the kubelet would
+		// also report an unchanged status at nodeStatusUpdateFrequency.
 		config["nodeStatusReportFrequency"] = "5m0s"
 	}
 	return config
 }
 
-// maxStatusSeconds is less than the time after which the controller manager considers a node
-// unhealthy.
+// maxStatusSeconds is the maximum of StatusSeconds. It is less than the time after which the
+// controller manager considers a silent node unhealthy.
 const maxStatusSeconds = 30
 
 func proxyConfig(a addresses, n node) object {
@@ -227,7 +226,7 @@ func proxyConfig(a addresses, n node) object {
 		"healthzBindAddress": a.node(n) + ":10256",
 		"metricsBindAddress": "127.0.0.1:10249",
 		"oomScoreAdj":        0,
-		// 0 keeps the machine's limits, which a node cannot write.
+		// 0 keeps the machine's limits, which kube-proxy cannot write on a node.
 		"conntrack": object{
 			"maxPerCore": 0, "min": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s",
 		},
@@ -252,8 +251,8 @@ func networkConfig(a addresses, n node) object {
 	}
 }
 
-// containerdConfig is containerd's configuration. containerd 2 always enables CDI, and the
-// directories are set here.
+// containerdConfig is containerd's configuration. containerd 2 always enables CDI, so the
+// configuration only sets the CDI directories.
 const containerdConfig = `version = 3
 root = "/var/lib/containerd"
 state = "/run/containerd"

@@ -32,12 +32,12 @@ func (c *cluster) down(ctx context.Context) error {
 	return nil
 }
 
-// sweep performs down for a cluster in any state. It searches the machine instead of trusting
-// stored state.
+// sweep removes a cluster in any state. It searches the machine, because stored state may be
+// incomplete.
 func (c *cluster) sweep(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, stopTimeout)
 	defer cancel()
-	// Exiting processes may start further processes, so repeat until none remain.
+	// Processes may start other processes while they exit, so repeat until no process remains.
 	for {
 		found, err := c.processes()
 		if err != nil {
@@ -71,9 +71,9 @@ func (c *cluster) sweep(ctx context.Context) error {
 	return os.RemoveAll(c.layout.dir)
 }
 
-// processes returns the launcher's processes and their descendants, by the inherited marker
-// variable and by cgroup. It fails if a cluster of the same name with another directory runs,
-// because both have the same cgroup.
+// processes returns the processes of the cluster. It recognizes them by the inherited marker
+// variable and by cgroup. It fails if a cluster with the same name and another directory is
+// running, because both clusters have the same cgroup.
 func (c *cluster) processes() ([]process, error) {
 	entries, err := os.ReadDir("/proc")
 	if err != nil {
@@ -121,7 +121,8 @@ func (c *cluster) processes() ([]process, error) {
 	return found, nil
 }
 
-// markedDir returns the directory of the cluster whose marker is in a process's environment, or "".
+// markedDir returns the directory of the cluster from the marker in a process's environment, or ""
+// without a marker.
 func markedDir(environment []byte) string {
 	for variable := range bytes.SplitSeq(environment, []byte{0}) {
 		if dir, ok := strings.CutPrefix(string(variable), markerVariable+"="); ok {
@@ -131,7 +132,7 @@ func markedDir(environment []byte) string {
 	return ""
 }
 
-// mounts returns the mounts below the cluster's directory, the innermost first.
+// mounts returns the mount points below the cluster's directory, the innermost first.
 func (c *cluster) mounts() []string {
 	info, err := os.ReadFile("/proc/self/mountinfo")
 	if err != nil {
@@ -171,8 +172,8 @@ func (c *cluster) leftovers(ctx context.Context) ([]string, error) {
 	for _, link := range links {
 		found = append(found, "network device "+link)
 	}
-	// Verify that the launcher creates rules only in the nodes' namespaces. Without a cluster, check
-	// the addresses of a machine's first cluster.
+	// Verify that the launcher creates rules only in the nodes' namespaces. If no cluster exists,
+	// check the addresses of the first cluster.
 	for _, program := range []string{"iptables-save", "iptables-legacy-save"} {
 		output, err := exec.CommandContext(ctx, program).Output()
 		if err != nil {
@@ -195,7 +196,8 @@ func (c *cluster) leftovers(ctx context.Context) ([]string, error) {
 	return found, nil
 }
 
-// rules returns the rules in iptables-save's output that name the cluster's networks.
+// rules returns the rules in the output of iptables-save that contain an address of the cluster's
+// networks.
 func (a addresses) rules(saved string) []string {
 	var rules []string
 	for line := range strings.Lines(saved) {

@@ -24,7 +24,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
 )
 
-// imageSpec contains the arguments of image build, as the flags describe them.
+// imageSpec contains the flags of the command image build.
 type imageSpec struct {
 	Tag, Base, User, WorkingDir                    string
 	Shell, Libraries                               bool
@@ -38,7 +38,7 @@ type entry struct {
 	link   string      // target of a symbolic link
 }
 
-// layer contains the files of a layer by absolute path.
+// layer maps absolute paths to the files of a layer.
 type layer map[string]entry
 
 // addDir adds a directory and its parents. Existing entries are kept.
@@ -55,7 +55,7 @@ func (l layer) addFile(target string, e entry) {
 	l[target] = e
 }
 
-// addTree adds a file, or a directory with its contents. Mode 0 keeps the modes of the sources.
+// addTree adds a file, or a directory with its contents. If mode is 0, the files keep their modes.
 func (l layer) addTree(source, target string, mode fs.FileMode) error {
 	info, err := os.Stat(source)
 	if err != nil {
@@ -102,7 +102,8 @@ func (l layer) addTree(source, target string, mode fs.FileMode) error {
 	})
 }
 
-// write writes the layer as tar: sorted, owned by root, without times.
+// write writes the layer as a tar archive. The files are sorted, owned by root, and have no
+// modification times.
 func (l layer) write(out io.Writer) error {
 	paths := make([]string, 0, len(l))
 	for p := range l {
@@ -177,7 +178,7 @@ func parseMode(text string) (fs.FileMode, error) {
 	return mode, nil
 }
 
-// layers converts the specification to layers, the lowest first.
+// layers returns the layers of the image, the lowest first.
 func (s imageSpec) layers() ([]layer, error) {
 	base, busybox, libraries, added := layer{}, layer{}, layer{}, layer{}
 	if s.Base != "none" && s.Base != "" {
@@ -235,7 +236,7 @@ func (s imageSpec) layers() ([]layer, error) {
 	return all, nil
 }
 
-// addBusybox adds the machine's static busybox with a link for each of its commands.
+// addBusybox adds the machine's static busybox, and a link for each busybox command.
 func (l layer) addBusybox() error {
 	program, err := exec.LookPath("busybox")
 	if err != nil {
@@ -259,7 +260,7 @@ func (l layer) addBusybox() error {
 	return nil
 }
 
-// addLibraries adds the shared libraries of another layer's programs.
+// addLibraries adds the shared libraries that the programs of another layer need.
 func (l layer) addLibraries(of layer) error {
 	for _, e := range of {
 		if e.source == "" {
@@ -276,8 +277,8 @@ func (l layer) addLibraries(of layer) error {
 	return nil
 }
 
-// sharedLibraries returns the shared libraries of a program or library, with its loader. The result
-// is empty for static programs and other files.
+// sharedLibraries returns the loader and the shared libraries of a program or library. For static
+// programs and other files, the result is empty.
 func sharedLibraries(file string) ([]string, error) {
 	content, err := os.Open(file)
 	if err != nil {
@@ -320,8 +321,8 @@ func parseLdd(output string) ([]string, error) {
 	return libraries, nil
 }
 
-// buildImage writes the image as an archive for containerd and returns the uncompressed size of its
-// layers in bytes.
+// buildImage writes the image as an archive for containerd. It returns the uncompressed size of the
+// image's layers in bytes.
 func buildImage(s imageSpec, output string) (int64, error) {
 	tag, err := name.NewTag(s.Tag, name.StrictValidation)
 	if err != nil {
@@ -385,7 +386,7 @@ func buildImage(s imageSpec, output string) (int64, error) {
 	return size, writeFile(output, archive.Bytes(), 0o644)
 }
 
-// imageTag returns the name of the single image in an archive.
+// imageTag returns the tag of the only image in an archive.
 func imageTag(file string) (string, error) {
 	manifest, err := tarball.LoadManifest(func() (io.ReadCloser, error) { return os.Open(file) })
 	if err != nil {

@@ -22,23 +22,25 @@ const (
 	nodePath         = kubeInNode + ":" + containerdInNode + ":/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 )
 
-// defaultStateDir is the parent directory of clusters without --state.
+// defaultStateDir is the parent directory of each cluster's directory, unless --state sets the
+// directory.
 const defaultStateDir = "/var/lib/cleave-e2e"
 
 // nameVariable is the environment variable with the cluster's name, unless --name sets the name.
 const nameVariable = "CLEAVE_CLUSTER_NAME"
 
-// stateFileName is the name of the file with a clusterState in the cluster's directory.
+// stateFileName is the name of the file in the cluster's directory that contains a clusterState.
 const stateFileName = "cluster.json"
 
-// markerVariable is an environment variable of each process that the launcher starts.
+// markerVariable is an environment variable of each process that the launcher starts. Its value is
+// the cluster's directory.
 const markerVariable = "CLEAVE_E2E_CLUSTER"
 
 // layout contains the paths, names and addresses that a cluster uses on the machine.
 type layout struct {
 	name string
 	dir  string
-	// The path of this program.
+	// The path of the launcher program.
 	launcher string
 	// The addresses of the cluster. The command up claims addresses, and other commands read them from
 	// the state. claimed is whether the addresses are known.
@@ -64,7 +66,8 @@ func newLayout(name, dir string) (layout, error) {
 		return layout{}, err
 	}
 	l := layout{name: name, dir: dir, launcher: launcher}
-	// A Unix socket's path is limited to 107 bytes, and tests open the nodes' sockets from outside.
+	// A Unix socket's path is limited to 107 bytes, and tests open the nodes' sockets by their paths
+	// on the machine.
 	if room := 107 - len(l.nodeRoot("node100")); room < 50 {
 		return layout{}, fmt.Errorf("--state %s: too long for the paths of sockets below it", dir)
 	}
@@ -90,11 +93,12 @@ func (l layout) processFile(c component) string {
 	return filepath.Join(l.dir, "run", c.String()+".json")
 }
 
-// lockPath is outside the directory, because down removes the directory while it holds the lock.
+// lockPath is outside the cluster's directory, because down removes that directory while it has the
+// lock.
 func (l layout) lockPath() string { return l.dir + ".lock" }
 
-// cgroup is the path of a node's cgroup in every hierarchy, or of the control plane's cgroup for
-// "".
+// cgroup is the path of a node's cgroup in every hierarchy. If node is "", it is the path of the
+// control plane's cgroup.
 func (l layout) cgroup(node string) string {
 	if node == "" {
 		node = "control-plane"
@@ -103,13 +107,13 @@ func (l layout) cgroup(node string) string {
 }
 func (l layout) cgroupTop() string { return "/cleave-e2e-" + l.name }
 
-// marker identifies this cluster's processes.
+// marker is the environment entry that identifies this cluster's processes.
 func (l layout) marker() string { return markerVariable + "=" + l.dir }
 
 func (l layout) apiURL() string { return fmt.Sprintf("https://%s:%d", l.addresses.host(), apiPort) }
 
-// shellEnv returns shell code that sets up a shell to use the cluster. Helm's directories are below
-// the cluster's directory, so that Helm does not use the user's settings.
+// shellEnv returns shell commands that set the environment for using the cluster. Helm's
+// directories are in the cluster's directory, so that Helm does not use the user's settings.
 func (l layout) shellEnv() string {
 	helm := filepath.Join(l.dir, "helm")
 	var lines strings.Builder
@@ -140,13 +144,13 @@ type node struct {
 	// The index, from 1. The index determines addresses and device names.
 	Index      int    `json:"index"`
 	DriverRoot string `json:"driverRoot,omitempty"`
-	// How containerd uses NVIDIA's runtime: toolkitDefault, toolkitClass, or "" without it.
+	// How containerd uses NVIDIA's runtime: toolkitDefault or toolkitClass, or "" without the toolkit.
 	Toolkit string `json:"toolkit,omitempty"`
 	// The seconds between status reports of the node's kubelet, or 0 for Kubernetes' default.
 	StatusSeconds int `json:"statusSeconds,omitempty"`
 }
 
-// nodes returns the cluster's nodes by index.
+// nodes returns the cluster's nodes, sorted by index.
 func (l layout) nodes() ([]node, error) {
 	entries, err := os.ReadDir(filepath.Join(l.dir, "nodes"))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -198,7 +202,7 @@ func writeJSON(path string, value any) error {
 	return writeFile(path, append(content, '\n'), 0o600)
 }
 
-// writeFile replaces a file atomically and creates its parent directories.
+// writeFile creates or replaces a file atomically, and creates its parent directories.
 func writeFile(path string, content []byte, mode fs.FileMode) error {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return err

@@ -44,7 +44,7 @@ func TestShellEnvWorksInAShell(t *testing.T) {
 	if err != nil {
 		t.Fatalf("%v: %s", err, output)
 	}
-	// After two evaluations, PATH contains the directory once.
+	// After the shell has evaluated the commands twice, PATH contains the directory only once.
 	if want := "/var/lib/it's here/kubeconfig\n/var/lib/it's here/bin:/bin\n"; string(output) != want {
 		t.Errorf("got %q, want %q", output, want)
 	}

@@ -1,6 +1,6 @@
 // Command cluster runs a real Kubernetes on one Linux machine, without Docker and without a
 // registry. etcd, the API server, the controller manager and the scheduler run on the machine
-// itself. Each node has containerd, kubelet and kube-proxy in separate namespaces.
+// itself. Each node runs containerd, the kubelet and kube-proxy in separate namespaces.
 package main
 
 import (
@@ -21,7 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Hidden commands that the launcher runs in processes of its own program.
+// Hidden commands: the launcher starts new processes of its own program with these commands.
 const (
 	commandNodeInit = "node-init"
 	commandSpawn    = "spawn"
@@ -40,7 +40,7 @@ func init() {
 	}
 }
 
-// exitCode is an error that was already reported. The program exits with this status.
+// exitCode is the status with which the program exits after it has already reported an error.
 type exitCode int
 
 func (code exitCode) Error() string { return fmt.Sprintf("exit status %d", int(code)) }
@@ -86,8 +86,8 @@ The command versions lists the versions. %s=NAME is the default of --name.`, ver
 		}
 		return &cluster{layout: l, progress: newProgress(os.Stderr)}, nil
 	}
-	// with opens the cluster for a command. If locked is true, no other command can change the cluster
-	// while this command runs.
+	// with returns a command's function that first opens the cluster. If locked is true, no other
+	// command can change the cluster while this command runs.
 	with := func(locked bool, run func(context.Context, *cluster, []string) error) func(*cobra.Command, []string) error {
 		return func(command *cobra.Command, args []string) error {
 			c, err := open()
@@ -172,7 +172,7 @@ The command versions lists the versions. %s=NAME is the default of --name.`, ver
 	return root
 }
 
-// withCluster converts a function on an opened cluster to a command's function.
+// withCluster converts a function that uses an open cluster to the function of a command.
 type withCluster func(locked bool, run func(context.Context, *cluster, []string) error) func(*cobra.Command, []string) error
 
 func buildCommand() *cobra.Command {
@@ -251,7 +251,7 @@ func driverRootFlag(command *cobra.Command, value *string) {
 	command.Flags().StringVar(value, "driver-root", "", "directory that the node mounts read-only at "+driverRootInNode)
 }
 
-// resolveDriverRoot makes the path absolute, because later commands use it from other directories.
+// resolveDriverRoot makes the path absolute, because later commands may run in other directories.
 func resolveDriverRoot(path string) (string, error) {
 	if path == "" {
 		return "", nil
@@ -271,7 +271,7 @@ func componentCommand(use, short string, with withCluster, run func(context.Cont
 		Use: use + " COMPONENT...", Short: short, Args: cobra.MinimumNArgs(1),
 		Long: short + ".\n\n" + componentHelp,
 		RunE: with(true, func(ctx context.Context, c *cluster, args []string) error {
-			// Check all names before changing any component.
+			// Check the names of all components before changing a component.
 			components := make([]component, 0, len(args))
 			for _, arg := range args {
 				one, err := c.component(arg)
@@ -361,7 +361,7 @@ func execNodeCommand(with withCluster) *cobra.Command {
 			return c.execInNode(ctx, args[0], args[1:])
 		}),
 	}
-	// Flags after NODE belong to the command.
+	// Flags after NODE belong to the command that runs on the node.
 	command.Flags().SetInterspersed(false)
 	return command
 }

@@ -17,7 +17,7 @@ func (a addresses) onBridge(address string) *netlink.Addr {
 	return &netlink.Addr{IPNet: &net.IPNet{IP: net.ParseIP(address), Mask: parseNetwork(a.nodeNetwork()).Mask}}
 }
 
-// makeBridge creates the bridge of the nodes.
+// makeBridge creates the bridge to which the nodes are connected.
 func (l layout) makeBridge() error {
 	name := l.addresses.bridge()
 	link, err := findLink(netlink.LinkByName(name))
@@ -53,7 +53,7 @@ func (l layout) makeBridge() error {
 	return netlink.LinkSetUp(link)
 }
 
-// machineRoutes returns the destinations of the machine's routes, without default routes.
+// machineRoutes returns the destinations of the machine's routes, except default routes.
 func machineRoutes() ([]net.IPNet, error) {
 	routes, err := list(func() ([]netlink.Route, error) { return netlink.RouteList(nil, netlink.FAMILY_V4) })
 	if err != nil {
@@ -68,8 +68,8 @@ func machineRoutes() ([]net.IPNet, error) {
 	return found, nil
 }
 
-// list repeats a query that changes of the network interrupt, because another cluster may start or
-// stop at the same time.
+// list repeats a query while it is interrupted. Another cluster may change the network at the same
+// time.
 func list[T any](query func() ([]T, error)) ([]T, error) {
 	var found []T
 	var err error = netlink.ErrDumpInterrupted
@@ -98,8 +98,8 @@ func (l layout) linkNode(n node, pid int) error {
 	}
 	defer space.Close()
 	device := l.addresses.device(n)
-	// The kernel removes the device of an earlier boot only after a delay, so the device may still
-	// exist.
+	// The device of an earlier boot may still exist, because the kernel removes devices only after a
+	// delay.
 	if err := removeLink(device); err != nil {
 		return err
 	}
@@ -180,8 +180,8 @@ func (a addresses) routeInNode(n node, pid int, nodes []node) error {
 	if err != nil {
 		return err
 	}
-	// A node has no default route. Its programs need a route to services, because routing precedes the
-	// packet filter's translation of addresses.
+	// A node has no default route, but needs a route to services: the kernel selects a route before
+	// the packet filter translates the service's address.
 	routes := []netlink.Route{{Dst: parseNetwork(a.serviceNetwork()), Scope: netlink.SCOPE_LINK, Src: net.ParseIP(a.node(n))}}
 	for _, other := range nodes {
 		if other.Name != n.Name {
@@ -223,7 +223,8 @@ func (l layout) links() ([]string, error) {
 	return names, nil
 }
 
-// removeLinks removes the cluster's network devices. Their routes disappear with them.
+// removeLinks removes the cluster's network devices. The kernel then removes the routes of these
+// devices.
 func (l layout) removeLinks(ctx context.Context) error {
 	for {
 		names, err := l.links()

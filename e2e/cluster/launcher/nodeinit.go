@@ -24,16 +24,16 @@ type nodeInitSpec struct {
 	Containerd string
 	CNI        string
 	DriverRoot string
-	// A directory whose files the node has below /usr, in addition to the machine's files, or "".
+	// A directory with additional files for the node's /usr, or "".
 	UsrAdditions string
 }
 
-// readyDescriptor is the file descriptor to which nodeInit writes when the node is ready.
+// readyDescriptor is the file descriptor at which nodeInit reports that the node is ready.
 const readyDescriptor = 3
 
-// nodeInit is PID 1 of a node. It starts in new namespaces and creates the node's view of the
-// machine: a separate /, the machine's /usr read-only, separate devices and cgroups. After that, it
-// reaps orphans. When nodeInit exits, the kernel kills all processes of its PID namespace.
+// nodeInit is PID 1 of a node. It starts in new namespaces and creates the node's file systems: a
+// separate /, the machine's /usr (read-only), and separate devices and cgroups. After that, it
+// reaps orphan processes. When nodeInit exits, the kernel kills all processes of the node.
 func nodeInit(spec nodeInitSpec) error {
 	ready := os.NewFile(readyDescriptor, "ready")
 	if ready == nil {
@@ -56,7 +56,7 @@ func nodeInit(spec nodeInitSpec) error {
 		return err
 	}
 	if leaf := nodeLeaf(); leaf != "" {
-		// Enter a new namespace, in which the node's cgroup is the root.
+		// Enter a new cgroup namespace, so that the node's cgroup is the root.
 		if err := joinCgroup(leaf); err != nil {
 			return err
 		}
@@ -83,8 +83,8 @@ func nodeInit(spec nodeInitSpec) error {
 	return nil
 }
 
-// sysctls are settings of the machine that a kubelet writes. A node has regular files in their
-// place, so that the machine's settings do not change.
+// sysctls are the sysctls that a kubelet writes. On a node, these paths are regular files, so that
+// the machine's settings do not change.
 var sysctls = []string{
 	"vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops",
 	"kernel/keys/root_maxkeys", "kernel/keys/root_maxbytes",
@@ -156,7 +156,7 @@ func makeRoot(spec nodeInitSpec, cgroups []hierarchy) error {
 		}
 	}
 	if spec.UsrAdditions != "" {
-		// Without an upper directory, an overlay is read-only.
+		// The overlay has no upper directory, so it is read-only.
 		if err := mount("overlay", at("usr"), "overlay", 0, "lowerdir="+spec.UsrAdditions+":/usr"); err != nil {
 			return err
 		}
@@ -189,7 +189,8 @@ func makeRoot(spec nodeInitSpec, cgroups []hierarchy) error {
 	return pivot(root)
 }
 
-// makeEtc writes the node's /etc: files that the machine's programs need, and the node's own files.
+// makeEtc writes the node's /etc: copies of files that programs of the machine need, and files of
+// the node.
 func makeEtc(spec nodeInitSpec, etc string) error {
 	for _, name := range []string{
 		"alternatives", "group", "iproute2", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "nsswitch.conf",
@@ -208,8 +209,8 @@ func makeEtc(spec nodeInitSpec, etc string) error {
 	return symlink("/proc/self/mounts", filepath.Join(etc, "mtab"))
 }
 
-// mountCgroups mounts each hierarchy again. In this cgroup namespace, the root of each hierarchy is
-// the node's cgroup.
+// mountCgroups mounts each hierarchy again. In the node's cgroup namespace, the root of each
+// hierarchy is the node's cgroup.
 func mountCgroups(at func(string) string, all []hierarchy) error {
 	const flags = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC
 	if pureUnified(all) {
@@ -230,7 +231,7 @@ func mountCgroups(at func(string) string, all []hierarchy) error {
 			return err
 		}
 	}
-	// Restore links such as cpu → cpu,cpuacct.
+	// Copy links such as cpu → cpu,cpuacct.
 	entries, err := os.ReadDir("/sys/fs/cgroup")
 	if err != nil {
 		return err
@@ -251,12 +252,12 @@ func mountCgroups(at func(string) string, all []hierarchy) error {
 }
 
 // makeDevices creates the node's /dev with the machine's device nodes. Tests can add device nodes,
-// such as a simulated GPU's, which the machine does not see.
+// for example of a simulated GPU, and these do not appear on the machine.
 func makeDevices(dev string) error {
 	if err := mount("tmpfs", dev, "tmpfs", unix.MS_NOSUID, "mode=755"); err != nil {
 		return err
 	}
-	// These are separate mounts, created below.
+	// Skip these paths, because the node has its own mounts at them.
 	own := map[string]bool{"/dev/pts": true, "/dev/shm": true, "/dev/mqueue": true, "/dev/hugepages": true, "/dev/ptmx": true}
 	err := filepath.WalkDir("/dev", func(path string, entry fs.DirEntry, err error) error {
 		if err != nil {
@@ -313,7 +314,7 @@ func pivot(root string) error {
 	if err := os.Chdir(root); err != nil {
 		return err
 	}
-	// If both paths are the same, the old root covers the new root until the old root is unmounted.
+	// With the same path for both arguments, the old root covers the new root. Unmount the old root.
 	if err := unix.PivotRoot(".", "."); err != nil {
 		return fmt.Errorf("pivot_root: %w", err)
 	}
@@ -323,7 +324,7 @@ func pivot(root string) error {
 	if err := os.Chdir("/"); err != nil {
 		return err
 	}
-	// Mounts propagate between a node and its containers.
+	// Let mounts propagate between the node and its containers.
 	return mount("", "/", "", unix.MS_REC|unix.MS_SHARED, "")
 }
 
@@ -352,7 +353,8 @@ func symlink(target, path string) error {
 	return nil
 }
 
-// copyTree copies a file or directory. It keeps links and skips missing files.
+// copyTree copies a file, or a directory with its contents. It copies symbolic links as links, and
+// skips missing files.
 func copyTree(source, target string) error {
 	info, err := os.Stat(source)
 	if err != nil {

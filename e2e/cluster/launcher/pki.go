@@ -16,7 +16,7 @@ import (
 	"time"
 )
 
-// keyPair is a certificate with its key, both in PEM.
+// keyPair is a certificate and its private key, in PEM format.
 type keyPair struct{ certificate, key []byte }
 
 // authority signs the cluster's certificates.
@@ -69,7 +69,7 @@ func parseAuthority(pair keyPair) (authority, error) {
 	return authority{keyPair: pair, parsed: parsed, signer: signer}, nil
 }
 
-// sign creates a certificate, self-signed if by is nil.
+// sign creates a certificate. If by is nil, the certificate is self-signed.
 func sign(template *x509.Certificate, by *authority) (keyPair, error) {
 	key, encoded, err := newKey()
 	if err != nil {
@@ -92,7 +92,7 @@ func sign(template *x509.Certificate, by *authority) (keyPair, error) {
 	return keyPair{pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), encoded}, nil
 }
 
-// client creates a certificate for an API user in a group ("" for none).
+// client creates a certificate for a user of the API. The user is in the group, unless group is "".
 func (a *authority) client(user, group string) (keyPair, error) {
 	template := &x509.Certificate{
 		Subject:     pkix.Name{CommonName: user},
@@ -122,7 +122,7 @@ func (a *authority) server(name string, hosts ...string) (keyPair, error) {
 	return sign(template, a)
 }
 
-// kubeconfig is a client's configuration in one file.
+// kubeconfig returns a kubeconfig that contains the client's credentials.
 func kubeconfig(cluster, server string, ca []byte, client keyPair) object {
 	return object{
 		"apiVersion": "v1", "kind": "Config", "current-context": cluster,
@@ -132,7 +132,7 @@ func kubeconfig(cluster, server string, ca []byte, client keyPair) object {
 	}
 }
 
-// write writes NAME.crt and NAME.key.
+// write writes the certificate to base.crt and the key to base.key.
 func (p keyPair) write(base string) error {
 	return errors.Join(writeFile(base+".crt", p.certificate, 0o644), writeFile(base+".key", p.key, 0o600))
 }
@@ -150,7 +150,7 @@ func readPair(base string) (keyPair, error) {
 }
 
 // makeCredentials writes the control plane's certificates and configurations. It writes the
-// administrator's kubeconfig last. If that file exists, all other files are complete.
+// administrator's kubeconfig last, so all other files are complete if that file exists.
 func (l layout) makeCredentials() error {
 	if _, err := os.Stat(l.kubeconfig()); err == nil {
 		return nil
@@ -200,7 +200,7 @@ func (l layout) makeCredentials() error {
 	return nil
 }
 
-// makeNodeCredentials writes the credentials of a node's kubelet and proxy below its
+// makeNodeCredentials writes the credentials of a node's kubelet and proxy to the node's
 // /etc/kubernetes.
 func (l layout) makeNodeCredentials(n node) error {
 	done := l.inNode(n.Name, "/etc/kubernetes/kubelet.kubeconfig")

@@ -21,7 +21,8 @@ import (
 )
 
 // The component in this file enforces IPv4 NetworkPolicies in the packet filter of each node. It
-// polls every second instead of watching, so a new pod may accept all traffic for a second.
+// polls the API server every second instead of watching, so a new pod may accept all traffic for a
+// second.
 
 const (
 	policiesPort   = 10258
@@ -73,8 +74,8 @@ type policy struct {
 	}
 }
 
-// policyRule is a rule of ingress (with From) or egress (with To). No peers means all peers, and no
-// ports means all ports.
+// policyRule is a rule for ingress (with From) or for egress (with To). A rule without peers
+// applies to all peers, and a rule without ports applies to all ports.
 type policyRule struct {
 	From, To []policyPeer
 	Ports    []struct {
@@ -110,20 +111,21 @@ type policyPod struct {
 
 type policyNamespace struct{ Metadata objectMeta }
 
-// policyInputs contains all inputs of the rules.
+// policyInputs contains the objects from which the packet filter's rules are computed.
 type policyInputs struct {
 	policies   []policy
 	pods       []policyPod
 	namespaces []policyNamespace
 }
 
-// isAddressed reports whether the pod has an address that belongs to no node and to no other pod.
+// isAddressed reports whether the pod has an IPv4 address of its own and has not finished.
 func (p policyPod) isAddressed() bool {
 	address, err := netip.ParseAddr(p.Status.PodIP)
 	return err == nil && address.Is4() && !p.Spec.HostNetwork && p.Status.Phase != "Succeeded" && p.Status.Phase != "Failed"
 }
 
-// networks returns the networks of the peers. Without peers it returns all networks.
+// networks returns the networks of the peers. Without peers, it returns the network of all
+// addresses.
 func (w policyInputs) networks(namespace string, peers []policyPeer) ([]string, error) {
 	if len(peers) == 0 {
 		return []string{"0.0.0.0/0"}, nil
@@ -158,8 +160,8 @@ func (w policyInputs) isPeer(namespace string, peer policyPeer, pod policyPod) b
 	})
 }
 
-// ports returns the packet filter's matches for the rule's ports. target is the pod with the ports,
-// if known.
+// ports returns the packet filter's match options for the rule's ports. target is the pod with the
+// ports, or nil if it is not known.
 func (r policyRule) ports(target *policyPod) ([]string, error) {
 	if len(r.Ports) == 0 {
 		return []string{""}, nil
@@ -194,7 +196,7 @@ func (r policyRule) ports(target *policyPod) ([]string, error) {
 	return matches, nil
 }
 
-// chains returns the packet filter's chains for the pods of a node, keyed by name.
+// chains returns the packet filter's chains for the pods of a node, by name.
 func (w policyInputs) chains(node string) (map[string][]string, error) {
 	// Accept packets of established connections.
 	chains := map[string][]string{policiesChain: {"-m conntrack --ctstate ESTABLISHED,RELATED -j RETURN"}}
@@ -233,7 +235,7 @@ func (w policyInputs) chains(node string) (map[string][]string, error) {
 			if isolated {
 				chain := fmt.Sprintf("%s-%s-%s", policiesChain, direction.name[:1], strings.ReplaceAll(pod.Status.PodIP, ".", "-"))
 				chains[policiesChain] = append(chains[policiesChain], fmt.Sprintf("%s %s/32 -j %s", direction.mine, pod.Status.PodIP, chain))
-				// Use REJECT, which sends an answer, so that the sender does not wait.
+				// Use REJECT instead of DROP, so that the sender receives an answer and does not wait.
 				chains[chain] = append(allowed, "-j REJECT")
 			}
 		}
@@ -241,8 +243,8 @@ func (w policyInputs) chains(node string) (map[string][]string, error) {
 	return chains, nil
 }
 
-// restoreInput returns the input of iptables-restore for these chains. It removes the chains in
-// before that no longer exist.
+// restoreInput returns the input of iptables-restore for these chains. The input also removes
+// chains that are in before but not in chains.
 func restoreInput(chains, before map[string][]string) string {
 	names, gone := sortedKeys(chains), []string(nil)
 	for _, name := range sortedKeys(before) {
@@ -276,7 +278,7 @@ func sortedKeys[V any](of map[string]V) []string {
 	return keys
 }
 
-// readPolicyInputs reads the inputs of the rules.
+// readPolicyInputs reads the objects from which the rules are computed.
 func (a *api) readPolicyInputs(ctx context.Context) (policyInputs, error) {
 	var world policyInputs
 	for path, items := range map[string]any{
@@ -363,7 +365,7 @@ func (c *cluster) enforce(ctx context.Context) error {
 	}
 }
 
-// applyFilter changes a node's packet filter.
+// applyFilter passes rules to iptables-restore in the network namespace of a node.
 func applyFilter(holder process, rules string) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -380,8 +382,8 @@ func applyFilter(holder process, rules string) error {
 	if err := netns.Set(node); err != nil {
 		return err
 	}
-	// Exit the process if the thread cannot leave the namespace, because no other goroutine may run on
-	// that thread.
+	// Exit the process if the thread cannot return to the machine's namespace, because no other
+	// goroutine may run on that thread.
 	defer func() {
 		if err := netns.Set(machine); err != nil {
 			panic(err)

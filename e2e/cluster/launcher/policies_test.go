@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// parsePolicyInputs parses a policyInputs from JSON objects of the API.
+// parsePolicyInputs creates a policyInputs from JSON objects of the API.
 func parsePolicyInputs(t *testing.T, policies, pods, namespaces string) policyInputs {
 	t.Helper()
 	var w policyInputs

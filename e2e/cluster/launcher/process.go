@@ -19,7 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// process identifies a process permanently. The kernel can reuse a PID, but not with the same start
+// process identifies a process uniquely. The kernel can reuse a PID, but not with the same start
 // time in the same boot.
 type process struct {
 	PID   int    `json:"pid"`
@@ -27,8 +27,9 @@ type process struct {
 	Boot  string `json:"boot"`
 }
 
-// parseStat reads from /proc/PID/stat whether the process has exited, even if not reaped, and its
-// start time. The second field, the program's name, may contain any character.
+// parseStat parses /proc/PID/stat. It returns whether the process has exited, and its start time. A
+// process that has exited but is not reaped counts as exited. The second field, the program's name,
+// may contain any character.
 func parseStat(stat string) (ended bool, start uint64, err error) {
 	end := strings.LastIndexByte(stat, ')')
 	if end < 0 {
@@ -39,8 +40,8 @@ func parseStat(stat string) (ended bool, start uint64, err error) {
 		return false, 0, fmt.Errorf("not a process's stat: %q", stat)
 	}
 	start, err = strconv.ParseUint(fields[19], 10, 64)
-	// The first thread of a killed process is a zombie while other threads are still exiting with open
-	// sockets.
+	// A zombie with more than one thread has not exited: other threads of a killed process may still
+	// have open sockets.
 	ended = fields[0] == "X" || fields[0] == "Z" && fields[17] == "1"
 	return ended, start, err
 }
@@ -64,7 +65,7 @@ func identify(pid int) (process, error) {
 	return process{PID: pid, Start: start, Boot: boot}, err
 }
 
-// isRunning reports whether the process runs. A zombie does not count as running.
+// isRunning reports whether the process is running. A zombie does not count as running.
 func (p process) isRunning() bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.PID))
 	if err != nil {
@@ -78,7 +79,8 @@ func (p process) isRunning() bool {
 	return err == nil && boot == p.Boot
 }
 
-// signal sends a signal, but never to another process with the same PID.
+// signal sends a signal to the process. It never sends a signal to another process with the same
+// PID.
 func (p process) signal(number unix.Signal) error {
 	descriptor, err := p.open()
 	if err != nil || descriptor < 0 {
@@ -101,7 +103,7 @@ func (p process) open() (int, error) {
 	} else if err != nil {
 		return -1, fmt.Errorf("open process %d: %w", p.PID, err)
 	}
-	// The descriptor pins the PID, so one check is enough.
+	// While the descriptor is open, it refers to the same process, so one check is enough.
 	if !p.isRunning() {
 		unix.Close(descriptor)
 		return -1, nil
@@ -120,7 +122,7 @@ func (p process) waitUntilExited(ctx context.Context) error {
 		if err := ctx.Err(); err != nil {
 			return fmt.Errorf("process %d still runs: %w", p.PID, err)
 		}
-		// The descriptor becomes readable when the process exits, whether or not it is reaped.
+		// The descriptor becomes readable when the process exits, even if the process is not reaped.
 		ready, err := unix.Poll([]unix.PollFd{{Fd: int32(descriptor), Events: unix.POLLIN}}, 100)
 		if err != nil && !errors.Is(err, unix.EINTR) {
 			return err
@@ -138,12 +140,12 @@ type spawnSpec struct {
 	Log         string // file to append to
 	ProcessFile string
 	Cgroup      string
-	// The process that defines the component's namespaces, or 0 for the machine's.
+	// PID of the node whose namespaces the component joins, or 0 for the machine's namespaces.
 	Node int
 }
 
-// start starts a component through a process that joins the cgroups and namespaces, writes the
-// component's process file, and exits.
+// start starts a component. It uses a temporary process that joins the cgroups and namespaces,
+// starts the component, writes the component's process file, and exits.
 func (s spawnSpec) start(ctx context.Context) error {
 	input, err := json.Marshal(s)
 	if err != nil {
@@ -171,14 +173,15 @@ func selfCommand(ctx context.Context, arguments ...string) (*exec.Cmd, error) {
 	return exec.CommandContext(ctx, program, arguments...), nil
 }
 
-// spawn is the body of the process that spawnSpec.start starts.
+// spawn runs in the temporary process that spawnSpec.start creates.
 func spawn(s spawnSpec) error {
 	log, err := os.OpenFile(s.Log, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
 	if err != nil {
 		return err
 	}
 	defer log.Close()
-	// Open these files before joining the namespaces, in which their paths do not exist.
+	// Open these directories before joining the namespaces, because their paths do not exist in the
+	// node's namespaces.
 	record, err := os.Open(filepath.Dir(s.ProcessFile))
 	if err != nil {
 		return err
@@ -200,7 +203,8 @@ func spawn(s spawnSpec) error {
 	if err := command.Start(); err != nil {
 		return err
 	}
-	// The PID is valid on the machine, because this process is still in the machine's PID namespace.
+	// This PID is valid on the machine, because the temporary process is still in the machine's PID
+	// namespace.
 	stat, err := readAt(machineProc, fmt.Sprintf("%d/stat", command.Process.Pid))
 	if err != nil {
 		return err
@@ -247,8 +251,8 @@ func writeAt(dir *os.File, name string, value any) error {
 	return unix.Renameat(int(dir.Fd()), temporary, int(dir.Fd()), name)
 }
 
-// enterNamespaces moves this thread into a cgroup of every hierarchy and into the namespaces of a
-// process. The change is permanent and applies to children that start later.
+// enterNamespaces moves this thread to a cgroup in every hierarchy, and to the namespaces of a
+// process. The change is permanent, and children that start later inherit it.
 func enterNamespaces(cgroup string, pid int) error {
 	if err := joinCgroup(cgroup); err != nil {
 		return err
@@ -272,7 +276,7 @@ func enterNamespaces(cgroup string, pid int) error {
 		defer unix.Close(descriptor)
 		descriptors[i] = descriptor
 	}
-	// A thread that shares its root directory with others cannot join a mount namespace.
+	// A thread that shares its root directory with other threads cannot join a mount namespace.
 	if err := unix.Unshare(unix.CLONE_FS); err != nil {
 		return fmt.Errorf("unshare: %w", err)
 	}
@@ -339,7 +343,7 @@ func (c *cluster) execInNode(ctx context.Context, name string, argv []string) er
 	return err
 }
 
-// lookPath is exec.LookPath with a shell's error message.
+// lookPath does the same as exec.LookPath, with the error message of a shell.
 func lookPath(program string) (string, error) {
 	path, err := exec.LookPath(program)
 	if err != nil {

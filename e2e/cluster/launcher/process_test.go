@@ -75,8 +75,8 @@ func TestReusedProcessIDIsAnotherProcess(t *testing.T) {
 	}
 }
 
-// Kernels that distinguish threads return the same error for a thread as for a process being
-// reaped.
+// New kernels return the same error for the ID of a thread and for the PID of a process that is
+// being reaped.
 func TestAThreadIsNoProcess(t *testing.T) {
 	entries, err := os.ReadDir("/proc/self/task")
 	if err != nil {

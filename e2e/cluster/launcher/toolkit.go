@@ -13,8 +13,8 @@ const (
 	toolkitClass   = "class"   // for pods whose RuntimeClass has the handler nvidia
 )
 
-// toolkitConfig is the part of containerd's configuration that `nvidia-ctk runtime configure` adds
-// on a real node.
+// toolkitConfig returns the part of containerd's configuration that `nvidia-ctk runtime configure`
+// would add on a real node.
 func toolkitConfig(use string) string {
 	if use == "" {
 		return ""
@@ -35,8 +35,8 @@ func toolkitConfig(use string) string {
 	return config
 }
 
-// installToolkit fills a directory that a node has below /usr with the driver's files and the
-// toolkit's programs, as packages install them.
+// installToolkit copies the driver's files and the toolkit's programs to a directory with
+// additional files for a node's /usr. The paths are those of the Debian packages.
 func installToolkit(usr, driver, toolkit string) error {
 	if err := os.RemoveAll(usr); err != nil {
 		return err
@@ -54,7 +54,8 @@ func installToolkit(usr, driver, toolkit string) error {
 			return fmt.Errorf("copy %s: %w", source, err)
 		}
 	}
-	// These directories hide the machine's directories, so they must have the same modes.
+	// On the node, these directories replace the machine's directories, so they must have the same
+	// modes.
 	return filepath.WalkDir(usr, func(path string, entry fs.DirEntry, err error) error {
 		if err == nil && entry.IsDir() {
 			err = os.Chmod(path, 0o755)

@@ -16,7 +16,7 @@ const versionVariable = "CLEAVE_KUBERNETES"
 // kubernetes is a version of Kubernetes 1 that the launcher can build.
 type kubernetes struct{ minor, patch int }
 
-// defaultKubernetes is the version of kube/go.mod.
+// defaultKubernetes is the version that kube/go.mod requires.
 var defaultKubernetes = kubernetes{minor: 37, patch: 2}
 
 func (k kubernetes) String() string { return fmt.Sprintf("1.%d.%d", k.minor, k.patch) }
@@ -26,8 +26,8 @@ func (k kubernetes) compare(other kubernetes) int {
 	return slices.Compare([]int{k.minor, k.patch}, []int{other.minor, other.patch})
 }
 
-// modfile is the go.mod of the version, relative to the module kube. It is empty for the default
-// version, which has the module's own go.mod.
+// modfile returns the path of the version's go.mod, relative to the module kube. For the default
+// version, it returns "", because that version uses the module's own go.mod.
 func (k kubernetes) modfile() string {
 	if k == defaultKubernetes {
 		return ""
@@ -66,7 +66,8 @@ func kubernetesVersions(source string) ([]kubernetes, error) {
 	return found, nil
 }
 
-// selectKubernetes returns the available version with this name, or the default version for "".
+// selectKubernetes returns the available version with this name. If the name is "", it returns the
+// default version.
 func selectKubernetes(name string, available []kubernetes) (kubernetes, error) {
 	if name == "" {
 		return defaultKubernetes, nil

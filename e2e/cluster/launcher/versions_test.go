@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// allVersions returns the versions of this source tree.
+// allVersions returns all versions that the launcher in this source tree can build.
 func allVersions(t *testing.T) []kubernetes {
 	t.Helper()
 	versions, err := kubernetesVersions("..")
@@ -68,7 +68,7 @@ func TestVersionsAreTheDefaultAndTheDirectories(t *testing.T) {
 	}
 }
 
-// Each go.mod must require its version of Kubernetes and replace all staging modules by that
+// Each go.mod must require its version of Kubernetes, and replace all staging modules with that
 // version.
 func TestGoModsHaveTheirVersion(t *testing.T) {
 	for _, k := range allVersions(t) {
@@ -117,7 +117,7 @@ func TestVersionsDifferOnlyInKubernetes(t *testing.T) {
 	}
 }
 
-// requirements returns the versions that a go.mod requires, except those that it replaces.
+// requirements returns the module versions that a go.mod requires, except modules that it replaces.
 func requirements(t *testing.T, path string) map[string]string {
 	t.Helper()
 	content, err := os.ReadFile(path)
@@ -140,7 +140,7 @@ func requirements(t *testing.T, path string) map[string]string {
 }
 
 // Go compiles a package once for all programs only if they use the same version of the package's
-// module. With different versions a first build takes minutes longer.
+// module. With different versions, a first build takes minutes longer.
 func TestGoModsShareTheVersionsOfModules(t *testing.T) {
 	kube := requirements(t, "../kube/go.mod")
 	if len(kube) < 50 {

@@ -1,8 +1,7 @@
 //go:build selftest
 
 // Package selftest creates, uses, breaks and removes a local cluster. The tests need root, and no
-// other cluster may run on the machine. Run the tests with go test -tags selftest -count 1 -v
-// ./selftest
+// other cluster may run on the machine. Run them with go test -tags selftest -count 1 -v ./selftest
 package selftest
 
 import (
@@ -24,7 +23,7 @@ const (
 	image    = "localhost/selftest:dev"
 )
 
-// result is a program's output and exit status.
+// result contains a program's output and exit status.
 type result struct {
 	stdout, stderr string
 	err            error
@@ -125,7 +124,7 @@ func runPod(t *testing.T, name, node, command string) {
 
 const idle = "exec sleep 1000000"
 
-// machineProperties returns properties of the machine that a cluster must not change.
+// machineProperties returns the properties of the machine that a cluster must not change.
 func machineProperties(t *testing.T) string {
 	t.Helper()
 	var all strings.Builder
@@ -178,7 +177,7 @@ func testAnotherCluster(t *testing.T) {
 	kubectl(t, "delete", "pod", "after-another", "--wait=false")
 }
 
-// client is the path of a program that the first test builds.
+// client is the path of the client program, which the first test builds.
 var client string
 
 func TestCluster(t *testing.T) {
@@ -258,7 +257,8 @@ func testPod(t *testing.T) {
 	if got := kubectl(t, "exec", "one", "--", "/usr/bin/dynamic", "echo", "linked"); got != "linked" {
 		t.Errorf("exec: %q", got)
 	}
-	// This query checks the pod's token, the service's address and the node's packet filter.
+	// This query succeeds only if the pod's token, the service's address and the node's packet filter
+	// work.
 	if got := kubectl(t, "exec", "one", "--", "client"); got != "system:serviceaccount:default:default" {
 		t.Errorf("the API server identifies the pod as %q", got)
 	}
@@ -313,7 +313,7 @@ func testAdmissionPolicies(t *testing.T) {
 
 func testSecondNode(t *testing.T) {
 	cluster(t, "up", "--nodes", "2")
-	// The new node has the image, which was imported before the node was added.
+	// The new node must have the image, although the image was imported before the node was added.
 	runPod(t, "two", "node2", "echo mine >/kubelet/selftest; mkdir /www; echo served >/www/index.html; exec httpd -f -p 80 -h /www")
 	if got := kubectl(t, "exec", "one", "--", "sh", "-c", "ls /kubelet/selftest 2>&1 || true"); !strings.Contains(got, "No such file") {
 		t.Errorf("node1's pod sees the file of node2's /var/lib/kubelet: %s", got)
@@ -337,14 +337,14 @@ func testSecondNode(t *testing.T) {
 		url := "http://" + target + "/"
 		eventually(t, "served", kubectlArgv("exec", "one", "--", "client", url)...)
 		eventually(t, "served", client, url) // from the machine
-		// Also query from the node itself, like a pod of the host network.
+		// Also send the query from the node itself, as a pod in the host network does.
 		must(t, "cp", client, state+"/nodes/node1/host/tmp/client")
 		eventually(t, "served", clusterArgv("exec-node", "node1", "/tmp/client", url)...)
 	}
 }
 
-// untouchedCheck returns a check that the pods' containers have not changed or restarted since this
-// call.
+// untouchedCheck returns a function that fails the test if a container of the pods has changed or
+// restarted since this call.
 func untouchedCheck(t *testing.T) func() {
 	t.Helper()
 	const format = "jsonpath={range .items[*]}{.metadata.name} {.status.containerStatuses[0].containerID} {.status.containerStatuses[0].restartCount}{\"\\n\"}{end}"
@@ -368,7 +368,7 @@ func testComponents(t *testing.T) {
 		check := untouchedCheck(t)
 		before := componentPIDs(t)[name]
 		cluster(t, "kill", name)
-		// The process may still be a zombie, but must not run.
+		// The process may be a zombie, but must not be running.
 		if stat, err := os.ReadFile("/proc/" + before + "/stat"); err == nil && !strings.Contains(string(stat), ") Z ") {
 			t.Errorf("%s was killed, but process %s runs: %s", name, before, stat)
 		}
@@ -409,7 +409,7 @@ func testPowerCut(t *testing.T) {
 	}
 	cluster(t, "exec-node", "node1", "true")
 	cluster(t, "start", "node@node2")
-	// The node's disk is unchanged, and its pod runs again.
+	// The node's disk must be unchanged, and its pod must run again.
 	cluster(t, "exec-node", "node2", "grep", "mine", "/var/lib/kubelet/selftest")
 	eventually(t, "1", kubectlArgv("get", "pod", "two", "-o", "jsonpath={.status.containerStatuses[0].restartCount}")...)
 	eventually(t, "condition met", kubectlArgv("wait", "--for=condition=Ready", "pod/two", "--timeout=1s")...)
@@ -435,7 +435,7 @@ func testDriverRoot(t *testing.T) {
 	if got := cluster(t, "exec-node", "node1", "ls", "/opt/simgpu"); got != "" {
 		t.Errorf("without a driver root there is %q", got)
 	}
-	// A device that a test creates is visible only on its node.
+	// A device that a test creates must be visible only on its node.
 	cluster(t, "exec-node", "node1", "mknod", "-m", "666", "/dev/nvidia0", "c", "1", "3")
 	if _, err := os.Stat("/dev/nvidia0"); err == nil {
 		t.Error("the machine sees the node's device")
@@ -491,7 +491,7 @@ func testErrors(t *testing.T) {
 	}
 }
 
-// testInterruptedUp interrupts the first up, and checks that the next up continues.
+// testInterruptedUp interrupts the first up, and checks that the next up completes the cluster.
 func testInterruptedUp(t *testing.T) {
 	cluster(t, "down")
 	argv := clusterArgv("up")
@@ -508,7 +508,7 @@ func testInterruptedUp(t *testing.T) {
 			t.Fatal("the API server was never started")
 		}
 	}
-	// The script has replaced itself with the launcher, so this signal kills the launcher.
+	// This signal interrupts the launcher, because the script replaces itself with the launcher.
 	if err := command.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}

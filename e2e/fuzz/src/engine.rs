@@ -1,21 +1,21 @@
 //! Runs one target on many inputs: first on its samples and its corpus, then on mutations.
-//! Mutations start from these inputs and from further inputs that the target could read.
+//! Mutations start from the samples, the corpus, and mutated inputs that the target could read.
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use std::{fs, io};
 
 use fastrand::Rng;
 
-use crate::mutate::mutated_input;
+use crate::mutate::mutate_input;
 use crate::{ReadResult, Target, guard};
 
 /// Maximum number of mutated inputs that become samples.
-const MAX_KEPT_SAMPLES: usize = 200;
+const MAX_ADDED_SAMPLES: usize = 200;
 
-/// The limit of a run.
+/// When a run ends.
 #[derive(Debug, Clone, Copy)]
 pub enum RunLimit {
-    /// Ends the run after this number of inputs. The inputs depend only on the seed.
+    /// Ends the run after this number of inputs. Two runs with the same seed use the same inputs.
     Inputs(u64),
     /// Ends the run after this time.
     Time(Duration),
@@ -24,7 +24,7 @@ pub enum RunLimit {
 /// Progress of a run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// Number of inputs run.
+    /// Number of inputs that the target has processed.
     pub inputs: u64,
     /// Number of inputs that the target could read.
     pub read: u64,
@@ -43,8 +43,8 @@ impl Progress {
     }
 }
 
-/// Reads the committed inputs of a target, which include inputs that once failed. Returns the
-/// inputs sorted by name, or none if the target has no directory.
+/// Reads the committed inputs of a target, including inputs that once failed. Returns the inputs
+/// sorted by path. Returns no inputs if the target has no directory.
 ///
 /// # Errors
 /// Returns an error if a file cannot be read.
@@ -89,15 +89,15 @@ pub fn fuzz(target: &Target, seed: u64, budget: RunLimit, mut report: impl FnMut
         }
         let (sample, other) = (rng.choice(&samples), rng.choice(&samples));
         let input = match (sample, other) {
-            (Some(sample), Some(other)) => mutated_input(target.shape, target.words, sample, other, &mut rng),
+            (Some(sample), Some(other)) => mutate_input(target.shape, target.words, sample, other, &mut rng),
             _ => Vec::new(),
         };
         let seen = guard::run(target, &input);
         progress.count_input(seen);
-        // Some valid inputs become samples, so that mutations accumulate. Long inputs are slow, so
-        // they do not become samples.
+        // Add some valid inputs to the samples, so that mutations accumulate. Do not add long
+        // inputs, because they are slow.
         if seen == ReadResult::Read && rng.u8(..8) == 0 && input.len() < 8192 {
-            if samples.len() < first + MAX_KEPT_SAMPLES {
+            if samples.len() < first + MAX_ADDED_SAMPLES {
                 samples.push(input);
             } else {
                 let at = rng.usize(first..samples.len());

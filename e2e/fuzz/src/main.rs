@@ -9,12 +9,12 @@ use cleave_fuzz::{Target, all_targets, guard, target_named};
 
 /// Run fuzz targets, which read input from outside Cleave.
 ///
-/// Runs the targets one after another. The first input that fails ends the run with status 101. An
-/// input fails if its target panics, takes more than 20 s, or uses too much memory. The run prints
-/// a failing input and writes it to target/fuzz-failures. Commit the input to
-/// e2e/fuzz/corpus/TARGET with the fix.
+/// Runs the targets one after another. The first input that fails ends the run with exit status
+/// 101. An input fails if its target panics, takes more than 20 s, or uses too much memory. The
+///      program prints the failing input and writes it to target/fuzz-failures. Copy the file to
+///      e2e/fuzz/corpus/TARGET in the commit that fixes the failure.
 ///
-/// With `--profile fuzz`, as in `make fuzz`, arithmetic overflow fails too.
+/// With `--profile fuzz`, as in `make fuzz`, an arithmetic overflow is also a failure.
 #[derive(Debug, Parser)]
 struct Args {
     /// Targets to run [default: all].
@@ -29,7 +29,7 @@ struct Args {
     /// Run one target once, on the content of a file.
     #[arg(long, value_name = "FILE", conflicts_with = "seed")]
     input: Option<PathBuf>,
-    /// List the targets and the input of each one.
+    /// List the targets, each with a description of its input.
     #[arg(long)]
     list: bool,
 }

@@ -14,7 +14,7 @@ pub enum InputShape {
     Json,
 }
 
-/// Numbers at or near limits of types and formats.
+/// Numbers that are at or near the limits of types and formats.
 const NUMBERS: &[&str] = &[
     "0",
     "1",
@@ -57,33 +57,33 @@ const NUMBERS: &[&str] = &[
     "5e-324",
 ];
 
-/// The largest of [`NUMBERS`], at which sums and products overflow.
+/// Large numbers that make sums and products overflow.
 const LARGEST_NUMBERS: &[&str] =
     &["4294967295", "9223372036854775807", "18446744073709551615", "9223372036854775806", "1e308"];
 
-/// Texts with a special meaning in many formats.
+/// Strings with a special meaning in many formats.
 const SPECIAL_TEXTS: &[&str] = &[
     "", " ", "\0", "\n", ",", "=", ":", "::", "/", "../", ".", "-", "_", "+", "%", "\"", "\\", "{}", "[]", "[[[[[[[[",
     "\u{fffd}", "\u{202e}", "ä", "🦀", "NaN", "inf", "null", "true",
 ];
 
 /// Returns a mutation of `sample`. Some mutations insert a part of `other`.
-pub fn mutated_input(shape: InputShape, words: &[&str], sample: &[u8], other: &[u8], rng: &mut Rng) -> Vec<u8> {
+pub fn mutate_input(shape: InputShape, words: &[&str], sample: &[u8], other: &[u8], rng: &mut Rng) -> Vec<u8> {
     let changes = 1 + rng.usize(..4) * rng.usize(..3);
     let mut input = None;
-    // Mutate one document in eight as text. Only mutations of text produce duplicate keys, numbers
+    // Mutate one document in eight as text. Only text mutations produce duplicate keys, numbers
     // that are too large, and truncated strings.
     if shape == InputShape::Json
         && rng.u8(..8) > 0
         && let Ok(mut tree) = serde_json::from_slice::<Value>(sample)
     {
         let donor = serde_json::from_slice(other).unwrap_or(Value::Null);
-        (0..changes).for_each(|_| change_tree(&mut tree, &donor, words, rng));
+        (0..changes).for_each(|_| mutate_document(&mut tree, &donor, words, rng));
         input = serde_json::to_vec(&tree).ok();
     }
     let mut input = input.unwrap_or_else(|| {
         let mut bytes = sample.to_vec();
-        (0..changes).for_each(|_| change_bytes(&mut bytes, other, words, rng));
+        (0..changes).for_each(|_| mutate_bytes(&mut bytes, other, words, rng));
         bytes
     });
     input.truncate(MAX_INPUT_BYTES);
@@ -95,7 +95,7 @@ fn pick_random<'a, T>(from: &'a [T], rng: &mut Rng) -> Option<&'a T> {
     rng.choice(from)
 }
 
-/// Returns a random text, usually one of the words of the format.
+/// Returns a random string, usually a word of the input format.
 fn random_text(words: &[&str], rng: &mut Rng) -> String {
     let from = match rng.u8(..8) {
         0 => SPECIAL_TEXTS,
@@ -108,7 +108,7 @@ fn random_text(words: &[&str], rng: &mut Rng) -> String {
         .map_or_else(String::new, |text| (*text).to_owned())
 }
 
-/// Returns a random range of `length` bytes.
+/// Returns a random range within `length` bytes.
 fn random_range(length: usize, rng: &mut Rng) -> std::ops::Range<usize> {
     let start = rng.usize(..=length);
     // Most ranges are short, because a long range replaces most of the sample.
@@ -117,7 +117,7 @@ fn random_range(length: usize, rng: &mut Rng) -> std::ops::Range<usize> {
 }
 
 /// Applies one random mutation to bytes.
-fn change_bytes(bytes: &mut Vec<u8>, other: &[u8], words: &[&str], rng: &mut Rng) {
+fn mutate_bytes(bytes: &mut Vec<u8>, other: &[u8], words: &[&str], rng: &mut Rng) {
     let range = random_range(bytes.len(), rng);
     match rng.u8(..10) {
         0 => bytes.truncate(range.start),
@@ -143,11 +143,11 @@ fn change_bytes(bytes: &mut Vec<u8>, other: &[u8], words: &[&str], rng: &mut Rng
             bytes.extend(tail);
         }
         7 => {
-            // Replaces the next number.
+            // Replace the next number.
             let digits = |byte: &u8| byte.is_ascii_digit();
             let start = bytes.iter().skip(range.start).position(digits).map_or(range.start, |at| range.start + at);
             let end = start + bytes.iter().skip(start).take_while(|byte| digits(byte)).count();
-            let number = digits_of_number(rng);
+            let number = pick_digits(rng);
             drop(bytes.splice(start..end, number.bytes()));
         }
         8 => drop(bytes.splice(range, random_text(words, rng).into_bytes())),
@@ -161,7 +161,7 @@ fn insert_bytes(bytes: &mut Vec<u8>, at: usize, what: &[u8]) {
     drop(bytes.splice(at..at, what.iter().copied()));
 }
 
-/// Returns the number of values in a document, including itself.
+/// Returns the number of values in a document. The document itself counts as a value.
 fn count_values(tree: &Value) -> usize {
     1 + match tree {
         Value::Array(values) => values.iter().map(count_values).sum(),
@@ -170,7 +170,8 @@ fn count_values(tree: &Value) -> usize {
     }
 }
 
-/// Returns the value at position `number`, in the order of [`count_values`].
+/// Returns the value at position `number`, in the order in which [`count_values`] visits the
+/// values.
 fn value_at<'a>(tree: &'a mut Value, number: &mut usize) -> Option<&'a mut Value> {
     if *number == 0 {
         return Some(tree);
@@ -183,9 +184,9 @@ fn value_at<'a>(tree: &'a mut Value, number: &mut usize) -> Option<&'a mut Value
     }
 }
 
-/// Picks a value of a document. Uses one of two methods at random. In the first, each value is
-/// equally likely. The second descends from the root at random, so that long lists do not dominate.
-fn random_subvalue<'a>(tree: &'a mut Value, rng: &mut Rng) -> Option<&'a mut Value> {
+/// Picks a value of a document by one of two methods. In the first method, each value is equally
+/// likely. The second method descends from the root at random, so that long lists do not dominate.
+fn pick_subvalue<'a>(tree: &'a mut Value, rng: &mut Rng) -> Option<&'a mut Value> {
     if rng.bool() {
         let mut number = rng.usize(..count_values(tree));
         return value_at(tree, &mut number);
@@ -212,17 +213,17 @@ fn random_subvalue<'a>(tree: &'a mut Value, rng: &mut Rng) -> Option<&'a mut Val
 /// Returns a copy of a random value of a document.
 fn random_value(tree: &Value, rng: &mut Rng) -> Value {
     let mut tree = tree.clone();
-    random_subvalue(&mut tree, rng).map(Value::take).unwrap_or_default()
+    pick_subvalue(&mut tree, rng).map(Value::take).unwrap_or_default()
 }
 
-/// Picks one of [`NUMBERS`], often a large one.
-fn digits_of_number(rng: &mut Rng) -> &'static str {
+/// Picks the digits of a number from [`NUMBERS`] or [`LARGEST_NUMBERS`].
+fn pick_digits(rng: &mut Rng) -> &'static str {
     pick_random(if rng.u8(..3) == 0 { LARGEST_NUMBERS } else { NUMBERS }, rng).copied().unwrap_or_default()
 }
 
-/// Returns one of [`NUMBERS`] as a JSON number.
+/// Picks a JSON number from [`NUMBERS`] or [`LARGEST_NUMBERS`].
 fn random_number(rng: &mut Rng) -> Value {
-    serde_json::from_str(digits_of_number(rng)).unwrap_or_default()
+    serde_json::from_str(pick_digits(rng)).unwrap_or_default()
 }
 
 /// Returns a random JSON scalar.
@@ -236,25 +237,25 @@ fn random_scalar(words: &[&str], rng: &mut Rng) -> Value {
 }
 
 /// Applies one random mutation to a document.
-fn change_tree(tree: &mut Value, donor: &Value, words: &[&str], rng: &mut Rng) {
+fn mutate_document(tree: &mut Value, donor: &Value, words: &[&str], rng: &mut Rng) {
     let whole = if rng.bool() { random_value(tree, rng) } else { random_value(donor, rng) };
-    let Some(value) = random_subvalue(tree, rng) else { return };
+    let Some(value) = pick_subvalue(tree, rng) else { return };
     match rng.u8(..10) {
         0 => *value = whole,
         1 => *value = random_scalar(words, rng),
         2 => {
-            // Some of these depths exceed the limit of a reader.
+            // Some of these depths exceed the reader's limit.
             let depth = [1, 2, 100, 200][rng.usize(..4)];
             for _ in 0..depth {
                 *value = Value::Array(vec![value.take()]);
             }
         }
         _ => match value {
-            Value::Array(values) => change_list(values, whole, rng),
-            Value::Object(fields) => change_fields(fields, whole, words, rng),
+            Value::Array(values) => mutate_array(values, whole, rng),
+            Value::Object(fields) => mutate_object(fields, whole, words, rng),
             Value::String(string) => {
                 let mut bytes = std::mem::take(string).into_bytes();
-                change_bytes(&mut bytes, random_text(words, rng).as_bytes(), words, rng);
+                mutate_bytes(&mut bytes, random_text(words, rng).as_bytes(), words, rng);
                 *string = String::from_utf8_lossy(&bytes).into_owned();
             }
             Value::Number(_) if rng.bool() => {
@@ -269,7 +270,7 @@ fn change_tree(tree: &mut Value, donor: &Value, words: &[&str], rng: &mut Rng) {
 }
 
 /// Applies one random mutation to an array.
-fn change_list(values: &mut Vec<Value>, whole: Value, rng: &mut Rng) {
+fn mutate_array(values: &mut Vec<Value>, whole: Value, rng: &mut Rng) {
     let at = rng.usize(..=values.len());
     match rng.u8(..5) {
         0 if at < values.len() => drop(values.remove(at)),
@@ -285,7 +286,7 @@ fn change_list(values: &mut Vec<Value>, whole: Value, rng: &mut Rng) {
 }
 
 /// Applies one random mutation to an object.
-fn change_fields(fields: &mut Map<String, Value>, whole: Value, words: &[&str], rng: &mut Rng) {
+fn mutate_object(fields: &mut Map<String, Value>, whole: Value, words: &[&str], rng: &mut Rng) {
     let keys: Vec<String> = fields.keys().cloned().collect();
     let key = pick_random(&keys, rng).cloned().unwrap_or_default();
     match rng.u8(..4) {
@@ -308,11 +309,11 @@ mod tests {
 
     fn random_inputs(shape: InputShape, seed: u64) -> Vec<Vec<u8>> {
         let mut rng = Rng::with_seed(seed);
-        (0..2000).map(|_| mutated_input(shape, &["word"], SAMPLE, b"[2,\"other\"]", &mut rng)).collect()
+        (0..2000).map(|_| mutate_input(shape, &["word"], SAMPLE, b"[2,\"other\"]", &mut rng)).collect()
     }
 
     #[test]
-    fn inputs_depend_only_on_the_seed() {
+    fn mutated_inputs_depend_only_on_the_seed() {
         for shape in [InputShape::Bytes, InputShape::Json] {
             assert_eq!(random_inputs(shape, 1), random_inputs(shape, 1));
             assert_ne!(random_inputs(shape, 1), random_inputs(shape, 2));
@@ -333,13 +334,13 @@ mod tests {
     }
 
     #[test]
-    fn any_input_can_be_mutated_and_stays_short() {
+    fn a_mutated_input_never_exceeds_the_maximum_length() {
         let mut rng = Rng::with_seed(3);
         let mut input = Vec::new();
         for round in 0..3000 {
             let shape = if round % 2 == 0 { InputShape::Bytes } else { InputShape::Json };
             let other = std::mem::take(&mut input);
-            input = mutated_input(shape, &[], if round % 50 == 0 { b"" } else { &other }, &other, &mut rng);
+            input = mutate_input(shape, &[], if round % 50 == 0 { b"" } else { &other }, &other, &mut rng);
             assert!(input.len() <= MAX_INPUT_BYTES);
         }
     }

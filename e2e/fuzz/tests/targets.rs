@@ -1,4 +1,4 @@
-//! Tests each target with a fixed number of inputs, which are the same in every run.
+//! Tests each target with a fixed number of inputs. The inputs are the same in every run.
 use std::io;
 
 use cleave_fuzz::engine::{RunLimit, fuzz, read_corpus};
@@ -18,7 +18,7 @@ fn run_target(name: &str) -> io::Result<()> {
         );
     }
     let progress = fuzz(target, SEED, RunLimit::Inputs(target.inputs.into()), |_| ())?;
-    // Mutations find no errors if almost none or almost all of them are valid.
+    // Mutations are useful only if some are valid and some are not.
     assert!(
         (5..100).contains(&progress.read_percent()),
         "{name} reads {} % of {} inputs",

@@ -1,15 +1,15 @@
-//! Decides which slices and limits an allocation request receives. Pure.
+//! Decides which slices and limits a container's request receives. Pure.
 //!
-//! All MPS shares of one request are on one GPU. The replicas of one request are on one GPU if
-//! possible. `Allocate` does not depend on the state of MPS daemons: a container starts only once
-//! its daemon is available.
+//! All MPS shares of a request are on one device. The replicas of a request are on one device if
+//! possible. `Allocate` does not depend on the state of MPS daemons, because a container starts
+//! only after its daemon is available.
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::pending::OpenReservation;
 use super::{Allocation, MpsLimits};
 use crate::gpu::layout::{Pool, PoolKind, parse_slice_id};
 
-/// Maximum number of characters that an error quotes from another program's text.
+/// Maximum number of characters that an error message quotes from another program's text.
 const MAX_QUOTED_CHARS: usize = 80;
 
 /// Pools and reservations of one resource.
@@ -24,8 +24,8 @@ pub struct ResourceView<'a> {
 }
 
 impl<'a> ResourceView<'a> {
-    /// Returns the pool of this resource that contains a slice.
-    pub(super) fn pool(&self, id: &str) -> Option<&'a Pool> {
+    /// Returns the pool of this resource that contains the slice with this id.
+    pub(super) fn pool_of_slice(&self, id: &str) -> Option<&'a Pool> {
         let (device, number) = parse_slice_id(id)?;
         self.pools.iter().find(|pool| pool.resource == self.resource && pool.contains(device, number))
     }
@@ -45,10 +45,10 @@ pub struct ChoiceRequest<'a> {
 /// Chooses the slices for a request, lowest numbers first. The choice always contains
 /// `must_include`.
 ///
-/// If a GPU has enough free slices, all slices come from one GPU. The function prefers GPUs in this
-/// order:
-/// - a GPU with a reservation for a request of this size, earliest reservation first
-/// - a GPU with enough other free slices to cover its reservations
+/// If one GPU has enough free slices, and `must_include` names no other GPU, all slices come from
+/// one GPU. The function prefers GPUs in this order:
+/// - a GPU with a reservation for a request of this size; the earliest reservation comes first
+/// - a GPU with enough free slices for the request and for all reservations on the GPU
 /// - the GPU with the fewest free slices
 /// - the first GPU by UUID
 ///
@@ -58,7 +58,7 @@ pub fn choose_preferred(view: &ResourceView<'_>, request: &ChoiceRequest<'_>) ->
     let must: BTreeSet<&str> = request.must_include.iter().map(String::as_str).collect();
     let mut free: BTreeMap<&str, BTreeSet<(u32, &str)>> = BTreeMap::new();
     for id in request.available {
-        if let (Some((device, number)), Some(_)) = (parse_slice_id(id), view.pool(id)) {
+        if let (Some((device, number)), Some(_)) = (parse_slice_id(id), view.pool_of_slice(id)) {
             free.entry(device).or_default().insert((number, id));
         }
     }
@@ -93,14 +93,15 @@ pub fn choose_preferred(view: &ResourceView<'_>, request: &ChoiceRequest<'_>) ->
     chosen.into_iter().map(str::to_owned).collect()
 }
 
-/// Why slices cannot be allocated together. The reason is a clause of the pod's Event.
+/// Why slices cannot be allocated together. The text is a clause that the kubelet copies to the
+/// pod's status.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DenialReason {
-    /// The ids belong to shares of several GPUs: the pod bypassed the placement gate, or lost its
-    /// reservation.
+    /// The ids belong to shares of several devices: the pod bypassed the placement gate, or lost
+    /// its reservation.
     #[error("{0}")]
     Split(String),
-    /// The ids are malformed, duplicate, unknown, or of different kinds.
+    /// No ids are given, or the ids are malformed, duplicate, unknown, or of different kinds.
     #[error("{0}")]
     Invalid(String),
 }
@@ -119,7 +120,7 @@ pub fn grant_allocation(view: &ResourceView<'_>, ids: &[String]) -> Result<Alloc
     let mut devices = BTreeSet::new();
     let mut first: Option<&Pool> = None;
     for id in ids {
-        let Some(pool) = view.pool(id) else {
+        let Some(pool) = view.pool_of_slice(id) else {
             return invalid(format!("{:?} is not a device of {resource} on this node", truncate(id)));
         };
         if !sorted.insert(id.clone()) {
@@ -144,7 +145,8 @@ pub fn grant_allocation(view: &ResourceView<'_>, ids: &[String]) -> Result<Alloc
                     devices.iter().map(String::as_str).collect::<Vec<_>>().join(", ")
                 )));
             }
-            // `layout` has checked that each list is empty or has a limit for every count.
+            // `layout` has checked that each list is empty or has a limit for every number of
+            // shares.
             let last = ids.len() - 1;
             Some(MpsLimits {
                 threads: threads.get(last).copied(),
@@ -161,8 +163,7 @@ pub fn grant_allocation(view: &ResourceView<'_>, ids: &[String]) -> Result<Alloc
     })
 }
 
-/// Returns the first [`MAX_QUOTED_CHARS`] characters of another program's text, for an error
-/// message.
+/// Returns the first [`MAX_QUOTED_CHARS`] characters of a text, for an error message.
 fn truncate(text: &str) -> String {
     text.chars().take(MAX_QUOTED_CHARS).collect()
 }
@@ -242,7 +243,7 @@ mod tests {
         assert_eq!(
             choose_preferred(&with_kept, &choice_request(&available, &[], 2)),
             share_ids("GPU-0", 0..2),
-            "where the pod's other containers will be"
+            "the GPU with the reservations of the pod's other containers"
         );
         assert_eq!(choose_preferred(&with_kept, &choice_request(&available, &[], 3)), share_ids("GPU-1", 0..3));
         let must = share_ids("GPU-2", [0]);
@@ -254,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn required_ids_determine_the_gpu() {
+    fn ids_that_must_be_included_determine_the_gpu() {
         let pools = pools(&[10, 10]);
         let available = [share_ids("GPU-0", 0..2), share_ids("GPU-1", 0..9)].concat();
         let must = share_ids("GPU-1", [5]);
@@ -274,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_ids_in_a_preference_are_ignored() {
+    fn invalid_available_ids_are_ignored() {
         let pools = pools(&[2]);
         let available = ["", "x", "GPU-0::7", "GPU-9::0", "GPU-0::1"].map(str::to_owned);
         assert_eq!(choose_preferred(&resource_view(&pools), &choice_request(&available, &[], 3)), ["GPU-0::1"]);
@@ -331,8 +332,8 @@ mod tests {
     }
 
     proptest! {
-        /// `choose_preferred` never splits a request that fits on one GPU, and returns exactly
-        /// `size` ids. `grant_allocation` accepts these ids.
+        /// `choose_preferred` never splits a request between GPUs if one GPU has enough free
+        /// slices, and returns exactly `size` ids. `grant_allocation` accepts these ids.
         #[test]
         fn a_request_that_fits_on_one_gpu_is_never_split(
             free in prop::collection::vec(prop::collection::btree_set(0_u32..10, 0..10), 1..8),
@@ -358,7 +359,7 @@ mod tests {
         }
 
         #[test]
-        fn an_allocation_id_depends_only_on_the_set_of_slices(
+        fn an_allocation_id_depends_on_the_set_of_slices_but_not_their_order(
             numbers in prop::collection::btree_set(0_u32..48, 1..8),
             others in prop::collection::btree_set(0_u32..48, 1..8),
         ) {
@@ -368,13 +369,13 @@ mod tests {
             prop_assert_eq!(numbers == others, id == allocation_id(MPS_RESOURCE, &share_ids("GPU-0", others)));
         }
 
-        /// `grant_allocation` grants only served slices, and no input makes it panic.
+        /// `grant_allocation` grants only served slices, and never panics.
         #[test]
-        fn hostile_ids_are_refused(wild in prop::collection::vec("\\PC{0,24}|GPU-[0-3]::[0-9]{1,3}", 0..6)) {
+        fn ids_that_are_not_served_are_never_granted(wild in prop::collection::vec("\\PC{0,24}|GPU-[0-3]::[0-9]{1,3}", 0..6)) {
             let pools = pools(&[3, 3]);
             if let Ok(granted) = grant_allocation(&resource_view(&pools), &wild) {
                 prop_assert_eq!(granted.devices.len(), 1);
-                prop_assert!(granted.ids.iter().all(|id| resource_view(&pools).pool(id).is_some()));
+                prop_assert!(granted.ids.iter().all(|id| resource_view(&pools).pool_of_slice(id).is_some()));
                 prop_assert_eq!(granted.ids.len(), wild.len());
             }
         }

@@ -1,8 +1,8 @@
-//! Tracks allocations: the slices of devices that containers use, or will use. Pure.
+//! Tracks allocations: the slices of devices that containers use or will use. Pure.
 //!
-//! No code here depends on the device plugin. However, [`pending`] assumes that requests name a
-//! size but no pod. [`usage`] assumes that PodResources lists the slices of each allocation among
-//! its devices.
+//! This module does not depend on the device plugin. However, [`pending`] assumes that a request
+//! names a number of slices but no pod. [`usage`] assumes that PodResources lists the slices of
+//! each allocation as devices.
 pub mod allocate;
 pub mod pending;
 pub mod table;
@@ -15,20 +15,20 @@ use cleave_gpu::mps::wire;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// Slices of one or more devices that are allocated to a container.
+/// Slices of one resource that the kubelet has allocated to a container.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Allocation {
     /// Name of the extended resource.
     pub resource: String,
     /// Ids of the slices, sorted.
     pub ids: Vec<String>,
-    /// UUIDs of the devices; exactly one under MPS.
+    /// UUIDs of the slices' devices. An allocation of MPS shares has exactly one device.
     pub devices: Vec<String>,
     /// MPS limits of the allocation. `None` if the device is not shared through MPS.
     pub mps: Option<MpsLimits>,
 }
 
-/// Limits of an allocation under MPS.
+/// Limits that MPS enforces for one allocation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MpsLimits {
     /// Active thread percentage, 1 to 100. `None` means unlimited.
@@ -45,14 +45,14 @@ impl Allocation {
         allocation_id(&self.resource, &self.ids)
     }
 
-    /// Returns the id and settings of the allocation's door, for the MPS host. Returns `None` if
-    /// the allocation is not under MPS.
+    /// Returns the id of the allocation and the settings of its door, for the MPS host. Returns
+    /// `None` if the device is not shared through MPS.
     pub fn door(&self) -> Option<(String, wire::Allocation)> {
         self.door_settings().map(|settings| (self.id(), settings))
     }
 
     /// Returns the settings of the allocation's door, for the MPS host. Returns `None` if the
-    /// allocation is not under MPS.
+    /// device is not shared through MPS.
     pub fn door_settings(&self) -> Option<wire::Allocation> {
         let MpsLimits { threads, memory_mib, max_clients } = self.mps?;
         let device = self.devices.first()?.clone();
@@ -66,7 +66,7 @@ pub fn allocation_id(resource: &str, ids: &[String]) -> String {
     sorted.sort_unstable();
     let mut hash = Sha256::new_with_prefix(resource);
     for id in sorted {
-        // NUL occurs in no id and no resource name, so it separates them without ambiguity.
+        // A NUL byte is an unambiguous separator, because no id and no resource name contains one.
         hash.update([0]);
         hash.update(id);
     }

@@ -1,12 +1,13 @@
-//! Containers for which the kubelet has not called `Allocate` yet, and the device of each
-//! container's reservation. Pure: the time is an argument.
+//! Tracks the containers for which the kubelet has not called `Allocate` yet, and the device of
+//! each container's reservation. Pure: the time is an argument.
 //!
-//! The module combines three sources, because none of them is complete. The API server lists the
-//! pods that are bound to the node, with the reservations in their annotations. `Allocate` calls
-//! name a size but no pod. The kubelet's list names the container of each slice, but appears later
-//! and omits init containers. The agent attributes a call to a pending container of the same size,
-//! preferably one with a reservation on the allocated device. If the kubelet then lists the slices
-//! for another container, the two containers have swapped reservations.
+//! The module combines three sources, because no single source is complete. The API server lists
+//! the pods that are bound to the node, with the reservations in their annotations. `Allocate`
+//! calls name a size but no pod. The kubelet's list names the container of each slice, but appears
+//! later and omits init containers. The agent attributes a call to a pending container that
+//! requests the same number of slices. Containers with a reservation on the allocated device come
+//! first. If the kubelet then lists the slices for another container, the two containers have
+//! swapped reservations.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -14,10 +15,10 @@ use cleave_kubelet::ContainerDevices;
 
 use crate::gpu::layout::parse_slice_id;
 
-/// Maximum time from an `Allocate` call until the kubelet lists its pod.
+/// Maximum time from an `Allocate` call until the kubelet lists the pod of the call.
 const MAX_LIST_DELAY: Duration = Duration::from_secs(2);
-/// Maximum number of answered `Allocate` calls that the agent stores without knowing their pods. A
-/// node admits fewer pods than this before the watch reports them.
+/// Maximum number of answered `Allocate` calls that the agent stores before it knows their pods.
+/// Between a pod's admission and the watch's report of the pod, a node admits far fewer pods.
 const MAX_UNMATCHED_CALLS: usize = 128;
 
 /// A pod that is bound to this node and requests slices.
@@ -34,7 +35,7 @@ pub struct BoundPod {
     /// Whether the kubelet has admitted the pod. If so, the kubelet has called `Allocate` for every
     /// container.
     pub admitted: bool,
-    /// The requests of the pod's containers, in the kubelet's order.
+    /// The requests of the pod's containers, in the order of the kubelet's `Allocate` calls.
     pub requests: Vec<ContainerRequest>,
 }
 
@@ -49,21 +50,21 @@ pub struct ContainerRequest {
     pub units: u32,
     /// Index of the pod's placement group. All slices of one group must be on one device.
     pub group: usize,
-    /// Number of the group's slices that this container and the pod's earlier containers need
-    /// together.
+    /// Number of the group's slices that this container and the pod's earlier containers need in
+    /// total.
     pub needed: u32,
-    /// The device on which the group has a reservation.
+    /// The device on which the group has a reservation. `None` if the group has no reservation.
     pub reserved_on: Option<String>,
 }
 
-/// The part of a reservation that is not allocated to a container yet.
+/// The part of a reservation that is not yet allocated to a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OpenReservation<'a> {
-    /// The GPU or MIG device.
+    /// UUID of the GPU or MIG device.
     pub device: &'a str,
     /// Number of slices that are not allocated yet.
     pub units: u32,
-    /// Sizes of the expected `Allocate` calls.
+    /// Numbers of slices of the expected `Allocate` calls, one for each container.
     pub sizes: Vec<u32>,
 }
 
@@ -72,7 +73,7 @@ pub struct OpenReservation<'a> {
 enum RequestState {
     /// The kubelet has not called `Allocate` for the request.
     Pending,
-    /// The kubelet called `Allocate` at this time. The agent assumes that the call was for this
+    /// The agent answered an `Allocate` call at this time, and assumes that the call was for this
     /// request.
     Answered(Instant),
     /// The kubelet lists the container, or has admitted its pod.
@@ -96,16 +97,16 @@ struct PendingPod {
     name: String,
     terminating: bool,
     admitted: bool,
-    /// Position in the order in which pods became known. The kubelet learns of pods in the same
-    /// order, and admits them one by one.
+    /// Number of the pod in the order of the API server's reports. The kubelet receives pods in the
+    /// same order, and admits them one by one.
     order: u64,
-    /// Time at which the pod became known. A list requested before this time may contain an earlier
-    /// pod with the same name.
+    /// Time at which the API server reported the pod. A list requested before this time may contain
+    /// an earlier pod with the same name.
     known_since: Instant,
     requests: Vec<PendingRequest>,
 }
 
-/// An answered `Allocate` call for which no pod is known.
+/// An answered `Allocate` call for which the agent knows no pod.
 #[derive(Debug, Clone)]
 struct UnmatchedAllocation {
     resource: String,
@@ -120,7 +121,7 @@ enum PodWatchState {
     /// No watch exists, so no request waits for a pod.
     #[default]
     Disabled,
-    /// The watch works, or no failure is known yet.
+    /// The watch works, or has not failed yet.
     Working,
     /// The watch fails.
     Failing,
@@ -141,7 +142,7 @@ pub struct PendingAllocations {
 type RequestKey = (String, usize);
 
 impl PendingAllocations {
-    /// Creates an empty set of containers. A watch on the API server adds pods to the set.
+    /// Creates an empty set of containers, to which a watch on the API server adds pods.
     pub fn with_watch() -> Self {
         Self { watch: PodWatchState::Working, ..Self::default() }
     }
@@ -163,8 +164,8 @@ impl PendingAllocations {
         }
     }
 
-    /// Returns whether a known pod has a pending request of this size. Also returns true if the
-    /// watch is disabled or unreliable, because the pod may never become known.
+    /// Returns whether a known pod has a pending request for this number of slices. Also returns
+    /// true if the watch is disabled or unreliable, because the agent may never learn of the pod.
     pub fn expects_request(&self, resource: &str, units: u32) -> bool {
         let wanted =
             |request: &PendingRequest| request.matches(resource, units) && request.state == RequestState::Pending;
@@ -180,13 +181,13 @@ impl PendingAllocations {
         staying.into_iter().flat_map(|pod| pod.open_reservations(resource)).collect()
     }
 
-    /// Returns the UID of the pod with this name on this node.
+    /// Returns the UID of the known pod with this name.
     pub fn pod_uid(&self, namespace: &str, name: &str) -> Option<&str> {
         let is = |pod: &PendingPod| (pod.namespace.as_str(), pod.name.as_str()) == (namespace, name);
         self.pods.iter().find(|(_, pod)| is(pod)).map(|(uid, _)| uid.as_str())
     }
 
-    /// Records a pod as the API server reports it.
+    /// Adds or updates a pod that the API server reports.
     pub fn update_pod(&mut self, bound: BoundPod, now: Instant) {
         let BoundPod { uid, namespace, name, terminating, admitted, requests } = bound;
         let requests = requests.into_iter().map(|wanted| PendingRequest {
@@ -233,7 +234,7 @@ impl PendingAllocations {
         self.pods.retain(|uid, _| uids.contains(uid));
     }
 
-    /// Records that `Allocate` returned `units` slices of a device.
+    /// Records that an `Allocate` call received `units` slices of a device.
     pub fn record_allocate_answer(&mut self, resource: &str, units: u32, device: &str, now: Instant) {
         if self.watch == PodWatchState::Disabled {
             return;
@@ -261,7 +262,7 @@ impl PendingAllocations {
         });
     }
 
-    /// Records the kubelet's list that the agent requested at `requested_at`.
+    /// Records the PodResources list that the agent requested at `requested_at`.
     pub fn record_pod_resources_list(&mut self, rows: &[ContainerDevices], requested_at: Instant) {
         for row in rows {
             let Some((device, _)) = row.ids.first().and_then(|id| parse_slice_id(id)) else { continue };
@@ -280,8 +281,8 @@ impl PendingAllocations {
             if pod.requests.iter().any(|request| request.state == RequestState::Listed) {
                 continue;
             }
-            // The kubelet does not list this pod, so the call was for a container of a pod that no
-            // longer exists.
+            // The kubelet does not list this pod, so the answered call was for a pod that no longer
+            // exists.
             for request in &mut pod.requests {
                 if matches!(request.state, RequestState::Answered(at) if at + MAX_LIST_DELAY < requested_at) {
                     (request.state, request.allocated_on) = (RequestState::Pending, None);
@@ -311,7 +312,7 @@ impl PendingAllocations {
             if here.is_some() && allocated_on == here {
                 continue;
             }
-            // The agent attributed the call for this request to another request. Exchange the
+            // The agent attributed this request's `Allocate` call to another request. Exchange the
             // devices of the two requests.
             let taken = |other: &RequestKey, request: &PendingRequest| {
                 let open = matches!(request.state, RequestState::Answered(_))
@@ -337,7 +338,8 @@ impl PendingAllocations {
     }
 
     /// Marks a request of an admitted pod as listed. If the request was still pending, the agent
-    /// had attributed its call to another request, which becomes pending again.
+    /// had attributed its `Allocate` call to another request. The request that received the call by
+    /// mistake becomes pending again.
     fn mark_admitted(&mut self, key: &RequestKey) {
         let Some(request) = self.request_mut(key) else { return };
         let was = std::mem::replace(&mut request.state, RequestState::Listed);
@@ -360,7 +362,7 @@ impl PendingAllocations {
         }
     }
 
-    /// Attributes an earlier `Allocate` call to a request whose pod has just become known.
+    /// Attributes an earlier `Allocate` call to a request of a newly reported pod.
     fn match_earlier_answer(&mut self, key: &RequestKey) {
         let Some(PendingRequest { wanted, reservation, state: RequestState::Pending, .. }) =
             self.request_mut(key).cloned()
@@ -379,14 +381,14 @@ impl PendingAllocations {
         }
     }
 
-    /// Exchanges reservations between requests that were allocated on each other's device.
+    /// Exchanges the reservations of two requests if each was allocated on the other's device.
     fn swap_reservations(&mut self) {
         let elsewhere = |request: &PendingRequest| {
             request.state != RequestState::Pending
                 && request.allocated_on.is_some()
                 && request.allocated_on != request.reservation
         };
-        // First swap the pairs in which both requests are allocated.
+        // First swap pairs of allocated requests, then pairs of an allocated and a pending request.
         for waiting in [false, true] {
             let misplaced: Vec<RequestKey> =
                 self.find_requests(|_, request| elsewhere(request)).map(|(key, _, _)| key).collect();
@@ -408,7 +410,7 @@ impl PendingAllocations {
                 }
             }
         }
-        // A listed request no longer uses a reservation. Later pods have reservations of their own.
+        // A listed request no longer needs its reservation. Later pods have their own reservations.
         for request in self.pods.values_mut().flat_map(|pod| &mut pod.requests) {
             if request.state == RequestState::Listed && request.allocated_on.is_some() {
                 request.reservation.clone_from(&request.allocated_on);
@@ -437,20 +439,20 @@ impl PendingAllocations {
 }
 
 impl PendingRequest {
-    /// Returns whether the request is for `units` of a resource.
+    /// Returns whether the request is for `units` slices of a resource.
     fn matches(&self, resource: &str, units: u32) -> bool {
         self.wanted.units == units && self.wanted.resource == resource
     }
 }
 
 impl PendingPod {
-    /// Returns the key for sorting pods in the order in which the kubelet admits them. A pod that
-    /// the kubelet has begun to admit is first.
+    /// Returns a key that sorts pods in the order in which the kubelet admits them. Pods that the
+    /// kubelet has begun to admit come first.
     fn admission_order(&self) -> (bool, u64) {
         (!self.requests.iter().any(|request| request.state != RequestState::Pending), self.order)
     }
 
-    /// Returns the reservations of the pod's groups that are not allocated yet.
+    /// Returns the unallocated parts of the reservations of the pod's groups.
     fn open_reservations(&self, resource: &str) -> impl Iterator<Item = OpenReservation<'_>> {
         let groups: BTreeSet<usize> = self
             .requests
@@ -479,7 +481,8 @@ mod tests {
 
     const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
-    /// Returns a pod with one container for each size, each with its own reservation on the device.
+    /// Returns a pod with one container for each request. Each container has its own reservation on
+    /// the given device, or no reservation if the device is empty.
     fn bound_pod(name: &str, requests: &[(u32, &str)]) -> BoundPod {
         let wanted = |(index, &(units, device)): (usize, &(u32, &str))| ContainerRequest {
             container: format!("c{index}"),
@@ -524,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reservation_lasts_until_it_is_allocated() {
+    fn a_reservation_remains_until_its_slices_are_allocated() {
         let now = Instant::now();
         let mut pending = pending_pods(&[bound_pod("a", &[(3, "A"), (2, "B")])], now);
         assert_eq!(reserved_units(&pending), [("A", 3, vec![3]), ("B", 2, vec![2])]);
@@ -550,7 +553,7 @@ mod tests {
         pending.record_allocate_answer(MPS_RESOURCE, 3, "B", now);
         assert_eq!(reserved_units(&pending), [("A", 3, vec![3])]);
         pending.record_pod_resources_list(&[container_devices("a", "c0", "B", 3)], now);
-        assert_eq!(reserved_units(&pending), [("A", 3, vec![3])], "the pods have swapped their slices");
+        assert_eq!(reserved_units(&pending), [("A", 3, vec![3])], "the pods have swapped reservations");
         let mut admitted = bound_pod("a", &[(3, "A")]);
         admitted.admitted = true;
         pending.update_pod(admitted, now);
@@ -561,7 +564,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_listed_on_anothers_device_swaps_reservations_with_it() {
+    fn a_pod_listed_on_another_pods_device_swaps_reservations_with_that_pod() {
         let now = Instant::now();
         let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")]), bound_pod("b", &[(3, "B")])], now);
         pending.record_pod_resources_list(&[container_devices("a", "c0", "B", 3)], now);
@@ -580,21 +583,21 @@ mod tests {
     }
 
     #[test]
-    fn an_allocate_call_may_precede_the_report_of_its_pod() {
+    fn an_allocate_call_is_attributed_to_a_pod_that_is_reported_later() {
         let now = Instant::now();
         let mut pending = PendingAllocations::with_watch();
         pending.record_allocate_answer(MPS_RESOURCE, 3, "B", now);
         pending.update_pod(bound_pod("a", &[(3, "A")]), now);
-        assert!(!pending.expects_request(MPS_RESOURCE, 3), "its call was answered already");
+        assert!(!pending.expects_request(MPS_RESOURCE, 3), "the call for the pod was answered already");
         pending.update_pod(bound_pod("b", &[(3, "B")]), now);
         assert!(pending.expects_request(MPS_RESOURCE, 3));
-        // Only the reservation on A remains, whichever pod the call was for.
+        // The reservation on A remains, regardless of which pod made the call.
         assert_eq!(reserved_units(&pending), [("A", 3, vec![3])]);
         let mut late = PendingAllocations::with_watch();
         late.record_allocate_answer(MPS_RESOURCE, 3, "A", now);
         late.record_pod_resources_list(&[], now + 2 * MAX_LIST_DELAY);
         late.update_pod(bound_pod("a", &[(3, "A")]), now + 2 * MAX_LIST_DELAY);
-        assert!(late.expects_request(MPS_RESOURCE, 3), "that call was for another pod");
+        assert!(late.expects_request(MPS_RESOURCE, 3), "the forgotten call was for another pod");
     }
 
     #[test]
@@ -605,7 +608,7 @@ mod tests {
         let pending = pending_pods(&[admitted, terminating], now);
         assert!(reserved_units(&pending).is_empty());
         assert!(!pending.expects_request(MPS_RESOURCE, 3));
-        assert!(pending.expects_request(MPS_RESOURCE, 4), "the kubelet may still call Allocate for it");
+        assert!(pending.expects_request(MPS_RESOURCE, 4), "the kubelet may still call Allocate for the pod");
     }
 
     #[test]
@@ -630,7 +633,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_from_before_the_pod_describes_an_earlier_pod_of_that_name() {
+    fn a_list_requested_before_the_pod_was_reported_is_ignored_for_the_pod() {
         let now = Instant::now();
         let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")])], now + MAX_LIST_DELAY);
         pending.record_pod_resources_list(&[container_devices("a", "c0", "B", 3)], now);

@@ -14,14 +14,14 @@ use crate::gpu::layout::Pool;
 pub struct AllocationTable {
     /// Pools by resource.
     pub pools: BTreeMap<String, Vec<Pool>>,
-    /// Containers for which the kubelet has not called `Allocate` yet.
+    /// Containers for which the kubelet has not called `Allocate` yet, with their reservations.
     pub pending: PendingAllocations,
     /// Allocations that have not ended.
     pub allocations: Allocations,
-    /// Paths of device nodes, by device.
+    /// Paths of device nodes, by UUID of the device.
     pub nodes: BTreeMap<String, Vec<String>>,
     /// Links between the GPUs, as NVML last reported them.
     pub topology: Topology,
-    /// Events about denied requests that the main loop has not published yet.
+    /// Events about refused requests that the main loop has not published yet.
     pub events: Vec<NodeEvent>,
 }

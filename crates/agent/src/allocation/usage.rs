@@ -1,5 +1,5 @@
-//! The slices in use and the pods that use them, from the kubelet's PodResources list and from the
-//! allocations that the kubelet does not list yet. Pure.
+//! Tracks the slices in use and the pods that use them. The sources are the kubelet's PodResources
+//! list and the allocations that the kubelet does not list yet. Pure.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use cleave_kubelet::{AllocatedDevices, ContainerDevices};
 use crate::allocation::Allocation;
 use crate::gpu::layout::parse_slice_id;
 
-/// Name of the user of an allocation that PodResources does not list.
+/// Text that stands for the unknown pod of an allocation that PodResources does not list.
 const UNLISTED_USER: &str = "a pod that is being admitted";
 
 /// Allocations by id. The kubelet does not announce the end of an allocation. The agent infers the
@@ -21,8 +21,8 @@ pub struct Allocations {
 }
 
 /// Number of allocations of each slice, by resource and id. Slices without an allocation have no
-/// entry. Several allocations can have the same slice until the agent knows which of them have
-/// ended.
+/// entry. Several allocations can contain the same slice until the agent knows which of the
+/// allocations have ended.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct SliceCounts(BTreeMap<String, BTreeMap<String, usize>>);
 
@@ -38,7 +38,8 @@ impl SliceCounts {
         }
     }
 
-    /// Removes the slices of an ended allocation. The caller must have added the allocation.
+    /// Subtracts the slices of an ended allocation. The caller must have added the allocation
+    /// before.
     fn remove(&mut self, allocation: &Allocation) {
         let Some(of_resource) = self.0.get_mut(&allocation.resource) else { return };
         for id in &allocation.ids {
@@ -59,8 +60,8 @@ struct TrackedAllocation {
     allocation: Arc<Allocation>,
     /// Time of the last allocation of the slices.
     at: Instant,
-    /// Whether the kubelet has listed the allocation. If it has, the allocation ends when the
-    /// kubelet no longer lists it.
+    /// Whether the kubelet has listed the allocation. A listed allocation ends when the kubelet no
+    /// longer lists it.
     seen: bool,
 }
 
@@ -95,8 +96,8 @@ impl Allocations {
         self.by_id.iter().map(|(id, entry)| (id, &entry.allocation))
     }
 
-    /// Returns the slices of all allocations, each once, as resource and id. Takes time
-    /// proportional to the number of slices, not to the number of allocations.
+    /// Returns each allocated slice once, as resource and id. The time is proportional to the
+    /// number of slices, not to the number of allocations.
     pub fn slices(&self) -> impl Iterator<Item = (&String, &String)> {
         self.slices.0.iter().flat_map(|(resource, ids)| ids.keys().map(move |id| (resource, id)))
     }
@@ -105,13 +106,13 @@ impl Allocations {
     /// `requested_at`. An allocation has ended if the kubelet listed it before but not now, or did
     /// not list it within `grace`.
     ///
-    /// Keeps an allocation while `busy` reports clients for it. Also keeps an allocation while the
-    /// kubelet's checkpoint contains one of its slices: a kubelet that restarted now would count
-    /// those slices as allocated.
+    /// The function keeps an allocation while `busy` reports clients for it. The function also
+    /// keeps an allocation while the kubelet's checkpoint contains one of the allocation's slices,
+    /// because a kubelet that restarted now would count that slice as allocated.
     ///
-    /// Finally, keeps an allocation while any of its slices is allocated to a container.
-    /// PodResources omits init containers. The slices of init containers pass to the other
-    /// containers of the pod.
+    /// The function also keeps an allocation while the list contains any of the allocation's
+    /// slices. PodResources omits init containers. The kubelet allocates an init container's slices
+    /// again to the pod's other containers.
     pub fn remove_ended(
         &mut self,
         listed: &[ContainerDevices],
@@ -160,7 +161,7 @@ pub struct RemovalResult {
     pub in_kubelet_checkpoint: BTreeSet<String>,
 }
 
-/// Returns the listed slices, by resource and id.
+/// Returns the listed slices, as resource and id.
 fn listed_slices(listed: &[ContainerDevices]) -> BTreeSet<(&str, &str)> {
     listed.iter().flat_map(|row| row.ids.iter().map(move |id| (row.resource.as_str(), id.as_str()))).collect()
 }
@@ -174,7 +175,7 @@ fn is_listed(allocation: &Allocation, used: &BTreeSet<(&str, &str)>) -> bool {
 pub struct SliceUsage(BTreeMap<(String, String), BTreeSet<String>>);
 
 impl SliceUsage {
-    /// Combines the kubelet's list and the agent's allocations.
+    /// Combines the kubelet's PodResources list and the agent's allocations.
     pub fn new(listed: &[ContainerDevices], allocations: &Allocations) -> Self {
         let mut usage: BTreeMap<(String, String), BTreeSet<String>> = BTreeMap::new();
         for row in listed {
@@ -192,8 +193,8 @@ impl SliceUsage {
         Self(usage)
     }
 
-    /// Returns the slices of these devices that are in use, as resource, id and users. The id can
-    /// be the device's UUID alone, because other device plugins use UUIDs as ids.
+    /// Returns the slices of these devices that are in use, as resource, id and users. An id can be
+    /// a device's UUID alone, because other device plugins use UUIDs as ids.
     pub fn slices_of_devices<'a>(
         &'a self,
         devices: &'a BTreeSet<&str>,
@@ -274,7 +275,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_repeated_allocation_restarts_its_grace_period_and_ignores_older_lists() {
+    fn a_repeated_allocation_restarts_the_grace_period_and_older_lists_are_ignored() {
         let start = Instant::now();
         let mut allocations = Allocations::default();
         allocations.insert(allocation(&["GPU-a::0"]), start);
@@ -301,7 +302,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn an_allocation_with_clients_stays_even_if_the_kubelet_does_not_list_it() {
+    fn an_allocation_with_clients_is_kept_even_if_the_kubelet_does_not_list_it() {
         let start = Instant::now();
         let mut allocations = Allocations::restore([allocation(&["GPU-a::0"])], start);
         assert!(
@@ -332,7 +333,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn an_init_containers_allocation_stays_while_its_pod_uses_part_of_it() {
+    fn an_init_containers_allocation_is_kept_while_its_pod_uses_part_of_it() {
         let start = Instant::now();
         let mut allocations = Allocations::restore([allocation(&["GPU-a::0", "GPU-a::1"])], start);
         let later = start + ALLOCATION_GRACE * 2;
@@ -364,7 +365,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn usage_names_the_pods_of_a_device() {
+    fn slice_usage_contains_the_pods_that_use_a_device() {
         let mut allocations = Allocations::default();
         allocations.insert(allocation(&["GPU-a::0"]), Instant::now());
         allocations.insert(allocation(&["GPU-a::1"]), Instant::now());
@@ -377,7 +378,7 @@ pub(crate) mod tests {
         assert_eq!(found, [("GPU-a::0".to_owned(), set(UNLISTED_USER)), ("GPU-a::1".to_owned(), set("ns/p"))]);
     }
 
-    /// Several allocations may have the same slice: ended allocations and the last allocation.
+    /// A slice may belong to ended allocations and to the latest allocation at the same time.
     #[test]
     fn a_slice_is_in_use_until_all_of_its_allocations_have_ended() {
         let start = Instant::now();

@@ -1,4 +1,4 @@
-//! Chooses whole GPUs by the links between them. Pure.
+//! Chooses whole GPUs by the links between the GPUs. Pure.
 use std::collections::BTreeMap;
 
 use cleave_plan::topology::Topology;
@@ -6,12 +6,13 @@ use cleave_plan::topology::Topology;
 use super::allocate::{ChoiceRequest, ResourceView};
 use crate::gpu::layout::{PoolKind, parse_slice_id};
 
-/// Chooses the whole GPUs for a request, so that the container has the best links, and well-linked
-/// groups of GPUs remain free ([`Topology::choose`]). The choice always contains `must_include`.
+/// Chooses the whole GPUs for a request ([`Topology::choose`]). The container gets the GPUs with
+/// the best links, and well-linked groups of GPUs remain free. The choice always contains
+/// `must_include`.
 ///
-/// Returns `None` if links cannot determine the choice: the resource has slices other than whole
-/// GPUs, or the topology contains fewer than two of the available devices. A topology contains no
-/// MIG instances.
+/// Returns `None` if links cannot determine the choice: an available slice is not a whole GPU, the
+/// topology contains fewer than two of the available devices, or an id in `must_include` is not
+/// available. A topology contains no MIG instances.
 pub fn choose_linked_gpus(
     view: &ResourceView<'_>,
     request: &ChoiceRequest<'_>,
@@ -19,8 +20,8 @@ pub fn choose_linked_gpus(
 ) -> Option<Vec<String>> {
     let mut ids: BTreeMap<&str, &String> = BTreeMap::new();
     for id in request.available {
-        // Ignore ids of other programs' devices.
-        let Some(pool) = view.pool(id) else { continue };
+        // Ignore ids of devices that the agent does not serve.
+        let Some(pool) = view.pool_of_slice(id) else { continue };
         if pool.kind != PoolKind::Whole {
             return None;
         }
@@ -53,7 +54,7 @@ mod tests {
         Pool { device: device.into(), resource: WHOLE_GPU_RESOURCE.into(), first: 0, count: 1, kind }
     }
 
-    /// Returns the topology of four GPUs. NVLinks connect A with D, and B with C.
+    /// Returns the topology of four GPUs. NVLink connects A with D, and B with C.
     fn topology() -> Topology {
         let nvlinks = |one: usize, other: usize| if one + other == 3 { 2 } else { 0 };
         Topology::new(["A", "B", "C", "D"].map(String::from).to_vec(), |one, other| GpuLink {
@@ -66,7 +67,7 @@ mod tests {
         text.split_whitespace().map(|device| format!("{device}::0")).collect()
     }
 
-    /// Returns the chosen device names, or `None` if the links do not determine a choice.
+    /// Returns the UUIDs of the chosen GPUs, or `None` if the links do not determine a choice.
     fn choose(pools: &[Pool], available: &str, must: &str, size: usize) -> Option<String> {
         let (available, must) = (ids(available), ids(must));
         let view = ResourceView { resource: WHOLE_GPU_RESOURCE, pools, reserved: &[] };

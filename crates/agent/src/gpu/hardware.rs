@@ -1,12 +1,13 @@
-//! The GPUs of the node: NVML's last answer for each GPU, and the GPU's health
+//! Tracks the GPUs of the node: NVML's last answer for each GPU, and the GPU's health
 //! ([`crate::gpu::health`]). Pure: the time is an argument.
 //!
-//! GPUs answer one by one ([`crate::run::hardware`]), and [`HardwareTracker`] merges the answers. A
-//! GPU is unreachable when its own call fails or misses its deadline. If a call to the driver
-//! fails, all GPUs are unavailable. Once the driver answers, the last answer of each GPU is valid
-//! again. The tracker maps NVML's indices to GPUs, based only on answers since NVML's list last
-//! changed. The tracker marks no GPU as missing before the GPU at every index has answered or
-//! failed. A missing GPU remains known, also after a reboot, until an administrator forgets it.
+//! NVML answers for each GPU separately ([`crate::run::hardware`]), and [`HardwareTracker`] merges
+//! the answers. A GPU is unreachable when the call for the GPU fails or misses its deadline. If a
+//! call to the driver fails, all GPUs are unreachable. Once the driver answers again, the last
+//! answer for each GPU is valid again. The tracker maps NVML's indices to GPUs, based only on
+//! answers since NVML's list last changed. The tracker marks a GPU as missing only after the call
+//! for every index has answered or failed. A missing GPU remains known, also after a reboot, until
+//! an administrator runs `cleave forget`.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -27,7 +28,7 @@ pub struct Hardware {
     pub driver: DriverState,
     /// GPUs by UUID, including those that NVML no longer lists.
     pub gpus: BTreeMap<String, KnownGpu>,
-    /// Errors by index, of listed GPUs that have never reported their UUID.
+    /// Errors of listed GPUs whose UUID NVML has never reported, by NVML's index.
     pub unnamed: BTreeMap<u32, String>,
 }
 
@@ -60,10 +61,10 @@ pub struct KnownGpu {
     pub gpu: Gpu,
     /// Health of the GPU.
     pub health: Health,
-    /// Health of each MIG device that cannot serve although its GPU can, by UUID.
+    /// Health of each MIG device that cannot serve although its GPU can, by UUID of the MIG device.
     pub instances: BTreeMap<String, Health>,
-    /// Whether NVML has described the GPU to this process. If not, the description is from the
-    /// checkpoint.
+    /// Whether NVML has described the GPU since this process started. If not, the description is
+    /// from the checkpoint.
     pub observed: bool,
     /// Processes on the GPU and in its MIG instances, as NVML last listed them.
     pub processes: Vec<Process>,
@@ -72,19 +73,19 @@ pub struct KnownGpu {
 }
 
 impl Hardware {
-    /// Returns the number of GPUs that the node should have: every GPU that was seen and not
-    /// forgotten, and listed GPUs that never reported their UUID.
+    /// Returns the number of GPUs that the node should have. This number includes missing GPUs
+    /// until an administrator forgets them, and listed GPUs with an unknown UUID.
     pub fn expected_gpus(&self) -> usize {
         self.gpus.len() + self.unnamed.len()
     }
 
     /// Returns the GPUs that NVML no longer lists, in the order of their last indices.
     pub fn missing_gpus(&self) -> Vec<&Gpu> {
-        self.by_index().into_iter().filter(|known| known.missing).map(|known| &known.gpu).collect()
+        self.gpus_by_index().into_iter().filter(|known| known.missing).map(|known| &known.gpu).collect()
     }
 
-    /// Returns the GPUs in NVML's order.
-    pub fn by_index(&self) -> Vec<&KnownGpu> {
+    /// Returns the GPUs in the order of their last NVML indices.
+    pub fn gpus_by_index(&self) -> Vec<&KnownGpu> {
         let mut gpus: Vec<&KnownGpu> = self.gpus.values().collect();
         gpus.sort_by(|a, b| (a.gpu.index, &a.gpu.uuid).cmp(&(b.gpu.index, &b.gpu.uuid)));
         gpus
@@ -104,16 +105,17 @@ impl Hardware {
 #[derive(Debug)]
 pub struct HardwareTracker {
     clock: Clock,
-    /// Quiet period of a suspect GPU.
+    /// Time without errors after which a suspect GPU can become healthy.
     quiet: Duration,
     driver: DriverState,
-    /// Why the driver does not answer. `None` if it answers. Without the driver, no GPU can be
-    /// queried.
+    /// Why the driver does not answer. `None` if the driver answers. Without the driver, NVML can
+    /// query no GPU.
     driver_error: Option<LossCause>,
     gpus: BTreeMap<String, TrackedGpu>,
     /// The GPU at each of NVML's indices.
     slots: Vec<GpuSlot>,
-    /// Whether the GPUs are from an earlier boot, whose faults have ended.
+    /// Whether the restored GPUs are from an earlier boot. The faults of an earlier boot have
+    /// ended.
     earlier_boot: bool,
     /// The time up to which an administrator cleared a GPU's faults, by UUID.
     cleared: BTreeMap<String, Time>,
@@ -125,7 +127,7 @@ struct TrackedGpu {
     gpu: Gpu,
     observed: bool,
     processes: Vec<Process>,
-    /// Why NVML cannot query the GPU. `None` if NVML answers.
+    /// Why NVML cannot query the GPU. `None` if NVML answers for the GPU.
     lost: Option<LossCause>,
     history: HealthHistory,
 }
@@ -137,22 +139,22 @@ enum GpuSlot {
     Unknown,
     /// The GPU with this UUID.
     Gpu(String),
-    /// A GPU that has never reported its UUID, with the error.
+    /// A GPU whose UUID NVML has never reported, with the error of the last call.
     Unnamed(String),
 }
 
-/// Problem of a GPU that NVML no longer lists.
-const MISSING: &str =
-    "NVML no longer lists the GPU. Repair or replace it. If it was removed for good, run `cleave forget`";
+/// Health message of a GPU that NVML no longer lists.
+const MISSING_GPU_MESSAGE: &str =
+    "NVML no longer lists the GPU. Repair or replace the GPU. If the GPU was removed for good, run `cleave forget`";
 
-/// Why a GPU or the driver cannot be queried.
+/// Why NVML cannot query a GPU or the driver.
 #[derive(Debug, Clone)]
 struct LossCause {
     reason: &'static str,
     message: String,
     since: Time,
-    /// Whether only a reset restores the GPU, because it fell off the bus or its driver was
-    /// unloaded. A hanging driver proves neither.
+    /// Whether only a reset can restore the GPU, because the GPU fell off the bus or its driver was
+    /// unloaded. A driver that hangs is no proof of either cause.
     permanent: bool,
 }
 
@@ -177,10 +179,11 @@ impl TrackedGpu {
     }
 
     fn mark_missing(&mut self, since: Time) {
-        self.mark_lost(reason::GPU_MISSING, MISSING.into(), since, true);
+        self.mark_lost(reason::GPU_MISSING, MISSING_GPU_MESSAGE.into(), since, true);
     }
 
-    /// Returns since when NVML has not listed the GPU. `None` if NVML lists it.
+    /// Returns the time at which NVML stopped listing the GPU. Returns `None` if NVML lists the
+    /// GPU.
     fn missing_since(&self) -> Option<&Time> {
         self.lost.as_ref().filter(|lost| lost.reason == reason::GPU_MISSING).map(|lost| &lost.since)
     }
@@ -227,7 +230,8 @@ impl HardwareTracker {
         self
     }
 
-    /// Forgets a GPU that has been missing since before `until`. Returns whether it was forgotten.
+    /// Forgets a GPU if it has been missing since `until` or earlier. Returns whether the GPU was
+    /// forgotten.
     pub fn forget_gpu(&mut self, uuid: &str, until: &Time) -> bool {
         let is_missing = |entry: &TrackedGpu| entry.missing_since().is_some_and(|since| since <= until);
         let forgets = self.gpus.get(uuid).is_some_and(is_missing);
@@ -242,7 +246,7 @@ impl HardwareTracker {
         self.clock = Clock::new(now, wall);
     }
 
-    /// Records the driver's answer to a query at `requested_at`.
+    /// Records the driver's answer to a query that the agent sent at `requested_at`.
     pub fn record_driver_info(&mut self, answer: Result<DriverInfo, NvmlError>, requested_at: Instant) {
         let since = self.wall_time(requested_at);
         match answer {
@@ -269,11 +273,11 @@ impl HardwareTracker {
         }
     }
 
-    /// Records the answer of the GPU at an index to a query at `requested_at`.
+    /// Records NVML's answer for the GPU at an index. The agent sent the query at `requested_at`.
     pub fn record_answer(&mut self, index: u32, answer: Result<GpuObservation, NvmlError>, requested_at: Instant) {
         let since = self.wall_time(requested_at);
         let at = usize::try_from(index).unwrap_or(usize::MAX);
-        // NVML no longer lists a GPU at this index.
+        // Ignore the answer if NVML no longer lists a GPU at this index.
         let Some(before) = self.slots.get(at).cloned() else { return };
         let elsewhere = |slots: &[GpuSlot], uuid: &str| {
             slots.iter().enumerate().any(|(other, slot)| other != at && *slot == GpuSlot::Gpu(uuid.to_owned()))
@@ -295,7 +299,7 @@ impl HardwareTracker {
             }
             Err(error) => {
                 let remembered = || {
-                    // The index of a missing GPU may belong to another GPU now.
+                    // Skip missing GPUs, because another GPU may have their index now.
                     let there = self.gpus.values().filter(|entry| entry.gpu.index == index);
                     let there = there.filter(|entry| entry.missing_since().is_none());
                     there.map(|entry| entry.gpu.uuid.clone()).find(|uuid| !elsewhere(&self.slots, uuid))
@@ -324,7 +328,7 @@ impl HardwareTracker {
         self.mark_missing(&since);
     }
 
-    /// Returns whether the driver, and every GPU that it lists, has answered or failed at least
+    /// Returns whether the driver and every GPU that it lists have answered or failed at least
     /// once.
     pub fn is_complete(&self) -> bool {
         match self.driver {
@@ -334,7 +338,7 @@ impl HardwareTracker {
         }
     }
 
-    /// Marks the GPUs without an index as missing, once the GPU at every index has answered or
+    /// Marks the GPUs without an index as missing, if the call for every index has answered or
     /// failed.
     fn mark_missing(&mut self, since: &Time) {
         if !matches!(self.driver, DriverState::Present(_)) || !self.is_complete() {
@@ -346,12 +350,12 @@ impl HardwareTracker {
         }
     }
 
-    /// Returns the wall-clock time of a monotonic time.
+    /// Returns the time of day of an instant, in whole seconds.
     fn wall_time(&self, requested_at: Instant) -> Time {
         whole_seconds(self.clock.event_time(requested_at).wall)
     }
 
-    /// Records NVML's description of a GPU.
+    /// Records NVML's description of a GPU and the GPU's processes.
     pub fn record_gpu(&mut self, gpu: Gpu, processes: Vec<Process>) {
         match self.gpus.get_mut(&gpu.uuid) {
             Some(entry) => {
@@ -378,16 +382,16 @@ impl HardwareTracker {
         }
     }
 
-    /// Returns the time of a new fault. An administrator clears faults up to a time of day. A
-    /// new fault must be later than that time, even if the clock was set back.
+    /// Returns the time to record for a new fault. An administrator clears faults up to a time of
+    /// day. A new fault must have a later time, even if the clock was set back.
     fn fault_time(&self, uuid: &str, now: Instant) -> EventTime {
         let EventTime { now, wall } = self.clock.event_time(now);
         let after = self.cleared.get(uuid).and_then(|cleared| cleared.0.checked_add(SignedDuration::from_secs(1)).ok());
         EventTime { now, wall: after.map_or(wall, |after| after.max(wall)) }
     }
 
-    /// Ends the faults up to `until`, because an administrator cleared them. After a restart, call
-    /// this method before you record a new fault.
+    /// Clears the faults up to `until`, because an administrator requested it. After a restart of
+    /// the agent, call this method before you record a new fault.
     pub fn clear_faults(&mut self, uuid: &str, until: &Time) {
         if self.cleared.get(uuid).is_none_or(|before| before < until) {
             self.cleared.insert(uuid.to_owned(), until.clone());
@@ -397,7 +401,7 @@ impl HardwareTracker {
         }
     }
 
-    /// Returns the records that are not empty, by UUID of the GPU, for the checkpoint.
+    /// Returns the health records that are not empty, by UUID of the GPU, for the checkpoint.
     pub fn health_records(&self) -> BTreeMap<String, HealthRecord> {
         let record = |entry: &TrackedGpu| {
             let lost = entry.lost.as_ref().is_some_and(|lost| lost.permanent);
@@ -412,7 +416,7 @@ impl HardwareTracker {
         self.gpus.get(uuid).map(|entry| &entry.gpu)
     }
 
-    /// Records an XID and returns its class.
+    /// Records an XID of a GPU and returns the class of the fault.
     pub fn record_xid(
         &mut self,
         uuid: &str,
@@ -423,7 +427,7 @@ impl HardwareTracker {
     ) -> FaultClass {
         let at = self.fault_time(uuid, now);
         let Some(TrackedGpu { gpu, history, .. }) = self.gpus.get_mut(uuid) else {
-            return crate::gpu::xid::classify(xid, ignored);
+            return crate::gpu::xid::classify_xid(xid, ignored);
         };
         let instances = gpu.mig.iter().filter(|mig| mig.enabled).flat_map(|mig| &mig.instances);
         let of = instances.filter(|instance| Some(instance.gpu_instance) == gpu_instance);
@@ -454,7 +458,7 @@ impl HardwareTracker {
 }
 
 impl LossCause {
-    /// Returns the health of a lost GPU.
+    /// Returns the health of a GPU that NVML cannot query.
     fn health(&self) -> Health {
         Health {
             healthy: false,

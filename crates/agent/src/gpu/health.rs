@@ -1,5 +1,5 @@
-//! Health of a GPU and its MIG instances: the recorded faults, and what ends each of them. Pure:
-//! the time is an argument.
+//! Determines the health of a GPU and its MIG instances from recorded faults. Pure: the time is an
+//! argument.
 //!
 //! ```text
 //!  event                          class          ends with
@@ -11,14 +11,15 @@
 //!                                                only a reset restores the GPU, this is proof
 //! ```
 //!
-//! Neither time alone nor a restart of the agent ends a fault: the checkpoint keeps the recorded
-//! faults. Other faults last exactly as long as NVML reports them, and are not recorded.
+//! Neither time alone nor a restart of the agent ends a recorded fault, because the checkpoint
+//! keeps these faults. A problem that NVML reports, such as a failed remapping, is not recorded and
+//! ends when NVML no longer reports it.
 //!
 //! Each of these is proof of a reset:
 //! - The node was rebooted.
-//! - A GPU that fell off the bus, or whose driver was unloaded, answers again.
+//! - NVML answers again for a GPU that fell off the bus, or after the driver was unloaded.
 //! - Error counters restarted at 0.
-//! - The driver requested a reset and no longer does.
+//! - The driver requested a reset and no longer requests one.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -29,22 +30,22 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use serde::{Deserialize, Serialize};
 
 use crate::clock::EventTime;
-use crate::gpu::xid::{FaultClass, classify, describe};
+use crate::gpu::xid::{FaultClass, classify_xid, describe_xid};
 
-/// Default quiet period: time without a further error after which a suspect GPU can be healthy
-/// again. `--suspect-quiet` overrides it.
+/// Default quiet period: the time without further errors after which a suspect GPU can become
+/// healthy again. `--suspect-quiet` overrides this value.
 ///
-/// A GPU that fails under every load fails again within this time. A longer period would keep the
-/// GPU out of service for longer after a single error.
+/// A GPU that fails under any load fails again within this time. A longer period would only keep
+/// the GPU out of service longer after a single error.
 pub const DEFAULT_QUIET_PERIOD: Duration = Duration::from_secs(60);
 
-/// Reasons for a GPU's health, for [`cleave_api::gpunode::Health::reason`].
+/// Values of [`cleave_api::gpunode::Health::reason`] for GPUs.
 pub mod reason {
     /// The GPU is suspect because of an XID.
     pub const XID_ERROR: &str = "XidError";
     /// The GPU is suspect because of uncorrected memory errors.
     pub const ECC_ERRORS: &str = "EccErrors";
-    /// NVML reports the GPU as lost, or a call for it fails.
+    /// NVML reports the GPU as lost, or a call for the GPU fails.
     pub const GPU_LOST: &str = "GpuLost";
     /// NVML no longer lists the GPU.
     pub const GPU_MISSING: &str = cleave_api::names::HEALTH_GPU_MISSING;
@@ -56,7 +57,7 @@ pub mod reason {
     pub const RESET_REQUIRED: &str = "ResetRequired";
     /// The GPU is quiesced for a reset or for a change of the driver.
     pub const QUIESCED: &str = "Quiesced";
-    /// A row of the GPU's memory could not be remapped.
+    /// The GPU failed to remap a row of its memory.
     pub const ROW_REMAP_FAILED: &str = "RowRemapFailed";
     /// The GPU is healthy. A reset would complete a pending memory repair.
     pub const RESET_PENDING: &str = "ResetPending";
@@ -72,7 +73,7 @@ pub mod reason {
     }
 }
 
-/// Kind of a recorded fault.
+/// Cause of a recorded fault.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum FaultCause {
@@ -86,11 +87,12 @@ pub enum FaultCause {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RecordedFault {
-    /// Class of the fault, which determines what ends it.
+    /// Class of the fault. The class determines what ends the fault.
     pub class: FaultClass,
-    /// Kind of the fault. After several errors, the kind of the last error.
+    /// Cause of the last error of this fault.
     pub cause: FaultCause,
-    /// The MIG device that the fault is limited to, if any.
+    /// UUID of the only MIG device that the fault affects. `None` if the fault affects the whole
+    /// GPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub instance: Option<String>,
     /// Time of the first error.
@@ -109,13 +111,15 @@ pub struct HealthRecord {
     /// The driver's count of uncorrected memory errors since the last reset.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uncorrected: Option<u64>,
-    /// Time at which the driver first requested a reset. `None` if it requests none now.
+    /// Time at which the driver first requested a reset. `None` if the driver requests no reset
+    /// now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reset_wanted: Option<Time>,
-    /// Whether the GPU was lost and only a reset restores it.
+    /// Whether the GPU was lost and only a reset can restore it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lost: bool,
-    /// Since when NVML has not listed the GPU. `None` if NVML lists it. A reboot does not end this.
+    /// Time at which NVML stopped listing the GPU, also if that was before a reboot. `None` if NVML
+    /// lists the GPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub missing_since: Option<Time>,
 }
@@ -127,17 +131,17 @@ impl HealthRecord {
     }
 }
 
-/// Health of one GPU over time.
+/// The faults of one GPU and its last error counters, from which its health follows.
 #[derive(Debug, Clone)]
 pub struct HealthHistory {
-    /// Quiet period of a suspect GPU.
+    /// Time without errors after which a suspect GPU can become healthy.
     pub quiet: Duration,
     faults: Vec<TrackedFault>,
     uncorrected: Option<u64>,
     reset_wanted: Option<Time>,
     remap_failed: Option<Time>,
     vitals: GpuVitals,
-    /// Whether the GPU was lost before this process started and has not answered this process.
+    /// Whether the GPU was lost before this process started, and NVML has not yet answered for it.
     was_lost: bool,
 }
 
@@ -160,7 +164,7 @@ impl Default for HealthHistory {
 #[derive(Debug, Clone)]
 struct TrackedFault {
     recorded: RecordedFault,
-    /// Start of the quiet period. For a restored fault, the start of this process.
+    /// Start of the quiet period. A restored fault has the start of this process.
     quiet: Instant,
 }
 
@@ -174,7 +178,7 @@ impl HealthHistory {
     }
 
     /// Returns the record for the checkpoint. `lost` states whether the GPU is lost now and only a
-    /// reset restores it, and `missing_since` since when NVML has not listed it.
+    /// reset can restore it. `missing_since` is the time at which NVML stopped listing the GPU.
     pub fn to_record(&self, lost: bool, missing_since: Option<Time>) -> HealthRecord {
         HealthRecord {
             faults: self.faults.iter().map(|fault| fault.recorded.clone()).collect(),
@@ -185,18 +189,18 @@ impl HealthHistory {
         }
     }
 
-    /// Records an XID and returns its class. `instance` is the MIG device that the XID is limited
-    /// to, if any.
+    /// Records an XID and returns its class. `instance` is the UUID of the only MIG device that the
+    /// XID affects, if any.
     pub fn record_xid(&mut self, xid: u64, instance: Option<&str>, ignored: &[u64], at: EventTime) -> FaultClass {
-        let class = classify(xid, ignored);
+        let class = classify_xid(xid, ignored);
         if class != FaultClass::Application {
             self.record_fault(class, FaultCause::Xid(xid), instance, at);
         }
         class
     }
 
-    /// Records NVML's full answer to a query at `requested_at`, with the UUIDs of the GPU's MIG
-    /// devices.
+    /// Records NVML's full answer to a query that the agent sent at `requested_at`. `devices`
+    /// contains the UUIDs of the GPU's MIG devices.
     pub fn record_answer(&mut self, requested_at: Instant, devices: &[&str]) {
         if std::mem::take(&mut self.was_lost) {
             self.record_reset();
@@ -204,7 +208,7 @@ impl HealthHistory {
         let long = self.quiet;
         self.faults.retain(|TrackedFault { recorded, quiet }| {
             let quiet = requested_at.checked_duration_since(*quiet).is_some_and(|quiet| quiet >= long);
-            // A fault of an instance ends with the instance.
+            // A suspect fault of an instance also ends when the instance no longer exists.
             let gone = recorded.instance.as_deref().is_some_and(|instance| !devices.contains(&instance));
             recorded.class != FaultClass::Suspect || !(quiet || gone)
         });
@@ -242,13 +246,13 @@ impl HealthHistory {
         self.reset_wanted = None;
     }
 
-    /// Ends the faults up to `until`, because an administrator cleared them.
+    /// Clears the faults up to `until`, because an administrator requested it.
     pub fn clear_faults(&mut self, until: &Time) {
         self.faults.retain(|fault| fault.recorded.last > *until);
     }
 
     fn record_fault(&mut self, class: FaultClass, cause: FaultCause, instance: Option<&str>, at: EventTime) {
-        // A fault that needs a reset is not limited to an instance: only the whole GPU can be
+        // A fault that needs a reset affects all instances, because only the whole GPU can be
         // reset.
         let instance = instance.filter(|_| class == FaultClass::Suspect);
         let time = whole_seconds(at.wall);
@@ -256,7 +260,7 @@ impl HealthHistory {
             |fault: &&mut TrackedFault| (fault.recorded.class, fault.recorded.instance.as_deref()) == (class, instance);
         match self.faults.iter_mut().find(same) {
             Some(fault) => {
-                // The clock may have been set back, but the last error must not precede the first.
+                // The time of the last error must not decrease, even if the clock was set back.
                 let last = time.max(fault.recorded.last.clone());
                 (fault.recorded.cause, fault.recorded.last, fault.quiet) = (cause, last, at.now);
             }
@@ -275,7 +279,7 @@ impl HealthHistory {
                 healthy: false,
                 class: FaultClass::Lost.as_str().into(),
                 reason: reason::GPU_LOST.into(),
-                message: "the GPU was lost, and NVML has not answered for it since".into(),
+                message: "the GPU was lost, and NVML has not answered for the GPU since then".into(),
                 ..Health::default()
             };
         }
@@ -314,7 +318,7 @@ impl HealthHistory {
         }
     }
 
-    /// Returns the health of single MIG devices with faults, by UUID.
+    /// Returns the health of the MIG devices that have faults of their own, by UUID.
     pub fn instance_health(&self) -> BTreeMap<String, Health> {
         let faults = self.faults.iter().map(|fault| &fault.recorded);
         faults.filter_map(|recorded| Some((recorded.instance.clone()?, self.fault_health(recorded)))).collect()
@@ -323,7 +327,7 @@ impl HealthHistory {
     /// Returns the health that follows from a recorded fault.
     fn fault_health(&self, RecordedFault { class, cause, instance: _, since, last }: &RecordedFault) -> Health {
         let what = match cause {
-            FaultCause::Xid(xid) => describe(*xid),
+            FaultCause::Xid(xid) => describe_xid(*xid),
             FaultCause::EccErrors(1) => "an uncorrected memory error".to_owned(),
             FaultCause::EccErrors(count) => format!("{count} uncorrected memory errors"),
         };
@@ -353,7 +357,7 @@ impl HealthHistory {
     }
 }
 
-/// Returns the health of a GPU that needs a reset, valid while NVML reports the reason.
+/// Returns the health of a GPU that needs a reset for as long as NVML reports this reason.
 fn reset_needed_health(reason: &str, message: String, since: &Time) -> Health {
     Health {
         healthy: false,
@@ -399,13 +403,13 @@ pub(crate) mod tests {
         history.record_xid(999, None, &[], event_time(start + DEFAULT_QUIET_PERIOD / 2));
         history.record_answer(start + DEFAULT_QUIET_PERIOD, &[]);
         assert_eq!(health_class(&history), "Suspect", "the second XID restarts the quiet period");
-        // Time alone ends no fault: NVML must answer.
+        // Time alone does not end a fault: NVML must also answer.
         history.record_answer(start + DEFAULT_QUIET_PERIOD / 2 + DEFAULT_QUIET_PERIOD, &[]);
         assert!(history.health().healthy);
     }
 
     #[test]
-    fn a_gpu_that_needs_a_reset_waits_for_proof_of_one() {
+    fn a_gpu_that_needs_a_reset_is_unhealthy_until_there_is_proof_of_a_reset() {
         let (start, later) = (Instant::now(), Instant::now() + 1000 * DEFAULT_QUIET_PERIOD);
         let faulty = || {
             let mut history = HealthHistory::default();
@@ -423,7 +427,7 @@ pub(crate) mod tests {
 
         let mut counters = history.clone();
         counters.record_vitals(vitals_with_errors(0), event_time(later));
-        assert!(counters.health().healthy, "its counters start at 0 again");
+        assert!(counters.health().healthy, "the counters of the reset GPU start at 0 again");
         let mut driver = history.clone();
         driver.record_vitals(vitals_with_recovery(RecoveryAction::Reset), event_time(later));
         assert_eq!(health_class(&driver), "NeedsReset");
@@ -441,7 +445,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn an_agent_restart_ends_no_fault_and_restarts_the_quiet_period() {
+    fn a_restart_of_the_agent_ends_no_fault_and_restarts_the_quiet_period() {
         let start = Instant::now();
         for xid in [79, 999] {
             let mut before = HealthHistory::default();
@@ -470,7 +474,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_failed_remapping_needs_a_reset_and_a_pending_one_is_reported() {
+    fn a_failed_remapping_needs_a_reset_and_a_pending_remapping_is_reported() {
         let start = event_time(Instant::now());
         let mut history = HealthHistory::default();
         history.record_vitals(GpuVitals { remap_pending: Some(true), ..GpuVitals::default() }, start);
@@ -508,7 +512,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_fault_does_not_end_before_it_began_if_the_clock_was_set_back() {
+    fn the_last_error_of_a_fault_is_not_before_the_first_if_the_clock_was_set_back() {
         let start = Instant::now();
         let mut history = HealthHistory::default();
         history.record_xid(48, None, &[], EventTime { now: start, wall: Timestamp::from_second(3_600).unwrap() });

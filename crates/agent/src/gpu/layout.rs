@@ -1,5 +1,5 @@
-//! Computes layouts: the slices and MPS daemons that the spec requests for a GPU, checked against
-//! the hardware. Pure.
+//! Computes layouts: the slices and MPS daemons that the spec requests for a GPU. Checks the spec
+//! against the hardware. Pure.
 use std::collections::BTreeMap;
 
 use cleave_api::gpunode::{
@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::gpu::mig::{MigChange, MigTarget, needed_changes};
 
-/// Maximum number of slices in a pool. A larger number is a mistake in the spec.
+/// Maximum number of slices in a pool. A larger number indicates a mistake in the spec.
 const MAX_SLICES_PER_POOL: u32 = 1024;
 
 /// The sharing mode of a GPU.
@@ -55,12 +55,12 @@ pub struct Layout {
     pub daemons: BTreeMap<String, wire::DaemonSettings>,
 }
 
-/// Equal slices of one device under one resource name.
+/// Slices of one device with consecutive numbers, the same kind and the same resource name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pool {
     /// UUID of the GPU or MIG device.
     pub device: String,
-    /// The extended resource, with a valid name.
+    /// Valid name of the extended resource.
     pub resource: String,
     /// Number of the first slice.
     pub first: u32,
@@ -70,7 +70,7 @@ pub struct Pool {
     pub kind: PoolKind,
 }
 
-/// Kind of a slice.
+/// Kind of the slices in a pool.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PoolKind {
     /// A whole GPU or MIG instance.
@@ -94,24 +94,24 @@ impl Pool {
         (self.first..self.first.saturating_add(self.count)).map(|number| slice_id(&self.device, number))
     }
 
-    /// Returns whether this pool contains the slice with this number of `device`.
+    /// Returns whether this pool contains slice `number` of `device`.
     pub fn contains(&self, device: &str, number: u32) -> bool {
         self.device == device && number >= self.first && number - self.first < self.count
     }
 }
 
 impl Layout {
-    /// Checks the counts, numbers and names of a layout from a file. Other code creates an id for
-    /// every slice, so a wrong count could exhaust memory.
+    /// Checks the counts, numbers and names of a layout that was read from a file. The agent
+    /// creates an id for every slice, so a wrong count could exhaust memory.
     ///
     /// # Errors
-    /// Returns a sentence that states which value is invalid.
+    /// Returns a clause that states which value is invalid.
     pub fn check(&self) -> Result<(), String> {
         for Pool { resource, first, count, kind, .. } in &self.pools {
             check_resource_name(resource)?;
             if *count > MAX_SLICES_PER_POOL {
                 return Err(format!(
-                    "{resource}: {count} slices in one pool, more than the maximum of {MAX_SLICES_PER_POOL}"
+                    "{resource}: one pool has {count} slices, more than the maximum of {MAX_SLICES_PER_POOL}"
                 ));
             }
             if first.checked_add(*count).is_none() {
@@ -141,7 +141,7 @@ pub fn slice_id(device: &str, number: u32) -> String {
     format!("{device}::{number}")
 }
 
-/// Returns the device and number of a slice id. Accepts only what [`slice_id`] returns, so that
+/// Returns the device and number of a slice id. Accepts only ids that [`slice_id`] returns, so that
 /// `GPU-x::07` and `GPU-x::7` cannot both name a slice.
 pub fn parse_slice_id(id: &str) -> Option<(&str, u32)> {
     let (device, digits) = id.rsplit_once("::")?;
@@ -150,15 +150,15 @@ pub fn parse_slice_id(id: &str) -> Option<(&str, u32)> {
     (canonical && !device.is_empty()).then_some((device, number))
 }
 
-/// A layout that the agent can serve now, and the GPU changes that the rest of the spec needs.
+/// A layout that the agent can serve now, and the changes of the GPU that the spec still needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TargetLayout {
     /// The layout that the agent can serve now.
     pub layout: Layout,
-    /// The GPU changes that the rest of the spec needs, in order.
+    /// The changes of the GPU that the spec still needs, in order.
     pub changes: Vec<MigChange>,
-    /// Explains which part of the spec the agent ignores because it is impossible. Empty if the
-    /// whole spec is possible.
+    /// States which part of the spec the agent ignores because it cannot apply that part. Empty if
+    /// the agent can apply the whole spec.
     pub note: String,
 }
 
@@ -169,8 +169,8 @@ impl From<Layout> for TargetLayout {
 }
 
 /// Returns the layout that `spec` requests. Without a spec, the layout contains the whole GPU or
-/// its existing MIG instances. If `was_mig` is true, an earlier spec partitioned the GPU by MIG, so
-/// the layout removes the instances.
+/// its existing MIG instances. `was_mig` states whether an earlier spec partitioned the GPU by MIG.
+/// If an earlier spec partitioned the GPU and `spec` is `None`, the changes remove the instances.
 ///
 /// # Errors
 /// Returns a clause for the step's message if the GPU cannot have the layout.
@@ -213,14 +213,15 @@ pub fn target_layout(spec: Option<&GpuSpec>, gpu: &Gpu, was_mig: bool) -> Result
     Ok(TargetLayout { note: interval_note(time_slicing.as_ref()), ..wanted })
 }
 
-/// Returns a layout of the undivided GPU, which can be served only with MIG mode off.
+/// Returns the target of an undivided GPU. The agent can serve `layout` only while MIG mode is off.
 fn layout_without_mig_mode(gpu: &Gpu, layout: Layout, target: MigTarget<'_>) -> Result<TargetLayout, String> {
     let mig_on = gpu.mig.as_ref().is_some_and(|mig| mig.enabled);
     let layout = if mig_on { empty_layout(SharingMode::Mig) } else { layout };
     Ok(TargetLayout { layout, changes: needed_changes(gpu, target)?, note: String::new() })
 }
 
-/// Returns the instances of the spec that exist, and the changes that create the missing instances.
+/// Returns a layout of the spec's existing instances, and the changes that create the missing
+/// instances.
 fn mig_layout(gpu: &Gpu, instances: &[MigInstanceSpec]) -> Result<TargetLayout, String> {
     let changes = needed_changes(gpu, MigTarget::On(instances))?;
     let (mut layout, mut rest) = (empty_layout(SharingMode::Mig), empty_layout(SharingMode::Mig));
@@ -231,8 +232,8 @@ fn mig_layout(gpu: &Gpu, instances: &[MigInstanceSpec]) -> Result<TargetLayout, 
         match there.iter().find(is) {
             Some(found) => add_instance(&mut layout, found, &spec.partition)?,
             None => {
-                // Check the partition now, so that the agent creates no instance that it cannot
-                // serve.
+                // Check the partition before the instance exists, so that the agent creates no
+                // instance that it cannot serve.
                 let (profile, start) = (spec.profile.clone(), spec.start);
                 let later =
                     MigInstance { uuid: String::new(), profile, start, gpu_instance: 0, compute_instance: None };
@@ -257,10 +258,10 @@ fn whole_pool(device: &str, resource: String) -> Pool {
     Pool { device: device.to_owned(), resource, first: 0, count: 1, kind: PoolKind::Whole }
 }
 
-/// Returns a layout that serves each existing MIG instance whole.
+/// Returns a layout that serves each existing MIG instance as a whole.
 fn existing_instance_layout(mig: &MigState) -> TargetLayout {
-    // Skip instances whose profile name is invalid in a resource name, because no pod can request
-    // them.
+    // Skip instances with a profile name that a resource name cannot contain, because no pod can
+    // request them.
     let has_name = |instance: &&MigInstance| check_resource_name(&mig_resource(&instance.profile)).is_ok();
     let made = mig.instances.iter().filter(|instance| !instance.uuid.is_empty()).filter(has_name);
     let pools = made.map(|instance| whole_pool(&instance.uuid, mig_resource(&instance.profile)));
@@ -293,7 +294,7 @@ fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<P
     let MpsPartition { multi_user, compute_mode, enforcement, slices } = partition;
     let total: u64 = slices.iter().map(|slices| u64::from(slices.count)).sum();
     if total == 0 || total > u64::from(MAX_CLIENTS) {
-        return Err(format!("{total} MPS shares: one GPU can have 1 to {MAX_CLIENTS}"));
+        return Err(format!("one GPU cannot have {total} MPS shares; it can have 1 to {MAX_CLIENTS}"));
     }
     let mut pools: Vec<Pool> = Vec::new();
     let (mut most_threads, mut most_memory) = (None, None);
@@ -318,7 +319,7 @@ fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<P
         let overlaps =
             |pool: &&Pool| pool.resource == resource && pool.first < end && slices.first < pool.first + pool.count;
         if pools.iter().find(overlaps).is_some() {
-            return Err(format!("{resource}: shares {} to {end} are defined twice", slices.first));
+            return Err(format!("{resource}: some shares from {} to {} are defined twice", slices.first, end - 1));
         }
         most_threads = most_threads.max(slices.threads.last().copied());
         most_memory = most_memory.max(slices.memory_mib.last().copied());
@@ -334,8 +335,8 @@ fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<P
         multi_user: *multi_user,
         exclusive: !mig && *compute_mode == ComputeMode::ExclusiveProcess,
         // The daemon's default limits equal the limits of the largest allocation. The door sets the
-        // lower limits of a smaller allocation. If the door cannot set them, the container's
-        // environment does.
+        // lower limits of a smaller allocation. If the door cannot set limits, the environment
+        // variables of the container do.
         default_threads: most_threads.filter(|_| !unlimited(|slices| slices.threads.is_empty())),
         default_memory_mib: most_memory.filter(|_| !unlimited(|slices| slices.memory_mib.is_empty())),
         accept_advisory: *enforcement == MpsEnforcement::Advisory,
@@ -343,7 +344,7 @@ fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<P
     Ok((pools, daemon))
 }
 
-/// Checks that each list of limits has an entry for every share, or is empty.
+/// Checks that each list of limits is empty or has an entry for every number of shares.
 fn check_limit_counts(resource: &str, count: u32, limits: [usize; 2]) -> Result<(), String> {
     if limits.iter().any(|&limits| limits != 0 && limits < count as usize) {
         return Err(format!("{resource}: there are {count} shares but limits for fewer"));
@@ -355,7 +356,9 @@ fn check_limit_counts(resource: &str, count: u32, limits: [usize; 2]) -> Result<
 fn replica_pool(device: &str, partition: &TimeSlicedPartition) -> Result<Pool, String> {
     let TimeSlicedPartition { resource, replicas, interval: _ } = partition;
     if *replicas == 0 || *replicas > MAX_SLICES_PER_POOL {
-        return Err(format!("{replicas} time-sliced replicas: one GPU can have 1 to {MAX_SLICES_PER_POOL}"));
+        return Err(format!(
+            "one GPU cannot have {replicas} time-sliced replicas; it can have 1 to {MAX_SLICES_PER_POOL}"
+        ));
     }
     let resource = check_resource_name(resource)?;
     Ok(Pool { device: device.to_owned(), resource, first: 0, count: *replicas, kind: PoolKind::TimeSliced })
@@ -386,7 +389,7 @@ pub(crate) mod tests {
     use crate::fixtures::mps_partition;
     pub(crate) use crate::fixtures::{gpu, mps_spec};
 
-    /// Returns a GPU with some of the MIG profiles of an H100 with 80 GB.
+    /// Returns a GPU with some of the MIG profiles of an 80 GB H100.
     pub(crate) fn mig_gpu(uuid: &str, enabled: bool, instances: Vec<MigInstance>) -> Gpu {
         let profile = |name: &str, slices, size, starts: &[u32]| cleave_gpu::nvml::MigProfile {
             id: slices,
@@ -424,7 +427,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn the_daemons_defaults_are_the_largest_allocations_limits() {
+    fn the_daemons_default_limits_are_the_limits_of_the_largest_allocation() {
         let layout = target_layout(Some(&mps_spec("GPU-a", 10)), &gpu("GPU-a", 0), false).unwrap().layout;
         let daemon = &layout.daemons["GPU-a"];
         assert_eq!((daemon.default_threads, daemon.default_memory_mib), (Some(100), Some(143_027)));
@@ -433,7 +436,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn the_daemon_has_no_defaults_if_shares_have_no_limits() {
+    fn the_daemon_has_no_default_limits_if_shares_have_no_limits() {
         let mut spec = mps_spec("GPU-a", 10);
         let slices = &mut spec.partition.mps.as_mut().unwrap().slices[0];
         slices.threads.clear();
@@ -483,7 +486,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn mig_instances_match_by_profile_and_placement_and_the_rest_needs_changes() {
+    fn mig_instances_match_by_profile_and_placement_and_others_need_changes() {
         let instance = |profile: &str, start, uuid: &str| MigInstance {
             uuid: uuid.into(),
             profile: profile.into(),
@@ -521,7 +524,7 @@ pub(crate) mod tests {
                 MigChange::Destroy(third),
                 MigChange::Create { profile: "3g.40gb".into(), start: 0 }
             ],
-            "the instance of the spec stays"
+            "the instance of the spec is kept"
         );
         for (whole, was_mig) in [(Some(&mps_spec("GPU-a", 4)), false), (None, true)] {
             let TargetLayout { layout, changes, .. } = target_layout(whole, &gpu, was_mig).unwrap();
@@ -547,7 +550,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn only_canonical_ids_are_parsed() {
+    fn only_canonical_slice_ids_are_parsed() {
         assert_eq!(parse_slice_id("GPU-a::12"), Some(("GPU-a", 12)));
         assert_eq!(parse_slice_id("GPU-a::0"), Some(("GPU-a", 0)));
         for bad in
@@ -559,7 +562,7 @@ pub(crate) mod tests {
 
     proptest! {
         #[test]
-        fn every_id_round_trips(device in "[A-Za-z0-9-]{1,40}", number: u32) {
+        fn every_slice_id_is_parsed_to_its_device_and_number(device in "[A-Za-z0-9-]{1,40}", number: u32) {
             let id = slice_id(&device, number);
             prop_assert_eq!(parse_slice_id(&id), Some((device.as_str(), number)));
         }

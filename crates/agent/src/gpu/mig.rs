@@ -2,7 +2,8 @@
 //!
 //! The agent computes the remaining changes each time from NVML's report. An agent that restarts
 //! between two changes therefore continues with the next change. When an agent exits, only
-//! [`MigProgress`] is lost: the record of which changes failed, and how often.
+//! [`MigProgress`] is lost: the record of the completed changes, and of the number of attempts at
+//! each failed change.
 use std::fmt;
 use std::time::{Duration, Instant};
 
@@ -15,10 +16,10 @@ use cleave_gpu::nvml::{Gpu, MigInstance, MigProfile, MigState, Process};
 pub const MAX_CHANGE_ATTEMPTS: u32 = 5;
 /// Delay after the first failed attempt. Each further failure doubles the delay.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(500);
-/// Maximum delay between attempts while the instance or the GPU is in use.
+/// Maximum delay between attempts while programs use the instance or the GPU.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
-/// Delay between attempts to turn MIG mode on after [`MAX_CHANGE_ATTEMPTS`] attempts. Between
-/// attempts, the GPU serves its previous layout.
+/// Delay between attempts to turn MIG mode on, after the GPU was in use at [`MAX_CHANGE_ATTEMPTS`]
+/// attempts. Between attempts, the GPU serves its previous layout.
 const MODE_RETRY_DELAY: Duration = Duration::from_secs(600);
 /// Maximum number of processes that a message names.
 const MAX_NAMED_PROCESSES: usize = 8;
@@ -30,11 +31,11 @@ pub enum MigChange {
     Destroy(MigInstance),
     /// Turns MIG mode on or off.
     Mode(bool),
-    /// Creates a GPU instance with one compute instance that spans it.
+    /// Creates a GPU instance with one compute instance that spans the GPU instance.
     Create {
         /// Profile name without the `MIG ` prefix.
         profile: String,
-        /// First memory slice of its placement.
+        /// First memory slice of the instance's placement.
         start: u32,
     },
 }
@@ -53,7 +54,7 @@ impl fmt::Display for MigChange {
 /// The desired MIG state of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MigTarget<'a> {
-    /// Keep the current state: no spec names this GPU.
+    /// Keep the current state, because no spec names this GPU.
     Keep,
     /// MIG mode off.
     Off,
@@ -62,7 +63,7 @@ pub enum MigTarget<'a> {
 }
 
 /// Returns the changes that lead to the target, removals first. The changes keep existing instances
-/// that match the target, even if another program created them.
+/// that match the target, even if another program created the instances.
 ///
 /// # Errors
 /// Returns a clause that states why this GPU can never reach the target.
@@ -86,7 +87,8 @@ pub fn needed_changes(gpu: &Gpu, target: MigTarget<'_>) -> Result<Vec<MigChange>
             let is = |found: &MigInstance, spec: &MigInstanceSpec| {
                 found.profile == spec.profile && found.start == spec.start
             };
-            // An instance without a UUID has no compute instance: its creation was interrupted.
+            // An instance without a UUID has no compute instance, because its creation was
+            // interrupted.
             let stays = |found: &MigInstance| !found.uuid.is_empty() && wanted.iter().any(|spec| is(found, spec));
             let mut all: Vec<MigChange> =
                 there.iter().filter(|found| !stays(found)).cloned().map(MigChange::Destroy).collect();
@@ -98,7 +100,8 @@ pub fn needed_changes(gpu: &Gpu, target: MigTarget<'_>) -> Result<Vec<MigChange>
     }
 }
 
-/// Checks that NVML lists these profiles with these placements, and that no two placements overlap.
+/// Checks that NVML lists the wanted profiles with the wanted placements, and that no two
+/// placements overlap.
 fn check_placements(mig: &MigState, wanted: &[MigInstanceSpec]) -> Result<(), String> {
     // Some drivers list profiles only while MIG mode is on.
     if mig.profiles.is_empty() && !mig.enabled {
@@ -129,22 +132,23 @@ fn placements_overlap(one: (u32, u32), other: (u32, u32)) -> bool {
     one.0 < other.0.saturating_add(other.1) && other.0 < one.0.saturating_add(one.1)
 }
 
-/// The next step for a GPU.
+/// The next step of a GPU towards its target.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NextStep {
     /// No change remains, or the remaining changes cannot start yet.
     Nothing,
-    /// Start this change: no known condition prevents the change.
+    /// Start this change, because no known condition prevents the change.
     Do(MigChange),
-    /// The change waits, for this reason.
+    /// The next change, and the reason for which it waits.
     Wait(MigChange, String),
 }
 
 /// Returns the first change that can start now.
 ///
-/// `known` states whether the users of all slices are known, so that the agent may remove
-/// instances. `served` returns whether the kubelet can allocate slices of a device. `daemon_exited`
-/// returns `Ok` if the device's MPS daemon has exited. Otherwise the error states the reason.
+/// `known` states whether the users of all slices are known. While some users are unknown, the
+/// agent must not remove instances or change MIG mode. `served` returns whether the kubelet can
+/// allocate slices of a device. `daemon_exited` returns an error with the reason while the device's
+/// MPS daemon has not exited.
 pub fn next_step<'a>(
     changes: impl IntoIterator<Item = &'a MigChange>,
     gpu: &Gpu,
@@ -207,7 +211,7 @@ pub fn in_use_message(processes: &[&Process]) -> String {
 pub enum ChangeOutcome {
     /// The change succeeded.
     Done,
-    /// The instance or the GPU is in use. The agent changed nothing.
+    /// The instance or the GPU is in use, for this reason. The agent changed nothing.
     Busy(String),
     /// MIG mode changes with the next reset of the GPU. An administrator must reset the GPU.
     AfterReset,
@@ -217,12 +221,12 @@ pub enum ChangeOutcome {
     Failed(String),
 }
 
-/// Progress of the changes of one GPU towards one target.
+/// Progress of one GPU's changes towards one target.
 #[derive(Debug)]
 pub struct MigProgress {
-    /// The part of the spec that the changes apply.
+    /// The partition from the spec that the changes lead to.
     wanted: Option<Partition>,
-    /// State of the GPU after the last change, if known. If the GPU's state now differs, another
+    /// State of the GPU after the last change, if known. If the current state differs, another
     /// program has changed the GPU.
     last_state: Option<MigChangeState>,
     in_progress: Option<MigChange>,
@@ -244,8 +248,8 @@ struct FailedChange {
     step: StepStatus,
 }
 
-/// State of a GPU on which the result of a MIG change depends. The agent retries a failed change if
-/// this state has changed.
+/// The part of a GPU's state that the result of a MIG change depends on. The agent retries a failed
+/// change if this state has changed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct MigChangeState {
     is_healthy: bool,
@@ -267,7 +271,7 @@ impl MigChangeState {
 }
 
 impl MigProgress {
-    /// Creates the progress towards a target before the first change.
+    /// Creates the progress towards a target, without any changes.
     pub fn new(wanted: Option<&Partition>) -> Self {
         Self {
             wanted: wanted.cloned(),
@@ -280,8 +284,8 @@ impl MigProgress {
         }
     }
 
-    /// Updates the target and the state of the GPU. If either has changed, the agent may retry
-    /// failed changes.
+    /// Updates the target and the state of the GPU. If the target or the state has changed, the
+    /// agent may retry failed changes.
     pub fn update(&mut self, wanted: Option<&Partition>, gpu: &Gpu, healthy: bool) {
         if self.wanted.as_ref() != wanted {
             *self = Self { in_progress: self.in_progress.take(), ..Self::new(wanted) };
@@ -296,9 +300,9 @@ impl MigProgress {
         self.last_state = Some(now);
     }
 
-    /// Returns whether a change may start now: no change is in progress, and this change's retry
-    /// delay has passed.
-    pub fn may_start(&self, change: &MigChange, now: Instant) -> bool {
+    /// Returns whether a change can start now: no change is in progress, and the retry delay of
+    /// this change has passed.
+    pub fn can_start(&self, change: &MigChange, now: Instant) -> bool {
         let attempt = self.attempts.iter().find(|attempt| attempt.change == *change);
         self.in_progress.is_none() && attempt.is_none_or(|attempt| attempt.not_before.is_some_and(|then| then <= now))
     }
@@ -311,7 +315,8 @@ impl MigProgress {
         self.attempts.iter().filter_map(|attempt| Some(attempt.not_before?.saturating_duration_since(now))).min()
     }
 
-    /// Records the remaining changes, and the reason why the next change waits.
+    /// Records the remaining changes and the next step. If the next step is to start a change, that
+    /// change is then in progress.
     pub fn record_plan(&mut self, gpu: &str, left: &[MigChange], next: &NextStep) {
         self.attempts.retain(|attempt| self.in_progress.is_some() || left.contains(&attempt.change));
         self.waits = match next {
@@ -325,7 +330,7 @@ impl MigProgress {
 
     /// Returns whether the change in progress removes or replaces a device. The agent must not
     /// allocate such a device, even if the spec includes the device again.
-    pub fn removes(&self, gpu: &str, device: &str) -> bool {
+    pub fn is_removing(&self, gpu: &str, device: &str) -> bool {
         match &self.in_progress {
             Some(MigChange::Destroy(instance)) => instance.uuid == device,
             Some(MigChange::Mode(true)) => gpu == device,
@@ -333,8 +338,8 @@ impl MigProgress {
         }
     }
 
-    /// Returns whether the driver refused to turn MIG mode on and no retry is due. The GPU can then
-    /// serve its previous layout.
+    /// Returns whether the attempts to turn MIG mode on have failed and no retry is due. The GPU
+    /// can then serve its previous layout.
     pub fn has_failed_to_enable(&self, now: Instant) -> bool {
         let waits = |attempt: &FailedChange| attempt.not_before.is_none_or(|then| then > now);
         self.in_progress.is_none()
@@ -349,8 +354,8 @@ impl MigProgress {
         self.in_progress.is_some()
     }
 
-    /// Records the result of a change and the state of the GPU after it. Returns the note of a
-    /// warning Event if the result requires one.
+    /// Records the result of a change and the state of the GPU after the change. Returns the note
+    /// of a warning Event if the result requires an Event.
     pub fn record_outcome(
         &mut self,
         gpu: &str,
@@ -366,8 +371,9 @@ impl MigProgress {
             at.map(|at| self.attempts.remove(at)).map_or((0, 0), |attempt| (attempt.failures, attempt.busy_checks));
         let (result, why, pause, is_news) = match outcome {
             ChangeOutcome::Done => {
-                // Other changes may have failed because they needed the slices that are free now.
-                // An instance without a UUID was never served, so its removal frees no slices.
+                // Earlier changes may have failed because the memory slices that are free now were
+                // in use. An instance without a UUID is a remainder of a failed change, so its
+                // removal is no reason to retry.
                 if matches!(change, MigChange::Destroy(instance) if !instance.uuid.is_empty()) {
                     self.attempts.clear();
                 }
@@ -376,7 +382,8 @@ impl MigProgress {
                 return None;
             }
             ChangeOutcome::Busy(why) => {
-                // The agent withdraws the GPU's slices before each attempt to change the mode.
+                // Limit the attempts to turn MIG mode on, because the agent stops serving the GPU's
+                // slices before each attempt.
                 let is_last = busy_checks + 1 >= MAX_CHANGE_ATTEMPTS && *change == MigChange::Mode(true);
                 let pause = Duration::from_secs(1).saturating_mul(1 << busy_checks.min(8)).min(MAX_RETRY_DELAY);
                 let pause = if is_last { MODE_RETRY_DELAY } else { pause };
@@ -392,7 +399,7 @@ impl MigProgress {
             ChangeOutcome::Slow(since) => {
                 let seconds = since.as_secs();
                 let message = format!(
-                    "the driver has not answered for {seconds} s. The agent waits for the answer, and changes nothing else on this GPU. If the driver stays hung, reboot the node"
+                    "the driver has not answered for {seconds} s. The agent waits for the answer, and changes nothing else on this GPU. If the driver does not recover, reboot the node"
                 );
                 (STEP_FAILED, message, None, true)
             }
@@ -421,8 +428,8 @@ impl MigProgress {
         warning
     }
 
-    /// Returns the changes that no Event has reported, as text. Returns `None` while changes
-    /// remain, or if Events have reported every change.
+    /// Returns the completed changes that no Event has reported, as text, and marks them as
+    /// reported. Returns `None` while changes remain, or if Events have reported every change.
     pub fn take_completed(&mut self, left: &[MigChange]) -> Option<String> {
         if !left.is_empty() || self.unreported == 0 {
             return None;
@@ -432,7 +439,8 @@ impl MigProgress {
         Some(actions.collect::<Vec<_>>().join(", "))
     }
 
-    /// Returns steps for the status: completed changes, and changes that failed or wait.
+    /// Returns the steps for the status: completed changes, failed changes, and the change that
+    /// waits.
     pub fn steps(&self) -> impl Iterator<Item = &StepStatus> {
         self.done.iter().chain(self.attempts.iter().map(|attempt| &attempt.step)).chain(&self.waits)
     }
@@ -453,7 +461,7 @@ pub struct MigOrder {
     pub change: MigChange,
 }
 
-/// Result of a MIG order, or a report that the order is still in progress.
+/// Result of a MIG order, or a report that the driver has not answered yet.
 #[derive(Debug)]
 pub struct MigOrderResult {
     /// The order that this result belongs to.
@@ -462,6 +470,6 @@ pub struct MigOrderResult {
     pub outcome: ChangeOutcome,
     /// The GPU and its processes after the change, if NVML reported them.
     pub after: Option<(Gpu, Vec<Process>)>,
-    /// A time later than NVML's report in `after`.
+    /// Time at which the result was complete, after NVML's report in `after`.
     pub at: Instant,
 }

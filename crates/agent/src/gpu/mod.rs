@@ -1,4 +1,4 @@
-//! Models GPUs: their state, their health, and how they are partitioned. Pure.
+//! Models GPUs: their state, their health and their partitions. Pure.
 pub mod hardware;
 pub mod health;
 pub mod layout;

@@ -1,6 +1,6 @@
-//! Classification of XIDs: a table with a source for each line.
+//! Classifies XIDs with a table that has a source for each line.
 //!
-//! Sources, all NVIDIA's unless stated otherwise:
+//! The sources are documents of NVIDIA unless stated otherwise:
 //! - [`XID_CATALOG_SOURCE`]: "Xid Catalog",
 //!   <https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html>, the column of
 //!   immediate actions
@@ -10,8 +10,8 @@
 //!   `internal/rm/health.go` of <https://github.com/NVIDIA/k8s-device-plugin>
 //! - [`XID_CHECKS_SOURCE`]: "Health Validation: Xid Checks",
 //!   <https://docs.nvidia.com/health-validation/reference/checks/xid.md>
-//! - [`ALIBABA_SOURCE`]: Alibaba Cloud's node conditions for GPUs, those that a reboot of the node
-//!   resolves
+//! - [`ALIBABA_SOURCE`]: Alibaba Cloud's list of GPU node conditions, from which the table takes
+//!   those that a reboot of the node resolves
 use cleave_api::names::{HEALTH_LOST, HEALTH_NEEDS_RESET, HEALTH_SUSPECT};
 use serde::{Deserialize, Serialize};
 
@@ -26,17 +26,17 @@ pub const XID_CHECKS_SOURCE: &str = "Health Validation: Xid Checks";
 /// Source: Alibaba Cloud's node conditions for GPUs.
 pub const ALIBABA_SOURCE: &str = "Alibaba Cloud: GPU node conditions";
 
-/// Classes of XIDs, from least to most severe. The class determines what the GPU needs before it
+/// Classes of faults, from least to most severe. The class determines what a GPU needs before it
 /// can serve again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum FaultClass {
-    /// The GPU needs nothing: the XID is an error of a program, or a message from the driver. The
-    /// agent reports the XID, and no slice becomes unhealthy.
+    /// The GPU needs nothing, because the XID is an error of a program or a message from the
+    /// driver. The agent reports the XID, and no slice becomes unhealthy.
     Application,
     /// The GPU needs a quiet period, and then a full answer from NVML.
     Suspect,
-    /// The GPU needs a reset, proven by NVML or by a reboot of the node. An administrator can also
-    /// clear the fault.
+    /// The GPU needs a reset. The fault ends when NVML or a reboot proves a reset, or when an
+    /// administrator clears the fault.
     NeedsReset,
     /// The fault ends when NVML answers for the GPU.
     Lost,
@@ -54,16 +54,16 @@ impl FaultClass {
     }
 }
 
-/// An entry of the table.
+/// An entry of [`XID_TABLE`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct XidEntry {
-    /// NVIDIA's number of the XID.
+    /// NVIDIA's number for the error.
     pub xid: u64,
     /// Class of the XID.
     pub class: FaultClass,
-    /// NVIDIA's description of the XID, possibly shortened.
+    /// NVIDIA's description of the error, possibly shortened.
     pub meaning: &'static str,
-    /// Title of the document that states the class, one of the constants in this module.
+    /// Title of the document that is the source of the class: one of the constants in this module.
     pub source: &'static str,
 }
 
@@ -87,8 +87,8 @@ pub const XID_TABLE: &[XidEntry] = {
         xid_entry(48, NeedsReset, "double-bit ECC error", XID_CHECKS_SOURCE),
         xid_entry(61, NeedsReset, "internal micro-controller breakpoint or warning", ALIBABA_SOURCE),
         xid_entry(62, NeedsReset, "internal micro-controller halt", XID_CATALOG_SOURCE),
-        // The GPU keeps working, and its next reset remaps the row. NVML also reports the pending
-        // remapping.
+        // The GPU continues to work, and its next reset remaps the memory row. NVML also reports
+        // the pending remapping.
         xid_entry(63, Application, "ECC page retirement or row remapping recorded", MEMORY_ERROR_SOURCE),
         xid_entry(64, NeedsReset, "ECC page retirement or row remapping failed", MEMORY_ERROR_SOURCE),
         xid_entry(68, Application, "video processor exception", DEVICE_PLUGIN_SOURCE),
@@ -97,7 +97,7 @@ pub const XID_TABLE: &[XidEntry] = {
         xid_entry(79, NeedsReset, "GPU has fallen off the bus", XID_CATALOG_SOURCE),
         xid_entry(92, Suspect, "high single-bit ECC error rate", XID_CATALOG_SOURCE),
         // The driver terminates the program that used the memory. Other programs continue, and new
-        // ones may start (section "Error Recovery and Response Flags").
+        // programs may start (section "Error Recovery and Response Flags").
         xid_entry(94, Suspect, "contained ECC error", MEMORY_ERROR_SOURCE),
         xid_entry(95, NeedsReset, "uncontained ECC error", MEMORY_ERROR_SOURCE),
         xid_entry(109, Application, "context switch timeout", DEVICE_PLUGIN_SOURCE),
@@ -113,15 +113,15 @@ pub const XID_TABLE: &[XidEntry] = {
 };
 
 /// Returns the class of an XID. Ignored XIDs are [`FaultClass::Application`].
-pub fn classify(xid: u64, ignored: &[u64]) -> FaultClass {
+pub fn classify_xid(xid: u64, ignored: &[u64]) -> FaultClass {
     if ignored.contains(&xid) {
         return FaultClass::Application;
     }
     XID_TABLE.iter().find(|line| line.xid == xid).map_or(FaultClass::Suspect, |line| line.class)
 }
 
-/// Returns the number and meaning of an XID, like `XID 79 (GPU has fallen off the bus)`.
-pub fn describe(xid: u64) -> String {
+/// Returns the number and meaning of an XID, such as `XID 79 (GPU has fallen off the bus)`.
+pub fn describe_xid(xid: u64) -> String {
     match XID_TABLE.iter().find(|line| line.xid == xid) {
         Some(line) => format!("XID {xid} ({})", line.meaning),
         None => format!("XID {xid}"),
@@ -148,15 +148,18 @@ mod tests {
     #[test]
     fn errors_of_programs_do_not_affect_the_gpu_and_unknown_xids_are_suspect() {
         for xid in [13, 31, 43, 45, 68, 69] {
-            assert_eq!(classify(xid, &[]), FaultClass::Application, "{xid}");
+            assert_eq!(classify_xid(xid, &[]), FaultClass::Application, "{xid}");
         }
         for xid in [48, 62, 64, 74, 79, 95, 119, 120, 140, 143] {
-            assert_eq!(classify(xid, &[]), FaultClass::NeedsReset, "{xid}");
+            assert_eq!(classify_xid(xid, &[]), FaultClass::NeedsReset, "{xid}");
         }
         for xid in [0, 94, 999, u64::MAX] {
-            assert_eq!(classify(xid, &[]), FaultClass::Suspect, "{xid}");
+            assert_eq!(classify_xid(xid, &[]), FaultClass::Suspect, "{xid}");
         }
-        assert_eq!(classify(79, &[79]), FaultClass::Application, "ignored by the administrator");
-        assert_eq!((describe(79).as_str(), describe(999).as_str()), ("XID 79 (GPU has fallen off the bus)", "XID 999"));
+        assert_eq!(classify_xid(79, &[79]), FaultClass::Application, "ignored by the administrator");
+        assert_eq!(
+            (describe_xid(79).as_str(), describe_xid(999).as_str()),
+            ("XID 79 (GPU has fallen off the bus)", "XID 999")
+        );
     }
 }

@@ -1,5 +1,5 @@
-//! Hand-over: decides which of two agents of a node serves. Pure: callers pass in the record, the
-//! time and the waiting agents.
+//! Decides which of two agents of a node serves, and when one hands over to the other. Pure:
+//! callers pass in the record, the time and the waiting agents.
 //!
 //! During a rollout, the pods of the old and the new agent run on a node at the same time. The
 //! agent that holds the lock of the state directory serves. The other agent is a standby.
@@ -12,44 +12,46 @@
 //!  not ready in time, or ends ─────────────▶ serves again
 //! ```
 //!
-//! - Only a newer agent requests a hand-over from an older one, so two agents never replace each
-//!   other repeatedly. The newer agent is the one that first served later.
-//! - An older standby reports the readiness with which it last served. The `DaemonSet` controller
-//!   deletes an old pod that is not ready, even if the new pod is not ready either.
-//! - A newer standby is not ready. Otherwise Kubernetes would delete the old pod before the new
-//!   agent has proved that it works.
+//! - Only a newer agent requests a hand-over from an older agent, so two agents never replace each
+//!   other repeatedly. The newer agent is the agent that first served later.
+//! - An older standby reports the readiness that it had when it last served. Otherwise the
+//!   `DaemonSet` controller would delete the standby's pod, even while the new pod is not ready.
+//! - A newer standby reports that it is not ready. If a newer standby reported that it is ready,
+//!   Kubernetes would delete the old pod before the new agent has proved that it works.
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 /// Time for which a standby does not take a free lock, so that the agent with a hand-over request
-/// can take it.
+/// can take the lock.
 pub const CLAIM_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time for which an agent reports that it is ready while it starts to serve in place of a failed
-/// newer agent. Otherwise Kubernetes would delete the agent's pod; see the module's description.
-pub const RETURN_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time after which the agent exits because it repeatedly failed to lock the state directory.
+/// Maximum time for which an agent reports that it is ready while it starts to serve in place of a
+/// failed newer agent. If the agent reported that it is not ready, Kubernetes would delete the
+/// agent's pod. The description of this module explains why.
+pub const RETURN_READY_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time after which the agent exits if every attempt to lock the state directory fails with an
+/// error.
 pub const LOCK_ERROR_TIMEOUT: Duration = Duration::from_secs(30);
 /// Delay before the next hand-over to an agent that failed once. Each further failure doubles the
 /// delay.
 const FIRST_RETRY_DELAY: Duration = Duration::from_secs(60);
-/// Maximum delay before the next hand-over to an agent that failed.
+/// Maximum delay before the next hand-over to an agent that has failed.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(3600);
-/// Maximum number of agents in the record.
-const MAX_AGENTS: usize = 16;
+/// Maximum number of agents in the record. The record drops the oldest agents first.
+const MAX_KNOWN_AGENTS: usize = 16;
 
-/// The node's agents and which of them serves. Only the serving agent writes the record.
+/// The node's agents, and the agent that serves. Only the serving agent writes the record.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct HandOverRecord {
-    /// Agents, in the order in which they first served.
+    /// Agents, in the order in which they served for the first time.
     agents: Vec<KnownAgent>,
-    /// The agent that serves now or served last.
+    /// Id of the agent that serves now or served last.
     serving: Option<String>,
-    /// The agent that takes over next. The serving agent has handed over to this agent, which does
-    /// not serve yet.
+    /// Id of the agent that takes over next. The serving agent has handed over to the successor,
+    /// but the successor does not serve yet.
     successor: Option<String>,
-    /// Whether the serving agent has yet to prove that it works.
+    /// Whether the serving agent must still prove that it works.
     probation: bool,
 }
 
@@ -61,7 +63,7 @@ struct KnownAgent {
     id: String,
     /// Whether the agent was ready when it last served.
     ready: bool,
-    /// Number of times that this agent failed and an older agent served in its place.
+    /// Number of times that an older agent served again because this agent failed.
     failures: u32,
 }
 
@@ -85,12 +87,13 @@ pub struct StandbyDecision {
 }
 
 impl HandOverRecord {
-    /// Returns whether the record is empty. A serving agent writes its record at once.
+    /// Returns whether the record names no serving agent. An agent that supports hand-overs writes
+    /// the record as soon as it serves.
     pub fn is_empty(&self) -> bool {
         self.serving.is_none()
     }
 
-    /// Returns whether the serving agent has yet to prove that it works.
+    /// Returns whether the serving agent must still prove that it works.
     pub fn is_on_probation(&self) -> bool {
         self.probation
     }
@@ -100,13 +103,13 @@ impl HandOverRecord {
         self.known_agent(id).is_some_and(|known_agent| known_agent.ready)
     }
 
-    /// Returns the number of times that this agent failed and an older agent served in its place.
-    pub fn failures(&self, id: &str) -> u32 {
+    /// Returns the number of times that an older agent served again because this agent failed.
+    pub fn count_failures(&self, id: &str) -> u32 {
         self.known_agent(id).map_or(0, |known_agent| known_agent.failures)
     }
 
-    /// Returns the position of an agent in the order of age. Unknown agents are newer than all
-    /// others.
+    /// Returns the position of an agent in the record, in which the oldest agent is first. An
+    /// unknown agent gets the position after all known agents.
     fn age_position(&self, id: &str) -> usize {
         self.agents.iter().position(|known_agent| known_agent.id == id).unwrap_or(self.agents.len())
     }
@@ -123,12 +126,13 @@ impl HandOverRecord {
         &mut self.agents[position]
     }
 
-    /// Returns the agent that should serve.
+    /// Returns the id of the agent that should serve.
     fn designated_agent(&self) -> Option<&str> {
         self.successor.as_deref().or(self.serving.as_deref())
     }
 
-    /// Records that this agent has the lock and serves from now on.
+    /// Records that this agent has the lock and serves from now on. If a newer agent should have
+    /// served instead, counts this as a failure of the newer agent.
     pub fn start_serving(&mut self, id: &str) -> ServiceStart {
         let position = self.age_position(id);
         let failed = self.designated_agent().filter(|other| self.age_position(other) > position).map(str::to_owned);
@@ -146,7 +150,7 @@ impl HandOverRecord {
             failed.ready = false;
         }
         self.known_agent_mut(id);
-        while self.agents.len() > MAX_AGENTS {
+        while self.agents.len() > MAX_KNOWN_AGENTS {
             let oldest = usize::from(self.agents[0].id == id);
             self.agents.remove(oldest);
         }
@@ -164,13 +168,14 @@ impl HandOverRecord {
 
     /// Records that the serving agent hands over.
     pub fn hand_over_to(&mut self, successor: &str) {
-        // Add the successor to the record, which fixes its position in the order of age.
+        // Add the successor to the record now, so that later agents are newer than the successor.
         self.known_agent_mut(successor);
         self.successor = Some(successor.to_owned());
     }
 
-    /// Decides what this agent does while another agent has the lock. An agent of a version without
-    /// hand-over writes no record, and exits only after the new agent is ready.
+    /// Decides what this agent does while another agent has the lock. If the record is empty, the
+    /// other agent's version may not support hand-overs. An agent without support for hand-overs
+    /// exits only after the new agent is ready.
     pub fn decide_standby(&self, id: &str, waited: Duration) -> StandbyDecision {
         let Some(current) = self.designated_agent() else {
             return StandbyDecision { requests_hand_over: true, ready: waited >= CLAIM_TIMEOUT };
@@ -179,11 +184,11 @@ impl HandOverRecord {
         StandbyDecision { requests_hand_over: !older, ready: older && self.was_ready(id) }
     }
 
-    /// Decides whether this serving agent hands over to the agent with a request. `served` is the
-    /// time for which this agent has served without interruption. `changing` states whether a
-    /// change of a GPU is in progress.
-    pub fn hands_over(&self, own: &str, requesting: &str, served: Duration, changing: bool) -> bool {
-        let delay = retry_delay(self.failures(requesting));
+    /// Decides whether the serving agent `own` hands over to the agent `requesting`. `served` is
+    /// the time for which the serving agent has served without interruption. `changing` states
+    /// whether a change of a GPU is in progress.
+    pub fn should_hand_over(&self, own: &str, requesting: &str, served: Duration, changing: bool) -> bool {
+        let delay = retry_delay(self.count_failures(requesting));
         self.age_position(requesting) > self.age_position(own) && !self.probation && !changing && served >= delay
     }
 }
@@ -197,7 +202,8 @@ fn retry_delay(failures: u32) -> Duration {
 }
 
 /// Decides whether a standby may take a free lock. An agent with a hand-over request has priority,
-/// unless it is stopped or hangs. `waited` is the time since the standby started.
+/// but only for [`CLAIM_TIMEOUT`], because that agent may hang. `waited` is the time since the
+/// standby started.
 pub fn may_take_lock(another_requests: bool, waited: Duration) -> bool {
     !another_requests || waited >= CLAIM_TIMEOUT
 }
@@ -207,14 +213,15 @@ pub fn may_take_lock(another_requests: bool, waited: Duration) -> bool {
 pub enum Probation {
     /// The agent works.
     Passed,
-    /// Keep running: the agent may still become ready, or no other agent could serve in its place.
+    /// The agent keeps running, because it may still become ready, or because no other agent could
+    /// serve in its place.
     Open,
     /// The agent must exit, so that another agent serves.
     Failed,
 }
 
-/// Returns the state of the probation of an agent that took over from a ready agent. `awaited`
-/// states whether another agent waits for the lock.
+/// Returns the state of an agent's probation. The agent fails if it is not ready within `limit`
+/// while another agent waits for the lock (`awaited`).
 pub fn judge_probation(ready: bool, served: Duration, limit: Duration, awaited: bool) -> Probation {
     if ready {
         Probation::Passed

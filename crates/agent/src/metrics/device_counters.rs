@@ -1,4 +1,5 @@
-//! Counters of GPUs and MIG devices: XIDs and faults. The series of a device end with the device.
+//! Counts XIDs and faults of GPUs and MIG devices. When a device is removed, its series are removed
+//! too.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -10,7 +11,8 @@ use prometheus_client::registry::Registry;
 use super::gpus::DeviceLabels;
 use crate::gpu::xid::FaultClass;
 
-/// Maximum number of early counts. More only occur if no status ever lists the device.
+/// Maximum number of early counts. The agent drops further counts, which occur only if no status
+/// ever lists the devices.
 const MAX_EARLY_COUNTS: usize = 1024;
 
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, EncodeLabelSet)]
@@ -27,7 +29,7 @@ impl XidLabels {
     }
 }
 
-/// Counters of devices.
+/// Counters of XIDs and faults by device.
 #[derive(Debug, Clone, Default)]
 pub(super) struct DeviceCounters {
     xids: Family<XidLabels, Counter>,
@@ -35,14 +37,14 @@ pub(super) struct DeviceCounters {
     state: Arc<Mutex<CounterState>>,
 }
 
-/// What has been counted.
+/// The known devices, and the labels that have series.
 #[derive(Debug, Default)]
 struct CounterState {
     /// Labels of the node's devices, by UUID.
     devices: BTreeMap<String, DeviceLabels>,
     xids: BTreeSet<XidLabels>,
     faults: BTreeSet<DeviceLabels>,
-    /// Counts of devices that no status lists yet, so that their index is unknown.
+    /// Counts of devices whose index is unknown, because no status lists them yet.
     early: Vec<EarlyCount>,
 }
 
@@ -70,18 +72,18 @@ impl DeviceCounters {
 
     /// Counts an XID of a GPU.
     pub(super) fn count_xid(&self, uuid: &str, xid: u64, class: FaultClass) {
-        self.count(&mut self.lock(), EarlyCount::Xid { uuid: uuid.to_owned(), xid, class });
+        self.apply_count(&mut self.lock_state(), EarlyCount::Xid { uuid: uuid.to_owned(), xid, class });
     }
 
-    /// Counts fatal GPU errors under MPS.
+    /// Counts fatal GPU errors that broke all MPS clients of a device.
     pub(super) fn count_faults(&self, device: &str, count: u64) {
-        self.count(&mut self.lock(), EarlyCount::Faults { device: device.to_owned(), count });
+        self.apply_count(&mut self.lock_state(), EarlyCount::Faults { device: device.to_owned(), count });
     }
 
-    /// Replaces the node's devices: removes the series of removed devices, and counts what occurred
-    /// before a device was known.
+    /// Replaces the node's devices. Removes the series of removed devices, and adds the early
+    /// counts of devices that are now known.
     pub(super) fn set_devices(&self, devices: &BTreeMap<String, DeviceLabels>) {
-        let mut state = self.lock();
+        let mut state = self.lock_state();
         state.devices.clone_from(devices);
         let is_current = |gpu: &str, uuid: &str| devices.get(uuid).is_some_and(|label| label.gpu == gpu);
         state.xids.retain(|label| {
@@ -99,11 +101,12 @@ impl DeviceCounters {
             keep
         });
         for early in std::mem::take(&mut state.early) {
-            self.count(&mut state, early);
+            self.apply_count(&mut state, early);
         }
     }
 
-    fn count(&self, state: &mut CounterState, count: EarlyCount) {
+    /// Counts `count` if the index of its device is known, and otherwise stores `count` until the index is known.
+    fn apply_count(&self, state: &mut CounterState, count: EarlyCount) {
         let Some(label) = state.devices.get(count.device()).cloned() else {
             if state.early.len() < MAX_EARLY_COUNTS {
                 state.early.push(count);
@@ -123,7 +126,7 @@ impl DeviceCounters {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, CounterState> {
+    fn lock_state(&self) -> MutexGuard<'_, CounterState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -136,7 +139,7 @@ mod tests {
     use crate::metrics::Metrics;
 
     #[test]
-    fn xids_and_faults_have_the_index_of_their_gpu_and_end_with_it() {
+    fn xids_and_faults_have_the_index_of_their_gpu_and_are_removed_with_the_gpu() {
         let metrics = Metrics::new();
         let set_gpus = |gpus: &[(u32, &str)]| {
             let gpu = |(index, uuid): &(u32, &str)| GpuStatus {
@@ -144,7 +147,8 @@ mod tests {
                 uuid: (*uuid).to_owned(),
                 ..GpuStatus::default()
             };
-            metrics.set_node(&GpuNodeStatus { gpus: gpus.iter().map(gpu).collect(), ..GpuNodeStatus::default() });
+            metrics
+                .set_node_status(&GpuNodeStatus { gpus: gpus.iter().map(gpu).collect(), ..GpuNodeStatus::default() });
         };
         let series = || {
             let text = metrics.encode().unwrap();

@@ -1,4 +1,4 @@
-//! Metrics of GPUs: the readings of NVML's sensors, and sums over the allocations.
+//! Metrics of GPUs: NVML's readings, and sums of the limits of the allocations.
 use std::sync::atomic::AtomicU64;
 
 use cleave_api::gpunode::GpuStatus;
@@ -53,7 +53,7 @@ impl GpuMetrics {
         registry.register("memory_allocated_bytes", allocated, self.memory_allocated.clone());
         let used = "Used memory of the GPU without the driver's part, as NVML reports it";
         registry.register("memory_used_bytes", used, self.memory_used.clone());
-        let utilization = "Fraction of the driver's last sample period in which a kernel ran; none in MIG mode";
+        let utilization = "Fraction of the driver's last sample period in which a kernel ran; no series in MIG mode";
         registry.register("utilization_ratio", utilization, self.utilization.clone());
         registry.register("power_watts", "Power of the GPU", self.power.clone());
         registry.register("power_limit_watts", "Power limit of the GPU", self.power_limit.clone());
@@ -65,7 +65,7 @@ impl GpuMetrics {
         registry.register("throttled", throttled, self.throttled.clone());
     }
 
-    /// Removes the series that [`Self::set_status`] sets.
+    /// Removes the series that [`Self::set_status`] sets, for all GPUs.
     pub(super) fn clear_status(&self) {
         for family in [&self.sms, &self.sms_allocated, &self.memory, &self.memory_allocated] {
             family.clear();
@@ -74,7 +74,7 @@ impl GpuMetrics {
 
     /// Sets the metrics of a GPU from its status.
     pub(super) fn set_status(&self, label: &DeviceLabels, gpu: &GpuStatus) {
-        let bytes = |mib: u64| to_gauge(mib.saturating_mul(BYTES_PER_MIB));
+        let bytes = |mib: u64| to_gauge_value(mib.saturating_mul(BYTES_PER_MIB));
         self.sms.get_or_create(label).set(gpu.sms.into());
         self.memory.get_or_create(label).set(bytes(gpu.memory_mib));
         let limited_sms: u32 = gpu.allocations.iter().filter_map(|allocation| allocation.sms).sum();
@@ -83,20 +83,19 @@ impl GpuMetrics {
         self.memory_allocated.get_or_create(label).set(bytes(limited_memory));
     }
 
-    /// Removes all series of a GPU that the status no longer lists, except those that
-    /// [`Self::set_status`] sets.
+    /// Removes the readings and the energy of a GPU that the status no longer lists.
     pub(super) fn remove(&self, label: &DeviceLabels) {
         self.forget_readings(label);
         self.energy.remove(label);
     }
 
-    /// Removes the readings that NVML reported about a GPU.
+    /// Removes the readings that NVML reported about a GPU, except the energy.
     pub(super) fn forget_readings(&self, label: &DeviceLabels) {
         self.up.remove(label);
         self.remove_values(label);
     }
 
-    /// Removes the values that NVML reports, except the energy, which is a counter.
+    /// Removes the values that NVML reports. Keeps the energy, because it is a counter.
     fn remove_values(&self, label: &DeviceLabels) {
         for family in [&self.memory_used, &self.temperature, &self.sm_clock, &self.memory_clock] {
             family.remove(label);
@@ -109,15 +108,15 @@ impl GpuMetrics {
         }
     }
 
-    /// Sets the values that NVML reports, and removes those that it does not report. `None` means
-    /// that NVML did not answer.
+    /// Sets the values that NVML reports, and removes the values that NVML does not report. `None`
+    /// means that NVML did not answer.
     pub(super) fn set_readings(&self, label: &DeviceLabels, readings: Option<&GpuReadings>) {
         self.up.get_or_create(label).set(readings.is_some().into());
         self.remove_values(label);
         let Some(readings) = readings else { return };
         if let Some(joules) = readings.energy_millijoules.map(from_thousandths) {
-            // Add the difference, because a counter cannot be set. The driver's energy counter
-            // restarts at 0 when the driver is loaded.
+            // Add the difference, because the library cannot set a counter to a value. The driver's
+            // energy counter restarts at 0 when the driver is loaded.
             if self.energy.get_or_create(label).get() > joules {
                 self.energy.remove(label);
             }
@@ -126,7 +125,7 @@ impl GpuMetrics {
         }
         let mhz = |mhz: u32| i64::from(mhz) * 1_000_000;
         let integers = [
-            (&self.memory_used, readings.memory_used.map(to_gauge)),
+            (&self.memory_used, readings.memory_used.map(to_gauge_value)),
             (&self.temperature, readings.temperature_celsius.map(i64::from)),
             (&self.sm_clock, readings.sm_clock_mhz.map(mhz)),
             (&self.memory_clock, readings.memory_clock_mhz.map(mhz)),
@@ -161,8 +160,8 @@ fn throttle_labels(DeviceLabels { gpu, uuid }: &DeviceLabels, reason: ThrottleRe
 
 pub(super) const BYTES_PER_MIB: u64 = 1 << 20;
 
-/// Converts a number to a gauge's value. Numbers that do not fit become the maximum.
-pub(super) fn to_gauge(number: u64) -> i64 {
+/// Converts a number to a gauge's value. Larger numbers become [`i64::MAX`].
+pub(super) fn to_gauge_value(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }
 
@@ -189,7 +188,7 @@ mod tests {
                 gpu
             };
             let gpus: Vec<_> = quiesces.iter().map(gpu).collect();
-            metrics.set_node(&serde_json::from_value(serde_json::json!({"gpus": gpus})).unwrap());
+            metrics.set_node_status(&serde_json::from_value(serde_json::json!({"gpus": gpus})).unwrap());
             let text = metrics.encode().unwrap();
             let value =
                 |line: &str| Some(line.strip_prefix("cleave_agent_gpu_quiesced{")?.split_once("uuid=\"")?.1.to_owned());

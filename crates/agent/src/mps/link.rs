@@ -1,4 +1,4 @@
-//! The connection to the MPS host: the desired file, the status file and the request socket
+//! The agent's connection to the MPS host: the desired file, the status file and the request socket
 //! ([`cleave_gpu::mps::wire`]).
 use std::fs;
 use std::io;
@@ -17,9 +17,10 @@ use crate::files::{watch_directory, write_json_atomically};
 const RECONNECT_INTERVAL: Duration = Duration::from_millis(250);
 /// Interval between reads of the status file while inotify does not work.
 const STATUS_POLL_INTERVAL: Duration = Duration::from_millis(500);
-/// Interval between attempts of a request.
+/// Delay before a failed request is sent again.
 const REQUEST_RETRY_INTERVAL: Duration = Duration::from_millis(200);
-/// Maximum size in bytes of a status or a reply. 64 GPUs with 48 clients each need less than 1 MiB.
+/// Maximum size of a status file or a reply. The status of 64 GPUs with 48 clients each needs less
+/// than 1 MiB.
 const MAX_MESSAGE_BYTES: u64 = 4 << 20;
 
 /// Reads and writes the MPS host's files, and sends requests to its socket.
@@ -40,7 +41,7 @@ impl HostLink {
     }
 
     /// Reads the desired file that an earlier agent wrote. Returns `None` if the file cannot be
-    /// read.
+    /// read or parsed.
     pub fn last_desired(&self) -> Option<Desired> {
         let bytes = fs::read(self.paths.desired()).ok()?;
         match Desired::parse(&bytes) {
@@ -76,13 +77,13 @@ impl HostLink {
     }
 
     /// Removes the directories of all allocations for which `keep` is false. The caller must ensure
-    /// that the MPS host serves no door in them.
+    /// that the MPS host serves no door in these directories.
     pub fn remove_allocation_directories_except(&self, keep: impl Fn(&str) -> bool) {
         let Ok(entries) = fs::read_dir(self.paths.allocations()) else { return };
         for entry in entries.flatten() {
             let name = entry.file_name();
             if name.to_str().is_some_and(|id| !keep(id)) {
-                // Remove the content too: a socket in the directory is left over from a closed
+                // Remove the content too, because the directory may contain the socket of a closed
                 // door.
                 let path = entry.path();
                 if let Err(error) = fs::remove_dir_all(&path) {
@@ -92,8 +93,8 @@ impl HostLink {
         }
     }
 
-    /// Reads the state of the MPS host once. Does not block: connecting to a Unix socket and
-    /// reading a file return at once.
+    /// Reads the state of the MPS host once. Blocks only briefly, for a connection to a local
+    /// socket and a read of a file.
     pub fn read_view(&self) -> HostView {
         let alive = std::os::unix::net::UnixStream::connect(self.paths.socket()).is_ok();
         let unread =
@@ -105,7 +106,8 @@ impl HostLink {
         format!("{}: {error}", self.paths.status().display())
     }
 
-    /// Returns the state in the status file. Fails only if the file exists but cannot be read.
+    /// Returns the MPS host's state from the status file. Fails only if the file exists but cannot
+    /// be read.
     fn read_status(&self, alive: bool) -> io::Result<HostView> {
         let path = self.paths.status();
         let bytes = match fs::metadata(&path)
@@ -125,8 +127,8 @@ impl HostLink {
         })
     }
 
-    /// Follows the MPS host forever: the status file through inotify, and the process through an
-    /// open connection.
+    /// Publishes the state of the MPS host, and never returns. Watches the status file through
+    /// inotify, and the process through an open connection.
     pub async fn follow_mps_host(&self, view: &watch::Sender<HostView>) {
         if let Err(error) = fs::create_dir_all(self.paths.mps_host_dir()) {
             tracing::error!(%error, path = %self.paths.mps_host_dir().display(), "failed to create the MPS host's directory");
@@ -137,12 +139,12 @@ impl HostLink {
 
     async fn follow_status(&self, view: &watch::Sender<HostView>, unread: &Notify) {
         let unwatched = |error| tracing::warn!(%error, "failed to watch the MPS host's status; polling it instead");
-        // Any change in the directory causes a read, but `refresh` publishes only changed views.
+        // Any change in the directory causes a read, but `refresh_view` publishes only changes.
         let refresh = || self.refresh_view(view, unread);
         watch_directory(&self.paths.mps_host_dir(), STATUS_POLL_INTERVAL, refresh, unwatched).await;
     }
 
-    /// Repeats failed reads of the status file, because no further change may trigger a read.
+    /// Repeats failed reads of the status file, because inotify may report no further change.
     async fn retry_reads(&self, view: &watch::Sender<HostView>, unread: &Notify) {
         loop {
             unread.notified().await;
@@ -152,7 +154,7 @@ impl HostLink {
     }
 
     /// Reads the MPS host's status file, and publishes a change. Keeps the last status if the file
-    /// cannot be read, for example because the agent has no free descriptor.
+    /// cannot be read, for example because the agent has no free file descriptor.
     fn refresh_view(&self, view: &watch::Sender<HostView>, unread: &Notify) {
         let before = view.borrow().clone();
         let next = match self.read_status(before.alive) {
@@ -177,8 +179,8 @@ impl HostLink {
             match UnixStream::connect(self.paths.socket()).await {
                 Ok(mut stream) => {
                     set(true);
-                    // The MPS host sends nothing without a request. The read returns when the MPS
-                    // host exits or closes an idle connection.
+                    // The MPS host sends nothing without a request, so this read returns only when
+                    // the MPS host exits or closes an idle connection.
                     let _ = stream.read(&mut [0; 1]).await;
                     drop(stream);
                     if UnixStream::connect(self.paths.socket())
@@ -188,8 +190,8 @@ impl HostLink {
                         set(false);
                     }
                 }
-                // A resource shortage in the agent's own process does not show that the MPS host
-                // has stopped.
+                // A resource shortage in the agent's process is no sign that the MPS host has
+                // stopped.
                 Err(error) if is_resource_exhaustion(&error) => {
                     tracing::warn!(%error, "failed to connect to the MPS host; the last reported state applies");
                 }
@@ -199,11 +201,11 @@ impl HostLink {
         }
     }
 
-    /// Sends a request and returns the reply. Repeats the request until `deadline` has passed,
+    /// Sends a request and returns the reply. Repeats a failed request until `deadline` has passed,
     /// because the MPS host may be restarting.
     ///
     /// # Errors
-    /// Returns a full sentence if no reply arrives within `deadline`.
+    /// Returns a clause with the reason if no reply arrives within `deadline`.
     pub async fn request(&self, request: &Request, deadline: Duration) -> Result<Reply, String> {
         let until = Instant::now() + deadline;
         loop {
@@ -236,8 +238,8 @@ impl HostLink {
     }
 }
 
-/// Returns whether a call failed because this process or the node has no free descriptors, memory
-/// or buffers.
+/// Returns whether a call failed because this process or the node has no free file descriptors,
+/// memory or buffers.
 fn is_resource_exhaustion(error: &io::Error) -> bool {
     use rustix::io::Errno;
     let resources = [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::NOBUFS];
@@ -367,7 +369,8 @@ mod tests {
         let asking = link.request(&request, TEST_TIMEOUT);
         let answering = async {
             let listener = UnixListener::bind(link.paths.socket()).unwrap();
-            // A closed connection, an invalid reply, and a valid reply.
+            // The server closes the first connection, sends an invalid reply on the second, and
+            // sends a valid reply on the third.
             for reply in [&b""[..], b"{\"result\":\"what\"}\n", b"{\"result\":\"done\"}\n"] {
                 let (mut stream, _) = listener.accept().await.unwrap();
                 BufReader::new(&mut stream).read_until(b'\n', &mut Vec::new()).await.unwrap();

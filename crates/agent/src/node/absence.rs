@@ -1,10 +1,11 @@
-//! Short absences of MPS daemons, during which their shares remain Healthy. Pure.
+//! Tolerates short absences of MPS daemons: the shares of an absent daemon remain Healthy for a
+//! limited time. Pure.
 //!
 //! The kubelet permanently rejects a pod that arrives while its shares are Unhealthy. An admitted
 //! pod only waits: `PreStartContainer` waits until the daemon is Active, and the pod's programs
 //! wait at their door. Therefore shares that a daemon has served remain Healthy while the daemon or
-//! the MPS host restarts. Other failures make shares Unhealthy at once: a server in state FAULT, a
-//! daemon that fails repeatedly, and a daemon that has not yet served with its current layout.
+//! the MPS host restarts. Shares become Unhealthy at once in three cases: the server is in state
+//! FAULT, the daemon fails repeatedly, or the daemon has not served its current layout yet.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -16,17 +17,16 @@ use crate::mps::HostView;
 /// Maximum time that a daemon may be unavailable while its shares remain Healthy.
 ///
 /// The maximum is more than twice the usual absence: half a second for a restarted daemon or
-/// server, and up to 4 s for a replaced MPS host. The maximum is well below the 25 s for which a
-/// container's start waits. Therefore, a pod that arrived earlier is still waiting when the shares
-/// become Unhealthy. A longer maximum would only let more pods start on a daemon that does not
-/// recover.
+/// server, and up to 4 s for a replaced MPS host. The maximum is well below the 25 s for which the
+/// start of a container waits. Therefore a pod that arrived earlier is still waiting when the
+/// shares become Unhealthy. A longer maximum would only let more pods start on a daemon that does
+/// not recover.
 pub const MAX_TOLERATED_ABSENCE: Duration = Duration::from_secs(10);
 
-/// Daemons with shares that count as Healthy.
+/// Tracks the daemons whose shares count as Healthy.
 #[derive(Debug, Default)]
 pub struct DaemonAbsences {
-    /// By device: `None` while the daemon serves, otherwise the time at which it became
-    /// unavailable.
+    /// Time at which each daemon became unavailable, by device. `None` while the daemon serves.
     since: BTreeMap<String, Option<Instant>>,
 }
 
@@ -43,8 +43,8 @@ impl DaemonAbsences {
         self.since.retain(|device, _| settings_and_pools(before, device) == settings_and_pools(after, device));
     }
 
-    /// Updates the daemons of these devices. `knows` returns whether the MPS host has applied the
-    /// latest settings of a device.
+    /// Updates the daemons of these devices from the MPS host's status. `knows` returns whether the
+    /// MPS host has applied the latest settings of a device.
     pub fn update<'a>(
         &mut self,
         daemons: impl Iterator<Item = (&'a String, &'a DaemonSettings)>,
@@ -63,15 +63,16 @@ impl DaemonAbsences {
                     }
                     Some(since)
                 }
-                // A failure ends the tolerance. The shares become Healthy only when the daemon
-                // serves again.
+                // After a failure, the absence is no longer tolerated. The shares become Healthy
+                // only when the daemon serves again.
                 (DaemonPresence::Away, None) | (DaemonPresence::Fails, _) => continue,
             };
             self.since.insert(device.clone(), away);
         }
     }
 
-    /// Returns whether a device's daemon is unavailable, but its shares still count as Healthy.
+    /// Returns whether the daemon of a device is unavailable while its shares still count as
+    /// Healthy.
     pub fn is_absence_tolerated(&self, device: &str) -> bool {
         self.since.get(device).is_some_and(Option::is_some)
     }

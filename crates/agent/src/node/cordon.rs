@@ -1,8 +1,9 @@
-//! Selects the free slices of a cordoned or quiesced GPU that the agent withholds. Pure.
+//! Selects the free slices of cordoned and quiesced GPUs that the agent lists as Unhealthy. Pure.
 //!
 //! Slices in use remain listed as Healthy, so that a node never advertises fewer slices than are in
-//! use. Slices that are reserved for a pod on this node remain Healthy until the kubelet calls
-//! `Allocate` for the pod. Otherwise the kubelet would reject the pod permanently.
+//! use. Slices with a reservation for a pod on this node remain Healthy until the kubelet calls
+//! `Allocate` for the pod. If a reserved slice were Unhealthy, the kubelet could reject the pod
+//! permanently.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuNodeSpec;
@@ -11,8 +12,8 @@ use crate::allocation::pending::PendingAllocations;
 use crate::allocation::usage::SliceUsage;
 use crate::gpu::layout::{Layout, parse_slice_id};
 
-/// Returns the slices to list as Unhealthy, by resource and id. Returns an empty set while `usage`
-/// is unknown.
+/// Returns the slices to list as Unhealthy, as resource and id. Returns an empty set while `spec`
+/// or `usage` is unknown.
 pub fn withheld_slices(
     spec: Option<&GpuNodeSpec>,
     layouts: &BTreeMap<String, Layout>,

@@ -1,5 +1,5 @@
-//! State of MPS daemons beyond the MPS host's status: the settings that the MPS host has applied,
-//! and the events that the agent has reported. Pure.
+//! Tracks which settings of MPS daemons the MPS host has applied, and which states of the daemons
+//! Events have reported. Pure.
 use std::collections::{BTreeMap, VecDeque};
 
 use cleave_gpu::mps::wire::{DaemonSettings, DaemonState, DaemonStatus, Desired, Enforcement};
@@ -8,8 +8,8 @@ use super::status::check_daemon;
 use crate::event::{NodeEvent, device_recovery, device_warning};
 use crate::mps::HostView;
 
-/// Maximum number of stored hashes of desired files. The MPS host never lags behind the agent by
-/// this number of files.
+/// Maximum number of stored hashes of desired files. The MPS host never lags behind the agent by so
+/// many files.
 const MAX_STORED_HASHES: usize = 64;
 
 /// Tracks which desired files the MPS host has applied.
@@ -17,11 +17,11 @@ const MAX_STORED_HASHES: usize = 64;
 pub(super) struct DesiredFileTracker {
     /// Daemons of the last desired file.
     daemons: BTreeMap<String, DaemonSettings>,
-    /// Number of the last change of the daemons. 0 before the first desired file.
+    /// Number of the last change of the daemons. The number is 0 before the first desired file.
     sequence: u64,
-    /// Hashes of desired files, each with the number of the last change of daemons that the file
-    /// contains. Contains only files that the agent wrote while the MPS host had not yet applied a
-    /// change of daemons.
+    /// Hashes of desired files, each with the number of the latest change of daemons in the file.
+    /// The list contains only files that the agent wrote before the MPS host had applied all
+    /// changes of daemons.
     hashes: VecDeque<(u64, String)>,
     changed: BTreeMap<String, u64>,
     removed: BTreeMap<String, u64>,
@@ -44,8 +44,8 @@ impl DesiredFileTracker {
             self.removed.retain(|device, sequence| *sequence > self.applied && !desired.daemons.contains_key(device));
             self.daemons.clone_from(&desired.daemons);
         }
-        // The hash covers every door, so compute it only while the MPS host has not applied a
-        // change of daemons.
+        // The hash covers every door and is therefore slow to compute. Compute the hash only while
+        // the MPS host has not applied all changes of daemons.
         if self.awaits_changes() {
             let file = (self.sequence, desired.hash());
             if self.hashes.back() != Some(&file) {
@@ -57,7 +57,7 @@ impl DesiredFileTracker {
         }
     }
 
-    /// Returns whether the MPS host has not applied a change of daemons yet.
+    /// Returns whether there is a change of daemons that the MPS host has not applied yet.
     fn awaits_changes(&self) -> bool {
         self.changed.values().chain(self.removed.values()).any(|sequence| *sequence > self.applied)
     }
@@ -69,25 +69,28 @@ impl DesiredFileTracker {
         }
     }
 
-    /// Returns whether the MPS host has applied a desired file without this daemon.
+    /// Returns whether the MPS host has applied the removal of this daemon, or no removal is
+    /// recorded.
     pub(super) fn has_applied_removal(&self, device: &str) -> bool {
         self.removed.get(device).is_none_or(|sequence| self.applied >= *sequence)
     }
 
-    /// Returns whether the MPS host has applied the current settings of this daemon.
+    /// Returns whether the MPS host has applied the current settings of this daemon, or no change
+    /// of them is recorded.
     pub(super) fn has_applied_settings(&self, device: &str) -> bool {
         self.changed.get(device).is_none_or(|sequence| self.applied >= *sequence)
     }
 }
 
-/// The reported state of each daemon, so that the agent reports each exit and each recovery once.
+/// The last reported state of each daemon. With these states, the agent reports each exit and each
+/// recovery once.
 #[derive(Debug, Default)]
 pub(super) struct ReportedDaemons(BTreeMap<String, ReportedState>);
 
 /// The last reported state of a daemon.
 #[derive(Debug, Clone, Copy, Default)]
 enum ReportedState {
-    /// The agent has reported nothing, because the daemon or the agent has just started.
+    /// The agent has reported no state, because the daemon or the agent has just started.
     #[default]
     Nothing,
     /// The daemon serves. The number is the daemon's restart count at the time of the report.
@@ -97,15 +100,15 @@ enum ReportedState {
 }
 
 impl ReportedDaemons {
-    /// Updates the states and returns the events to report. `daemons` are the daemons of the node
-    /// by device.
+    /// Updates the states and returns the Events to publish. `daemons` contains the settings of the
+    /// node's daemons, by device.
     pub(super) fn update(&mut self, daemons: &BTreeMap<&String, &DaemonSettings>, view: &HostView) -> Vec<NodeEvent> {
         let mut events = Vec::new();
         self.0.retain(|device, _| daemons.contains_key(device));
         for (&device, &settings) in daemons {
             let daemon = view.status.daemons.get(device);
             let restarts = daemon.map_or(0, |daemon| daemon.restarts);
-            // A daemon that is Stopping belongs to the previous layout.
+            // A daemon in state Stopping belongs to the previous layout.
             let expected = |state| matches!(state, DaemonState::Starting | DaemonState::Active | DaemonState::Stopping);
             let failing =
                 daemon.is_some_and(|daemon| !expected(daemon.state)) || view.has_unknown_handshake(device, settings);
@@ -132,7 +135,8 @@ impl ReportedDaemons {
                     events.push(unavailable(&why));
                     ReportedState::Unavailable
                 }
-                // A normal start causes no event. A failure causes only one event.
+                // A normal start causes no Event. A failure causes one Event, no matter how long
+                // the failure lasts.
                 (reported @ (ReportedState::Nothing | ReportedState::Unavailable), Err(_)) => reported,
             };
             self.0.insert(device.clone(), next);
@@ -141,7 +145,7 @@ impl ReportedDaemons {
     }
 }
 
-/// Returns the message for a daemon whose shares are available again.
+/// Returns the note of the Event for a daemon whose shares are available again.
 fn recovery_note(daemon: Option<&DaemonStatus>) -> &'static str {
     match daemon {
         Some(DaemonStatus { replies_unproven: true, .. }) => {

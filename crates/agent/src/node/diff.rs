@@ -1,4 +1,5 @@
-//! Decides the next layout of each GPU. A change starts now, waits for pods, or is refused. Pure.
+//! Decides the next layout of each GPU. A change of a layout starts now, waits for pods, or is
+//! refused. Pure.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, StepStatus};
@@ -14,16 +15,17 @@ use crate::gpu::mig::{MigChange, in_use_message};
 /// Maximum number of pods that a step's message names.
 const MAX_NAMED_PODS: usize = 8;
 
-/// The next layouts, and the steps that lead to the spec.
+/// The next layouts, and the steps towards the spec.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LayoutDecision {
-    /// Layouts, by GPU.
+    /// Layouts, by UUID of the GPU.
     pub layouts: BTreeMap<String, Layout>,
     /// A step for each GPU that changes now, or that does not match the spec.
     pub steps: Vec<StepStatus>,
     /// Whether the node matches the spec.
     pub applied: bool,
-    /// MIG changes by GPU, in order, except changes to devices that are known to be in use.
+    /// MIG changes by UUID of the GPU, in order. Changes of devices that are known to be in use are
+    /// omitted.
     pub changes: BTreeMap<String, Vec<MigChange>>,
     /// Whether processes outside of Kubernetes block a change.
     pub foreign: bool,
@@ -34,14 +36,14 @@ pub struct LayoutDecision {
 pub struct ChangeRules {
     /// Whether the agent must not change MIG mode.
     pub keep_mig_mode: bool,
-    /// GPUs that a spec has partitioned by MIG.
+    /// UUIDs of the GPUs that a spec has partitioned by MIG.
     pub mig_partitioned: BTreeSet<String>,
-    /// Processes other than Cleave's MPS daemons and their clients, by GPU.
+    /// Processes other than Cleave's MPS daemons and their clients, by UUID of the GPU.
     pub processes: BTreeMap<String, Vec<Process>>,
 }
 
-/// Decides the layout of each GPU separately. Ignores GPUs in the spec that the node does not have.
-/// While `usage` is unknown, removes no served slice.
+/// Decides the layout of each GPU independently of the other GPUs. Ignores GPUs in the spec that
+/// the node does not have. Removes no served slice while `usage` is unknown.
 pub fn decide_layouts(
     hardware: &Hardware,
     spec: Option<&GpuNodeSpec>,
@@ -54,7 +56,7 @@ pub fn decide_layouts(
     for gpu in spec.iter().flat_map(|spec| &spec.gpus) {
         specs.entry(gpu.uuid.as_str()).or_default().push(gpu);
     }
-    for known in hardware.by_index() {
+    for known in hardware.gpus_by_index() {
         let gpu = &known.gpu;
         let before = current.get(&gpu.uuid);
         let was_mig = !rules.keep_mig_mode && rules.mig_partitioned.contains(&gpu.uuid);
@@ -80,7 +82,8 @@ pub fn decide_layouts(
 }
 
 impl LayoutDecision {
-    /// Moves a GPU towards its target layout as far as the slices in use allow.
+    /// Adds the next layout of a GPU and its steps: the target layout, as far as the slices in use
+    /// allow.
     fn plan_gpu(
         &mut self,
         gpu: &Gpu,
@@ -96,7 +99,7 @@ impl LayoutDecision {
             let on = changes.remove(at) == MigChange::Mode(true);
             self.add_unfinished_step(describe_layout(&layout), gpu, STEP_WAITING, mig_mode_instruction(gpu, on));
             if on {
-                // MIG mode remains off, so the target layout is not possible.
+                // MIG mode remains off, so the agent cannot apply the target layout.
                 self.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
                 return;
             }
@@ -129,7 +132,7 @@ impl LayoutDecision {
             self.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
             return;
         }
-        // Only the blocked MIG instances remain unchanged. The other instances change.
+        // Keep only the blocked MIG instances. The other instances change.
         for device in blocked.keys() {
             layout.restore_device(device, before);
             changes.retain(|change| !matches!(change, MigChange::Destroy(instance) if instance.uuid == *device));
@@ -150,14 +153,15 @@ impl LayoutDecision {
         self.steps.push(StepStatus { gpu, action, result, message, ..StepStatus::default() });
     }
 
-    /// Adds a step that is waiting or refused.
+    /// Adds a step that waits or is refused, and marks the spec as not applied.
     fn add_unfinished_step(&mut self, action: String, gpu: &Gpu, result: &str, message: String) {
         self.applied = false;
         self.add_step(action, gpu, result, message);
     }
 }
 
-/// Returns instructions for an administrator, because the agent must not change MIG mode.
+/// Returns the instruction to an administrator to change MIG mode, because the agent must not
+/// change it.
 fn mig_mode_instruction(gpu: &Gpu, on: bool) -> String {
     let (is, flag) = if on { ("off", 1) } else { ("on", 0) };
     format!(
@@ -166,7 +170,7 @@ fn mig_mode_instruction(gpu: &Gpu, on: bool) -> String {
     )
 }
 
-/// Returns the summary of a layout for a step, like `serve 10 nvidia.com/gpu-mps`.
+/// Returns the summary of a layout for a step, such as `serve 10 nvidia.com/gpu-mps`.
 fn describe_layout(layout: &Layout) -> String {
     let mut counts: BTreeMap<&str, u64> = BTreeMap::new();
     for pool in &layout.pools {
@@ -179,7 +183,8 @@ fn describe_layout(layout: &Layout) -> String {
     }
 }
 
-/// Returns the devices on which slices in use would change, and the pods that use these slices.
+/// Returns the devices on which slices in use would change. Each device has a text that names the
+/// pods that use these slices.
 fn devices_blocked_by_pods(
     gpu: &Gpu,
     before: Option<&Layout>,
@@ -220,8 +225,8 @@ fn devices_blocked_by_pods(
     found
 }
 
-/// Returns the served devices that the change would destroy while processes outside of Kubernetes
-/// use them.
+/// Returns the served devices that the changes would remove while processes outside of Kubernetes
+/// use them. Each device has a text that names the processes.
 fn devices_blocked_by_processes(
     gpu: &Gpu,
     before: Option<&Layout>,
@@ -249,8 +254,8 @@ fn devices_blocked_by_processes(
     found
 }
 
-/// Returns whether a slice remains unchanged: both layouts contain it with the same limits, and its
-/// daemon need not restart.
+/// Returns whether a slice remains unchanged: both layouts contain the slice with the same limits,
+/// and its daemon does not have to restart.
 pub fn is_slice_unchanged(before: Option<&Layout>, after: &Layout, resource: &str, id: &str) -> bool {
     let Some((device, number)) = parse_slice_id(id) else { return true };
     let find = |layout: &Layout| {
@@ -261,8 +266,8 @@ pub fn is_slice_unchanged(before: Option<&Layout>, after: &Layout, resource: &st
     };
     match (before.and_then(find), find(after)) {
         (Some(before), Some(after)) => before == after,
-        // The checkpoint is lost, but an earlier agent served the slice. Only an unchanged slice
-        // can have the same id.
+        // The checkpoint is lost, but an earlier agent served the slice. The slice is unchanged if
+        // the new layout contains its id.
         (None, Some(_)) => true,
         (_, None) => false,
     }
@@ -339,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_waits_for_its_pods_names_them_and_delays_no_other_gpu() {
+    fn a_change_waits_for_the_pods_that_use_the_gpu_and_delays_no_other_gpu() {
         let hardware = hardware(&["GPU-a", "GPU-b"]);
         let old = decide_layouts(
             &hardware,
@@ -384,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_spec_the_layouts_stay() {
+    fn without_a_spec_the_layouts_are_kept() {
         let hardware = hardware(&["GPU-a", "GPU-b"]);
         let old = decide_layouts(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), None);
         let only_a = BTreeMap::from([("GPU-a".to_owned(), old.layouts["GPU-a"].clone())]);
@@ -394,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_missing_in_a_lost_checkpoint_stay_if_the_spec_has_them_and_block_a_change_otherwise() {
+    fn after_a_lost_checkpoint_slices_in_use_are_kept_if_the_spec_has_them_and_block_a_change_otherwise() {
         let hardware = hardware(&["GPU-a"]);
         let usage = SliceUsage::new(&[container_devices("p", &["GPU-a::3"])], &Allocations::default());
         let same = decide_layouts(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), Some(&usage));
@@ -419,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn an_impossible_spec_is_refused_and_the_layout_stays() {
+    fn an_impossible_spec_is_refused_and_the_layout_is_kept() {
         let hardware = hardware(&["GPU-a"]);
         let old = decide_layouts(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), None);
         let bad = spec(vec![mps_spec("GPU-a", 49), mps_spec("GPU-x", 10)]);
@@ -433,7 +438,7 @@ mod tests {
     }
 
     proptest! {
-        /// No spec changes a slice in use. A repeated decision changes nothing.
+        /// No spec changes a slice in use, and a repeated decision changes no layout.
         #[test]
         fn a_slice_in_use_is_never_removed(
             units in 1_u32..48, next in 0_u32..50, used in prop::collection::btree_set(0_u32..48, 0..4), sliced: bool,

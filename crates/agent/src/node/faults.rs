@@ -1,12 +1,13 @@
-//! Events for fatal GPU errors: one for the node, and one for each affected pod. Pure: the time is
-//! an argument.
+//! Reports fatal GPU errors: one Event for the node, and one Event for each affected pod. Pure: the
+//! time is an argument.
 //!
-//! A fatal error breaks all MPS clients of a GPU, and MPS does not report which client caused it.
-//! Only the node's own Event names pods of several namespaces. A pod's Event names another pod only
-//! if both are in the same namespace.
+//! A fatal error breaks all MPS clients of a GPU, and MPS does not report which client caused the
+//! error. Only the node's own Event names pods of several namespaces. A pod's Event names another
+//! pod only if both pods are in the same namespace.
 //!
-//! The MPS server's log may name a client, but that is not proof: on an H200 (driver 580) it named
-//! a neighbour in six of eight illegal accesses. Every Event states this.
+//! The MPS server's log may name a client, but a name in the log is no proof. On an H200 with
+//! driver 580, the log named a neighbour in six of eight illegal accesses. Each Event that quotes
+//! the log also states that the log often names a neighbour.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -19,10 +20,11 @@ use crate::allocation::usage::Allocations;
 use crate::event::{EventSubject, NodeEvent, PodRef};
 use crate::mps::HostView;
 
-/// Maximum time until the MPS server's log names clients. If the log names several clients, no
-/// Event names one of them as the cause.
+/// Maximum time for which an Event waits until the MPS server's log names clients. If the log names
+/// several clients, no Event names a client as the cause.
 const MAX_LOG_DELAY: Duration = Duration::from_millis(500);
-/// Maximum time until the kubelet and the API server report which pod has an allocation.
+/// Maximum time for which an Event waits until the kubelet and the API server report the pod of an
+/// allocation.
 const MAX_OWNER_DELAY: Duration = Duration::from_secs(2);
 /// Maximum number of pods that an Event names.
 const MAX_NAMED_PODS: usize = 8;
@@ -39,12 +41,12 @@ pub struct PodSources<'a> {
 }
 
 impl PodSources<'_> {
-    /// Returns the pod to which an allocation belongs.
-    fn pod_of(&self, id: &str) -> Option<PodRef> {
+    /// Returns the pod that an allocation belongs to, if the kubelet lists it.
+    fn pod_of_allocation(&self, id: &str) -> Option<PodRef> {
         let allocation = self.allocations.get(id);
         let is = |row: &&ContainerDevices| {
-            // An init container's slices pass to another container, and the kubelet lists them for
-            // that container.
+            // The kubelet allocates an init container's slices again to another container, and
+            // lists the slices only for the other container.
             let shares = |slice: &String| {
                 allocation
                     .is_some_and(|allocation| allocation.resource == row.resource && allocation.ids.contains(slice))
@@ -57,26 +59,26 @@ impl PodSources<'_> {
     }
 }
 
-/// New Events and counts of faults.
+/// The Events and counts of new faults.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct FaultReport {
     /// Events to publish.
     pub events: Vec<NodeEvent>,
-    /// Faults since the last update, by device.
+    /// Number of faults since the last update, by device.
     pub faults: BTreeMap<String, u64>,
     /// Maximum time until the next update, if one is needed.
     pub wake_after: Option<Duration>,
 }
 
-/// The faults of each device, and the parts that Events have reported.
+/// The last fault of each device, and the parts of the fault that Events have reported.
 #[derive(Debug, Default)]
 pub struct ReportedFaults {
-    /// PID of the MPS host that assigned the numbers of the faults.
+    /// PID of the MPS host that numbered the faults. `None` before the first status.
     host: Option<u32>,
     seen: BTreeMap<String, ReportedFault>,
 }
 
-/// A fault, and the part that Events have reported.
+/// A fault, and the parts that Events have reported.
 #[derive(Debug)]
 struct ReportedFault {
     fault: Fault,
@@ -84,20 +86,22 @@ struct ReportedFault {
     reported: bool,
     /// Number of terminated clients that Events have reported.
     reported_terminations: usize,
-    /// Pods by allocation id, stored because a pod may be deleted before the agent reports the
-    /// fault.
+    /// Pods by allocation id. The fault stores its pods, because a pod may be deleted before the
+    /// agent reports the fault.
     pods: BTreeMap<String, PodRef>,
 }
 
 impl ReportedFaults {
-    /// Compares the MPS host's status with earlier reports, and returns new Events.
+    /// Compares the MPS host's status with earlier reports, and returns the Events and counts of
+    /// new faults.
     pub fn update(&mut self, view: &HostView, pods: &PodSources<'_>, now: Instant) -> FaultReport {
         let mut report = FaultReport::default();
-        // The status of a stopped MPS host has no PID, and contains nothing new.
+        // The status of a stopped MPS host has no PID and contains no new faults.
         if !view.alive || view.status.pid == 0 {
             return report;
         }
-        // An earlier agent has reported the faults that were over when this process started.
+        // Do not report faults that were over when this process started, because an earlier agent
+        // has reported them.
         let first = self.host.is_none();
         if self.host != Some(view.status.pid) {
             self.host = Some(view.status.pid);
@@ -148,7 +152,7 @@ impl ReportedFault {
         let mut all_known = true;
         for allocation in allocations {
             let known = self.pods.get(allocation).is_some_and(|pod| !pod.uid.is_empty());
-            if !known && let Some(pod) = pods.pod_of(allocation) {
+            if !known && let Some(pod) = pods.pod_of_allocation(allocation) {
                 self.pods.insert(allocation.clone(), pod);
             }
             all_known &= self.pods.get(allocation).is_some_and(|pod| !pod.uid.is_empty());
@@ -165,24 +169,26 @@ impl ReportedFault {
     }
 
     /// Returns the pod of a client.
-    fn pod(&self, client: &Client) -> Option<&PodRef> {
+    fn pod_of_client(&self, client: &Client) -> Option<&PodRef> {
         self.pods.get(client.allocation.as_ref()?)
     }
 
     /// Returns the affected pods, each once.
     fn affected_pods(&self) -> Vec<&PodRef> {
-        let mut affected: Vec<&PodRef> = self.fault.affected.iter().filter_map(|client| self.pod(client)).collect();
+        let mut affected: Vec<&PodRef> =
+            self.fault.affected.iter().filter_map(|client| self.pod_of_client(client)).collect();
         affected.sort_unstable();
         affected.dedup();
         affected
     }
 
-    /// Returns one Event for the node, which names all pods, and one for each affected pod.
+    /// Returns an Event for the node, which names the affected pods, and an Event for each affected
+    /// pod.
     fn events(&self, device: &str) -> Vec<NodeEvent> {
         let culprit = self.fault.culprit.as_ref();
-        let named = culprit.and_then(|client| self.pod(client));
+        let named = culprit.and_then(|client| self.pod_of_client(client));
         let affected = self.affected_pods();
-        let unknown = self.fault.affected.iter().filter(|client| self.pod(client).is_none()).count();
+        let unknown = self.fault.affected.iter().filter(|client| self.pod_of_client(client).is_none()).count();
         let others: Vec<&PodRef> = affected.iter().filter(|pod| Some(**pod) != named).copied().collect();
         let mut notes = vec![NodeEvent {
             warning: true,
@@ -217,10 +223,11 @@ impl ReportedFault {
         notes
     }
 
-    /// Returns Events for pods whose programs the MPS host terminated since the last update.
+    /// Returns Events for the pods whose programs the MPS host has terminated since the last
+    /// update.
     fn termination_events(&mut self, device: &str) -> Vec<NodeEvent> {
         let fresh = self.fault.ended.get(self.reported_terminations..).unwrap_or_default();
-        let mut pods: Vec<&PodRef> = fresh.iter().filter_map(|client| self.pod(client)).collect();
+        let mut pods: Vec<&PodRef> = fresh.iter().filter_map(|client| self.pod_of_client(client)).collect();
         pods.sort_unstable();
         pods.dedup();
         let event = |pod: &PodRef| NodeEvent {
@@ -239,7 +246,7 @@ impl ReportedFault {
     }
 }
 
-/// Returns the cause as text for the node's Event.
+/// Returns the cause of the fault, for the node's Event.
 fn cause_for_node(culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) -> String {
     let who = match (culprit, pod) {
         (None, _) => return "a fatal GPU error of a program that MPS did not identify".to_owned(),
@@ -253,7 +260,8 @@ fn cause_for_node(culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) 
     }
 }
 
-/// Returns the note of the Event for the pod that the log names, or whose program was killed.
+/// Returns the note of the Event for the culprit's pod. The culprit is a program that was killed,
+/// or that the MPS server's log names.
 fn note_for_culprit(killed: bool) -> &'static str {
     if killed {
         "the pod's program was killed while its kernels ran on a shared GPU, which broke the other programs on that GPU. Let programs finish their kernels after SIGTERM, and set a grace period that is long enough."
@@ -263,7 +271,7 @@ fn note_for_culprit(killed: bool) -> &'static str {
     }
 }
 
-/// Returns the cause as text for the Event of another affected pod.
+/// Returns the cause of the fault, for the Event of another affected pod (`reader`).
 fn cause_for_neighbour(reader: &PodRef, culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) -> String {
     let who = match (culprit, pod) {
         (None, _) => {
@@ -279,7 +287,7 @@ fn cause_for_neighbour(reader: &PodRef, culprit: Option<&Client>, pod: Option<&P
     }
 }
 
-/// Returns the affected programs by pod, as text.
+/// Returns a text about the affected programs that names their pods.
 fn affected_programs(pods: &[&PodRef], unknown: usize) -> String {
     let mut names: Vec<String> =
         pods.iter().take(MAX_NAMED_PODS).map(|pod| format!("{}/{}", pod.namespace, pod.name)).collect();
@@ -310,7 +318,7 @@ mod tests {
     use crate::allocation::pending::BoundPod;
     use crate::allocation::usage::tests::{allocation, container_devices};
 
-    /// The tracked faults of a node, with their inputs.
+    /// The reported faults of a node, and the inputs of their updates.
     struct FaultTest {
         listed: Vec<ContainerDevices>,
         allocations: Allocations,
@@ -350,7 +358,7 @@ mod tests {
 
     impl FaultTest {
         /// Returns a node with these pods, each with one slice. The API server reports all pods
-        /// except `unknown`. The MPS host was healthy before the test.
+        /// except those in `unknown`. The MPS host has reported no fault yet.
         fn new(pods: &[(&str, &str)], unknown: &[&str]) -> Self {
             let now = Instant::now();
             let mut pending = PendingAllocations::with_watch();
@@ -380,7 +388,7 @@ mod tests {
             self.faults.update(view, &pods, self.now)
         }
 
-        /// Updates the faults twice: now and after the log's delay. Returns the second report.
+        /// Updates the faults now, and again after [`MAX_LOG_DELAY`]. Returns the second report.
         fn update_after_log_delay(&mut self, view: &HostView) -> FaultReport {
             let first = self.update(view);
             assert_eq!(
@@ -460,7 +468,7 @@ mod tests {
         let mut test = FaultTest::new(&[("ns", "a"), ("ns", "b")], &[]);
         assert_eq!(test.update(&mps_host_view(7, Some(fault(1, Some(0), 2)))).events, []);
         test.now += MAX_LOG_DELAY / 2;
-        // The MPS host reports no culprit if the log names two.
+        // The MPS host reports no culprit if the log names two clients.
         assert_eq!(test.update(&mps_host_view(7, Some(fault(1, None, 2)))).events, []);
         let report = test.update(&mps_host_view(7, Some(Fault { over: true, ..fault(1, None, 2) })));
         let reasons: Vec<&str> = events(&report).iter().map(|event| event.1).collect();
@@ -484,14 +492,14 @@ mod tests {
             (0, Some(MAX_LOG_DELAY / 2)),
             "the log may still name a client"
         );
-        // Lists no longer contain the pod, but the fault keeps its record of the pod.
+        // The kubelet no longer lists the pods, but the fault has recorded them.
         test.listed.clear();
         test.now += MAX_LOG_DELAY / 2;
         let report = test.update(&mps_host_view(7, Some(fault(1, None, 2))));
         assert_eq!(events(&report).len(), 3);
         assert!(events(&report)[1].2.contains("possibly the pod's own"));
         assert_eq!(report.wake_after, None);
-        // No source ever reports these pods.
+        // No source reports the pods of the second fault.
         test.update(&mps_host_view(7, Some(fault(2, Some(0), 2))));
         test.now += MAX_OWNER_DELAY;
         let report = test.update(&mps_host_view(7, Some(fault(2, Some(0), 2))));

@@ -1,4 +1,4 @@
-//! Events for the health of GPUs. Pure.
+//! Reports changes of the health of GPUs as Events. Pure.
 use std::collections::BTreeMap;
 
 use cleave_api::gpunode::Health;
@@ -9,8 +9,8 @@ use crate::event::{NodeEvent, device_recovery, device_warning};
 use crate::gpu::hardware::Hardware;
 use crate::gpu::health::reason;
 
-/// The reported severity of each GPU and MIG device with a problem. The agent publishes one Event
-/// when a problem begins, when its severity increases, and when it ends. A restart of the agent
+/// The severity of each GPU and MIG device with a problem. The agent publishes an Event when a
+/// problem begins, when its severity increases, and when the problem ends. A restart of the agent
 /// causes no Event.
 #[derive(Debug, Clone, Default)]
 pub struct ReportedHealth(BTreeMap<String, Severity>);
@@ -18,25 +18,26 @@ pub struct ReportedHealth(BTreeMap<String, Severity>);
 /// Severity of a GPU's problem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Severity {
-    /// The GPU serves, but an administrator should reset it when convenient.
+    /// The GPU serves, but an administrator should reset the GPU when convenient.
     Pending,
     /// The GPU may recover by itself.
     Transient,
-    /// The GPU needs an administrator.
+    /// The GPU does not recover without an administrator.
     Permanent,
     /// NVML no longer lists the GPU.
     Missing,
 }
 
 impl ReportedHealth {
-    /// Creates the state of an agent that restarted: an earlier agent has reported all current
-    /// problems.
+    /// Creates the state after a restart of the agent. All current problems count as reported,
+    /// because an earlier agent reported them.
     pub fn after_restart(hardware: &Hardware) -> Self {
         Self(severities(hardware).map(|(device, severity, _)| (device, severity)).collect())
     }
 
-    /// Forgets a GPU that was forgotten, and its MIG devices: its end is no recovery.
-    pub fn forget(&mut self, gpu: &Gpu) {
+    /// Removes a GPU and its MIG devices after an administrator has forgotten the GPU. The removal
+    /// does not count as a recovery.
+    pub fn forget_gpu(&mut self, gpu: &Gpu) {
         let instances = gpu.mig.iter().flat_map(|mig| &mig.instances).map(|instance| &instance.uuid);
         for device in instances.chain([&gpu.uuid]) {
             self.0.remove(device);
@@ -57,7 +58,7 @@ impl ReportedHealth {
             }
             now.insert(device, severity);
         }
-        // A lower severity causes no Event, but a later increase does.
+        // A decrease of the severity causes no Event, but a later increase causes one.
         for device in self.0.keys().filter(|device| !now.contains_key(*device)) {
             found.push(device_recovery(device, format!("GPU {device} is healthy again")));
         }

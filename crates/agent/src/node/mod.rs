@@ -1,5 +1,5 @@
-//! [`Node`] is the agent's model of the node. Inputs update it; [`Node::reconcile`] decides what to
-//! do next. Pure: the time is an argument, and no code here does I/O.
+//! [`Node`] is the agent's model of the node. Inputs update the model, and [`Node::reconcile`]
+//! decides what to do next. Pure: the time is an argument, and no code here does I/O.
 pub mod absence;
 pub mod cordon;
 mod daemons;
@@ -42,9 +42,9 @@ use crate::mps;
 use crate::object::GpuNodeState;
 use crate::tenants::snapshot::TenantSnapshot;
 
-/// Time for which the agent lists slices as Unhealthy before it removes them. The kubelet may be
-/// allocating such a slice at this moment. A pod that starts with a removed slice would fail
-/// permanently.
+/// Time for which the agent lists slices as Unhealthy before it removes them. The delay is needed
+/// because the kubelet may already be allocating a slice that the agent will remove. A pod that
+/// starts with a removed slice would fail permanently.
 pub const REMOVAL_DELAY: Duration = Duration::from_millis(300);
 
 /// Result of a reconciliation: the work for the other tasks.
@@ -52,34 +52,36 @@ pub const REMOVAL_DELAY: Duration = Duration::from_millis(300);
 pub struct Actions {
     /// Device lists for the kubelet, by resource.
     pub lists: BTreeMap<ResourceName, DeviceList>,
-    /// Resources whose unchanged lists the device plugin sends again, so that the kubelet writes
-    /// its checkpoint.
+    /// Resources whose device lists the device plugin sends again, even if unchanged, so that the
+    /// kubelet writes its checkpoint.
     pub resend: BTreeSet<String>,
-    /// Daemons and doors that the MPS host should run.
+    /// The daemons and doors that the MPS host should run.
     pub desired: Desired,
-    /// State from which the next agent starts.
+    /// The state that the next agent starts from.
     pub checkpoint: Checkpoint,
-    /// Status for the API server. The status's conditions have no times yet.
+    /// Status for the API server. Its conditions have no times yet.
     pub status: GpuNodeStatus,
-    /// Events since the last reconciliation.
+    /// Events to publish since the last reconciliation.
     pub events: Vec<NodeEvent>,
-    /// Fatal GPU errors since the last reconciliation, by device.
+    /// Number of fatal GPU errors since the last reconciliation, by device.
     pub faults: BTreeMap<String, u64>,
-    /// Why the agent is not ready; `None` if it is ready.
+    /// Why the agent is not ready. `None` if the agent is ready.
     pub not_ready: Option<String>,
     /// Interval between requests for the kubelet's PodResources list.
     pub list_interval: Duration,
-    /// Whether directories of allocations that no longer exist may be removed.
+    /// Whether to remove the directories of allocations that no longer exist.
     pub sweep_directories: bool,
-    /// MIG changes to start now. The results of the changes go to [`Node::record_order_result`].
+    /// MIG changes to start now. Record the result of each change with
+    /// [`Node::record_order_result`].
     pub orders: Vec<MigOrder>,
     /// Whether to poll NVML now.
     pub poll_nvml: bool,
     /// Whether to keep NVML closed, because a GPU is quiesced.
     pub close_nvml: bool,
-    /// Input for the detection of tenants that exceed their limits.
+    /// The limits and allocations with which the agent detects tenants that exceed their limits.
     pub snapshot: TenantSnapshot,
-    /// Maximum time until the next reconciliation, if one is needed without new input.
+    /// Maximum time until the next reconciliation. `None` if the next reconciliation is needed only
+    /// after new input.
     pub wake_after: Option<Duration>,
 }
 
@@ -92,8 +94,8 @@ pub struct Node {
     tracker: HardwareTracker,
     inventoried: bool,
     object: GpuNodeState,
-    /// The last valid spec and its generation. The spec remains in force while the API server does
-    /// not answer, and when the object is deleted or malformed.
+    /// Generation and content of the last valid spec. The spec remains in force while the API
+    /// server does not answer, and when the object is deleted or malformed.
     spec: Option<(i64, GpuNodeSpec)>,
     pod_resources: Option<Vec<ContainerDevices>>,
     pod_resources_error: Option<String>,
@@ -106,32 +108,32 @@ pub struct Node {
     kubelet_since: Instant,
     view: mps::HostView,
     layouts: BTreeMap<String, Layout>,
-    /// Layouts before a change of MIG mode that is not complete, by GPU.
+    /// Layouts of GPUs before a change of MIG mode that is not complete, by UUID of the GPU.
     replaced: BTreeMap<String, Layout>,
-    /// Daemons of the last desired file, adopted because the checkpoint is lost. The agent keeps
-    /// each daemon until no pod uses the daemon.
+    /// Daemons of the last desired file. The agent adopts them if the checkpoint is lost, and keeps
+    /// each daemon until no pod uses it or a layout includes it.
     adopted: BTreeMap<String, wire::DaemonSettings>,
     adopted_allocations: BTreeMap<String, wire::Allocation>,
     steps: Vec<StepStatus>,
-    /// Slices that the agent will remove, by resource and id, with the time at which the agent
-    /// first listed each as Unhealthy.
+    /// Slices that the agent will remove, as resource and id. The value is the time at which the
+    /// agent first listed the slice as Unhealthy.
     withdrawing: BTreeMap<(String, String), Instant>,
     /// Whether the agent must not change MIG mode.
     keep_mig_mode: bool,
-    /// GPUs that a spec has partitioned by MIG.
+    /// UUIDs of the GPUs that a spec has partitioned by MIG.
     mig_partitioned: BTreeSet<String>,
-    /// Progress of MIG changes, by GPU.
+    /// Progress of MIG changes, by UUID of the GPU.
     mig_progress: BTreeMap<String, MigProgress>,
-    /// Time of the last observation of each GPU after a change. Answers to earlier requests are
-    /// outdated.
+    /// Time at which NVML last described each GPU after a MIG change. Answers to earlier queries
+    /// are outdated.
     changed: BTreeMap<String, Instant>,
-    /// Whether a checkpoint was found. If so, all earlier allocations are known.
+    /// Whether the agent has restored a checkpoint. If so, all earlier allocations are known.
     has_checkpoint: bool,
     /// Events for the next reconciliation.
     pending_events: Vec<NodeEvent>,
     last_foreign_poll: Option<Instant>,
     acknowledged: DesiredFileTracker,
-    /// Daemons with a short absence that the agent does not report.
+    /// Daemons with a short absence that the agent tolerates.
     absences: DaemonAbsences,
     reported_daemons: ReportedDaemons,
     /// Reported GPU faults.
@@ -140,7 +142,7 @@ pub struct Node {
     reported_health: ReportedHealth,
     /// Findings about tenants that exceeded their limits.
     findings: Vec<FindingStatus>,
-    /// GPUs that are quiesced or whose quiesce is in progress.
+    /// The requested quiesces of GPUs.
     quiesces: Quiesces,
 }
 
@@ -222,15 +224,15 @@ impl Node {
         self.tracker.set_quiet_period(quiet);
     }
 
-    /// Sets the time of day at `now` to `wall`, for reports. Call this regularly, because the
-    /// system clock may be set.
+    /// Sets the time of day at `now` to `wall`, for reports. Call this method often, because an
+    /// administrator may change the system clock.
     pub fn set_time(&mut self, now: Instant, wall: Timestamp) {
         self.tracker.set_time(now, wall);
     }
 
-    /// Returns whether NVML must not be opened, because a GPU is quiesced.
-    pub fn closes_nvml(&self) -> bool {
-        self.quiesces.closes_nvml()
+    /// Returns whether NVML must be closed, because at least one GPU is ready for its quiesce.
+    pub fn needs_nvml_closed(&self) -> bool {
+        self.quiesces.needs_nvml_closed()
     }
 
     /// Records whether this process has closed NVML.
@@ -238,23 +240,23 @@ impl Node {
         self.quiesces.record_nvml_closed(closed);
     }
 
-    /// Records whether a call to NVML hangs so that this process can never close NVML.
+    /// Records whether this process cannot close NVML, because a call to NVML hangs.
     pub const fn record_nvml_stuck(&mut self, stuck: bool) {
         self.quiesces.record_nvml_stuck(stuck);
     }
 
-    /// Returns the known GPUs, in NVML's order.
+    /// Returns the known GPUs, in the order of their last NVML indices.
     pub fn gpus(&self) -> Vec<Gpu> {
-        self.tracker.hardware().by_index().into_iter().map(|known| known.gpu.clone()).collect()
+        self.tracker.hardware().gpus_by_index().into_iter().map(|known| known.gpu.clone()).collect()
     }
 
-    /// Records the driver's version and number of GPUs, requested at `requested_at`.
+    /// Records the driver's version and number of GPUs. The agent sent the query at `requested_at`.
     pub fn record_driver_info(&mut self, answer: Result<DriverInfo, NvmlError>, requested_at: Instant) {
         self.tracker.record_driver_info(answer, requested_at);
         self.inventoried |= self.tracker.is_complete();
     }
 
-    /// Records the answer of the GPU at one of NVML's indices, requested at `requested_at`.
+    /// Records NVML's answer for the GPU at an index. The agent sent the query at `requested_at`.
     pub fn record_gpu(&mut self, index: u32, mut answer: Result<GpuObservation, NvmlError>, requested_at: Instant) {
         if let Ok(GpuObservation { gpu, .. }) = &mut answer
             && self.changed.get(&gpu.uuid).is_some_and(|at| requested_at < *at)
@@ -272,7 +274,7 @@ impl Node {
         self.mig_progress.values().any(MigProgress::is_in_progress)
     }
 
-    /// Records the result of a MIG order, or that the order is slow.
+    /// Records the result of a MIG order, or that the driver has not answered the order yet.
     pub fn record_order_result(&mut self, ended: MigOrderResult, now: Instant) {
         let MigOrderResult { order: MigOrder { gpu: uuid, change }, outcome, after, at } = ended;
         if let Some((gpu, processes)) = after {
@@ -302,7 +304,7 @@ impl Node {
         self.tracker.record_xid(uuid, xid, gpu_instance, ignored, now)
     }
 
-    /// Records a GPU's error counters and recovery action, requested at `requested_at`.
+    /// Records a GPU's error counters and recovery action from a query at `requested_at`.
     pub fn record_vitals(&mut self, uuid: &str, vitals: GpuVitals, requested_at: Instant) {
         self.tracker.record_vitals(uuid, vitals, requested_at);
     }
@@ -337,7 +339,7 @@ impl Node {
     pub fn record_gpu_node(&mut self, object: GpuNodeState) {
         match &object {
             // The spec is empty because the operator has not seen the GPUs yet. Keep the current
-            // layouts, so that no GPU is served whole until the operator writes the spec.
+            // layouts: with an empty spec, the agent would serve every GPU as a whole.
             GpuNodeState::Present(_, spec) if spec.plan_id.is_empty() && spec.gpus.is_empty() => {}
             GpuNodeState::Present(generation, spec) => {
                 for gpu in &spec.gpus {
@@ -350,14 +352,14 @@ impl Node {
         self.object = object;
     }
 
-    /// Forgets the missing GPUs that the spec declares as removed, and all state of them.
+    /// Forgets the missing GPUs that an administrator has forgotten in the spec.
     fn forget_removed_gpus(&mut self) {
         let removed = self.spec.iter().flat_map(|(_, spec)| &spec.gpus);
         let removed = removed.filter_map(|gpu| Some((&gpu.uuid, gpu.forgotten.as_ref()?)));
         for (uuid, until) in removed {
             let Some(gpu) = self.tracker.known_gpu(uuid).cloned() else { continue };
             if self.tracker.forget_gpu(uuid, until) {
-                self.reported_health.forget(&gpu);
+                self.reported_health.forget_gpu(&gpu);
                 self.pending_events.push(NodeEvent {
                     warning: false,
                     reason: "GpuForgotten",
@@ -379,14 +381,14 @@ impl Node {
         self.kubelet_since = now;
     }
 
-    /// Records the kubelet's checkpoint. The checkpoint must be newer than the list that the next
-    /// call of [`record_pod_resources`](Self::record_pod_resources) records.
+    /// Records the kubelet's checkpoint. Read the checkpoint after requesting the list that the
+    /// next call of [`record_pod_resources`](Self::record_pod_resources) records.
     pub fn record_kubelet_checkpoint(&mut self, devices: Option<Arc<AllocatedDevices>>) {
         self.kubelet_checkpoint = devices;
     }
 
-    /// Records the kubelet's PodResources list, requested at `requested_at`. Returns the number of
-    /// allocations that have ended.
+    /// Records the kubelet's PodResources list. The agent sent the request at `requested_at`.
+    /// Returns the number of allocations that have ended.
     pub fn record_pod_resources(
         &mut self,
         answer: Result<Vec<ContainerDevices>, String>,
@@ -406,9 +408,9 @@ impl Node {
             let slice = |id: &String| (row.resource.clone(), id.clone());
             kubelet_checkpoint.as_ref().is_none_or(|devices| row.ids.iter().any(|id| devices.contains(&slice(id))))
         };
-        // A kubelet that has just started lists its pods one by one. An agent that has just started
-        // assumes that its kubelet has also just started. However, the kubelet removes nothing from
-        // its checkpoint before it knows all of its pods.
+        // A kubelet that has just started lists its pods one by one, so its list may be incomplete.
+        // An agent that has just started assumes that its kubelet has also just started. However,
+        // the kubelet removes no slices from its checkpoint before it knows all of its pods.
         let settling = requested_at.saturating_duration_since(self.kubelet_since) < self.grace;
         let clients = self.view.status.daemons.values().flat_map(|daemon| &daemon.clients);
         let busy: BTreeSet<&str> = clients.filter_map(|client| client.allocation.as_deref()).collect();
@@ -438,8 +440,8 @@ impl Node {
         over
     }
 
-    /// Restores an allocation after a lost checkpoint, from the kubelet's list of ids and the MPS
-    /// host's limits.
+    /// Restores an allocation after the loss of the checkpoint. The ids come from the kubelet's
+    /// list, and the limits from the MPS host's last desired file.
     fn restore_allocation(&mut self, row: &ContainerDevices, allocations: &mut Allocations, now: Instant) {
         let id = allocation_id(&row.resource, &row.ids);
         let Some(wire::Allocation { device, threads, memory_mib, max_clients }) = self.adopted_allocations.remove(&id)
@@ -458,7 +460,7 @@ impl Node {
 
 #[cfg(test)]
 impl Node {
-    /// Records answers of the driver and all of its GPUs, requested at `requested_at`.
+    /// Records the answers of the driver and of all its GPUs to queries at `requested_at`.
     pub(crate) fn record_inventory(
         &mut self,
         answer: Result<crate::gpu::hardware::tests::Inventory, NvmlError>,

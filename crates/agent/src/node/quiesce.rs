@@ -5,9 +5,9 @@
 //!            ─▶ NVML is closed in this process ─▶ quiesced
 //! ```
 //!
-//! NVML cannot close one GPU: `nvmlInit` opens the device files, and only the last `nvmlShutdown`
-//! closes them. Therefore, while any GPU is quiesced, the agent keeps its last reports of the other
-//! GPUs. The other GPUs continue to serve.
+//! NVML cannot close the device file of a single GPU: `nvmlInit` opens all device files, and only
+//! the last `nvmlShutdown` closes them. Therefore the agent does not query the other GPUs while a
+//! GPU is quiesced, and keeps their last reports. The other GPUs continue to serve.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -16,29 +16,29 @@ use cleave_api::gpunode::QuiesceStatus;
 use crate::event::{EventSubject, NodeEvent};
 
 /// Time for which the agent lists the slices as Unhealthy before it stops the MPS daemons. The
-/// kubelet may be allocating a slice at this moment.
+/// delay is needed because the kubelet may already be allocating a slice.
 const WITHDRAWAL_DELAY: Duration = Duration::from_millis(300);
 
 /// Progress of all requested quiesces, by UUID of the GPU.
 #[derive(Debug, Default)]
 pub struct Quiesces {
     gpus: BTreeMap<String, QuiesceProgress>,
-    /// GPUs that an Event has reported as quiesced.
+    /// UUIDs of the GPUs that an Event has reported as quiesced.
     reported: BTreeSet<String>,
     nvml_closed: bool,
-    /// Whether a call to NVML hangs in the kernel, so that not even a restart of the agent closes
-    /// NVML.
+    /// Whether a call to NVML hangs in the kernel. If so, even a restart of the agent does not
+    /// close NVML.
     nvml_stuck: bool,
 }
 
 /// Progress of one quiesce.
 #[derive(Debug, Default)]
 struct QuiesceProgress {
-    /// Time at which the last pod stopped using the GPU.
+    /// Time since which no pod uses the GPU. `None` while the GPU is in use.
     free_since: Option<Instant>,
     /// Whether the GPU's MPS daemons must not run.
-    ends_daemons: bool,
-    /// Why the quiesce waits, or `None` if only NVML is left to close.
+    stops_daemons: bool,
+    /// Why the quiesce waits. `None` if NVML can be closed.
     waits: Option<String>,
 }
 
@@ -47,16 +47,17 @@ struct QuiesceProgress {
 pub struct GpuUse {
     /// Why the GPU is or may be in use. `None` if no pod and no process uses the GPU.
     pub in_use: Option<String>,
-    /// Why the GPU's MPS daemons may still run. `None` if they have exited.
+    /// Why the GPU's MPS daemons may still run. `None` if the daemons have exited.
     pub daemons: Option<String>,
 }
 
 impl Quiesces {
-    /// Restores the quiesces of an earlier agent, which had already withdrawn the slices.
+    /// Restores the quiesces of an earlier agent. The earlier agent has already listed the slices
+    /// as Unhealthy.
     pub fn restore(gpus: impl Iterator<Item = String>, now: Instant) -> Self {
         let progress = |uuid| {
             let free_since = now.checked_sub(WITHDRAWAL_DELAY);
-            (uuid, QuiesceProgress { free_since, ends_daemons: free_since.is_some(), waits: None })
+            (uuid, QuiesceProgress { free_since, stops_daemons: free_since.is_some(), waits: None })
         };
         Self { gpus: gpus.map(progress).collect(), ..Self::default() }
     }
@@ -66,7 +67,7 @@ impl Quiesces {
         self.nvml_closed = closed;
     }
 
-    /// Records whether a call to NVML hangs so that this process can never close NVML.
+    /// Records whether this process cannot close NVML, because a call to NVML hangs.
     pub const fn record_nvml_stuck(&mut self, stuck: bool) {
         self.nvml_stuck = stuck;
     }
@@ -83,36 +84,36 @@ impl Quiesces {
                 continue;
             }
             let since = *progress.free_since.get_or_insert(now);
-            // The kubelet may be allocating a slice that has just become Unhealthy.
-            progress.ends_daemons |= now.saturating_duration_since(since) >= WITHDRAWAL_DELAY;
+            // Wait, because the kubelet may be allocating a slice that has just become Unhealthy.
+            progress.stops_daemons |= now.saturating_duration_since(since) >= WITHDRAWAL_DELAY;
             progress.waits = match daemons {
-                _ if !progress.ends_daemons => Some("the slices are being withdrawn".into()),
+                _ if !progress.stops_daemons => Some("the agent has just listed the slices as Unhealthy".into()),
                 why => why,
             };
         }
     }
 
     /// Returns whether the MPS daemons of a GPU must not run.
-    pub fn ends_daemons(&self, uuid: &str) -> bool {
-        self.gpus.get(uuid).is_some_and(|progress| progress.ends_daemons)
+    pub fn stops_daemons(&self, uuid: &str) -> bool {
+        self.gpus.get(uuid).is_some_and(|progress| progress.stops_daemons)
     }
 
     /// Returns whether a quiesce of this GPU is requested.
-    pub fn is_wanted(&self, uuid: &str) -> bool {
+    pub fn is_requested(&self, uuid: &str) -> bool {
         self.gpus.contains_key(uuid)
     }
 
-    /// Returns whether NVML must be closed because at least one GPU is ready for the quiesce.
-    pub fn closes_nvml(&self) -> bool {
+    /// Returns whether NVML must be closed, because at least one GPU is ready for its quiesce.
+    pub fn needs_nvml_closed(&self) -> bool {
         self.gpus.values().any(|progress| progress.waits.is_none())
     }
 
-    /// Returns whether a quiesce is requested and not complete.
+    /// Returns whether at least one requested quiesce is not complete.
     pub fn is_in_progress(&self) -> bool {
-        self.gpus.values().any(|progress| progress.waits.is_some()) || (self.closes_nvml() && !self.nvml_closed)
+        self.gpus.values().any(|progress| progress.waits.is_some()) || (self.needs_nvml_closed() && !self.nvml_closed)
     }
 
-    /// Returns the status of a GPU. `None` if no quiesce is requested.
+    /// Returns the status of a GPU's quiesce. Returns `None` if no quiesce of the GPU is requested.
     pub fn status(&self, uuid: &str) -> Option<QuiesceStatus> {
         let QuiesceProgress { waits, .. } = self.gpus.get(uuid)?;
         let message = match waits {
@@ -121,14 +122,14 @@ impl Quiesces {
                 "quiesced: its MPS daemons have exited, and the agent has closed NVML. The GPU can be reset".into()
             }
             None if self.nvml_stuck => {
-                "waiting: a call to NVML hangs in the kernel, so the agent cannot close NVML. Restart the node".into()
+                "waiting: a call to NVML hangs in the kernel, so the agent cannot close NVML. Reboot the node".into()
             }
             None => "waiting: calls to NVML have not returned yet".into(),
         };
         Some(QuiesceStatus { quiesced: waits.is_none() && self.nvml_closed, message })
     }
 
-    /// Returns an Event for each GPU that is newly quiesced or has returned to service.
+    /// Returns an Event for each GPU whose quiesce has completed or ended since the last call.
     pub fn take_events(&mut self) -> Vec<NodeEvent> {
         let event = |reason, uuid: &str, note| NodeEvent {
             warning: false,
@@ -142,7 +143,7 @@ impl Quiesces {
         let mut events: Vec<NodeEvent> = now
             .difference(&self.reported)
             .map(|uuid| {
-                let note = "is quiesced: no process of Cleave uses it. Reset it, or continue with the next GPU. While it is quiesced, the node's other GPUs are not monitored. Run cleave uncordon afterwards";
+                let note = "is quiesced: no process of Cleave uses it. Reset it, or quiesce the next GPU. Until you run cleave uncordon, Cleave does not monitor the node's other GPUs";
                 event("GpuQuiesced", uuid, format!("GPU {uuid} {note}"))
             })
             .collect();
@@ -162,7 +163,7 @@ mod tests {
         BTreeSet::from(["GPU-a".to_owned()])
     }
 
-    fn unused(_: &str) -> GpuUse {
+    fn unused_gpu(_: &str) -> GpuUse {
         GpuUse::default()
     }
 
@@ -171,53 +172,53 @@ mod tests {
     }
 
     #[test]
-    fn each_stage_waits_for_the_previous_one_and_one_event_reports_the_end() {
+    fn each_stage_waits_for_the_previous_stage_and_one_event_reports_the_end() {
         let (mut quiesces, start) = (Quiesces::default(), Instant::now());
         let in_use = |_: &str| GpuUse { in_use: Some("in use by ns/p".into()), daemons: None };
         quiesces.update(&requested_gpus(), in_use, start);
-        assert!(!quiesces.ends_daemons("GPU-a") && !quiesces.closes_nvml());
+        assert!(!quiesces.stops_daemons("GPU-a") && !quiesces.needs_nvml_closed());
         assert!(quiesces.status("GPU-a").unwrap().message.contains("ns/p"));
 
-        quiesces.update(&requested_gpus(), unused, start);
-        assert!(!quiesces.ends_daemons("GPU-a"), "the kubelet may be allocating a slice");
+        quiesces.update(&requested_gpus(), unused_gpu, start);
+        assert!(!quiesces.stops_daemons("GPU-a"), "the kubelet may be allocating a slice");
         let later = start + WITHDRAWAL_DELAY;
         let running = |_: &str| GpuUse { in_use: None, daemons: Some("the MPS daemon has not exited yet".into()) };
         quiesces.update(&requested_gpus(), running, later);
-        assert!(quiesces.ends_daemons("GPU-a") && !quiesces.closes_nvml());
+        assert!(quiesces.stops_daemons("GPU-a") && !quiesces.needs_nvml_closed());
 
-        quiesces.update(&requested_gpus(), unused, later);
-        assert!(quiesces.closes_nvml() && quiesces.is_in_progress());
+        quiesces.update(&requested_gpus(), unused_gpu, later);
+        assert!(quiesces.needs_nvml_closed() && quiesces.is_in_progress());
         assert!(!quiesces.status("GPU-a").unwrap().quiesced && event_reasons(&mut quiesces).is_empty());
         quiesces.record_nvml_stuck(true);
         let stuck = quiesces.status("GPU-a").unwrap();
-        assert!(!stuck.quiesced && stuck.message.contains("Restart the node"), "{}", stuck.message);
+        assert!(!stuck.quiesced && stuck.message.contains("Reboot the node"), "{}", stuck.message);
         quiesces.record_nvml_stuck(false);
         quiesces.record_nvml_closed(true);
         assert!(quiesces.status("GPU-a").unwrap().quiesced && !quiesces.is_in_progress());
         assert_eq!(event_reasons(&mut quiesces), ["GpuQuiesced"]);
         assert!(event_reasons(&mut quiesces).is_empty());
 
-        quiesces.update(&BTreeSet::new(), unused, later);
-        assert!(!quiesces.closes_nvml() && quiesces.status("GPU-a").is_none());
+        quiesces.update(&BTreeSet::new(), unused_gpu, later);
+        assert!(!quiesces.needs_nvml_closed() && quiesces.status("GPU-a").is_none());
         assert_eq!(event_reasons(&mut quiesces), ["GpuResumed"]);
     }
 
     #[test]
-    fn an_allocation_at_the_last_moment_stops_the_quiesce() {
+    fn an_allocation_at_the_last_moment_delays_the_quiesce() {
         let (mut quiesces, start) = (Quiesces::default(), Instant::now());
-        quiesces.update(&requested_gpus(), unused, start);
+        quiesces.update(&requested_gpus(), unused_gpu, start);
         let in_use = |_: &str| GpuUse { in_use: Some("in use".into()), daemons: None };
         quiesces.update(&requested_gpus(), in_use, start + WITHDRAWAL_DELAY / 2);
-        quiesces.update(&requested_gpus(), unused, start + WITHDRAWAL_DELAY);
-        assert!(!quiesces.ends_daemons("GPU-a"), "the delay starts again");
+        quiesces.update(&requested_gpus(), unused_gpu, start + WITHDRAWAL_DELAY);
+        assert!(!quiesces.stops_daemons("GPU-a"), "the delay starts again");
     }
 
     #[test]
     fn a_restarted_agent_keeps_nvml_closed_from_the_start() {
         let now = Instant::now() + Duration::from_secs(60);
         let mut quiesces = Quiesces::restore(requested_gpus().into_iter(), now);
-        assert!(quiesces.closes_nvml());
-        quiesces.update(&requested_gpus(), unused, now);
-        assert!(quiesces.closes_nvml());
+        assert!(quiesces.needs_nvml_closed());
+        quiesces.update(&requested_gpus(), unused_gpu, now);
+        assert!(quiesces.needs_nvml_closed());
     }
 }

@@ -1,4 +1,4 @@
-//! Decides the agent's next actions from the state of [`Node`]; see [`Node::reconcile`].
+//! Decides the agent's next actions from the state of [`Node`] (see [`Node::reconcile`]).
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -31,14 +31,14 @@ pub(super) const LIST_INTERVAL_WHILE_IN_USE: Duration = Duration::from_secs(1);
 /// to terminate.
 const LIST_INTERVAL_WHILE_IDLE: Duration = Duration::from_secs(30);
 
-/// Interval between polls of NVML while processes block a change.
+/// Interval between polls of NVML while processes outside of Kubernetes block a change.
 const FOREIGN_PROCESS_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Interval between checks of a quiesce in progress.
 const QUIESCE_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 impl Node {
-    /// Decides the next actions, and updates the table.
+    /// Decides the next actions, and updates the pools in the table.
     pub fn reconcile(&mut self, table: &mut AllocationTable, now: Instant) -> Actions {
         self.forget_removed_gpus();
         let hardware = self.tracker.hardware();
@@ -101,11 +101,11 @@ impl Node {
             sweep_directories: self.pod_resources.is_some() && self.adopted_allocations.is_empty(),
             orders,
             poll_nvml,
-            close_nvml: self.quiesces.closes_nvml(),
+            close_nvml: self.quiesces.needs_nvml_closed(),
         }
     }
 
-    /// Collects the restrictions on changes, and updates the set of GPUs that are partitioned by
+    /// Returns the restrictions on changes, and updates the set of GPUs that are partitioned by
     /// MIG.
     fn change_rules(&mut self, hardware: &Hardware, partitions: &BTreeMap<String, Partition>) -> ChangeRules {
         self.mig_partitioned = mig_partitioned_gpus(hardware, partitions, &self.mig_partitioned, |uuid| {
@@ -145,7 +145,7 @@ impl Node {
         })
     }
 
-    /// Updates the quiesces that the spec requests.
+    /// Updates the progress of the quiesces that the spec requests.
     fn update_quiesces(
         &mut self,
         hardware: &Hardware,
@@ -221,7 +221,7 @@ impl Node {
             boot_id: self.boot_id.clone(),
             generation: self.spec.as_ref().map_or(0, |(generation, _)| *generation),
             spec: self.spec.as_ref().map(|(_, spec)| spec.clone()),
-            gpus: hardware.by_index().into_iter().map(|known| known.gpu.clone()).collect(),
+            gpus: hardware.gpus_by_index().into_iter().map(|known| known.gpu.clone()).collect(),
             layouts: self.layouts.clone(),
             allocations: allocations.iter().map(|(_, allocation)| Arc::clone(allocation)).collect(),
             mig_partitioned: self.mig_partitioned.clone(),
@@ -230,7 +230,8 @@ impl Node {
         }
     }
 
-    /// Returns the time after which to reconcile again even without new input, if any.
+    /// Returns the time after which to reconcile again without new input. Returns `None` if only
+    /// new input requires another reconciliation.
     fn next_wakeup(&self, foreign: bool, faults: Option<Duration>, now: Instant) -> Option<Duration> {
         let withdrawn = (!self.withdrawing.is_empty()).then_some(REMOVAL_DELAY);
         let tried = self.mig_progress.values().filter_map(|progress| progress.next_retry(now)).min();
@@ -242,20 +243,19 @@ impl Node {
             .min()
     }
 
-    /// Returns the events since the last reconciliation: MIG changes, health of GPUs and of MPS
-    /// daemons.
+    /// Returns the Events since the last reconciliation, except those about fatal GPU errors.
     fn take_events(&mut self, hardware: &Hardware) -> Vec<NodeEvent> {
         let mut events = std::mem::take(&mut self.pending_events);
         events.extend(self.reported_health.update(hardware));
         let missing = |uuid: &str| hardware.gpus.get(uuid).is_some_and(|known| known.missing);
-        let running = self.layouts.iter().filter(|(uuid, _)| !self.quiesces.ends_daemons(uuid) && !missing(uuid));
+        let running = self.layouts.iter().filter(|(uuid, _)| !self.quiesces.stops_daemons(uuid) && !missing(uuid));
         let daemons = running.flat_map(|(_, layout)| &layout.daemons).collect();
         events.extend(self.reported_daemons.update(&daemons, &self.view));
         events.extend(self.quiesces.take_events());
         events
     }
 
-    /// Replaces the layouts. Returns whether they changed.
+    /// Replaces the layouts. Returns whether the layouts changed.
     fn set_layouts(&mut self, layouts: BTreeMap<String, Layout>) -> bool {
         let otherwise = layouts != self.layouts;
         if otherwise {
@@ -265,8 +265,7 @@ impl Node {
         otherwise
     }
 
-    /// Records the daemons that serve with their current settings, and those that are briefly
-    /// unavailable.
+    /// Updates which settings the MPS host has applied, and which daemons are briefly unavailable.
     fn update_daemons(&mut self, desired: &Desired, now: Instant) {
         self.acknowledged.record_desired(desired);
         self.acknowledged.record_applied(&self.view.status.desired);
@@ -274,15 +273,15 @@ impl Node {
         self.absences.update(daemons, &self.view, |device| self.acknowledged.has_applied_settings(device), now);
     }
 
-    /// Returns the devices whose slices are about to change, or whose daemon's settings the MPS
-    /// host has not applied yet.
+    /// Returns the devices with slices that are about to change, or with daemon settings that the
+    /// MPS host has not applied yet.
     fn outdated_daemons(&self) -> BTreeSet<&str> {
         let changing = self.withdrawing.keys().filter_map(|(_, id)| parse_slice_id(id)).map(|(device, _)| device);
         let daemons = self.layouts.values().flat_map(|layout| layout.daemons.keys()).map(String::as_str);
         changing.chain(daemons.filter(|device| !self.acknowledged.has_applied_settings(device))).collect()
     }
 
-    /// Returns an order for the next change of each GPU, if the change can start now.
+    /// Returns an order for the next MIG change of each GPU, if the change can start now.
     fn order_changes(
         &mut self,
         hardware: &Hardware,
@@ -290,8 +289,8 @@ impl Node {
         mut changes: BTreeMap<String, Vec<MigChange>>,
         now: Instant,
     ) -> Vec<MigOrder> {
-        // A restarted kubelet lists its pods with a delay. Without a checkpoint, wait for `grace`
-        // before the list counts as complete.
+        // A restarted kubelet lists its pods with a delay. Without a checkpoint, the list counts as
+        // complete only after the time `grace`.
         let settled = self.has_checkpoint || now.saturating_duration_since(self.kubelet_since) >= self.grace;
         let known = self.pod_resources.is_some() && self.pod_resources_error.is_none() && settled;
         self.mig_progress.retain(|uuid, _| hardware.gpus.contains_key(uuid));
@@ -304,11 +303,11 @@ impl Node {
             }
             let mut progress = self.mig_progress.remove(uuid).unwrap_or_else(|| MigProgress::new(partition));
             progress.update(partition, gpu, health.healthy);
-            let next = if *observed && health.healthy && !self.quiesces.is_wanted(uuid) {
+            let next = if *observed && health.healthy && !self.quiesces.is_requested(uuid) {
                 let served = |device: &str| {
                     self.layouts.get(uuid).is_some_and(|layout| layout.pools.iter().any(|pool| pool.device == device))
                 };
-                let may = left.iter().filter(|change| progress.may_start(change, now));
+                let may = left.iter().filter(|change| progress.can_start(change, now));
                 next_step(may, gpu, known, served, |device| self.check_daemon_exited(device))
             } else {
                 NextStep::Nothing
@@ -331,8 +330,8 @@ impl Node {
         orders
     }
 
-    /// Checks that the MPS daemon of a device has exited and will not restart. The error states
-    /// which condition is not met.
+    /// Checks that the MPS daemon of a device has exited and will not restart. The error is a
+    /// clause that states which condition is not met.
     fn check_daemon_exited(&self, device: &str) -> Result<(), String> {
         if self.adopted.contains_key(device) {
             return Err("an MPS daemon from an earlier agent still serves the device".into());
@@ -351,21 +350,21 @@ impl Node {
         }
     }
 
-    /// Returns the decision without the slices that a change in progress removes, even if the spec
-    /// includes them again.
+    /// Removes from the decision the slices that a change in progress removes, even if the spec
+    /// includes these slices again.
     fn exclude_slices_being_removed(&self, mut decided: LayoutDecision) -> LayoutDecision {
         for (uuid, progress) in self.mig_progress.iter().filter(|(_, progress)| progress.is_in_progress()) {
             decided.applied = false;
             if let Some(layout) = decided.layouts.get_mut(uuid) {
-                layout.pools.retain(|pool| !progress.removes(uuid, &pool.device));
-                layout.daemons.retain(|device, _| !progress.removes(uuid, device));
+                layout.pools.retain(|pool| !progress.is_removing(uuid, &pool.device));
+                layout.daemons.retain(|device, _| !progress.is_removing(uuid, device));
             }
         }
         decided
     }
 
-    /// Serves the old layout of a GPU again while the driver refuses to turn its MIG mode on.
-    /// Otherwise the GPU would serve no slices.
+    /// Puts the old layout of a GPU into the decision again after the attempts to turn MIG mode on
+    /// have failed. Without the old layout, the GPU would serve no slices until the next attempt.
     fn restore_old_layouts(&mut self, mut decided: LayoutDecision, now: Instant) -> LayoutDecision {
         let LayoutDecision { layouts, changes, .. } = &mut decided;
         let enables = |uuid: &String| changes.get(uuid).is_some_and(|changes| changes.contains(&MigChange::Mode(true)));
@@ -383,8 +382,9 @@ impl Node {
         decided
     }
 
-    /// Delays the removal of slices by [`REMOVAL_DELAY`] after the agent lists them as Unhealthy.
-    /// If the kubelet allocates one of the slices during the delay, the change waits.
+    /// Delays the removal of slices until the agent has listed them as Unhealthy for
+    /// [`REMOVAL_DELAY`]. If the kubelet allocates one of the slices during the delay, the change
+    /// waits.
     fn delay_removals(&mut self, mut decided: LayoutDecision, now: Instant) -> LayoutDecision {
         let mut withdrawing = BTreeMap::new();
         for (uuid, after) in &mut decided.layouts {
@@ -402,7 +402,8 @@ impl Node {
         decided
     }
 
-    /// Updates the steps. Keeps completed steps until the next change, and replaces other steps.
+    /// Updates the steps. Keeps completed steps until the next change of a layout, and replaces all
+    /// other steps.
     fn record_steps(&mut self, steps: Vec<StepStatus>, changed: bool) {
         if changed && steps.iter().any(|step| step.result == STEP_DONE) {
             self.steps = steps;
@@ -413,7 +414,7 @@ impl Node {
         self.steps.extend(steps);
     }
 
-    /// Releases the adopted daemons that the layouts now include, or that no pod uses.
+    /// Removes the adopted daemons that the layouts now include, or that no pod uses.
     fn release_adopted_daemons(&mut self, usage: Option<&SliceUsage>) {
         let Some(usage) = usage else { return };
         self.adopted.retain(|device, _| {
@@ -429,8 +430,9 @@ impl Node {
         let mut daemons = self.adopted.clone();
         let held: BTreeSet<&str> =
             allocations.iter().flat_map(|(_, allocation)| &allocation.devices).map(String::as_str).collect();
-        for (uuid, layout) in self.layouts.iter().filter(|(uuid, _)| !self.quiesces.ends_daemons(uuid)) {
-            // A daemon cannot start on a missing GPU. One that runs may still have clients.
+        for (uuid, layout) in self.layouts.iter().filter(|(uuid, _)| !self.quiesces.stops_daemons(uuid)) {
+            // A daemon cannot start on a missing GPU, but a daemon that already runs may still have
+            // clients.
             let missing = hardware.gpus.get(uuid).is_some_and(|known| known.missing);
             if missing && !layout.daemons.keys().any(|device| held.contains(device.as_str())) {
                 continue;
@@ -448,9 +450,8 @@ impl Node {
         Desired { version: wire::FILE_FORMAT_VERSION, daemons, allocations: doors }
     }
 
-    /// Returns the slices in use, which must not be allocated to other containers. Until the
-    /// kubelet has listed its pods, the checkpoint's allocations count as in use. Returns `None` if
-    /// neither is known.
+    /// Returns the slices in use. Until the kubelet has listed its pods, only the allocations from
+    /// the checkpoint count as in use. Returns `None` if there is neither a list nor a checkpoint.
     fn slices_in_use(&self, allocations: &Allocations) -> Option<SliceUsage> {
         let known = self.pod_resources.is_some() || self.has_checkpoint;
         known.then(|| SliceUsage::new(self.pod_resources.as_deref().unwrap_or_default(), allocations))
@@ -481,8 +482,8 @@ impl Node {
         lists
     }
 
-    /// Checks that slices of this pool can be allocated now. The error states why the slices cannot
-    /// be allocated.
+    /// Checks that slices of this pool can be allocated now. The error is a clause that states why
+    /// the slices cannot be allocated.
     fn check_can_serve(&self, known: &KnownGpu, layout: &Layout, pool: &Pool) -> Result<(), String> {
         if !known.health.healthy {
             return Err(known.health.message.clone());
@@ -506,7 +507,8 @@ impl Node {
                 }
             }
             PoolKind::Whole | PoolKind::TimeSliced => match self.view.status.daemons.get(&pool.device) {
-                // The MPS host restores the compute mode only when the daemon exits.
+                // Wait for the exit of the daemon, because only then the MPS host restores the
+                // compute mode.
                 Some(_) if self.view.alive => Err("the MPS daemon has not exited yet".into()),
                 _ => Ok(()),
             },
@@ -514,7 +516,7 @@ impl Node {
     }
 
     fn not_ready_reason(&self, desired: &Desired) -> Option<String> {
-        if !self.inventoried && !self.quiesces.closes_nvml() {
+        if !self.inventoried && !self.quiesces.needs_nvml_closed() {
             return Some("NVML has not answered yet".into());
         }
         if !self.view.alive && !desired.daemons.keys().all(|device| self.absences.is_absence_tolerated(device)) {
@@ -524,14 +526,14 @@ impl Node {
     }
 }
 
-/// Returns the served slices that the new layout removes or changes, each as resource and id.
+/// Returns the slices of the old layout that the new layout removes or changes, as resource and id.
 fn removed_or_changed_slices(before: &Layout, after: &Layout) -> Vec<(String, String)> {
     let slices = before.pools.iter().flat_map(|pool| pool.ids().map(|id| (pool.resource.clone(), id)));
     slices.filter(|(resource, id)| !is_slice_unchanged(Some(before), after, resource, id)).collect()
 }
 
-/// Returns the GPUs that a spec has partitioned by MIG and whose partition still exists. A GPU
-/// remains in the set while a change is in progress.
+/// Returns the UUIDs of the GPUs that a spec has partitioned by MIG, if the partition still exists.
+/// A GPU also remains in the set while a change of it is in progress.
 fn mig_partitioned_gpus(
     hardware: &Hardware,
     partitions: &BTreeMap<String, Partition>,
@@ -547,7 +549,7 @@ fn mig_partitioned_gpus(
     stays.chain(hardware.gpus.keys().filter(|uuid| wanted(uuid)).cloned()).collect()
 }
 
-/// Returns the processes on each GPU, except its MPS daemons and their clients.
+/// Returns the processes on each GPU, except MPS daemons and servers and their clients.
 fn foreign_processes(hardware: &Hardware, view: &HostView) -> BTreeMap<String, Vec<Process>> {
     let daemons = || view.status.daemons.values();
     let mut ours: BTreeSet<u32> = daemons().flat_map(|daemon| [daemon.pid, daemon.server_pid]).flatten().collect();

@@ -29,40 +29,40 @@ use crate::object::GpuNodeState;
 
 /// Reasons for the conditions of a `GpuNode`.
 pub mod reason {
-    /// Ready: every GPU and MPS daemon serves.
+    /// `Ready` is True: every GPU and every MPS daemon can serve.
     pub const SERVING: &str = "Serving";
-    /// Not Ready: NVML has not answered yet.
+    /// A condition is False because NVML has not answered yet.
     pub const STARTING: &str = "Starting";
-    /// Not Ready: no driver is installed, or the driver does not answer.
+    /// `Ready` or `GpusPresent` is False: no driver is installed, or the driver does not answer.
     pub const NO_DRIVER: &str = "NoDriver";
-    /// Not Ready: the driver finds no GPU.
+    /// `Ready` is False: the driver finds no GPU.
     pub const NO_GPU: &str = "NoGpu";
-    /// Not Ready: a GPU cannot serve.
+    /// `Ready` or `GpusHealthy` is False: a GPU cannot serve.
     pub const GPU_UNHEALTHY: &str = "GpuUnhealthy";
-    /// Not Ready: an MPS daemon cannot serve.
+    /// `Ready` is False: an MPS daemon cannot serve.
     pub const MPS_UNAVAILABLE: &str = cleave_api::names::HEALTH_MPS_UNAVAILABLE;
-    /// Applied: the node matches the spec.
+    /// `Applied` is True: the node matches the spec.
     pub const APPLIED: &str = "Applied";
-    /// Not Applied: a change waits for pods that use slices.
+    /// `Applied` is False: a change is in progress, or waits for pods that use slices.
     pub const WAITING: &str = "Waiting";
-    /// Not Applied: the spec is not possible on this node.
+    /// `Applied` is False: the agent cannot apply the spec on this node.
     pub const REFUSED: &str = "Refused";
-    /// Not Applied: the agent has not read a spec yet.
+    /// `Applied` is False: the agent has not read a spec yet.
     pub const NO_SPEC: &str = "NoSpec";
-    /// Not Applied: the object does not match its CRD.
+    /// `Applied` is False: the object does not match its CRD.
     pub const MALFORMED: &str = "Malformed";
-    /// `GpusHealthy`: all GPUs are healthy.
+    /// `GpusHealthy` is True: all GPUs are healthy.
     pub const HEALTHY: &str = "Healthy";
-    /// `GpusPresent`: NVML lists every GPU that the node should have.
+    /// `GpusPresent` is True: NVML lists every GPU that the node should have.
     pub const ALL_PRESENT: &str = "AllPresent";
-    /// Not `GpusPresent`: the node had GPUs that NVML no longer lists.
+    /// `GpusPresent` is False: the node had GPUs that NVML no longer lists.
     pub const GPU_MISSING: &str = cleave_api::names::HEALTH_GPU_MISSING;
-    /// `LimitsEnforced`: doors enforce the limits of all shares.
+    /// `LimitsEnforced` is True: doors enforce the limits of all shares.
     pub const DOORS_ENFORCE: &str = "DoorsEnforce";
-    /// Not `LimitsEnforced`: the MPS handshake of the driver is unknown, or the daemon's replies to
-    /// clients are unexpected. Shares are Unhealthy.
+    /// `LimitsEnforced` is False: the MPS handshake of the driver is unknown, or a daemon's replies
+    /// to clients are unexpected. The daemon's shares are Unhealthy.
     pub const UNKNOWN_HANDSHAKE: &str = "UnknownHandshake";
-    /// Not `LimitsEnforced`: the handshake is unknown, and the policy accepts advisory limits.
+    /// `LimitsEnforced` is False: the handshake is unknown, and the policy accepts advisory limits.
     pub const ADVISORY_LIMITS: &str = "AdvisoryLimits";
 }
 
@@ -71,11 +71,11 @@ pub mod reason {
 pub struct StatusInput<'a> {
     /// The GPUs and the driver.
     pub hardware: &'a Hardware,
-    /// Whether NVML has answered.
+    /// Whether the driver and every GPU have answered or failed at least once.
     pub inventoried: bool,
     /// The node's `GpuNode`.
     pub object: &'a GpuNodeState,
-    /// The spec in force, with its generation.
+    /// Generation and content of the spec in force.
     pub spec: Option<&'a (i64, GpuNodeSpec)>,
     /// Whether the node matches the spec.
     pub applied: bool,
@@ -87,16 +87,17 @@ pub struct StatusInput<'a> {
     pub usage: Option<&'a SliceUsage>,
     /// The kubelet's PodResources list.
     pub listed: &'a [ContainerDevices],
-    /// Why the kubelet did not answer the last PodResources request; `None` if it answered.
+    /// Why the kubelet did not answer the last PodResources request. `None` if the kubelet
+    /// answered.
     pub pod_resources_error: Option<&'a str>,
     /// The agent's allocations.
     pub allocations: &'a Allocations,
     /// State of the MPS host.
     pub view: &'a HostView,
-    /// Daemons with a short absence that the agent does not report.
+    /// Daemons with a short absence that the agent tolerates.
     pub absences: &'a DaemonAbsences,
-    /// Devices whose daemon does not have its current settings and shares yet. Until then, the MPS
-    /// host's status is about the daemon with the older settings.
+    /// Devices whose daemon does not have its current settings and shares yet. The MPS host's
+    /// status of such a device still describes the daemon with the older settings.
     pub outdated_daemons: &'a BTreeSet<&'a str>,
     /// Steps of changes.
     pub steps: &'a [StepStatus],
@@ -104,7 +105,7 @@ pub struct StatusInput<'a> {
     pub findings: &'a [FindingStatus],
     /// Boot id of the node.
     pub boot_id: &'a str,
-    /// GPUs that are quiesced or whose quiesce is in progress.
+    /// The requested quiesces of GPUs.
     pub quiesces: &'a Quiesces,
 }
 
@@ -112,9 +113,9 @@ pub struct StatusInput<'a> {
 const UNKNOWN_HANDSHAKE: &str = "the driver's MPS handshake is unknown, so doors cannot enforce the limits of shares. Run `cleave doctor` on the node. To serve shares whose limits pods can change, set `mps.enforcement: Advisory` in the SharingPolicy";
 
 /// Problem of a daemon whose doors hold clients.
-const HELD_CLIENTS: &str = "the MPS daemon sends unexpected replies to programs that start. They wait at their doors, and none starts without limits. Programs that already use the GPU still run. Run `cleave doctor` on the node";
+const HELD_CLIENTS: &str = "the MPS daemon sends unexpected replies to programs that start. New programs wait at their doors, so that no program starts without limits. Programs that already use the GPU continue. Run `cleave doctor` on the node";
 
-/// Checks that the MPS daemon of a device serves with its settings.
+/// Checks that the MPS daemon of a device serves, and that its handshake is accepted.
 ///
 /// # Errors
 /// Returns a clause that states why the daemon does not serve.
@@ -138,10 +139,10 @@ pub fn check_daemon(view: &HostView, device: &str, settings: &DaemonSettings) ->
     }
 }
 
-/// Builds the status. The status's conditions have no times yet.
+/// Builds the status. Its conditions have no times yet.
 pub fn build_status(input: &StatusInput<'_>) -> GpuNodeStatus {
     let StatusInput { hardware, spec, applied, steps, boot_id, .. } = *input;
-    let gpus: Vec<GpuStatus> = hardware.by_index().into_iter().map(|known| gpu_status(input, known)).collect();
+    let gpus: Vec<GpuStatus> = hardware.gpus_by_index().into_iter().map(|known| gpu_status(input, known)).collect();
     let generation = match (input.object, spec) {
         (GpuNodeState::Present(generation, _), _) | (_, Some((generation, _))) => *generation,
         _ => 0,
@@ -175,7 +176,8 @@ pub fn build_status(input: &StatusInput<'_>) -> GpuNodeStatus {
     .move_profiles_to_models()
 }
 
-/// Returns the status of a GPU. The GPU is unhealthy if one of its MPS daemons or doors fails.
+/// Returns the status of a GPU. The GPU is also unhealthy if one of its MPS daemons or doors fails,
+/// or if it is being quiesced.
 fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
     let KnownGpu { gpu, health, instances, .. } = known;
     let layout = input.layouts.get(&gpu.uuid);
@@ -190,7 +192,7 @@ fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
         health = Health { healthy: false, reason: reason::MPS_UNAVAILABLE.into(), message, ..Health::default() };
     }
     let quiesce = input.quiesces.status(&gpu.uuid);
-    if let Some(quiesce) = quiesce.as_ref().filter(|_| !known.missing && input.quiesces.ends_daemons(&gpu.uuid)) {
+    if let Some(quiesce) = quiesce.as_ref().filter(|_| !known.missing && input.quiesces.stops_daemons(&gpu.uuid)) {
         let reason = crate::gpu::health::reason::QUIESCED.into();
         health = Health { healthy: false, reason, message: quiesce.message.clone(), ..Health::default() };
     }
@@ -212,8 +214,8 @@ fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
     }
 }
 
-/// Returns the problem of a device's MPS daemon or of its doors. A daemon that is starting or
-/// briefly unavailable is not a problem. A failed door is always a problem.
+/// Returns the problem of a device's MPS daemon or of its doors, if any. A daemon that is starting
+/// or briefly unavailable is not a problem, but a failed door always is.
 fn mps_problem(input: &StatusInput<'_>, device: &str, settings: &DaemonSettings) -> Option<String> {
     let view = input.view;
     let daemon = view.status.daemons.get(device);
@@ -223,12 +225,12 @@ fn mps_problem(input: &StatusInput<'_>, device: &str, settings: &DaemonSettings)
     } else {
         check_daemon(view, device, settings).and_then(|()| check_settings(input, device)).err()
     };
-    // The status of an MPS host that does not answer may be old.
+    // The status of an MPS host that does not answer may be out of date.
     let of_door = || view.status.door_errors.get(device).filter(|_| view.alive);
     of_daemon.or_else(|| of_door().map(|error| format!("the MPS host reports: {error}")))
 }
 
-/// Checks that the MPS host does not refuse the current settings of a daemon.
+/// Checks that the MPS host reports no error about the current settings of a daemon.
 fn check_settings(input: &StatusInput<'_>, device: &str) -> Result<(), String> {
     match &input.view.status.error {
         Some(error) if input.outdated_daemons.contains(device) => Err(format!("the MPS host reports: {error}")),
@@ -236,7 +238,8 @@ fn check_settings(input: &StatusInput<'_>, device: &str) -> Result<(), String> {
     }
 }
 
-/// Returns the UUIDs of the GPU, its MIG devices, and devices of the layout that no longer exist.
+/// Returns the UUIDs of the GPU, of its MIG devices, and of devices in the layout that no longer
+/// exist.
 fn devices_of_gpu<'a>(gpu: &'a Gpu, layout: Option<&'a Layout>) -> BTreeSet<&'a str> {
     let mut devices = BTreeSet::from([gpu.uuid.as_str()]);
     devices.extend(gpu.mig.iter().flat_map(|mig| &mig.instances).map(|instance| instance.uuid.as_str()));
@@ -245,7 +248,8 @@ fn devices_of_gpu<'a>(gpu: &'a Gpu, layout: Option<&'a Layout>) -> BTreeSet<&'a 
     devices
 }
 
-/// Returns NVML's description of a GPU's MIG mode, profiles and instances.
+/// Converts NVML's description of a GPU's MIG mode, profiles and instances. Adds the health of
+/// unhealthy instances.
 fn mig_status(mig: &MigState, unhealthy: &BTreeMap<String, Health>) -> MigStatus {
     let MigState { enabled, pending, profiles, instances } = mig;
     let profile = |profile: &MigProfile| {
@@ -265,12 +269,12 @@ fn mig_status(mig: &MigState, unhealthy: &BTreeMap<String, Health>) -> MigStatus
     }
 }
 
-/// Returns the numbers of total, used and unhealthy slices of a pool.
+/// Returns the total, used and unhealthy numbers of slices of a pool.
 fn slice_status(input: &StatusInput<'_>, gpu: &Gpu, pool: &crate::gpu::layout::Pool) -> SliceStatus {
     let device = BTreeSet::from([pool.device.as_str()]);
     let of_pool = |id: &str| parse_slice_id(id).is_some_and(|(device, number)| pool.contains(device, number));
-    // While usage is unknown, all slices count as used, because the operator releases pods for free
-    // slices.
+    // While usage is unknown, all slices count as used. If the slices counted as free, the operator
+    // would release pods for slices that may be in use.
     let in_use = input.usage.map_or(pool.count as usize, |usage| {
         usage.slices_of_devices(&device).filter(|(resource, id, _)| *resource == pool.resource && of_pool(id)).count()
     });
@@ -289,12 +293,12 @@ fn slice_status(input: &StatusInput<'_>, gpu: &Gpu, pool: &crate::gpu::layout::P
     }
 }
 
-/// Converts a count. Counts that do not fit become the maximum.
+/// Converts a count. Larger counts become [`u32::MAX`].
 fn saturate_u32(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
-/// Returns the allocations of a GPU: a row for each container, resource and device.
+/// Returns the allocations of a GPU, with a row for each container, resource and device.
 fn allocation_statuses(input: &StatusInput<'_>, gpu: &Gpu, devices: &BTreeSet<&str>) -> Vec<AllocationStatus> {
     let mut rows = Vec::new();
     for row in input.listed {
@@ -322,7 +326,8 @@ fn allocation_statuses(input: &StatusInput<'_>, gpu: &Gpu, devices: &BTreeSet<&s
                 threads: limits.and_then(|limits| limits.threads),
                 sms: sms.map(|sms| sms.0),
                 memory_mib,
-                // The context size was measured on whole GPUs only.
+                // Context sizes are known only for whole GPUs, because contexts on MIG instances
+                // were not measured.
                 context_mib: sms
                     .filter(|_| whole && memory_mib.is_some())
                     .and_then(|sms| context_memory(gpu.compute_capability, input.hardware.driver.version()?, sms))
@@ -337,8 +342,8 @@ fn allocation_statuses(input: &StatusInput<'_>, gpu: &Gpu, devices: &BTreeSet<&s
     rows
 }
 
-/// Returns the SMs of a share, after the driver's rounding. Returns `None` if the device's SMs are
-/// unknown.
+/// Returns the number of SMs that an allocation can use, as the driver rounds it. Returns `None` if
+/// the number of the device's SMs is unknown.
 fn limited_sms(limits: MpsLimits, total: Option<Sms>) -> Option<Sms> {
     let threads = limits.threads.and_then(|threads| Percent::new(threads).ok());
     total.map(|total| usable_sms(threads, total))
@@ -360,7 +365,8 @@ fn count_clients(view: &HostView, device: &str, allocation: &Allocation) -> u32 
         .map_or(0, |daemon| saturate_u32(daemon.clients.iter().filter(of_allocation).count()))
 }
 
-/// Returns the status of a device's MPS daemon. The state is empty while the MPS host does not run.
+/// Returns the status of a device's MPS daemon. The state is empty while the MPS host does not
+/// answer or has not started the daemon.
 fn daemon_status(input: &StatusInput<'_>, device: &str, settings: &DaemonSettings) -> MpsStatus {
     let StatusInput { view, outdated_daemons, .. } = input;
     let status = view.status.daemons.get(device).filter(|_| view.alive);
@@ -398,7 +404,7 @@ const fn daemon_state_name(state: DaemonState) -> &'static str {
     }
 }
 
-/// The content of a condition.
+/// A condition without its type, generation and time.
 struct ConditionContent {
     status: &'static str,
     reason: &'static str,
@@ -431,7 +437,7 @@ fn ready_condition(input: &StatusInput<'_>, gpus: &[GpuStatus]) -> ConditionCont
         (!messages.is_empty()).then(|| messages.join("; "))
     };
     let unhealthy = problem(|health| !health.healthy && health.reason != reason::MPS_UNAVAILABLE);
-    let unhealthy: Vec<String> = unnamed_gpus(input.hardware).chain(unhealthy).collect();
+    let unhealthy: Vec<String> = unidentified_gpu_messages(input.hardware).chain(unhealthy).collect();
     if !unhealthy.is_empty() {
         return condition_content(false, reason::GPU_UNHEALTHY, unhealthy.join("; "));
     }
@@ -441,25 +447,27 @@ fn ready_condition(input: &StatusInput<'_>, gpus: &[GpuStatus]) -> ConditionCont
     condition_content(true, reason::SERVING, "")
 }
 
-/// Returns the rows of GPUs that NVML lists but that never reported their UUID.
+/// Returns the status rows of listed GPUs whose UUID NVML has never reported.
 fn unidentified_gpus(hardware: &Hardware) -> Vec<UnidentifiedGpuStatus> {
     let row = |(index, why): (&u32, &String)| UnidentifiedGpuStatus { index: *index, message: why.clone() };
     hardware.unnamed.iter().map(row).collect()
 }
 
-/// Returns the GPUs that NVML lists but that never reported their UUID, each as a clause.
-fn unnamed_gpus(hardware: &Hardware) -> impl Iterator<Item = String> {
+/// Returns a clause with the error of each listed GPU whose UUID NVML has never reported.
+fn unidentified_gpu_messages(hardware: &Hardware) -> impl Iterator<Item = String> {
     hardware.unnamed.iter().map(|(index, why)| format!("GPU {index}: {why}"))
 }
 
-/// Returns the condition `GpusHealthy`, which ignores MPS because MPS has its own condition. A GPU
-/// that serves but should be reset is healthy, and the message mentions the reset.
+/// Returns the condition `GpusHealthy`. The condition ignores MPS daemons, because `Ready` reports
+/// the problems of daemons. A GPU that serves but should be reset is healthy, and the message
+/// mentions the reset.
 fn gpus_healthy_condition(input: &StatusInput<'_>) -> ConditionContent {
     if !input.inventoried {
         return condition_content(false, reason::STARTING, "NVML has not answered yet");
     }
-    let (mut unhealthy, mut pending): (Vec<String>, _) = (unnamed_gpus(input.hardware).collect(), Vec::new());
-    for KnownGpu { gpu, health, instances, .. } in input.hardware.by_index() {
+    let (mut unhealthy, mut pending): (Vec<String>, _) =
+        (unidentified_gpu_messages(input.hardware).collect(), Vec::new());
+    for KnownGpu { gpu, health, instances, .. } in input.hardware.gpus_by_index() {
         let name = format!("GPU {} ({})", gpu.index, gpu.uuid);
         let of_gpu = (!health.message.is_empty()).then(|| format!("{name}: {}", health.message));
         let list = if health.healthy { &mut pending } else { &mut unhealthy };
@@ -477,7 +485,7 @@ fn gpus_healthy_condition(input: &StatusInput<'_>) -> ConditionContent {
     }
 }
 
-/// Returns the condition `GpusPresent`. Only `cleave forget` lowers the number of expected GPUs.
+/// Returns the condition `GpusPresent`. Only `cleave forget` decreases the number of expected GPUs.
 fn gpus_present_condition(input: &StatusInput<'_>) -> ConditionContent {
     let hardware = input.hardware;
     if let DriverState::Missing(why) = &hardware.driver {
@@ -495,7 +503,7 @@ fn gpus_present_condition(input: &StatusInput<'_>) -> ConditionContent {
     let expected = hardware.expected_gpus();
     let listed = expected - missing.len();
     let message = format!(
-        "NVML lists {listed} of {expected} GPUs. Missing: {}. Repair or replace them. Run `cleave forget` for those that were removed for good",
+        "NVML lists {listed} of {expected} GPUs. Missing: {}. Repair or replace the missing GPUs. Run `cleave forget` for GPUs that were removed for good",
         names.join(", ")
     );
     condition_content(false, reason::GPU_MISSING, message)
@@ -531,7 +539,7 @@ fn limits_enforced_condition(input: &StatusInput<'_>, gpus: &[GpuStatus]) -> Opt
         DriverEvidence::Assumed => condition_content(
             true,
             reason::DOORS_ENFORCE,
-            format!("driver {version} uses the known MPS handshake, but its MPS was not measured. Run `cleave doctor`"),
+            format!("driver {version} uses the known MPS handshake, but Cleave was not tested with this driver. Run `cleave doctor`"),
         ),
     })
 }
@@ -579,8 +587,8 @@ fn condition(type_: &str, generation: i64, content: ConditionContent) -> Conditi
     }
 }
 
-/// Sets the times of conditions. A condition with an unchanged status keeps its time from `before`.
-/// All other conditions change at `now`.
+/// Sets the transition times of conditions. A condition with an unchanged status keeps its time
+/// from `before`. All other conditions get the time `now`.
 pub fn with_condition_times(
     mut status: GpuNodeStatus,
     before: &[Condition],
@@ -593,8 +601,8 @@ pub fn with_condition_times(
     status
 }
 
-/// Returns whether the status differs only in new allocations or in the number of clients. The
-/// agent may delay such a change.
+/// Returns whether the statuses differ only in new allocations or in numbers of clients. The agent
+/// may delay the write of a status that changed only in these respects.
 pub fn is_minor_change(reported: &GpuNodeStatus, new: &GpuNodeStatus) -> bool {
     let bare = |status: &GpuNodeStatus| {
         let mut bare = GpuNodeStatus { summary: None, ..status.clone() };

@@ -98,7 +98,8 @@ fn a_short_absence_of_a_daemon_makes_no_share_unhealthy() {
             )
         };
         for gone in [start + MAX_TOLERATED_ABSENCE, start + 5 * MAX_TOLERATED_ABSENCE] {
-            // The daemon serves before its absence. Only the duration of the absence counts.
+            // The daemon serves again before its second absence. Only the duration of the current
+            // absence counts.
             node.record_mps_view(mps_host_view(DaemonState::Active, 0, &desired));
             assert_eq!(served(&node.reconcile(&mut table, gone)), (10, 0, true, true, None), "{what}");
             let gone = gone + MAX_TOLERATED_ABSENCE;
@@ -177,8 +178,8 @@ fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
     next.record_mps_view(mps_host_view(DaemonState::Restarting, 0, &desired));
     assert_eq!(count_healthy(&next.reconcile(&mut table, start)), 0, "a new agent does not know that it served");
 
-    // The new layout has different limits. The daemon's default limits stay the same only with
-    // `same_daemon`.
+    // The new layout has different limits. The daemon's settings remain the same only if
+    // `same_daemon` is true.
     for same_daemon in [false, true] {
         let (mut node, mut table, desired) = serving_node(start);
         node.record_pod_resources(Ok(vec![]), start + ALLOCATION_GRACE, &mut table.allocations);
@@ -333,7 +334,7 @@ fn advisory_spec() -> GpuNodeState {
 #[test]
 fn shares_with_an_unknown_handshake_are_unhealthy_at_once() {
     let start = Instant::now();
-    // An MPS host of an earlier version serves such a daemon.
+    // An MPS host of an earlier version reports such a daemon as Active.
     for state in [DaemonState::Active, DaemonState::Restarting, DaemonState::BackOff] {
         let (mut node, mut table, desired) = serving_node(start);
         let before = node.reconcile(&mut table, start);
@@ -349,7 +350,7 @@ fn shares_with_an_unknown_handshake_are_unhealthy_at_once() {
         assert_eq!(condition(&actions, CONDITION_READY), Some(("False".into(), "MpsUnavailable".into())));
         assert_eq!(event_reasons(&actions), ["MpsUnavailable"]);
         let metrics = crate::metrics::Metrics::new();
-        metrics.set_node(&actions.status);
+        metrics.set_node_status(&actions.status);
         let text = metrics.encode().unwrap();
         assert!(text.contains(r#"cleave_agent_mps_door{gpu="0",uuid="GPU-a",door="Unknown"} 1"#), "{text}");
     }
@@ -372,7 +373,7 @@ fn shares_whose_doors_hold_clients_are_unhealthy_until_the_daemons_replies_are_e
         assert!(!gpu.health.message.contains("Advisory"), "consent changes nothing: {}", gpu.health.message);
         assert_eq!(condition(&held, CONDITION_LIMITS_ENFORCED), Some(("False".into(), "UnknownHandshake".into())));
         let metrics = crate::metrics::Metrics::new();
-        metrics.set_node(&held.status);
+        metrics.set_node_status(&held.status);
         let text = metrics.encode().unwrap();
         assert!(text.contains(r#"cleave_agent_mps_door{gpu="0",uuid="GPU-a",door="Unknown"} 1"#), "{text}");
         node.record_mps_view(mps_host_view(DaemonState::Active, 0, &desired));
@@ -438,7 +439,8 @@ fn consent_to_advisory_limits_applies_while_shares_are_in_use() {
     let advisory = Some(("False".into(), "AdvisoryLimits".into()));
     assert_eq!(condition(&actions, CONDITION_LIMITS_ENFORCED), advisory);
     assert_eq!(condition(&actions, CONDITION_READY), Some(("True".into(), "Serving".into())));
-    // The withdrawal of consent also takes effect at once, although the pod still uses its share.
+    // A spec without consent to advisory limits also takes effect at once, although the pod still
+    // uses its share.
     node.record_gpu_node(spec_object(10));
     assert_eq!(count_healthy(&node.reconcile(&mut table, later)), 0);
 }
@@ -461,7 +463,7 @@ fn a_failed_start_causes_an_event_and_a_normal_start_does_not() {
 }
 
 #[test]
-fn a_new_agent_reports_no_slice_as_free_that_may_be_in_use() {
+fn a_new_agent_reports_slices_that_may_be_in_use_as_in_use() {
     let start = Instant::now();
     let (mut first, mut table, _) = serving_node(start);
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
@@ -523,7 +525,7 @@ fn allocations_end_if_a_new_kubelet_removed_them_from_its_checkpoint() {
 }
 
 #[test]
-fn a_missing_pod_in_the_list_of_a_new_kubelet_ends_no_allocation() {
+fn an_allocation_does_not_end_if_the_list_of_a_new_kubelet_lacks_its_pod() {
     let start = Instant::now();
     let (mut node, mut table, _) = serving_node(start);
     let later = start + 2 * ALLOCATION_GRACE;
@@ -544,7 +546,7 @@ fn a_missing_pod_in_the_list_of_a_new_kubelet_ends_no_allocation() {
 }
 
 #[test]
-fn slices_are_unhealthy_before_their_removal_and_stay_if_allocated_meanwhile() {
+fn slices_are_unhealthy_before_their_removal_and_are_kept_if_allocated_meanwhile() {
     let start = Instant::now();
     let (mut node, mut table, _) = serving_node(start);
     node.record_pod_resources(Ok(vec![]), start + ALLOCATION_GRACE, &mut table.allocations);
@@ -594,7 +596,7 @@ fn slices_of_the_checkpoint_are_served_before_other_inputs_answer() {
 }
 
 #[test]
-fn without_a_checkpoint_earlier_daemons_and_allocations_stay_while_in_use() {
+fn without_a_checkpoint_earlier_daemons_and_allocations_are_kept_while_in_use() {
     let start = Instant::now();
     let (mut first, mut table, _) = serving_node(start);
     let limits = MpsLimits { threads: Some(20), memory_mib: Some(5), max_clients: None };
@@ -622,7 +624,7 @@ fn without_a_checkpoint_earlier_daemons_and_allocations_stay_while_in_use() {
 }
 
 #[test]
-fn an_unplanned_spec_counts_as_no_spec_and_a_malformed_one_keeps_the_last_spec() {
+fn an_unplanned_spec_counts_as_no_spec_and_a_malformed_spec_does_not_replace_the_last_spec() {
     let start = Instant::now();
     let (mut node, mut table) = start_node(None, None, start);
     node.record_inventory(inventory(), start);
@@ -642,7 +644,7 @@ fn an_unplanned_spec_counts_as_no_spec_and_a_malformed_one_keeps_the_last_spec()
 }
 
 #[test]
-fn a_missing_gpu_stays_in_the_status_until_the_spec_forgets_it() {
+fn a_missing_gpu_remains_in_the_status_until_the_spec_forgets_it() {
     let start = Instant::now();
     let two = || {
         let gpus = BTreeMap::from([(0, Ok(gpu("GPU-a", 0))), (1, Ok(gpu("GPU-b", 1)))]);
@@ -661,7 +663,7 @@ fn a_missing_gpu_stays_in_the_status_until_the_spec_forgets_it() {
     assert_eq!(present(&actions), ("True".into(), "AllPresent".into()));
     assert_eq!(actions.desired.daemons.len(), 2);
 
-    // The next boot has one GPU less.
+    // After the next boot, the node has one GPU fewer.
     let checkpoint = Checkpoint { boot_id: "earlier".into(), ..actions.checkpoint };
     let (mut node, mut table) = start_node(Some(checkpoint), None, start);
     node.set_time(start, Timestamp::from_second(2000).unwrap());
@@ -678,7 +680,7 @@ fn a_missing_gpu_stays_in_the_status_until_the_spec_forgets_it() {
 
     let forgets = |at| spec(2, Some(Time(Timestamp::from_second(at).unwrap())));
     node.record_gpu_node(forgets(1999));
-    assert_eq!(node.reconcile(&mut table, start).status.gpus.len(), 2, "the word is about an earlier absence");
+    assert_eq!(node.reconcile(&mut table, start).status.gpus.len(), 2, "the request is about an earlier absence");
     node.record_gpu_node(forgets(2000));
     let actions = node.reconcile(&mut table, start);
     assert_eq!(event_reasons(&actions), ["GpuForgotten"]);

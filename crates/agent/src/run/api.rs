@@ -1,5 +1,5 @@
 //! Reads the node's own `GpuNode` from the API server, and writes its status and Events. The
-//! kubelet's requests never wait for the API server.
+//! kubelet's requests do not wait for these reads and writes.
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -33,15 +33,15 @@ use crate::termination::shutdown::ShutdownPeriods;
 
 /// Minimum interval between status writes, so that a burst of changes causes one write.
 const MIN_STATUS_WRITE_INTERVAL: Duration = Duration::from_millis(200);
-/// Delay of a status with only minor changes. Pods often start in bursts, and the operator keeps
-/// their reservations until the status shows their allocations.
+/// Delay before a status with only minor changes is written. Pods often start in bursts, and the
+/// operator keeps their reservations until the status contains their allocations.
 const MINOR_CHANGE_DELAY: Duration = Duration::from_millis(500);
 /// First and maximum backoff after a failed write.
 const STATUS_WRITE_BACKOFF: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
 /// Maximum number of characters of an Event's note. The API server's limit is 1024.
 const MAX_NOTE_CHARS: usize = 1000;
 
-/// The agent's knowledge of the node's `GpuNode` on the API server.
+/// The node's `GpuNode` as the agent last read it from the API server.
 #[derive(Debug, Clone, Default)]
 struct ServerState {
     /// Whether the object exists.
@@ -54,7 +54,7 @@ struct ServerState {
     version: Option<String>,
 }
 
-/// Creates a client as soon as the client's configuration is available.
+/// Creates a client for the API server. Retries until the client's configuration is available.
 async fn connect_to_api_server(metrics: &Metrics) -> Client {
     let mut pause = STATUS_WRITE_BACKOFF.0;
     loop {
@@ -73,7 +73,7 @@ async fn connect_to_api_server(metrics: &Metrics) -> Client {
     }
 }
 
-/// Watches the node's `GpuNode`, forever.
+/// Watches the node's `GpuNode` until the receiver of `objects` is closed.
 async fn follow_gpu_node(
     client: Client,
     name: String,
@@ -113,8 +113,8 @@ async fn follow_gpu_node(
     }
 }
 
-/// Records the server's version of the object. A malformed object does not replace the last valid
-/// spec.
+/// Records the object in `server` and returns its state. A malformed object does not replace the
+/// last valid spec.
 fn record_gpu_node(
     DeserializeGuard(object): DeserializeGuard<GpuNode>,
     server: &watch::Sender<ServerState>,
@@ -133,7 +133,7 @@ fn record_gpu_node(
     }
 }
 
-/// Writes the status whenever it changes, forever.
+/// Writes the status whenever it changes, until a channel is closed.
 async fn write_status(
     client: Client,
     name: String,
@@ -168,7 +168,7 @@ async fn write_status(
                     .map(|_| since + MINOR_CHANGE_DELAY)
                     .filter(|until| *until > Instant::now());
                 if delayed_until.is_none() {
-                    let version = match write_once(&api, &name, version, &status).await {
+                    let version = match write_status_once(&api, &name, version, &status).await {
                         Ok(version) => version,
                         Err(error) => {
                             metrics.count_error("api-status");
@@ -191,8 +191,8 @@ async fn write_status(
             (written, delayed_since) = (None, None);
         }
         tokio::select! {
-            // All branches are cancel-safe: the next call returns a missed change, and the timer is
-            // set again.
+            // All branches are cancel-safe: the next call of `changed` returns a missed change, and
+            // the next iteration sets the timer again.
             changed = wanted.changed() => if changed.is_err() { return },
             changed = server.changed() => {
                 trust_written = false;
@@ -203,18 +203,18 @@ async fn write_status(
     }
 }
 
-/// Writes a status and returns the new resource version. Replacing a known version costs the API
-/// server a third less than a patch. Without a known version, or after a conflict with another
-/// writer, this function patches the status.
-async fn write_once(
+/// Writes a status once and returns the new resource version. Replaces a known version, which costs
+/// the API server a third less than a patch. Patches the status if the version is unknown, or after
+/// a conflict with another writer.
+async fn write_status_once(
     api: &Api<GpuNode>,
     name: &str,
     version: Option<String>,
     status: &GpuNodeStatus,
 ) -> kube::Result<Option<String>> {
     if version.is_some() {
-        // The empty spec is harmless: for this request, the API server ignores all fields except
-        // the status.
+        // The empty spec is harmless, because the API server ignores all fields except the status
+        // in this request.
         let mut object = GpuNode::new(name, GpuNodeSpec::default());
         object.metadata.resource_version = version;
         object.status = Some(status.clone());
@@ -228,13 +228,13 @@ async fn write_once(
     patched.map(|object| object.metadata.resource_version)
 }
 
-/// Returns a merge patch with every top-level field of the status. The patch replaces every list.
+/// Returns a merge patch with the whole status. The patch replaces each list as a whole.
 fn status_patch(status: &GpuNodeStatus) -> Patch<serde_json::Value> {
     Patch::Merge(serde_json::json!({ "status": status }))
 }
 
 /// Publishes each Event on the `GpuNode`, on the Node, and on the pod that the Event is about,
-/// forever. Does not retry a failed Event.
+/// until the channel is closed. Does not retry a failed Event.
 async fn write_events(
     client: Client,
     name: String,
@@ -247,16 +247,16 @@ async fn write_events(
     while let Some(NodeEvent { warning, reason, note, regarding, related }) = events.recv().await {
         let pod = regarding.map(reference_to_pod);
         let uid = server.borrow().uid.clone();
-        // `kubectl describe node` searches for Events with the name of the Node as their UID, as in
-        // the kubelet's own Events.
+        // `kubectl describe node` searches for Events that have the Node's name as UID, because the
+        // kubelet's own Events have it.
         let node = object_reference("v1".into(), "Node".into(), &name, Some(name.clone()));
         let of_node = object_reference(GpuNode::api_version(&()).into(), GpuNode::kind(&()).into(), &name, uid);
         let to_reference = |related| match related {
             EventSubject::Pod(pod) => reference_to_pod(pod),
             EventSubject::Device(device) => ObjectReference { field_path: Some(device), ..of_node.clone() },
         };
-        // The recorder merges Events with the same reason on the same object, and keeps the first
-        // note. Different related objects prevent the merge.
+        // The recorder merges Events with the same reason on the same object, and keeps only the
+        // first note. Different related objects prevent the merge.
         let related = pod.clone().or_else(|| related.map(to_reference));
         let event = |related| Event {
             type_: if warning { EventType::Warning } else { EventType::Normal },
@@ -290,7 +290,7 @@ fn object_reference(api_version: String, kind: String, name: &str, uid: Option<S
     }
 }
 
-/// Runs all tasks that use the API server, forever.
+/// Runs all tasks that use the API server.
 pub(super) async fn run(
     args: Arc<AgentArgs>,
     node_pods: NodePods,
@@ -317,7 +317,7 @@ pub(super) async fn run(
     Ok(())
 }
 
-/// Forwards objects to the main loop.
+/// Forwards states of the `GpuNode` to the main loop.
 pub(super) async fn forward_objects(mut objects: mpsc::Receiver<GpuNodeState>, inputs: mpsc::Sender<Input>) {
     while let Some(object) = objects.recv().await {
         if inputs.send(Input::Object(object)).await.is_err() {
@@ -326,7 +326,7 @@ pub(super) async fn forward_objects(mut objects: mpsc::Receiver<GpuNodeState>, i
     }
 }
 
-/// Publishes Events on pods, forever. Does not retry a failed Event.
+/// Publishes Events on pods until the channel is closed. Does not retry a failed Event.
 async fn write_pod_events(client: Client, node: String, mut events: mpsc::Receiver<PodEvent>, metrics: Metrics) {
     let recorder = Recorder::new(client, Reporter { controller: AGENT_FIELD_MANAGER.into(), instance: Some(node) });
     while let Some(PodEvent { namespace, pod, uid, reason, note }) = events.recv().await {
@@ -370,7 +370,7 @@ mod tests {
         (Client::new(service, "default"), server)
     }
 
-    /// Receives the next request and answers it.
+    /// Answers the next request, and returns its method and URI, and its body.
     async fn answer_request(server: &mut MockServer, status: u16, body: &Value) -> (String, Value) {
         let (request, reply) = timeout(TEST_TIMEOUT, server.next_request()).await.unwrap().unwrap();
         let line = format!("{} {}", request.method(), request.uri());
@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_known_version_is_replaced_and_an_outdated_one_is_patched() {
+    async fn a_known_version_is_replaced_and_after_a_conflict_the_status_is_patched() {
         let (client, mut api) = mock_client();
         let (wanted, wants) = watch::channel(Some(gpu_node_status("1")));
         let known = super::ServerState { present: true, version: Some("7".into()), ..super::ServerState::default() };
@@ -475,7 +475,7 @@ mod tests {
         tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
         let pods = |sent: &Value| sent["status"]["gpus"][0]["allocations"].as_array().map_or(0, Vec::len);
 
-        // Later minor changes do not extend the delay of the first.
+        // Later minor changes do not extend the delay of the first minor change.
         let began = Instant::now();
         let mut pods_so_far: Vec<&str> = Vec::new();
         for pod in ["a", "b", "c", "d"] {
@@ -486,8 +486,8 @@ mod tests {
         let (_, sent) = answer_request(&mut api, 200, &gpu_node_object(&status_with_allocations(&pods_so_far))).await;
         assert_eq!((pods(&sent), began.elapsed() <= MINOR_CHANGE_DELAY + Duration::from_millis(2)), (4, true));
 
-        // One allocation is added, and later another is removed. A third pod may use the freed
-        // slices.
+        // An allocation is added, and then another allocation is removed. The removal is written at
+        // once, because another pod may use the freed slices.
         tokio::time::sleep(MIN_STATUS_WRITE_INTERVAL).await;
         let began = Instant::now();
         wanted.send_replace(Some(status_with_allocations(&["a", "b", "c", "d", "e"])));
@@ -498,7 +498,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn events_of_a_pod_are_published_on_it_and_on_the_node_separately_for_each_pod() {
+    async fn events_of_a_pod_are_published_on_the_pod_and_on_the_node_and_are_not_merged() {
         let (client, mut api) = mock_client();
         let (events, to_publish) = mpsc::channel(4);
         let (_server, seen) = watch::channel(super::ServerState::default());
@@ -528,7 +528,8 @@ mod tests {
                 ]
             );
         }
-        // The recorder also does not merge Events on the node alone if their related pods differ.
+        // The recorder does not merge Events on the node alone either, if their related pods
+        // differ.
         for name in ["a", "b"] {
             let pod = PodRef { namespace: "ns".into(), name: name.into(), uid: format!("uid-{name}") };
             let note = format!("from {name}");
@@ -541,7 +542,7 @@ mod tests {
                 assert_eq!((&sent["note"], &sent["regarding"]["kind"]), (&json!(format!("from {name}")), &json!(kind)));
             }
         }
-        // The recorder does not merge Events of different devices.
+        // The recorder does not merge Events about different devices.
         for device in ["GPU-1", "GPU-2"] {
             events.send(device_warning("D", device, format!("of {device}"))).await.unwrap();
             for _ in ["GpuNode", "Node"] {

@@ -1,9 +1,10 @@
-//! A client for the API server from inside a pod. The client uses the service account's token and
-//! the cluster's CA, and rereads both when they are renewed.
+//! Creates a client for the API server from inside a pod. The client uses the service account's
+//! token and the cluster's CA. The client rereads the files of the token and the CA, because the
+//! kubelet renews the token and the cluster may renew the CA.
 //!
-//! `kube::Client::try_default` does the same, but also supports kubeconfig files. The code of
-//! `try_default` for YAML, `JSONPath`, regular expressions and credential plugins takes 1.5 MiB of
-//! memory on each node.
+//! `kube::Client::try_default` does the same, but also supports kubeconfig files. Its code for
+//! YAML, `JSONPath`, regular expressions and credential plugins takes 1.5 MiB of memory on each
+//! node.
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,16 +27,16 @@ use tower::{BoxError, ServiceBuilder};
 
 /// Directory in which Kubernetes mounts the token and the CA.
 const SERVICE_ACCOUNT_DIRECTORY: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
-/// Maximum time for which the agent uses a token after reading it. The kubelet renews a token when
-/// a fifth of its lifetime remains.
+/// Maximum time for which the client uses a token before it rereads the file. The kubelet renews a
+/// token when a fifth of the token's lifetime remains.
 const MAX_TOKEN_AGE: Duration = Duration::from_secs(60);
-/// Timeout for connecting, the same as in `kube`.
+/// Timeout for connecting. The `kube` crate uses the same value.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
-/// Timeout for reads and writes, the same as in `kube`. A watch ends after 290 s, so a longer
-/// silence means that the connection is dead.
+/// Timeout for reads and writes. The `kube` crate uses the same value. A watch ends after 290 s, so
+/// a longer silence means that the connection is dead.
 const IO_TIMEOUT: Duration = Duration::from_secs(295);
 
-/// Why no client for the API server could be created.
+/// Why the agent could not create a client for the API server.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ConnectError {
     #[error("{0} is not set: the agent does not run in a pod")]
@@ -48,14 +49,14 @@ pub(crate) enum ConnectError {
     Tls(#[from] rustls::Error),
 }
 
-/// Creates a client for the API server of the cluster in which this pod runs.
+/// Creates a client for the API server of this pod's cluster.
 pub(crate) fn in_cluster_client() -> Result<Client, ConnectError> {
     let variable = |name| std::env::var(name).map_err(|_| ConnectError::NoPod(name));
     let (host, port) = (variable("KUBERNETES_SERVICE_HOST")?, variable("KUBERNETES_SERVICE_PORT")?);
     build_client(&authority(&host, &port), Path::new(SERVICE_ACCOUNT_DIRECTORY))
 }
 
-/// Joins host and port. IPv6 addresses need brackets.
+/// Joins host and port. Puts IPv6 addresses in brackets.
 fn authority(host: &str, port: &str) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
@@ -72,7 +73,7 @@ fn build_client(authority: &str, account: &Path) -> Result<Client, ConnectError>
         .dangerous()
         .with_custom_certificate_verifier(Arc::new(ca))
         .with_no_client_auth();
-    // A resumed session would not be verified against a renewed CA.
+    // Disable resumption, because a resumed session is not verified against a renewed CA.
     tls.resumption = rustls::client::Resumption::disabled();
     let mut tcp = HttpConnector::new();
     tcp.enforce_http(false);
@@ -108,8 +109,8 @@ impl ServiceAccountToken {
         Ok(Self { file: file.into(), read: Arc::new(Mutex::new((bearer_header(&text), Instant::now()))) })
     }
 
-    /// Returns the token, and first reads it again if it is older than [`MAX_TOKEN_AGE`]. If the
-    /// file cannot be read, the last token remains in use.
+    /// Returns the header with the token. Rereads the token if it was read more than
+    /// [`MAX_TOKEN_AGE`] ago. If the file cannot be read, the last token remains in use.
     fn current_header(&self) -> Option<HeaderValue> {
         let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
         if read.1.elapsed() >= MAX_TOKEN_AGE {
@@ -120,15 +121,16 @@ impl ServiceAccountToken {
     }
 }
 
-/// Returns the value of the header `Authorization`, marked as sensitive so that it is not logged.
+/// Returns the value of the header `Authorization`. The value is marked as sensitive, so that it is
+/// not logged.
 fn bearer_header(token: &str) -> Option<HeaderValue> {
     let mut value = HeaderValue::try_from(format!("Bearer {}", token.trim())).ok()?;
     value.set_sensitive(true);
     Some(value)
 }
 
-/// Verifies servers against the current content of the CA file at each handshake, because clusters
-/// renew their CA.
+/// Verifies servers against the CA file. Rereads the file at each handshake, because clusters renew
+/// their CA.
 struct CurrentCa {
     file: PathBuf,
     provider: Arc<CryptoProvider>,
@@ -220,8 +222,8 @@ mod tests {
         TlsAcceptor::from(Arc::new(config))
     }
 
-    /// Answers one request on one connection and returns the request's head. Fails if the TLS
-    /// handshake fails.
+    /// Accepts one connection, answers one request, and returns the head of the request. Fails if
+    /// the TLS handshake fails.
     async fn answer_connection(listener: &TcpListener, acceptor: &TlsAcceptor) -> std::io::Result<String> {
         let (stream, _) = listener.accept().await?;
         let mut stream = acceptor.accept(stream).await?;
@@ -258,7 +260,7 @@ mod tests {
 
         let of_second = tls_acceptor(&second);
         let (version, head) = tokio::join!(client.apiserver_version(), answer_connection(&listener, &of_second));
-        assert!(version.is_err() && head.is_err(), "a server of another CA was trusted");
+        assert!(version.is_err() && head.is_err(), "a server with a certificate of another CA is not trusted");
 
         std::fs::write(&ca, format!("{}{}", first.pem(), second.pem())).unwrap();
         let (version, head) = tokio::join!(client.apiserver_version(), answer_connection(&listener, &of_second));
@@ -275,7 +277,7 @@ mod tests {
         let ca = new_ca();
         std::fs::write(account.path().join("ca.crt"), ca.pem()).unwrap();
         std::fs::write(account.path().join("token"), "one").unwrap();
-        // Machines without IPv6 cannot run this test.
+        // Skip this test on machines without IPv6.
         let Ok(listener) = TcpListener::bind("[::1]:0").await else { return };
         let port = listener.local_addr().unwrap().port().to_string();
         let client = build_client(&authority("::1", &port), account.path()).unwrap();

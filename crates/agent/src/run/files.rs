@@ -11,7 +11,7 @@ use crate::checkpoint::{Checkpoint, CheckpointStore};
 use crate::metrics::Metrics;
 use crate::mps::link::HostLink;
 
-/// Delay between attempts to write.
+/// Delay before a failed write is retried.
 const WRITE_RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// Contents of the files.
@@ -19,15 +19,15 @@ const WRITE_RETRY_DELAY: Duration = Duration::from_secs(1);
 pub(super) struct FileContents {
     pub(super) desired: Desired,
     pub(super) checkpoint: Checkpoint,
-    /// Paths of device nodes by device, for the CDI specification.
+    /// Paths of device nodes by UUID of the device, for the CDI specification.
     pub(super) nodes: BTreeMap<String, Vec<String>>,
-    /// Whether to remove the directories of allocations that no longer exist. False until the
-    /// allocations are known.
+    /// Whether to remove the directories of allocations that no longer exist. The value is false
+    /// until the allocations are known.
     pub(super) sweep: bool,
 }
 
-/// The last written contents of each file. `None` if the last write failed, because the file's
-/// content is then unknown.
+/// The last written contents of each file. A field is `None` if the last write of its file failed,
+/// because the file's content is then unknown.
 struct WrittenContents {
     checkpoint: Option<Arc<FileContents>>,
     desired: Option<Arc<FileContents>>,
@@ -41,7 +41,7 @@ impl Default for WrittenContents {
 }
 
 /// Writes the files on a separate thread, because a disk may be slow. Retries failed writes.
-/// Publishes the contents once both files have them.
+/// Publishes the contents after both files are written.
 pub(super) async fn write_files(
     store: CheckpointStore,
     link: HostLink,
@@ -54,7 +54,7 @@ pub(super) async fn write_files(
         let next = Arc::clone(&wanted.borrow_and_update());
         let (store, link, contents) = (store.clone(), link.clone(), Arc::clone(&next));
         let writer = tokio::task::spawn_blocking(move || {
-            let result = write_once(&store, &link, &mut written, &contents);
+            let result = write_files_once(&store, &link, &mut written, &contents);
             (written, result)
         });
         let result;
@@ -72,15 +72,16 @@ pub(super) async fn write_files(
     }
 }
 
-fn write_once(
+fn write_files_once(
     store: &CheckpointStore,
     link: &HostLink,
     written: &mut WrittenContents,
     next: &Arc<FileContents>,
 ) -> std::io::Result<()> {
-    // Write the checkpoint first. Otherwise, if this agent is killed between the writes, the next
-    // agent closes the door of a new allocation. A failed write must not prevent the second write:
-    // a full disk must not keep a door closed.
+    // Write the checkpoint first. If this agent wrote the MPS host's file first and were killed
+    // between the writes, the next agent would close the door of a new allocation. A failure of the
+    // first write must not prevent the second write, because a full disk must not keep a door
+    // closed.
     let is_saved = |before: &FileContents| next.checkpoint == before.checkpoint;
     let saved = write_if_changed(&mut written.checkpoint, next, is_saved, || store.save(&next.checkpoint));
     let is_desired = |before: &FileContents| next.desired == before.desired;
@@ -92,7 +93,7 @@ fn write_once(
     Ok(())
 }
 
-/// Writes a file unless its last content is the same.
+/// Writes a file unless its last written content is the same.
 fn write_if_changed(
     written: &mut Option<Arc<FileContents>>,
     next: &Arc<FileContents>,
@@ -113,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_checkpoint_is_written_first_and_a_full_disk_keeps_no_door_closed() {
+    fn a_failed_write_of_either_file_does_not_prevent_the_write_of_the_other_file() {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
         let next = Arc::new(FileContents {
@@ -125,7 +126,7 @@ mod tests {
         std::fs::write(path("broken"), "").unwrap();
         let write = |state: &str, run: &str| {
             let (store, link) = (CheckpointStore::new(&path(state)), HostLink::new(Paths::new(path(run))));
-            let done = write_once(&store, &link, &mut WrittenContents::default(), &next);
+            let done = write_files_once(&store, &link, &mut WrittenContents::default(), &next);
             (done.is_ok(), path(state).join("agent.json").exists(), link.last_desired().is_some())
         };
         assert_eq!(write("state", "broken"), (false, true, false));
@@ -134,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_partly_failed_write_each_file_gets_the_next_content() {
+    fn after_a_failed_write_of_one_file_both_files_get_the_next_contents() {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
         let settings = DaemonSettings {
@@ -156,15 +157,15 @@ mod tests {
         let (store, link) = (CheckpointStore::new(&path("state")), HostLink::new(Paths::new(path("run"))));
         let mut written = WrittenContents::default();
         let first = contents(1);
-        write_once(&store, &link, &mut written, &first).unwrap();
+        write_files_once(&store, &link, &mut written, &first).unwrap();
         // Create a file at the path of the directory, so that writes to the directory fail.
         std::fs::rename(path("state"), path("moved")).unwrap();
         std::fs::write(path("state"), "").unwrap();
-        write_once(&store, &link, &mut written, &contents(2)).unwrap_err();
+        write_files_once(&store, &link, &mut written, &contents(2)).unwrap_err();
         assert_eq!(link.last_desired(), Some(contents(2).desired.clone()));
         std::fs::remove_file(path("state")).unwrap();
         std::fs::rename(path("moved"), path("state")).unwrap();
-        write_once(&store, &link, &mut written, &first).unwrap();
-        assert_eq!(link.last_desired(), Some(first.desired.clone()), "the earlier content is wanted again");
+        write_files_once(&store, &link, &mut written, &first).unwrap();
+        assert_eq!(link.last_desired(), Some(first.desired.clone()), "the first contents are written again");
     }
 }

@@ -1,6 +1,6 @@
-//! Queries the sensors of GPUs only when Prometheus scrapes the metrics. From the first scrape,
-//! each GPU has its own worker thread. A GPU that hangs therefore delays one scrape by
-//! [`GPU_CALL_TIMEOUT`], and delays no other call.
+//! Queries the sensors of GPUs only when Prometheus scrapes the metrics. From the first scrape on,
+//! each GPU has its own worker thread for its sensors. A GPU that hangs therefore delays only one
+//! scrape, by [`GPU_CALL_TIMEOUT`], and no other call.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,18 +10,19 @@ use futures::future::join_all;
 
 use crate::metrics::Metrics;
 
-/// Deadline for NVML's answer about a GPU, well below Prometheus's default timeout of 10 s.
+/// Deadline for NVML's answer about a GPU. The deadline is well below Prometheus's default timeout
+/// of 10 s.
 const GPU_CALL_TIMEOUT: Duration = Duration::from_secs(2);
-/// Minimum time between two queries. Scrapes within this time, for example by a second Prometheus,
-/// report the same values.
+/// Minimum time between two queries. Further scrapes within this time, for example by a second
+/// Prometheus, report the same values.
 const MIN_QUERY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Updates the readings in the metrics.
+/// Queries the sensors of the node's GPUs and updates the metrics.
 #[derive(Debug)]
 pub(super) struct GpuSensors {
     library: Library,
     metrics: Metrics,
-    /// Locked during a query: concurrent scrapes share its answers.
+    /// Locked during a query, so that concurrent scrapes share the answers.
     state: tokio::sync::Mutex<SensorState>,
 }
 
@@ -36,22 +37,23 @@ impl GpuSensors {
         Self { library, metrics, state: tokio::sync::Mutex::default() }
     }
 
-    /// Queries all GPUs, unless the last query is recent. The query continues if the caller stops
-    /// waiting. A GPU that hangs must miss its deadline even if Prometheus gives up earlier.
-    /// Otherwise the GPU would delay each scrape.
+    /// Queries all GPUs, unless the last query ended less than [`MIN_QUERY_INTERVAL`] ago. The
+    /// query continues if the caller stops waiting. If the query ended with the caller, a GPU that
+    /// hangs would never miss its deadline when Prometheus gives up earlier, and would delay each
+    /// scrape.
     pub(super) async fn refresh(self: &Arc<Self>) {
         let sensors = Arc::clone(self);
-        if let Err(error) = tokio::spawn(async move { sensors.query().await }).await {
+        if let Err(error) = tokio::spawn(async move { sensors.query_gpus().await }).await {
             tracing::warn!(%error, "failed to query the sensors of GPUs");
         }
     }
 
-    async fn query(&self) {
+    async fn query_gpus(&self) {
         let mut state = self.state.lock().await;
         if state.queried_at.is_some_and(|at| at.elapsed() < MIN_QUERY_INTERVAL) {
             return;
         }
-        let gpus = self.metrics.gpus();
+        let gpus = self.metrics.gpu_uuids();
         state.workers.retain(|uuid, _| gpus.contains(uuid));
         for uuid in &gpus {
             if !state.workers.contains_key(uuid) {
@@ -61,12 +63,13 @@ impl GpuSensors {
                 }
             }
         }
-        let answers = join_all(state.workers.iter().map(|(uuid, worker)| read(uuid, worker))).await;
+        let answers = join_all(state.workers.iter().map(|(uuid, worker)| read_sensors(uuid, worker))).await;
         for (uuid, answer) in answers {
             match answer {
                 Ok(readings) => self.metrics.set_readings(uuid, Some(&readings)),
-                // NVML is closed while a GPU is quiesced or its MIG mode changes.
-                Err(error) if error.is_of_this_process() => self.metrics.forget_readings(uuid),
+                // NVML is closed while any GPU is quiesced, or while a change of MIG mode resets a
+                // GPU.
+                Err(error) if error.is_caused_by_this_process() => self.metrics.forget_readings(uuid),
                 Err(error) => {
                     self.metrics.count_error("sensors");
                     let error = &error as &dyn std::error::Error;
@@ -79,8 +82,8 @@ impl GpuSensors {
     }
 }
 
-/// Reads the sensors of one GPU on its worker.
-async fn read<'u>(uuid: &'u str, worker: &Worker) -> (&'u str, Result<GpuReadings, NvmlError>) {
+/// Reads the sensors of a GPU on the GPU's worker thread.
+async fn read_sensors<'u>(uuid: &'u str, worker: &Worker) -> (&'u str, Result<GpuReadings, NvmlError>) {
     let of = uuid.to_owned();
     (uuid, worker.call(GPU_CALL_TIMEOUT, move |gpus| gpus.readings(&of)).await)
 }
@@ -95,7 +98,7 @@ mod tests {
 
     use super::*;
 
-    /// NVML with two GPUs. `GPU-b` answers once for each message in the channel.
+    /// A simulated NVML with two GPUs. The query of `GPU-b` waits for a message in the channel.
     struct FakeNvml(Mutex<Receiver<()>>);
 
     impl Gpus for FakeNvml {
@@ -108,7 +111,7 @@ mod tests {
     }
 
     /// Returns the values of a metric by UUID.
-    fn values(metrics: &Metrics, name: &str) -> BTreeMap<String, String> {
+    fn metric_values(metrics: &Metrics, name: &str) -> BTreeMap<String, String> {
         let text = metrics.encode().unwrap();
         let value = |line: &str| {
             let (labels, value) = line.strip_prefix(name)?.strip_prefix('{')?.split_once("} ")?;
@@ -122,14 +125,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_gpu_that_hangs_hides_no_other_gpu() {
+    async fn a_gpu_that_hangs_does_not_hide_the_readings_of_other_gpus() {
         let (answer, answers) = channel();
         let nvml: Arc<dyn Gpus> = Arc::new(FakeNvml(Mutex::new(answers)));
         let library = Library::new(move || Ok(Arc::clone(&nvml)));
         let metrics = Metrics::new();
         let gpu = |index: u32, uuid: &str| GpuStatus { index, uuid: uuid.into(), ..GpuStatus::default() };
         let status = |gpus| GpuNodeStatus { gpus, ..GpuNodeStatus::default() };
-        metrics.set_node(&status(vec![gpu(0, "GPU-a"), gpu(1, "GPU-b")]));
+        metrics.set_node_status(&status(vec![gpu(0, "GPU-a"), gpu(1, "GPU-b")]));
         let sensors = Arc::new(GpuSensors::new(library.clone(), metrics.clone()));
         let refresh = async || {
             sensors.state.lock().await.queried_at = None;
@@ -137,38 +140,39 @@ mod tests {
         };
         // Prometheus gives up before the deadline of the GPU that hangs.
         let never_waits = async {
-            while !values(&metrics, "cleave_gpu_up").contains_key("GPU-b") {
+            while !metric_values(&metrics, "cleave_gpu_up").contains_key("GPU-b") {
                 let _ = tokio::time::timeout(GPU_CALL_TIMEOUT / 10, sensors.refresh()).await;
             }
         };
         tokio::time::timeout(Duration::from_secs(60), never_waits).await.unwrap();
-        assert_eq!(values(&metrics, "cleave_gpu_up"), by_uuid(&[("GPU-a", "1"), ("GPU-b", "0")]));
-        assert_eq!(values(&metrics, "cleave_gpu_utilization_ratio"), by_uuid(&[("GPU-a", "0.25")]));
+        assert_eq!(metric_values(&metrics, "cleave_gpu_up"), by_uuid(&[("GPU-a", "1"), ("GPU-b", "0")]));
+        assert_eq!(metric_values(&metrics, "cleave_gpu_utilization_ratio"), by_uuid(&[("GPU-a", "0.25")]));
         refresh().await;
-        assert_eq!(values(&metrics, "cleave_gpu_up"), by_uuid(&[("GPU-a", "1"), ("GPU-b", "0")]));
-        // GPU-b answers from now on.
+        assert_eq!(metric_values(&metrics, "cleave_gpu_up"), by_uuid(&[("GPU-a", "1"), ("GPU-b", "0")]));
+        // `GPU-b` answers all further queries.
         for _ in 0..1000 {
             answer.send(()).unwrap();
         }
         let answers_again = async {
-            while values(&metrics, "cleave_gpu_up")["GPU-b"] == "0" {
+            while metric_values(&metrics, "cleave_gpu_up")["GPU-b"] == "0" {
                 refresh().await;
                 tokio::task::yield_now().await;
             }
         };
         tokio::time::timeout(Duration::from_secs(60), answers_again).await.unwrap();
         let both = [("GPU-a", "40"), ("GPU-b", "40")];
-        assert_eq!(values(&metrics, "cleave_gpu_temperature_celsius"), by_uuid(&both));
+        assert_eq!(metric_values(&metrics, "cleave_gpu_temperature_celsius"), by_uuid(&both));
 
-        // While NVML is closed, all readings are unknown. A removed GPU has no series.
+        // While NVML is closed, all readings are unknown. After NVML was opened again, a removed
+        // GPU has no series.
         let closed = library.close();
         refresh().await;
-        assert!(values(&metrics, "cleave_gpu_up").is_empty());
+        assert!(metric_values(&metrics, "cleave_gpu_up").is_empty());
         drop(closed);
-        metrics.set_node(&status(vec![gpu(0, "GPU-a")]));
+        metrics.set_node_status(&status(vec![gpu(0, "GPU-a")]));
         refresh().await;
-        assert_eq!(values(&metrics, "cleave_gpu_up"), by_uuid(&[("GPU-a", "1")]));
-        metrics.set_node(&status(vec![]));
+        assert_eq!(metric_values(&metrics, "cleave_gpu_up"), by_uuid(&[("GPU-a", "1")]));
+        metrics.set_node_status(&status(vec![]));
         assert!(!metrics.encode().unwrap().contains("GPU-a"));
     }
 }

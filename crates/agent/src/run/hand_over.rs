@@ -1,12 +1,13 @@
 //! Waits for the lock of the node's state, and hands over to another agent. The decisions are in
 //! [`crate::hand_over`].
 //!
-//! Files in the state directory. The kernel releases a lock when its process ends.
+//! The agents of a node coordinate through these files in the state directory. The kernel releases
+//! the lock of a file when the process that holds it ends.
 //!
-//! - The agent that serves locks the directory itself.
+//! - The serving agent locks the directory itself.
 //! - The agent that requests a hand-over locks `successor`, which contains the agent's UID.
-//! - Every agent that waits has a shared lock on `waiting`.
-//! - `hand-over.json` is the [`HandOverRecord`]. Only the agent that serves writes it.
+//! - Every waiting agent has a shared lock on `waiting`.
+//! - `hand-over.json` contains the [`HandOverRecord`]. Only the serving agent writes this file.
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, Write as _};
 use std::os::unix::process::CommandExt as _;
@@ -28,7 +29,7 @@ use crate::hand_over::{
 
 /// Interval between attempts to lock the state directory.
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(50);
-/// Interval between reads of the files that other agents write.
+/// Interval between checks of the files that other agents write or lock.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The files through which the agents of a node coordinate.
@@ -38,13 +39,13 @@ struct HandOverFiles {
 }
 
 impl HandOverFiles {
-    fn path(&self, name: &str) -> PathBuf {
+    fn file_path(&self, name: &str) -> PathBuf {
         self.directory.join(name)
     }
 
-    /// Reads the record. A record that cannot be read counts as absent.
+    /// Reads the record. Returns an empty record if the file does not exist or cannot be read.
     fn load(&self) -> HandOverRecord {
-        let record = match std::fs::read(self.path("hand-over.json")) {
+        let record = match std::fs::read(self.file_path("hand-over.json")) {
             Ok(bytes) => serde_json::from_slice(&bytes).map_err(io::Error::from),
             Err(error) if error.kind() == io::ErrorKind::NotFound => return HandOverRecord::default(),
             Err(error) => Err(error),
@@ -56,13 +57,13 @@ impl HandOverFiles {
     }
 
     fn save(&self, record: &HandOverRecord) -> io::Result<()> {
-        write_json_atomically(&self.path("hand-over.json"), record)
+        write_json_atomically(&self.file_path("hand-over.json"), record)
     }
 
-    /// Requests a hand-over from the serving agent. Returns `None` while another agent has a
-    /// request. Dropping the file ends the request.
+    /// Requests a hand-over from the serving agent. Dropping the returned file ends the request.
+    /// Returns `None` while another agent requests a hand-over.
     fn request_hand_over(&self, id: &str) -> io::Result<Option<File>> {
-        let mut file = open(&self.path("successor"))?;
+        let mut file = open(&self.file_path("successor"))?;
         if !try_flock(&file, FlockOperation::NonBlockingLockExclusive)? {
             return Ok(None);
         }
@@ -71,9 +72,9 @@ impl HandOverFiles {
         Ok(Some(file))
     }
 
-    /// Returns the agent that requests a hand-over.
+    /// Returns the id of the agent that requests a hand-over, if any.
     fn requesting_agent(&self) -> io::Result<Option<String>> {
-        let mut file = match File::open(self.path("successor")) {
+        let mut file = match File::open(self.file_path("successor")) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(error),
@@ -84,20 +85,20 @@ impl HandOverFiles {
         let mut id = String::new();
         file.rewind()?;
         file.read_to_string(&mut id)?;
-        // The agent may not have written its UID yet.
+        // The file is empty if the agent has not written its id yet.
         Ok(Some(id).filter(|id| !id.is_empty()))
     }
 
-    /// Marks this agent as waiting until the returned file is dropped. Returns `None` if the caller
-    /// must retry.
+    /// Marks this agent as waiting until the returned file is dropped. Returns `None` if the file
+    /// is locked for the moment, so that the caller must retry.
     fn mark_waiting(&self) -> io::Result<Option<File>> {
-        let file = open(&self.path("waiting"))?;
+        let file = open(&self.file_path("waiting"))?;
         Ok(try_flock(&file, FlockOperation::NonBlockingLockShared)?.then_some(file))
     }
 
-    /// Returns whether another agent waits.
+    /// Returns whether at least one agent waits.
     fn is_awaited(&self) -> io::Result<bool> {
-        try_flock(&open(&self.path("waiting"))?, FlockOperation::NonBlockingLockExclusive).map(|free| !free)
+        try_flock(&open(&self.file_path("waiting"))?, FlockOperation::NonBlockingLockExclusive).map(|free| !free)
     }
 }
 
@@ -105,7 +106,7 @@ fn open(path: &Path) -> io::Result<File> {
     File::options().create(true).truncate(false).read(true).write(true).open(path)
 }
 
-/// Locks a file. Returns false while another process has a conflicting lock.
+/// Tries to lock a file. Returns false while another process has a conflicting lock.
 fn try_flock(file: &File, operation: FlockOperation) -> io::Result<bool> {
     match rustix::fs::flock(file, operation) {
         Ok(()) => Ok(true),
@@ -114,12 +115,12 @@ fn try_flock(file: &File, operation: FlockOperation) -> io::Result<bool> {
     }
 }
 
-/// Returns the identifier of this agent. Without a pod, the identifier is the PID and the start
-/// time of the process, which [`restart_as_standby`] does not change.
+/// Returns the id of this agent: the UID of its pod. Outside of a pod, the id consists of the PID
+/// and the start time of the process, which [`restart_as_standby`] does not change.
 fn agent_id(args: &AgentArgs) -> String {
     args.pod_uid.clone().unwrap_or_else(|| {
         let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
-        // The name in parentheses may contain spaces. The start time is field 22.
+        // The start time is field 22. Skip the name in parentheses, because it may contain spaces.
         let start = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(19)).unwrap_or_default();
         format!("process-{}-{start}", std::process::id())
     })
@@ -147,8 +148,8 @@ struct WaitingAgent {
 }
 
 impl WaitingAgent {
-    /// Reads the record at intervals, and requests a hand-over if
-    /// [`HandOverRecord::decide_standby`] decides so.
+    /// Reads the record every [`POLL_INTERVAL`]. Requests a hand-over if
+    /// [`HandOverRecord::decide_standby`] decides that this agent should serve.
     fn poll(&mut self) {
         if self.last_poll.is_none_or(|last_poll| last_poll.elapsed() >= POLL_INTERVAL) {
             self.last_poll = Some(Instant::now());
@@ -167,13 +168,13 @@ impl WaitingAgent {
     }
 }
 
-/// Waits until this is the only agent of the node that serves. During an upgrade, or by mistake,
-/// two agents may run. Each agent would write the MPS host's desired file without the other's
-/// allocations, and so close the doors of running pods.
+/// Waits for the lock of the state directory, so that only one agent of the node serves. During an
+/// upgrade, or by mistake, two agents may run. If both served, each would write the MPS host's
+/// desired file without the other's allocations, and so close the doors of running pods.
 ///
 /// # Errors
-/// Returns an error if the directory cannot be locked for [`LOCK_ERROR_TIMEOUT`]. Without the lock,
-/// a second agent could serve.
+/// Returns an error if attempts to lock the directory fail for [`LOCK_ERROR_TIMEOUT`]. An agent
+/// without the lock must not serve, because a second agent could also serve.
 pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> anyhow::Result<ServingAgent> {
     let files = HandOverFiles { directory: args.state_dir.clone() };
     let id = agent_id(args);
@@ -203,7 +204,7 @@ pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> 
                 };
                 waiting.get_or_insert_with(wait).poll();
             }
-            // After an error, another agent may still serve.
+            // Keep waiting after an error, because another agent may serve.
             Err(error) => {
                 if failing.is_none() {
                     tracing::error!(%error, "failed to lock the checkpoint's directory; retrying");
@@ -223,7 +224,8 @@ pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> 
     let start = record.start_serving(&id);
     let ServiceStart { probation, returns_ready } = start;
     tracing::info!(agent = id, probation, returns_ready, "this agent serves the node");
-    // Save the record before the request ends, so that a standby sees at once which agent is newer.
+    // Save the record before this agent's request ends, so that a standby sees at once which agent
+    // is newer.
     if let Err(error) = files.save(&record) {
         tracing::error!(%error, "failed to write the record of hand-overs; retrying");
     }
@@ -240,21 +242,22 @@ pub(super) struct SuccessorWatch {
     files: HandOverFiles,
     id: String,
     record: HandOverRecord,
-    /// The record in the file, if known.
+    /// The content of the file, if known.
     saved: Option<HandOverRecord>,
-    /// Time at which this agent began to serve.
+    /// Time at which this agent started to serve.
     began: Instant,
     /// Maximum duration of a probation.
     limit: Duration,
-    /// The agent whose hand-over request was last refused.
+    /// Id of the agent whose current request this agent has refused. `None` if there is no such
+    /// request.
     refused: Option<String>,
 }
 
 impl SuccessorWatch {
-    /// Sends the identifier of each agent to hand over to. Runs forever.
+    /// Sends the id of each agent to hand over to. Never returns without an error.
     ///
     /// # Errors
-    /// Returns an error if this agent took over from a ready agent, is not ready in time, and
+    /// Returns an error if this agent took over from a ready agent and is not ready in time while
     /// another agent waits.
     pub(super) async fn run(
         mut self,
@@ -303,20 +306,25 @@ impl SuccessorWatch {
         Ok(())
     }
 
-    /// Returns the agent that this agent must hand over to now, if any.
+    /// Returns the id of the agent that this agent must hand over to now, if any.
     fn next_agent(&mut self, changing: bool) -> Option<String> {
         let requesting = self.files.requesting_agent().unwrap_or_else(|error| {
             tracing::warn!(%error, "failed to read the hand-over request");
             None
         });
         let (next, refused): (Option<String>, Option<String>) = match requesting {
-            Some(requesting) if self.record.hands_over(&self.id, &requesting, self.began.elapsed(), changing) => {
+            Some(requesting) if self.record.should_hand_over(&self.id, &requesting, self.began.elapsed(), changing) => {
                 (Some(requesting), None)
             }
             requesting => (None, requesting),
         };
         if let Some(requesting) = refused.as_ref().filter(|_| refused != self.refused) {
-            tracing::info!(requesting, failures = self.record.failures(requesting), changing, "does not hand over yet");
+            tracing::info!(
+                requesting,
+                failures = self.record.count_failures(requesting),
+                changing,
+                "does not hand over yet"
+            );
         }
         self.refused = refused;
         next
@@ -327,11 +335,11 @@ impl SuccessorWatch {
 /// new program waits as a standby, because the record names its successor. Returns only on an
 /// error.
 ///
-/// The PID stays the same, so the supervisor notices nothing. Threads that hang in the driver end
-/// with the old program. Even if a thread cannot end, the lock is free.
+/// The PID remains the same, so the supervisor does not notice the replacement. Threads that hang
+/// in the driver end with the old program. The lock is released even if a thread cannot end.
 pub(super) fn restart_as_standby(lock: StateLock) -> io::Error {
     let mut arguments = std::env::args_os();
-    // Do not use the program's path: an upgrade may have replaced the file.
+    // Do not use the program's path, because an upgrade may have replaced the file.
     let mut command = Command::new("/proc/self/exe");
     if let Some(name) = arguments.next() {
         command.arg0(name);

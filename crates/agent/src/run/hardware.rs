@@ -1,10 +1,10 @@
-//! Polls NVML for the GPUs and their state.
+//! Polls NVML for the GPUs, their state and their links.
 //!
-//! Each GPU has its own worker thread, which publishes the GPU's answers as they arrive. A GPU that
-//! hangs therefore delays no other GPU. The driver query, which calls no GPU, also has its own
-//! worker. If that query fails, all GPUs are unavailable. At most one thread is blocked for each
-//! GPU and purpose. One more worker reads the links between the GPUs. If a GPU hangs, this worker
-//! is blocked and the agent keeps the known links.
+//! Each GPU has its own worker thread, which publishes NVML's answers for the GPU as they arrive. A
+//! GPU that hangs therefore delays no other GPU. The query of the driver, which calls no GPU, also
+//! has its own worker. If this query fails, all GPUs are unreachable. At most one thread is blocked
+//! for each GPU and purpose. Another worker reads the links between the GPUs. If a GPU hangs, this
+//! worker is blocked, and the agent keeps the known links.
 //!
 //! ```text
 //!  driver ─┐
@@ -24,29 +24,30 @@ use tokio::task::JoinSet;
 
 use super::input::Input;
 
-/// Interval between polls. An event triggers a poll at once.
+/// Interval between polls of a GPU or the driver. An event triggers a poll at once.
 const GPU_POLL_INTERVAL: Duration = Duration::from_secs(10);
-/// Number of recent link reads that the agent combines. If a read lacks a link, the link keeps its
-/// value from an earlier one of these reads.
+/// Maximum number of recent reads of links that the agent combines. A link that the latest read
+/// lacks keeps its value from an earlier one of these reads.
 const MAX_LINK_READS: usize = 10;
-/// Minimum interval between polls, even if more events trigger polls.
+/// Minimum interval between polls, regardless of the number of events.
 const MIN_GPU_POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Maximum time that the read of the links between GPUs may take. A call may have to initialize a
-/// GPU first. A hanging driver takes minutes to answer, or never answers.
+/// Deadline for a read of the links between GPUs. The call may have to initialize a GPU first. A
+/// driver that hangs takes minutes to answer, or never answers.
 const LINKS_CALL_TIMEOUT: Duration = Duration::from_secs(20);
 /// Interval between reads of the links between GPUs. The links change only if hardware fails.
 const LINKS_POLL_INTERVAL: Duration = Duration::from_secs(3600);
 /// Interval between reads of the links while a read fails or lacks a GPU or a link.
 const LINKS_RETRY_INTERVAL: Duration = Duration::from_secs(60);
-/// Answers that arrive within this time of the first form one input. A poll of eight GPUs then
-/// causes one reconciliation instead of eight.
+/// Answers that arrive within this time after the first answer form one input. A poll of eight GPUs
+/// then causes one reconciliation instead of eight.
 const BATCH_WINDOW: Duration = Duration::from_millis(50);
-/// Maximum time to wait for the first answers of all GPUs, so that a node does not appear to have
-/// fewer GPUs than it has. A GPU that hangs delays the other GPUs by this time, once.
+/// Maximum time to wait for the first answers for all GPUs. The agent waits so that a node does not
+/// appear to have fewer GPUs than it has. A GPU that hangs delays the other GPUs by this time, but
+/// only once.
 const FIRST_ANSWERS_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Polls the driver and its GPUs. NVML may take `timeout` for each answer. Returns when the main
-/// loop has ended.
+/// Polls the driver and its GPUs. Each call to NVML has the deadline `timeout`. Returns when the
+/// main loop has ended.
 ///
 /// # Errors
 /// Returns an error if a thread cannot be started.
@@ -77,13 +78,14 @@ pub(crate) async fn watch_hardware(
         loop {
             let requested_at = Instant::now();
             let answer = node.call(timeout, |gpus| gpus.driver_info()).await;
-            if answer.as_ref().is_err_and(NvmlError::is_of_this_process) {
+            if answer.as_ref().is_err_and(NvmlError::is_caused_by_this_process) {
                 wait_for_next_poll(&mut poll).await;
                 continue;
             }
             let count = answer.as_ref().map_or(0, |driver_info| driver_info.count);
             let before = std::mem::replace(&mut answered, answer.is_ok());
-            // The main loop needs the driver's answer before the answers of the driver's GPUs.
+            // Send the driver's answer first, because the main loop needs it before the answers for
+            // the GPUs.
             if answers.send(Input::DriverInfo(answer, requested_at)).await.is_err() {
                 return Ok(());
             }
@@ -105,7 +107,7 @@ pub(crate) async fn watch_hardware(
     tokio::try_join!(forward, driver, forward_in_batches(to_batch, &inputs)).map(drop)
 }
 
-/// Waits until the driver must be polled again.
+/// Waits until the driver or a GPU must be polled again.
 async fn wait_for_next_poll(poll: &mut watch::Receiver<()>) {
     tokio::time::sleep(MIN_GPU_POLL_INTERVAL).await;
     tokio::select! {
@@ -115,8 +117,9 @@ async fn wait_for_next_poll(poll: &mut watch::Receiver<()>) {
     }
 }
 
-/// Forwards answers to the main loop. Answers within [`BATCH_WINDOW`] form one input. The driver's
-/// answer and the first answers of its GPUs within [`FIRST_ANSWERS_TIMEOUT`] also form one input.
+/// Forwards answers to the main loop. Answers that arrive within [`BATCH_WINDOW`] form one input.
+/// The driver's answer and the first answers for its GPUs form one input if they arrive within
+/// [`FIRST_ANSWERS_TIMEOUT`].
 async fn forward_in_batches(mut answers: mpsc::Receiver<Input>, inputs: &mpsc::Sender<Input>) -> anyhow::Result<()> {
     let (mut count, mut awaited) = (0, BTreeSet::new());
     let (mut batch, mut until) = (Vec::new(), None);
@@ -153,8 +156,8 @@ async fn forward_in_batches(mut answers: mpsc::Receiver<Input>, inputs: &mpsc::S
     }
 }
 
-/// Polls the GPU at one index forever, even while the driver lists no GPU at that index, because
-/// the GPU may reappear.
+/// Polls the GPU at one index until the main loop has ended. Continues while the driver lists no
+/// GPU at this index, because the GPU may reappear.
 async fn watch_gpu(
     index: u32,
     (worker, timeout): (Worker, Duration),
@@ -165,8 +168,9 @@ async fn watch_gpu(
     loop {
         let requested_at = Instant::now();
         let answer = worker.call(timeout, move |gpus| gpus.observe(index)).await;
-        if answer.as_ref().is_err_and(NvmlError::is_of_this_process) {
-            // The last answer remains valid, while another GPU is quiesced for example.
+        if answer.as_ref().is_err_and(NvmlError::is_caused_by_this_process) {
+            // NVML was not called, for example because another GPU is quiesced. The last answer
+            // remains valid.
             wait_for_next_poll(&mut poll).await;
             continue;
         }
@@ -184,7 +188,7 @@ async fn watch_gpu(
         }
         if let Some(uuid) = uuid {
             let of = uuid.clone();
-            // Do not send missing values: the next poll requests them again.
+            // Ignore errors, because the next poll requests the values again.
             if let Ok(vitals) = worker.call(timeout, move |gpus| gpus.vitals(&of)).await
                 && answers.send(Input::Vitals(uuid, vitals, requested_at)).await.is_err()
             {
@@ -202,10 +206,10 @@ async fn watch_gpu(
 }
 
 /// Reads the links between the GPUs at long intervals, and whenever the driver reports another
-/// number of GPUs, including after an outage. An incomplete read replaces only the links that it
-/// contains. The other links keep their values for [`MAX_LINK_READS`] reads.
+/// number of GPUs, for example after an outage. An incomplete read replaces only the links that it
+/// contains. The other links keep their values for up to [`MAX_LINK_READS`] reads.
 async fn watch_links(worker: Worker, inputs: mpsc::Sender<Input>, mut count: watch::Receiver<u32>) {
-    // The latest reads, oldest first. A complete read makes earlier reads obsolete.
+    // The latest reads, oldest first. A complete read replaces all earlier reads.
     let mut reads: VecDeque<Topology> = VecDeque::new();
     loop {
         let expected = *count.borrow_and_update();
@@ -229,7 +233,7 @@ async fn watch_links(worker: Worker, inputs: mpsc::Sender<Input>, mut count: wat
                     }
                 }
                 Err(NvmlError::NotSupported { .. }) => complete = true,
-                Err(error) if error.is_of_this_process() => {}
+                Err(error) if error.is_caused_by_this_process() => {}
                 Err(error) => {
                     tracing::warn!(
                         error = &error as &dyn std::error::Error,
@@ -257,7 +261,8 @@ mod tests {
 
     use super::*;
 
-    /// A simulated NVML that passes the number of each link read, from 0, to `read`.
+    /// A simulated NVML. `read` returns the result of each read of the links, and receives the
+    /// number of the read, counted from 0.
     struct FakeNvml {
         reads: AtomicUsize,
         read: fn(usize) -> Result<Topology, NvmlError>,
@@ -270,7 +275,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn links_are_read_when_the_number_of_gpus_changes_and_a_failed_read_reports_nothing() {
+    async fn links_are_read_when_the_number_of_gpus_changes_and_a_failed_read_is_not_reported() {
         // Each read after the first lists one more GPU.
         let (nvml, counted, mut received, watching) = start_watching_links(|number| match number {
             0 => Err(NvmlError::Lost { call: "test" }),
@@ -296,7 +301,8 @@ mod tests {
         let (_nvml, counted, mut received, watching) = start_watching_links(|number| {
             Ok(match number {
                 0 => topology(3, |_, _| true),
-                // The read omits the last GPU, and fails for a link between the others.
+                // The second read omits the last GPU, and lacks the link between the other two
+                // GPUs.
                 1 => topology(2, |_, _| false),
                 _ => topology(2, |_, _| true),
             })
@@ -328,10 +334,10 @@ mod tests {
         watching.await.unwrap();
     }
 
-    type Watching = (Arc<FakeNvml>, watch::Sender<u32>, mpsc::Receiver<Input>, tokio::task::JoinHandle<()>);
+    type RunningLinkWatch = (Arc<FakeNvml>, watch::Sender<u32>, mpsc::Receiver<Input>, tokio::task::JoinHandle<()>);
 
-    /// Starts the watch of links with `read` as the source.
-    fn start_watching_links(read: fn(usize) -> Result<Topology, NvmlError>) -> Watching {
+    /// Starts [`watch_links`] with an NVML that answers with `read`.
+    fn start_watching_links(read: fn(usize) -> Result<Topology, NvmlError>) -> RunningLinkWatch {
         let nvml = Arc::new(FakeNvml { reads: AtomicUsize::new(0), read });
         let gpus = Arc::clone(&nvml);
         let library = Library::new(move || Ok(Arc::clone(&gpus) as Arc<dyn Gpus>));
@@ -341,8 +347,8 @@ mod tests {
         (nvml, counted, received, watching)
     }
 
-    /// Returns a topology in which one NVLink connects each pair of GPUs, unless the pair's link is
-    /// unknown.
+    /// Returns a topology in which one NVLink connects each pair of GPUs. The link of a pair is
+    /// unknown if `is_known` returns false.
     fn topology(count: usize, is_known: fn(usize, usize) -> bool) -> Topology {
         let gpus = (0..count).map(|gpu| format!("GPU-{gpu}")).collect();
         let link = |one, other| GpuLink { nvlinks: u8::from(is_known(one, other)), ..GpuLink::default() };
@@ -373,7 +379,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_first_answers_are_one_input_and_a_hanging_gpu_delays_the_others_once() {
+    async fn the_first_answers_form_one_input_and_a_hanging_gpu_delays_other_gpus_only_once() {
         let (send, answers) = mpsc::channel(64);
         let (inputs, mut received) = mpsc::channel(64);
         tokio::spawn(async move { forward_in_batches(answers, &inputs).await });
@@ -384,9 +390,9 @@ mod tests {
         tokio::time::sleep(FIRST_ANSWERS_TIMEOUT / 2).await;
         send.send(gpu_input(1)).await.unwrap();
         assert_eq!(gpu_indices(received.recv().await), [0, 2, 1]);
-        assert!(begun.elapsed() < FIRST_ANSWERS_TIMEOUT, "no wait once all have answered");
+        assert!(begun.elapsed() < FIRST_ANSWERS_TIMEOUT, "there is no wait after all GPUs have answered");
 
-        // A fourth GPU appears, and hangs.
+        // A fourth GPU appears and hangs.
         for input in [driver_info_input(4), gpu_input(0), gpu_input(1)] {
             send.send(input).await.unwrap();
         }

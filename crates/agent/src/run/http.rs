@@ -20,26 +20,26 @@ use tokio_util::task::AbortOnDropHandle;
 use super::gpu_readings::GpuSensors;
 use crate::metrics::Metrics;
 
-/// Maximum age of the main loop's heartbeat before the agent counts as dead. The main loop
-/// reconciles at least every 5 s.
+/// Maximum age of the main loop's heartbeat while `/healthz` reports the agent as alive. The main
+/// loop reconciles at least every 5 s.
 const MAX_HEARTBEAT_AGE: Duration = Duration::from_secs(60);
 
-/// Heartbeat of the main loop.
+/// Heartbeat that the main loop sends after each reconciliation.
 #[derive(Debug, Clone)]
 pub(super) struct Heartbeat {
     /// Time of the main loop's last reconciliation.
     pub(super) reconciled: Instant,
-    /// Why the agent is not ready. `None` if it is ready.
+    /// Why the agent is not ready. `None` if the agent is ready.
     pub(super) not_ready: Option<String>,
     /// Whether a change of a GPU is in progress.
     pub(super) changing: bool,
 }
 
-/// The state that the HTTP endpoints report.
+/// The sources of the state that the HTTP endpoints report.
 #[derive(Debug)]
 struct ProbeState {
     metrics: Metrics,
-    /// `None` while the agent waits: the agent that serves queries the GPUs.
+    /// `None` while this agent is a standby, because the serving agent queries the GPUs.
     sensors: Option<Arc<GpuSensors>>,
     heartbeat: watch::Receiver<Heartbeat>,
     plugins: watch::Receiver<PluginServerState>,
@@ -47,8 +47,8 @@ struct ProbeState {
     ready_until: Option<Instant>,
 }
 
-/// Serves HTTP requests, forever. Reports the sensors of GPUs if the caller passes a library. Until
-/// `ready_until`, reports that the agent is ready, regardless of its state.
+/// Serves HTTP requests, and returns only on an error. Reports the sensors of GPUs if the caller
+/// passes a library. Until `ready_until`, reports that the agent is ready, regardless of its state.
 pub(super) async fn serve_endpoints(
     addr: SocketAddr,
     (metrics, library): (Metrics, Option<Library>),
@@ -67,7 +67,7 @@ pub(super) async fn serve_endpoints(
     Ok(())
 }
 
-/// The endpoints of an agent that waits while another agent of its node serves.
+/// The endpoints of a standby: an agent that waits while another agent of its node serves.
 pub(super) struct StandbyEndpoints {
     heartbeat: watch::Sender<Heartbeat>,
     server: AbortOnDropHandle<()>,
@@ -94,7 +94,7 @@ impl StandbyEndpoints {
     /// Stops the endpoints, so that the serving agent's endpoints can use the same address.
     pub(super) async fn stop(self) {
         self.server.abort();
-        // Ignore the error: it only reports the cancellation.
+        // Ignore the error, which only reports the cancellation.
         let _ = self.server.await;
     }
 }
@@ -132,7 +132,7 @@ async fn readyz(State(probes): State<Arc<ProbeState>>) -> (StatusCode, String) {
     }
 }
 
-/// Returns the first reason why the agent is not ready, or `None` if it is ready.
+/// Returns a reason why the agent is not ready. Returns `None` if the agent is ready.
 pub(super) fn not_ready_reason(heartbeat: &Heartbeat, plugins: &PluginServerState) -> Option<String> {
     if let Some(why) = &heartbeat.not_ready {
         return Some(why.clone());
@@ -158,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_agent_is_ready_once_all_resources_stream() {
+    fn the_agent_is_ready_when_the_lists_of_all_resources_are_streamed() {
         let ready = Heartbeat { reconciled: Instant::now(), not_ready: None, changing: false };
         let resource = |phase| {
             let name = ResourceName::parse("nvidia.com/gpu").unwrap();

@@ -1,4 +1,4 @@
-//! Inputs that the other tasks send to the main loop.
+//! Defines the inputs that other tasks send to the main loop.
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -17,9 +17,9 @@ pub(super) enum Input {
     Many(Vec<Self>),
     /// The driver's answer, and the time of the query.
     DriverInfo(Result<DriverInfo, NvmlError>, Instant),
-    /// The answer of the GPU at an index, and the time of the query.
+    /// NVML's index of a GPU, the answer for the GPU, and the time of the query.
     Gpu(u32, Result<GpuObservation, NvmlError>, Instant),
-    /// A GPU's error counters and recovery action, and the time of the query.
+    /// UUID of a GPU, its error counters and recovery action, and the time of the query.
     Vitals(String, GpuVitals, Instant),
     /// The links between the GPUs.
     Topology(Topology),
@@ -27,8 +27,8 @@ pub(super) enum Input {
     Event(GpuEvent),
     Object(GpuNodeState),
     Mps(mps::HostView),
-    /// The kubelet's PodResources list, the time of the request, and the kubelet's checkpoint,
-    /// which the agent reads after the list.
+    /// The kubelet's PodResources list, the time of the request, and the content of the kubelet's
+    /// checkpoint. The agent reads the checkpoint after the list.
     PodResources(Result<Vec<ContainerDevices>, String>, Instant, Option<Arc<AllocatedDevices>>),
     KubeletStarted,
     Findings(Vec<FindingStatus>),

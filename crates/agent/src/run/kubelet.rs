@@ -16,13 +16,13 @@ use crate::metrics::Metrics;
 /// Usual delay until the kubelet lists the pod of a new allocation.
 pub(super) const USUAL_LIST_DELAY: Duration = Duration::from_millis(300);
 /// Usual delay until the kubelet writes its checkpoint after the agent has resent a device list.
-/// The delay doubles with each attempt.
+/// The agent waits twice as long after each further attempt.
 const USUAL_CHECKPOINT_DELAY: Duration = Duration::from_millis(20);
-/// Deadline for the PodResources list.
+/// Deadline for a PodResources request.
 const LIST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Device, inode and time of the kubelet's socket. Each start of the kubelet creates another
-/// socket.
+/// Device, inode and modification time (seconds and nanoseconds) of the kubelet's socket. Each
+/// start of the kubelet creates a new socket.
 type SocketId = (u64, u64, i64, i64);
 
 fn socket_id(socket: &Path) -> Option<SocketId> {
@@ -30,18 +30,18 @@ fn socket_id(socket: &Path) -> Option<SocketId> {
     Some((found.dev(), found.ino(), found.mtime(), found.mtime_nsec()))
 }
 
-/// Detects a restart of the kubelet, which replaces its socket.
+/// Detects restarts of the kubelet by changes of its socket.
 #[derive(Debug, Default)]
 struct SocketTracker {
     seen: Option<SocketId>,
-    /// Whether the kubelet has restarted and the main loop has not received a report of the
-    /// restart.
+    /// Whether the kubelet has restarted, and the main loop has not received a report of the
+    /// restart yet.
     unreported: bool,
 }
 
 impl SocketTracker {
     /// Records the current socket, if it exists. Returns whether a restart is still unreported. The
-    /// first start does not count.
+    /// first start of the kubelet does not count as a restart.
     fn has_restarted(&mut self, now: Option<SocketId>) -> bool {
         let Some(now) = now else { return false };
         self.unreported |= self.seen.replace(now).is_some_and(|before| before != now);
@@ -54,14 +54,15 @@ impl SocketTracker {
 pub(super) struct ListSchedule {
     /// Time between two requests.
     pub(super) interval: Duration,
-    /// Counts allocations. Each allocation triggers an early request.
+    /// Number of allocations. Each allocation triggers an early request.
     pub(super) allocated: u64,
-    /// Counts device lists that the agent resent so that the kubelet writes its checkpoint. Each
-    /// resent list triggers a request at once.
+    /// Number of times that the agent resent device lists, so that the kubelet writes its
+    /// checkpoint. When this number increases, the task requests the list soon after the kubelet
+    /// should have written its checkpoint.
     pub(super) resent: u64,
 }
 
-/// Requests the PodResources list, forever.
+/// Requests the PodResources list repeatedly, until the main loop has ended.
 pub(super) async fn list_allocations(
     args: Arc<AgentArgs>,
     inputs: mpsc::Sender<Input>,
@@ -86,7 +87,8 @@ pub(super) async fn list_allocations(
             None
         });
         // A restarted kubelet lists no pods at first, and accepts registrations of plugins only
-        // later. The main loop must know of the restart before it handles the list.
+        // later. Report the restart before the list, because the main loop must interpret the list
+        // as incomplete.
         if kubelet.has_restarted(socket_id(socket)) {
             kubelet.unreported = false;
             if inputs.send(Input::KubeletStarted).await.is_err() {
@@ -136,7 +138,7 @@ pub(super) async fn watch_restarts(
         }
     }
     if stopping.is_cancelled() {
-        // The main loop has stopped the plugins, and will end the agent.
+        // The main loop has stopped the plugins and is about to end the agent.
         std::future::pending::<()>().await;
     }
     anyhow::bail!("the device plugin manager has stopped")

@@ -33,11 +33,12 @@ use crate::metrics::Metrics;
 use crate::node::{Actions, Node};
 use crate::tenants::snapshot::TenantSnapshot;
 
-/// Maximum delay of files and status after an allocation.
+/// Maximum delay between an allocation and the update of files and status.
 const MAX_ALLOCATION_DELAY: Duration = Duration::from_millis(30);
-/// Maximum interval between two reconciliations. Decisions depend on time even without inputs.
+/// Maximum interval between two reconciliations. Even without inputs, decisions can change with
+/// time.
 const MAX_RECONCILE_INTERVAL: Duration = Duration::from_secs(5);
-/// Maximum time for the last write of the files before a hand-over. The kubelet's calls wait during
+/// Maximum time for the last write of the files before a restart. The kubelet's calls wait during
 /// this time.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(3);
 
@@ -65,15 +66,15 @@ pub(super) struct MainLoop {
     /// Steps that are already in the log.
     pub(super) steps: Vec<cleave_api::gpunode::StepStatus>,
     pub(super) kubelet_answers: bool,
-    /// Cancelled on SIGTERM and before a hand-over, so that other tasks can distinguish a shutdown
+    /// Cancelled on SIGTERM and before a restart, so that other tasks can distinguish a shutdown
     /// from a failure.
     pub(super) stopping: CancellationToken,
     pub(super) terminate: Signal,
-    /// The contents that both files have.
+    /// The contents that were last written to both files.
     pub(super) complete: watch::Receiver<Arc<FileContents>>,
-    /// The agent to hand over to.
+    /// Id of the agent to hand over to.
     pub(super) successor: watch::Receiver<Option<String>>,
-    /// The lock of the node's state.
+    /// The lock of the state directory.
     pub(super) lock: StateLock,
 }
 
@@ -89,14 +90,14 @@ impl MainLoop {
             tokio::select! {
                 // Cancel-safe: an unreceived message remains in the channel.
                 input = inputs.recv() => match input {
-                    Some(input) => self.handle_input(input),
+                    Some(input) => self.apply_input(input),
                     None => anyhow::bail!("all inputs of the main loop are closed"),
                 },
                 // Cancel-safe: an unreceived notification remains pending.
                 () = allocator.allocated.notified() => {
-                    // Wait briefly, so that the kubelet gets its response first, and the agent
-                    // handles a burst of allocations together. The start of a container ends the
-                    // wait.
+                    // Wait briefly, so that the kubelet gets its response first, and so that one
+                    // reconciliation covers a burst of allocations. The start of a container ends
+                    // the wait.
                     let _ = tokio::time::timeout(MAX_ALLOCATION_DELAY, allocator.starting.notified()).await;
                     self.listing.send_modify(|listing| listing.allocated += 1);
                 }
@@ -116,43 +117,45 @@ impl MainLoop {
                 }
                 () = tokio::time::sleep(pause) => {}
             }
-            // Handle all queued inputs before reconciling.
+            // Apply all queued inputs before the next reconciliation.
             while let Ok(input) = inputs.try_recv() {
-                self.handle_input(input);
+                self.apply_input(input);
             }
         }
     }
 
-    /// Returns whether only a restart of this process can close NVML, which a quiesce needs. Tells
-    /// the node if not even a restart can.
+    /// Returns whether a quiesce needs NVML closed and only a restart of this process can close it.
+    /// Also records in the node whether even a restart cannot close NVML.
     fn must_restart_to_close_nvml(&mut self) -> bool {
         let must_close = self.closed_library.is_some() && !self.library.is_closed();
         let can_end_threads = || nvml_closing::can_end_threads(Path::new("/proc/self/task"));
         let step = self.nvml_closing.next_step(must_close, can_end_threads, Instant::now());
         self.node.record_nvml_stuck(step == ClosingStep::Stuck);
-        // A restart would interrupt a change of a GPU.
+        // Do not restart during a change of a GPU, because a restart would interrupt the change.
         step == ClosingStep::Restart && !self.node.is_changing_hardware()
     }
 
-    /// Stops serving, releases the lock, and restarts this process as a standby. Returns only if
-    /// the agent must end.
+    /// Stops serving, releases the lock, and restarts this process as a standby. Returns only after
+    /// an error or SIGTERM.
     async fn hand_over(self, successor: &str) -> anyhow::Result<()> {
         tracing::info!(successor, "handing over to another agent of this node");
         self.restart().await
     }
 
     /// Stops serving, releases the lock, and restarts this process. Without a successor in the
-    /// record of hand-overs, the process serves again at once. Returns only if the agent must end.
+    /// record of hand-overs, the process serves again at once. Returns only after an error or
+    /// SIGTERM.
     async fn restart(mut self) -> anyhow::Result<()> {
         self.stopping.cancel();
         self.plugins.stop().await;
-        // Write the files after the last allocation, because the successor starts from them.
+        // Reconcile and write the files after the last allocation, because the successor starts
+        // from these files.
         self.reconcile();
         let wanted = Arc::clone(&self.written.borrow());
         let complete = self.complete.wait_for(|complete| Arc::ptr_eq(complete, &wanted));
         if tokio::time::timeout(WRITE_TIMEOUT, complete).await.is_err() {
-            // After a failed write, the successor learns recent allocations from the kubelet, as
-            // after a crash.
+            // Continue after a failed write: as after a crash, the successor learns recent
+            // allocations from the kubelet.
             tracing::warn!("failed to write the files before the restart");
         }
         if self.terminate.recv().now_or_never().is_some() {
@@ -162,8 +165,8 @@ impl MainLoop {
         Err(hand_over::restart_as_standby(self.lock)).context("failed to restart the agent")
     }
 
-    fn handle_input(&mut self, input: Input) {
-        // Set the time with every input, because the clock may have been set.
+    fn apply_input(&mut self, input: Input) {
+        // Update the time of day with every input, because the system clock may have been changed.
         self.node.set_time(Instant::now(), Timestamp::now());
         match input {
             Input::MigOrderResult(ended) => {
@@ -172,7 +175,7 @@ impl MainLoop {
                 self.metrics.count_mig_change(&order.change, outcome);
                 self.node.record_order_result(ended, Instant::now());
             }
-            Input::Many(inputs) => inputs.into_iter().for_each(|input| self.handle_input(input)),
+            Input::Many(inputs) => inputs.into_iter().for_each(|input| self.apply_input(input)),
             Input::DriverInfo(answer, requested_at) => {
                 if let Err(error) = &answer {
                     self.metrics.count_error("nvml");
@@ -193,7 +196,7 @@ impl MainLoop {
                     xid,
                     gpu_instance,
                     class = class.as_str(),
-                    meaning = xid::describe(xid),
+                    meaning = xid::describe_xid(xid),
                     "XID"
                 );
                 self.metrics.count_xid(&uuid, xid, class);
@@ -233,11 +236,11 @@ impl MainLoop {
     }
 
     /// Reconciles and carries out the actions. Returns the maximum time until the next
-    /// reconciliation, if one is needed without new input.
+    /// reconciliation. Returns `None` if the next reconciliation is needed only after new input.
     fn reconcile(&mut self) -> Option<Duration> {
         let now = Instant::now();
-        // Create device nodes before locking the table: `device_nodes` does file I/O, and the
-        // kubelet's calls wait for the lock.
+        // Find and create device nodes before the table is locked: `device_nodes` does file I/O,
+        // and the kubelet's calls wait for the lock.
         let nodes = self.device_nodes();
         self.node.record_nvml_closed(self.library.is_closed());
         let mut table = self.pods.allocator.table();
@@ -246,14 +249,14 @@ impl MainLoop {
         let table_events = std::mem::take(&mut table.events);
         drop(table);
         let Actions { lists, resend, desired, checkpoint, status, events, faults, .. } = actions;
-        // Send the lists before any other action: the kubelet must receive the removal of slices
-        // first.
+        // Send the lists before any other action, because the kubelet must receive the removal of
+        // slices first.
         self.serve_device_lists(lists);
         let resent = resend.iter().filter_map(|name| self.served.get(name.as_str()));
         if resent.map(|served| served.resend_list()).count() > 0 {
             self.listing.send_modify(|listing| listing.resent += 1);
         }
-        self.queue_files(FileContents { desired, checkpoint, nodes, sweep: actions.sweep_directories });
+        self.queue_file_writes(FileContents { desired, checkpoint, nodes, sweep: actions.sweep_directories });
         for (device, faults) in &faults {
             self.metrics.count_faults(device, *faults);
         }
@@ -267,7 +270,8 @@ impl MainLoop {
         });
         let interval = actions.list_interval;
         self.listing.send_if_modified(|listing| std::mem::replace(&mut listing.interval, interval) != interval);
-        // While stopping, start no MIG changes: a hand-over would interrupt them.
+        // Start no MIG changes while the agent stops, because the end of this process would
+        // interrupt them.
         for order in actions.orders.into_iter().filter(|_| !self.stopping.is_cancelled()) {
             self.start_order(order);
         }
@@ -302,9 +306,9 @@ impl MainLoop {
         cdi::device_nodes(&gpus, &self.args.host_root)
     }
 
-    /// Publishes the status and events, and logs new steps and events.
+    /// Publishes the status and the Events. Logs new steps and all Events.
     fn report_status_and_events(&mut self, status: GpuNodeStatus, events: impl Iterator<Item = NodeEvent>) {
-        self.metrics.set_node(&status);
+        self.metrics.set_node_status(&status);
         for step in status.steps.iter().filter(|step| !self.steps.contains(step)) {
             tracing::info!(gpu = step.gpu, action = step.action, result = step.result, message = step.message, "step");
         }
@@ -333,15 +337,15 @@ impl MainLoop {
                 metrics.observe_mig_change(&ended.order.change, began.elapsed());
             }
             if let Some(inputs) = inputs.upgrade() {
-                // Ignore errors: the channel is closed only when the agent ends.
+                // Ignore errors, because the channel is closed only when the agent ends.
                 let _ = inputs.send(Input::MigOrderResult(ended)).await;
             }
         };
         tokio::spawn(mig::run_order(self.library.clone(), order, send_result));
     }
 
-    /// Sends the lists to the open streams. Replaces the set of resources only if a name was added
-    /// or removed.
+    /// Sends the device lists to the kubelet through the open streams. Replaces the set of
+    /// resources only if a resource was added or removed.
     fn serve_device_lists(&mut self, lists: BTreeMap<ResourceName, cleave_kubelet::DeviceList>) {
         let before: Vec<ResourceName> = self.served.keys().cloned().collect();
         self.served.retain(|name, _| lists.contains_key(name));
@@ -365,8 +369,8 @@ impl MainLoop {
         }
     }
 
-    /// Passes the files' new content to the task that writes them, if the content changed.
-    fn queue_files(&self, next: FileContents) {
+    /// Passes new contents to the task that writes the files, if the contents changed.
+    fn queue_file_writes(&self, next: FileContents) {
         self.written.send_if_modified(|last| {
             let changed = **last != next;
             if changed {

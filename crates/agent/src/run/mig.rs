@@ -7,26 +7,27 @@ use crate::gpu::hardware::error_chain;
 use crate::gpu::mig::{ChangeOutcome, MigChange, MigOrder, MigOrderResult};
 use crate::mig_order::apply_order;
 
-/// A change counts as slow after this time. Changing an instance takes a fraction of a second.
-/// Changing a GPU that the driver resets takes some seconds.
+/// A change counts as slow after this time. A change of an instance takes a fraction of a second. A
+/// change of MIG mode that resets the GPU takes some seconds.
 const SLOW_CHANGE_THRESHOLD: Duration = Duration::from_secs(15);
 
-/// Maximum time to wait until calls in progress return, so that NVML can be closed before a change
-/// of MIG mode.
+/// Maximum time to wait for NVML to be closed before a change of MIG mode. NVML is closed when all
+/// calls in progress have returned.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(25);
-/// A call in progress for this time probably never returns, so NVML cannot be closed. Closing it
-/// would only interrupt the watch of the other GPUs. Initializing a GPU takes seconds.
+/// A call that has been in progress for this time probably never returns, so NVML cannot be closed.
+/// An attempt to close NVML would only interrupt the watch of the other GPUs. The threshold is not
+/// lower because the initialization of a GPU takes seconds.
 const HANGING_CALL_THRESHOLD: Duration = Duration::from_secs(10);
-/// Interval between checks whether NVML is closed.
+/// Interval between checks of whether NVML is closed.
 const CLOSE_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Performs a change and reports its result. If the change is slow, reports the delay before the
-/// result.
+/// Performs a change and reports its result. If the change is slow, first reports
+/// [`ChangeOutcome::Slow`].
 pub(super) async fn run_order(library: Library, order: MigOrder, report: impl AsyncFn(MigOrderResult)) {
     run_order_unless_hanging(library, order, HANGING_CALL_THRESHOLD, report).await;
 }
 
-/// Performs a change as [`run_order`] does. A call in progress for `hanging` counts as hanging.
+/// Like [`run_order`], but a call that has been in progress for `hanging` counts as hanging.
 async fn run_order_unless_hanging(
     library: Library,
     order: MigOrder,
@@ -45,7 +46,7 @@ async fn run_order_unless_hanging(
     let uuid = order.gpu.clone();
     let resets = match order.change {
         MigChange::Mode(_) => worker.call(SLOW_CHANGE_THRESHOLD, move |gpus| gpus.gpu(&uuid)).await.is_ok_and(|gpu| {
-            // If the GPU is lost, the change below fails.
+            // If this query fails because the GPU is lost, the change below fails too.
             mode_change_resets(gpu.compute_capability)
         }),
         _ => false,
@@ -57,11 +58,11 @@ async fn run_order_unless_hanging(
             tokio::time::timeout(CLOSE_TIMEOUT, wait_until_closed(&library)).await.is_err()
         };
         if cannot_close {
-            let why = "a call to NVML does not return, so the agent cannot close NVML. Restart the node";
+            let why = "a call to NVML does not return, so the agent cannot close NVML. Reboot the node";
             return report(result(ChangeOutcome::Busy(why.into()), None)).await;
         }
     }
-    // No deadline: the result must be known before any other change of this GPU.
+    // Set no deadline, because the result must be known before any other change of this GPU.
     let call = async {
         if resets {
             worker.call_alone(move |gpus| Ok(apply_order(gpus, &ordered))).await
@@ -73,7 +74,7 @@ async fn run_order_unless_hanging(
     let answer = match tokio::time::timeout(SLOW_CHANGE_THRESHOLD, &mut call).await {
         Ok(answer) => answer,
         Err(_) => {
-            // The other GPUs must not wait for a driver that hangs.
+            // Open NVML again, because the other GPUs must not wait for a driver that hangs.
             drop(closed.take());
             report(result(ChangeOutcome::Slow(begun.elapsed()), None)).await;
             call.await
@@ -84,10 +85,10 @@ async fn run_order_unless_hanging(
     report(result(outcome, after)).await;
 }
 
-/// Returns whether a change of MIG mode resets a GPU of this compute capability. Before Hopper
-/// (9.0) the change resets the GPU, and the driver refuses the change while another user has the
-/// GPU open. An event registration of this process also keeps the GPU open. While NVML is closed,
-/// events of all GPUs are lost.
+/// Returns whether a change of MIG mode resets a GPU of this compute capability. On GPUs before
+/// Hopper (9.0), the change resets the GPU, and the driver refuses the change while another user
+/// has the GPU open. An event registration of this process also keeps the GPU open, so the agent
+/// closes NVML for the change. While NVML is closed, events of all GPUs are lost.
 fn mode_change_resets(compute_capability: (u32, u32)) -> bool {
     compute_capability < (9, 0)
 }
@@ -111,7 +112,7 @@ mod tests {
     use super::*;
     use crate::fixtures::gpu;
 
-    /// NVML with one A100.
+    /// A simulated NVML with one A100.
     struct OneGpu;
 
     impl Gpus for OneGpu {
@@ -121,7 +122,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_change_fails_at_once_and_leaves_nvml_open_while_a_call_hangs() {
+    async fn while_a_call_hangs_a_change_of_mig_mode_fails_at_once_and_nvml_remains_open() {
         let opened = Arc::new(AtomicU32::new(0));
         let count = Arc::clone(&opened);
         let library = Library::new(move || {
@@ -147,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_of_mode_resets_gpus_before_hopper() {
+    fn a_change_of_mig_mode_resets_only_gpus_before_hopper() {
         assert!(mode_change_resets((8, 0)), "A100");
         assert!(!mode_change_resets((9, 0)), "H100");
     }

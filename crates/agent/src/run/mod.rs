@@ -1,4 +1,5 @@
-//! The tasks of the agent. Only these tasks wait, and only [`main_loop`] makes decisions.
+//! The tasks of the agent. Only these tasks wait for I/O and time, and only [`main_loop`] decides
+//! about the node.
 mod api;
 mod connect;
 mod files;
@@ -47,7 +48,7 @@ use crate::allocator::Allocator;
 use crate::args::{AgentArgs, DeviceListStrategy, MigMode};
 use crate::checkpoint::CheckpointStore;
 use crate::container_edits::ContainerSettings;
-use crate::hand_over::RETURN_TIMEOUT;
+use crate::hand_over::RETURN_READY_TIMEOUT;
 use crate::metrics::Metrics;
 use crate::mps::link::HostLink;
 use crate::node::Node;
@@ -57,19 +58,20 @@ use crate::tenants::snapshot::TenantSnapshot;
 /// Runs the agent until it receives SIGTERM.
 ///
 /// # Errors
-/// Returns an error if a path is not usable, or if a task that should run forever has ended.
+/// Returns an error if the agent cannot use a path, or if a task that should never end has ended.
 // long: creates each channel, and starts each task with its channels
 pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     if !args.run_on_host.is_empty() {
         return Err(crate::toolkit::run_on_host(&args.host_root, &args.run_on_host)).context("failed to run a program");
     }
-    // Ignore errors: the caller may have installed a provider. The first one remains installed.
+    // Ignore the error, because the caller may have installed a provider. The first provider
+    // remains installed.
     let _ = rustls::crypto::ring::default_provider().install_default();
     cleave_serve::descriptors::raise_limit();
     let args = Arc::new(args);
     let store = CheckpointStore::new(&args.state_dir);
-    // Install the handlers before the wait, so that a signal before the start of the main loop is
-    // not lost.
+    // Install the signal handler before the wait, so that a signal before the start of the main
+    // loop is not lost.
     let mut terminate = signal(SignalKind::terminate())?;
     let serving = tokio::select! {
         serving = hand_over::wait_for_lock(&store, &args) => serving?,
@@ -102,8 +104,8 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let (snapshot, snapshots) = watch::channel(Arc::new(TenantSnapshot::default()));
     let (pod_events, pod_events_to_publish) = mpsc::channel(64);
     let library = Library::find(nvml_search(&args));
-    // Set this before any task can open NVML.
-    let closed_library = node.closes_nvml().then(|| library.close());
+    // Close NVML before any task can open it.
+    let closed_library = node.needs_nvml_closed().then(|| library.close());
     let plugin_dir = args.relay_dir.as_ref().unwrap_or(&args.device_plugin_dir);
     let main = MainLoop {
         nvml_was_closed: closed_library.is_some(),
@@ -136,7 +138,8 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
 
     let gpu_timeout = Duration::from_secs(args.gpu_timeout);
     let mut tasks = JoinSet::new();
-    // Start the main loop first: it serves the checkpoint's state before other tasks have answers.
+    // Start the main loop first, because it serves the checkpoint's state before other tasks have
+    // answers.
     tasks.spawn(main.run(received));
     tasks.spawn(hardware::watch_hardware(library.clone(), inputs.clone(), polls, gpu_timeout));
     let view = watch::Sender::new(link.read_view());
@@ -152,7 +155,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
         tasks.spawn(specification::write_specification(Arc::clone(&args), to_write.clone(), metrics.clone()));
     }
     tasks.spawn(files::write_files(store, link, to_write, completed, metrics.clone()));
-    let ready_until = serving.start.returns_ready.then(|| now + RETURN_TIMEOUT);
+    let ready_until = serving.start.returns_ready.then(|| now + RETURN_READY_TIMEOUT);
     tasks.spawn(serving.watch.run(heartbeats.clone(), plugin_states.clone(), successor));
     let (sources, events) = ((metrics.clone(), Some(library)), (to_publish, pod_events_to_publish));
     tasks.spawn(http::serve_endpoints(args.metrics_addr, sources, heartbeats, plugin_states, ready_until));
@@ -160,7 +163,8 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
         Some(source) => tasks.spawn(offline::run(source, args.node_name.clone(), pods, inputs, statuses, events)),
         None => tasks.spawn(api::run(args, pods, inputs, statuses, events, metrics)),
     };
-    // All of these tasks run forever. The first task that ends is the reason why the agent ends.
+    // None of these tasks ends while the agent works. The result of the first task that ends is the
+    // agent's result.
     match tasks.join_next().await {
         Some(Ok(result)) => result,
         Some(Err(error)) => Err(error).context("a task of the agent failed"),
@@ -168,8 +172,8 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     }
 }
 
-/// Restores the node and the table as the last agent left them. Adds the current state of the MPS
-/// host. Without an API server, also adds the spec.
+/// Restores the node and the table from the checkpoint of the last agent. Adds the current state of
+/// the MPS host. Without an API server, also adds the spec.
 fn restore_node_and_table(
     args: &AgentArgs,
     store: &CheckpointStore,
@@ -182,8 +186,8 @@ fn restore_node_and_table(
     node.record_mps_view(link.read_view());
     node.record_gpu_node(source.map(|(spec, _)| spec.clone()).unwrap_or_default());
     for (id, allocation) in allocations.iter().filter(|(_, allocation)| allocation.mps.is_some()) {
-        // After a reboot the run directory is empty, and the kubelet restarts its containers
-        // without calling Allocate again.
+        // Create the directory again: after a reboot the run directory is empty, and the kubelet
+        // restarts its containers without another `Allocate` call.
         if let Err(error) = link.create_allocation_directory(id) {
             tracing::warn!(%error, ids = ?allocation.ids, "failed to create an allocation's directory");
         }
@@ -195,7 +199,8 @@ fn restore_node_and_table(
     (node, AllocationTable { pending, allocations, ..AllocationTable::default() })
 }
 
-/// Restores the node as the last agent left it.
+/// Restores the node from the checkpoint of the last agent. If the checkpoint is missing or cannot
+/// be used, restores the node from the MPS host's last desired file.
 fn restore_node(args: &AgentArgs, store: &CheckpointStore, link: &HostLink, now: Instant) -> (Node, Allocations) {
     let boot_id =
         std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|id| id.trim().to_owned()).unwrap_or_default();
@@ -205,8 +210,8 @@ fn restore_node(args: &AgentArgs, store: &CheckpointStore, link: &HostLink, now:
             "failed to read the checkpoint; restoring allocations from the kubelet"
         );
         match store.rename_unusable() {
-            Ok(path) => tracing::info!(path = %path.display(), "kept the unreadable checkpoint"),
-            Err(error) => tracing::warn!(%error, "failed to keep the unreadable checkpoint"),
+            Ok(path) => tracing::info!(path = %path.display(), "renamed the unreadable checkpoint"),
+            Err(error) => tracing::warn!(%error, "failed to rename the unreadable checkpoint"),
         }
         None
     });
@@ -218,7 +223,7 @@ fn restore_node(args: &AgentArgs, store: &CheckpointStore, link: &HostLink, now:
     (node, allocations)
 }
 
-/// Returns where to search for NVML.
+/// Returns the locations in which to search for NVML.
 fn nvml_search(args: &AgentArgs) -> LibrarySearch {
     LibrarySearch {
         library: args.nvml_library.clone(),

@@ -5,7 +5,7 @@ use super::input::Input;
 use crate::mps::HostView;
 use crate::mps::link::HostLink;
 
-/// Watches the MPS host, forever.
+/// Watches the MPS host until the main loop has ended.
 pub(super) async fn watch_mps_host(
     link: HostLink,
     sender: watch::Sender<HostView>,
@@ -21,7 +21,7 @@ pub(super) async fn watch_mps_host(
         }
     };
     tokio::select! {
-        // Both branches run until the agent ends.
+        // Neither branch is ever restarted, so neither has to be cancel-safe.
         () = link.follow_mps_host(&sender) => {}
         () = forward => {}
     }

@@ -1,37 +1,39 @@
 //! Closes NVML for a quiesce even if a call to NVML hangs.
 //!
-//! A call that hangs keeps its NVML session open, and with it the device files of all GPUs. Only
-//! the end of this program closes them. So the agent restarts itself: it starts again with the
-//! checkpoint and with NVML closed, like after an upgrade. A thread that hangs in the kernel cannot
-//! end, and a restart would wait for it forever. Then only a restart of the node helps.
+//! A call that hangs keeps its NVML session open, and with the session the device files of all
+//! GPUs. Only the end of this program closes the files. The agent therefore restarts itself: it
+//! starts from the checkpoint and with NVML closed, as after an upgrade. However, a thread that
+//! hangs in the kernel cannot end, and a restart would wait for the thread forever. If such a
+//! thread exists, only a reboot of the node closes the files.
 use std::fs;
 use std::io;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Time for calls in progress to return, after which the agent restarts itself. Initializing a GPU
-/// takes seconds.
-const RETURN_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time after which the agent restarts itself if calls in progress have not returned. The
+/// initialization of a GPU takes seconds.
+const CALLS_RETURN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What to do about a quiesce that needs NVML closed.
+/// The next step of a quiesce that needs NVML closed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ClosingStep {
-    /// Nothing: NVML is closed or need not be, or calls in progress may still return.
+    /// Do nothing: NVML is closed, does not have to be closed, or calls in progress may still
+    /// return.
     Wait,
-    /// A call hangs, and its thread can be ended.
+    /// Restart the agent: a call hangs, and all threads can be ended.
     Restart,
-    /// A call hangs, and its thread cannot be ended.
+    /// Even a restart of the agent does not help: a call hangs, and a thread cannot be ended.
     Stuck,
 }
 
-/// How long NVML has been open although it must be closed.
+/// Tracks for how long NVML has been open although it must be closed.
 #[derive(Debug, Default)]
 pub(super) struct NvmlClosing {
     since: Option<Instant>,
 }
 
 impl NvmlClosing {
-    /// Decides the next step. `must_close` states whether NVML must be closed and is not.
+    /// Decides the next step. `must_close` states whether NVML must be closed but is still open.
     /// `can_end_threads` returns whether all threads of this process can be ended.
     pub(super) fn next_step(
         &mut self,
@@ -44,7 +46,7 @@ impl NvmlClosing {
             return ClosingStep::Wait;
         }
         let since = *self.since.get_or_insert(now);
-        if now.saturating_duration_since(since) < RETURN_TIMEOUT {
+        if now.saturating_duration_since(since) < CALLS_RETURN_TIMEOUT {
             ClosingStep::Wait
         } else if can_end_threads() {
             ClosingStep::Restart
@@ -54,14 +56,15 @@ impl NvmlClosing {
     }
 }
 
-/// Returns whether a signal can end each thread in this directory of `/proc`. Returns false if that
-/// is not known.
+/// Returns whether a signal can end each thread in this directory of `/proc`. Returns false if the
+/// state of a thread cannot be read.
 pub(super) fn can_end_threads(tasks: &Path) -> bool {
     let all = || -> io::Result<bool> {
         for task in fs::read_dir(tasks)? {
             let path = task?.path().join("stat");
             match fs::read_to_string(&path) {
-                // The name in parentheses may contain anything. `D` is an uninterruptible sleep.
+                // `D` is an uninterruptible sleep. Search from the end, because the name in
+                // parentheses may contain any characters.
                 Ok(stat) if stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('D')) => return Ok(false),
                 Ok(_) => {}
                 // The thread has ended.
@@ -84,7 +87,7 @@ mod tests {
     #[test]
     fn the_agent_restarts_only_if_calls_hang_and_their_threads_can_end() {
         let begin = Instant::now();
-        let late = begin + RETURN_TIMEOUT;
+        let late = begin + CALLS_RETURN_TIMEOUT;
         let mut closing = NvmlClosing::default();
         assert_eq!(closing.next_step(true, || true, begin), ClosingStep::Wait);
         assert_eq!(closing.next_step(true, || false, late), ClosingStep::Stuck);
@@ -94,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_in_an_uninterruptible_sleep_or_an_unknown_state_cannot_end() {
+    fn a_thread_in_an_uninterruptible_sleep_or_in_an_unknown_state_cannot_be_ended() {
         let tasks = tempfile::tempdir().unwrap();
         let set = |task: &str, stat: &str| {
             fs::create_dir_all(tasks.path().join(task)).unwrap();

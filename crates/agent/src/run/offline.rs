@@ -1,4 +1,5 @@
-//! Files that replace the API server, for benchmarks, tests, and nodes without a cluster.
+//! Reads and writes files that replace the API server, for benchmarks, tests, and nodes without a
+//! cluster.
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -19,17 +20,17 @@ use crate::termination::shutdown::Shutdown;
 /// Interval between reads of the spec and the pods while inotify does not work.
 const FILE_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// A directory with a spec, a status, pods and events.
+/// A directory with the files of the spec, the status, the pods and the Events.
 #[derive(Debug, Clone)]
 pub(super) struct OfflineDirectory(PathBuf);
 
 impl OfflineDirectory {
-    /// Creates a handle for this directory, which must exist.
+    /// Creates a handle for this directory. The directory must exist.
     pub(super) fn new(path: PathBuf) -> Self {
         Self(path)
     }
 
-    /// Reads the spec and returns it with this generation.
+    /// Reads the spec. Returns the state of a `GpuNode` with this spec and generation.
     pub(super) fn read_spec(&self, generation: i64) -> GpuNodeState {
         match fs::read(self.0.join("spec.json")) {
             Err(_) => GpuNodeState::Missing,
@@ -40,8 +41,8 @@ impl OfflineDirectory {
         }
     }
 
-    /// Returns whether the directory contains a list of pods. The agent checks this only once, when
-    /// it starts.
+    /// Returns whether the directory contains a list of pods. The agent looks for the list only
+    /// once, when it starts.
     pub(super) fn has_pods(&self) -> bool {
         self.pods_path().exists()
     }
@@ -51,7 +52,7 @@ impl OfflineDirectory {
         self.0.join("pods.json")
     }
 
-    /// Notifies `changes` of each change of a file in the directory, forever.
+    /// Notifies `changes` of each change of a file in the directory. Never returns.
     async fn watch_files(&self, changes: &watch::Sender<()>) {
         let unwatched = |error| {
             tracing::warn!(%error, directory = %self.0.display(), "failed to watch the offline directory; polling it");
@@ -63,7 +64,7 @@ impl OfflineDirectory {
     /// closed.
     pub(super) async fn follow_pods(&self, node: &str, to: &NodePods, mut changes: watch::Receiver<()>) {
         let mut last = Vec::new();
-        // Without an API server, the agent does not follow shutdowns.
+        // Without an API server, the agent does not react to node shutdowns.
         let mut shutdown = Shutdown::default();
         loop {
             let text = fs::read(self.pods_path()).unwrap_or_default();
@@ -125,7 +126,7 @@ impl OfflineDirectory {
         }
     }
 
-    /// Appends events of pods, forever.
+    /// Appends Events of pods to pod-events.jsonl, until the channel is closed.
     pub(super) async fn write_pod_events(&self, mut events: mpsc::Receiver<PodEvent>) {
         while let Some(PodEvent { namespace, pod, uid, reason, note }) = events.recv().await {
             let line =
@@ -136,7 +137,8 @@ impl OfflineDirectory {
         }
     }
 
-    /// Writes the status whenever it changes, and appends events, forever.
+    /// Writes the status whenever it changes, and appends Events to events.jsonl, until a channel
+    /// is closed.
     pub(super) async fn write_status_and_events(
         &self,
         mut statuses: watch::Receiver<Option<GpuNodeStatus>>,
@@ -150,7 +152,7 @@ impl OfflineDirectory {
                         return;
                     }
                     let text = serde_json::to_vec_pretty(&*statuses.borrow_and_update()).unwrap_or_default();
-                    // The kubelet's calls use the same thread, so never wait for a disk here.
+                    // Do not wait for a disk here, because the kubelet's calls use the same thread.
                     replace_without_sync(&self.0.join("status.json"), &text)
                 }
                 // Cancel-safe: an unreceived message remains in the channel.
@@ -170,7 +172,7 @@ impl OfflineDirectory {
     }
 }
 
-/// Reads and writes the files, forever.
+/// Reads and writes the files. Never returns.
 pub(super) async fn run(
     (spec, directory): (GpuNodeState, OfflineDirectory),
     node: String,
@@ -193,7 +195,8 @@ pub(super) async fn run(
     Ok(())
 }
 
-/// Appends an object to a file in one write, so that a concurrent reader sees only whole lines.
+/// Appends an object as a line to a file. Uses a single write, so that a concurrent reader sees
+/// only whole lines.
 fn append_line(path: &Path, object: &serde_json::Value) -> std::io::Result<()> {
     let mut file = fs::OpenOptions::new().create(true).append(true).open(path)?;
     file.write_all(format!("{object}\n").as_bytes())
@@ -212,7 +215,7 @@ mod tests {
         let spec = |plan: &str| fs::write(files.path().join("spec.json"), format!(r#"{{"planId":"{plan}"}}"#)).unwrap();
         spec("a");
         let first = directory.read_spec(1);
-        // This change precedes the watch, which must not miss it.
+        // Change the spec before the watch starts. The agent must not miss the change.
         spec("b");
         let (objects, mut read) = mpsc::channel(4);
         let (changes, spec_changes) = watch::channel(());

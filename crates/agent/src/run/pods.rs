@@ -1,4 +1,4 @@
-//! Watches the pods of this node at the API server, and distributes the changes.
+//! Watches the pods of this node through the API server, and distributes the changes.
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Instant;
@@ -19,14 +19,14 @@ use crate::tenants::names::{PodNames, SharedPodNames};
 use crate::termination::pods::TerminatingPods;
 use crate::termination::shutdown::{Shutdown, ShutdownPeriods};
 
-/// Number of pods in one page of a list. A list of all pods of a node takes a megabyte of memory,
-/// which this process would never release.
+/// Number of pods in one page of a list. A list of all pods of a node would take a megabyte of
+/// memory, which this process would never release.
 const POD_LIST_PAGE_SIZE: u32 = 20;
 
 /// The recipients of changes of this node's pods.
 #[derive(Debug, Clone)]
 pub(super) struct NodePods {
-    /// The allocator, which receives updates of pending allocations.
+    /// Receives updates of pending allocations.
     pub(super) allocator: Arc<Allocator>,
     /// Pods that are terminating.
     pub(super) terminating: watch::Sender<TerminatingPods>,
@@ -60,8 +60,8 @@ struct TerminationWatch {
 }
 
 impl TerminationWatch {
-    /// Handles an event. Returns whether `terminating` changed.
-    fn handle_event(
+    /// Records an event of the watch. Returns whether `terminating` changed.
+    fn record_event(
         &mut self,
         terminating: &mut TerminatingPods,
         event: &Event<DeserializeGuard<PodObject>>,
@@ -102,7 +102,7 @@ impl TerminationWatch {
     }
 }
 
-/// Handles an event for the names of pods.
+/// Updates the names of pods after an event of the watch.
 fn update_names(names: &mut PodNames, event: &Event<DeserializeGuard<PodObject>>) {
     match event {
         Event::Init => names.begin_list(),
@@ -119,7 +119,7 @@ fn update_names(names: &mut PodNames, event: &Event<DeserializeGuard<PodObject>>
     }
 }
 
-/// Watches the pods that are bound to this node, and follows the node's shutdowns, forever.
+/// Watches the pods that are bound to this node, and follows the node's shutdowns. Never returns.
 pub(super) async fn follow_pods(
     client: Client,
     node: String,
@@ -154,8 +154,8 @@ pub(super) async fn follow_pods(
         };
         match event {
             Ok(event) => {
-                // Handle terminations first, because the kubelet may be about to kill programs.
-                pods.terminating.send_if_modified(|terminating| watch_state.handle_event(terminating, &event, &node));
+                // Record terminations first, because the kubelet may be about to kill programs.
+                pods.terminating.send_if_modified(|terminating| watch_state.record_event(terminating, &event, &node));
                 update_names(&mut pods.names.lock(), &event);
                 pods.allocator.update_pending(|pending| {
                     pending.set_watch_working(true);
@@ -171,8 +171,8 @@ pub(super) async fn follow_pods(
     }
 }
 
-/// Handles an event for the pending allocations. `listed` contains the UIDs in the current list,
-/// while the watch reads it.
+/// Updates the pending allocations after an event of the watch. `listed` contains the UIDs in the
+/// current list, while the watch reads it.
 fn update_pending(
     pending: &mut PendingAllocations,
     event: Event<DeserializeGuard<PodObject>>,
@@ -216,8 +216,8 @@ mod tests {
 
     const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
-    /// Returns the seconds from the start of a pod's termination to its deadline. Returns `None` if
-    /// no termination of the pod is known.
+    /// Returns the number of seconds from the start of a pod's termination to its end. Returns
+    /// `None` if the pod is not terminating.
     fn seconds_left(terminating: &TerminatingPods, name: &str) -> Option<u64> {
         let (found, leaving) = terminating.find_terminating(&[format!("uid-{name}")], None)?;
         assert_eq!(found, format!("ns/{name}"));
@@ -235,18 +235,19 @@ mod tests {
             object
         };
         let (mut terminating, mut watch_state) = (TerminatingPods::default(), TerminationWatch::default());
-        let mut handle = |terminating: &mut TerminatingPods, event| watch_state.handle_event(terminating, &event, "n");
+        let mut handle = |terminating: &mut TerminatingPods, event| watch_state.record_event(terminating, &event, "n");
         assert!(!handle(&mut terminating, Event::Init));
         for name in ["a", "b", "c", "d"] {
             assert!(handle(&mut terminating, Event::InitApply(guard(pod_object(name, "", &spec)))));
         }
-        assert!(!handle(&mut terminating, Event::InitDone) && !terminating.has_terminating());
+        assert!(!handle(&mut terminating, Event::InitDone) && !terminating.has_terminating_pods());
         assert!(handle(&mut terminating, Event::Apply(guard(deleted("a")))));
         assert_eq!(seconds_left(&terminating, "a"), Some(30));
-        // Before a forced deletion, the API server reports no change of the pod object.
+        // A forced deletion removes the pod object without an earlier change of it.
         assert!(handle(&mut terminating, Event::Delete(guard(pod_object("b", "", &spec)))));
         assert_eq!(seconds_left(&terminating, "b"), Some(0));
-        // While the watch was broken, one pod was deleted, one became malformed, and one completed.
+        // While the watch failed, one pod was deleted, one pod became malformed, and one pod
+        // completed.
         let mut bad = pod_object("c", "", &json!({"containers": 7}));
         bad["metadata"]["uid"] = json!("uid-c");
         let mut completed = pod_object("a", "", &spec);
@@ -256,7 +257,7 @@ mod tests {
         assert!(handle(&mut terminating, Event::InitApply(guard(completed))));
         assert!(handle(&mut terminating, Event::InitDone));
         assert_eq!(["a", "c", "d"].map(|name| seconds_left(&terminating, name)), [None, None, Some(0)]);
-        // Deleting a mirror pod does not terminate the static pod.
+        // The deletion of a mirror pod does not terminate the static pod.
         let mut mirror = deleted("m");
         mirror["metadata"]["annotations"] = json!({"kubernetes.io/config.mirror": "x"});
         assert!(!handle(&mut terminating, Event::Apply(guard(mirror))));
@@ -275,18 +276,18 @@ mod tests {
             TerminationWatch { shutdown: Shutdown::new(ShutdownPeriods::new(periods)), ..TerminationWatch::default() };
         let mut terminating = TerminatingPods::default();
         let shares = json!({MPS_RESOURCE: "1"});
-        watch_state.handle_event(&mut terminating, &Event::Init, "n");
+        watch_state.record_event(&mut terminating, &Event::Init, "n");
         for (name, priority, limits) in [("a", 0, &shares), ("b", 100, &shares), ("c", 0, &json!({"cpu": "1"}))] {
-            watch_state.handle_event(&mut terminating, &Event::InitApply(guard(name, priority, limits)), "n");
+            watch_state.record_event(&mut terminating, &Event::InitApply(guard(name, priority, limits)), "n");
         }
-        watch_state.handle_event(&mut terminating, &Event::InitDone, "n");
+        watch_state.record_event(&mut terminating, &Event::InitDone, "n");
         watch_state.shutdown.set_start(Some(Instant::now()));
         assert!(watch_state.advance_shutdown(&mut terminating));
         assert_eq!(["a", "b"].map(|name| seconds_left(&terminating, name)), [Some(15), None]);
         assert!(watch_state.next_group.is_some(), "the next group has a start time");
-        assert!(watch_state.handle_event(&mut terminating, &Event::Delete(guard("a", 0, &shares)), "n"));
+        assert!(watch_state.record_event(&mut terminating, &Event::Delete(guard("a", 0, &shares)), "n"));
         assert_eq!(seconds_left(&terminating, "b"), None, "a pod without shares has not completed");
-        assert!(watch_state.handle_event(&mut terminating, &Event::Delete(guard("c", 0, &json!({"cpu": "1"}))), "n"));
+        assert!(watch_state.record_event(&mut terminating, &Event::Delete(guard("c", 0, &json!({"cpu": "1"}))), "n"));
         assert_eq!((seconds_left(&terminating, "b"), watch_state.next_group), (Some(10), None));
     }
 
@@ -342,7 +343,7 @@ mod tests {
         let text = changes.map(|change| format!("{change}\n")).concat();
         let (_, reply) = timeout(std::time::Duration::from_secs(60), api.next_request()).await.unwrap().unwrap();
         reply.send_response(http::Response::new(Body::from(text.into_bytes())));
-        until("the change", &|pending| {
+        until("the changed pods", &|pending| {
             pending.open_reservations(MPS_RESOURCE).iter().map(|reserved| reserved.device).collect::<Vec<_>>()
                 == ["GPU-b"]
         })

@@ -1,4 +1,4 @@
-//! Follows graceful shutdowns of the node through the file in which the kubelet records them.
+//! Detects graceful shutdowns of the node through the kubelet's record of them.
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -11,29 +11,31 @@ use crate::termination::shutdown::{ShutdownPeriods, ShutdownStart};
 
 /// Name of the record in the kubelet's directory.
 const SHUTDOWN_RECORD_FILE: &str = "graceful_node_shutdown_state";
-/// Interval between reads of the record if inotify does not work.
+/// Interval between reads of the record while inotify does not work.
 const SHUTDOWN_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Follows shutdowns if the kubelet's settings are known. Returns at once otherwise.
+/// Follows shutdowns of the node. Returns at once if `periods` is empty, because the kubelet's
+/// settings are unknown.
 pub(super) async fn watch_shutdowns(
     args: &AgentArgs,
     periods: ShutdownPeriods,
     record: watch::Sender<Option<Instant>>,
 ) {
-    // Without these settings, the kubelet terminates no pods when the node shuts down.
+    // Without these settings, the agent cannot know when the kubelet terminates pods during a
+    // shutdown.
     if !periods.is_empty() {
         let kubelet = args.host_root.join(args.kubelet_dir.strip_prefix("/").unwrap_or(&args.kubelet_dir));
         follow_shutdown_record(kubelet, args.proc.clone(), periods, record).await;
     }
 }
 
-/// Returns the time since the node booted.
+/// Returns the time since the last boot of the node.
 fn uptime(proc: &Path) -> Option<Duration> {
     let text = std::fs::read_to_string(proc.join("uptime")).ok()?;
     Duration::try_from_secs_f64(text.split_whitespace().next()?.parse().ok()?).ok()
 }
 
-/// Follows the kubelet's record, forever.
+/// Sends the start of the shutdown in the kubelet's record to `began`. Never returns.
 async fn follow_shutdown_record(
     kubelet: PathBuf,
     proc: PathBuf,
@@ -44,10 +46,11 @@ async fn follow_shutdown_record(
     let read = || {
         let uptime = uptime(&proc).unwrap_or_default();
         let record = std::fs::read(kubelet.join(SHUTDOWN_RECORD_FILE)).unwrap_or_default();
-        last = ShutdownStart::read(record, last.take(), (Instant::now(), Timestamp::now()), uptime, &periods);
+        last = ShutdownStart::interpret(record, last.take(), (Instant::now(), Timestamp::now()), uptime, &periods);
         let since = last.as_ref().map(|start| start.at);
         began.send_if_modified(|began| {
-            // Keep the first computed time: the computation varies a little with each read.
+            // Keep the first computed time, because the computed time differs slightly with each
+            // read.
             let changed = began.is_some() != since.is_some();
             if changed {
                 tracing::info!(shuts_down = since.is_some(), "the kubelet's shutdown record changed");

@@ -1,7 +1,7 @@
-//! Writes the CDI specification, which container runtimes read.
+//! Writes the CDI specification for the container runtime.
 //!
-//! This task is separate, because NVIDIA's container toolkit may be slow or hang, and must not
-//! delay the MPS host's files.
+//! This task is separate from [`super::files`], because NVIDIA's container toolkit may be slow or
+//! hang, and must not delay the MPS host's files.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::cdi::{self, DriverEdits};
 use crate::metrics::Metrics;
 use crate::toolkit;
 
-/// Delay between attempts to write.
+/// Delay before a failed write is retried.
 const WRITE_RETRY_DELAY: Duration = Duration::from_secs(2);
 
 /// Writes the specification whenever the device nodes change. Retries failed writes.
@@ -30,15 +30,15 @@ pub(super) async fn write_specification(
     loop {
         let next = Arc::clone(&wanted.borrow_and_update());
         if next.nodes != written {
-            match write_once(&args, &next, &mut driver).await {
+            match write_specification_once(&args, &next, &mut driver).await {
                 Ok(()) => {
                     written.clone_from(&next.nodes);
                     reported = None;
                 }
                 Err(error) => {
                     metrics.count_error("cdi");
-                    // Log each error once: a node without a toolkit would repeat it every two
-                    // seconds.
+                    // Log each error only once, because a node without a toolkit would repeat the
+                    // error every two seconds.
                     let message = format!("{error:#}");
                     if reported.as_ref() != Some(&message) {
                         tracing::error!(error = message, "failed to write the CDI specification; retrying");
@@ -55,21 +55,23 @@ pub(super) async fn write_specification(
     }
 }
 
-/// Returns the edits for a driver in a directory of the host.
+/// Returns the edits that mount the driver directory of the host. Returns `None` without
+/// `--driver-root`.
 fn directory_edits(args: &AgentArgs) -> Option<DriverEdits> {
     let host = args.driver_root.as_deref()?;
     Some(DriverEdits::from_directory(host, &args.container_driver_root))
 }
 
-/// Writes the specification. Without a driver directory, the toolkit provides the list of driver
-/// files. If the toolkit has answered before, containers with a new device do not wait for it.
-async fn write_once(
+/// Writes the specification. Without a driver directory, the toolkit lists the driver's files. If
+/// the toolkit has answered before, its earlier answer is used first, so that containers with a new
+/// device do not wait for the toolkit.
+async fn write_specification_once(
     args: &Arc<AgentArgs>,
     next: &Arc<FileContents>,
     driver: &mut Option<DriverEdits>,
 ) -> anyhow::Result<()> {
     if let Some(known) = driver {
-        write(args, next, known.clone()).await?;
+        write_with_edits(args, next, known.clone()).await?;
     }
     if args.driver_root.is_some() {
         return Ok(());
@@ -77,13 +79,13 @@ async fn write_once(
     let found = toolkit::driver_edits(args).await?;
     if driver.as_ref() != Some(&found) {
         tracing::info!("NVIDIA's container toolkit listed the driver's files");
-        write(args, next, found.clone()).await?;
+        write_with_edits(args, next, found.clone()).await?;
         *driver = Some(found);
     }
     Ok(())
 }
 
-async fn write(args: &Arc<AgentArgs>, next: &Arc<FileContents>, driver: DriverEdits) -> anyhow::Result<()> {
+async fn write_with_edits(args: &Arc<AgentArgs>, next: &Arc<FileContents>, driver: DriverEdits) -> anyhow::Result<()> {
     let (args, next) = (Arc::clone(args), Arc::clone(next));
     let writer = move || cdi::write_cdi_specification(&args, &next.nodes, &driver);
     tokio::task::spawn_blocking(writer).await.context("the writer failed")??;

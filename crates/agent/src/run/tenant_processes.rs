@@ -1,5 +1,5 @@
-//! Lists the processes on shared devices, on a separate thread for each GPU. A round omits a GPU
-//! that hangs. Such a GPU delays the other GPUs once, by [`ROUND_TIMEOUT`].
+//! Lists the processes on shared devices, on a separate thread for each GPU. A GPU that hangs
+//! delays the other GPUs only in one round, by [`ROUND_TIMEOUT`]. Later rounds omit the GPU.
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,8 +14,7 @@ use crate::tenants::violations::{ProcessId, ProcessSample, SampledProcess};
 
 /// Deadline for NVML's answer about a GPU.
 const GPU_CALL_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum time that a round waits for the GPUs that it queried. A later answer belongs to the next
-/// round.
+/// Maximum time that a round waits for answers. A later answer belongs to the next round.
 const ROUND_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Result of a round.
@@ -23,27 +22,27 @@ const ROUND_TIMEOUT: Duration = Duration::from_millis(500);
 pub(crate) struct SampleRound {
     /// The processes on the devices that answered.
     pub(crate) sample: ProcessSample,
-    /// Devices of GPUs that have not answered yet. Suspected violations on these devices remain
-    /// suspected.
+    /// Devices of GPUs for which NVML has not answered yet. Suspected violations on these devices
+    /// remain suspected.
     pub(crate) waiting: BTreeSet<String>,
-    /// GPUs that failed to answer, with the error.
+    /// UUIDs of the GPUs for which the query failed, each with the error.
     pub(crate) unreachable: Vec<(String, NvmlError)>,
 }
 
-/// Result of one query.
+/// Result of the query of one GPU.
 struct GpuAnswer {
     gpu: String,
     sample: Result<ProcessSample, NvmlError>,
 }
 
-/// The worker threads, by GPU. Each GPU has at most one call in progress.
+/// Queries the processes on GPUs. Each GPU has at most one call in progress.
 pub(crate) struct ProcessObserver {
     library: Library,
     proc: PathBuf,
-    /// Retained even while their GPU is unused. Otherwise a second thread could block on the same
-    /// GPU.
+    /// Worker threads, by UUID of the GPU. A worker is kept even while its GPU is unused, because
+    /// otherwise a second thread could block on the same GPU.
     workers: BTreeMap<String, Worker>,
-    /// Devices that are being queried, by GPU.
+    /// Devices that are being queried, by UUID of the GPU.
     in_progress: BTreeMap<String, Vec<String>>,
     sender: mpsc::UnboundedSender<GpuAnswer>,
     answers: mpsc::UnboundedReceiver<GpuAnswer>,
@@ -51,12 +50,12 @@ pub(crate) struct ProcessObserver {
 
 impl ProcessObserver {
     pub(crate) fn new(library: Library, proc: PathBuf) -> Self {
-        // The number of messages is bounded: at most one answer for each GPU.
+        // The channel contains at most one answer for each GPU, so it needs no limit.
         let (sender, answers) = mpsc::unbounded_channel();
         Self { library, proc, workers: BTreeMap::new(), in_progress: BTreeMap::new(), sender, answers }
     }
 
-    /// Lists the processes on these devices, except on GPUs that are still being queried. Returns
+    /// Queries the processes on these devices, except on GPUs that are still being queried. Returns
     /// the answers that arrived in time, and late answers of earlier rounds.
     ///
     /// # Errors
@@ -106,7 +105,7 @@ impl ProcessObserver {
         tokio::spawn(async move {
             let sample =
                 worker.call(GPU_CALL_TIMEOUT, move |gpus| sample_processes(gpus, &proc, &snapshot, &devices)).await;
-            // Ignore errors: the channel is closed only when the agent ends.
+            // Ignore errors, because the channel is closed only when the agent ends.
             let _ = sender.send(GpuAnswer { gpu, sample });
         });
         Ok(())
@@ -120,8 +119,9 @@ impl ProcessObserver {
                 round.sample.devices.extend(devices);
                 round.sample.daemon_pods.extend(daemon_pods);
             }
-            // NVML is briefly closed, a GPU is quiesced, or this process has no free descriptor.
-            Err(error) if error.is_of_this_process() => {}
+            // Ignore errors of this process: NVML is briefly closed, a GPU is quiesced, or this
+            // process has no free file descriptor.
+            Err(error) if error.is_caused_by_this_process() => {}
             Err(error) => round.unreachable.push((gpu, error)),
         }
     }
@@ -137,8 +137,8 @@ fn group_by_gpu(snapshot: &TenantSnapshot, devices: &[String]) -> BTreeMap<Strin
     gpus
 }
 
-/// Lists the processes on devices of one GPU. Omits a device that fails. Returns the error if all
-/// devices fail.
+/// Lists the processes on devices of one GPU. Omits devices for which the call fails. Returns the
+/// last error if all calls fail.
 fn sample_processes(
     gpus: &dyn Gpus,
     proc: &Path,
@@ -207,7 +207,8 @@ mod tests {
     use super::*;
     use crate::tenants::snapshot::SharedDevice;
 
-    /// NVML with three devices, where `GPU-b` answers once for each message in the channel.
+    /// A simulated NVML. The query of `GPU-b` waits for a message in the channel, and the query of
+    /// `MIG-lost` fails.
     struct FakeNvml(Mutex<Receiver<()>>);
 
     impl Gpus for FakeNvml {
@@ -237,7 +238,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_hanging_gpu_is_omitted_delays_others_once_and_returns() {
+    async fn a_gpu_that_hangs_is_omitted_until_it_answers_and_delays_other_gpus_only_once() {
         let (trigger, mut observer, snapshot, devices) =
             fake_nvml(&[("GPU-a", "GPU-a"), ("GPU-b", "GPU-b"), ("GPU-c", "GPU-c")]);
         let first = observer.run_round(&snapshot, &devices).await.unwrap();
@@ -246,8 +247,9 @@ mod tests {
         let begun = Instant::now();
         let second = observer.run_round(&snapshot, &devices).await.unwrap();
         assert_eq!(sampled_devices(&second), ["GPU-a", "GPU-c"]);
-        assert!(begun.elapsed() < ROUND_TIMEOUT, "the second round does not wait for it");
-        // After the deadline, the call fails. Only one thread queries the GPU even then.
+        assert!(begun.elapsed() < ROUND_TIMEOUT, "the second round does not wait for the GPU that hangs");
+        // After the deadline, the call fails. Even after the deadline, only one thread queries the
+        // GPU.
         let unreachable = loop {
             let round = observer.run_round(&snapshot, &devices).await.unwrap();
             assert_eq!(sampled_devices(&round), ["GPU-a", "GPU-c"]);
@@ -267,7 +269,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_failing_device_does_not_hide_others_of_its_gpu() {
+    async fn a_failing_device_does_not_hide_other_devices_of_its_gpu() {
         let (_trigger, mut observer, snapshot, devices) =
             fake_nvml(&[("MIG-a", "GPU-m"), ("MIG-lost", "GPU-m"), ("GPU-c", "GPU-c")]);
         let round = observer.run_round(&snapshot, &devices).await.unwrap();

@@ -23,17 +23,17 @@ use crate::tenants::violations::{ProcessId, find_violations};
 
 /// Interval between two rounds.
 const ROUND_INTERVAL: Duration = Duration::from_secs(1);
-/// Time between the round that suspects a process and the round that confirms the violation.
-/// Together with [`ROUND_INTERVAL`], the delay is well below two seconds, the maximum time to find
-/// a violation. The driver needs less time than this delay to report a program as an MPS client
-/// after the program creates its first context.
+/// Time between the round that suspects a violation and the round that confirms it. The sum of this
+/// delay and [`ROUND_INTERVAL`] is well below two seconds, the maximum time to find a violation.
+/// After a program creates its first context, the driver needs less than this delay to report the
+/// program as an MPS client.
 const CONFIRMATION_DELAY: Duration = Duration::from_millis(400);
-/// Maximum time that the MPS host may take to terminate a client.
+/// Deadline for the MPS host's reply to a request to terminate a client.
 const TERMINATION_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Inputs and outputs of the tenant watch.
+/// The inputs and outputs of [`run_rounds`].
 struct WatchParts {
-    /// Access to NVML.
+    /// The NVML library.
     library: Library,
     /// The proc file system of the host.
     proc: PathBuf,
@@ -51,7 +51,7 @@ struct WatchParts {
     pod_events: mpsc::Sender<PodEvent>,
 }
 
-/// Runs rounds, forever.
+/// Runs rounds until a channel is closed.
 async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
     let WatchParts { library, proc, link, mut snapshot, names, metrics, findings: report, pod_events } = parts;
     let mut observer = ProcessObserver::new(library, proc);
@@ -63,7 +63,7 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
         let before = Arc::clone(&snapshot.borrow_and_update());
         let devices = before.devices_in_use();
         if devices.is_empty() && findings.is_empty() {
-            metrics.set_tenants(&[]);
+            metrics.set_tenant_memory(&[]);
             if snapshot.changed().await.is_err() {
                 return Ok(());
             }
@@ -71,14 +71,15 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
         }
         let round =
             observer.run_round(&before, &devices).await.context("failed to start a tenant watch's NVML thread")?;
-        log_unreachable(&round, &before, &mut unreachable, &metrics);
+        log_unreachable_gpus(&round, &before, &mut unreachable, &metrics);
         let SampleRound { sample, waiting, .. } = round;
-        // Read the snapshot again: the MPS host may have reported more clients during the round.
+        // Read the snapshot again, because the MPS host may have reported more clients during the
+        // round.
         let now = Arc::clone(&snapshot.borrow_and_update());
         let changes = {
             let names = names.lock();
             let assessment = find_violations(&now, &sample, &names);
-            metrics.set_tenants(&assessment.usage);
+            metrics.set_tenant_memory(&assessment.usage);
             let state = |device: &str| {
                 if sample.devices.contains_key(device) || !before.devices.contains_key(device) {
                     SampleState::Sampled
@@ -116,8 +117,9 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
     }
 }
 
-/// Logs each GPU once when it stops or starts to report its processes.
-fn log_unreachable(
+/// Logs once when NVML stops reporting the processes of a GPU, and once when NVML reports the
+/// processes again.
+fn log_unreachable_gpus(
     round: &SampleRound,
     snapshot: &TenantSnapshot,
     unreachable: &mut BTreeSet<String>,
@@ -140,8 +142,8 @@ fn log_unreachable(
     }
 }
 
-/// Terminates an MPS client's contexts, which frees their memory. A later signal to the process
-/// interrupts no kernel.
+/// Terminates an MPS client's contexts, which frees the client's GPU memory. After the termination,
+/// a signal to the process interrupts no kernel.
 async fn terminate_client(link: HostLink, device: String, process: ProcessId) {
     let request = Request::Terminate { device: device.clone(), pid: process.pid };
     let pid = process.pid;
@@ -154,7 +156,7 @@ async fn terminate_client(link: HostLink, device: String, process: ProcessId) {
     }
 }
 
-/// Watches tenants, forever.
+/// Watches tenants until the main loop has ended.
 pub(super) async fn watch_tenants(
     (library, proc): (Library, PathBuf),
     (link, names, metrics): (HostLink, SharedPodNames, Metrics),
@@ -172,7 +174,7 @@ pub(super) async fn watch_tenants(
         }
     };
     tokio::select! {
-        // Both branches run until the agent ends.
+        // Neither branch is ever restarted, so neither has to be cancel-safe.
         ended = run_rounds(parts) => ended,
         () = forward => Ok(()),
     }

@@ -1,5 +1,5 @@
 //! Terminates MPS clients of terminating pods. The task waits for changes of pods and of the MPS
-//! host, and never polls.
+//! host, and does not poll.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -15,11 +15,11 @@ use crate::termination::pods::TerminatingPods;
 use crate::termination::process::{self, LiveProcess};
 use crate::termination::{AttemptOutcome, Client, ClientKey, Terminations};
 
-/// Deadline for the MPS host's reply. The MPS host replies within 8 s, including up to 4 s of
-/// waiting for a busy daemon.
+/// Deadline for the MPS host's reply. The MPS host replies within 8 s, of which it waits up to 4 s
+/// for a busy daemon.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Terminates clients of terminating pods, forever.
+/// Terminates clients of terminating pods. Returns only on an error.
 pub(super) async fn run(
     link: mps::link::HostLink,
     (mut pods, mut views): (watch::Receiver<TerminatingPods>, watch::Receiver<mps::HostView>),
@@ -57,14 +57,14 @@ pub(super) async fn run(
     }
 }
 
-/// Returns the clients of terminating pods. Reads `/proc` only if a pod terminates, and the cgroup
-/// of each client only once: `known` caches the pods.
+/// Returns the clients of terminating pods. Reads `/proc` only if a pod is terminating. Reads the
+/// cgroup of each client only once, because `known` caches the UIDs of the pods.
 fn clients_of_terminating_pods(
     pods: &TerminatingPods,
     view: &mps::HostView,
     known: &mut BTreeMap<ClientKey, Vec<String>>,
 ) -> Vec<Client> {
-    if !pods.has_terminating() {
+    if !pods.has_terminating_pods() {
         known.clear();
         return Vec::new();
     }
@@ -73,7 +73,7 @@ fn clients_of_terminating_pods(
     for (device, daemon) in &view.status.daemons {
         for client in &daemon.clients {
             let key = ClientKey { device: device.clone(), pid: client.pid };
-            let uids = before.remove(&key).unwrap_or_else(|| process::pods_of(client.pid));
+            let uids = before.remove(&key).unwrap_or_else(|| process::pod_uids_of_process(client.pid));
             if let Some((pod, deadlines)) = pods.find_terminating(&uids, client.allocation.as_deref())
                 && let Some(LiveProcess { survives_sigterm, stopped }) = LiveProcess::read(client.pid)
             {
@@ -85,8 +85,8 @@ fn clients_of_terminating_pods(
     found
 }
 
-/// Requests the termination of a client from the MPS host. Also returns the time at which the
-/// request began.
+/// Requests the MPS host to terminate a client. Returns the client, the outcome, and the time at
+/// which the request began.
 async fn terminate_client(link: mps::link::HostLink, client: Client) -> (Client, AttemptOutcome, Instant) {
     let began = Instant::now();
     let ClientKey { device, pid } = client.key.clone();

@@ -1,5 +1,5 @@
-//! Turns violations into findings. A finding is a violation that two consecutive samples show.
-//! Pure: callers pass in the time.
+//! Turns violations into findings. A finding is a violation that two consecutive samples of its
+//! device show. Pure: callers pass in the time.
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -13,15 +13,17 @@ use super::names::PodNames;
 use super::violations::{Assessment, ProcessId, Violation, ViolationKey};
 
 /// Time for which the agent reports a finding after the last sample that shows its violation. The
-/// operator must not miss the finding, and an intermittent violation must remain one finding.
+/// time is long enough for the operator to notice the finding, and for an intermittent violation to
+/// remain one finding.
 pub const FINDING_RETENTION: Duration = Duration::from_secs(10);
-/// Time for which the agent reports a finding while no sample contains its device.
+/// Time for which the agent reports a finding after the last sample that shows its violation, if
+/// later samples do not contain its device.
 const FINDING_RETENTION_WITHOUT_SAMPLES: Duration = Duration::from_secs(60);
 /// Maximum number of findings in a `GpuNode`.
 pub const MAX_FINDINGS: usize = 32;
-/// Time for which a process that was an MPS client is exempt from `OutsideMps`. When an MPS server
-/// exits, the driver may list its broken clients as plain processes. The exemption must end,
-/// because a process can execute another program.
+/// Time for which a former MPS client is exempt from `OutsideMps`. When an MPS server exits, the
+/// driver may list the server's broken clients as plain processes. The exemption must end, because
+/// a process can execute another program.
 const RECENT_CLIENT_EXEMPTION: Duration = Duration::from_secs(10);
 /// Minimum interval between requests to terminate the same client.
 const MIN_TERMINATION_INTERVAL: Duration = Duration::from_secs(10);
@@ -29,7 +31,7 @@ const MIN_TERMINATION_INTERVAL: Duration = Duration::from_secs(10);
 /// The findings of the node.
 #[derive(Debug, Default)]
 pub struct Findings {
-    /// Violations of the previous sample, with the processes that caused them.
+    /// Violations that the previous sample shows, with the processes that caused them.
     previous: BTreeMap<ViolationKey, BTreeSet<ProcessId>>,
     confirmed: BTreeMap<ViolationKey, Finding>,
     /// Time of the last request to terminate each client.
@@ -38,7 +40,7 @@ pub struct Findings {
     clients: BTreeMap<ProcessId, Instant>,
 }
 
-/// A reported violation.
+/// A confirmed violation.
 #[derive(Debug)]
 struct Finding {
     status: FindingStatus,
@@ -53,30 +55,32 @@ struct Finding {
 pub enum SampleState {
     /// The sample contains the device's processes.
     Sampled,
-    /// The device has not answered yet. The device's earlier violations remain unconfirmed.
+    /// NVML has not answered for the device yet. Unconfirmed violations of the device remain
+    /// unconfirmed.
     Pending,
-    /// The device does not answer.
+    /// NVML failed to answer for the device.
     Unreachable,
 }
 
-/// Instructions to the caller after a sample.
+/// Actions that the caller must perform after a sample.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct FindingChanges {
-    /// New findings, to be logged and counted.
+    /// New findings to log and count.
     pub new: Vec<FindingStatus>,
     /// Findings to report as Events on their pods.
     pub report: Vec<FindingStatus>,
     /// MPS clients to terminate, each with the UUID of its device.
     pub terminate: Vec<(String, ProcessId)>,
-    /// Whether the sample shows a new violation, which an early next sample must confirm.
+    /// Whether the sample shows a new violation. The next sample must then follow early to confirm
+    /// the violation.
     pub confirm: bool,
 }
 
 impl Findings {
-    /// Updates the findings with an assessed sample.
+    /// Updates the findings after the assessment of a sample.
     ///
-    /// `state` returns whether the sample has data about a device. `evicts` returns whether the
-    /// policy of a device evicts pods that exceed their limits.
+    /// `state` returns whether the sample has data about a device. `evicts` returns whether a
+    /// device's policy is to evict pods that exceed their limits.
     pub fn update(
         &mut self,
         Assessment { violations, clients, .. }: Assessment,
@@ -109,15 +113,15 @@ impl Findings {
         changes
     }
 
-    /// Adds the MPS clients of a sample and removes old processes.
+    /// Records the MPS clients of a sample, and removes expired records.
     fn record_clients(&mut self, clients: BTreeSet<ProcessId>, now: Instant) {
         self.clients.extend(clients.into_iter().map(|process| (process, now)));
         self.clients.retain(|_, at| now.saturating_duration_since(*at) < RECENT_CLIENT_EXEMPTION);
         self.terminated.retain(|_, at| now.saturating_duration_since(*at) < MIN_TERMINATION_INTERVAL);
     }
 
-    /// Removes recent MPS clients from a violation of kind `OutsideMps`. Returns `None` if they are
-    /// its only processes.
+    /// Removes recent MPS clients from a violation of kind `OutsideMps`. Returns `None` if no other
+    /// process remains.
     fn exclude_recent_clients(&self, mut violation: Violation) -> Option<Violation> {
         if violation.key.kind == OUTSIDE_MPS {
             violation.processes.retain(|process| !self.clients.contains_key(process));
@@ -125,8 +129,8 @@ impl Findings {
         (!violation.processes.is_empty()).then_some(violation)
     }
 
-    /// Adds the violation's clients to the clients to terminate, except clients with a request in
-    /// the last [`MIN_TERMINATION_INTERVAL`].
+    /// Adds the violation's clients to the clients to terminate, except clients that the agent
+    /// requested to terminate less than [`MIN_TERMINATION_INTERVAL`] ago.
     fn add_clients_to_terminate(&mut self, violation: &Violation, now: Instant, changes: &mut FindingChanges) {
         for &process in &violation.clients {
             if let Entry::Vacant(entry) = self.terminated.entry(process) {
@@ -163,8 +167,8 @@ impl Findings {
             return;
         };
         (finding.last_seen, finding.evict) = (now, evict);
-        // The amount of memory in the message changes with every sample. Update the message, and so
-        // the status, only when the pod's name becomes known.
+        // The amount of memory in the message changes with every sample. To avoid a status write
+        // for each sample, update the message only when the pod's name becomes known.
         if finding.status.pod.is_empty() && !status.pod.is_empty() {
             finding.status = FindingStatus { since: finding.status.since.take(), ..status };
         }
@@ -180,15 +184,15 @@ impl Findings {
         self.confirmed.retain(|key, finding| {
             let sampled = state(&key.device) == SampleState::Sampled;
             let retention = if sampled { FINDING_RETENTION } else { FINDING_RETENTION_WITHOUT_SAMPLES };
-            // The agent terminates the clients first, which ends the violation. The operator must
-            // still evict the pod.
+            // Keep the finding until the operator has evicted the pod, because the agent terminates
+            // the clients first, which ends the violation.
             let awaits_eviction = finding.evict && evicts(&key.device) && !finding.status.uid.is_empty();
             now.saturating_duration_since(finding.last_seen) < retention
                 || awaits_eviction && !names.is_pod_removed(&finding.status.uid)
         });
     }
 
-    /// Adds to `changes` the findings that no Event has reported and that name their pod.
+    /// Adds the findings with known pods that no Event has reported to `changes`.
     fn add_findings_to_report(&mut self, changes: &mut FindingChanges) {
         let ready = |finding: &&mut Finding| !finding.reported && !finding.status.pod.is_empty();
         for finding in self.confirmed.values_mut().filter(ready) {
@@ -197,7 +201,7 @@ impl Findings {
         }
     }
 
-    /// Returns the findings, oldest first, at most [`MAX_FINDINGS`].
+    /// Returns the oldest [`MAX_FINDINGS`] findings, oldest first.
     pub fn statuses(&self) -> Vec<FindingStatus> {
         let mut all: Vec<FindingStatus> = self.confirmed.values().map(|finding| finding.status.clone()).collect();
         let since = |finding: &FindingStatus| finding.since.as_ref().map(|time| time.0);
@@ -206,7 +210,7 @@ impl Findings {
         all
     }
 
-    /// Returns whether no finding can change with time or with an empty sample.
+    /// Returns whether there are no findings and no unconfirmed violations.
     pub fn is_empty(&self) -> bool {
         self.confirmed.is_empty() && self.previous.is_empty()
     }
@@ -215,8 +219,8 @@ impl Findings {
 /// Returns whether the previous sample shows the same violation.
 fn is_confirmed(violation: &Violation, previous: &BTreeMap<ViolationKey, BTreeSet<ProcessId>>) -> bool {
     previous.get(&violation.key).is_some_and(|processes| {
-        // A new process can briefly look like a violation. Require the same process in both
-        // samples, because a container may start many programs.
+        // A new process can briefly look like a violation of another kind, and a container may
+        // start many programs. Therefore both samples must contain the same process.
         violation.key.kind == MEMORY_EXCEEDED || !processes.is_disjoint(&violation.processes)
     })
 }
@@ -275,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn two_samples_make_a_finding_that_is_reported_once() {
+    fn a_violation_in_two_samples_is_a_finding_that_is_reported_once() {
         let mut watch = FindingsTest::new();
         let first = watch.sample(0, vec![violation(MEMORY_EXCEEDED, 1, 5)]);
         assert!(
@@ -285,7 +289,11 @@ mod tests {
         assert_eq!((second.new.len(), second.report.len(), second.confirm), (1, 1, false));
         let third = watch.sample(1400, vec![violation(MEMORY_EXCEEDED, 2, 7)]);
         assert_eq!((third.new.len(), third.report.len(), third.confirm), (0, 0, false));
-        assert_eq!(watch.findings.statuses()[0].message, "uses 6 MiB", "a new amount of memory is not written");
+        assert_eq!(
+            watch.findings.statuses()[0].message,
+            "uses 6 MiB",
+            "a new amount of memory does not change the message"
+        );
     }
 
     #[test]
@@ -299,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn a_former_client_is_exempt_from_outside_mps_for_ten_seconds() {
+    fn a_former_mps_client_is_exempt_from_outside_mps_for_ten_seconds() {
         let mut watch = FindingsTest::new();
         watch.clients = [ProcessId { pid: 1, start: 1 }].into();
         watch.sample(0, vec![]);
@@ -351,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn under_evict_clients_are_terminated_and_the_finding_remains_until_the_pod_is_removed() {
+    fn if_the_policy_evicts_clients_are_terminated_and_the_finding_remains_until_the_pod_is_removed() {
         let mut watch = FindingsTest::new();
         watch.evict = true;
         assert!(watch.sample(0, vec![violation(MEMORY_EXCEEDED, 1, 5)]).terminate.is_empty());
@@ -383,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpunode_lists_at_most_32_findings() {
+    fn a_gpunode_contains_at_most_32_findings() {
         let mut watch = FindingsTest::new();
         let many = || {
             let one = |n: u32| {

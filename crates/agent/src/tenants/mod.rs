@@ -1,5 +1,6 @@
-//! The tenant watch reports containers that use more of a shared GPU than their shares allow, or
-//! that use the GPU outside MPS. The watch reports a violation within two seconds.
+//! The tenant watch reports containers that use more memory of a shared GPU than their shares
+//! allow, or that use the GPU outside MPS or without shares. The watch reports a violation within
+//! two seconds.
 //!
 //! ```text
 //!  main loop ─ TenantSnapshot ─┐
@@ -12,8 +13,9 @@
 //!
 //! The operator reads `GpuNode.status` and evicts pods.
 //!
-//! The watch queries nothing while no process can use a shared device. While a GPU does not answer,
-//! the watch neither reports nor terminates the GPU's tenants. The watch continues on other GPUs.
+//! The watch queries nothing while no process can use a shared device. While NVML does not answer
+//! for a GPU, the watch neither reports nor terminates the GPU's tenants. The watch of other GPUs
+//! continues.
 pub mod findings;
 pub mod names;
 pub mod process;

@@ -1,4 +1,4 @@
-//! The names of the node's pods and containers, by the ids that cgroup paths contain.
+//! Stores the names of the node's pods and containers, by the ids that cgroup paths contain.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -19,17 +19,18 @@ pub struct PodNames {
     pods: BTreeMap<String, PodName>,
     /// UIDs in the current list, while the watch reads it.
     listing: Option<BTreeSet<String>>,
-    /// Whether a complete list was read. If so, an unknown pod no longer exists.
+    /// Whether the watch has read a complete list. If the list is complete, a pod that is not in
+    /// `pods` no longer exists.
     complete: bool,
 }
 
 impl PodNames {
-    /// Starts a list of all pods.
+    /// Records that the watch begins a list of all pods.
     pub fn begin_list(&mut self) {
         self.listing = Some(BTreeSet::new());
     }
 
-    /// Ends the list, and removes the pods that the list does not contain.
+    /// Records that the list is complete, and removes the pods that the list does not contain.
     pub fn end_list(&mut self) {
         if let Some(listed) = self.listing.take() {
             self.pods.retain(|uid, _| listed.contains(uid));
@@ -55,14 +56,14 @@ impl PodNames {
         self.pods.get(uid)
     }
 
-    /// Returns whether a pod is known to have been removed. Returns false until the first list is
-    /// complete.
+    /// Returns whether a pod is known to have been removed. Returns false while a list is
+    /// incomplete.
     pub fn is_pod_removed(&self, uid: &str) -> bool {
         self.complete && self.listing.is_none() && !self.pods.contains_key(uid)
     }
 }
 
-/// [`PodNames`] shared between tasks. Never hold the lock across an await.
+/// [`PodNames`] that tasks share. Never hold the lock across an `await` point.
 #[derive(Debug, Clone, Default)]
 pub struct SharedPodNames(Arc<Mutex<PodNames>>);
 
@@ -78,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pod_is_removed_once_a_complete_list_does_not_contain_it() {
+    fn a_pod_is_removed_when_a_complete_list_does_not_contain_it() {
         let mut names = PodNames::default();
         assert!(!names.is_pod_removed("a"), "no list yet");
         names.begin_list();

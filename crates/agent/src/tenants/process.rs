@@ -5,15 +5,15 @@ use std::path::Path;
 
 use crate::cgroup::{self, ProcessOwner};
 
-/// Maximum number of bytes to read from a file. `/proc/PID/cgroup` has one line per hierarchy, each
+/// Maximum number of bytes to read from a file. `/proc/PID/cgroup` has one line for each hierarchy,
 /// with a path of at most 4 KiB.
 const MAX_PROC_FILE_BYTES: u64 = 64 << 10;
 
-/// State of a process, from `/proc`.
+/// Facts about a process, from `/proc`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProcessInfo {
-    /// Time from boot to the start of the process, in clock ticks. This time and the PID identify
-    /// the process until the node reboots.
+    /// Time from boot to the start of the process, in clock ticks. The start time and the PID
+    /// together identify the process until the node reboots.
     pub start: u64,
     /// PID of the parent process.
     pub parent: u32,
@@ -25,7 +25,7 @@ pub struct ProcessInfo {
 /// read.
 ///
 /// # Errors
-/// Returns an error if a file cannot be read or parsed. The process may still run.
+/// Returns an error if a file cannot be read or parsed. In this case, the process may still run.
 pub fn read_process(proc: &Path, pid: u32) -> io::Result<Option<ProcessInfo>> {
     let directory = proc.join(pid.to_string());
     let read = |name: &str| match File::open(directory.join(name)) {
@@ -42,7 +42,7 @@ pub fn read_process(proc: &Path, pid: u32) -> io::Result<Option<ProcessInfo>> {
         Err(error) => Err(error),
     };
     let stat = |bytes: &[u8]| {
-        // A program may set its name to any bytes.
+        // The name may contain invalid UTF-8, because a program may set its name to any bytes.
         parse_stat(&String::from_utf8_lossy(bytes)).ok_or(io::ErrorKind::InvalidData)
     };
     let Some(before) = read("stat")? else { return Ok(None) };
@@ -55,11 +55,11 @@ pub fn read_process(proc: &Path, pid: u32) -> io::Result<Option<ProcessInfo>> {
     Ok(Some(ProcessInfo { start, parent, owner: cgroup::parse_owner(&String::from_utf8_lossy(&cgroups)) }))
 }
 
-/// Parses the parent's PID and the start in clock ticks: fields 4 and 22 of `/proc/PID/stat`
-/// (`proc_pid_stat(5)`). The name, field 2, may contain spaces and parentheses.
+/// Parses `/proc/PID/stat` (`proc_pid_stat(5)`). Returns the PID of the parent (field 4) and the
+/// start time in clock ticks (field 22). The name, field 2, may contain spaces and parentheses.
 ///
-/// Ignores the state of the process: the state is zombie once the first thread has ended, even if
-/// other threads run.
+/// Ignores the state of the process, because the state is zombie after the first thread has ended,
+/// even if other threads run.
 pub fn parse_stat(stat: &str) -> Option<(u32, u64)> {
     let (_, fields) = stat.rsplit_once(')')?;
     let mut fields = fields.split_ascii_whitespace();
@@ -86,17 +86,17 @@ mod tests {
     }
 
     #[test]
-    fn a_running_process_is_read_and_an_ended_one_is_no_error() {
+    fn a_running_process_is_read_and_an_ended_process_causes_no_error() {
         let own = read_process(Path::new("/proc"), std::process::id()).unwrap().unwrap();
         assert_eq!((own.parent, own.start > 0), (std::os::unix::process::parent_id(), true));
         let proc = tempfile::tempdir().unwrap();
         assert_eq!(read_process(proc.path(), 7).unwrap(), None);
         fs::create_dir(proc.path().join("7")).unwrap();
         fs::write(proc.path().join("7/stat"), PROC_STAT_LINE).unwrap();
-        assert_eq!(read_process(proc.path(), 7).unwrap(), None, "it ended between two reads");
+        assert_eq!(read_process(proc.path(), 7).unwrap(), None, "the process ended between two reads");
         fs::write(proc.path().join("7/cgroup"), "\u{fffd}\n0::/\n").unwrap();
         assert_eq!(read_process(proc.path(), 7).unwrap(), Some(ProcessInfo { start: 987_654, parent: 7, owner: None }));
         fs::write(proc.path().join("7/stat"), "nonsense").unwrap();
-        assert!(read_process(proc.path(), 7).is_err(), "an unreadable process is not an ended one");
+        assert!(read_process(proc.path(), 7).is_err(), "a process that cannot be read does not count as ended");
     }
 }

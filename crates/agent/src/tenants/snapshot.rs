@@ -1,4 +1,4 @@
-//! The limits and allocations that the tenant watch compares samples with. Pure.
+//! Collects the limits and allocations that the tenant watch compares samples with. Pure.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuNodeSpec;
@@ -17,10 +17,10 @@ use crate::mps::HostView;
 pub struct TenantSnapshot {
     /// GPUs and MIG devices with MPS shares, by UUID.
     pub devices: BTreeMap<String, SharedDevice>,
-    /// Shares that are allocated to containers. `None` while the kubelet does not list them.
+    /// Shares that are allocated to containers. `None` while the kubelet's list is unknown.
     pub shares: Option<Vec<Share>>,
-    /// Memory limits in MiB of the allocations in `shares` and of `devices`' clients, by allocation
-    /// id. `None` means unlimited.
+    /// Memory limits in MiB, by allocation id, of the allocations in `shares` and of the
+    /// allocations of MPS clients. `None` means unlimited.
     pub limits: BTreeMap<String, Option<u64>>,
 }
 
@@ -35,8 +35,8 @@ pub struct SharedDevice {
     pub in_use: bool,
     /// PIDs of the device's MPS daemon and MPS server.
     pub daemon: BTreeSet<u32>,
-    /// MPS clients by PID, each with the allocation of the door that it used. `None` if it used the
-    /// daemon's own socket.
+    /// Allocation ids of MPS clients, by PID. The id is that of the door that the client used, or
+    /// `None` if the client used the daemon's own socket.
     pub clients: BTreeMap<u32, Option<String>>,
 }
 
@@ -68,9 +68,9 @@ pub struct SnapshotInputs<'a> {
     pub view: &'a HostView,
     /// The kubelet's list of allocated devices, if known.
     pub rows: Option<&'a [ContainerDevices]>,
-    /// Slices that the kubelet has allocated to containers.
+    /// The agent's allocations.
     pub allocations: &'a Allocations,
-    /// Processes on each GPU except its MPS daemon, from NVML's last list.
+    /// Processes on each GPU in NVML's last list, except MPS daemons, MPS servers and MPS clients.
     pub foreign: &'a BTreeMap<String, Vec<Process>>,
 }
 
@@ -107,7 +107,7 @@ impl TenantSnapshot {
                 }
             }
         }
-        snapshot.shares = rows.map(|rows| rows.iter().flat_map(shares).collect());
+        snapshot.shares = rows.map(|rows| rows.iter().flat_map(shares_in_row).collect());
         for share in snapshot.shares.iter().flatten() {
             snapshot.devices.entry(share.device.clone()).and_modify(|device| device.in_use = true);
         }
@@ -127,8 +127,8 @@ impl TenantSnapshot {
     }
 }
 
-/// Returns the shares in one row of the kubelet's list, with one entry per device.
-fn shares(row: &ContainerDevices) -> Vec<Share> {
+/// Returns the shares in one row of the kubelet's list, with one entry for each device.
+fn shares_in_row(row: &ContainerDevices) -> Vec<Share> {
     let devices: BTreeSet<&str> =
         row.ids.iter().filter_map(|id| parse_slice_id(id)).map(|(device, _)| device).collect();
     let allocation = allocation_id(&row.resource, &row.ids);

@@ -1,4 +1,4 @@
-//! Finds containers that exceed the limits of their shares. Pure.
+//! Finds containers that exceed the limits of their shares or use a device outside MPS. Pure.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::names::finding::{MEMORY_EXCEEDED, NO_SHARE, OUTSIDE_MPS};
@@ -7,19 +7,19 @@ use super::names::PodNames;
 use super::snapshot::{Share, SharedDevice, TenantSnapshot};
 use crate::cgroup::ProcessOwner;
 
-/// Maximum excess in MiB of the memory that NVML reports for a container over the limit of the
-/// container's shares.
+/// Maximum amount in MiB by which the memory that NVML reports for a container may exceed the
+/// memory limit of the container's shares.
 ///
 /// MPS and NVML count a context differently. On an H200 with driver 580, NVML shows 274 MiB for a
 /// client that has allocated nothing. For the same client, MPS counts from 57 MiB (8 SMs) to 514
-/// MiB (132 SMs) against its limit. A client at its MPS limit therefore shows up to 217 MiB more
-/// than the limit. The tolerance applies once per container, not once per process: the contexts of
-/// all its processes must fit into its shares, like all other memory.
+/// MiB (132 SMs) against its limit. For a client at its MPS limit, NVML therefore shows up to 217
+/// MiB more than the limit. The tolerance applies once to each container, not once to each process:
+/// the contexts of all its processes must fit into its shares, like all other memory.
 pub const MEMORY_TOLERANCE_MIB: u64 = 256;
 
 const BYTES_PER_MIB: u64 = 1 << 20;
 
-/// The processes on the devices that answered, at one moment.
+/// The processes on the devices for which NVML answered, at one moment.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ProcessSample {
     /// Processes by device UUID.
@@ -43,19 +43,19 @@ pub struct SampledProcess {
     pub owner: Option<ProcessOwner>,
 }
 
-/// Identifies a process until the node reboots, even if its PID is reused.
+/// Identifies a process until the node reboots, even if another process reuses the PID.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ProcessId {
     /// PID on the host.
     pub pid: u32,
-    /// Clock ticks from boot to the start of the process.
+    /// Time from boot to the start of the process, in clock ticks.
     pub start: u64,
 }
 
 /// The memory that a container uses on a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TenantUsage {
-    /// Container that uses the memory.
+    /// Names of the container that uses the memory.
     pub tenant: Tenant,
     /// UUID of the device.
     pub device: String,
@@ -79,7 +79,7 @@ pub struct Tenant {
 /// Identifies a violation across samples.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ViolationKey {
-    /// A constant of [`cleave_api::names::finding`].
+    /// Kind of the violation, a constant of [`cleave_api::names::finding`].
     pub kind: &'static str,
     /// UUID of the device.
     pub device: String,
@@ -96,22 +96,22 @@ pub struct Violation {
     pub gpu: String,
     /// Names of the container and its pod.
     pub tenant: Tenant,
-    /// The processes that cause the violation.
+    /// The processes that cause the violation, including MPS clients.
     pub processes: BTreeSet<ProcessId>,
     /// The MPS clients among `processes`.
     pub clients: BTreeSet<ProcessId>,
-    /// What happened, and what the user should do about it.
+    /// What happened, and what the user should do.
     pub message: String,
 }
 
-/// Result of comparing one sample with the limits.
+/// Result of a comparison of one sample with the limits.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Assessment {
-    /// Memory use of each container.
+    /// Memory use of each container whose pod is known.
     pub usage: Vec<TenantUsage>,
     /// Processes and containers that exceed limits or bypass MPS.
     pub violations: Vec<Violation>,
-    /// All MPS clients.
+    /// All MPS clients in the sample.
     pub clients: BTreeSet<ProcessId>,
 }
 
@@ -122,7 +122,7 @@ pub fn find_violations(snapshot: &TenantSnapshot, sample: &ProcessSample, names:
         let Some(device) = snapshot.devices.get(uuid) else { continue };
         let mut by_owner: BTreeMap<Option<&ProcessOwner>, Vec<(&SampledProcess, ProcessRole<'_>)>> = BTreeMap::new();
         for process in processes.iter().filter(|process| !belongs_to_daemon(process, device, sample)) {
-            by_owner.entry(process.owner.as_ref()).or_default().push((process, role(process, device)));
+            by_owner.entry(process.owner.as_ref()).or_default().push((process, process_role(process, device)));
         }
         for (owner, processes) in by_owner {
             let clients = processes.iter().filter(|(_, role)| *role != ProcessRole::Outside);
@@ -133,8 +133,8 @@ pub fn find_violations(snapshot: &TenantSnapshot, sample: &ProcessSample, names:
     assessment
 }
 
-/// Returns whether a process is part of an MPS daemon. The snapshot may not contain a new MPS
-/// server yet. Therefore this function also checks the parent and the pod of the process.
+/// Returns whether a process is part of an MPS daemon. Also checks the parent and the pod of the
+/// process, because the snapshot may not contain a new MPS server yet.
 fn belongs_to_daemon(process: &SampledProcess, device: &SharedDevice, sample: &ProcessSample) -> bool {
     let in_daemon_pod = process.owner.as_ref().is_some_and(|owner| sample.daemon_pods.contains(&owner.pod));
     in_daemon_pod || device.daemon.contains(&process.id.pid) || device.daemon.contains(&process.parent)
@@ -146,15 +146,15 @@ enum ProcessRole<'a> {
     /// The process is not an MPS client.
     Outside,
     /// The process is an MPS client that connected through the door of this allocation. `None` if
-    /// the process connected to the daemon's own socket.
+    /// the client connected to the daemon's own socket.
     Client(Option<&'a str>),
     /// The process is an MPS client that the MPS host has not reported yet.
     NewClient,
 }
 
 /// Returns the role of a process on a device. The driver's report takes precedence over the MPS
-/// host's, because a process can connect to MPS and still compute outside it.
-fn role<'a>(process: &SampledProcess, device: &'a SharedDevice) -> ProcessRole<'a> {
+/// host's report, because a process can connect to MPS and still compute outside MPS.
+fn process_role<'a>(process: &SampledProcess, device: &'a SharedDevice) -> ProcessRole<'a> {
     match (process.mps, device.clients.get(&process.id.pid)) {
         (Some(false), _) | (None, None) => ProcessRole::Outside,
         (_, Some(allocation)) => ProcessRole::Client(allocation.as_deref()),
@@ -219,7 +219,7 @@ impl ContainerOnDevice<'_> {
         self.processes.iter().filter(|(_, role)| matches(*role)).map(|(process, _)| process.id.pid).min()
     }
 
-    /// Returns the violation by the processes with a matching role, if any.
+    /// Returns a violation that the processes with a matching role cause.
     fn violation(
         &self,
         kind: &'static str,
@@ -241,7 +241,7 @@ impl ContainerOnDevice<'_> {
         }
     }
 
-    /// Returns the allocations of the doors that the container's clients used.
+    /// Returns the allocation ids of the doors that the container's clients used.
     fn doors(&self) -> BTreeSet<&str> {
         let through_doors = self.processes.iter().filter_map(|(_, role)| match role {
             ProcessRole::Client(door) => *door,
@@ -255,16 +255,16 @@ impl ContainerOnDevice<'_> {
         self.snapshot.shares.iter().flatten().filter(|share| share.device == self.uuid)
     }
 
-    /// Returns the pod and container to which the process belongs. Returns an empty [`Tenant`] if
-    /// they are unknown.
+    /// Returns the names of the container and its pod. Returns an empty [`Tenant`] if the pod is
+    /// unknown.
     fn tenant(&self) -> Tenant {
         let Some((owner, pod)) = self.owner.and_then(|owner| Some((owner, self.names.get(&owner.pod)?))) else {
             return Tenant::default();
         };
         let mut tenant = Tenant { namespace: pod.namespace.clone(), pod: pod.name.clone(), container: String::new() };
         let by_id = owner.container.as_ref().and_then(|id| pod.containers.get(id));
-        // The API server reports the id of a container only some time after its start. The kubelet
-        // lists the container's shares earlier.
+        // The API server reports the id of a container only some time after the container's start.
+        // Until then, find the container through its shares, which the kubelet lists earlier.
         let doors = self.doors();
         let by_door =
             || self.shares().find(|share| share.belongs_to(&tenant) && doors.contains(share.allocation.as_str()));
@@ -275,8 +275,8 @@ impl ContainerOnDevice<'_> {
     /// Returns the memory in MiB that the container's shares of the device allow. `None` means
     /// unlimited.
     ///
-    /// The kubelet does not list the shares of init containers. For init containers, the limits of
-    /// the doors that their clients used apply, except doors of other pods.
+    /// The kubelet does not list the shares of init containers. Therefore the limits of an init
+    /// container are those of the doors that its clients used, except doors of other pods.
     fn limit_mib(&self, tenant: &Tenant) -> Option<u64> {
         self.owner?;
         let own = |share: &&Share| share.belongs_to(tenant) && share.container == tenant.container;
@@ -299,7 +299,7 @@ impl ContainerOnDevice<'_> {
     }
 
     /// Returns whether a process with this role is an MPS client of a pod without a share of the
-    /// device. Returns false while the pod's name or the kubelet's list is missing.
+    /// device. Returns false while the pod's name or the kubelet's list is unknown.
     fn is_client_without_share(&self, role: ProcessRole<'_>, tenant: &Tenant) -> bool {
         let ProcessRole::Client(door) = role else { return false };
         if self.snapshot.shares.is_none()
@@ -309,8 +309,8 @@ impl ContainerOnDevice<'_> {
             return false;
         }
         match door {
-            // An allocation that the kubelet does not list may belong to the pod itself: to an init
-            // container, or to a new pod.
+            // A known allocation that the kubelet does not list may belong to this pod: the pod may
+            // be new, or the client may be in an init container.
             Some(id) => self.belongs_to_another_pod(id, tenant) || !self.snapshot.limits.contains_key(id),
             None => true,
         }
@@ -323,7 +323,7 @@ impl Share {
     }
 }
 
-/// Describes the owner of a process, for use within a sentence.
+/// Returns a text for the owner of a process, for use within a sentence.
 fn describe_tenant(tenant: &Tenant, owner: Option<&ProcessOwner>) -> String {
     match (tenant.pod.as_str(), tenant.container.as_str(), owner) {
         ("", _, None) => "the host (no pod)".to_owned(),
@@ -341,7 +341,7 @@ pub(crate) mod tests {
     const DEVICE_UUID: &str = "GPU-a";
     const LIMIT_MIB: u64 = 1000;
 
-    #[expect(clippy::unnecessary_wraps, reason = "the field of a process is an Option")]
+    #[expect(clippy::unnecessary_wraps, reason = "the field of a process has the type Option")]
     pub(crate) fn owner(pod: &str, container: &str) -> Option<ProcessOwner> {
         Some(ProcessOwner { pod: pod.into(), container: Some(format!("id-{container}")) })
     }
@@ -412,7 +412,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn memory_is_summed_per_container_and_the_tolerance_counts_once() {
+    fn the_memory_of_a_container_is_summed_and_the_tolerance_applies_once() {
         let snapshot = snapshot(&[(1, Some("a")), (2, Some("a")), (3, Some("b"))]);
         let neighbour = SampledProcess { owner: owner("uid-q", "c"), ..client(3, 900) };
         for (mib, over) in [
@@ -445,7 +445,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn unlimited_or_unknown_memory_is_no_violation() {
+    fn memory_without_a_limit_and_unknown_memory_use_are_no_violations() {
         let mut unlimited = snapshot(&[(1, Some("free"))]);
         unlimited.shares = Some(vec![share("p", "free")]);
         assert_eq!(violation_kinds(&unlimited, &[client(1, 100_000)]), []);
@@ -480,7 +480,11 @@ pub(crate) mod tests {
             ("c", Some(LIMIT_MIB))
         );
         let unnamed = find_violations(&snapshot, &process_sample(&[client(1, 5000)]), &PodNames::default());
-        assert_eq!((unnamed.usage.len(), unnamed.violations.len()), (0, 1), "the limit applies without a name");
+        assert_eq!(
+            (unnamed.usage.len(), unnamed.violations.len()),
+            (0, 1),
+            "the limit also applies to a pod without a known name"
+        );
         assert!(unnamed.violations[0].message.contains("the pod with UID uid-p"));
     }
 
@@ -494,18 +498,22 @@ pub(crate) mod tests {
         let host = || SampledProcess { owner: owner("uid-host", "mps"), ..client(99, 66) };
         let violations = |sample: &ProcessSample| find_violations(&snapshot, sample, &pod_names()).violations.len();
         assert_eq!(violations(&with(client(11, 66), &[])), 0, "the server");
-        assert_eq!(violations(&with(SampledProcess { parent: 10, ..host() }, &[])), 0, "a server not yet reported");
-        assert_eq!(violations(&with(host(), &["uid-host"])), 0, "left over from an earlier daemon");
+        assert_eq!(
+            violations(&with(SampledProcess { parent: 10, ..host() }, &[])),
+            0,
+            "a server that the MPS host has not reported yet"
+        );
+        assert_eq!(violations(&with(host(), &["uid-host"])), 0, "a process of an earlier daemon");
         assert_eq!(violations(&with(host(), &[])), 1);
     }
 
     #[test]
-    fn the_mps_hosts_client_list_counts_only_if_the_driver_does_not_report_clients() {
+    fn the_mps_hosts_client_list_applies_only_if_the_driver_does_not_report_clients() {
         let snapshot = snapshot(&[(1, Some("a"))]);
         for (mps, listed, outside) in [
             (Some(true), true, false),
             (Some(true), false, false),
-            // The process is connected to MPS, but computes outside it.
+            // The process is connected to MPS, but computes outside MPS.
             (Some(false), true, true),
             (Some(false), false, true),
             (None, true, false),
@@ -518,7 +526,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_process_in_no_pod_is_reported_for_the_host() {
+    fn a_process_outside_of_pods_is_reported_as_a_process_of_the_host() {
         let process = SampledProcess { owner: None, mps: Some(false), ..client(7, 100) };
         let assessment = assess_processes(&snapshot(&[]), &[process]);
         let violation = &assessment.violations[0];
@@ -527,7 +535,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_client_that_did_not_use_a_door_of_its_own_pod_has_no_share() {
+    fn a_client_of_a_pod_without_shares_that_used_no_door_of_its_pod_is_reported() {
         let of = |pod: &str, pid| SampledProcess { owner: owner(&format!("uid-{pod}"), "c"), ..client(pid, 100) };
         let no_share = || vec![(NO_SHARE, "none".to_owned())];
         assert_eq!(violation_kinds(&snapshot(&[(1, Some("a"))]), &[of("none", 1)]), no_share(), "the door of p");
@@ -538,7 +546,11 @@ pub(crate) mod tests {
             "a removed allocation"
         );
         assert_eq!(violation_kinds(&snapshot(&[(1, Some("init"))]), &[of("none", 1)]), [], "possibly its own door");
-        assert_eq!(violation_kinds(&snapshot(&[]), &[of("none", 1)]), [], "not yet reported by the MPS host");
+        assert_eq!(
+            violation_kinds(&snapshot(&[]), &[of("none", 1)]),
+            [],
+            "a client that the MPS host has not reported yet"
+        );
         assert_eq!(violation_kinds(&snapshot(&[(1, Some("a"))]), &[of("p", 1)]), []);
         let administrator = SampledProcess { owner: None, ..client(1, 1) };
         assert_eq!(violation_kinds(&snapshot(&[(1, None)]), &[administrator]), [], "an administrator's client");

@@ -1,13 +1,14 @@
-//! Terminates the MPS clients of terminating pods through MPS, before a signal can kill a program
-//! with a kernel in flight. Such a kill would break the programs of neighbours.
+//! Decides when to terminate the MPS clients of terminating pods through MPS. A client must be
+//! terminated before a signal can kill its program while a kernel runs. If a signal killed the
+//! program while a kernel runs, the programs of neighbours would fail.
 //!
-//! - [`pods`] tracks which pods terminate, and their deadlines.
+//! - [`pods`] tracks the terminating pods and their deadlines.
 //! - [`shutdown`] predicts which pods terminate because the node shuts down.
 //! - `process` reads the state of a client's process from `/proc`.
 //! - [`Terminations`] decides which clients to terminate now.
 //!
-//! All but `process` are pure. The task in `run` sends the requests to the MPS host. Changes of the
-//! node's pods and of the MPS host's status wake this task.
+//! All of these modules and types except `process` are pure. A task in `run` sends the requests to
+//! the MPS host. Changes of the node's pods and of the MPS host's status wake the task.
 pub mod pods;
 pub(crate) mod process;
 pub mod shutdown;
@@ -17,12 +18,12 @@ use std::time::{Duration, Instant};
 
 use self::pods::TerminationDeadlines;
 
-/// Time from a client's deadline until the agent reports that the client still runs. This time is
-/// shorter than a `preStop` sleep of one second.
+/// Time from a client's deadline until the agent reports that the client still runs. The delay is
+/// shorter than a `preStop` sleep of one second, so that the report precedes SIGTERM.
 const LATE_CLIENT_REPORT_DELAY: Duration = Duration::from_millis(500);
 /// First and maximum backoff after a failed attempt.
 const ATTEMPT_BACKOFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
-/// Interval between attempts to terminate a client that has no context, or that is stopped.
+/// Interval between checks of a client that has no context, or that is stopped.
 const RECHECK_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Identifies a client of an MPS server.
@@ -45,32 +46,34 @@ pub struct Client {
     pub deadlines: TerminationDeadlines,
     /// Whether the process continues after SIGTERM.
     pub survives_sigterm: bool,
-    /// Whether the process is stopped. MPS would wait for the process, and all other clients would
-    /// wait for MPS.
+    /// Whether the process is stopped. If the agent requested the termination of a stopped client,
+    /// MPS would wait for the process, and all other clients would wait for MPS.
     pub stopped: bool,
 }
 
 /// The outcome of one attempt to terminate a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum AttemptOutcome {
-    /// All contexts of the client are destroyed.
+    /// MPS has destroyed all contexts of the client.
     Terminated,
-    /// The client has no context, so no kernel is in flight. The client can still create a context.
+    /// The client has no context, so none of its kernels runs. The client can still create a
+    /// context.
     NoContext,
     /// The attempt failed for this reason.
     Failed(String),
 }
 
-/// Instructions to the caller.
+/// Actions that the caller must perform.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct TerminationDecision {
-    /// Clients to terminate now, at most one per device. Pass each outcome to
+    /// Clients to terminate now, at most one for each device. Pass each outcome to
     /// [`Terminations::record_outcome`].
     pub terminate: Vec<Client>,
-    /// Clients that were not terminated in time, each with the reason. Each client appears only
+    /// Clients that were not terminated in time, each with the reason. Each client is reported only
     /// once.
     pub report: Vec<(Client, String)>,
-    /// Latest time of the next decision, if one is needed.
+    /// Latest time of the next decision. `None` if the next decision is needed only after new
+    /// input.
     pub next_check: Option<Instant>,
 }
 
@@ -91,13 +94,13 @@ struct ClientAttempts {
     failures: u32,
     not_before: Instant,
     last_error: Option<String>,
-    /// Whether the client was reported as late.
+    /// Whether the client has been reported as late.
     reported: bool,
 }
 
 impl Terminations {
-    /// Decides which clients to terminate and report now. `clients` are all clients of terminating
-    /// pods.
+    /// Decides which clients to terminate and report now. `clients` must contain all clients of
+    /// terminating pods.
     pub fn decide(&mut self, clients: Vec<Client>, now: Instant) -> TerminationDecision {
         let listed: BTreeSet<&ClientKey> = clients.iter().map(|client| &client.key).collect();
         self.attempts.retain(|key, _| listed.contains(key));
@@ -150,8 +153,7 @@ impl Terminations {
         }
         ready.sort_by(|(a, of_a), (b, of_b)| (a, &of_a.key).cmp(&(b, &of_b.key)));
         for (_, client) in ready {
-            // Other clients of the device wait until `record_outcome` receives the outcome of this
-            // request.
+            // Other clients of the device wait until the outcome of this request is recorded.
             if self.busy.insert(client.key.device.clone()) {
                 decision.terminate.push(client);
             }
@@ -194,7 +196,7 @@ mod tests {
         Some(Client { key, pod: pod.to_owned(), deadlines, survives_sigterm, stopped: false })
     }
 
-    /// Returns the terminating pods, each with its grace period in seconds.
+    /// Returns terminating pods with these UIDs and grace periods in seconds.
     fn terminating_pods(graces: &[(&str, u64)], now: Instant) -> TerminatingPods {
         let mut pods = TerminatingPods::default();
         for (uid, grace) in graces {
@@ -203,25 +205,25 @@ mod tests {
         pods
     }
 
-    /// Returns the PIDs of the clients to terminate.
-    fn pids(decision: &TerminationDecision) -> Vec<u32> {
+    /// Returns the PIDs of the clients that the decision terminates.
+    fn pids_to_terminate(decision: &TerminationDecision) -> Vec<u32> {
         decision.terminate.iter().map(|client| client.key.pid).collect()
     }
 
     #[test]
-    fn a_client_that_handles_sigterm_is_terminated_just_before_its_grace_ends_and_others_at_once() {
+    fn a_client_that_survives_sigterm_is_terminated_just_before_its_grace_period_ends_and_others_at_once() {
         let now = Instant::now();
         let pods = terminating_pods(&[("a", 30)], now);
         let clients = || [(1, false), (2, true)].map(|(pid, survives)| client(&pods, "a", "G", pid, survives).unwrap());
         let mut terminations = Terminations::default();
         let decision = terminations.decide(clients().to_vec(), now);
-        assert_eq!(pids(&decision), [1]);
+        assert_eq!(pids_to_terminate(&decision), [1]);
         assert_eq!(decision.next_check, Some(now + LATE_CLIENT_REPORT_DELAY));
         terminations.record_outcome(&clients()[0].key, &AttemptOutcome::Terminated, now + millis(5));
         let decision = terminations.decide(clients().to_vec(), now + millis(5));
         assert_eq!((decision.terminate.len(), decision.next_check), (0, Some(now + secs(28))), "terminated once");
         let decision = terminations.decide(clients().to_vec(), now + secs(28));
-        assert_eq!(pids(&decision), [2]);
+        assert_eq!(pids_to_terminate(&decision), [2]);
         terminations.record_outcome(&clients()[1].key, &AttemptOutcome::Terminated, now + secs(28));
         assert_eq!(terminations.decide(clients().to_vec(), now + secs(29)), TerminationDecision::default());
     }
@@ -234,17 +236,17 @@ mod tests {
             .map(|(uid, device, pid, survives)| client(&pods, uid, device, pid, survives).unwrap())
             .to_vec();
         let mut terminations = Terminations::default();
-        assert_eq!(pids(&terminations.decide(all.clone(), now)), [1, 2]);
+        assert_eq!(pids_to_terminate(&terminations.decide(all.clone(), now)), [1, 2]);
         assert!(terminations.decide(all.clone(), now).terminate.is_empty());
-        // One daemon hangs; the other continues.
+        // One daemon hangs, and the other daemon continues.
         terminations.record_outcome(&all[2].key, &AttemptOutcome::Terminated, now);
-        assert_eq!(pids(&terminations.decide(all.clone(), now)), [4]);
+        assert_eq!(pids_to_terminate(&terminations.decide(all.clone(), now)), [4]);
         let reports = terminations.decide(all.clone(), now + LATE_CLIENT_REPORT_DELAY).report;
         let reports: Vec<(u32, &str)> = reports.iter().map(|(client, why)| (client.key.pid, why.as_str())).collect();
         assert_eq!(reports, [3, 1, 4].map(|pid| (pid, "the MPS host has not answered yet")));
         assert!(terminations.decide(all.clone(), now + secs(9)).report.is_empty(), "once");
         terminations.record_outcome(&all[1].key, &AttemptOutcome::Failed("hung".into()), now + secs(9));
-        assert_eq!(pids(&terminations.decide(all, now + secs(9))), [3], "the other client is next");
+        assert_eq!(pids_to_terminate(&terminations.decide(all, now + secs(9))), [3], "the other client is next");
     }
 
     #[test]
@@ -267,8 +269,8 @@ mod tests {
         assert_eq!(attempts, [0, 100, 300, 700]);
         assert_eq!(reports, [(one.clone(), "busy".to_owned())]);
         assert_eq!(terminations.decide(Vec::new(), now), TerminationDecision::default());
-        // A new process with the same PID inherits no earlier attempts.
-        assert_eq!(pids(&terminations.decide(vec![one], now)), [1]);
+        // Attempts at an earlier process do not count for a new process with the same PID.
+        assert_eq!(pids_to_terminate(&terminations.decide(vec![one], now)), [1]);
     }
 
     #[test]
@@ -280,17 +282,17 @@ mod tests {
         let other = client(&pods, "a", "G", 2, false).unwrap();
         let mut terminations = Terminations::default();
         let decision = terminations.decide(vec![stopped.clone(), other.clone()], now);
-        assert_eq!(pids(&decision), [2], "other clients do not wait for it");
+        assert_eq!(pids_to_terminate(&decision), [2], "other clients do not wait for a stopped client");
         assert_eq!(decision.report.len(), 1);
         assert!(decision.report[0].1.contains("stopped"));
         terminations.record_outcome(&other.key, &AttemptOutcome::Terminated, now);
         let decision = terminations.decide(vec![stopped], now);
         assert_eq!((decision.report.len(), decision.next_check), (0, Some(now + RECHECK_INTERVAL)));
-        assert_eq!(pids(&terminations.decide(vec![one], now + RECHECK_INTERVAL)), [1]);
+        assert_eq!(pids_to_terminate(&terminations.decide(vec![one], now + RECHECK_INTERVAL)), [1]);
     }
 
     #[test]
-    fn a_client_without_a_context_is_checked_again_and_not_reported() {
+    fn a_client_without_a_context_is_tried_again_and_not_reported() {
         let start = Instant::now();
         let pods = terminating_pods(&[("a", 30)], start);
         let one = client(&pods, "a", "G", 1, false).unwrap();
@@ -298,13 +300,13 @@ mod tests {
         for attempt in 0..20 {
             let now = start + RECHECK_INTERVAL * attempt;
             let decision = terminations.decide(vec![one.clone()], now);
-            assert_eq!((pids(&decision), decision.report.len()), (vec![1], 0));
+            assert_eq!((pids_to_terminate(&decision), decision.report.len()), (vec![1], 0));
             terminations.record_outcome(&one.key, &AttemptOutcome::NoContext, now);
             assert_eq!(terminations.decide(vec![one.clone()], now).next_check, Some(now + RECHECK_INTERVAL));
         }
     }
 
-    /// An event on a node. Events are 100 ms apart.
+    /// An event on a node. Events occur at intervals of 100 ms.
     #[derive(Debug, Clone)]
     enum NodeStep {
         Delete {
@@ -320,7 +322,7 @@ mod tests {
         Continue {
             client: usize,
         },
-        /// From now on, the device's daemon answers in this way.
+        /// The behaviour of the device's daemon from now on.
         Daemon {
             device: usize,
             behaviour: DaemonBehaviour,
@@ -428,7 +430,7 @@ mod tests {
                 for index in 0..12 {
                     let found = pods.find_terminating(&[name(index / 2)], None);
                     let due = found.map(|(_, deadlines)| deadlines.termination_time(index.is_multiple_of(3)));
-                    // A client is overdue from the first step at which it is due.
+                    // The client counts as due from the first step at or after its deadline.
                     let since = overdue_since[index].or(due.filter(|due| *due <= now).map(|_| now));
                     overdue_since[index] = since;
                     let overdue = since.is_some_and(|since| now >= since + LATE_CLIENT_REPORT_DELAY);

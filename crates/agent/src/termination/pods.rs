@@ -1,4 +1,4 @@
-//! Tracks which pods of the node terminate, and their deadlines. Pure: callers pass in the time.
+//! Tracks the terminating pods of the node and their deadlines. Pure: callers pass in the time.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -6,23 +6,23 @@ use cleave_kubelet::ContainerDevices;
 
 use crate::allocation::allocation_id;
 
-/// Time for which the agent tracks a pod after the API server has removed the pod. The programs of
-/// a pod that was deleted by force may still run: the kubelet grants them the grace period of the
+/// Time for which the agent tracks a pod after the API server has removed it. The programs of a pod
+/// that was deleted by force may still run, because the kubelet grants them the grace period of the
 /// spec.
 const REMOVED_POD_RETENTION: Duration = Duration::from_secs(300);
-/// A `preStop` sleep of at most this duration only gives the agent time to act. A longer sleep
-/// gives the program time to finish its work.
+/// Part of a `preStop` sleep that gives the agent time to act. The rest of a longer sleep gives the
+/// program time to finish its work.
 const MAX_SLEEP_FOR_AGENT: Duration = Duration::from_secs(2);
-/// Time before the end of the grace period at which the agent terminates clients that survive
-/// SIGTERM. On an H200 with driver 580, `terminate_client` takes 3 to 10 ms per client. A GPU has
-/// at most 48 clients. The agent repeats failed attempts.
+/// Maximum time before the end of the grace period at which the agent terminates clients that
+/// survive SIGTERM. On an H200 with driver 580, `terminate_client` takes 3 to 10 ms for each
+/// client, and a GPU has at most 48 clients. The margin also leaves time to repeat failed attempts.
 const MAX_TERMINATION_MARGIN: Duration = Duration::from_secs(2);
 /// Minimum ratio of the grace period to the margin. The margin is at most a quarter of the grace
 /// period.
 const MIN_GRACE_TO_MARGIN_RATIO: u32 = 4;
 
-/// Maximum grace period or sleep. Longer values count as this maximum: a spec may contain any
-/// 64-bit number of seconds, which would overflow an [`Instant`].
+/// Maximum grace period or sleep. Longer values count as this maximum, because a spec may contain
+/// any 64-bit number of seconds, which could overflow an [`Instant`].
 const MAX_GRACE_OR_SLEEP: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// The API server's report about the termination of a pod with shares.
@@ -32,32 +32,32 @@ pub struct PodObservation {
     pub uid: String,
     /// `namespace/name`.
     pub name: String,
-    /// Known delay of SIGTERM by the pod's `preStop` hooks: the shortest sleep of its containers
-    /// with shares.
+    /// Time by which the pod's `preStop` hooks are known to delay SIGTERM: the shortest sleep of
+    /// its containers with shares.
     pub sleep: Duration,
     /// The deletion, if the pod is being deleted.
     pub deletion: Option<Deletion>,
 }
 
-/// A deletion with a grace period.
+/// A deletion of a pod, with its grace period.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Deletion {
     /// Grace period that the deletion requested.
     pub grace: Duration,
-    /// Remaining grace period according to the API server's clock, which may differ from the
-    /// node's.
+    /// Remaining grace period. The remaining period is computed from times of the API server,
+    /// because the node's clock may differ from the API server's clock.
     pub left: Duration,
 }
 
 /// The deadlines of a terminating pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TerminationDeadlines {
-    /// Time at which the agent first observed the termination.
+    /// Time at which the agent first observed that the pod terminates.
     pub since: Instant,
     /// Estimated time at which the kubelet kills the remaining programs.
     pub end: Instant,
-    /// Deadlines for terminating the clients that SIGTERM ends, and the clients that survive
-    /// SIGTERM.
+    /// Two times at which the agent terminates clients: first those that SIGTERM ends, and later
+    /// those that survive SIGTERM.
     due: (Instant, Instant),
     grace: Duration,
 }
@@ -70,44 +70,45 @@ impl TerminationDeadlines {
         Self { since, end, due: (before_sigterm.min(last), last), grace }
     }
 
-    /// Moves the end to an earlier time. No client becomes due later, although a shorter grace
-    /// period has a smaller margin.
+    /// Returns the deadlines with an earlier end. No client becomes due later than before, although
+    /// a shorter grace period has a smaller margin.
     fn with_earlier_end(self, end: Instant, grace: Duration) -> Self {
         let Self { since, end: before, due: (ends, survives), .. } = self;
         let Self { due: (_, last), end, .. } = Self::new(since, before.min(end), grace, Duration::ZERO);
         Self { since, end, due: (ends.min(last), survives.min(last)), grace }
     }
 
-    /// Returns the time at which the agent must terminate a client. If SIGTERM ends the client,
-    /// this time is before the kubelet sends SIGTERM. Otherwise, this time is a margin before the
-    /// grace period ends.
+    /// Returns the time at which the agent must terminate a client. If SIGTERM ends the client, the
+    /// time is before the kubelet sends SIGTERM. If the client survives SIGTERM, the time is
+    /// shortly before the end of the grace period.
     pub fn termination_time(&self, survives_sigterm: bool) -> Instant {
         if survives_sigterm { self.due.1 } else { self.due.0 }
     }
 }
 
-/// A pod, its deadlines and its removal.
+/// A tracked pod, which may be terminating.
 #[derive(Debug, PartialEq, Eq)]
 struct TerminatingPod {
     name: String,
     /// The deadlines, if the pod terminates.
     deadlines: Option<TerminationDeadlines>,
-    /// Time at which the agent observed that the API server had removed the pod.
+    /// Time at which the agent observed that the API server has removed the pod. `None` if the pod
+    /// exists.
     removed: Option<Instant>,
 }
 
-/// The node's pods with shares, and which of them terminate.
+/// The node's pods with shares, and the deadlines of the terminating pods.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct TerminatingPods {
     by_uid: BTreeMap<String, TerminatingPod>,
-    /// `namespace/name` by allocation, from the kubelet's list.
+    /// `namespace/name` of pods by allocation id, from the kubelet's list.
     holders: BTreeMap<String, String>,
 }
 
 impl TerminatingPods {
     /// Adds or updates a pod. Returns whether the tracked state changed.
     pub fn observe(&mut self, observation: PodObservation, now: Instant) -> bool {
-        self.prune(now);
+        self.forget_removed_pods(now);
         let PodObservation { uid, name, sleep, deletion } = observation;
         let sleep = sleep.min(MAX_GRACE_OR_SLEEP);
         let deletion = deletion.map(|deletion| Deletion { grace: deletion.grace.min(MAX_GRACE_OR_SLEEP), ..deletion });
@@ -124,8 +125,9 @@ impl TerminatingPods {
             }
             (Some(_), Some(was)) => Some(was),
             (Some(Deletion { grace, left }), None) => {
-                // If the agent has observed the pod without a deletion, the deletion is new,
-                // regardless of the clocks. Otherwise the pod's grace period may be almost over.
+                // If the agent has observed the pod before, the deletion is new, regardless of the
+                // clocks. If the agent sees the pod for the first time, the grace period of the pod
+                // may be almost over.
                 let left = if before.is_some() { grace } else { left.min(grace) };
                 Some(TerminationDeadlines::new(now, now + left, grace, sleep))
             }
@@ -136,10 +138,10 @@ impl TerminatingPods {
         changed
     }
 
-    /// Records that the API server has removed a pod: after its programs have ended, or by force
-    /// while they may still run. Returns whether the tracked state changed.
+    /// Records that the API server has removed a pod. The pod's programs may still run if it was
+    /// deleted by force. Returns whether the tracked state changed.
     pub fn record_removal(&mut self, uid: &str, now: Instant) -> bool {
-        self.prune(now);
+        self.forget_removed_pods(now);
         let Some(pod) = self.by_uid.get_mut(uid).filter(|pod| pod.removed.is_none()) else { return false };
         let immediate = || TerminationDeadlines::new(now, now, Duration::ZERO, Duration::ZERO);
         pod.deadlines = Some(pod.deadlines.map_or_else(immediate, |was| was.with_earlier_end(now, Duration::ZERO)));
@@ -159,7 +161,8 @@ impl TerminatingPods {
         self.by_uid.remove(uid).is_some()
     }
 
-    /// Replaces the kubelet's list of allocations. Returns whether the list has changed.
+    /// Replaces the pods of allocations with those in the kubelet's list. Returns whether the pod
+    /// of any allocation changed.
     pub fn set_holders(&mut self, rows: &[ContainerDevices]) -> bool {
         let of_row =
             |row: &ContainerDevices| (allocation_id(&row.resource, &row.ids), format!("{}/{}", row.namespace, row.pod));
@@ -170,19 +173,19 @@ impl TerminatingPods {
     }
 
     /// Returns whether any pod terminates.
-    pub fn has_terminating(&self) -> bool {
+    pub fn has_terminating_pods(&self) -> bool {
         self.by_uid.values().any(|pod| pod.deadlines.is_some())
     }
 
-    /// Finds the terminating pod of a client, with its `namespace/name`.
+    /// Finds the terminating pod of a client. Returns the pod's `namespace/name` and deadlines.
     ///
-    /// `uids` are the UIDs of the pods whose cgroups contain the client, outermost first. If `uids`
-    /// is empty, returns the pod to which `allocation` belongs, unless another pod with the same
-    /// name does not terminate.
+    /// `uids` contains the UIDs of the pods whose cgroups contain the client, outermost first. If
+    /// `uids` is empty, returns the pod that `allocation` belongs to, unless another pod with the
+    /// same name is not terminating.
     pub fn find_terminating(&self, uids: &[String], allocation: Option<&str>) -> Option<(&str, TerminationDeadlines)> {
         if !uids.is_empty() {
-            // The client's pod may be a static pod or a new pod that is not tracked. In this case,
-            // a search by allocation could find another pod.
+            // Do not search by allocation if no tracked pod has one of these UIDs. The client's pod
+            // may be a static pod or a new pod, and the search could find another pod.
             let pod = uids.iter().find_map(|uid| self.by_uid.get(uid))?;
             return Some((&pod.name, pod.deadlines?));
         }
@@ -196,8 +199,8 @@ impl TerminatingPods {
         Some((&first.name, last))
     }
 
-    /// Removes pods whose removal was observed at least [`REMOVED_POD_RETENTION`] ago.
-    fn prune(&mut self, now: Instant) {
+    /// Stops tracking the pods that the API server removed at least [`REMOVED_POD_RETENTION`] ago.
+    fn forget_removed_pods(&mut self, now: Instant) {
         let old = |removed: Instant| now.saturating_duration_since(removed) >= REMOVED_POD_RETENTION;
         self.by_uid.retain(|_, pod| !pod.removed.is_some_and(old));
     }
@@ -215,8 +218,8 @@ pub(super) mod tests {
         Duration::from_millis(millis)
     }
 
-    /// Returns a pod. `grace` contains the grace period and the remaining time of its deletion in
-    /// seconds, if any.
+    /// Returns an observation of a pod. `grace` contains the grace period and the remaining time of
+    /// the pod's deletion in seconds, if any.
     pub(in crate::termination) fn observation(uid: &str, grace: Option<(u64, u64)>) -> PodObservation {
         let deletion = grace.map(|(grace, left)| Deletion { grace: secs(grace), left: secs(left) });
         PodObservation { uid: uid.into(), name: format!("ns/{uid}"), sleep: secs(1), deletion }
@@ -229,16 +232,16 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_new_deletion_has_its_whole_grace_period_and_an_earlier_one_the_remaining_time() {
+    fn a_new_deletion_has_its_whole_grace_period_and_an_earlier_deletion_has_the_remaining_time() {
         let now = Instant::now();
         let mut pods = TerminatingPods::default();
         assert!(pods.observe(observation("a", None), now) && !pods.observe(observation("a", None), now));
-        assert!(!pods.has_terminating());
-        // By the API server's clock, half of the grace period is over. However, this node observed
-        // the start of the grace period itself.
+        assert!(!pods.has_terminating_pods());
+        // According to the API server's clock, half of the grace period is over. However, the agent
+        // itself has observed the start of the grace period.
         assert!(pods.observe(observation("a", Some((30, 15))), now + secs(1)));
         assert_eq!(termination_span_ms(&pods, "a", now), Some((1000, 31_000)));
-        assert!(pods.has_terminating());
+        assert!(pods.has_terminating_pods());
         assert!(!pods.observe(observation("a", Some((30, 3))), now + secs(9)), "only its status has changed");
         pods.observe(observation("b", Some((30, 15))), now);
         assert_eq!(termination_span_ms(&pods, "b", now), Some((0, 15_000)));
@@ -302,7 +305,7 @@ pub(super) mod tests {
         assert!(!pods.observe(observation("a", None), now + secs(3)), "an outdated observation");
         assert!(pods.remove_finished("c") && !pods.remove_finished("c"));
         pods.observe(observation("d", None), now + REMOVED_POD_RETENTION + secs(2));
-        assert!(!pods.has_terminating(), "pods removed long ago are forgotten");
+        assert!(!pods.has_terminating_pods(), "pods removed long ago are forgotten");
     }
 
     #[test]
@@ -315,11 +318,11 @@ pub(super) mod tests {
         for (grace, millis) in [(0, 0), (1, 750), (4, 3000), (8, 6000), (30, 28_000), (3600, 3_598_000)] {
             assert_eq!((termination_time(grace, 1, false), termination_time(grace, 1, true)), (0, millis), "{grace}");
         }
-        // The program needs a longer sleep to finish its work.
+        // A longer sleep gives the program time to finish its work.
         assert_eq!((termination_time(30, 15, false), termination_time(30, 15, true)), (13_000, 28_000));
         assert_eq!(termination_time(30, 30, false), 28_000);
         assert_eq!(termination_time(0, 15, false), 0);
-        // Shortening the grace period does not delay a deadline, although the margin shrinks.
+        // A shorter grace period does not delay a deadline, although its margin is smaller.
         let long = TerminationDeadlines::new(now, now + secs(8), secs(8), secs(0));
         assert_eq!(long.termination_time(true), now + secs(6));
         assert_eq!(long.with_earlier_end(now + secs(8), secs(1)).termination_time(true), now + secs(6));
@@ -327,7 +330,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_pod_of_a_client_is_found_by_cgroup_or_else_by_allocation() {
+    fn the_pod_of_a_client_is_found_by_cgroup_or_otherwise_by_allocation() {
         let now = Instant::now();
         let row = |pod: &str, id: &str| ContainerDevices {
             namespace: "ns".into(),
@@ -349,11 +352,11 @@ pub(super) mod tests {
         };
         assert_eq!(find(&pods, None, Some(&a)), Some("ns/a".into()));
         assert_eq!(find(&pods, Some("a"), Some(&web)), Some("ns/a".into()), "the cgroup takes precedence");
-        assert_eq!(find(&pods, Some("static"), Some(&a)), None, "in the cgroup of an untracked pod");
+        assert_eq!(find(&pods, Some("static"), Some(&a)), None, "the client is in the cgroup of an untracked pod");
         assert_eq!(find(&pods, None, None), None);
         assert_eq!(find(&pods, None, Some("00")), None);
         assert_eq!(find(&pods, None, Some(&web)), Some("ns/web".into()));
-        // The pod was deleted by force and recreated: the client may belong to either pod.
+        // The pod was deleted by force and recreated, so the client may belong to either pod.
         pods.observe(web_pod("second", None), now);
         assert_eq!(find(&pods, None, Some(&web)), None);
         assert_eq!(find(&pods, Some("first"), Some(&web)), Some("ns/web".into()));

@@ -1,14 +1,14 @@
-//! Reads the pod of a client's process, and its reaction to SIGTERM, from `/proc`.
+//! Reads the pods of a client's process, and the reaction of the process to SIGTERM, from `/proc`.
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 use crate::cgroup;
 
-/// SIGTERM in the masks of `/proc/PID/status`. The lowest bit of a mask is signal 1.
+/// Bit of SIGTERM in the masks of `/proc/PID/status`. The lowest bit of a mask is signal 1.
 const SIGTERM_MASK: u64 = 1 << 14;
 
-/// A process that has not ended.
+/// State of a process that has not ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LiveProcess {
     /// Whether the process continues after SIGTERM: it handles the signal, waits for it, or ignores
@@ -32,9 +32,9 @@ impl LiveProcess {
 
 /// Returns the UIDs of the pods whose cgroups contain the process, outermost first.
 ///
-/// Excludes pods that also contain the agent's own process: on a node that runs in a pod, all
-/// processes belong to that pod.
-pub(crate) fn pods_of(pid: u32) -> Vec<String> {
+/// Excludes pods that also contain the agent's own process, because on a node that runs in a pod,
+/// all processes belong to that pod.
+pub(crate) fn pod_uids_of_process(pid: u32) -> Vec<String> {
     static OWN_PODS: LazyLock<Vec<String>> = LazyLock::new(|| {
         cgroup::parse_pod_uids(&read_lossily(&proc_directory(std::process::id()).join("cgroup")).unwrap_or_default())
     });
@@ -48,22 +48,22 @@ fn proc_directory(pid: u32) -> PathBuf {
     Path::new("/proc").join(pid.to_string())
 }
 
-/// Reads a file as text, and replaces invalid UTF-8, because a program may set its name to any
-/// bytes.
+/// Reads a file as text. Replaces invalid UTF-8, because a program may set its name to any bytes.
+/// Returns `None` if the file cannot be read.
 fn read_lossily(path: &Path) -> Option<String> {
     fs::read(path).ok().map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// Returns whether all threads block SIGTERM. A program that waits for the signal blocks it in
-/// every thread. Otherwise the signal would end the process through another thread.
+/// Returns whether all threads block SIGTERM. A program that waits for the signal must block it in
+/// every thread, because otherwise the signal would end the process through another thread.
 fn all_threads_block_sigterm(directory: &Path) -> bool {
     let Ok(threads) = fs::read_dir(directory.join("task")) else { return false };
-    // Ignore a thread that has ended since the directory was read.
+    // Ignore threads that have ended since the directory was read.
     let status = |path: &Path| read_lossily(&path.join("status")).and_then(|text| SignalStatus::parse(&text));
     threads.flatten().filter_map(|thread| status(&thread.path())).all(|status| status.blocks)
 }
 
-/// The parts of `/proc/PID/status` that concern SIGTERM.
+/// The run state of a process, and its reaction to SIGTERM, from `/proc/PID/status`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct SignalStatus {
     /// Whether the process handles or ignores SIGTERM. All threads have the same value.
@@ -119,7 +119,7 @@ mod tests {
         assert_eq!(parse(&proc_status_text("R (running)", 0, 0, 0x4000)), Some((true, false)));
         assert_eq!(parse(&proc_status_text("R (running)", 0, 0x4000, 0)), Some((true, false)));
         assert_eq!(parse(&proc_status_text("R (running)", 0x4000, 0, 0)), Some((false, true)));
-        // A Python program ignores SIGPIPE and SIGXFSZ, and handles SIGINT.
+        // By default, a Python program ignores SIGPIPE and SIGXFSZ, and handles SIGINT.
         assert_eq!(parse(&proc_status_text("R (running)", 0, 0x0100_1000, 0x2)), Some((false, false)));
         assert_eq!(parse(&proc_status_text("R (running)", u64::MAX, u64::MAX, u64::MAX)), Some((true, true)));
         for text in [
@@ -138,16 +138,16 @@ mod tests {
     }
 
     #[test]
-    fn this_process_is_read_and_a_missing_one_is_none() {
+    fn this_process_is_read_and_a_missing_process_is_none() {
         let own = LiveProcess::read(std::process::id()).unwrap();
         assert!(!own.stopped && !own.survives_sigterm, "a test does not handle SIGTERM");
-        assert!(pods_of(std::process::id()).is_empty() && pods_of(u32::MAX).is_empty());
+        assert!(pod_uids_of_process(std::process::id()).is_empty() && pod_uids_of_process(u32::MAX).is_empty());
         assert_eq!(LiveProcess::read(u32::MAX), None);
     }
 
     proptest! {
         #[test]
-        fn parsing_never_panics(text: String) {
+        fn parsing_a_status_never_panics(text: String) {
             let _ = SignalStatus::parse(&text);
         }
     }

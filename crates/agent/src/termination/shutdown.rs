@@ -1,10 +1,10 @@
 //! Predicts when the kubelet terminates pods during a graceful shutdown of the node
 //! (`shutdownGracePeriod` and related settings). Pure.
 //!
-//! The kubelet does not delete these pods, and updates the status of each pod only after the pod
-//! has ended. Before the kubelet terminates the first pod, it records the start of the shutdown in
-//! a file. The kubelet's settings determine the order and the times. The agent receives these
-//! settings as arguments.
+//! During a shutdown, the kubelet deletes no pods in the API server, and updates the status of each
+//! pod only after the pod has ended. Before the kubelet terminates the first pod, it records the
+//! start of the shutdown in a file. The settings of the kubelet determine when it terminates each
+//! pod. The agent receives the kubelet's settings as arguments.
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
 use std::time::{Duration, Instant};
@@ -14,18 +14,18 @@ use serde::Deserialize;
 
 use super::pods::{Deletion, PodObservation, TerminatingPods};
 
-/// Maximum time that a shutdown takes beyond the sum of all periods. After that time, the agent
-/// assumes that the kubelet terminates no more pods.
+/// Maximum time that a shutdown takes beyond the sum of all periods. After this time, the agent
+/// assumes that the shutdown has ended.
 const MAX_SHUTDOWN_OVERRUN: Duration = Duration::from_secs(60);
 
-/// Time that the kubelet waits for one group of pods at shutdown. A group contains the pods with at
-/// least `priority`, and below the priority of the next period.
+/// Time that the kubelet waits for one group of pods during a shutdown. The group contains the pods
+/// with a priority of at least `priority`, but below the priority of the next group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ShutdownPeriod {
     /// The lowest priority of the pods in this group.
     pub priority: i32,
-    /// Seconds until the kubelet terminates the next group. Also the maximum grace period of each
-    /// pod in this group.
+    /// Maximum number of seconds until the kubelet terminates the next group. This number is also
+    /// the maximum grace period of the pods in this group.
     pub seconds: u32,
 }
 
@@ -54,7 +54,7 @@ impl FromStr for ShutdownPeriod {
 pub struct ShutdownPeriods(Vec<ShutdownPeriod>);
 
 impl ShutdownPeriods {
-    /// Creates the settings from `periods` in any order.
+    /// Creates the settings from periods in any order.
     pub fn new(mut periods: Vec<ShutdownPeriod>) -> Self {
         periods.sort_unstable();
         Self(periods)
@@ -71,14 +71,14 @@ impl ShutdownPeriods {
         self.0.iter().rposition(|period| period.priority <= priority).unwrap_or(0)
     }
 
-    /// Returns the period in which a group of pods must terminate.
-    fn duration(&self, group: usize) -> Duration {
+    /// Returns the length of the period in which a group of pods must terminate.
+    fn group_duration(&self, group: usize) -> Duration {
         self.0.get(group).map_or(Duration::ZERO, |period| Duration::from_secs(period.seconds.into()))
     }
 
     /// Returns the sum of the periods of all groups.
     fn total_duration(&self) -> Duration {
-        (0..self.0.len()).map(|group| self.duration(group)).sum()
+        (0..self.0.len()).map(|group| self.group_duration(group)).sum()
     }
 }
 
@@ -96,13 +96,14 @@ pub struct ShutdownPod {
 /// Progress of a shutdown.
 #[derive(Debug)]
 struct ShutdownProgress {
-    /// Estimated start of each group that has started. Never later than the real start.
+    /// Estimated start of each group that has started. The estimate is never later than the real
+    /// start.
     starts: Vec<Instant>,
     /// Whether the last group in `starts` had pods.
     had_pods: bool,
 }
 
-/// The node's pods, and their termination times during a shutdown.
+/// The node's pods, and the progress of a shutdown of the node.
 #[derive(Debug, Default)]
 pub struct Shutdown {
     periods: ShutdownPeriods,
@@ -113,13 +114,13 @@ pub struct Shutdown {
 }
 
 impl Shutdown {
-    /// Creates a state without pods, for these settings of the kubelet.
+    /// Creates a state without pods for a kubelet with these settings.
     pub fn new(periods: ShutdownPeriods) -> Self {
         Self { periods, ..Self::default() }
     }
 
-    /// Adds or updates a pod. Returns its observation, with a deletion if the shutdown terminates
-    /// the pod.
+    /// Adds or updates a pod. Returns the observation of the pod. The observation contains a
+    /// deletion if the shutdown terminates the pod now.
     pub fn observe(&mut self, uid: &str, pod: ShutdownPod, now: Instant) -> Option<PodObservation> {
         let observation = self.observation(&pod, now);
         if !self.periods.is_empty() {
@@ -133,7 +134,7 @@ impl Shutdown {
         self.pods.remove(uid);
     }
 
-    /// Removes all pods that are not in `uids`, the complete list.
+    /// Removes all pods that are not in `uids`. The list `uids` must be complete.
     pub fn retain_listed(&mut self, uids: &BTreeSet<String>) {
         self.pods.retain(|uid, _| uids.contains(uid));
         self.listed = true;
@@ -161,7 +162,7 @@ impl Shutdown {
     }
 
     /// Advances to the group that the kubelet terminates now. Returns the latest start of the next
-    /// group. Returns `None` if the node does not shut down, the pods are unknown, or no group
+    /// group. Returns `None` if the node is not shutting down, the pods are unknown, or no group
     /// follows.
     fn advance_group(&mut self, now: Instant) -> Option<Instant> {
         let Self { periods, pods, listed, progress } = self;
@@ -172,7 +173,7 @@ impl Shutdown {
             if group + 1 >= periods.0.len() {
                 return None;
             }
-            let end = start + periods.duration(group);
+            let end = start + periods.group_duration(group);
             if pods.values().any(|pod| periods.group_index(pod.priority) == group) {
                 progress.had_pods = true;
                 if now < end {
@@ -181,21 +182,21 @@ impl Shutdown {
                 progress.starts.push(end);
             } else {
                 // The kubelet does not wait for a group without pods. If the last pod of the group
-                // has just ended, the kubelet may still unmount its volumes.
+                // has just ended, the kubelet may still wait to unmount the pod's volumes.
                 progress.starts.push(if progress.had_pods { now.min(end) } else { start });
             }
             progress.had_pods = false;
         }
     }
 
-    /// Returns the pod's observation. If the pod is also being deleted, the shorter grace period
-    /// and the shorter remaining time apply.
+    /// Returns the pod's observation, with a deletion if the shutdown terminates the pod. If the
+    /// pod is also being deleted, the shorter grace period and the shorter remaining time apply.
     fn observation(&self, pod: &ShutdownPod, now: Instant) -> Option<PodObservation> {
         let observation = pod.observation.clone()?;
         let shutdown = || {
             let group = self.periods.group_index(pod.priority);
             let start = *self.progress.as_ref().filter(|_| self.listed)?.starts.get(group)?;
-            let grace = pod.grace.min(self.periods.duration(group));
+            let grace = pod.grace.min(self.periods.group_duration(group));
             Some(Deletion { grace, left: (start + grace).saturating_duration_since(now) })
         };
         let deletion = match (observation.deletion, shutdown()) {
@@ -213,13 +214,13 @@ impl Shutdown {
 #[serde(rename_all = "camelCase")]
 struct ShutdownRecord {
     start_time: Timestamp,
-    /// A time in the year 1 while the shutdown has not ended.
+    /// While the shutdown has not ended, this is a time in the year 1.
     end_time: Timestamp,
 }
 
-/// Returns the time since the kubelet started to terminate pods, according to its record. Returns
-/// `None` if the record is malformed, too old or from an earlier boot, or if the shutdown has
-/// ended.
+/// Returns the time since the kubelet started to terminate pods, according to its record. `up` is
+/// the time since boot. Returns `None` if the record is malformed, too old or from an earlier boot,
+/// or if the shutdown has ended.
 pub fn elapsed_in_shutdown(record: &[u8], now: Timestamp, up: Duration, periods: &ShutdownPeriods) -> Option<Duration> {
     let ShutdownRecord { start_time, end_time } = serde_json::from_slice(record).ok()?;
     let elapsed = Duration::try_from(now.duration_since(start_time)).ok()?;
@@ -227,7 +228,7 @@ pub fn elapsed_in_shutdown(record: &[u8], now: Timestamp, up: Duration, periods:
         .then_some(elapsed)
 }
 
-/// A shutdown in progress, and the record that shows it.
+/// The start of a shutdown in progress, and the record that contains it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ShutdownStart {
     record: Vec<u8>,
@@ -236,12 +237,12 @@ pub(crate) struct ShutdownStart {
 }
 
 impl ShutdownStart {
-    /// Interprets the kubelet's record at the time of this read. `previous` is the result of the
-    /// previous read.
+    /// Interprets the kubelet's record. The tuple is the time of this read on both clocks.
+    /// `previous` is the result of the previous read.
     ///
-    /// An unchanged record keeps its start until it is too old, because the wall clock may have
-    /// been set between the two reads.
-    pub(crate) fn read(
+    /// The start of an unchanged record remains the same until the record is too old, because the
+    /// wall clock may have been changed between two reads.
+    pub(crate) fn interpret(
         record: Vec<u8>,
         previous: Option<Self>,
         (now, wall): (Instant, Timestamp),
@@ -267,7 +268,7 @@ pub(crate) mod tests {
     use super::super::pods::tests::{observation, secs};
     use super::*;
 
-    /// Returns the groups for batch, ordinary and critical pods.
+    /// Returns periods for batch, ordinary and critical pods.
     pub(crate) fn periods() -> ShutdownPeriods {
         ShutdownPeriods::new(["2000000000=10", "0=20", "-5=60"].map(|text| text.parse().unwrap()).to_vec())
     }
@@ -276,19 +277,19 @@ pub(crate) mod tests {
         ShutdownPod { priority, grace: secs(grace), observation: shares.then(|| observation(uid, None)) }
     }
 
-    /// Returns the end of each pod's termination in seconds after `start`, or `None` if it does not
-    /// terminate.
+    /// Returns the end of each pod's termination in seconds after `start`, or `None` for a pod that
+    /// is not terminating.
     fn seconds_until_end(terminating: &TerminatingPods, uids: [&str; 3], start: Instant) -> [Option<u64>; 3] {
         uids.map(|uid| Some((terminating.find_terminating(&[uid.to_owned()], None)?.1.end - start).as_secs()))
     }
 
     #[test]
-    fn a_record_stays_valid_when_the_wall_clock_is_set() {
+    fn a_record_remains_valid_when_the_wall_clock_is_changed() {
         let (periods, start, up) = (periods(), Instant::now(), secs(86_400));
         let noon: Timestamp = "2026-11-22T12:00:00Z".parse().unwrap();
         let record = br#"{"startTime":"2026-11-22T11:59:55Z","endTime":"0001-01-01T00:00:00Z"}"#.to_vec();
         let read = |record: &[u8], previous: Option<&ShutdownStart>, after: u64, wall: Timestamp| {
-            ShutdownStart::read(record.to_vec(), previous.cloned(), (start + secs(after), wall), up, &periods)
+            ShutdownStart::interpret(record.to_vec(), previous.cloned(), (start + secs(after), wall), up, &periods)
         };
         let hour = secs(3_600);
         for set in [noon + hour, noon - hour] {
@@ -309,7 +310,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn pods_are_grouped_by_priority_like_in_the_kubelet() {
+    fn pods_are_grouped_by_priority_as_in_the_kubelet() {
         let periods = periods();
         for (priority, group) in [(-9, 0), (-5, 0), (-1, 0), (0, 1), (7, 1), (2_000_000_000, 2), (i32::MAX, 2)] {
             assert_eq!(periods.group_index(priority), group, "{priority}");
@@ -331,20 +332,20 @@ pub(crate) mod tests {
         }
         shutdown.observe("other", pod("other", -9, 600, false), start);
         shutdown.retain_listed(&[&uids[..], &["other"]].concat().iter().map(|&uid| uid.to_owned()).collect());
-        assert!(!terminating.has_terminating());
+        assert!(!terminating.has_terminating_pods());
         shutdown.set_start(Some(start));
         assert_eq!(shutdown.update(&mut terminating, start), (true, Some(start + secs(60))));
         assert_eq!(
             seconds_until_end(&terminating, uids, start),
             [Some(30), None, None],
-            "the pod's grace period is shorter"
+            "the pod's grace period is shorter than the group's period"
         );
         assert_eq!(
             shutdown.update(&mut terminating, start + secs(1)),
             (false, Some(start + secs(60))),
             "nothing changes"
         );
-        // One pod has finished. Another pod of its group, without shares, has not finished.
+        // One pod has finished. A pod without shares in the same group has not finished.
         shutdown.remove("low");
         terminating.remove_finished("low");
         assert_eq!(shutdown.update(&mut terminating, start + secs(2)), (false, Some(start + secs(60))));
@@ -353,7 +354,7 @@ pub(crate) mod tests {
         assert_eq!(
             seconds_until_end(&terminating, uids, start),
             [None, Some(25), None],
-            "the group's period is shorter"
+            "the group's period is shorter than the pod's grace period"
         );
         // A change of the pod's status does not restart its grace period.
         let observation = shutdown.observe("usual", pod("usual", 0, 30, true), start + secs(9)).unwrap();
@@ -365,15 +366,15 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn groups_without_pods_take_no_time_and_deletions_can_end_earlier() {
+    fn groups_without_pods_take_no_time_and_a_deletion_can_shorten_the_grace_period() {
         let start = Instant::now();
         let (mut shutdown, mut terminating) = (Shutdown::new(periods()), TerminatingPods::default());
         let usual = || pod("usual", 0, 30, true);
         shutdown.set_start(Some(start));
-        // Without a complete list, earlier groups may have pods.
+        // Without a complete list of pods, earlier groups may contain pods.
         assert_eq!(shutdown.observe("usual", usual(), start).unwrap().deletion, None);
         assert_eq!(shutdown.update(&mut terminating, start), (true, None));
-        assert!(!terminating.has_terminating());
+        assert!(!terminating.has_terminating_pods());
         shutdown.retain_listed(&BTreeSet::from(["usual".to_owned()]));
         assert_eq!(shutdown.update(&mut terminating, start), (true, Some(start + secs(20))));
         assert_eq!(seconds_until_end(&terminating, ["usual", "", ""], start), [Some(20), None, None]);
@@ -384,11 +385,11 @@ pub(crate) mod tests {
         shutdown.observe("usual", usual(), start);
         shutdown.set_start(None);
         shutdown.update(&mut terminating, start + secs(2));
-        assert!(!terminating.has_terminating() && !shutdown.is_in_progress());
+        assert!(!terminating.has_terminating_pods() && !shutdown.is_in_progress());
     }
 
     #[test]
-    fn without_settings_no_pods_are_tracked() {
+    fn without_the_kubelets_settings_no_pods_are_tracked() {
         let now = Instant::now();
         let mut shutdown = Shutdown::default();
         assert_eq!(shutdown.observe("a", pod("a", 0, 30, true), now), Some(observation("a", None)));

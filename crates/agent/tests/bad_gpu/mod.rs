@@ -1,4 +1,4 @@
-//! Tests nodes with eight GPUs, one of which is bad. The other seven GPUs serve without
+//! Tests nodes with eight GPUs, of which one is bad. The other seven GPUs must serve without
 //! interruption.
 use std::collections::BTreeSet;
 use std::process::{Child, Stdio};
@@ -14,35 +14,36 @@ use crate::machine::{MPS_RESOURCE, Machine, container_devices, kill_child, mps_s
 
 const GPU_COUNT: usize = 8;
 const SHARES_PER_GPU: u32 = 10;
-/// Index of the bad GPU, between good GPUs.
+/// Index of the bad GPU. Good GPUs have lower and higher indices.
 const BAD_GPU: usize = 3;
 /// Index of the bad GPU, as an argument of `simgpu`.
 const BAD_GPU_ARGUMENT: &str = "3";
-/// Arguments of an agent that waits only 2 s for NVML's answer about a GPU.
+/// Arguments with which the agent waits only 2 s for NVML's answer about a GPU.
 const WITH_SHORT_TIMEOUT: [&str; 2] = ["--gpu-timeout", "2"];
-/// Number of new pods on each good GPU while one GPU is bad.
+/// Number of pods that the test starts on each good GPU while one GPU is bad.
 const NEW_PODS_PER_GPU: u32 = 3;
 
-/// A node, a program that computes on each of seven GPUs, and a watch of their shares.
+/// A node with seven good GPUs, a program that computes on each of them, and a watch of their
+/// shares.
 struct SevenGpus {
     machine: Machine,
     good: Vec<String>,
     programs: Vec<Child>,
-    /// The kubelet's list of the devices of the programs.
+    /// The kubelet's list of the devices that the programs use.
     rows: Vec<ContainerDevices>,
     watching: JoinHandle<()>,
     gaps: Arc<Mutex<BTreeSet<String>>>,
 }
 
-/// Returns a node with eight GPUs, on which no program runs.
+/// Returns a node with eight GPUs, on which neither the agent nor the MPS host runs.
 fn eight_gpu_node() -> Machine {
     let machine = Machine::new(&["8xH200"]);
     machine.set_spec("first", machine.uuids.iter().map(|gpu| mps_spec(gpu, SHARES_PER_GPU)).collect());
     machine
 }
 
-/// Triggers a read of all GPUs, with an XID that affects no GPU. Without it, the agent reads them
-/// every ten seconds.
+/// Triggers a read of all GPUs with an XID that does not affect the health of a GPU. Without the
+/// XID, the agent reads the GPUs only every ten seconds.
 fn trigger_gpu_reads(machine: &Machine) {
     machine.simgpu(&["xid", "0", "63"]);
 }
@@ -51,7 +52,7 @@ fn good_gpus(machine: &Machine) -> Vec<String> {
     machine.uuids.iter().enumerate().filter(|(index, _)| *index != BAD_GPU).map(|(_, uuid)| uuid.clone()).collect()
 }
 
-/// Returns the GPUs that do not have all their shares Healthy.
+/// Returns the GPUs that do not have all of their shares listed as Healthy.
 fn gpus_with_unhealthy_shares<'a>(seen: &FakeKubeletState, gpus: &'a [String]) -> Vec<&'a String> {
     let healthy = seen.endpoints.get(MPS_RESOURCE).map(|endpoint| endpoint.healthy_ids()).unwrap_or_default();
     let count = |gpu: &String| healthy.iter().filter(|id| id.starts_with(gpu.as_str())).count();
@@ -59,7 +60,7 @@ fn gpus_with_unhealthy_shares<'a>(seen: &FakeKubeletState, gpus: &'a [String]) -
 }
 
 impl SevenGpus {
-    /// Waits until the good GPUs serve, starts the programs on them, and watches their shares.
+    /// Waits until the good GPUs serve, starts a program on each of them, and watches their shares.
     async fn start(machine: Machine) -> Self {
         let good = good_gpus(&machine);
         machine.wait_for_view("seven GPUs serve", |seen| gpus_with_unhealthy_shares(seen, &good).is_empty()).await;
@@ -90,12 +91,11 @@ impl SevenGpus {
         Self { machine, good, programs, rows, watching, gaps }
     }
 
-    /// Starts several pods on each good GPU, one on every good GPU at the same time. Checks that
-    /// each pod gets its GPU.
-    async fn check_new_pods(&self, what: &str) {
+    /// Starts pods on all good GPUs in several rounds. Checks that each pod gets its GPU.
+    async fn assert_new_pods_run(&self, what: &str) {
         for round in 0..NEW_PODS_PER_GPU {
-            // The kubelet lists a pod while the pod runs. The agent ends allocations that the
-            // kubelet does not list.
+            // List the pods of a round only while they run. The agent removes the allocations of
+            // pods that the kubelet no longer lists.
             let mut rows = self.rows.clone();
             let mut pods = Vec::new();
             for gpu in &self.good {
@@ -127,8 +127,8 @@ impl SevenGpus {
         self.machine.wait_for_view("the bad GPU's shares are Unhealthy", none).await;
     }
 
-    /// Checks that no good GPU had Unhealthy shares, and that its programs still run.
-    async fn check_uninterrupted(mut self) -> Machine {
+    /// Checks that no good GPU had Unhealthy shares, and that all programs still run.
+    async fn assert_uninterrupted(mut self) -> Machine {
         for program in &mut self.programs {
             assert_eq!(program.try_wait().unwrap(), None, "a program on a good GPU has ended");
             kill_child(program);
@@ -141,7 +141,7 @@ impl SevenGpus {
 }
 
 #[tokio::test]
-async fn seven_gpus_serve_uninterrupted_while_one_hangs_is_lost_and_repeats_xids() {
+async fn seven_gpus_serve_without_interruption_while_the_eighth_hangs_is_lost_and_repeats_xids() {
     let mut machine = eight_gpu_node();
     machine.start_mps_host();
     machine.start_agent(&WITH_SHORT_TIMEOUT);
@@ -149,9 +149,9 @@ async fn seven_gpus_serve_uninterrupted_while_one_hangs_is_lost_and_repeats_xids
     let simgpu = |arguments: &[&str]| drop(seven.machine.simgpu(arguments));
 
     simgpu(&["hang", "nvmlDevice*", "--gpu", BAD_GPU_ARGUMENT]);
-    seven.check_new_pods("one GPU hangs").await;
+    seven.assert_new_pods_run("one GPU hangs").await;
     seven.wait_for_bad_gpu_reason("GpuUnreachable").await;
-    seven.check_new_pods("one GPU has hung").await;
+    seven.assert_new_pods_run("one GPU has hung").await;
     simgpu(&["clear"]);
     let all = |seen: &FakeKubeletState| gpus_with_unhealthy_shares(seen, &seven.machine.uuids).is_empty();
     seven.machine.wait_for_view("the GPU has recovered", all).await;
@@ -159,7 +159,7 @@ async fn seven_gpus_serve_uninterrupted_while_one_hangs_is_lost_and_repeats_xids
     simgpu(&["lose", BAD_GPU_ARGUMENT]);
     simgpu(&["xid", BAD_GPU_ARGUMENT, "79"]);
     seven.wait_for_bad_gpu_reason("GpuLost").await;
-    seven.check_new_pods("one GPU is lost").await;
+    seven.assert_new_pods_run("one GPU is lost").await;
     simgpu(&["restore", BAD_GPU_ARGUMENT]);
     trigger_gpu_reads(&seven.machine);
     seven.machine.wait_for_view("the GPU has recovered", all).await;
@@ -170,19 +170,19 @@ async fn seven_gpus_serve_uninterrupted_while_one_hangs_is_lost_and_repeats_xids
             tokio::task::yield_now().await;
         }
     };
-    tokio::join!(looping, seven.check_new_pods("one GPU repeats XIDs"));
+    tokio::join!(looping, seven.assert_new_pods_run("one GPU repeats XIDs"));
     seven.wait_for_bad_gpu_reason("ResetRequired").await;
-    seven.check_uninterrupted().await;
+    seven.assert_uninterrupted().await;
 }
 
 #[tokio::test]
-async fn seven_gpus_serve_while_one_cannot_be_described_from_the_start() {
+async fn seven_gpus_serve_while_nvml_cannot_describe_the_eighth_from_the_start() {
     let mut machine = eight_gpu_node();
     machine.simgpu(&["fail", "nvmlDeviceGetName", "--gpu", BAD_GPU_ARGUMENT]);
     machine.start_mps_host();
     machine.start_agent(&[]);
     let seven = SevenGpus::start(machine).await;
-    seven.check_new_pods("one GPU cannot be described").await;
+    seven.assert_new_pods_run("one GPU cannot be described").await;
     let reported = |status: &GpuNodeStatus| {
         status.conditions.iter().any(|condition| {
             (condition.type_.as_str(), condition.reason.as_str()) == ("GpusHealthy", "GpuUnhealthy")
@@ -192,14 +192,14 @@ async fn seven_gpus_serve_while_one_cannot_be_described_from_the_start() {
     let status = seven.machine.wait_for_status("the GPU is reported by its index", reported).await;
     let [row] = &status.unidentified_gpus[..] else { panic!("{:?}", status.unidentified_gpus) };
     assert_eq!((row.index, row.message.is_empty(), status.expected_gpus), (3, false, 8));
-    let machine = seven.check_uninterrupted().await;
+    let machine = seven.assert_uninterrupted().await;
     machine.simgpu(&["clear"]);
     trigger_gpu_reads(&machine);
     machine.wait_for_healthy(MPS_RESOURCE, GPU_COUNT * SHARES_PER_GPU as usize).await;
 }
 
 #[tokio::test]
-async fn seven_gpus_serve_after_a_reboot_without_the_eighth() {
+async fn seven_gpus_serve_after_a_reboot_without_the_eighth_gpu() {
     let mut machine = eight_gpu_node();
     machine.start_mps_host();
     machine.start_agent(&[]);
@@ -210,8 +210,8 @@ async fn seven_gpus_serve_after_a_reboot_without_the_eighth() {
     machine.start_mps_host();
     machine.start_agent(&[]);
     let seven = SevenGpus::start(machine).await;
-    seven.check_new_pods("one GPU is gone after a reboot").await;
-    let machine = seven.check_uninterrupted().await;
+    seven.assert_new_pods_run("one GPU is gone after a reboot").await;
+    let machine = seven.assert_uninterrupted().await;
     let reported = |status: &GpuNodeStatus| {
         let is = |type_: &str, reason: &str| {
             status.conditions.iter().any(|condition| {

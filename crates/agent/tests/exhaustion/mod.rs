@@ -9,16 +9,17 @@ use tokio::task::JoinHandle;
 
 use crate::machine::{MPS_RESOURCE, Machine, container_devices, kill_child, mps_spec, share_ids};
 
-/// Total number of shares of a test's GPUs.
+/// Total number of shares of the node's GPUs.
 const TOTAL_SHARES: usize = 20;
-/// Number of write attempts that fail, one each second. The agent reports the shares of a daemon
-/// whose state it cannot read as Unhealthy after 10 s.
+/// Number of failed write attempts that a test waits for. The agent makes one attempt each second.
+/// The tests thus last longer than the 10 s after which shares of an absent daemon become
+/// Unhealthy.
 const FAILED_WRITE_ATTEMPTS: usize = 13;
 const WRITE_FAILURE_LOG_WORDS: &[&str] = &["failed to write files"];
 
-/// Starts a program with this limit of open files, soft and hard.
+/// Command that starts a program with soft and hard limits of 256 open files.
 const RUN_WITH_256_DESCRIPTORS: [&str; 3] = ["/bin/sh", "-c", "ulimit -n 256; exec \"$0\" \"$@\""];
-/// Starts a program in a user namespace that allows no inotify instance.
+/// Command that starts a program in a user namespace that allows no inotify instances.
 const RUN_WITHOUT_INOTIFY: [&str; 6] = [
     "/usr/bin/unshare",
     "--user",
@@ -28,14 +29,15 @@ const RUN_WITHOUT_INOTIFY: [&str; 6] = [
     "echo 0 >/proc/sys/user/max_inotify_instances && exec \"$0\" \"$@\"",
 ];
 
-/// Returns a node with two GPUs of ten shares each, on which no program runs.
+/// Returns a node with two GPUs of ten shares each, on which neither the agent nor the MPS host
+/// runs.
 fn node_with_shares() -> Machine {
     let machine = Machine::new(&["2xH200"]);
     machine.set_spec("first", machine.uuids.iter().map(|gpu| mps_spec(gpu, 10)).collect());
     machine
 }
 
-/// Watches the kubelet's view from now on. Panics if a share is not Healthy.
+/// Starts a task that watches the kubelet's view. The task panics if a share is not Healthy.
 fn expect_healthy_from_now_on(machine: &Machine) -> JoinHandle<()> {
     let mut state = machine.kubelet.state();
     tokio::spawn(async move {
@@ -49,15 +51,15 @@ fn expect_healthy_from_now_on(machine: &Machine) -> JoinHandle<()> {
     })
 }
 
-/// Checks that all shares have been Healthy, and ends the watch.
-async fn check_stayed_healthy(watching: JoinHandle<()>) {
+/// Ends the watch, and checks that all shares have been Healthy.
+async fn assert_stayed_healthy(watching: JoinHandle<()>) {
     watching.abort();
     let ended = watching.await.unwrap_err();
     assert!(ended.is_cancelled(), "{ended}");
 }
 
-/// Allocates one share, as for a new pod, and runs a program with it.
-async fn check_new_pod_works(machine: &Machine, share: &str) {
+/// Allocates a share as for a new pod, and checks that a program can use the share.
+async fn assert_new_pod_works(machine: &Machine, share: &str) {
     let given = machine.kubelet.allocate(MPS_RESOURCE, &[share]).await.unwrap();
     machine.kubelet.pre_start(MPS_RESOURCE, &[share]).await.unwrap();
     assert!(machine.run_client(&given, &[])["uuid"].is_string(), "the program has no GPU");
@@ -70,7 +72,7 @@ fn set_pods(machine: &Machine, shares: &[&String]) {
     machine.pods.set_devices(&rows);
 }
 
-/// Sets the soft limit of open files of a process, and returns the previous one.
+/// Sets the soft limit of open files of a process. Returns the previous soft limit.
 fn set_descriptor_limit(pid: u32, soft: Option<u64>) -> Option<u64> {
     let pid = Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
     let before =
@@ -89,7 +91,7 @@ fn open_descriptors(pid: u32) -> u64 {
 }
 
 #[tokio::test]
-async fn five_thousand_silent_connections_with_256_descriptors_make_no_share_unhealthy() {
+async fn with_256_descriptors_five_thousand_silent_connections_make_no_share_unhealthy() {
     const CONNECTIONS: usize = 5000;
     let mut machine = node_with_shares();
     machine.start_mps_host();
@@ -106,18 +108,18 @@ async fn five_thousand_silent_connections_with_256_descriptors_make_no_share_unh
     assert!(open_descriptors(machine.agent_pid()) < 256);
 
     for number in 0..3 {
-        check_new_pod_works(&machine, &share_ids(&machine.uuids[0], [number])[0]).await;
+        assert_new_pod_works(&machine, &share_ids(&machine.uuids[0], [number])[0]).await;
     }
-    check_stayed_healthy(watching).await;
+    assert_stayed_healthy(watching).await;
     machine.kubelet.restart().unwrap();
     machine.wait_for_healthy(MPS_RESOURCE, TOTAL_SHARES).await;
-    check_new_pod_works(&machine, &share_ids(&machine.uuids[1], [0])[0]).await;
+    assert_new_pod_works(&machine, &share_ids(&machine.uuids[1], [0])[0]).await;
     assert!(machine.agent_is_running());
     drop(silent);
 }
 
 #[tokio::test]
-async fn a_client_that_connects_while_the_mps_host_has_no_descriptor_waits_and_is_counted() {
+async fn a_client_that_connects_while_the_mps_host_has_no_free_descriptor_waits_and_is_then_listed() {
     let mut machine = node_with_shares();
     machine.start_mps_host();
     machine.start_agent(&[]);
@@ -128,7 +130,7 @@ async fn a_client_that_connects_while_the_mps_host_has_no_descriptor_waits_and_i
     machine.pods.set_devices(&[container_devices("p", MPS_RESOURCE, std::slice::from_ref(&share))]);
     let host = machine.mps_host_pid();
     let idle = open_descriptors(host);
-    // The connection of the client uses the last descriptor.
+    // The connection of the client uses the last free descriptor.
     let before = set_descriptor_limit(host, Some(idle + 1));
     let mut client = machine.start_client(&given, &[], &["--hold", "forever"]);
     machine.wait_until("the client is connected to its door", || (open_descriptors(host) > idle).then_some(())).await;
@@ -140,8 +142,8 @@ async fn a_client_that_connects_while_the_mps_host_has_no_descriptor_waits_and_i
     assert_eq!(clients(), Some(0));
     set_descriptor_limit(host, before);
     machine.wait_until("the client is attributed to its allocation", || (clients()? == 1).then_some(())).await;
-    // The next list of clients must still contain the client.
-    check_new_pod_works(&machine, &share_ids(&machine.uuids[0], [1])[0]).await;
+    // After another client has connected and ended, the status must still contain the first client.
+    assert_new_pod_works(&machine, &share_ids(&machine.uuids[0], [1])[0]).await;
     machine.wait_until("only the first client is left, and attributed", || (clients()? == 1).then_some(())).await;
     assert_eq!(client.try_wait().unwrap(), None);
     kill_child(&mut client);
@@ -154,19 +156,19 @@ async fn without_inotify_instances_agent_and_mps_host_notice_changes_by_polling(
     machine.start_agent_under(&RUN_WITHOUT_INOTIFY);
     machine.wait_for_healthy(MPS_RESOURCE, TOTAL_SHARES).await;
     let watching = expect_healthy_from_now_on(&machine);
-    check_new_pod_works(&machine, &share_ids(&machine.uuids[0], [1])[0]).await;
-    check_stayed_healthy(watching).await;
+    assert_new_pod_works(&machine, &share_ids(&machine.uuids[0], [1])[0]).await;
+    assert_stayed_healthy(watching).await;
     machine.kubelet.restart().unwrap();
     let registered_again = |seen: &FakeKubeletState| {
         seen.endpoints[MPS_RESOURCE].healthy_ids().len() == TOTAL_SHARES && seen.registrations.len() > 1
     };
     machine.wait_for_view("the agent registers with the new kubelet", registered_again).await;
-    check_new_pod_works(&machine, &share_ids(&machine.uuids[1], [1])[0]).await;
+    assert_new_pod_works(&machine, &share_ids(&machine.uuids[1], [1])[0]).await;
     assert!(machine.count_logged(&["inotify"]) > 0 || machine.count_logged(&["polling"]) > 0, "inotify worked");
 }
 
 #[tokio::test]
-async fn a_full_disk_makes_no_share_unhealthy_and_keeps_no_container_from_starting() {
+async fn a_full_disk_makes_no_share_unhealthy_and_prevents_no_container_from_starting() {
     let mut machine = node_with_shares();
     let state = machine.path("state");
     fs::create_dir(&state).unwrap();
@@ -174,13 +176,14 @@ async fn a_full_disk_makes_no_share_unhealthy_and_keeps_no_container_from_starti
     machine.start_mps_host();
     machine.start_agent_under(&["/usr/bin/unshare", "--mount", "/bin/sh", "-c", &mount]);
     machine.wait_for_healthy(MPS_RESOURCE, TOTAL_SHARES).await;
-    // The agent's view of its state directory. No other process has the directory's file system.
+    // Access the state directory through the agent's mount namespace, because the tmpfs exists only
+    // in this namespace.
     let state = std::path::PathBuf::from(format!("/proc/{}/root{}", machine.agent_pid(), state.display()));
     let saved = |share: &str| {
         fs::read_to_string(state.join("agent.json")).is_ok_and(|text| text.contains(&format!("\"{share}\"")))
     };
     let [kept] = <[String; 1]>::try_from(share_ids(&machine.uuids[0], [0])).unwrap();
-    check_new_pod_works(&machine, &kept).await;
+    assert_new_pod_works(&machine, &kept).await;
     set_pods(&machine, &[&kept]);
     machine.wait_until("the allocation is saved", || saved(&kept).then_some(())).await;
 
@@ -188,12 +191,12 @@ async fn a_full_disk_makes_no_share_unhealthy_and_keeps_no_container_from_starti
     let error = fs::write(state.join("filler"), vec![1; 256 << 10]).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::StorageFull);
     let [meanwhile] = <[String; 1]>::try_from(share_ids(&machine.uuids[1], [3])).unwrap();
-    check_new_pod_works(&machine, &meanwhile).await;
+    assert_new_pod_works(&machine, &meanwhile).await;
     set_pods(&machine, &[&kept, &meanwhile]);
     let failed = || (machine.count_logged(WRITE_FAILURE_LOG_WORDS) >= FAILED_WRITE_ATTEMPTS).then_some(());
     machine.wait_until("writes fail for longer than a daemon may be absent", failed).await;
     assert!(saved(&kept) && !saved(&meanwhile), "the last complete checkpoint remains");
-    check_stayed_healthy(watching).await;
+    assert_stayed_healthy(watching).await;
 
     fs::remove_file(state.join("filler")).unwrap();
     machine.wait_until("the new allocation is saved", || saved(&meanwhile).then_some(())).await;
@@ -212,20 +215,21 @@ async fn an_agent_that_cannot_open_any_file_keeps_all_shares_healthy_and_loses_n
     machine.start_agent(&[]);
     machine.wait_for_healthy(MPS_RESOURCE, TOTAL_SHARES).await;
     let [kept] = <[String; 1]>::try_from(share_ids(&machine.uuids[0], [0])).unwrap();
-    check_new_pod_works(&machine, &kept).await;
+    assert_new_pod_works(&machine, &kept).await;
     set_pods(&machine, &[&kept]);
     machine.wait_until("the allocation is saved", || checkpoint_contains(&machine, &kept).then_some(())).await;
 
     let watching = expect_healthy_from_now_on(&machine);
     let before = set_descriptor_limit(machine.agent_pid(), Some(0));
     let [meanwhile] = <[String; 1]>::try_from(share_ids(&machine.uuids[1], [3])).unwrap();
-    // The kubelet's connection is open, so the pod is admitted. Its container cannot start yet.
+    // The kubelet's connection is already open, so the kubelet can admit the pod. The pod's
+    // container cannot start yet.
     machine.kubelet.allocate(MPS_RESOURCE, &[&meanwhile]).await.unwrap();
     set_pods(&machine, &[&kept, &meanwhile]);
     let failed = || (machine.count_logged(WRITE_FAILURE_LOG_WORDS) >= FAILED_WRITE_ATTEMPTS).then_some(());
     machine.wait_until("writes fail for longer than a daemon may be absent", failed).await;
     assert!(!checkpoint_contains(&machine, &meanwhile));
-    check_stayed_healthy(watching).await;
+    assert_stayed_healthy(watching).await;
 
     set_descriptor_limit(machine.agent_pid(), before);
     machine.wait_until("the new allocation is saved", || checkpoint_contains(&machine, &meanwhile).then_some(())).await;

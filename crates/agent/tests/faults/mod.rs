@@ -1,5 +1,5 @@
-//! Tests that the agent reports a fatal GPU error to the kubelet and in Events on the pods and the
-//! node. Tests that the shares become healthy again afterwards.
+//! Tests that the agent reports a fatal GPU error to the kubelet, and in Events on the pods and the
+//! node. Also tests that the shares become healthy again.
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Stdio};
@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::machine::{MPS_RESOURCE, Machine, container_devices, mps_spec, pod, share_ids};
 
-/// Starts a program in a container with these shares, and waits until it has a context.
+/// Starts a program as in a container with these shares, and waits until the program has a context.
 async fn start_program(machine: &Machine, ids: &[String], arguments: &[&str]) -> Child {
     let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
     let response = machine.kubelet.allocate(MPS_RESOURCE, &ids).await.unwrap();
@@ -21,7 +21,8 @@ async fn start_program(machine: &Machine, ids: &[String], arguments: &[&str]) ->
     child
 }
 
-/// Returns the pod and reason of each Event, sorted.
+/// Returns the pod and the reason of each Event, sorted. The pod is `None` for Events about the
+/// node.
 fn pod_events(machine: &Machine) -> Vec<(Option<String>, String)> {
     let text = fs::read_to_string(machine.path("spec/events.jsonl")).unwrap_or_default();
     let text_of = |value: &Value| value.as_str().map(str::to_owned);

@@ -1,4 +1,4 @@
-//! Tests a rollout on one node: two agents run as processes, and one of them serves.
+//! Tests a rollout on one node: two agents run as processes, and only one of them serves.
 use std::fs;
 
 use crate::machine::{MPS_RESOURCE, Machine, container_devices, kill_pid, mps_spec, share_ids};
@@ -27,15 +27,15 @@ fn is_ok(answer: Option<&String>) -> bool {
     answer.is_some_and(|answer| answer.starts_with("HTTP/1.1 200"))
 }
 
-/// Waits until an agent logs that it serves for the `count`th time.
+/// Waits until an agent has logged `count` times that it serves.
 async fn wait_until_serving(machine: &Machine, agent: &str, count: usize) {
     let words = ["this agent serves the node", &format!("agent=\"{agent}\"")];
     let serves = || (machine.count_logged(&words) >= count).then_some(());
     machine.wait_until(&format!("{agent} serves"), serves).await;
 }
 
-/// Checks that the kubelet gets shares, and that a container starts with them.
-async fn check_serves(machine: &Machine, share: u32) {
+/// Checks that the kubelet receives healthy shares, and that a container with one share can start.
+async fn assert_serves(machine: &Machine, share: u32) {
     machine.wait_for_view("an agent serves", |seen| seen.endpoints[MPS_RESOURCE].connected).await;
     machine.wait_for_healthy(MPS_RESOURCE, 10).await;
     let ids = share_ids(&machine.uuids[0], [share]);
@@ -45,9 +45,9 @@ async fn check_serves(machine: &Machine, share: u32) {
 }
 
 #[tokio::test]
-async fn a_new_agent_takes_over_with_all_allocations_and_the_old_one_waits() {
+async fn a_new_agent_takes_over_with_all_allocations_and_the_old_agent_waits() {
     let mut machine = node_with_old_agent().await;
-    check_serves(&machine, 2).await;
+    assert_serves(&machine, 2).await;
     let desired = machine.read_desired_file().unwrap();
     assert_eq!(desired.allocations.len(), 1);
     let registrations = machine.kubelet.state().borrow().registrations.len();
@@ -67,19 +67,19 @@ async fn a_new_agent_takes_over_with_all_allocations_and_the_old_one_waits() {
     assert_eq!(machine.read_desired_file().unwrap(), desired);
     assert_eq!(machine.agent_pids()[0], old, "the old agent is the same process");
     assert!(machine.stop_first_agent().success(), "a waiting agent exits without an error on SIGTERM");
-    check_serves(&machine, 3).await;
+    assert_serves(&machine, 3).await;
     assert_eq!(machine.count_logged(&["handing over to another agent"]), 1);
 }
 
-/// Starts the new agent so that it fails after it has taken over. Checks that the old agent serves
-/// again, remains ready, and delays a second hand-over to the new agent.
+/// Starts a new agent with arguments that make it fail after it has taken over. Checks that the old
+/// agent serves again, remains ready, and delays a second hand-over to the new agent.
 async fn check_failing_agent(machine: &mut Machine, faulty: &[&str]) {
     machine.start_second_agent(&[&NEW_AGENT_ARGUMENTS[..], faulty].concat());
     wait_until_serving(machine, "new", 1).await;
     wait_until_serving(machine, "old", 2).await;
     let exit = loop {
         tokio::time::sleep(std::time::Duration::from_millis(10)).await;
-        // The old agent's program restarts, so there may be no answer yet.
+        // The old agent restarts its program, so it may not answer yet.
         let answers = machine.readiness();
         assert!(answers[0].is_none() || is_ok(answers[0].as_ref()), "{answers:?}");
         if let Some(exit) = machine.agent_exit_status() {
@@ -87,9 +87,9 @@ async fn check_failing_agent(machine: &mut Machine, faulty: &[&str]) {
         }
     };
     assert!(!exit.success(), "{exit}");
-    check_serves(machine, 1).await;
-    // The kubelet restarts the container. The restarted agent could serve, but the old agent still
-    // refuses the hand-over.
+    assert_serves(machine, 1).await;
+    // As after a restart of the container by the kubelet, the new agent could serve now. However,
+    // the old agent still refuses the hand-over.
     machine.start_agent(&NEW_AGENT_ARGUMENTS);
     let refused = || (machine.count_logged(&["does not hand over yet", "failures=1"]) == 1).then_some(());
     machine.wait_until("the old agent refuses to hand over", refused).await;
@@ -99,11 +99,11 @@ async fn check_failing_agent(machine: &mut Machine, faulty: &[&str]) {
     assert!(is_ok(old.as_ref()), "{old:?}");
     assert!(new.is_some_and(|new| new.starts_with("HTTP/1.1 503") && new.contains("another agent")));
     assert_eq!(machine.count_logged(&["handing over to another agent"]), 1);
-    check_serves(machine, 2).await;
+    assert_serves(machine, 2).await;
 }
 
 #[tokio::test]
-async fn an_agent_that_is_never_ready_is_replaced_by_the_old_one() {
+async fn an_agent_that_is_never_ready_is_replaced_by_the_old_agent() {
     let mut machine = node_with_old_agent().await;
     let missing = machine.path("no-relay");
     check_failing_agent(&mut machine, &["--probation", "1", "--relay-dir", missing.to_str().unwrap()]).await;
@@ -111,7 +111,7 @@ async fn an_agent_that_is_never_ready_is_replaced_by_the_old_one() {
 }
 
 #[tokio::test]
-async fn an_agent_that_exits_after_it_has_taken_over_is_replaced_by_the_old_one() {
+async fn an_agent_that_exits_after_it_has_taken_over_is_replaced_by_the_old_agent() {
     let mut machine = node_with_old_agent().await;
     // No interface has this address, so the agent cannot serve its endpoints.
     check_failing_agent(&mut machine, &["--metrics-addr", "192.0.2.1:1"]).await;
@@ -131,7 +131,7 @@ async fn if_one_agent_is_killed_at_any_step_the_other_agent_serves() {
         machine.wait_until(&format!("{step:?}"), || (machine.count_logged(step) > 0).then_some(())).await;
         kill_pid(machine.agent_pids()[victim]);
         let survivor = ["new", "old"][victim];
-        // An agent that has not handed over does not register again.
+        // An old agent that has not handed over does not register again.
         if survivor == "new" || machine.count_logged(&["handing over to another agent"]) > 0 {
             wait_until_serving(&machine, survivor, if survivor == "new" { 1 } else { 2 }).await;
             let again = |seen: &cleave_kubelet::fake::FakeKubeletState| {
@@ -139,7 +139,7 @@ async fn if_one_agent_is_killed_at_any_step_the_other_agent_serves() {
             };
             machine.wait_for_view(&format!("{survivor} serves after {step:?}"), again).await;
         }
-        check_serves(&machine, 1).await;
+        assert_serves(&machine, 1).await;
         let ready = || is_ok(machine.readiness()[1 - victim].as_ref()).then_some(());
         machine.wait_until(&format!("{survivor} is ready after {step:?}"), ready).await;
     }
@@ -151,7 +151,7 @@ async fn a_killed_old_agent_does_not_request_a_hand_over_again() {
     machine.start_second_agent(&NEW_AGENT_ARGUMENTS);
     machine.wait_until("the new agent is ready", || is_ok(machine.readiness()[1].as_ref()).then_some(())).await;
     machine.kill_first_agent();
-    // The supervisor restarts the old agent.
+    // Start the old agent again, as its supervisor would.
     machine.start_second_agent(&OLD_AGENT_ARGUMENTS);
     machine.wait_until("the old agent is ready", || is_ok(machine.readiness()[1].as_ref()).then_some(())).await;
     assert_eq!(
@@ -160,7 +160,7 @@ async fn a_killed_old_agent_does_not_request_a_hand_over_again() {
         "the old agent has requested no hand-over"
     );
     assert_eq!(machine.count_logged(&["handing over to another agent"]), 1);
-    check_serves(&machine, 1).await;
+    assert_serves(&machine, 1).await;
 }
 
 #[tokio::test]
@@ -168,7 +168,7 @@ async fn an_agent_that_cannot_lock_the_state_directory_does_not_serve() {
     let mut machine = Machine::new(&["H200"]);
     machine.set_spec("first", vec![mps_spec(&machine.uuids[0], 10)]);
     machine.start_mps_host();
-    // Create a file at the path of the directory.
+    // A file at the path of the state directory prevents the lock.
     fs::write(machine.path("state"), "").unwrap();
     machine.start_agent(&OLD_AGENT_ARGUMENTS);
     let failed = || (machine.count_logged(&["failed to lock the checkpoint's directory"]) == 1).then_some(());

@@ -1,4 +1,4 @@
-//! Tests the agent with faulty, hanging and cordoned GPUs, as a process on simulated GPUs.
+//! Tests the agent as a process on simulated GPUs that are faulty, hang, or are cordoned.
 use cleave_api::GpuNodeStatus;
 use cleave_api::gpunode::{GpuSpec, MigInstanceSpec, MigPartition, Partition, Whole};
 
@@ -22,13 +22,13 @@ fn condition<'a>(status: &'a GpuNodeStatus, type_: &str) -> (&'a str, &'a str) {
     (&found.status, &found.reason)
 }
 
-/// Triggers a read of the GPUs with an XID that the agent ignores.
+/// Triggers a read of the GPUs with an XID that does not affect the health of a GPU.
 fn trigger_gpu_read(machine: &Machine) {
     machine.simgpu(&["xid", "0", "63"]);
 }
 
 #[tokio::test]
-async fn a_fault_that_needs_a_reset_survives_a_restart_of_the_agent_and_ends_with_the_reset() {
+async fn a_fault_that_needs_a_reset_remains_after_a_restart_of_the_agent_and_ends_with_the_reset() {
     let mut machine =
         Machine::start(&["2xH200"], |gpus| vec![timeslice_spec(&gpus[0], 4), timeslice_spec(&gpus[1], 4)]);
     machine.wait_for_healthy(TIMESLICE_RESOURCE, 8).await;
@@ -70,7 +70,7 @@ async fn a_fault_that_needs_a_reset_survives_a_restart_of_the_agent_and_ends_wit
 }
 
 #[tokio::test]
-async fn clearing_faults_ends_earlier_faults_but_not_later_ones() {
+async fn clearing_faults_clears_earlier_faults_but_not_later_faults() {
     let machine = Machine::start(&["H200"], |gpus| vec![timeslice_spec(&gpus[0], 4)]);
     machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
     machine.simgpu(&["xid", "0", "48"]);
@@ -84,7 +84,7 @@ async fn clearing_faults_ends_earlier_faults_but_not_later_ones() {
 }
 
 #[tokio::test]
-async fn faults_that_the_driver_reports_end_when_it_stops_reporting_them() {
+async fn problems_that_the_driver_reports_end_when_the_driver_no_longer_reports_them() {
     let machine = Machine::start(&["2xH200"], |gpus| vec![timeslice_spec(&gpus[0], 4), timeslice_spec(&gpus[1], 4)]);
     machine.wait_for_healthy(TIMESLICE_RESOURCE, 8).await;
     for (fault, end, expected) in [
@@ -116,8 +116,7 @@ async fn faults_that_the_driver_reports_end_when_it_stops_reporting_them() {
         trigger_gpu_read(&machine);
         machine.wait_for_status("reset", |status| health_reason(status, 1).is_empty()).await;
     }
-    // Errors from before the agent's first read do not count. Add errors until the agent reports
-    // one.
+    // Errors before the agent's first read do not count, so add errors until the agent reports one.
     machine
         .wait_until("memory errors", || {
             machine.simgpu(&["ecc", "1", "--uncorrected", "1"]);
@@ -167,7 +166,7 @@ async fn an_xid_of_a_mig_instance_affects_only_that_instance() {
 }
 
 #[tokio::test]
-async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_earlier() {
+async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_that_were_released_earlier() {
     let mut machine = Machine::new(&["2xH200"]);
     let [first, second] = [0, 1].map(|gpu| machine.uuids[gpu].clone());
     let set_cordoned = |machine: &Machine, plan: &str, cordoned| {
@@ -200,7 +199,8 @@ async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_earlier() {
     machine.wait_for_view("the new stream", |seen| seen.endpoints[MPS_RESOURCE].connected).await;
     machine.wait_for_healthy(MPS_RESOURCE, 5).await;
 
-    // The operator released this pod before the cordon. The pod waits for two shares of the GPU.
+    // The operator released this pod before the GPU was cordoned. The pod has a reservation of two
+    // shares of the GPU.
     machine.set_pods(&[pod("late", 2, &first)]);
     machine.wait_for_healthy(MPS_RESOURCE, 7).await;
     machine.set_pods(&[]);
@@ -208,7 +208,7 @@ async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_earlier() {
     machine.pods.set_devices(&[]);
     machine.wait_for_healthy(MPS_RESOURCE, 4).await;
     assert_eq!(machine.mps_host_status().unwrap().daemons[&first].pid, daemon, "the MPS daemon was not restarted");
-    set_cordoned(&machine, "the door is open again", false);
+    set_cordoned(&machine, "no longer cordoned", false);
     machine.wait_for_healthy(MPS_RESOURCE, 8).await;
 }
 
@@ -218,12 +218,12 @@ fn ten_share_specs(gpus: &[String]) -> Vec<GpuSpec> {
 }
 
 #[tokio::test]
-async fn a_hanging_gpu_is_unreachable_and_delays_no_reports_of_other_gpus() {
+async fn a_gpu_that_hangs_is_unreachable_and_delays_no_reports_about_other_gpus() {
     let machine = Machine::start(&["4xH200"], ten_share_specs);
     machine.wait_for_healthy(MPS_RESOURCE, 40).await;
     machine.simgpu(&["hang", "nvmlDeviceGetMemoryInfo*", "--gpu", "3"]);
     trigger_gpu_read(&machine);
-    // The answer for GPU 2 arrives before the deadline of GPU 3 has passed.
+    // The answer for GPU 2 must arrive before the deadline of GPU 3 has passed.
     machine.simgpu(&["set", "2", "remap-failed=on"]);
     trigger_gpu_read(&machine);
     let seen = |status: &GpuNodeStatus| health_reason(status, 2) == "RowRemapFailed";
@@ -279,13 +279,14 @@ async fn a_gpu_that_hangs_before_the_first_answer_does_not_block_other_gpus() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_hangs_while_its_events_are_registered_does_not_block_events_of_others() {
+async fn a_gpu_that_hangs_during_the_registration_of_events_does_not_block_events_of_other_gpus() {
     let mut machine = Machine::new(&["2xH200"]);
     machine.simgpu(&["hang", "nvmlDeviceRegisterEvents", "--gpu", "0"]);
     machine.set_spec("first", vec![timeslice_spec(&machine.uuids[0], 4), timeslice_spec(&machine.uuids[1], 4)]);
     machine.start_agent(&[]);
     machine.wait_for_healthy(TIMESLICE_RESOURCE, 8).await;
-    // The driver reports no events from before the registration. Send XIDs until one arrives.
+    // The driver reports no events that precede the registration, so send XIDs until the agent
+    // reports one.
     let reported = || {
         machine.simgpu(&["xid", "1", "48"]);
         let status: GpuNodeStatus =
@@ -297,7 +298,7 @@ async fn a_gpu_that_hangs_while_its_events_are_registered_does_not_block_events_
 }
 
 #[tokio::test]
-async fn a_gpu_that_is_taken_out_stays_in_the_status_until_an_administrator_forgets_it() {
+async fn a_removed_gpu_remains_in_the_status_until_an_administrator_forgets_it() {
     let mut machine = Machine::start(&["3xH200"], ten_share_specs);
     machine.wait_for_healthy(MPS_RESOURCE, 30).await;
     machine.reboot();
@@ -324,7 +325,7 @@ async fn a_gpu_that_is_taken_out_stays_in_the_status_until_an_administrator_forg
     machine.wait_until("the metrics", || (metrics() == (Some(3.0), Some(1.0))).then_some(())).await;
     machine.wait_until("the Event", || machine.events().contains(&"GpuMissing".to_owned()).then_some(())).await;
 
-    // A restarted agent keeps the time since when the GPU is missing.
+    // A restarted agent remembers when NVML stopped listing the GPU.
     let since = lost.health.since.clone();
     machine.kill_agent();
     std::fs::remove_file(machine.path("spec/status.json")).unwrap();
@@ -343,7 +344,7 @@ async fn a_gpu_that_is_taken_out_stays_in_the_status_until_an_administrator_forg
         let endpoint = &seen.endpoints[MPS_RESOURCE];
         (endpoint.devices.len(), endpoint.healthy_ids().len()) == (20, 20)
     };
-    machine.wait_for_view("its shares are no longer listed", unlisted).await;
+    machine.wait_for_view("the forgotten GPU's shares are no longer listed", unlisted).await;
     machine.wait_until("the Event", || machine.events().contains(&"GpuForgotten".to_owned()).then_some(())).await;
 
     machine.simgpu(&["restore", "1"]);

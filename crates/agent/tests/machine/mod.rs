@@ -16,14 +16,14 @@ use cleave_kubelet::ContainerDevices;
 use cleave_kubelet::fake::{FakeKubelet, FakeKubeletState, FakePodResources};
 use serde_json::Value;
 
-/// Timeout of each wait, long enough for a busy machine.
+/// Timeout of each wait. Long enough for a busy machine.
 pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 pub(crate) const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 pub(crate) const TIMESLICE_RESOURCE: &str = "nvidia.com/gpu-timeslice";
 pub(crate) const WHOLE_GPU_RESOURCE: &str = "nvidia.com/gpu";
 
-/// Builds the programs of other packages that the tests start, so that they are never outdated.
-/// Returns their directory.
+/// Builds the programs of other packages that the tests start, so that the programs are never
+/// outdated. Returns their directory.
 fn build_programs() -> &'static Path {
     static PROGRAMS: OnceLock<PathBuf> = OnceLock::new();
     PROGRAMS.get_or_init(|| {
@@ -31,7 +31,7 @@ fn build_programs() -> &'static Path {
         let mut cargo = Command::new(env!("CARGO"));
         cargo.arg("build").args(packages.iter().flat_map(|package| ["--package", package]));
         assert!(cargo.stderr(Stdio::null()).status().unwrap().success(), "failed to build the programs");
-        // The test program is target/debug/deps/<test>.
+        // The path of the test program is target/debug/deps/<test>.
         std::env::current_exe().unwrap().ancestors().nth(2).unwrap().to_owned()
     })
 }
@@ -51,7 +51,7 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    /// Creates a node with these GPUs. Only the kubelet runs on it.
+    /// Creates a node with these GPUs. Only the fake kubelet runs on the node.
     pub(crate) fn new(gpus: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
@@ -96,7 +96,8 @@ impl Machine {
         self.directory.path().join(name)
     }
 
-    /// Replaces the NVML library of programs that start from now on. Returns the previous path.
+    /// Sets the path of the NVML library for programs that start from now on. Returns the previous
+    /// path.
     pub(crate) fn replace_library(&mut self, path: PathBuf) -> PathBuf {
         std::mem::replace(&mut self.library, path)
     }
@@ -107,14 +108,14 @@ impl Machine {
         command
     }
 
-    /// Runs `simgpu`, which shows and changes the simulated GPUs.
+    /// Runs `simgpu`, which shows and changes the simulated GPUs. Returns its output.
     pub(crate) fn simgpu(&self, arguments: &[&str]) -> String {
         let output = self.command("simgpu").args(arguments).output().unwrap();
         assert!(output.status.success(), "simgpu {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Starts a program that uses a device outside any pod.
+    /// Starts a program that uses a device and does not run in a pod.
     pub(crate) fn start_program_outside_pods(&self, device: &str) -> Child {
         self.command("simgpu").args(["hold", device]).stdout(Stdio::null()).spawn().unwrap()
     }
@@ -128,14 +129,14 @@ impl Machine {
         self.start_agent_as(self.command("cleave"), more);
     }
 
-    /// Starts the agent as the argument of another program, which must replace itself with the
-    /// agent.
+    /// Starts the agent through another program. The command line of the agent follows `wrapper`,
+    /// and the program must replace itself with the agent.
     pub(crate) fn start_agent_under(&mut self, wrapper: &[&str]) {
         let command = self.command_under(wrapper);
         self.start_agent_as(command, &[]);
     }
 
-    /// Starts the MPS host as [`Self::start_agent_under`] starts the agent.
+    /// Starts the MPS host through another program, as in [`Self::start_agent_under`].
     pub(crate) fn start_mps_host_under(&mut self, wrapper: &[&str]) {
         let command = self.command_under(wrapper);
         self.start_mps_host_as(command);
@@ -162,8 +163,7 @@ impl Machine {
         ([127, 0, 0, 1], self.agent_port).into()
     }
 
-    /// Starts a second agent with additional arguments. [`Self::kill_first_agent`] kills the first
-    /// agent.
+    /// Starts a second agent with additional arguments. The first agent continues to run.
     pub(crate) fn start_second_agent(&mut self, more: &[&str]) {
         self.first_agent = self.agent.take();
         self.first_agent_port = self.agent_port;
@@ -175,48 +175,48 @@ impl Machine {
         [&self.first_agent, &self.agent].map(|agent| agent.as_ref().unwrap().id())
     }
 
-    /// Returns the answers of the first and the second agent to `/readyz`. `None` without an
-    /// answer.
+    /// Returns the answers of the first and the second agent to `/readyz`. An entry is `None` if
+    /// the agent does not answer.
     pub(crate) fn readiness(&self) -> [Option<String>; 2] {
         [self.first_agent_port, self.agent_port].map(|port| request_readyz(port).ok())
     }
 
-    /// Returns the value of the series of an agent's metric that has all of `labels`, such as
+    /// Returns the value of the agent's metric for the first series with all of `labels`, such as
     /// `uuid="GPU-a"`. Returns `None` if no such series exists.
     pub(crate) fn metric(&self, name: &str, labels: &[&str]) -> Option<f64> {
-        let text = request(self.agent_port, "/metrics").ok()?;
+        let text = request_path(self.agent_port, "/metrics").ok()?;
         let mut series = text.lines().filter_map(|line| line.strip_prefix(name)?.strip_prefix('{')?.rsplit_once("} "));
         let (_, value) = series.find(|(found, _)| labels.iter().all(|label| found.contains(label)))?;
         value.parse().ok()
     }
 
-    /// Returns the value of an agent's metric that has no label but `node`.
+    /// Returns the value of a metric of the agent that has only the label `node`.
     pub(crate) fn metric_without_labels(&self, name: &str) -> Option<f64> {
         self.metric(name, &["node="])
     }
 
-    /// Stops the first of two agents (SIGTERM). Returns its exit status.
+    /// Stops the first of two agents with SIGTERM. Returns its exit status.
     pub(crate) fn stop_first_agent(&mut self) -> std::process::ExitStatus {
-        terminate(self.first_agent.take().unwrap())
+        stop_with_sigterm(self.first_agent.take().unwrap())
     }
 
-    /// Returns the exit status of the last started agent once it has ended.
+    /// Returns the exit status of the last started agent. Returns `None` while the agent runs.
     pub(crate) fn agent_exit_status(&mut self) -> Option<std::process::ExitStatus> {
         self.agent.as_mut()?.try_wait().unwrap()
     }
 
-    /// Returns the number of lines of the agents' log that contain all of `words`.
+    /// Returns the number of lines in the log of all agents that contain all of `words`.
     pub(crate) fn count_logged(&self, words: &[&str]) -> usize {
         let log = fs::read_to_string(self.path("agent.log")).unwrap_or_default();
         log.lines().filter(|line| words.iter().all(|word| line.contains(word))).count()
     }
 
-    /// Kills the first of two agents (SIGKILL).
+    /// Kills the first of two agents with SIGKILL.
     pub(crate) fn kill_first_agent(&mut self) {
         kill_if_running(&mut self.first_agent);
     }
 
-    /// Starts the agent as the chart does: under a supervisor that restarts it.
+    /// Starts the agent under a supervisor that restarts the agent, as in the chart.
     pub(crate) fn start_supervised_agent(&mut self) {
         let mut command = self.command("cleave-supervise");
         command.arg(build_programs().join("cleave"));
@@ -239,7 +239,7 @@ impl Machine {
         self.agent = Some(command.stderr(self.open_log("agent.log")).spawn().unwrap());
     }
 
-    /// Starts the agent without a spec, as in a cluster whose API server does not answer.
+    /// Starts the agent without a spec, as in a cluster with an API server that does not answer.
     pub(crate) fn start_agent_without_api_server(&mut self) {
         let mut command = self.command("cleave");
         self.add_common_arguments(&mut command);
@@ -276,18 +276,18 @@ impl Machine {
         self.host = Some(command.stdout(self.open_log("host.log")).stderr(self.open_log("host.log")).spawn().unwrap());
     }
 
-    /// Kills the agent (SIGKILL).
+    /// Kills the last started agent with SIGKILL.
     pub(crate) fn kill_agent(&mut self) {
         kill_if_running(&mut self.agent);
     }
 
-    /// Kills the MPS host (SIGKILL).
+    /// Kills the MPS host with SIGKILL.
     pub(crate) fn kill_mps_host(&mut self) {
         kill_if_running(&mut self.host);
     }
 
-    /// Reboots the node: ends all processes, clears all state that a boot clears, and gives the
-    /// checkpoint the boot id of an earlier boot.
+    /// Simulates a reboot of the node: ends all processes, clears the state that a boot clears, and
+    /// sets another boot id in the checkpoint.
     pub(crate) fn reboot(&mut self) {
         self.kill_agent();
         self.stop_mps_host();
@@ -300,7 +300,7 @@ impl Machine {
         fs::write(&checkpoint, json.to_string()).unwrap();
     }
 
-    /// Stops the MPS host (SIGTERM), which also ends its daemons.
+    /// Stops the MPS host with SIGTERM. The MPS host also ends its daemons.
     fn stop_mps_host(&mut self) {
         if let Some(mut host) = self.host.take() {
             let pid = rustix::process::Pid::from_child(&host);
@@ -309,16 +309,16 @@ impl Machine {
         }
     }
 
-    /// Stops the agent (SIGTERM). Returns its exit status.
+    /// Stops the last started agent with SIGTERM. Returns its exit status.
     pub(crate) fn stop_agent(&mut self) -> std::process::ExitStatus {
-        terminate(self.agent.take().unwrap())
+        stop_with_sigterm(self.agent.take().unwrap())
     }
 
     pub(crate) fn agent_is_running(&mut self) -> bool {
         self.agent.as_mut().unwrap().try_wait().unwrap().is_none()
     }
 
-    /// Writes the spec of the `GpuNode` as the operator does.
+    /// Writes the spec of the `GpuNode`, with `plan` as the plan's id.
     pub(crate) fn set_spec(&self, plan: &str, gpus: Vec<GpuSpec>) {
         let spec = GpuNodeSpec { plan_id: plan.into(), gpus };
         let new = self.path("spec/spec.json.new");
@@ -326,15 +326,15 @@ impl Machine {
         fs::rename(new, self.path("spec/spec.json")).unwrap();
     }
 
-    /// Sets the pods that the API server lists for the node. Tests with pods must call this before
-    /// the agent starts.
+    /// Sets the pods that the API server lists for the node. Tests with pods must call this
+    /// function before the agent starts.
     pub(crate) fn set_pods(&self, pods: &[Value]) {
         let new = self.path("spec/pods.json.new");
         fs::write(&new, serde_json::to_vec(pods).unwrap()).unwrap();
         fs::rename(new, self.path("spec/pods.json")).unwrap();
     }
 
-    /// Waits until the agent's status meets the condition and returns it.
+    /// Waits until the agent's status meets the condition, and returns the status.
     pub(crate) async fn wait_for_status(
         &self,
         what: &str,
@@ -354,14 +354,14 @@ impl Machine {
         serde_json::from_slice(&fs::read(self.path("run/mps/status.json")).ok()?).ok()
     }
 
-    /// Returns the reasons of all Events so far.
+    /// Returns the reasons of all Events that the agent has published.
     pub(crate) fn events(&self) -> Vec<String> {
         let text = fs::read_to_string(self.path("spec/events.jsonl")).unwrap_or_default();
         let reason = |line: &str| serde_json::from_str::<Value>(line).unwrap()["reason"].as_str().unwrap().to_owned();
         text.lines().map(reason).collect()
     }
 
-    /// Waits until the kubelet's view meets the condition and returns it.
+    /// Waits until the kubelet's view meets the condition, and returns the view.
     pub(crate) async fn wait_for_view(
         &self,
         what: &str,
@@ -381,7 +381,8 @@ impl Machine {
         self.wait_for_view(&format!("{count} healthy {resource}"), condition).await
     }
 
-    /// Waits for a condition. If it is never met, the panic message contains `what`.
+    /// Waits until `condition` returns a value, and returns the value. Panics with `what` and the
+    /// logs after [`TEST_TIMEOUT`].
     pub(crate) async fn wait_until<T>(&self, what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
         let end = Instant::now() + TEST_TIMEOUT;
         while Instant::now() < end {
@@ -411,7 +412,8 @@ impl Machine {
         );
     }
 
-    /// Returns the command of a program with the environment of its container.
+    /// Returns the command of a CUDA program with the environment of a container that got this
+    /// response.
     pub(crate) fn container_command(
         &self,
         response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse,
@@ -424,7 +426,8 @@ impl Machine {
         command
     }
 
-    /// Starts a program as in a container, with additional environment variables.
+    /// Starts a CUDA program as in a container, with additional environment variables and
+    /// arguments.
     pub(crate) fn start_client(
         &self,
         response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse,
@@ -435,7 +438,8 @@ impl Machine {
         command.envs(envs.iter().copied()).args(more).stdout(Stdio::null()).spawn().unwrap()
     }
 
-    /// Runs a program as in a container. Returns the first line of its output.
+    /// Runs a CUDA program as in a container. Returns the JSON in the first line of its output, or
+    /// null.
     pub(crate) fn run_client(
         &self,
         response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse,
@@ -455,8 +459,8 @@ impl Drop for Machine {
     }
 }
 
-/// Stops an agent (SIGTERM). Returns its exit status.
-fn terminate(mut agent: Child) -> std::process::ExitStatus {
+/// Stops an agent with SIGTERM. Returns its exit status.
+fn stop_with_sigterm(mut agent: Child) -> std::process::ExitStatus {
     let pid = rustix::process::Pid::from_child(&agent);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
     agent.wait().unwrap()
@@ -467,13 +471,13 @@ fn free_port() -> u16 {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-/// Requests `/readyz` from an agent. Returns the whole answer.
+/// Requests `/readyz` from an agent. Returns the whole HTTP response.
 fn request_readyz(port: u16) -> std::io::Result<String> {
-    request(port, "/readyz")
+    request_path(port, "/readyz")
 }
 
-/// Requests a path from an agent. Returns the whole answer.
-fn request(port: u16, path: &str) -> std::io::Result<String> {
+/// Requests a path from an agent. Returns the whole HTTP response.
+fn request_path(port: u16, path: &str) -> std::io::Result<String> {
     let mut agent = std::net::TcpStream::connect(("127.0.0.1", port))?;
     agent.set_read_timeout(Some(TEST_TIMEOUT))?;
     write!(agent, "GET {path} HTTP/1.1\r\nHost: agent\r\nConnection: close\r\n\r\n")?;
@@ -493,7 +497,7 @@ pub(crate) fn kill_child(child: &mut Child) {
     child.wait().unwrap();
 }
 
-/// Kills a process that the test did not start.
+/// Kills a process by its PID with SIGKILL.
 pub(crate) fn kill_pid(pid: u32) {
     let pid = rustix::process::Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
@@ -510,8 +514,8 @@ pub(crate) fn container_devices(pod: &str, resource: &str, ids: &[String]) -> Co
     }
 }
 
-/// Returns a pod that is bound to the node. The pod's only container requests shares, and a device
-/// has a reservation for them.
+/// Returns a pod that is bound to the node. The pod's only container requests shares, and the pod
+/// has a reservation of these shares on a device.
 pub(crate) fn pod(name: &str, shares: usize, device: &str) -> Value {
     let placement = serde_json::json!({"until": 0, "nodes": {"node": [{"resource": MPS_RESOURCE, "units": shares, "device": device}]}});
     let annotations = serde_json::json!({"cleave.dev/placement": placement.to_string()});

@@ -1,4 +1,4 @@
-//! Tests the agent with GPUs that are partitioned by MIG, as a process on simulated GPUs.
+//! Tests the agent as a process on simulated GPUs that are partitioned by MIG.
 use std::fs;
 use std::process::Child;
 
@@ -25,7 +25,8 @@ enum InstanceMode {
     Replicas(u32),
 }
 
-/// Returns the spec of a GPU with these instances, each with its profile, first slice and mode.
+/// Returns the spec of a GPU with these MIG instances. Each instance has a profile, a first memory
+/// slice and a mode.
 fn mig_spec(gpu: &str, instances: &[(&str, u32, InstanceMode)]) -> GpuSpec {
     let none = MigPartition::default();
     let instance = |&(profile, start, served_as): &(&str, u32, InstanceMode)| MigInstanceSpec {
@@ -50,7 +51,7 @@ fn mig_spec(gpu: &str, instances: &[(&str, u32, InstanceMode)]) -> GpuSpec {
 }
 
 impl Machine {
-    /// Returns the driver's instances of a GPU: first slice of each, and the UUID if it has a
+    /// Returns the first memory slice of each GPU instance in the driver, and its UUID if it has a
     /// compute instance.
     fn instances(&self, gpu: usize) -> Vec<(u64, Option<String>)> {
         let shown: Value = serde_json::from_str(&self.simgpu(&["show", "--output", "json"])).unwrap();
@@ -66,7 +67,7 @@ impl Machine {
         self.wait_for_status(plan, |status| status.plan_id == plan).await
     }
 
-    /// Waits for a step with a message that contains `what`.
+    /// Waits for a status with a step whose message contains `what`, and returns the status.
     async fn wait_for_message(&self, what: &str) -> GpuNodeStatus {
         self.wait_for_status(what, |status| status.steps.iter().any(|step| step.message.contains(what))).await
     }
@@ -77,7 +78,7 @@ fn healthy_ids(seen: &FakeKubeletState, resource: &str) -> Vec<String> {
     seen.endpoints[resource].healthy_ids().iter().map(ToString::to_string).collect()
 }
 
-/// A program outside Kubernetes that uses a device.
+/// A program outside Kubernetes that uses a device. Dropping the value kills the program.
 struct ProgramOutsideKubernetes(Child);
 
 impl Drop for ProgramOutsideKubernetes {
@@ -87,7 +88,7 @@ impl Drop for ProgramOutsideKubernetes {
 }
 
 #[tokio::test]
-async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_whole_again() {
+async fn a_gpu_is_partitioned_by_mig_repartitioned_around_a_pod_and_made_whole_again() {
     let machine = Machine::start(&["H100-80", "H100-80"], |_| vec![]);
     machine.wait_for_healthy(WHOLE_GPU_RESOURCE, 2).await;
     let gpu = machine.uuids[0].clone();
@@ -128,7 +129,7 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
         "{seen}"
     );
 
-    // A pod uses the 3g instance. The agent replaces all other instances.
+    // A pod uses the 3g instance. The agent must replace all other instances.
     machine.pods.set_devices(&[container_devices("train", MIG_3G_RESOURCE, &three)]);
     let before = machine.wait_for_healthy(MIG_3G_RESOURCE, 1).await;
     let kept = machine.instances(0).into_iter().find(|(start, _)| *start == 4).unwrap();
@@ -155,7 +156,7 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
     }
     machine.wait_until("the daemon exits", || machine.mps_host_status()?.daemons.is_empty().then_some(())).await;
 
-    // The change that would destroy the instance waits for the pod, and the step names the pod.
+    // The pod still uses the 3g instance, so the change must wait, and its step must name the pod.
     machine.set_spec("whole", vec![]);
     machine.wait_for_message("in use by ns/train").await;
     machine.wait_until("the free instances are destroyed", || (machine.instances(0).len() == 1).then_some(())).await;
@@ -193,7 +194,7 @@ async fn a_creation_that_nvml_refuses_is_rolled_back_and_reported_and_blocks_no_
     machine.set_spec("second", wanted(2));
     machine.wait_until_applied("second").await;
     machine.wait_for_healthy(MIG_2G_RESOURCE, 2).await;
-    // NVML refuses a creation once. The agent repeats it.
+    // NVML refuses a creation once, and the agent repeats the creation.
     machine.simgpu(&["fail", "nvmlDeviceCreateGpuInstanceWithPlacement", "--gpu", "0", "--count", "1"]);
     machine.set_spec("third", wanted(4));
     machine.wait_until_applied("third").await;
@@ -225,7 +226,7 @@ async fn a_hanging_creation_blocks_only_its_own_gpu() {
 }
 
 #[tokio::test]
-async fn a_program_outside_kubernetes_keeps_its_instance() {
+async fn an_instance_that_a_program_outside_kubernetes_uses_is_kept() {
     let machine = Machine::start(&["H100-80"], |gpus| vec![mig_spec(&gpus[0], &[("1g.10gb", 0, InstanceMode::Whole)])]);
     machine.wait_until_applied("first").await;
     let uuid = machine.instances(0)[0].1.clone().unwrap();
@@ -243,7 +244,7 @@ async fn a_program_outside_kubernetes_keeps_its_instance() {
 }
 
 #[tokio::test]
-async fn mig_mode_of_an_ampere_gpu_changes_although_the_agent_watches_it() {
+async fn the_mig_mode_of_an_ampere_gpu_changes_although_the_agent_watches_the_gpu() {
     let machine = Machine::start(&["A100-80"], |gpus| vec![mig_spec(&gpus[0], &[("1g.10gb", 0, InstanceMode::Whole)])]);
     machine.wait_until_applied("first").await;
     machine.wait_for_healthy(MIG_1G_RESOURCE, 1).await;
@@ -352,7 +353,7 @@ async fn a_container_gets_the_capability_devices_of_its_instance_by_device_nodes
     for node in ["nvidiactl", "nvidia-uvm", "nvidia0", "nvidia-caps/nvidia-cap21", "nvidia-caps/nvidia-cap22"] {
         touch(&format!("dev/{node}"), "");
     }
-    // In NVML the 3g instance at slice 4 has the id 2.
+    // In NVML, the 3g instance at memory slice 4 has the id 2.
     touch("proc/driver/nvidia/capabilities/gpu0/mig/gi2/access", "DeviceFileMinor: 21\nDeviceFileMode: 292\n");
     touch("proc/driver/nvidia/capabilities/gpu0/mig/gi2/ci0/access", "DeviceFileMinor: 22\nDeviceFileMode: 292\n");
     machine.set_spec("first", vec![mig_spec(&machine.uuids[0], &[("3g.40gb", 4, InstanceMode::Whole)])]);

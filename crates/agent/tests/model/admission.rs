@@ -1,5 +1,5 @@
 //! Tests the agent's pending allocations with a model of the kubelet's pod admission. A pod with a
-//! reservation on one GPU never receives shares of two GPUs.
+//! reservation on one GPU must never receive shares of two GPUs.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use cleave_agent::gpu::layout::{Pool, PoolKind, slice_id};
 const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 const UNITS_PER_DEVICE: u32 = 10;
 
-/// A reservation of units on one device, for one request of a pod.
+/// A reservation of shares on one device, for one request of a pod.
 #[derive(Debug, Clone)]
 struct Reservation {
     pod: String,
@@ -28,7 +28,7 @@ struct Reservation {
 struct TestPod {
     bound: BoundPod,
     containers: Vec<Container>,
-    /// The ids that were allocated to each admitted container.
+    /// The ids that are allocated to each container admitted so far.
     allocated: Vec<Vec<String>>,
 }
 
@@ -42,7 +42,7 @@ struct AdmissionTest {
     pools: Vec<Pool>,
     pending: PendingAllocations,
     now: Instant,
-    /// The ledger's reservations for pods that do not have all their shares yet.
+    /// The ledger's reservations for pods that do not have all of their shares yet.
     reservations: Vec<Reservation>,
     waiting: Vec<TestPod>,
     running: Vec<TestPod>,
@@ -86,7 +86,7 @@ impl AdmissionTest {
         reservations.fold(free, |rest, reservation| rest - i64::from(self.count_unallocated(reservation)))
     }
 
-    /// Returns the number of units of a reservation that are not allocated yet.
+    /// Returns the number of shares of a reservation that are not allocated yet.
     fn count_unallocated(&self, reservation: &Reservation) -> u32 {
         let Some(pod) = self.waiting.iter().find(|pod| pod.bound.uid == reservation.pod) else { return 0 };
         let of_ask = request_parts(&pod.containers)
@@ -97,8 +97,8 @@ impl AdmissionTest {
         reservation.units - u32::try_from(allocated.len()).unwrap()
     }
 
-    /// Reserves shares for a new pod and binds it to the node. Ignores the pod if the shares do not
-    /// fit.
+    /// Reserves shares for a new pod and binds the pod to the node. Ignores the pod if its shares
+    /// do not fit.
     fn add_pod(&mut self, shape: &[(bool, u32)]) {
         let kind = |init: bool| if init { When::Init } else { When::Main };
         let mut containers: Vec<Container> = shape
@@ -121,7 +121,8 @@ impl AdmissionTest {
                 return;
             };
             self.reservations.push(Reservation { pod: uid.clone(), request, units, device });
-            // The reservation counts only if its pod is known. Add the pod before its next request.
+            // A reservation counts only if its pod is known, so add the pod before its next
+            // request.
             if request == 0 {
                 let bound = BoundPod { uid: uid.clone(), ..empty_bound_pod() };
                 self.waiting.push(TestPod { bound, containers: containers.clone(), allocated: Vec::new() });
@@ -198,7 +199,7 @@ impl AdmissionTest {
     }
 
     /// Swaps two reservations as the ledger does, if a pod received shares that the ledger reserved
-    /// for another pod of the same size.
+    /// for a request of the same size of another pod.
     fn swap_reservations(&mut self, pod: &TestPod, number: usize, device: &str) {
         let request = request_parts(&pod.containers)[number].request;
         let is_own = |reservation: &Reservation| reservation.pod == pod.bound.uid && reservation.request == request;
@@ -217,8 +218,8 @@ impl AdmissionTest {
     }
 
     fn list_allocations(&mut self) {
-        // The kubelet does not list shares of init containers. By now, the kubelet has reported the
-        // status of these pods to the API server.
+        // The kubelet does not list shares of init containers. Before it requests this list, the
+        // agent learns from the API server which pods with only init containers were admitted.
         let unlisted = |pod: &&TestPod| pod.containers.iter().all(|container| container.kind == When::Init);
         for pod in self.running.iter().filter(unlisted) {
             self.pending.update_pod(BoundPod { admitted: true, ..pod.bound.clone() }, self.now);
@@ -256,7 +257,7 @@ fn empty_bound_pod() -> BoundPod {
 #[derive(Debug, Clone)]
 enum AdmissionStep {
     PodArrives(Vec<(bool, u32)>),
-    /// The kubelet admits a pod, and may list allocations after each of its containers.
+    /// The kubelet admits a pod, and may list allocations after each of the pod's containers.
     Admit(usize, bool),
     ListAllocations,
     /// The API server reports that the kubelet has admitted a pod.
@@ -276,8 +277,8 @@ fn steps(with_init_containers: bool) -> impl Strategy<Value = Vec<AdmissionStep>
     prop::collection::vec(step, 1..60)
 }
 
-/// Runs the steps, and checks each admission. If `in_order`, the kubelet admits pods in the order
-/// of their arrival.
+/// Runs the steps, and checks each admission. If `in_order` is true, the kubelet admits pods in the
+/// order of their arrival.
 fn run_steps(devices: usize, steps: Vec<AdmissionStep>, in_order: bool) -> Result<(), TestCaseError> {
     let mut node = AdmissionTest::new(devices);
     for step in steps {
@@ -313,8 +314,9 @@ fn run_steps(devices: usize, steps: Vec<AdmissionStep>, in_order: bool) -> Resul
     Ok(())
 }
 
-/// Runs the same sequences each time. The sequences are fixed, because about one random sequence in
-/// several thousand misleads the agent: the kubelet's requests name no pod.
+/// Runs 500 sequences of steps, which are the same in each run. About one sequence in several
+/// thousand misleads the agent, because the kubelet's requests name no pod. With fixed sequences,
+/// the test does not fail by chance.
 fn run_random_sequences(with_init_containers: bool) {
     let config = ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() };
     let rng = TestRng::deterministic_rng(RngAlgorithm::ChaCha);
@@ -327,11 +329,11 @@ fn run_random_sequences(with_init_containers: bool) {
 }
 
 #[test]
-fn no_pod_is_split_in_any_order_of_admission() {
+fn no_pod_gets_shares_of_two_gpus_in_any_order_of_admission() {
     run_random_sequences(false);
 }
 
 #[test]
-fn with_init_containers_no_pod_is_split_if_pods_are_admitted_in_order_of_arrival() {
+fn with_init_containers_no_pod_gets_shares_of_two_gpus_if_pods_are_admitted_in_order_of_arrival() {
     run_random_sequences(true);
 }

@@ -1,4 +1,4 @@
-//! Fixtures of the unit tests and the model tests.
+//! Fixtures for the unit tests and the model tests.
 #![allow(dead_code, reason = "unit tests and model tests use different parts")]
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -30,8 +30,8 @@ pub(crate) fn gpu(uuid: &str, index: u32) -> Gpu {
     }
 }
 
-/// Returns a GPU with MIG instances, each with profile, first slice and number of shares (0:
-/// whole).
+/// Returns the spec of a GPU with MIG instances. Each instance has a profile, a first memory slice
+/// and a number of shares (0 for a whole instance).
 pub(crate) fn mig_spec(uuid: &str, instances: &[(&str, u32, u32)]) -> GpuSpec {
     let instance = |&(profile, start, units): &(&str, u32, u32)| MigInstanceSpec {
         profile: profile.into(),
@@ -111,7 +111,7 @@ impl Inventory {
     }
 }
 
-/// Passes the answers to the agent. NVML was called at `requested_at`.
+/// Passes NVML's answers to the agent. The agent sent the queries at `requested_at`.
 pub(crate) fn record_answer(node: &mut Node, answer: Result<Inventory, NvmlError>, requested_at: Instant) {
     match answer {
         Ok(inventory) => {

@@ -1,4 +1,4 @@
-//! Tests of the tenant watch's snapshot of the agent's model.
+//! Tests the snapshot of the agent's model that the tenant watch uses.
 use std::collections::BTreeMap;
 use std::time::Instant;
 
@@ -28,7 +28,7 @@ impl TestNode {
     }
 }
 
-/// Returns a node that serves GPU-a as ten shares and GPU-b whole.
+/// Returns a node that serves `GPU-a` as ten shares and `GPU-b` as a whole.
 fn serving_node(enforcement: Enforcement) -> TestNode {
     let start = Instant::now();
     let (mut agent, allocations) = Node::start("boot".into(), std::time::Duration::ZERO, None, None, start);
@@ -52,7 +52,7 @@ fn share() -> Allocation {
 }
 
 #[test]
-fn no_device_is_watched_while_none_can_be_in_use() {
+fn a_device_that_cannot_be_in_use_is_not_watched() {
     let mut node = serving_node(Enforcement::Report);
     let snapshot = node.snapshot();
     assert_eq!(snapshot.devices.keys().collect::<Vec<_>>(), ["GPU-a"], "whole GPUs are not shared");

@@ -138,10 +138,10 @@ impl PodContext<'_> {
             let elsewhere = nodes.iter().any(|node| !totals(node).is_empty());
             return Some(if elsewhere {
                 format!(
-                    "Only nodes that refuse the pod serve {resource}. Apply a SharingPolicy that serves it on other nodes."
+                    "Only nodes that refuse the pod serve {resource}. Apply a SharingPolicy that serves {resource} on other nodes."
                 )
             } else {
-                format!("No GPU serves {resource}. Apply a SharingPolicy that serves it.")
+                format!("No GPU serves {resource}. Apply a SharingPolicy that serves this resource.")
             });
         };
         let of_resource = self.device_requests.iter().filter(|request| request.resource == resource);

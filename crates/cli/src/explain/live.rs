@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result};
 use cleave_api::GpuQuota;
-use cleave_operator::dry::Objects;
+use cleave_operator::dry_run::Objects;
 use cleave_operator::placement::{Cluster, Gatekeeper, ReconcileTime, ReleaseReason};
 use cleave_operator::pods::{PodObject, RawPod, full_name};
 use cleave_operator::policies::demand::WaitingPod;
@@ -60,7 +60,8 @@ impl LiveCluster {
         self
     }
 
-    /// Builds both inputs from the objects. `now` is in seconds since the Unix epoch.
+    /// Builds the inputs of the placement gate and of planning from the objects. `now` is in
+    /// seconds since the Unix epoch.
     pub fn new(mut objects: Objects, now: u64) -> Self {
         objects.pods.iter_mut().for_each(PodObject::trim);
         let observed = objects.to_observed();
@@ -100,7 +101,8 @@ pub(super) struct GateDecisions {
 }
 
 /// Runs the placement gate until it releases no more pods, as the operator does within seconds.
-/// `up` is the time since the operator started.
+/// `up` is the time since the operator started. `epoch` is the current time in seconds since the
+/// Unix epoch.
 pub(super) fn run_placement_gate(
     keeper: &mut Gatekeeper,
     cluster: &Cluster,

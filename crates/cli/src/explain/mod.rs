@@ -1,8 +1,8 @@
 //! `cleave explain pod`: explains why a pod waits or where it runs, and what would help.
 //!
 //! The command reads the objects that the operator reads, and calls the operator's code. The
-//! command writes nothing. The result can differ from the operator's if the cluster has changed
-//! since the operator's decision.
+//! command writes nothing. The result can differ from the operator's last decision if the cluster
+//! has changed since then.
 //!
 //! ```text
 //!  cluster ─[live]─▶ LiveCluster ─[view]─▶ verdict, allocations ┐
@@ -35,7 +35,7 @@ pub struct ExplainArgs {
     what: ObjectKind,
 }
 
-/// The kinds of objects that can be explained.
+/// The kinds of objects that `cleave explain` explains.
 #[derive(Debug, Clone, clap::Subcommand)]
 enum ObjectKind {
     /// Explain why a pod waits, or show which GPU it has.

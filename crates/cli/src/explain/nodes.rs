@@ -14,7 +14,7 @@ use cleave_plan::snapshot::Node as PlanNode;
 use super::report::{Assignment, DeviceView, GpuView, NodeView, PodState};
 use super::view::PodContext;
 
-/// Free amounts by resource, in thousandths.
+/// Free amounts by resource, in thousandths of the resource's unit.
 type FreeAmounts<'a> = BTreeMap<&'a str, u64>;
 
 impl PodContext<'_> {
@@ -94,7 +94,7 @@ impl PodContext<'_> {
     }
 
     /// Returns the free amounts, by node, of resources that Cleave does not manage. Resources that
-    /// the pod itself uses count as free.
+    /// the explained pod uses count as free.
     fn free_amounts(&self) -> BTreeMap<&str, FreeAmounts<'_>> {
         let mut free: BTreeMap<&str, FreeAmounts> = BTreeMap::new();
         for (name, node) in &self.live.observed.nodes {
@@ -147,8 +147,8 @@ fn to_plan_node(name: &str, node: &Node) -> PlanNode {
     }
 }
 
-/// Returns the first resource, apart from GPUs, that is insufficient on a node. Returns `None` if
-/// all are sufficient.
+/// Returns a message about the first resource, apart from GPUs, that is insufficient on a node.
+/// Returns `None` if all resources are sufficient.
 fn shortage(free: Option<&FreeAmounts>, requests: &BTreeMap<String, Quantity>) -> Option<String> {
     let free = |resource: &str| free.and_then(|free| free.get(resource)).copied();
     let amount = |milli: u64| if milli.is_multiple_of(1000) { (milli / 1000).to_string() } else { format!("{milli}m") };

@@ -1,7 +1,7 @@
 //! What quotas say about one pod.
 //!
 //! The sentences repeat what the operator reported: the status of the pod's quotas, and the pod's
-//! label. The reason why a pod waits is part of the verdict.
+//! capacity label. The verdict contains the reason why a pod waits.
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
@@ -13,7 +13,9 @@ use kube::ResourceExt as _;
 use super::live::LiveCluster;
 use crate::quotas::report::Quota;
 
-/// Returns the sentences about a pod, one for each quota of its namespace.
+/// Returns one sentence for each quota of the pod's namespace, or one sentence if the namespace has
+/// no quota. Returns none if the cluster has no quotas, or if the pod has ended or requests no
+/// device.
 pub(super) fn quota_sentences(live: &LiveCluster, pod: &PodObject) -> Vec<String> {
     if live.quotas.is_empty() || pod.has_ended() || pod.device_requests().is_empty() {
         return Vec::new();
@@ -24,22 +26,22 @@ pub(super) fn quota_sentences(live: &LiveCluster, pod: &PodObject) -> Vec<String
         objects.filter(|object| object.metadata.name.as_deref() == Some(namespace)).map(|object| object.labels());
     let labels = labels.next_back().cloned().unwrap_or_default();
     let class = pod.metadata.labels.as_ref().and_then(|labels| labels.get(CAPACITY_LABEL)).map(String::as_str);
-    let own: Vec<&Quota> = live.quotas.iter().filter(|quota| selects(quota, namespace, &labels)).collect();
+    let own: Vec<&Quota> = live.quotas.iter().filter(|quota| selects_namespace(quota, namespace, &labels)).collect();
     if own.is_empty() {
         return vec![format!(
-            "No quota counts namespace {namespace}. Its pods borrow, unless the namespace is exempt."
+            "No quota applies to namespace {namespace}. Its pods borrow, unless the namespace is exempt."
         )];
     }
-    own.into_iter().map(|quota| sentence(quota, class)).collect()
+    own.into_iter().map(|quota| quota_sentence(quota, class)).collect()
 }
 
-fn selects(quota: &Quota, namespace: &str, labels: &BTreeMap<String, String>) -> bool {
+fn selects_namespace(quota: &Quota, namespace: &str, labels: &BTreeMap<String, String>) -> bool {
     let wanted = &quota.namespace_labels;
     quota.namespaces.iter().any(|name| name == namespace)
         || (!wanted.is_empty() && wanted.iter().all(|(key, value)| labels.get(key) == Some(value)))
 }
 
-fn sentence(quota: &Quota, class: Option<&str>) -> String {
+fn quota_sentence(quota: &Quota, class: Option<&str>) -> String {
     let unit = if quota.unit == QuotaUnit::Gpus { " GPUs" } else { "" };
     let (name, min) = (&quota.name, &quota.min);
     let used = if quota.used.is_empty() { "an unknown amount" } else { &quota.used };
@@ -52,7 +54,7 @@ fn sentence(quota: &Quota, class: Option<&str>) -> String {
         let _ = write!(text, " Its maximum is {max}.");
     }
     if quota.mode == QuotaMode::Count {
-        text.push_str(" The quota only counts (mode Count).");
+        text.push_str(" The quota only counts usage (mode Count).");
     }
     if quota.ready.status == "False" {
         let _ = write!(text, " The quota is not ready: {}.", quota.ready.message.trim_end_matches('.'));

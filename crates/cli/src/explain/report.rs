@@ -15,14 +15,15 @@ pub struct Explanation {
     pub requests: Vec<RequestedUnits>,
     /// The state of the pod.
     pub verdict: PodVerdict,
-    /// What quotas say about the pod, one sentence each. Empty if the cluster has no quotas.
+    /// What quotas say about the pod, one sentence each. Empty if the cluster has no quotas, or if
+    /// the pod has ended or requests no device.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub quotas: Vec<String>,
-    /// Allocations, or the reservation of a pod that is not yet running.
+    /// The pod's allocations, or its reservation if the pod is not yet running.
     pub assignments: Vec<Assignment>,
     /// The nodes on which Cleave manages GPUs.
     pub nodes: Vec<NodeView>,
-    /// Number of other nodes.
+    /// Number of nodes on which Cleave manages no GPUs.
     pub other_nodes: usize,
     /// Changes that would help the pod to run, one sentence each.
     pub help: Vec<String>,
@@ -55,7 +56,7 @@ pub enum PodState {
     Reserved,
     /// The pod fits, and the operator will release it.
     Fits,
-    /// The pod waits until a GPU has room.
+    /// The pod waits for a GPU, or for its quota.
     Waiting,
     /// The pod fits on no GPU of the cluster, even if all other pods end.
     Never,
@@ -65,7 +66,7 @@ pub enum PodState {
     Scheduler,
     /// The pod requests no resource that Cleave serves.
     NotManaged,
-    /// The pod has ended, or is being deleted.
+    /// The pod has ended, or is being deleted and has no node.
     Ended,
 }
 

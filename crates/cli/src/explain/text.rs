@@ -102,14 +102,14 @@ fn node_table(explanation: &Explanation) -> String {
             table.add_row(&[&node.name, "", "", "", "", "", "", "", refusal]);
         }
         for gpu in &node.gpus {
-            add_gpu(&mut table, &node.name, gpu);
+            add_gpu_rows(&mut table, &node.name, gpu);
         }
     }
     table.render()
 }
 
-/// Adds a row for each resource of a GPU, or one row for a GPU without resources.
-fn add_gpu(table: &mut Table, node: &str, gpu: &GpuView) {
+/// Adds a row for each resource of a GPU, or one row if the GPU has no resources.
+fn add_gpu_rows(table: &mut Table, node: &str, gpu: &GpuView) {
     let index = gpu.index.to_string();
     if gpu.devices.is_empty() {
         let note = gpu.unavailable.as_deref().unwrap_or("no resources");

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use cleave_api::gpunode::GpuStatus;
 use cleave_api::names::GATE;
-use cleave_operator::dry;
+use cleave_operator::dry_run;
 use cleave_operator::placement::{Gatekeeper, ReleaseReason, UNSCHEDULABLE_AFTER};
 use cleave_operator::pods::{PodObject, claimant, full_name};
 use cleave_plan::ledger::{DeviceRequest, Ledger};
@@ -92,13 +92,13 @@ impl PodContext<'_> {
 
     /// Returns the verdict on a pod whose only gate is the placement gate.
     fn gated_verdict(&self) -> PodVerdict {
-        let demand = dry::dry_run(&self.live.observed).map(|run| run.outcome.waiting).unwrap_or_default();
+        let demand = dry_run::dry_run(&self.live.observed).map(|run| run.outcome.waiting).unwrap_or_default();
         let mut keeper = Gatekeeper::default();
         let mut decide = |up| run_placement_gate(&mut keeper, &self.live.cluster, &demand, up, self.live.now);
         let mut decisions = decide(Duration::ZERO);
         if !decisions.released.contains_key(self.name) {
-            // The gatekeeper delays the release of a pod that fits nowhere, because a policy may be
-            // new.
+            // The gatekeeper delays the release of a pod that fits nowhere: a new policy may not be
+            // applied yet.
             decisions = decide(UNSCHEDULABLE_AFTER);
         }
         match decisions.released.get(self.name) {
@@ -155,7 +155,8 @@ impl PodContext<'_> {
     }
 
     /// Returns whether the operator keeps the reservation of a released pod. The operator renews an
-    /// expired reservation without changing the annotation, unless the scheduler refused the pod.
+    /// expired reservation unless the scheduler refused the pod. A renewal does not change the
+    /// annotation.
     fn has_reservation(&self) -> bool {
         self.ledger.claim(self.name).is_some()
     }

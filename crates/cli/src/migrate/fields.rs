@@ -56,7 +56,7 @@ impl Section {
         SettingPlace { source: self.source.clone(), setting: self.path_of(key), value: shorten(value) }
     }
 
-    /// Removes and returns a value of any type, with its place. A null counts as no value.
+    /// Removes a value of any type, and returns it with its place. Returns `None` for a null.
     pub(super) fn take_value(&mut self, key: &str) -> Option<(SettingPlace, Value)> {
         let value = self.keys.remove(key).filter(|value| !value.is_null())?;
         Some((self.place_of(key, &value), value))
@@ -78,10 +78,10 @@ impl Section {
         Ok(Some((place, text)))
     }
 
-    /// Removes and returns a boolean. Accepts the strings `true` and `false`.
+    /// Removes and returns a boolean. Accepts the strings `true` and `false` too.
     ///
     /// # Errors
-    /// Returns an error if the value has another type or is out of range.
+    /// Returns an error if the value has another type.
     pub(super) fn take_bool(&mut self, key: &str) -> Result<Option<(SettingPlace, bool)>> {
         let Some((place, value)) = self.take_value(key) else { return Ok(None) };
         let flag = value.as_bool().or_else(|| value.as_str().and_then(|text| text.parse().ok()));
@@ -89,17 +89,17 @@ impl Section {
         Ok(Some((place, flag)))
     }
 
-    /// Removes and returns a whole number from `least` to `u32::MAX`.
+    /// Removes and returns a whole number from `minimum` to `u32::MAX`.
     ///
     /// # Errors
     /// Returns an error if the value has another type or is out of range.
-    pub(super) fn take_number(&mut self, key: &str, least: u32) -> Result<Option<(SettingPlace, u32)>> {
+    pub(super) fn take_number(&mut self, key: &str, minimum: u32) -> Result<Option<(SettingPlace, u32)>> {
         let Some((place, value)) = self.take_value(key) else { return Ok(None) };
         let number = value.as_u64().or_else(|| value.as_str().and_then(|text| text.parse().ok()));
-        let number = number.and_then(|number| u32::try_from(number).ok()).filter(|number| *number >= least);
+        let number = number.and_then(|number| u32::try_from(number).ok()).filter(|number| *number >= minimum);
         let number = number.with_context(|| {
             format!(
-                "{}: {} is {value}; it must be a whole number from {least} to {}",
+                "{}: {} is {value}; it must be a whole number from {minimum} to {}",
                 self.source,
                 place.setting,
                 u32::MAX
@@ -132,7 +132,7 @@ impl Section {
     /// Removes and returns a string or a list of strings.
     ///
     /// # Errors
-    /// Returns an error if the value has another type or is out of range.
+    /// Returns an error if the value has another type.
     pub(super) fn take_strings(&mut self, key: &str) -> Result<Option<(SettingPlace, Vec<String>)>> {
         let Some((place, value)) = self.take_value(key) else { return Ok(None) };
         let items = match value {
@@ -150,12 +150,13 @@ impl Section {
         self.keys.keys().cloned().collect()
     }
 
-    /// Removes keys that do not affect how GPUs are shared, and reports them as dropped.
+    /// Removes the known keys, and reports them as dropped: these settings need no action.
     pub(super) fn drop_keys(&mut self, known: &[(&str, &str)], notes: &mut Notes) {
         self.take_keys(Outcome::Dropped, known, notes);
     }
 
-    /// Removes the known keys, and reports all of them with one outcome.
+    /// Removes the known keys, and reports all of them with the same outcome. `known` contains each
+    /// key and the text of its report line.
     pub(super) fn take_keys(&mut self, outcome: Outcome, known: &[(&str, &str)], notes: &mut Notes) {
         for (key, reason) in known {
             if let Some((place, _)) = self.take_value(key) {

@@ -13,9 +13,10 @@ use super::sources::mig_parted::{MigRule, MigState};
 use super::sources::nos::{self, Partitioning};
 use super::sources::plugin::{GPU, MIG_PREFIX, MigStrategy, PluginConfig, SharedBy, Sharing};
 
-/// The node label that policies for GKE node pools select. New pools do not have GKE's own labels.
+/// The node label that policies for GKE node pools select. New pools do not have GKE's sharing
+/// labels.
 const POOL_LABEL: &str = "pool";
-/// The label by which a policy selects a single node.
+/// The label with which a policy selects a single node.
 const HOSTNAME_LABEL: &str = "kubernetes.io/hostname";
 
 /// Nodes whose GPUs other software divides in the same way.
@@ -25,11 +26,12 @@ pub(super) struct NodeGroup {
     pub(super) name: String,
     /// The nodes, as the report names them.
     pub(super) nodes: String,
-    /// Current labels of the nodes, by which pods select them. Empty for nodes without a label.
+    /// Current labels of the nodes. Pods use these labels to select nodes. Empty for nodes without
+    /// a label.
     pub(super) labels: Labels,
     /// `nodeSelector` of the policies. Empty to select all nodes.
     pub(super) selector: Labels,
-    /// How GPUs are divided. GPUs that no rule selects are whole.
+    /// How GPUs are divided. GPUs that no rule selects remain whole.
     pub(super) rules: Vec<DivisionRule>,
     /// The names of HAMi's resources, if HAMi manages the nodes.
     pub(super) hami: Option<HamiResources>,
@@ -42,9 +44,9 @@ pub(super) struct DivisionRule {
     pub(super) gpus: Option<GpuSelector>,
     /// How each GPU is divided.
     pub(super) division: Division,
-    /// The resource that pods currently request for a whole GPU or for a share that replaces it.
+    /// The resource that pods currently request for a whole GPU, or for a share if GPUs are shared.
     pub(super) name: String,
-    /// Whether the software currently refuses requests above 1.
+    /// Whether the other software currently refuses requests for more than 1.
     pub(super) refuses_above_one: bool,
 }
 
@@ -53,13 +55,14 @@ pub(super) struct DivisionRule {
 pub(super) enum Division {
     /// Not divided.
     Whole,
-    /// Equal shares or replicas of the GPU.
+    /// Equal shares or replicas of the GPU, and their number.
     Equal(SharedBy, u32),
     /// MIG instances. `None` if they are created on demand.
     Mig {
         /// The profiles of the instances.
         layout: Option<Vec<String>>,
-        /// How each instance is shared.
+        /// How each instance is shared, and the number of shares or replicas. `None` if instances
+        /// are not shared.
         shared: Option<(SharedBy, u32)>,
         /// The current resources of the instances, by profile.
         names: BTreeMap<String, String>,
@@ -76,13 +79,13 @@ impl DivisionRule {
     }
 }
 
-/// Returns the groups. Their order depends only on the input.
+/// Returns the groups. The order of the groups depends only on the input.
 pub(super) fn group_nodes(input: &Input, notes: &mut Notes) -> Vec<NodeGroup> {
     let mut groups = nvidia_groups(input, notes);
     groups.extend(nos_groups(input, notes));
     groups.extend(gke_groups(&input.pools, notes));
     groups.extend(input.hami.iter().flat_map(hami_groups));
-    add_whole_rules(&mut groups);
+    add_rules_for_whole_gpus(&mut groups);
     if let [only] = groups.as_mut_slice()
         && only.labels.is_empty()
     {
@@ -91,14 +94,18 @@ pub(super) fn group_nodes(input: &Input, notes: &mut Notes) -> Vec<NodeGroup> {
     groups
 }
 
-/// The configurations of a group of nodes: the name of the plugin's and the name of mig-parted's.
+/// The names of a node group's configurations: first the plugin's, then mig-parted's.
 type ConfigNames = (Option<String>, Option<String>);
 
 fn nvidia_groups(input: &Input, notes: &mut Notes) -> Vec<NodeGroup> {
     if input.plugin.is_empty() && input.mig.is_empty() {
         return Vec::new();
     }
-    let keys = if input.nodes.is_empty() { keys_without_nodes(input, notes) } else { keys_of_nodes(input, notes) };
+    let keys = if input.nodes.is_empty() {
+        config_names_without_nodes(input, notes)
+    } else {
+        config_names_of_nodes(input, notes)
+    };
     let groups: Vec<NodeGroup> = keys.into_iter().map(|key| nvidia_group(input, key, notes)).collect();
     let has_instances =
         groups.iter().flat_map(|group| &group.rules).any(|rule| matches!(rule.division, Division::Mig { .. }));
@@ -115,7 +122,7 @@ fn nvidia_groups(input: &Input, notes: &mut Notes) -> Vec<NodeGroup> {
 }
 
 /// Returns the combinations of configurations that the nodes' labels select.
-fn keys_of_nodes(input: &Input, notes: &mut Notes) -> BTreeSet<ConfigNames> {
+fn config_names_of_nodes(input: &Input, notes: &mut Notes) -> BTreeSet<ConfigNames> {
     let mut missing = BTreeSet::new();
     let mut keys = BTreeSet::new();
     for node in input.nodes.iter().filter(|node| has_gpu(node) && !node.labels.contains_key(nos::PARTITIONING_LABEL)) {
@@ -129,7 +136,8 @@ fn keys_of_nodes(input: &Input, notes: &mut Notes) -> BTreeSet<ConfigNames> {
         };
         let plugin = named(PLUGIN_LABEL, &|name| input.plugin.contains_key(name));
         let mig = named(MIG_LABEL, &|name| input.mig.contains_key(name));
-        // NVIDIA's plugin does not start on a node whose label names no configuration.
+        // NVIDIA's plugin does not start on a node if the node's label names a configuration that
+        // does not exist.
         if plugin.is_some() || input.plugin.is_empty() || !node.labels.contains_key(PLUGIN_LABEL) {
             keys.insert((plugin, mig));
         }
@@ -150,7 +158,7 @@ fn has_gpu(node: &Node) -> bool {
 }
 
 /// Returns the combinations that labels can select, if the input has no nodes.
-fn keys_without_nodes(input: &Input, notes: &mut Notes) -> BTreeSet<ConfigNames> {
+fn config_names_without_nodes(input: &Input, notes: &mut Notes) -> BTreeSet<ConfigNames> {
     let mut keys = BTreeSet::new();
     if input.default_plugin.is_some() || input.default_mig.is_some() {
         keys.insert((None, None));
@@ -194,12 +202,12 @@ fn nvidia_group(input: &Input, (plugin, mig): ConfigNames, notes: &mut Notes) ->
     let source = group_name(&labels);
     let mut rules = Vec::new();
     for rule in mig_rules.into_iter().flatten() {
-        rules.push(mig_rule(rule, config, strategy, &source, notes));
+        rules.push(rule_for_mig_parted_entry(rule, config, strategy, &source, notes));
     }
     if let Some(sharing) = &config.sharing {
         let covered = rules.iter().any(|rule| rule.gpus.is_none());
         if let Some(&count) = sharing.replicas.get(GPU).filter(|_| !covered) {
-            rules.push(equal_rule(None, sharing, count, &source, notes));
+            rules.push(rule_for_equal_division(None, sharing, count, &source, notes));
         }
         if mig_rules.is_none() {
             report_unknown_instances(sharing, &source, notes);
@@ -208,7 +216,7 @@ fn nvidia_group(input: &Input, (plugin, mig): ConfigNames, notes: &mut Notes) ->
     NodeGroup { name, nodes: source, selector: labels.clone(), labels, rules, hami: None }
 }
 
-/// Returns the name by which the report refers to the nodes with these labels.
+/// Returns the name that the report uses for the nodes with these labels.
 fn group_name(labels: &Labels) -> String {
     if labels.is_empty() {
         return "Nodes without a label of another configuration".to_owned();
@@ -217,7 +225,7 @@ fn group_name(labels: &Labels) -> String {
     format!("Nodes {}", labels.join(","))
 }
 
-/// Reports replicas of MIG instances, if the input does not say which instances exist.
+/// Reports replicas of MIG instances if the input does not specify which instances exist.
 fn report_unknown_instances(sharing: &Sharing, source: &str, notes: &mut Notes) {
     for (resource, count) in sharing.replicas.iter().filter(|(resource, _)| resource.starts_with(MIG_PREFIX)) {
         let section = match sharing.by {
@@ -234,7 +242,7 @@ fn report_unknown_instances(sharing: &Sharing, source: &str, notes: &mut Notes) 
     }
 }
 
-fn equal_rule(
+fn rule_for_equal_division(
     gpus: Option<GpuSelector>,
     sharing: &Sharing,
     count: u32,
@@ -265,8 +273,9 @@ fn limit_count(by: SharedBy, count: u32, source: &str, notes: &mut Notes) -> u32
     count.min(most)
 }
 
-/// Returns the result for an entry of mig-parted, with the plugin's sharing.
-fn mig_rule(
+/// Returns the division rule for an entry of mig-parted. The plugin's configuration determines how
+/// instances are shared.
+fn rule_for_mig_parted_entry(
     rule: &MigRule,
     config: &PluginConfig,
     strategy: Option<MigStrategy>,
@@ -279,7 +288,7 @@ fn mig_rule(
         MigState::Off => {
             let count = config.sharing.as_ref().and_then(|sharing| Some((sharing, *sharing.replicas.get(GPU)?)));
             return match count {
-                Some((sharing, count)) => equal_rule(gpus, sharing, count, source, notes),
+                Some((sharing, count)) => rule_for_equal_division(gpus, sharing, count, source, notes),
                 None => DivisionRule { gpus, ..DivisionRule::for_all_gpus(Division::Whole) },
             };
         }
@@ -337,7 +346,7 @@ fn nos_groups(input: &Input, notes: &mut Notes) -> Vec<NodeGroup> {
     let mut words: BTreeSet<String> =
         input.nodes.iter().filter_map(|node| node.labels.get(nos::PARTITIONING_LABEL)).cloned().collect();
     if words.is_empty() && input.nos.is_some() && input.nodes.is_empty() {
-        words = [Partitioning::Mig, Partitioning::Mps].map(|one| one.word().to_owned()).into();
+        words = [Partitioning::Mig, Partitioning::Mps].map(|one| one.label_value().to_owned()).into();
     }
     let mut groups = Vec::new();
     for word in words {
@@ -347,7 +356,10 @@ fn nos_groups(input: &Input, notes: &mut Notes) -> Vec<NodeGroup> {
             value: word.clone(),
         };
         let Some(partitioning) = Partitioning::parse(&word) else {
-            notes.decide(place, "Nos knows mig, mps and hybrid. `cleave migrate` writes no policy for these nodes.");
+            notes.decide(
+                place,
+                "Nos accepts only mig, mps and hybrid. `cleave migrate` writes no policy for these nodes.",
+            );
             continue;
         };
         let (division, text) = match partitioning {
@@ -365,7 +377,7 @@ fn nos_groups(input: &Input, notes: &mut Notes) -> Vec<NodeGroup> {
         notes.translated(place, text);
         let labels = Labels::from([(nos::PARTITIONING_LABEL.to_owned(), word)]);
         groups.push(NodeGroup {
-            name: format!("nos-{}", partitioning.word()),
+            name: format!("nos-{}", partitioning.label_value()),
             nodes: group_name(&labels),
             selector: labels.clone(),
             labels,
@@ -410,7 +422,7 @@ fn gke_groups(pools: &BTreeSet<Pool>, notes: &mut Notes) -> Vec<NodeGroup> {
                 format!(
                     "Create a new pool without GKE's sharing and partitions, with \
                      --node-labels={label},gke-no-default-nvidia-gpu-device-plugin=true and gpu-driver-version=disabled. \
-                     It has none of GKE's sharing labels: remove them from the node selectors of pods."
+                     The new pool has none of GKE's sharing labels: remove these labels from the node selectors of pods."
                 ),
             );
         }
@@ -450,8 +462,9 @@ fn hami_groups(config: &HamiConfig) -> Vec<NodeGroup> {
     groups
 }
 
-/// Adds a rule that keeps GPUs whole on nodes on which a less specific policy would divide them.
-fn add_whole_rules(groups: &mut [NodeGroup]) {
+/// Adds a rule that keeps GPUs whole to each group of nodes that the policy of a less specific
+/// group would also select.
+fn add_rules_for_whole_gpus(groups: &mut [NodeGroup]) {
     let general: Vec<Labels> =
         groups.iter().filter(|group| !group.rules.is_empty()).map(|group| group.selector.clone()).collect();
     for group in groups.iter_mut().filter(|group| group.rules.iter().all(|rule| rule.gpus.is_some())) {

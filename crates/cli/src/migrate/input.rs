@@ -18,7 +18,7 @@ use super::sources::plugin::{self, MigStrategy, PluginConfig};
 pub(super) const PLUGIN_LABEL: &str = "nvidia.com/device-plugin.config";
 /// The node label whose value is the name of mig-parted's configuration.
 pub(super) const MIG_LABEL: &str = "nvidia.com/mig.config";
-/// Name of the configuration that the plugin's chart prefers for nodes without a label.
+/// Name of the configuration that the plugin's chart uses by default for nodes without a label.
 const FALLBACK_CONFIG_NAME: &str = "default";
 
 /// A document of the input.
@@ -29,7 +29,7 @@ pub(super) struct Document {
     /// The content of the document.
     pub(super) value: Value,
     /// Whether the user passed the document in a file. `cleave migrate` skips unknown `ConfigMap`s
-    /// of a cluster, because only a few contain configurations.
+    /// of a cluster: most `ConfigMap`s contain no configuration of GPU software.
     pub(super) chosen: bool,
 }
 
@@ -45,11 +45,13 @@ pub(super) struct Node {
 /// The parsed input.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Input {
-    /// The plugin's configurations, by name. The name is empty for a file without a `ConfigMap`.
+    /// The plugin's configurations, by name. The name is empty if the configuration is a file of
+    /// its own.
     pub(super) plugin: BTreeMap<String, PluginConfig>,
     /// Name of the plugin's configuration for nodes without a label.
     pub(super) default_plugin: Option<String>,
-    /// How NVIDIA's chart names MIG instances, if the input contains such a chart's values.
+    /// How NVIDIA's plugin names MIG instances, if the input contains values of one of NVIDIA's
+    /// charts.
     pub(super) mig_strategy: Option<MigStrategy>,
     /// mig-parted's configurations, by name.
     pub(super) mig: BTreeMap<String, Vec<MigRule>>,
@@ -87,7 +89,8 @@ struct SortedDocuments {
 /// Parses the documents of the input.
 ///
 /// # Errors
-/// Returns an error if a document is not recognized, or its own software refuses the document.
+/// Returns an error if a document is not recognized, or if the software that reads the document
+/// would refuse it.
 pub(super) fn parse(documents: Vec<Document>, notes: &mut Notes) -> Result<Input> {
     let mut sorted = SortedDocuments::default();
     for document in documents {
@@ -271,12 +274,13 @@ impl SortedDocuments {
     }
 }
 
-/// The documents that `cleave migrate` reads, for the error about any other document.
+/// The documents that `cleave migrate` reads, for the error about an unrecognized document.
 const ACCEPTED_DOCUMENTS: &str = "`cleave migrate` reads configurations of NVIDIA's device plugin and of mig-parted, values of the \
                      charts of NVIDIA's device plugin, the GPU Operator, Nos and HAMi, configurations of HAMi, node \
                      pools of GKE, and Kubernetes objects.";
 
-/// Adds the facts of another chart. A fact that both charts set must be equal.
+/// Adds the facts of another chart. Returns an error if two charts set different values for the
+/// same fact.
 fn merge_chart_facts(chart: &mut ChartFacts, other: ChartFacts, source: &str) -> Result<()> {
     fn set_once<T: PartialEq>(first: &mut Option<T>, second: Option<T>, what: &str, source: &str) -> Result<()> {
         ensure!(first.is_none() || second.is_none() || *first == second, "{source}: two charts set {what} differently");
@@ -326,7 +330,7 @@ impl Input {
                 Some(name.clone())
             }
             None if self.plugin.contains_key("") => Some(String::new()),
-            // The GPU Operator has no fallback, unlike the plugin's chart.
+            // Unlike the plugin's chart, the GPU Operator has no default configuration.
             None if chart.gpu_operator => None,
             None if self.plugin.contains_key(FALLBACK_CONFIG_NAME) => Some(FALLBACK_CONFIG_NAME.to_owned()),
             None if self.plugin.len() == 1 => self.plugin.keys().next().cloned(),

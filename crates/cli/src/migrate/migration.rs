@@ -15,7 +15,7 @@ use super::report::{Notes, ReportLine};
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Migration {
-    /// The outcome for each setting, in the order of the input.
+    /// The outcome for each setting, grouped by source.
     pub(super) report: Vec<ReportLine>,
     /// The policies.
     pub(super) policies: Vec<Value>,
@@ -25,7 +25,7 @@ pub(super) struct Migration {
     /// Values of the chart, as the content of a values file.
     #[serde(rename = "values")]
     pub(super) nested_values: Value,
-    /// Values files in the chart's directory. Later files take precedence.
+    /// Values files in the chart's directory. If two files set the same value, the later file wins.
     pub(super) values_files: Vec<&'static str>,
     /// Resources that pods must request by a new name.
     pub(super) renames: Vec<Rename>,
@@ -40,7 +40,7 @@ pub(super) struct Migration {
 /// Translates documents.
 ///
 /// # Errors
-/// Returns an error if the software that owns an input setting would refuse the setting.
+/// Returns an error if the software that reads a setting would refuse it.
 pub(super) fn migrate(documents: Vec<Document>, preview: bool) -> Result<Migration> {
     let mut notes = Notes::default();
     let input = input::parse(documents, &mut notes)?;

@@ -1,7 +1,8 @@
 //! `cleave migrate`: translates the configuration of other software that shares GPUs.
 //!
-//! The command writes nothing to a cluster. The report has a line for each setting of the input,
-//! with the counterpart in Cleave or the reason why there is none. The command ignores no key.
+//! The command writes nothing to a cluster. The report has a line for each setting of the input.
+//! The line names the counterpart in Cleave, or explains why Cleave has none. The command ignores
+//! no key silently.
 //!
 //! ```text
 //!  files ───┐          ┌▶[fields, sources]──▶ Notes: the report
@@ -33,7 +34,7 @@ use crate::client::ClusterArgs;
 use crate::output::{print, to_json};
 use migration::migrate;
 
-/// Input and examples in the help of `cleave migrate`.
+/// The input formats and examples in the help of `cleave migrate`.
 pub(crate) const INPUT_HELP: &str = "\
 Input:
   YAML or JSON files, recognized by their content:
@@ -57,13 +58,13 @@ Examples:
 /// Options of `cleave migrate`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct MigrateArgs {
-    /// Configurations, values, nodes and pods as YAML; `-` reads standard input.
+    /// YAML files with configurations, values, nodes and pods; `-` reads standard input.
     #[arg(required_unless_present = "from_cluster", value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// Read nodes, config maps, cluster policies and, for --preview, pods from the cluster.
+    /// Read Nodes, ConfigMaps, ClusterPolicies and, for --preview, Pods from the cluster.
     #[arg(long)]
     from_cluster: bool,
-    /// Show what each pod of the input would get.
+    /// Show what each pod of the input would get from Cleave.
     #[arg(long)]
     preview: bool,
     /// Output format.
@@ -90,7 +91,8 @@ enum MigrateFormat {
 /// Runs `cleave migrate`.
 ///
 /// # Errors
-/// Returns an error if the input cannot be read, or its own software refuses a setting.
+/// Returns an error if the input cannot be read, or if the software that reads a setting would
+/// refuse it.
 pub(crate) async fn run(args: MigrateArgs) -> Result<()> {
     let mut documents = read::from_files(&args.files)?;
     if args.from_cluster {
@@ -120,7 +122,8 @@ pub struct Translation {
 /// `files` is a file name and its content.
 ///
 /// # Errors
-/// Returns an error if a text is not valid YAML, or its own software refuses a setting.
+/// Returns an error if a file is not valid YAML, or if the software that reads a setting would
+/// refuse it.
 pub fn translate(files: &[(&str, &str)]) -> Result<Translation> {
     let mut documents = Vec::new();
     for (name, text) in files {

@@ -27,11 +27,11 @@ pub(super) struct Workload {
 pub(super) struct PodSpec {
     /// The node on which the pod runs.
     pub(super) node_name: Option<String>,
-    /// Labels of the nodes on which the pod may run.
+    /// The pod's node selector.
     pub(super) node_selector: Labels,
     /// The scheduler that the pod names.
     pub(super) scheduler_name: String,
-    /// Whether the pod uses the inter-process communication of the host.
+    /// Whether the pod uses the host's IPC namespace.
     #[serde(rename = "hostIPC")]
     pub(super) host_ipc: bool,
     /// The init containers, which run one after another before the containers.
@@ -67,8 +67,8 @@ struct Resources {
 }
 
 impl Container {
-    /// Returns the requests of GPU resources that are not zero. An amount that is not a whole
-    /// number counts as zero.
+    /// Returns the requests of GPU resources, except zeros. An amount that is not a whole number
+    /// counts as zero.
     pub(super) fn requests(&self) -> BTreeMap<&str, u64> {
         let of_gpus = |name: &str| RESOURCE_PREFIXES.iter().any(|start| name.starts_with(start));
         let requests = self.resources.limits.iter().filter(|(name, _)| of_gpus(name));

@@ -1,4 +1,5 @@
-//! Creates the policies for groups of nodes, and finds the resource names of their shares. Pure.
+//! Creates the policies for groups of nodes, and determines which resources pods must request.
+//! Pure.
 use std::collections::BTreeSet;
 
 use anyhow::{Context as _, Result, ensure};
@@ -17,7 +18,8 @@ use super::sources::hami::HamiResources;
 use super::sources::nos::NosValues;
 use super::sources::plugin::{GPU, SharedBy};
 
-/// Maximum length of a policy's name in bytes, without the numeric suffix of further policies.
+/// Maximum length of a policy's name in bytes, without the numeric suffix that makes the name
+/// unique.
 const MAX_NAME_BYTES: usize = 60;
 
 /// The policies, and the resources that pods get from them.
@@ -51,7 +53,7 @@ pub(super) struct Counterpart {
     pub(super) now: String,
     /// The meaning of one unit of the new resource.
     pub(super) unit: Unit,
-    /// Whether the other software currently refuses requests above 1.
+    /// Whether the other software currently refuses requests for more than 1.
     pub(super) refuses_above_one: bool,
 }
 
@@ -81,7 +83,7 @@ pub(super) struct Rename {
     pub(super) was: String,
     /// The name in Cleave.
     pub(super) now: String,
-    /// The nodes on which the resource has the new name.
+    /// The nodes on which pods must request the new name.
     pub(super) nodes: String,
 }
 
@@ -100,11 +102,11 @@ impl Plan {
     }
 }
 
-/// Creates the policies.
+/// Creates the policies, and determines the counterparts of the resources that pods currently
+/// request.
 ///
 /// # Errors
-/// Returns an error if the operator would refuse a policy, because no GPU can have such a
-/// partition.
+/// Returns an error if a value cannot be a node label, or if the operator would refuse a policy.
 pub(super) fn plan(groups: &[NodeGroup], input: &Input, notes: &mut Notes) -> Result<Plan> {
     let mut plan = Plan::default();
     let mut names = BTreeSet::new();
@@ -120,7 +122,7 @@ pub(super) fn plan(groups: &[NodeGroup], input: &Input, notes: &mut Notes) -> Re
                     object.insert("nodeSelector".to_owned(), json!(group.selector));
                 }
                 if let Some(gpus) = &rule.gpus {
-                    object.insert("gpus".to_owned(), selector_json(gpus));
+                    object.insert("gpus".to_owned(), gpu_selector_json(gpus));
                 }
             }
             let name = unique_name(&group.name, &mut names);
@@ -143,7 +145,7 @@ pub(super) fn plan(groups: &[NodeGroup], input: &Input, notes: &mut Notes) -> Re
             hami: group.hami.clone(),
         });
     }
-    report_overruled(groups, notes);
+    report_overruled_policies(groups, notes);
     Ok(plan)
 }
 
@@ -161,7 +163,7 @@ fn validate_spec(name: &str, spec: &Value) -> Result<()> {
     Ok(())
 }
 
-fn selector_json(gpus: &GpuSelector) -> Value {
+fn gpu_selector_json(gpus: &GpuSelector) -> Value {
     let mut selector = serde_json::Map::new();
     if !gpus.models.is_empty() {
         selector.insert("models".to_owned(), json!(gpus.models));
@@ -215,8 +217,8 @@ fn policy_spec(rule: &DivisionRule, nos: Option<NosValues>) -> Value {
     spec
 }
 
-/// Returns the settings of equal shares. As with NVIDIA's plugin and GKE, each share has an equal
-/// part of the SMs.
+/// Returns the settings of equal shares. Each share has an equal part of the SMs, as with NVIDIA's
+/// plugin and GKE.
 fn equal_mps_shares(count: u32) -> Value {
     json!({"units": count, "threads": "Strict"})
 }
@@ -309,8 +311,9 @@ fn unique_name(wanted: &str, names: &mut BTreeSet<String>) -> String {
     free
 }
 
-/// Reports policies that apply to nodes of a more specific group, because they select GPUs.
-fn report_overruled(groups: &[NodeGroup], notes: &mut Notes) {
+/// Reports policies that win over the policies of a more specific group, because they select GPUs
+/// by model or index.
+fn report_overruled_policies(groups: &[NodeGroup], notes: &mut Notes) {
     for general in groups {
         let selects_gpus = general.rules.iter().any(|rule| rule.gpus.is_some());
         for special in groups.iter().filter(|_| selects_gpus) {

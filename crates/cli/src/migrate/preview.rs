@@ -14,7 +14,7 @@ use super::sources::plugin::{GPU, MIG_PREFIX};
 /// Prefix of the Nos resources that only Nos's quotas count.
 const NOS_PREFIX: &str = "nos.nebuly.com/";
 
-/// The preview of a pod with GPUs.
+/// The preview of a pod that requests GPU resources.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(super) struct PodPreview {
     /// Kind, namespace and name.
@@ -33,7 +33,7 @@ pub(super) struct RequestPreview {
     pub(super) container: String,
     /// The current request.
     pub(super) was: String,
-    /// The results on the nodes on which the pod may run. Equal results are merged into one entry.
+    /// The results for the nodes on which the pod may run. Nodes with equal results have one entry.
     pub(super) becomes: Vec<RequestResult>,
 }
 
@@ -59,8 +59,8 @@ impl RequestResult {
     }
 }
 
-/// Returns what each pod with GPUs gets, in the order of the input. Pods of one controller with
-/// equal requests are one entry.
+/// Returns what each pod that requests GPU resources gets, in the order of the input. Pods of one
+/// controller with equal previews have one entry.
 pub(super) fn preview(workloads: &[Workload], nodes: &[Node], plan: &Plan) -> Vec<PodPreview> {
     let names = plan.groups.iter().find_map(|group| group.hami.as_ref());
     let mut previews: Vec<PodPreview> = Vec::new();
@@ -80,8 +80,8 @@ pub(super) fn preview(workloads: &[Workload], nodes: &[Node], plan: &Plan) -> Ve
 }
 
 /// Returns the groups of nodes on which a pod may run. For a pod on a node of the input, returns
-/// the node's group. For another pod, excludes a group if the pod's node selector contradicts the
-/// group's labels.
+/// the node's group. For any other pod, excludes the groups with labels that differ from the pod's
+/// node selector.
 fn groups_for_workload<'a>(
     workload: &Workload,
     nodes: &[Node],
@@ -148,7 +148,7 @@ fn container_preview(container: &Container, groups: &[&GroupCounterparts]) -> Ve
     previews.into_iter().map(request).collect()
 }
 
-/// Merges equal entries. Names the nodes of each entry if the entries differ.
+/// Merges equal results. Names the nodes of each result if the results differ.
 fn merge_equal_results(all: &[(String, RequestResult)]) -> Vec<RequestResult> {
     let distinct: BTreeSet<&RequestResult> = all.iter().map(|(_, becomes)| becomes).collect();
     if distinct.len() == 1 {
@@ -162,7 +162,8 @@ fn merge_equal_results(all: &[(String, RequestResult)]) -> Vec<RequestResult> {
     with_nodes.collect()
 }
 
-/// Returns the new name of a resource, if the counterpart replaces this resource.
+/// Returns the new name of the resource `name`, or `None` if `counterpart` replaces another
+/// resource.
 fn new_name(counterpart: &Counterpart, name: &str) -> Option<String> {
     match (counterpart.was.strip_suffix('*'), counterpart.now.strip_suffix('*')) {
         (Some(was), Some(now)) => name.strip_prefix(was).map(|rest| format!("{now}{rest}")),
@@ -197,7 +198,7 @@ fn request_result(counterpart: &Counterpart, now: &str, amount: u64) -> RequestR
     RequestResult::new(request, format!("{text}{refused}"))
 }
 
-/// Describes shares. Returns the reason as an error if no device has enough shares.
+/// Describes shares. Returns the reason as an error if a device has fewer shares than the request.
 fn describe_shares(amount: u64, count: u32, device: &str) -> Result<String, String> {
     if amount > u64::from(count) {
         return Err(format!("A {device} has {count} shares, and all shares of a container are of one {device}."));
@@ -213,7 +214,7 @@ fn describe_replicas(amount: u64, count: u32, device: &str) -> String {
         return format!("A whole {device} in turns with up to {} other replicas, without limits.", count - 1);
     }
     format!(
-        "{amount} of the {count} replicas of one {device} if possible. They have no more time or memory than 1 replica."
+        "{amount} of the {count} replicas of one {device} if possible. More replicas give no more time or memory than 1 replica."
     )
 }
 
@@ -221,7 +222,7 @@ fn format_count(count: u64, noun: &str) -> String {
     if count == 1 { format!("1 {noun}") } else { format!("{count} {noun}s") }
 }
 
-/// Returns the result for a request for which no group has a counterpart.
+/// Returns the result for a request that has no counterpart in any group.
 fn result_without_counterpart(name: &str, amount: u64, no_group: bool) -> RequestResult {
     if no_group && name == GPU {
         let text =
@@ -238,7 +239,7 @@ fn result_without_counterpart(name: &str, amount: u64, no_group: bool) -> Reques
     RequestResult::without_counterpart("None of the policies serves this resource.")
 }
 
-/// Describes the request of a container to HAMi, which consists of several resources.
+/// Describes a container's request to HAMi. Such a request consists of several resources.
 fn hami_request(requests: &BTreeMap<&str, u64>, names: &HamiResources) -> String {
     let all = [&names.count, &names.memory, &names.percentage, &names.cores];
     let parts = all.iter().filter_map(|name| requests.get(name.as_str()).map(|amount| format!("{name}: {amount}")));
@@ -268,7 +269,7 @@ fn hami_result(requests: &BTreeMap<&str, u64>, names: &HamiResources, group: &Gr
             RequestResult::new(
                 format!("nvidia.com/gpu-{gibibytes}gb: 1"),
                 format!(
-                    "{gibibytes} GiB of one GPU, rounded up from {memory} MiB. The SMs follow the memory.{}",
+                    "{gibibytes} GiB of one GPU, rounded up from {memory} MiB. The SMs are in proportion to the memory.{}",
                     cores.unwrap_or_default()
                 ),
             )
@@ -280,7 +281,7 @@ fn hami_result(requests: &BTreeMap<&str, u64>, names: &HamiResources, group: &Gr
     }
 }
 
-/// Returns further changes that a pod needs, one sentence each.
+/// Returns other changes that the pod needs, one sentence each.
 fn pod_notes(workload: &Workload, from_hami: bool) -> Vec<String> {
     let mut notes = Vec::new();
     let spec = &workload.spec;

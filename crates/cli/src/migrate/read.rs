@@ -11,9 +11,9 @@ use serde_json::Value;
 use super::input::Document;
 use super::yaml;
 
-/// Number of objects per request of a list.
+/// Maximum number of objects in one page of a list.
 const PAGE_SIZE: u32 = 500;
-/// The lists that `cleave migrate` always reads: the path and the kind of the objects.
+/// The lists that `cleave migrate` always reads: the path of each list and the kind of its objects.
 const ALWAYS_READ_LISTS: [(&str, &str); 2] = [("/api/v1/nodes", "Node"), ("/api/v1/configmaps", "ConfigMap")];
 /// The list of the GPU Operator's settings. The list does not exist without the GPU Operator.
 const CLUSTER_POLICY_LIST: (&str, &str) = ("/apis/nvidia.com/v1/clusterpolicies", "ClusterPolicy");
@@ -51,10 +51,10 @@ fn read_text(path: &Path) -> std::io::Result<String> {
     std::fs::read_to_string(path)
 }
 
-/// Reads nodes, `ConfigMap`s and the settings of the GPU Operator, and pods for the preview.
+/// Reads nodes, `ConfigMap`s, the settings of the GPU Operator and, for the preview, pods.
 ///
 /// # Errors
-/// Returns an error if the API server does not answer, or refuses a list.
+/// Returns an error if the API server does not respond, or refuses a list.
 pub(super) async fn from_cluster(client: &Client, preview: bool) -> Result<Vec<Document>> {
     let mut documents = Vec::new();
     for (path, kind) in ALWAYS_READ_LISTS.into_iter().chain(preview.then_some(POD_LIST)) {
@@ -68,7 +68,7 @@ pub(super) async fn from_cluster(client: &Client, preview: bool) -> Result<Vec<D
     Ok(documents)
 }
 
-/// Reads a list page by page. Sets the `kind` of each object, which a list omits.
+/// Reads a list page by page. Sets the `kind` of each object, because lists omit it.
 async fn read_list(client: &Client, path: &str, kind: &str, documents: &mut Vec<Document>) -> kube::Result<()> {
     let mut options = ListParams::default().limit(PAGE_SIZE);
     loop {

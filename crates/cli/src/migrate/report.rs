@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 pub(super) enum Outcome {
     /// A policy, a chart value or a default of Cleave has the same effect.
     Translated,
-    /// The setting belongs to software that remains installed, and does not change.
+    /// The setting belongs to software that can remain installed, and does not change.
     Kept,
     /// The setting has no counterpart in Cleave and needs no action.
     Dropped,
@@ -25,7 +25,7 @@ impl Outcome {
     pub(super) const ALL: [Self; 5] = [Self::Translated, Self::Kept, Self::Dropped, Self::Decide, Self::Unknown];
 
     /// Returns the outcome's name in the report.
-    pub(super) const fn word(self) -> &'static str {
+    pub(super) const fn name(self) -> &'static str {
         match self {
             Self::Translated => "translated",
             Self::Kept => "kept",
@@ -41,7 +41,7 @@ impl Outcome {
 pub(super) struct ReportLine {
     /// The object or file that contains the setting.
     pub(super) source: String,
-    /// Path of the setting in the source. Empty if the line is about the whole source.
+    /// Path of the setting in the source. Empty if the line describes the whole source.
     pub(super) setting: String,
     /// Value of the setting, as JSON. Empty if the value does not matter.
     #[serde(skip_serializing_if = "String::is_empty")]
@@ -70,14 +70,14 @@ impl SettingPlace {
     }
 }
 
-/// The report's lines and the chart values, in the order of the input.
+/// The report's lines, and the chart values that the translation sets.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Notes {
     /// The report's lines.
     pub(super) lines: Vec<ReportLine>,
     /// Values of Cleave's chart, by path.
     pub(super) values: BTreeMap<String, Value>,
-    /// Values files in the chart's directory, without duplicates.
+    /// Values files in the chart's directory that the user must pass to Helm, without duplicates.
     pub(super) values_files: Vec<&'static str>,
 }
 
@@ -103,9 +103,9 @@ impl Notes {
         self.add(place, Outcome::Decide, text);
     }
 
-    /// Sets a chart value. The first setting of the input wins. A later setting with another value
-    /// needs a decision.
-    pub(super) fn set(&mut self, place: SettingPlace, path: &str, value: Value) {
+    /// Sets a chart value. If an earlier setting set another value, keeps the earlier value and
+    /// reports that the administrator must decide.
+    pub(super) fn set_chart_value(&mut self, place: SettingPlace, path: &str, value: Value) {
         match self.values.get(path) {
             Some(first) if *first != value => {
                 let text = format!("The chart's value {path} is already {first}, from another setting.");
@@ -126,24 +126,25 @@ impl Notes {
         }
     }
 
-    /// Returns the values as the content of a values file: nested objects.
+    /// Returns the values as nested objects, as in a values file.
     pub(super) fn nested_values(&self) -> Value {
         let mut root = Map::new();
         for (path, value) in &self.values {
-            insert_at_path(&mut root, path, value);
+            insert_value_at_path(&mut root, path, value);
         }
         Value::Object(root)
     }
 }
 
-/// Sets the value at a path of names, separated by dots. No path may be a prefix of another path.
-fn insert_at_path(object: &mut Map<String, Value>, path: &str, value: &Value) {
+/// Sets the value at a path of names, separated by dots. Omits the value if a shorter path has a
+/// value.
+fn insert_value_at_path(object: &mut Map<String, Value>, path: &str, value: &Value) {
     let Some((first, rest)) = path.split_once('.') else {
         object.insert(path.to_owned(), value.clone());
         return;
     };
     let below = object.entry(first).or_insert_with(|| Value::Object(Map::new()));
     if let Value::Object(below) = below {
-        insert_at_path(below, rest, value);
+        insert_value_at_path(below, rest, value);
     }
 }

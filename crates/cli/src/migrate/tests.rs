@@ -8,9 +8,9 @@ use tower_test::mock;
 use super::migration::{Migration, migrate};
 use super::read::from_cluster;
 
-/// Reads a cluster from a server that answers each request by its path and query, and translates
-/// it.
-async fn read(preview: bool, answer: impl Fn(&str, &str) -> (u16, Value)) -> anyhow::Result<Migration> {
+/// Reads a cluster from a mock API server, and translates it. `answer` returns the response for a
+/// path and a query.
+async fn translate_cluster(preview: bool, answer: impl Fn(&str, &str) -> (u16, Value)) -> anyhow::Result<Migration> {
     let (service, mut server) = mock::pair::<Request<Body>, Response<Body>>();
     let reading = async move { from_cluster(&Client::new(service, "default"), preview).await };
     let serving = async move {
@@ -23,14 +23,14 @@ async fn read(preview: bool, answer: impl Fn(&str, &str) -> (u16, Value)) -> any
     migrate(tokio::join!(reading, serving).0?, preview)
 }
 
-fn failure(code: u16) -> (u16, Value) {
+fn failure_response(code: u16) -> (u16, Value) {
     let message = format!("answer {code}");
     (code, json!({"kind": "Status", "status": "Failure", "code": code, "message": message, "reason": "Failure"}))
 }
 
-/// Answers as a cluster with a configuration of NVIDIA's plugin and a `ConfigMap` that is not YAML.
-/// The GPU Operator is not installed. The list of nodes has two pages.
-fn cluster(path: &str, query: &str) -> (u16, Value) {
+/// Returns the responses of a cluster that has a configuration of NVIDIA's plugin and a `ConfigMap`
+/// that is not YAML. The GPU Operator is not installed. The list of nodes has two pages.
+fn cluster_response(path: &str, query: &str) -> (u16, Value) {
     let node = |name: &str, config: &str| json!({"metadata": {"name": name, "labels": {"nvidia.com/device-plugin.config": config}}});
     let (items, next) = match path {
         "/api/v1/nodes" if query.contains("continue=second") => (json!([node("b", "four")]), ""),
@@ -50,14 +50,14 @@ fn cluster(path: &str, query: &str) -> (u16, Value) {
             let spec = json!({"nodeName": "b", "containers": [container]});
             (json!([{"metadata": {"name": "p", "namespace": "x"}, "spec": spec}]), "")
         }
-        _ => return failure(404),
+        _ => return failure_response(404),
     };
     (200, json!({"metadata": {"continue": next}, "items": items}))
 }
 
 #[tokio::test]
 async fn configurations_that_nodes_use_are_translated() {
-    let migration = read(true, cluster).await.unwrap();
+    let migration = translate_cluster(true, cluster_response).await.unwrap();
     let replicas: Vec<&Value> =
         migration.policies.iter().map(|policy| &policy["spec"]["timeSlicing"]["replicas"]).collect();
     assert_eq!(replicas, [4, 2], "{:?}", migration.policies);
@@ -67,18 +67,19 @@ async fn configurations_that_nodes_use_are_translated() {
 
 #[tokio::test]
 async fn pods_are_read_for_the_preview_only() {
-    let without_pods =
-        |path: &str, query: &str| if path == "/api/v1/pods" { failure(403) } else { cluster(path, query) };
-    assert!(read(false, without_pods).await.unwrap().pods.is_none());
-    let error = format!("{:#}", read(true, without_pods).await.unwrap_err());
+    let without_pods = |path: &str, query: &str| {
+        if path == "/api/v1/pods" { failure_response(403) } else { cluster_response(path, query) }
+    };
+    assert!(translate_cluster(false, without_pods).await.unwrap().pods.is_none());
+    let error = format!("{:#}", translate_cluster(true, without_pods).await.unwrap_err());
     assert!(error.contains("failed to list /api/v1/pods") && error.contains("answer 403"), "{error}");
 }
 
 #[tokio::test]
 async fn a_missing_gpu_operator_is_the_only_missing_list_that_is_no_error() {
-    let error = read(false, |path, query| match path {
-        "/apis/nvidia.com/v1/clusterpolicies" => failure(403),
-        path => cluster(path, query),
+    let error = translate_cluster(false, |path, query| match path {
+        "/apis/nvidia.com/v1/clusterpolicies" => failure_response(403),
+        path => cluster_response(path, query),
     });
     assert!(format!("{:#}", error.await.unwrap_err()).contains("clusterpolicies"));
 }

@@ -21,11 +21,11 @@ pub(super) fn render_report(migration: &Migration) -> String {
             let _ = writeln!(text, "{gap}{}", line.source);
             source = Some(&line.source);
         }
-        write_line(&mut text, line);
+        write_report_line(&mut text, line);
     }
     let counts = Outcome::ALL.map(|outcome| {
         let count = migration.report.iter().filter(|line| line.outcome == outcome).count();
-        format!("{count} {}", outcome.word())
+        format!("{count} {}", outcome.name())
     });
     let _ = writeln!(text, "\n{}.", counts.join(", "));
     write_policies(&mut text, migration);
@@ -36,13 +36,13 @@ pub(super) fn render_report(migration: &Migration) -> String {
     text
 }
 
-fn write_line(text: &mut String, line: &ReportLine) {
+fn write_report_line(text: &mut String, line: &ReportLine) {
     let setting = match (line.setting.as_str(), line.value.as_str()) {
         ("", _) => String::new(),
         (setting, "") => setting.to_owned(),
         (setting, value) => format!("{setting} = {value}"),
     };
-    let word = line.outcome.word();
+    let word = line.outcome.name();
     if setting.is_empty() {
         write_wrapped(text, &format!("  {word:<OUTCOME_WIDTH$}"), &line.text);
     } else {
@@ -79,7 +79,7 @@ fn write_policies(text: &mut String, migration: &Migration) {
     }
 }
 
-/// Writes the resource names that manifests must change.
+/// Writes the resources that manifests must request by a new name.
 fn write_renames(text: &mut String, migration: &Migration) {
     let renames = &migration.renames;
     if migration.from_hami {
@@ -153,14 +153,14 @@ pub(super) fn policies_yaml(migration: &Migration) -> Result<String> {
     Ok(text)
 }
 
-/// Renders the values as a values file for Helm. A file without values is a comment.
+/// Renders the values as a values file for Helm. Without values, the file contains only a comment.
 ///
 /// # Errors
 /// Returns an error if the values cannot be written as YAML.
 pub(super) fn values_yaml(migration: &Migration) -> Result<String> {
     let mut text = String::new();
     for file in &migration.values_files {
-        let _ = writeln!(text, "# Use with --values charts/cleave/{file}");
+        let _ = writeln!(text, "# Pass --values charts/cleave/{file} to Helm too.");
     }
     if migration.values.is_empty() {
         text.push_str("# No further values are needed.\n");

@@ -7,12 +7,12 @@ use serde_json::Value;
 /// # Errors
 /// Returns an error if the text is not valid YAML.
 pub(super) fn parse_all(text: &str) -> Result<Vec<Value>> {
-    // YAML 1.1 reads the name `n` as a boolean.
+    // Without this option, YAML 1.1 rules parse a name such as `n` as a boolean.
     let options = serde_saphyr::options! { strict_booleans: true };
     serde_saphyr::from_multiple_with_options(text, options).context("not valid YAML")
 }
 
-/// Parses one document. An empty text is an empty document.
+/// Parses one document. Returns null for an empty text.
 ///
 /// # Errors
 /// Returns an error if the text is not valid YAML, or contains several documents.

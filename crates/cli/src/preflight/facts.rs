@@ -64,7 +64,7 @@ impl Metadata {
     }
 }
 
-/// An object of which preflight reads only the metadata.
+/// An object. Preflight reads only its metadata.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct NamedObject {
@@ -77,8 +77,8 @@ pub(super) struct NamedObject {
 pub(super) struct ServerVersion {
     /// For example `v1.34.1-gke.1829001`.
     pub(super) git_version: String,
-    /// The server's version in the output of `kubectl version`, which also contains the client's
-    /// version.
+    /// The server's version, if the input is the output of `kubectl version`. That output also
+    /// contains the client's version.
     pub(super) server_version: Option<Box<ServerVersion>>,
 }
 

@@ -48,7 +48,7 @@ pub struct PreflightArgs {
     /// GPUs]
     #[arg(long, value_name = "LABELS", default_value = "", hide_default_value = true, value_parser = read::parse_labels)]
     node_selector: Labels,
-    /// Read files that `kubectl get -o json` wrote instead of the cluster.
+    /// Instead of the cluster, read files that `kubectl get -o json` wrote.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["context", "kubeconfig"])]
     from: Option<PathBuf>,
     /// Output format.
@@ -73,7 +73,7 @@ enum PreflightFormat {
 /// Runs `cleave preflight`. The exit status is 1 if a finding is an error.
 ///
 /// # Errors
-/// Returns an error if the API server does not answer.
+/// Returns an error if the API server does not respond.
 pub(crate) async fn run(args: PreflightArgs) -> Result<ExitCode> {
     let facts = match &args.from {
         Some(directory) => read::from_directory(directory),

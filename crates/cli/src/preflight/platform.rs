@@ -81,7 +81,7 @@ impl Platform {
         }
     }
 
-    /// Returns the kubelet's directory, if the platform does not use the default.
+    /// Returns the kubelet's directory, if the platform does not use the default directory.
     pub(super) const fn kubelet_directory(self) -> Option<&'static str> {
         match self {
             Self::K0s => Some("/var/lib/k0s/kubelet"),
@@ -111,8 +111,9 @@ impl Platform {
         }
     }
 
-    /// Detects the platform of a node. First checks for platforms that run on every cloud, by their
-    /// labels and operating system. Returns `None` if nothing identifies a platform.
+    /// Detects the platform of a node from its labels, operating system and kubelet version. Checks
+    /// platforms that run on every cloud before the clouds. Returns `None` if nothing identifies a
+    /// platform.
     pub(super) fn of(node: &Node) -> Option<Self> {
         let info = &node.status.node_info;
         let (os, kubelet) = (info.os_image.as_str(), info.kubelet_version.as_str());
@@ -179,15 +180,15 @@ impl DriverLocation {
     pub(super) const fn describe(self) -> &'static str {
         match self {
             Self::OperatorContainer => {
-                "NVIDIA's GPU Operator runs the driver in a container. On the host it is at /run/nvidia/driver."
+                "NVIDIA's GPU Operator runs the driver in a container. On the host, the driver is at /run/nvidia/driver."
             }
             Self::GkeDirectory => "GKE installs the driver in the host directory /home/kubernetes/bin/nvidia.",
             Self::TalosExtension => {
                 "System extensions of Talos install the driver below /usr/local. \
-                 The image of the node must contain them."
+                 The image of the node must contain these extensions."
             }
             Self::BottlerocketImage => {
-                "The driver is in the image of Bottlerocket's NVIDIA variants. Their default runtime provides it."
+                "The driver is in the image of Bottlerocket's NVIDIA variants. The default runtime of these variants gives containers the driver."
             }
             Self::Host => {
                 "Nothing indicates a special location of the driver, so it should be in the host's usual directories."

@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 
 use super::facts::{Facts, ReadResult};
 
-/// Number of objects per request of a list.
+/// Maximum number of objects in one page of a list.
 const PAGE_SIZE: u32 = 500;
 
 /// A list that preflight reads.
@@ -69,7 +69,7 @@ impl Source {
         Self { metadata_only: true, ..self }
     }
 
-    /// Returns the path of the list on the API server. All of these APIs are at version v1.
+    /// Returns the path of the list on the API server. All lists use version v1 of their API.
     pub(super) fn path(&self, namespace: &str) -> String {
         let group = if self.group.is_empty() { "/api/v1".to_owned() } else { format!("/apis/{}/v1", self.group) };
         let scope = if self.namespaced { format!("/namespaces/{namespace}") } else { String::new() };
@@ -90,10 +90,10 @@ struct Page<T> {
     items: Vec<T>,
 }
 
-/// Reads the facts from the API server. Marks a list that the API server refuses as unknown.
+/// Reads the facts from the API server. A list that cannot be read becomes an error in [`Facts`].
 ///
 /// # Errors
-/// Returns an error if the API server does not answer.
+/// Returns an error if the API server does not respond to the first request.
 pub(super) async fn from_cluster(client: &Client, namespace: &str) -> Result<Facts> {
     let version = Request::new("/version").list(&ListParams::default()).context("failed to build a request")?;
     let server = match client.request(version).await {
@@ -155,8 +155,8 @@ fn describe_error(error: &kube::Error) -> String {
     }
 }
 
-/// Reads the facts from the files of a directory. Marks the list of a missing or malformed file as
-/// unknown.
+/// Reads the facts from the files of a directory. A missing or malformed file becomes an error in
+/// [`Facts`].
 pub(super) fn from_directory(directory: &Path) -> Facts {
     Facts {
         server: read_file(directory, VERSION_FILE),

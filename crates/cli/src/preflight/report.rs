@@ -45,10 +45,10 @@ reasons! {
     GpuNodesFound: "GPU nodes were found.",
     NoGpuNodes: "No GPU node was found.",
     GpuLabelMissing: "GPU nodes have no label of `nodes.gpuLabels`.",
-    GpuLabelNotStable: "Feature discovery alone sets the labels by which the chart selects GPU nodes.",
-    ContainerRuntimeUnsupported: "A container runtime is neither containerd nor CRI-O.",
-    ContainerRuntimeWithoutCdi: "A containerd is too old for CDI.",
-    KernelTooOld: "A kernel lacks a system call that the MPS host needs.",
+    GpuLabelNotStable: "Only feature discovery sets the labels that the chart uses to select GPU nodes.",
+    ContainerRuntimeUnsupported: "A node's container runtime is neither containerd nor CRI-O.",
+    ContainerRuntimeWithoutCdi: "A node's containerd is too old for CDI.",
+    KernelTooOld: "A node's kernel lacks a system call that the MPS host needs.",
     ArchitectureUnsupported: "Cleave has no image for a node's architecture.",
     Arm64: "GPU nodes have the architecture arm64.",
     TaintNotTolerated: "Pods with shares do not tolerate a taint of GPU nodes.",
@@ -100,9 +100,9 @@ pub(super) struct Report {
     pub(super) nodes: usize,
     /// The findings, errors first.
     pub(super) findings: Vec<Finding>,
-    /// Values files in the chart's directory. Later files take precedence.
+    /// Values files in the chart's directory. If two files set the same value, the later file wins.
     pub(super) values_files: Vec<String>,
-    /// Values to set in addition to the files, by path.
+    /// Values to set in addition to the values files, by path.
     pub(super) values: BTreeMap<String, Value>,
     /// The namespace of the release.
     pub(super) namespace: String,
@@ -136,7 +136,7 @@ impl Report {
     }
 
     /// Sets a value of the chart.
-    pub(super) fn set(&mut self, path: &str, value: impl Into<Value>) {
+    pub(super) fn set_chart_value(&mut self, path: &str, value: impl Into<Value>) {
         self.values.insert(path.to_owned(), value.into());
     }
 
@@ -145,32 +145,33 @@ impl Report {
         self.findings.iter().filter(|finding| finding.level == level).count()
     }
 
-    /// Returns the values as the content of a values file: nested objects.
+    /// Returns the values as nested objects, as in a values file.
     pub(super) fn nested_values(&self) -> Value {
         let mut root = Map::new();
         for (path, value) in &self.values {
-            insert_at_path(&mut root, path, value);
+            insert_value_at_path(&mut root, path, value);
         }
         Value::Object(root)
     }
 }
 
-/// Sets the value at a path of names, separated by dots. No path may be a prefix of another path.
-fn insert_at_path(object: &mut Map<String, Value>, path: &str, value: &Value) {
+/// Sets the value at a path of names, separated by dots. Omits the value if a shorter path has a
+/// value.
+fn insert_value_at_path(object: &mut Map<String, Value>, path: &str, value: &Value) {
     let Some((first, rest)) = path.split_once('.') else {
         object.insert(path.to_owned(), value.clone());
         return;
     };
     let below = object.entry(first).or_insert_with(|| Value::Object(Map::new()));
     if let Value::Object(below) = below {
-        insert_at_path(below, rest, value);
+        insert_value_at_path(below, rest, value);
     }
 }
 
 /// Maximum number of names in a sentence.
 const MAX_LISTED_NAMES: usize = 5;
 
-/// Joins names, for example `a, b and 3 more`.
+/// Sorts names, removes duplicates, and joins them, for example `a, b and 3 more`.
 pub(super) fn join_names<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
     let mut names: Vec<&str> = names.into_iter().collect();
     names.sort_unstable();

@@ -90,14 +90,14 @@ fn install_text(report: &Report) -> Result<String> {
     Ok(text)
 }
 
-/// Renders the values as a values file for Helm. A file without values is a comment.
+/// Renders the values as a values file for Helm. Without values, the file contains only a comment.
 ///
 /// # Errors
 /// Returns an error if the values cannot be written as YAML.
 pub(super) fn values_yaml(report: &Report) -> Result<String> {
     let mut text = String::new();
     for file in &report.values_files {
-        let _ = writeln!(text, "# Use with --values charts/cleave/{file}");
+        let _ = writeln!(text, "# Pass --values charts/cleave/{file} to Helm too.");
     }
     if report.values.is_empty() {
         text.push_str("# No further values are needed.\n");

@@ -1,7 +1,7 @@
-//! `cleave quotas`: shows quotas, and imports those of other systems.
+//! `cleave quotas`: shows quotas, and imports quotas of other systems.
 //!
-//! The command shows what the operator reported in the status of each `GpuQuota`. It computes
-//! nothing that the operator decides.
+//! The command shows what the operator reported in the status of each `GpuQuota`. The command makes
+//! no decisions of its own.
 pub mod import;
 pub mod report;
 mod text;
@@ -42,7 +42,7 @@ pub struct QuotasArgs {
     /// Connection to the cluster.
     #[command(flatten)]
     cluster: ClusterArgs,
-    /// Other work with quotas.
+    /// The subcommand, if any.
     #[command(subcommand)]
     command: Option<QuotasCommand>,
 }
@@ -53,9 +53,9 @@ enum QuotasCommand {
     /// Convert quotas of Nos and Kueue to GpuQuotas.
     ///
     /// Reads ElasticQuota and CompositeElasticQuota of Nos, and ClusterQueue, LocalQueue and
-    /// ResourceFlavor of Kueue. Prints GpuQuotas as YAML. Comments name what has no counterpart. A
-    /// report on standard error names objects that were not imported. Writes nothing to the
-    /// cluster.
+    /// ResourceFlavor of Kueue. Prints GpuQuotas as YAML. Comments in the YAML list settings
+    /// without a counterpart. A report on standard error lists objects that were not imported.
+    /// Writes nothing to the cluster.
     ///
     /// Exit status: 0 if no object was refused, 1 otherwise.
     #[command(after_long_help = import::HELP_EXAMPLES)]
@@ -104,22 +104,22 @@ pub(crate) async fn run(args: QuotasArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Lists the quotas of a cluster. A cluster without the CRD has none.
+/// Lists the quotas of a cluster. Returns none if the cluster lacks the CRD.
 async fn list_quotas(client: &Client) -> Result<Vec<DeserializeGuard<GpuQuota>>> {
     let quotas = Api::<DeserializeGuard<GpuQuota>>::all(client.clone());
     match quotas.list(&ListParams::default()).await {
         Err(kube::Error::Api(status)) if status.code == 404 => Ok(Vec::new()),
-        listed => Ok(listed.context("failed to list GpuQuotas")?.items),
+        count_listed_quotas => Ok(count_listed_quotas.context("failed to list GpuQuotas")?.items),
     }
 }
 
-/// Lists the quotas of a cluster for commands that show them beside other objects. A user who may
-/// not list quotas sees none.
+/// Lists the quotas of a cluster for commands that also show other objects. Returns none if the
+/// user may not list quotas.
 pub(crate) async fn list_quotas_if_allowed(client: &Client) -> Result<Vec<DeserializeGuard<GpuQuota>>> {
     let quotas = Api::<DeserializeGuard<GpuQuota>>::all(client.clone());
     match quotas.list(&ListParams::default()).await {
         Err(kube::Error::Api(status)) if matches!(status.code, 403 | 404) => Ok(Vec::new()),
-        listed => Ok(listed.context("failed to list GpuQuotas")?.items),
+        count_listed_quotas => Ok(count_listed_quotas.context("failed to list GpuQuotas")?.items),
     }
 }
 
@@ -130,8 +130,9 @@ mod tests {
 
     use super::*;
 
-    /// Lists quotas for other commands on a cluster that answers with this code.
-    async fn listed(code: u16) -> Result<usize> {
+    /// Calls [`list_quotas_if_allowed`] with a mock API server that responds with this status code.
+    /// Returns the number of quotas.
+    async fn count_listed_quotas(code: u16) -> Result<usize> {
         let (service, mut server) = mock::pair::<http::Request<Body>, http::Response<Body>>();
         let client = Client::new(service, "default");
         let listing = tokio::spawn(async move { list_quotas_if_allowed(&client).await });
@@ -143,10 +144,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn without_the_crd_or_the_right_to_list_quotas_other_commands_show_none() {
+    async fn without_the_crd_or_the_right_to_list_quotas_other_commands_show_no_quotas() {
         for code in [403, 404] {
-            assert_eq!(listed(code).await.ok(), Some(0), "{code}");
+            assert_eq!(count_listed_quotas(code).await.ok(), Some(0), "{code}");
         }
-        assert!(listed(500).await.is_err());
+        assert!(count_listed_quotas(500).await.is_err());
     }
 }

@@ -16,7 +16,7 @@ use crate::condition::ConditionValue;
 /// The quotas of a cluster.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct QuotasReport {
-    /// Quotas by pool and name.
+    /// Quotas, sorted by pool and name.
     pub quotas: Vec<Quota>,
     /// Pools of GPUs with quotas.
     pub pools: Vec<Pool>,
@@ -30,10 +30,11 @@ pub struct Quota {
     pub name: String,
     /// Models of the pool. Empty means the GPUs that no other quota names.
     pub models: Vec<String>,
-    /// Namespaces of the quota, if it names them.
+    /// Namespaces of the quota, if the quota names its namespaces.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub namespaces: Vec<String>,
-    /// Labels of the namespaces of the quota, if it selects them.
+    /// Labels that select the namespaces of the quota, if the quota selects its namespaces by
+    /// labels.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub namespace_labels: BTreeMap<String, String>,
     /// What amounts count.
@@ -43,7 +44,7 @@ pub struct Quota {
     /// Maximum amount.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max: Option<String>,
-    /// How much of the guarantee others may use. `None` means all.
+    /// Part of the guarantee that other quotas may borrow. `None` means all.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lend: Option<String>,
     /// Weight of the quota.
@@ -52,19 +53,20 @@ pub struct Quota {
     pub guarantee: QuotaGuarantee,
     /// Whether the quota is enforced.
     pub mode: QuotaMode,
-    /// Amount that pods use, without pods that are being deleted.
+    /// Amount that pods use, except pods that are being deleted.
     pub used: String,
-    /// Amount that pods use, with pods that are being deleted.
+    /// Amount that pods use, including pods that are being deleted.
     pub held: String,
     /// Amount that pods within the guarantee use.
     pub in_quota: String,
     /// Amount that pods use beyond the guarantee.
     pub borrowed: String,
-    /// Unused part of the guarantee that others may use.
+    /// Unused part of the guarantee that other quotas may borrow.
     pub lent: String,
-    /// What the quota uses beyond its guarantee for each unit of its weight.
+    /// Amount that the quota uses beyond its guarantee, divided by its weight.
     pub share: String,
-    /// Number of GPUs that the quota's pods own.
+    /// Number of GPUs that the quota's pods own. `None` unless whole GPUs are guaranteed
+    /// (`guarantee: Cells`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cells: Option<u32>,
     /// Numbers of pods.
@@ -73,15 +75,16 @@ pub struct Quota {
     pub waiting: QuotaWaiting,
     /// Whether the quota counts all of its namespaces.
     pub ready: ConditionValue,
-    /// Whether the guarantee holds. `None` if the operator does not report it.
+    /// Whether the guarantee holds. `None` if the operator does not report the condition.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub guaranteed: Option<ConditionValue>,
-    /// Whether the operator enforces the quota. `None` if the operator does not report it.
+    /// Whether the operator enforces the quota. `None` if the operator does not report the
+    /// condition.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub enforced: Option<ConditionValue>,
     /// Whether the status describes an older version of the spec.
     pub outdated: bool,
-    /// Whether the object could not be parsed. Its amounts are not known.
+    /// Whether the object could not be parsed. If true, the amounts are unknown.
     #[serde(skip)]
     pub is_malformed: bool,
     /// What pods without a quota use of the pool, if the status of this quota shows it.
@@ -89,7 +92,7 @@ pub struct Quota {
     pub unnamed: Option<QuotaUnnamed>,
 }
 
-/// The quotas of a pool together.
+/// The totals of all quotas of a pool.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Pool {
@@ -99,11 +102,11 @@ pub struct Pool {
     pub unit: QuotaUnit,
     /// Sum of the guarantees.
     pub guaranteed: String,
-    /// Sum of what quotas use.
+    /// Sum of the amounts that quotas use.
     pub used: String,
-    /// Sum of what quotas borrow.
+    /// Sum of the amounts that quotas borrow.
     pub borrowed: String,
-    /// Sum of what quotas lend.
+    /// Sum of the amounts that quotas lend.
     pub lent: String,
     /// Number of pods that wait.
     pub waiting: u32,
@@ -113,7 +116,7 @@ pub struct Pool {
 }
 
 impl QuotasReport {
-    /// Builds the report. Reports malformed objects as such.
+    /// Builds the report. Includes malformed objects, and reports them as malformed.
     pub fn new(quotas: Vec<DeserializeGuard<GpuQuota>>) -> Self {
         let mut quotas: Vec<Quota> = quotas.into_iter().map(Quota::new).collect();
         quotas.sort_by(|a, b| (&a.models, &a.name).cmp(&(&b.models, &b.name)));
@@ -191,7 +194,7 @@ impl Pool {
     }
 }
 
-/// Returns the sum of amounts. Texts that are no amounts count as 0.
+/// Returns the sum of amounts. A text that is not an amount counts as 0.
 fn sum_text<'a>(unit: QuotaUnit, amounts: impl Iterator<Item = &'a String>) -> String {
     let milli = amounts.map(|text| Quantity::new(text).milli().unwrap_or_default()).fold(0, u64::saturating_add);
     match unit {

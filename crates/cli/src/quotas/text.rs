@@ -8,8 +8,8 @@ use super::report::{Pool, Quota, QuotasReport};
 use crate::condition::ConditionValue;
 use crate::table::Table;
 
-/// Printed if the cluster has no quotas.
-const NO_QUOTAS: &str = "No GpuQuotas. Namespaces are guaranteed nothing, and pods have no maximum.\n";
+/// The text for a cluster without quotas.
+const NO_QUOTAS: &str = "No GpuQuotas. No namespace has a guarantee or a maximum.\n";
 
 /// Name of the row of pods without a quota.
 const NO_QUOTA: &str = "(none)";
@@ -43,7 +43,7 @@ fn add_row(table: &mut Table, quota: &Quota, wide: bool) {
     let (waiting, weight, mode) =
         (quota.waiting.pods.to_string(), quota.weight.to_string(), format!("{:?}", quota.mode));
     let pods = format!("{}/{}/{}", quota.pods.within, quota.pods.over, quota.pods.leaving);
-    // In a wide table the column is not the last one.
+    // In a wide table, more columns follow: a long message would move them far to the right.
     let guaranteed = if wide { guaranteed_word(quota) } else { guaranteed_text(quota) };
     table.add_wide_row(
         &[
@@ -74,7 +74,7 @@ fn add_unnamed_row(table: &mut Table, pool: &Pool) {
     );
 }
 
-/// Returns whether the guarantee holds, in one word and a reason.
+/// Returns whether the guarantee holds, and the reason in one word if it does not.
 fn guaranteed_word(quota: &Quota) -> String {
     match &quota.guaranteed {
         None => "Unknown".to_owned(),
@@ -83,7 +83,7 @@ fn guaranteed_word(quota: &Quota) -> String {
     }
 }
 
-/// Returns whether the guarantee holds, and why not.
+/// Returns whether the guarantee holds, and the message if it does not.
 fn guaranteed_text(quota: &Quota) -> String {
     match &quota.guaranteed {
         Some(ConditionValue { status, message, .. }) if status != "True" && !message.is_empty() => {

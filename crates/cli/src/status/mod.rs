@@ -1,7 +1,7 @@
-//! `cleave status`: shows nodes, GPUs, policies, and the pods that use them.
+//! `cleave status`: shows nodes, GPUs, policies, quotas, and the pods that use GPUs.
 //!
-//! The command reads only `GpuNode`s, `SharingPolicy`s and `GpuQuota`s, whose status the agents and
-//! the operator write.
+//! The command reads only `GpuNode`s, `SharingPolicy`s and `GpuQuota`s. The agents and the operator
+//! write the status of these objects.
 pub mod report;
 mod text;
 

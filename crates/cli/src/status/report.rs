@@ -12,17 +12,17 @@ use serde::Serialize;
 use crate::condition::ConditionValue;
 use crate::quotas::report::{Quota, QuotasReport};
 
-/// The status of a cluster, or of one node of it.
+/// The status of a cluster, or of one of its nodes.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StatusReport {
-    /// Nodes by name.
+    /// Nodes, sorted by name.
     pub nodes: Vec<Node>,
-    /// Policies by name.
+    /// Policies, sorted by name.
     pub policies: Vec<Policy>,
-    /// Quotas by pool and name.
+    /// Quotas, sorted by pool and name.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub quotas: Vec<Quota>,
-    /// Allocations by pod, container and device.
+    /// Allocations, sorted by pod, container and device.
     pub allocations: Vec<Allocation>,
 }
 
@@ -65,7 +65,7 @@ pub struct Gpu {
     pub mode: String,
     /// Name of the policy that applies to the GPU.
     pub policy: Option<String>,
-    /// Whether the GPU can run pods.
+    /// Whether the GPU is healthy.
     pub healthy: bool,
     /// Class of the fault.
     #[serde(skip_serializing_if = "String::is_empty")]
@@ -74,7 +74,7 @@ pub struct Gpu {
     pub reason: String,
     /// Why the GPU is unhealthy, as a sentence.
     pub message: String,
-    /// The reason of the cordon, possibly empty. `None` if the GPU is not cordoned.
+    /// Reason for the cordon, which may be empty. `None` if the GPU is not cordoned.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cordoned: Option<String>,
     /// Slices of the GPU, by resource.
@@ -106,7 +106,7 @@ pub struct MpsDaemon {
     pub device: String,
     /// State of the daemon: `Starting`, `Active`, `Fault`, `Restarting`, `BackOff` or `Stopping`.
     pub state: String,
-    /// PID of the daemon. `None` if it does not run.
+    /// PID of the daemon. `None` if the daemon does not run.
     pub pid: Option<u32>,
     /// Whether the daemon's doors enforce limits.
     pub door: String,
@@ -167,13 +167,13 @@ pub struct Allocation {
     pub usable_mib: Option<u64>,
     /// Current number of MPS clients.
     pub clients: u32,
-    /// Device ids that the kubelet allocated.
+    /// Device IDs that the kubelet allocated.
     pub ids: Vec<String>,
 }
 
 impl StatusReport {
-    /// Builds the report of the node `only`, or of all nodes. Reports malformed objects as
-    /// malformed.
+    /// Builds the report for the node `only`, or for all nodes. Includes malformed objects, and
+    /// reports them as malformed.
     pub fn new(
         nodes: Vec<DeserializeGuard<GpuNode>>,
         policies: Vec<DeserializeGuard<SharingPolicy>>,
@@ -181,7 +181,7 @@ impl StatusReport {
     ) -> Self {
         let mut report = Self { nodes: Vec::new(), policies: Vec::new(), quotas: Vec::new(), allocations: Vec::new() };
         for node in nodes.into_iter().filter(|node| only.is_none_or(|only| node.name_any() == only)) {
-            report.add(node);
+            report.add_node(node);
         }
         report.policies = policies.into_iter().map(Policy::new).collect();
         report.nodes.sort_by(|a, b| a.name.cmp(&b.name));
@@ -190,13 +190,13 @@ impl StatusReport {
         report
     }
 
-    /// Adds quotas, which are shown in short.
+    /// Adds the quotas of the cluster.
     #[must_use]
     pub fn with_quotas(self, quotas: Vec<DeserializeGuard<GpuQuota>>) -> Self {
         Self { quotas: QuotasReport::new(quotas).quotas, ..self }
     }
 
-    fn add(&mut self, node: DeserializeGuard<GpuNode>) {
+    fn add_node(&mut self, node: DeserializeGuard<GpuNode>) {
         let name = node.name_any();
         let object = match node.0 {
             Ok(object) => object,

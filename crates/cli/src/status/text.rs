@@ -4,10 +4,11 @@ use crate::condition::ConditionValue;
 use crate::quotas::render_short;
 use crate::table::Table;
 
-/// Printed if the cluster has no `GpuNode`s.
+/// The text for a cluster without `GpuNode`s.
 pub(crate) const NO_GPU_NODES: &str = "No GpuNodes. The operator creates one for each node that runs an agent.\n";
 
-/// Renders tables of GPUs, policies and allocations, followed by problems. `wide` adds columns.
+/// Renders tables of GPUs, policies, quotas and allocations, followed by problems. `wide` adds
+/// columns.
 pub fn render(report: &StatusReport, wide: bool) -> String {
     let mut tables = vec![gpu_table(report, wide), policy_table(report, wide)];
     if !report.quotas.is_empty() {
@@ -36,14 +37,14 @@ fn gpu_table(report: &StatusReport, wide: bool) -> String {
             table.add_wide_row(&[&node.name, "-", "-", "-", "-", "-", "-", why], &["-"; 6]);
         }
         for gpu in &node.gpus {
-            add_gpu(&mut table, &node.name, gpu);
+            add_gpu_rows(&mut table, &node.name, gpu);
         }
     }
     table.render()
 }
 
-/// Adds a row for each resource of a GPU, or one row for a GPU without resources.
-fn add_gpu(table: &mut Table, node: &str, gpu: &Gpu) {
+/// Adds a row for each resource of a GPU, or one row if the GPU has no resources.
+fn add_gpu_rows(table: &mut Table, node: &str, gpu: &Gpu) {
     let health = health_text(gpu);
     let (index, memory, sms) = (gpu.index.to_string(), gpu.memory_mib.to_string(), gpu.sms.to_string());
     let policy = gpu.policy.as_deref().unwrap_or_default();
@@ -91,12 +92,12 @@ fn allocation_table(report: &StatusReport, wide: bool) -> String {
     let mut table = Table::new(&["POD", "NODE", "GPU", "RESOURCE", "SHARES", "SMS", "MIB", "CLIENTS"])
         .with_wide_columns(wide, &["USABLE MIB", "CONTAINER", "THREADS %", "DEVICE", "IDS"]);
     for allocation in &report.allocations {
-        add_allocation(&mut table, allocation);
+        add_allocation_row(&mut table, allocation);
     }
     table.render()
 }
 
-fn add_allocation(table: &mut Table, allocation: &Allocation) {
+fn add_allocation_row(table: &mut Table, allocation: &Allocation) {
     let optional = |number: Option<u64>| number.map_or_else(|| "-".to_owned(), |number| number.to_string());
     let (gpu, shares, clients) =
         (allocation.gpu.to_string(), allocation.shares.to_string(), allocation.clients.to_string());
@@ -115,8 +116,8 @@ fn problem_lines(report: &StatusReport) -> Vec<String> {
     let mut remarks = Vec::new();
     for node in &report.nodes {
         let not_true = |verdict: &&ConditionValue| verdict.status != "True";
-        // GpusHealthy can have a message even if it is True, for example if a GPU needs a reset at
-        // a convenient time.
+        // GpusHealthy can have a message even if it is True, for example if a GPU should be reset
+        // at a convenient time.
         for verdict in [&node.ready, &node.applied].into_iter().filter(not_true).chain(&node.gpus_healthy) {
             let remark = format!("node {}: {}: {}", node.name, verdict.reason, verdict.message);
             if !verdict.message.is_empty() && !remarks.contains(&remark) {

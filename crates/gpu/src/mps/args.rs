@@ -15,7 +15,8 @@ pub struct HostArgs {
     pub(crate) paths: PathArgs,
 }
 
-// Paths on the node. Not a doc comment: clap would use it as the command's help.
+// Paths on the node. This is not a doc comment, because clap would use a doc comment as the
+// command's help.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct PathArgs {
     /// Directory shared with the agent. Use the same path on the host and in both pods. The
@@ -50,7 +51,7 @@ pub(crate) struct PathArgs {
 
 #[derive(Debug, Clone, clap::Subcommand)]
 pub(crate) enum HostCommand {
-    /// Set a GPU's compute mode and print the previous one. The MPS host runs this command in a
+    /// Set a GPU's compute mode and print the previous mode. The MPS host runs this command in a
     /// child process, so that the MPS host itself does not load NVML.
     #[command(hide = true)]
     ComputeMode {

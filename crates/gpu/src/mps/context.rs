@@ -12,7 +12,7 @@ use super::process::Children;
 use super::selinux::ContainerLabel;
 use super::wire::Paths;
 
-/// Paths of the driver's programs and libraries.
+/// The programs and files that the MPS host uses.
 #[derive(Debug)]
 pub(crate) struct HostOptions {
     /// Path of `nvidia-cuda-mps-control`.
@@ -58,8 +58,8 @@ impl HostContext {
         }
     }
 
-    /// Returns the evidence for the loaded driver's MPS. A driver can be replaced while the MPS
-    /// host runs, but not while a daemon uses it.
+    /// Returns whether the MPS of the loaded driver was measured. A driver can be replaced while
+    /// the MPS host runs, but not while a daemon uses it.
     pub(crate) fn read_driver_evidence(&self) -> DriverEvidence {
         let path = &self.options.driver_version_file;
         match std::fs::read_to_string(path) {

@@ -16,11 +16,12 @@ pub(crate) struct DesiredChanges {
     pub(crate) limit: Vec<String>,
 }
 
-/// Returns the changes that lead from `old` to `new`.
+/// Returns the changes that turn `old` into `new`.
 pub(crate) fn desired_changes_between(old: &Desired, new: &Desired) -> DesiredChanges {
     let mut changes = DesiredChanges::default();
     for (id, was) in &old.allocations {
-        // The device of a door never changes: close the door of an allocation that moves.
+        // A door cannot change its device: close the door of an allocation that moves to another
+        // device.
         if new.allocations.get(id).is_none_or(|is| is.device != was.device) {
             changes.close.push(id.clone());
         }
@@ -79,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn each_difference_gives_one_change() {
+    fn each_difference_causes_its_changes() {
         let old = desired(
             &[("a", 50), ("b", 50), ("c", 50)],
             &[("1", "a", 10), ("2", "a", 10), ("3", "b", 10), ("4", "a", 10)],

@@ -1,7 +1,7 @@
 //! The door of an allocation: the control socket that its containers see.
 //!
 //! A client connects here. The door first receives the client's whole introduction, within a time
-//! limit, so that the daemon never waits for a client. Then it acquires the device's
+//! limit, so that the daemon never waits for a client. Then the door acquires the device's
 //! [`ControlLock`] and sets the server's limits to the allocation's limits. The door introduces the
 //! client to the daemon, and passes the client its connection to the server. The door holds the
 //! lock until the server has accepted the client or can no longer accept it. The server applies the
@@ -37,9 +37,9 @@ use super::error::NotReady;
 use super::seqpacket::Listener;
 use super::wire::{Allocation, AllocationStatus};
 
-/// Maximum number of connections that a door serves at the same time. An allocation can have
-/// slightly fewer clients. Further connections wait in the kernel's queue, where their `connect`
-/// blocks.
+/// Maximum number of connections that a door serves at the same time, slightly more than the 48
+/// clients of a server. Further connections wait in the kernel's queue, so the `connect` call of
+/// their clients blocks.
 const MAX_DOOR_CONNECTIONS: usize = 64;
 /// Maximum number of connections of one allocation to its server. A client has two or three
 /// connections, and a GPU has at most 48 contexts.
@@ -58,8 +58,8 @@ pub(crate) struct Door {
     admitted: Cell<u64>,
     refused: Cell<u64>,
     waiting: Cell<u32>,
-    /// Device and inode of the socket. They show whether the socket was removed from the file
-    /// system.
+    /// Device and inode of the socket. These numbers show whether the socket was removed from the
+    /// file system.
     inode: Cell<Option<(u64, u64)>>,
     connections: Arc<Semaphore>,
     server_connections: Arc<Semaphore>,
@@ -124,7 +124,7 @@ impl Door {
     }
 
     /// Checks whether the door would admit a client now.
-    pub(crate) fn check_door_admits(&self) -> Result<(), NotReady> {
+    pub(crate) fn check_door_admits_clients(&self) -> Result<(), NotReady> {
         let phase = *self.device.subscribe_to_phase().borrow();
         if phase.is_open() {
             Ok(())
@@ -223,19 +223,19 @@ impl Door {
     }
 }
 
-/// Counts a client as waiting, from [`CountedConnection::begin_connection`] until this value is
+/// Counts a connection as waiting, from [`WaitingConnection::start_waiting`] until this value is
 /// dropped.
-struct CountedConnection<'a> {
+struct WaitingConnection<'a> {
     door: &'a Door,
     counted: Cell<bool>,
 }
 
-impl<'a> CountedConnection<'a> {
+impl<'a> WaitingConnection<'a> {
     fn new(door: &'a Door) -> Self {
         Self { door, counted: Cell::new(false) }
     }
 
-    fn begin_connection(&self) {
+    fn start_waiting(&self) {
         if !self.counted.replace(true) {
             self.door.waiting.set(self.door.waiting.get() + 1);
             self.door.context.notify_status_change();
@@ -243,7 +243,7 @@ impl<'a> CountedConnection<'a> {
     }
 }
 
-impl Drop for CountedConnection<'_> {
+impl Drop for WaitingConnection<'_> {
     fn drop(&mut self) {
         if self.counted.get() {
             self.door.waiting.set(self.door.waiting.get() - 1);

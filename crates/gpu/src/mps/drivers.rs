@@ -1,16 +1,16 @@
-//! Evidence for the behaviour of MPS in each branch of NVIDIA's driver. Pure.
+//! Records the branches of NVIDIA's driver whose MPS was measured. Pure.
 
 /// The driver branches whose MPS was measured: the handshake, the time at which limits apply, and
 /// the effects of faults. See `docs/how-to/check-driver.md`.
 pub const MEASURED_BRANCHES: &[u32] = &[580];
 
-/// Basis of Cleave's knowledge of a driver's MPS.
+/// The basis of what Cleave assumes about the MPS of a driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DriverEvidence {
     /// The branch was measured on real GPUs.
     Measured,
-    /// The branch was not measured. Cleave checks its handshake, and assumes that it otherwise
-    /// behaves like a measured branch.
+    /// The branch was not measured. Cleave checks the handshake of the branch, and assumes that the
+    /// branch otherwise behaves like a measured branch.
     Assumed,
 }
 

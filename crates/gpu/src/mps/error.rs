@@ -101,8 +101,8 @@ impl DaemonError {
         matches!(self, Self::Control(Closed | Io(_) | UnexpectedAnswer(_) | UnknownProtocol))
     }
 
-    /// Returns whether this process or the node has no free descriptor. In this case, the error
-    /// shows nothing about the daemon.
+    /// Returns whether this process or the node has no free descriptor. Such an error shows nothing
+    /// about the daemon.
     pub(crate) fn is_descriptor_exhaustion(&self) -> bool {
         let Self::Control(ControlError::Io(error)) = self else { return false };
         let exhausted = [rustix::io::Errno::MFILE, rustix::io::Errno::NFILE];

@@ -14,7 +14,8 @@ use super::error::HostError;
 use super::seqpacket::{MAX_SOCKET_PATH_BYTES, async_fd};
 use super::wire::Paths;
 
-/// Creates the run directory. Returns its lock, which only one MPS host at a time can hold.
+/// Creates the run directory. Returns a lock on the directory, which only one MPS host at a time
+/// can hold.
 ///
 /// # Errors
 /// Returns [`HostError`] if the path is too long, another MPS host has the lock, or a directory
@@ -58,12 +59,12 @@ pub(crate) struct DesiredWatch {
     path: PathBuf,
     open: fn(&Path) -> io::Result<AsyncFd<OwnedFd>>,
     events: Option<AsyncFd<OwnedFd>>,
-    /// The file at the last check without inotify.
+    /// The version of the file at the last check without inotify.
     seen: Option<FileVersion>,
 }
 
-/// Identifies one version of a file: its device, inode and time of modification. A replaced file
-/// has another inode.
+/// Identifies one version of a file by device, inode and time of modification. A replaced file has
+/// another inode.
 #[derive(Debug, PartialEq, Eq)]
 struct FileVersion(u64, u64, Option<SystemTime>);
 
@@ -90,7 +91,7 @@ impl DesiredWatch {
         tracing::warn!(path = %self.path.display(), %error, "failed to watch the desired file with inotify; polling it");
     }
 
-    /// Returns once the desired file was written, or may have been written. Cancel-safe.
+    /// Returns once the desired file has been written, or may have been written. Cancel-safe.
     pub(crate) async fn wait_until_written(&mut self) {
         if let Some(events) = &self.events {
             match wait_for_event(events).await {
@@ -100,7 +101,7 @@ impl DesiredWatch {
             self.events = None;
         }
         loop {
-            let found = find_version(&self.path);
+            let found = find_file_version(&self.path);
             if found != self.seen {
                 self.seen = found;
                 return;
@@ -116,7 +117,7 @@ impl DesiredWatch {
     }
 }
 
-fn find_version(path: &Path) -> Option<FileVersion> {
+fn find_file_version(path: &Path) -> Option<FileVersion> {
     let found = std::fs::metadata(path).ok()?;
     Some(FileVersion(found.dev(), found.ino(), found.modified().ok()))
 }
@@ -127,7 +128,7 @@ fn watch_directory(directory: &Path) -> io::Result<AsyncFd<OwnedFd>> {
     async_fd(fd)
 }
 
-/// Returns once the desired file was written, or the kernel has dropped events.
+/// Returns once the desired file has been written, or the kernel has dropped events.
 async fn wait_for_event(events: &AsyncFd<OwnedFd>) -> io::Result<()> {
     loop {
         let mut ready = events.readable().await?;

@@ -22,7 +22,7 @@ use super::socket;
 use super::wire::Paths;
 use crate::nvml;
 
-/// Interval of checks whether door sockets were removed, and of retries.
+/// Interval at which the MPS host checks for removed door sockets and retries failed operations.
 const RECONCILER_MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
 /// Limit of open files that this process requests. MPS servers inherit the limit and need 16,384.
 /// Doors need several descriptors per client.
@@ -30,7 +30,8 @@ const WANTED_DESCRIPTOR_LIMIT: u64 = 65_536;
 
 /// Runs until SIGTERM or SIGINT.
 ///
-/// `subcommand` is the word before [`HostArgs`] on this program's command line, if any.
+/// `subcommand` is the word before the arguments [`HostArgs`] on this program's command line, if
+/// any.
 ///
 /// Call this function on a current-thread runtime, once per process. The MPS host reaps every child
 /// of the process, so other code must not start child processes.
@@ -48,7 +49,7 @@ pub async fn run(args: HostArgs, subcommand: Option<&str>) -> Result<(), HostErr
     LocalSet::new().run_until(run_host(args.paths, subcommand)).await
 }
 
-/// Sets a compute mode and prints the previous one.
+/// Sets a compute mode and prints the previous mode.
 fn set_compute_mode(library: Option<&Path>, device: &str, mode: SettableComputeMode) -> Result<(), HostError> {
     let previous = SettableComputeMode::from(nvml::set_compute_mode(library, device, mode.into())?);
     writeln!(io::stdout(), "{previous}").map_err(HostError::System)
@@ -64,7 +65,7 @@ async fn run_host(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostEr
     let context = Rc::new(HostContext::new(paths, options, Children::start()?, max_descriptors));
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let reconciler = Rc::new(Reconciler::new(Rc::clone(&context)));
-    // Start the watch before the first read, so that no write after this read is missed.
+    // Start the watch before the first read, so that the watch detects every write after this read.
     let mut desired = DesiredWatch::new(context.paths.desired());
     let listener = socket::listen(&context.paths.socket())?;
     tokio::task::spawn_local(socket::serve(Rc::clone(&reconciler), listener));

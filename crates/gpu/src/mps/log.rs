@@ -12,8 +12,8 @@ pub enum LogEvent {
         /// Exit status that the daemon prints.
         status: i32,
     },
-    /// `Client {PID: 9, Context: 1} encountered a fatal GPU error.`, or the server's line about
-    /// such an error.
+    /// `Client {PID: 9, Context: 1} encountered a fatal GPU error.`, or another line of the server
+    /// about such an error.
     Fault {
         /// PID of the client, if the line names one.
         client: Option<u32>,
@@ -23,13 +23,14 @@ pub enum LogEvent {
     /// `Client process 9 disconnected`.
     ClientDisconnected(u32),
     /// `Server failed to recevie command with status 806, assuming client {PID: 9, Context ID: 1}
-    /// exit`: the client exited without closing this context. For context 0, the process itself,
-    /// the driver prints the same line whenever a client exits. That line is [`LogEvent::Routine`].
+    /// exit`: the client exited without closing this context. Context 0 stands for the process
+    /// itself: for this context, the driver prints the same line whenever a client exits. That line
+    /// is [`LogEvent::Routine`].
     ClientLost(u32),
     /// `CUDA MPS Control binary version: 13000`.
     Version(u32),
-    /// An administrator's connection or an answer. The MPS host's own commands cause many such
-    /// lines.
+    /// An administrator's connection, or an answer to an administrator. The MPS host's own commands
+    /// cause many such lines.
     Chatter,
     /// A client connects or exits, or its limits are set.
     Routine,

@@ -1,4 +1,4 @@
-//! Starts and reaps child processes, and refers to processes by pidfd.
+//! Starts and reaps child processes, and identifies processes by pidfd.
 //!
 //! The MPS server is the daemon's child. If the daemon exits first, this process inherits the
 //! server as the subreaper (or PID 1). This process must therefore reap every process that exits
@@ -53,7 +53,8 @@ pub(crate) struct Child {
 }
 
 impl Children {
-    /// Starts to reap child processes. Call this function on a `LocalSet`, once per process.
+    /// Starts the task that reaps child processes. Call this function on a `LocalSet`, once per
+    /// process.
     pub(crate) fn start() -> io::Result<Rc<Self>> {
         rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
         let children = Rc::new(Self::default());
@@ -99,10 +100,11 @@ impl Children {
         drop(typed);
         command.stdin(stdin).stdout(writer.try_clone()?).stderr(writer);
         let child = command.spawn();
-        // The command contains copies of the writer. Drop the command, or the pipe never reaches
-        // its end.
+        // The command contains copies of the writer. Replace the copies, because the reader
+        // otherwise never reaches the end of the pipe.
         command.stdout(Stdio::null()).stderr(Stdio::null());
-        // No await since the start, so the reaper cannot have run yet.
+        // This function has not awaited anything since the start, so the reaper cannot have run
+        // yet.
         let pid = child?.id();
         let (sender, exit) = watch::channel(None);
         self.waited.borrow_mut().insert(pid, sender);
@@ -110,14 +112,14 @@ impl Children {
     }
 }
 
-/// Returns how a process ended. Returns `None` if it was only stopped or continued.
+/// Returns how a process ended. Returns `None` if the process was only stopped or continued.
 fn parse_exit(status: WaitStatus) -> Option<ChildExit> {
     let signal = status.terminating_signal().map(ChildExit::Signal);
     signal.or_else(|| status.exit_status().map(ChildExit::Status))
 }
 
 impl Child {
-    /// Waits for the exit. May be called any number of times.
+    /// Waits for the exit. Callers may call this method any number of times.
     pub(crate) async fn wait_for_exit(&self) -> ChildExit {
         let mut exit = self.exit.clone();
         match exit.wait_for(Option::is_some).await {
@@ -139,7 +141,7 @@ impl Child {
     }
 }
 
-/// Converts a PID. Returns `None` if it is outside the kernel's range.
+/// Converts a PID. Returns `None` if the PID is outside the kernel's range.
 fn to_kernel_pid(pid: u32) -> Option<Pid> {
     Pid::from_raw(i32::try_from(pid).ok()?)
 }
@@ -161,9 +163,9 @@ impl PidFd {
         // reads it.
         match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
             Ok(fd) => Ok(Some(Self(fd))),
-            // No process has the PID, or not any more. The error depends on the kernel's version
-            // and on whether the kernel still refers to the PID, or a thread has it. Without flags,
-            // an argument cannot be invalid for another reason.
+            // No process has the PID, or the process has exited. The error depends on the kernel's
+            // version and on whether the kernel still refers to the PID, or a thread has it.
+            // Without flags, an argument cannot be invalid for another reason.
             Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => Ok(None),
             Err(error) => Err(error.into()),
         }
@@ -176,7 +178,7 @@ impl PidFd {
         rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0)
     }
 
-    /// Sends a signal to this process and no other. Does nothing if it has exited.
+    /// Sends a signal to this process and no other process. Does nothing if the process has exited.
     pub(crate) fn signal(&self, signal: Signal) {
         let _ = rustix::process::pidfd_send_signal(&self.0, signal);
     }
@@ -205,7 +207,7 @@ mod tests {
 
     #[test]
     fn a_pid_that_is_no_process_is_not_an_error() {
-        // Not the main thread, so no process has this PID.
+        // This thread is not the main thread, so no process has its ID as PID.
         let thread = std::thread::spawn(|| PidFd::open(rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs()));
         assert!(thread.join().unwrap().unwrap().is_none());
     }

@@ -1,8 +1,9 @@
 //! Finds MPS processes in `/proc` and reads their state. Kills processes of an earlier MPS host.
 //!
-//! A file that cannot be read is an error and never means that there is no process. A process that
-//! hangs in the driver is not an error: reading its environment hangs, and must not keep the
-//! daemons of other devices from starting or stopping.
+//! A file that cannot be read is an error and never means that there is no process. Two cases are no
+//! errors, because they must not prevent the start or stop of other devices' daemons: a process that
+//! hangs in the driver, whose environment hangs too, and a process of another owner, whose
+//! environment may not be read.
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
@@ -27,7 +28,7 @@ const ENVIRONMENT_READ_DEADLINE: Duration = Duration::from_secs(2);
 const MAX_EMPTY_ENVIRONMENT_READS: u32 = 20;
 const EMPTY_ENVIRONMENT_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Directory of the files about processes.
+/// Directory of the kernel's files about processes.
 const PROC: &str = "/proc";
 
 /// Why a search for MPS processes has no result.
@@ -48,13 +49,35 @@ enum EnvironmentState {
     Known(Vec<u8>),
     /// The process exited.
     Gone,
-    /// Reading it hangs, or it is still empty.
+    /// Reading the environment hangs or is not permitted, or the environment is still empty.
     Unknown,
 }
 
+/// Whether another read may find the environment of a process.
+enum EnvironmentRead {
+    Done(EnvironmentState),
+    Empty,
+}
+
+impl EnvironmentRead {
+    /// Interprets the result of one read. A process whose environment this process may not read
+    /// belongs to someone else: this MPS host can read the environments of its own daemons.
+    fn of_result(result: Result<Option<Vec<u8>>, ProcessSearchError>) -> Result<Self, ProcessSearchError> {
+        match result {
+            Ok(None) => Ok(Self::Done(EnvironmentState::Gone)),
+            Ok(Some(environment)) if environment.is_empty() => Ok(Self::Empty),
+            Ok(Some(environment)) => Ok(Self::Done(EnvironmentState::Known(environment))),
+            Err(ProcessSearchError::Read { source, .. }) if source.kind() == io::ErrorKind::PermissionDenied => {
+                Ok(Self::Done(EnvironmentState::Unknown))
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
 /// Finds the MPS daemons and servers whose pipe directory is `pipe`. This MPS host or an earlier
-/// one started them. Omits processes whose environment cannot be read because they hang, except
-/// `own`, which is known to use the pipe directory.
+/// one started them. Omits processes that hang, because their environment cannot be read. Includes
+/// the process `own` even if it hangs: it is known to use the pipe directory.
 ///
 /// # Errors
 /// Returns [`ProcessSearchError`] if it is unknown which processes there are.
@@ -84,7 +107,7 @@ pub(crate) async fn find_processes_of_gpu(uuid: &str) -> Result<Vec<u32>, Proces
     .await
 }
 
-/// Runs a search on a new thread, because it reads many files and may wait.
+/// Runs a search on a new thread, because the search reads many files and may wait.
 async fn run_on_own_thread<T: Send + 'static>(
     search: impl FnOnce() -> Result<T, ProcessSearchError> + Send + 'static,
 ) -> Result<T, ProcessSearchError> {
@@ -118,18 +141,18 @@ fn read_proc(proc: &Path, pid: u32, what: &str) -> Result<Option<Vec<u8>>, Proce
     let path = proc.join(pid.to_string()).join(what);
     match std::fs::read(&path) {
         Ok(content) => Ok(Some(content)),
-        Err(error) if is_of_ended_process(&error) => Ok(None),
+        Err(error) if is_error_of_ended_process(&error) => Ok(None),
         Err(source) => Err(ProcessSearchError::Read { path, source }),
     }
 }
 
 /// Returns whether a file in `/proc` cannot be read because its process has ended.
-fn is_of_ended_process(error: &io::Error) -> bool {
+fn is_error_of_ended_process(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(Errno::SRCH.raw_os_error())
 }
 
-/// Returns the MPS daemons and servers, each with its environment. Reads the environments on
-/// threads of their own, and abandons those that hang.
+/// Returns the MPS daemons and servers, each with its environment. Reads each environment on a
+/// separate thread, and abandons threads that hang.
 fn mps_processes(proc: &Path) -> Result<Vec<(u32, EnvironmentState)>, ProcessSearchError> {
     let mut found = Vec::new();
     let (sender, environments) = mpsc::channel();
@@ -162,9 +185,8 @@ fn is_mps_process(proc: &Path, pid: u32) -> Result<bool, ProcessSearchError> {
 fn read_environment(proc: &Path, pid: u32) -> Result<EnvironmentState, ProcessSearchError> {
     // A process briefly has no environment while it starts, and none once it has exited.
     for _ in 0..MAX_EMPTY_ENVIRONMENT_READS {
-        let Some(environment) = read_proc(proc, pid, "environ")? else { return Ok(EnvironmentState::Gone) };
-        if !environment.is_empty() {
-            return Ok(EnvironmentState::Known(environment));
+        if let EnvironmentRead::Done(state) = EnvironmentRead::of_result(read_proc(proc, pid, "environ"))? {
+            return Ok(state);
         }
         if process_state(proc, pid)?.is_none_or(|state| matches!(state, 'Z' | 'X')) {
             return Ok(EnvironmentState::Gone);
@@ -193,7 +215,10 @@ fn find_processes(proc: &Path, pipe: &Path, own: Option<u32>) -> Result<Vec<(u32
         EnvironmentState::Gone => false,
         EnvironmentState::Unknown if own == Some(pid) => true,
         EnvironmentState::Unknown => {
-            tracing::warn!(pid, "the environment of an MPS process cannot be read in time; another device's?");
+            tracing::warn!(
+                pid,
+                "failed to read the environment of an MPS process: ignored as the process of another device"
+            );
             false
         }
     };
@@ -213,8 +238,8 @@ fn find_processes(proc: &Path, pipe: &Path, own: Option<u32>) -> Result<Vec<(u32
     Ok(found)
 }
 
-/// Kills the MPS processes of a pipe directory. Returns their number. `own` is as in
-/// [`find_processes_of_pipe`].
+/// Kills the MPS processes of a pipe directory. Returns their number. `own` has the same meaning as
+/// in [`find_processes_of_pipe`].
 ///
 /// # Errors
 /// Returns [`ProcessSearchError`] if it is unknown which processes there are.
@@ -244,11 +269,11 @@ pub(crate) fn is_process_stopped(pid: u32) -> Result<bool, ProcessSearchError> {
 fn process_state(proc: &Path, pid: u32) -> Result<Option<char>, ProcessSearchError> {
     let Some(stat) = read_proc(proc, pid, "stat")? else { return Ok(None) };
     let stat = String::from_utf8_lossy(&stat);
-    // The second field is the name in parentheses, which may contain anything.
+    // The second field is the name in parentheses. The name may contain any character.
     Ok(stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next()))
 }
 
-/// Returns the user id of a process, or `None` if the process no longer exists.
+/// Returns the UID of a process, or `None` if the process no longer exists.
 ///
 /// # Errors
 /// Returns [`ProcessSearchError`] if the process exists and its owner cannot be read.
@@ -257,7 +282,7 @@ pub(crate) fn owner_uid(pid: u32) -> Result<Option<u32>, ProcessSearchError> {
     let path = Path::new(PROC).join(pid.to_string());
     match std::fs::metadata(&path) {
         Ok(metadata) => Ok(Some(metadata.uid())),
-        Err(error) if is_of_ended_process(&error) => Ok(None),
+        Err(error) if is_error_of_ended_process(&error) => Ok(None),
         Err(source) => Err(ProcessSearchError::Read { path, source }),
     }
 }
@@ -269,7 +294,7 @@ mod tests {
 
     use super::*;
 
-    /// A `/proc` with one MPS daemon, process 7, and this environment.
+    /// Returns a `/proc` with one MPS daemon, process 7, that has this environment.
     fn proc_with_daemon(environment: &[u8]) -> tempfile::TempDir {
         let proc = tempfile::tempdir().unwrap();
         fs::create_dir(proc.path().join("7")).unwrap();
@@ -281,14 +306,14 @@ mod tests {
         proc
     }
 
-    /// Makes a file unreadable, also for root: it becomes a directory.
+    /// Replaces a file by a directory, which even root cannot read as a file.
     fn make_unreadable(path: &Path) {
         fs::remove_file(path).unwrap();
         fs::create_dir(path).unwrap();
     }
 
     #[test]
-    fn a_file_that_cannot_be_read_is_an_error_and_never_no_process() {
+    fn a_file_that_cannot_be_read_is_an_error_and_does_not_hide_a_process() {
         let pipe = Path::new("/pipe");
         for what in ["comm", "environ"] {
             let proc = proc_with_daemon(b"CUDA_MPS_PIPE_DIRECTORY=/pipe\0");
@@ -307,8 +332,19 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_hangs_is_of_this_device_only_if_it_is_known_to_be() {
-        // Nothing is ever written to a FIFO, so reading it hangs.
+    fn an_environment_that_may_not_be_read_is_unknown_and_not_an_error() {
+        let read = |kind: io::ErrorKind| {
+            let path = PathBuf::from("/proc/7/environ");
+            EnvironmentRead::of_result(Err(ProcessSearchError::Read { path, source: kind.into() }))
+        };
+        let denied = read(io::ErrorKind::PermissionDenied).unwrap();
+        assert!(matches!(denied, EnvironmentRead::Done(EnvironmentState::Unknown)));
+        assert!(read(io::ErrorKind::Other).is_err());
+    }
+
+    #[test]
+    fn a_process_that_hangs_belongs_to_a_device_only_if_it_is_known_to() {
+        // No process writes to the FIFO, so reading it hangs.
         let fifo = |pid: u32| {
             let proc = proc_with_daemon(b"CUDA_MPS_PIPE_DIRECTORY=/other\0");
             let directory = proc.path().join(pid.to_string());
@@ -325,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn a_daemon_that_names_only_other_gpus_does_not_serve_this_one() {
+    fn a_daemon_that_names_only_other_gpus_does_not_serve_this_gpu() {
         let serves = |list: &str| {
             may_environment_serve_gpu(format!("A=1\0CUDA_VISIBLE_DEVICES={list}\0B=2").as_bytes(), "GPU-12-34")
         };

@@ -29,7 +29,8 @@ pub(crate) const MAX_PACKET_BYTES: usize = 8 * 1024;
 ///
 /// The server accepts one client at a time and waits for these packets without a deadline. If the
 /// client exits before it has sent them, driver 580's server never accepts a client again. Sending
-/// all of them on the client's behalf recovers the server, even if the client had sent some.
+/// all packets on the client's behalf recovers the server, even if the client had sent some of
+/// them.
 pub(crate) const INTRODUCTION_PACKETS: [&[u8]; 3] = [CREDENTIALS_PACKET, &0_u32.to_le_bytes(), &0xff_u32.to_le_bytes()];
 
 /// The kind of peer that connects to `control`.
@@ -64,8 +65,8 @@ impl PeerKind {
     }
 }
 
-/// A command of the version 2 shell. `Display` writes exactly one line: every argument is a number,
-/// so no input can add another command.
+/// A command of version 2 of the MPS control shell. `Display` writes exactly one line: every
+/// argument is a number, so no input can add another command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Command {
     /// Lists the PIDs of the servers.
@@ -129,7 +130,7 @@ pub enum Command {
 
 impl fmt::Display for Command {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Always device 0: a daemon sees only the device that it was started for.
+        // Always device 0: a daemon sees only the device for which it was started.
         match self {
             Self::ServerList => write!(f, "get_server_list"),
             Self::ServerStatus(server) => write!(f, "get_server_status {server}"),
@@ -307,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_match_the_form_in_which_the_daemon_prints_them() {
+    fn limits_match_the_output_of_the_daemon() {
         // Measured pairs of a limit and the output of the daemon.
         for (mib, printed) in [(512, "512M"), (100, "100M"), (1024, "1G"), (1536, "1G"), (7678, "7G"), (10239, "9G")] {
             assert!(is_answer_with_memory_limit(printed, Some(mib)), "{mib} {printed}");

@@ -19,7 +19,7 @@ use super::files::replace_file;
 use super::protocol::TerminateResult;
 use super::wire::{Allocation, Desired, FILE_FORMAT_VERSION, MpsHostStatus};
 
-/// Delay before the MPS host retries a failed write of the status.
+/// Delay before the MPS host retries to write the status.
 const STATUS_RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Time during which the MPS host combines changes into one status.
 const STATUS_WRITE_DELAY: Duration = Duration::from_millis(5);
@@ -81,9 +81,9 @@ impl Reconciler {
         self.context.notify_status_change();
     }
 
-    /// Retries to open doors, and to read the desired file, after a failure. The file could not be
-    /// read if, for example, this process had no free descriptor. The retry is necessary because
-    /// the file may not change again.
+    /// Retries to open doors, and to read the desired file, after a failure. A read fails, for
+    /// example, if this process has no free descriptor. The retry is necessary because the file may
+    /// not change again.
     pub(crate) fn retry_failed_operations(&self) {
         if matches!(*self.desired_error.borrow(), Some(DesiredError::Read { .. })) {
             self.apply_desired_file();
@@ -162,8 +162,8 @@ impl Reconciler {
         }
     }
 
-    /// Returns the device. Starts the task that supervises its daemon unless that task is running.
-    /// A door may exist before its daemon is desired.
+    /// Returns the device with this name. Starts the task that supervises the device's daemon
+    /// unless that task is running. A door may exist before its daemon is desired.
     fn supervised_device(&self, name: &str) -> Rc<Device> {
         if let Some(supervised) = self.devices.borrow().get(name)
             && supervised.task.as_ref().is_some_and(|task| !task.is_finished())
@@ -255,7 +255,7 @@ impl Reconciler {
         }
     }
 
-    /// Returns why doors could not be opened, by device.
+    /// Returns why doors could not be opened or restored, by device.
     fn door_errors_by_device(&self) -> BTreeMap<String, String> {
         let desired = self.desired.borrow();
         let mut by_device: BTreeMap<String, Vec<String>> = BTreeMap::new();
@@ -321,16 +321,16 @@ impl Reconciler {
     /// Waits until the allocation's door would admit clients.
     pub(crate) async fn wait_until_ready(&self, allocation: &str) {
         let mut changes = self.context.subscribe_to_status_changes();
-        while self.check_door_admits(allocation).is_err() && changes.changed().await.is_ok() {}
+        while self.check_door_admits_clients(allocation).is_err() && changes.changed().await.is_ok() {}
     }
 
     /// Checks whether the allocation's door would admit clients now.
-    pub(crate) fn check_door_admits(&self, allocation: &str) -> Result<(), NotReady> {
+    pub(crate) fn check_door_admits_clients(&self, allocation: &str) -> Result<(), NotReady> {
         if let Some(error) = self.door_errors.borrow().get(allocation) {
             return Err(open_door_error(allocation, error));
         }
         if let Some(door) = self.doors.borrow().get(allocation) {
-            return door.check_door_admits();
+            return door.check_door_admits_clients();
         }
         let allocation = allocation.to_owned();
         Err(match self.desired_error.borrow().as_ref() {

@@ -1,7 +1,8 @@
 //! SELinux labels of doors.
 //!
-//! Where SELinux is enforced, a container can use a host directory and a socket in it only if both
-//! have the type of container files. Without the labels, no client could reach its door.
+//! Where SELinux is enforced, a container can use a host directory and a socket in that directory
+//! only if both have the type of container files. Without the labels, no client could reach its
+//! door.
 use std::io;
 use std::path::Path;
 
@@ -10,8 +11,8 @@ use rustix::io::Errno;
 
 /// The extended attribute that contains a file's label.
 const LABEL_ATTRIBUTE: &str = "security.selinux";
-/// A label of files that the policy `container-selinux` lets all containers use. Like labels that
-/// other programs write, it ends with a NUL.
+/// The label of files that all containers may use under the policy `container-selinux`. Like labels
+/// that other programs write, this label ends with a NUL.
 const CONTAINER_FILE_LABEL: &[u8] = b"system_u:object_r:container_file_t:s0\0";
 
 /// Labels files for containers, if SELinux is enabled on the node.
@@ -28,9 +29,9 @@ impl ContainerLabel {
         Self { enabled: lists_selinux(&filesystems) }
     }
 
-    /// Labels a file or directory. Only logs a warning if the file system does not label single
-    /// files, or if the policy does not know the label. In these cases, the administrator chooses
-    /// the label.
+    /// Labels a file or directory. Logs a warning instead of an error if the file system does not
+    /// label single files, or if the policy does not know the label. In these cases, the
+    /// administrator chooses the label.
     ///
     /// # Errors
     /// Returns an error if the file cannot be labelled, because containers could not use it.

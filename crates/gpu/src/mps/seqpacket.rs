@@ -28,7 +28,7 @@ const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 pub(crate) const MAX_SOCKET_PATH_BYTES: usize = 107;
 
 /// The sender of a packet or the peer of a connection, attested by the kernel and translated into
-/// this process's namespaces. PID 0 is a process outside these namespaces.
+/// this process's namespaces. PID 0 stands for a process outside these namespaces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Credentials {
     pub(crate) pid: u32,
@@ -64,8 +64,8 @@ impl Socket {
         async_fd(fd).map(Self)
     }
 
-    /// Prepares a relay between `other`, which only this process uses, and a process that expects
-    /// `other`.
+    /// Prepares a relay between the socket `other`, which only this process uses, and a process
+    /// that expects `other`.
     ///
     /// Returns `other`, this process's end of a new connection, and the other process's end. On
     /// this process's end, the kernel attests the sender of each packet. The other process's end
@@ -91,7 +91,8 @@ impl Socket {
             let fd = new_socket()?;
             match rustix::net::connect(&fd, &address) {
                 Ok(()) => return Self::new(fd),
-                // The queue is full. Poll, because the kernel reports no event when it has space.
+                // The queue is full. Poll, because the kernel reports no event when the queue has
+                // space again.
                 Err(rustix::io::Errno::AGAIN) => tokio::time::sleep(CONNECT_RETRY_INTERVAL).await,
                 Err(error) => return Err(error.into()),
             }
@@ -165,8 +166,8 @@ impl Socket {
 
     /// Returns within a second after the peer has closed, even if packets are still queued.
     ///
-    /// Polls instead of using tokio's readiness: clearing a readiness without reading would make
-    /// the other waits on this socket hang.
+    /// Polls instead of using tokio's readiness: if this method cleared the readiness without
+    /// reading, other waits on this socket would hang.
     pub(crate) async fn wait_until_closed(&self) {
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         let closed = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
@@ -206,7 +207,8 @@ impl Socket {
         loop {
             let mut ready = self.0.readable().await?;
             match ready.try_io(|fd| retry_interrupted(|| attempt(fd.get_ref().as_fd()))) {
-                // An empty packet means the end of the connection: this protocol never sends one.
+                // An empty packet means the end of the connection: this protocol has no empty
+                // packets.
                 Ok(Ok(packet)) if packet.data.is_empty() => return Ok(None),
                 Ok(Ok(packet)) => return Ok(Some(packet)),
                 Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
@@ -285,7 +287,7 @@ fn new_socket() -> io::Result<OwnedFd> {
     Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
 }
 
-/// Repeats a system call that a signal interrupts.
+/// Repeats a system call while signals interrupt it.
 fn retry_interrupted<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     loop {
         match attempt() {
@@ -363,7 +365,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_socket_is_labelled_before_it_replaces_the_earlier_one() {
+    async fn a_socket_is_labelled_before_it_replaces_the_earlier_socket() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("control");
         let exists = || std::fs::symlink_metadata(&path).is_ok();

@@ -16,7 +16,7 @@ use super::protocol::TerminateResult;
 use super::reconciler::Reconciler;
 use super::wire::{Reply, Request};
 
-/// Maximum number of connections served at the same time.
+/// Maximum number of connections that are served at the same time.
 const MAX_AGENT_CONNECTIONS: usize = 64;
 /// Maximum size of a request in bytes. A request is one line.
 const MAX_REQUEST_BYTES: u64 = 64 * 1024;
@@ -117,7 +117,7 @@ async fn answer_request(reconciler: &Reconciler, request: Request) -> Reply {
         Request::Await { allocation, timeout_ms } => {
             match timeout(Duration::from_millis(timeout_ms), reconciler.wait_until_ready(&allocation)).await {
                 Ok(()) => Reply::Done,
-                Err(_) => match reconciler.check_door_admits(&allocation) {
+                Err(_) => match reconciler.check_door_admits_clients(&allocation) {
                     // The allocation became ready after the time limit.
                     Ok(()) => Reply::Done,
                     Err(reason) => Reply::Error { message: reason.to_string() },

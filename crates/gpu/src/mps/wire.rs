@@ -20,7 +20,8 @@ use sha2::{Digest, Sha256};
 
 use super::text::shorten;
 
-/// The version of these files. A reader refuses a higher version and reports the refusal.
+/// The version of these files. The MPS host refuses a desired file with another version, and
+/// reports the refusal.
 pub const FILE_FORMAT_VERSION: u32 = 1;
 
 /// Every daemon and every allocation that should exist on this node.
@@ -31,7 +32,7 @@ pub struct Desired {
     pub version: u32,
     /// Daemons by device: the UUID of a GPU or of a MIG instance.
     pub daemons: BTreeMap<String, DaemonSettings>,
-    /// Allocations by id: lower-case hexadecimal, at most 32 characters.
+    /// Allocations by ID: lower-case hexadecimal, at most 32 characters.
     pub allocations: BTreeMap<String, Allocation>,
 }
 
@@ -41,7 +42,7 @@ pub enum InvalidDesired {
     /// The file is not JSON, or does not have the structure of [`Desired`].
     #[error("failed to parse desired.json: {0}")]
     Malformed(String),
-    /// A newer agent wrote the file.
+    /// The file has another version. Usually, a newer agent wrote it.
     #[error(
         "desired.json has version {0}, but this MPS host supports version {FILE_FORMAT_VERSION}: upgrade the MPS host"
     )]
@@ -49,8 +50,8 @@ pub enum InvalidDesired {
     /// The device's name cannot be a directory name.
     #[error("invalid device {0:?}: expected 1 to 80 letters, digits or `-`")]
     Device(String),
-    /// The id has a form that the agent never writes.
-    #[error("invalid allocation id {0:?}: expected 1 to 32 lower-case hexadecimal digits")]
+    /// The ID of an allocation has a form that the agent never writes.
+    #[error("invalid allocation ID {0:?}: expected 1 to 32 lower-case hexadecimal digits")]
     AllocationId(String),
     /// The active thread percentage is outside 1 to 100.
     #[error("{owner}: invalid active thread percentage {threads}: expected 1 to 100")]
@@ -121,9 +122,9 @@ impl Desired {
     }
 
     /// Returns 32 hexadecimal digits that identify the content, except for
-    /// [`DaemonSettings::accept_advisory`]. [`MpsHostStatus::desired`] repeats them once the MPS
-    /// host has applied the file. An older MPS host does not know that field, and would never
-    /// repeat a hash that depends on it.
+    /// [`DaemonSettings::accept_advisory`]. [`MpsHostStatus::desired`] contains this hash once the
+    /// MPS host has applied the file. An older MPS host does not know `accept_advisory`, and would
+    /// never report a hash that depends on it.
     pub fn hash(&self) -> String {
         let mut content = self.clone();
         content.daemons.values_mut().for_each(|daemon| *daemon = daemon.without_consent());
@@ -222,13 +223,13 @@ pub struct DaemonSettings {
     /// Whether to set the GPU to `EXCLUSIVE_PROCESS` while the daemon runs and restore the previous
     /// mode afterwards. False does not change the mode. Always false for MIG instances.
     pub exclusive: bool,
-    /// Default active thread percentage, 1 to 100 (`set_default_active_thread_percentage`). It
-    /// limits clients for which no door sets a limit.
+    /// Default active thread percentage, 1 to 100 (`set_default_active_thread_percentage`). The
+    /// default limits clients for which no door sets a limit.
     pub default_threads: Option<u8>,
     /// Default memory limit in MiB (`set_default_device_pinned_mem_limit`).
     pub default_memory_mib: Option<u64>,
-    /// Whether the daemon serves even if its handshake is unknown, so that doors cannot enforce
-    /// limits. The agent omits the field if it is false, as older agents do.
+    /// Whether the daemon serves even if its handshake is unknown and doors cannot enforce limits.
+    /// The agent omits the field if it is false, as older agents do.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub accept_advisory: bool,
 }
@@ -268,11 +269,12 @@ pub struct MpsHostStatus {
     pub desired: String,
     /// Daemons by device, including those that are stopping.
     pub daemons: BTreeMap<String, DaemonStatus>,
-    /// Allocations with an open door, by id.
+    /// Allocations with an open door, by ID.
     pub allocations: BTreeMap<String, AllocationStatus>,
-    /// Why the desired file could not be applied. Older MPS hosts add the errors of doors.
+    /// Why the desired file could not be applied. In older MPS hosts, this field also contains the
+    /// errors of doors.
     pub error: Option<String>,
-    /// Why doors could not be opened or restored, by device. Older MPS hosts omit it.
+    /// Why doors could not be opened or restored, by device. Older MPS hosts omit this field.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub door_errors: BTreeMap<String, String>,
 }
@@ -292,18 +294,20 @@ pub struct DaemonStatus {
     /// Whether doors can enforce limits per allocation on this driver.
     pub enforcement: Enforcement,
     /// Whether doors hold all clients, because the daemon sent several unexpected replies to
-    /// clients in a row. Clients that are connected still run. Older MPS hosts omit it.
+    /// clients in a row. Clients that are connected still run. Older MPS hosts omit this field.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub holds_clients: bool,
-    /// Whether doors no longer hold clients only because no client is waiting. No expected reply
-    /// has arrived since. Older MPS hosts omit it.
+    /// Whether doors no longer hold clients only because no client is waiting: no expected reply
+    /// has arrived yet. Older MPS hosts omit this field.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub replies_unproven: bool,
     /// The current or last problem. Empty if no problem occurred.
     pub message: String,
-    /// Clients by PID as MPS lists them, each with the allocation whose door it used.
+    /// The clients that MPS lists, sorted by PID, each with the allocation of the door that
+    /// admitted it.
     pub clients: Vec<Client>,
-    /// The last fatal GPU error since the MPS host started, if any. Older MPS hosts omit it.
+    /// The last fatal GPU error since the MPS host started, if any. Older MPS hosts omit this
+    /// field.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fault: Option<Fault>,
 }
@@ -351,7 +355,8 @@ pub enum DaemonState {
 /// Whether doors enforce limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Enforcement {
-    /// The daemon speaks the known handshake: the door sets each allocation's limits at connect.
+    /// The daemon speaks the known handshake: doors set the allocation's limits when a client
+    /// connects.
     Hard,
     /// The handshake is unknown, so doors cannot set limits. The daemon does not serve unless
     /// [`DaemonSettings::accept_advisory`] is set. Doors then relay the handshake unchanged, and
@@ -376,8 +381,8 @@ pub struct Client {
 pub struct AllocationStatus {
     /// Number of completed handshakes.
     pub admitted: u64,
-    /// Number of refused connections: administrators' commands, invalid handshakes, too many
-    /// clients.
+    /// Number of refused connections, for example because of an administrator's command, an invalid
+    /// handshake or too many clients.
     pub refused: u64,
     /// Number of connections that wait for the daemon.
     pub waiting: u32,
@@ -389,7 +394,7 @@ pub struct AllocationStatus {
 pub enum Request {
     /// Answers once the allocation's door is open and its daemon is Active.
     Await {
-        /// The allocation's id.
+        /// ID of the allocation.
         allocation: String,
         /// Time in milliseconds after which the MPS host answers with an error.
         timeout_ms: u64,
@@ -532,7 +537,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_without_advisory_limits_are_written_as_by_older_agents() {
+    fn settings_without_advisory_limits_are_written_as_older_agents_write_them() {
         let older = r#"{"multiUser":true,"exclusive":true,"defaultThreads":50,"defaultMemoryMib":null}"#;
         assert_eq!(serde_json::to_string(&sample_daemon()).unwrap(), older);
         assert_eq!(serde_json::from_str::<DaemonSettings>(older).unwrap(), sample_daemon());

@@ -24,7 +24,7 @@ pub enum NvmlError {
     NotListed {
         /// UUID of the GPU.
         gpu: String,
-        /// NVML's id of the GPU instance.
+        /// NVML's ID of the GPU instance.
         gpu_instance: u32,
     },
     /// This GPU or driver does not support the call.
@@ -71,9 +71,9 @@ impl NvmlError {
         }
     }
 
-    /// Returns whether the cause is this process, so that the error shows nothing about the GPU or
-    /// the driver.
-    pub const fn is_of_this_process(&self) -> bool {
+    /// Returns whether this process is the cause. Such an error shows nothing about the GPU or the
+    /// driver.
+    pub const fn is_caused_by_this_process(&self) -> bool {
         matches!(self, Self::Closed | Self::NoDescriptors)
     }
 

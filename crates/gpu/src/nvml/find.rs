@@ -7,7 +7,7 @@ pub(super) const LIBRARY_NAME: &str = "libnvidia-ml.so.1";
 /// Locations at which to search for the NVML library.
 #[derive(Debug, Clone)]
 pub struct LibrarySearch {
-    /// Path of the library file. If this path is set, it is the only candidate.
+    /// Path of the library file. If set, the search considers only this path.
     pub library: Option<PathBuf>,
     /// Mount point of the host's root file system in this process.
     pub host_root: PathBuf,
@@ -24,7 +24,8 @@ impl Default for LibrarySearch {
 /// Usual root directories of a driver: in NVIDIA's driver container, on GKE nodes and on the host.
 const DRIVER_ROOTS: [&str; 3] = ["/run/nvidia/driver", "/home/kubernetes/bin/nvidia", "/"];
 
-/// Library directories below a root: Debian's, Red Hat's, and those of drivers for containers.
+/// Library directories below a root directory: those of Debian, of Red Hat, and of drivers for
+/// containers.
 const LIBRARY_DIRECTORIES: [&str; 6] = [
     "usr/lib/x86_64-linux-gnu",
     "usr/lib/aarch64-linux-gnu",

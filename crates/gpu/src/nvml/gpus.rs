@@ -9,8 +9,8 @@ use super::model::{
     MigInstance, Process,
 };
 
-/// A node's GPUs. Threads may make calls concurrently. A call without an implementation is not
-/// supported.
+/// A node's GPUs. Threads may make calls concurrently. By default, most calls return the error that
+/// NVML does not support them.
 pub trait Gpus: Send + Sync {
     /// Returns the driver version and the number of GPUs. Accesses no GPU.
     fn driver_info(&self) -> Result<DriverInfo, NvmlError> {
@@ -30,8 +30,8 @@ pub trait Gpus: Send + Sync {
         Ok(GpuObservation { gpu, processes })
     }
 
-    /// Returns the links between the GPUs. Accesses all GPUs, and omits those that fail. Links that
-    /// could not be read are unknown. A GPU that hangs blocks the call, so make this call on a
+    /// Returns the links between the GPUs. Accesses all GPUs, and omits GPUs that fail. Marks links
+    /// that could not be read as unknown. A GPU that hangs blocks the call, so make this call on a
     /// separate worker.
     fn topology(&self) -> Result<Topology, NvmlError> {
         Err(NvmlError::NotSupported { call: "nvmlDeviceGetTopologyCommonAncestor" })
@@ -59,12 +59,13 @@ pub trait Gpus: Send + Sync {
     }
 
     /// Returns the memory errors of a GPU and the recovery action that its driver requests. Fails
-    /// only if the GPU or the driver is lost.
+    /// only if the GPU is not found, or if the GPU or the driver is lost.
     fn vitals(&self, _uuid: &str) -> Result<GpuVitals, NvmlError> {
         Ok(GpuVitals::default())
     }
 
-    /// Returns what the sensors of a GPU report. Fails only if the GPU or the driver is lost.
+    /// Returns the readings of a GPU's sensors. Fails only if the GPU is not found, or if the GPU
+    /// or the driver is lost.
     fn readings(&self, _uuid: &str) -> Result<GpuReadings, NvmlError> {
         Ok(GpuReadings::default())
     }
@@ -75,7 +76,7 @@ pub trait Gpus: Send + Sync {
         Ok(DeviceProcesses { processes: self.processes(uuid)?, are_clients_known: true })
     }
 
-    /// Returns the newest CUDA version that the driver supports: major and minor.
+    /// Returns the newest CUDA version that the driver supports: its major and its minor number.
     fn cuda_version(&self) -> Result<(u32, u32), NvmlError> {
         Err(NvmlError::NotSupported { call: "nvmlSystemGetCudaDriverVersion" })
     }
@@ -85,14 +86,13 @@ pub trait Gpus: Send + Sync {
         Err(NvmlError::NotSupported { call: "nvmlDeviceGetComputeMode" })
     }
 
-    /// Sets the compute mode of a GPU and returns the previous one.
+    /// Sets the compute mode of a GPU and returns the previous mode.
     fn set_compute_mode(&self, _uuid: &str, _mode: ComputeMode) -> Result<ComputeMode, NvmlError> {
         Err(NvmlError::NotSupported { call: "nvmlDeviceSetComputeMode" })
     }
 
-    /// Turns a GPU's MIG mode on or off. Returns the time at which the change takes effect. The GPU
-    /// must be idle. The driver may reset the GPU, and the reset may change other properties of the
-    /// GPU.
+    /// Turns a GPU's MIG mode on or off. Returns when the change takes effect. The GPU must be
+    /// idle. The driver may reset the GPU, and the reset may change other properties of the GPU.
     fn set_mig_mode(&self, _gpu: &str, _on: bool) -> Result<MigActivation, NvmlError> {
         Err(NvmlError::NotSupported { call: "nvmlDeviceSetMigMode" })
     }

@@ -15,7 +15,7 @@ use super::session::Nvml;
 type OpenLibrary = Box<dyn Fn() -> Result<Arc<dyn Gpus>, NvmlError> + Send + Sync>;
 
 /// The NVML library. The first call loads it. After an error that only a reload can fix, the next
-/// call reloads it. Clones share one session: NVML allows concurrent calls.
+/// call reloads the library. Clones share one session: NVML allows concurrent calls.
 ///
 /// `nvmlInit` opens the device files of GPUs, and the last `nvmlShutdown` closes them. A GPU whose
 /// file is open cannot be reset, and the driver cannot be unloaded. NVML cannot close a single GPU,
@@ -24,11 +24,11 @@ type OpenLibrary = Box<dyn Fn() -> Result<Arc<dyn Gpus>, NvmlError> + Send + Syn
 #[derive(Clone)]
 pub struct Library(Arc<SharedLibraryState>);
 
-/// The parts that all clones of a [`Library`] use.
+/// The state that all clones of a [`Library`] share.
 struct SharedLibraryState {
     open: OpenLibrary,
-    /// Locked only for a moment, and never during a call of NVML, because a call can hang. Callers
-    /// that must not wait use it too.
+    /// Locked only for a moment, and never during an NVML call, because a call can hang. Callers
+    /// that must not wait also lock it.
     session: Mutex<SessionSlot>,
     /// Notified when an attempt to open a session has ended, and when the library is closed.
     changed: Condvar,
@@ -41,8 +41,8 @@ struct SharedLibraryState {
 #[derive(Default)]
 struct SessionSlot {
     current: Option<Arc<Session>>,
-    /// Whether a thread opens a session. It can hang in `nvmlInit`. Other threads that need a
-    /// session wait for it.
+    /// Whether a thread is opening a session. The thread can hang in `nvmlInit`. Other threads that
+    /// need a session wait for it.
     opening: bool,
     /// Number of [`ClosedLibrary`] values. A session can open only while this number is 0.
     closers: usize,
@@ -82,8 +82,8 @@ impl Drop for SessionCount {
     }
 }
 
-/// When each call in progress began, by its number. For [`Library::listen`], when NVML last
-/// returned.
+/// The start time of each call in progress, by number of the call. For [`Library::listen`], the
+/// time at which NVML last returned.
 #[derive(Default)]
 struct CallsInProgress {
     last: u64,
@@ -106,7 +106,7 @@ impl CallInProgress {
         Self { calls: Arc::clone(calls), number }
     }
 
-    /// Records that NVML has returned and that the call goes on.
+    /// Records that NVML has returned and that the call continues.
     fn record_progress(&self) {
         lock(&self.calls).since.insert(self.number, Instant::now());
     }
@@ -118,7 +118,7 @@ impl Drop for CallInProgress {
     }
 }
 
-/// Ends an attempt to open a session, also if it panics.
+/// Ends an attempt to open a session, even if the attempt panics.
 struct OpeningSession<'a>(&'a SharedLibraryState);
 
 impl Drop for OpeningSession<'_> {
@@ -176,14 +176,14 @@ impl Library {
         kept_closed && self.0.open_sessions.load(Ordering::SeqCst) == 0
     }
 
-    /// Returns for how long the longest call in progress has not returned. Zero without a call in
-    /// progress. A call that hangs keeps its session open.
+    /// Returns the duration of the longest call in progress, or zero if no call is in progress. A
+    /// call that hangs keeps its session open.
     pub fn longest_call(&self) -> Duration {
         lock(&self.0.calls).since.values().min().map_or(Duration::ZERO, Instant::elapsed)
     }
 
-    /// Runs `call` in a separate session, which is shut down afterwards. Keep the library closed
-    /// before and during the call, so that no other thread of this process uses a GPU.
+    /// Runs `call` in a separate session, and shuts the session down afterwards. Keep the library
+    /// closed before and during the call, so that no other thread of this process uses a GPU.
     pub(super) fn call_alone<T>(&self, call: impl FnOnce(&dyn Gpus) -> Result<T, NvmlError>) -> Result<T, NvmlError> {
         let count = SessionCount::new(&self.0.open_sessions);
         let session = Session { gpus: (self.0.open)()?, _count: count };
@@ -194,7 +194,8 @@ impl Library {
     ///
     /// # Errors
     /// Returns the errors of the call. Returns [`NvmlError::NoDescriptors`] if the call fails while
-    /// this process cannot open any file: NVML opens files, so its error shows nothing about a GPU.
+    /// this process cannot open any file. NVML opens files, so such an error shows nothing about a
+    /// GPU.
     pub(super) fn call_library<T>(&self, call: impl FnOnce(&dyn Gpus) -> Result<T, NvmlError>) -> Result<T, NvmlError> {
         self.call_tracked(|gpus, _| call(gpus))
     }
@@ -221,7 +222,7 @@ impl Library {
     ) -> Result<T, NvmlError> {
         let progress = CallInProgress::begin(&self.0.calls);
         let result = self.open_or_reuse_session().and_then(|session| {
-            let result = call(session.gpus.as_ref(), &progress).map_err(without_descriptors);
+            let result = call(session.gpus.as_ref(), &progress).map_err(explain_missing_descriptors);
             if result.as_ref().is_err_and(NvmlError::requires_reload) {
                 self.discard(&session);
             }
@@ -249,7 +250,7 @@ impl Library {
         drop(slot);
         let opening = OpeningSession(&self.0);
         let count = SessionCount::new(&self.0.open_sessions);
-        let gpus = (self.0.open)().map_err(without_descriptors)?;
+        let gpus = (self.0.open)().map_err(explain_missing_descriptors)?;
         let session = Arc::new(Session { gpus, _count: count });
         let mut slot = self.lock_slot();
         let is_allowed = slot.closers == 0;
@@ -285,8 +286,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Replaces an error of NVML that occurs while this process cannot open any file.
-fn without_descriptors(error: NvmlError) -> NvmlError {
+/// Replaces the error by [`NvmlError::NoDescriptors`] if this process cannot open any file.
+fn explain_missing_descriptors(error: NvmlError) -> NvmlError {
     use rustix::fs::{Mode, OFlags};
     use rustix::io::Errno;
     match rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) {
@@ -341,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hanging_initialization_blocks_neither_the_close_nor_the_question_whether_it_is_closed() {
+    fn a_hanging_initialization_blocks_neither_close_nor_is_closed() {
         let (entered, enters) = channel();
         let (release, released) = channel::<()>();
         let released = Mutex::new(released);
@@ -378,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn a_listening_thread_that_returns_is_no_call_that_hangs() {
+    fn a_listening_call_that_receives_events_does_not_count_as_hanging() {
         struct Listening;
         impl Gpus for Listening {
             fn listen(

@@ -92,7 +92,7 @@ fn read_nvlink(
     Ok(())
 }
 
-/// Returns `None` instead of an error that concerns only one GPU.
+/// Returns `None` for an error that concerns only one GPU. Returns an error if the driver is lost.
 pub(super) fn ignore_unless_driver_lost<T>(result: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
     match result {
         Ok(value) => Ok(Some(value)),
@@ -129,9 +129,9 @@ pub(super) enum PciePathReading {
     Failed,
 }
 
-/// Combines the GPUs and the PCIe path of each pair into a topology. Derives a path that NVML does
-/// not report from the NUMA nodes. The link of a pair is unknown if the path or an NVLink could not
-/// be read.
+/// Combines the GPUs and the PCIe path of each pair into a topology. If NVML does not report a
+/// path, derives it from the NUMA nodes. The link of a pair is unknown if the path or an NVLink
+/// could not be read.
 pub(super) fn build_topology(gpus: &[GpuPorts], path: impl Fn(usize, usize) -> PciePathReading) -> Topology {
     let link = |one: usize, other: usize| {
         let (first, second) = (&gpus[one], &gpus[other]);
@@ -154,8 +154,8 @@ pub(super) fn build_topology(gpus: &[GpuPorts], path: impl Fn(usize, usize) -> P
 }
 
 /// Returns the number of NVLinks between two GPUs: direct links, and links through NVSwitches,
-/// which connect each GPU to every other GPU. If the GPUs report different numbers, the lower one
-/// counts.
+/// which connect each GPU to every other GPU. If the GPUs report different numbers, returns the
+/// lower number.
 fn count_nvlinks(one: &GpuPorts, other: &GpuPorts) -> u8 {
     let to_gpu = |from: &GpuPorts, to: &GpuPorts| {
         from.nvlinks.ends.iter().filter(|end| matches!(end, NvLinkEnd::Gpu(pci) if *pci == to.pci)).count()

@@ -17,7 +17,7 @@
 //! GPUs fail independently, and a call may hang in the driver until the node reboots. Therefore
 //! each call concerns one GPU, except [`Gpus::driver_info`], [`Gpus::cuda_version`] and
 //! [`Gpus::topology`]. A program that must not block runs the calls for each GPU on a separate
-//! [`Worker`], and `topology` on one more.
+//! [`Worker`], and `topology` on another worker.
 mod error;
 mod find;
 mod gpus;
@@ -45,9 +45,9 @@ pub use session::Nvml;
 pub use watch::EventWatch;
 pub use worker::Worker;
 
-/// Sets the compute mode of a GPU and returns the previous one.
+/// Sets the compute mode of a GPU and returns the previous mode.
 ///
-/// For a short-lived process: loads the library for this one call.
+/// For a short-lived process: loads the library only for this call.
 ///
 /// # Errors
 /// Returns [`NvmlError`] if the library cannot be loaded, or NVML refuses the call.

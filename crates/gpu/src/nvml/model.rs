@@ -16,7 +16,7 @@ pub struct DriverInfo {
 /// One GPU and the processes on it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuObservation {
-    /// The GPU's description and health.
+    /// The GPU's description.
     pub gpu: Gpu,
     /// The GPU's processes, including those in its MIG instances.
     pub processes: Vec<Process>,
@@ -68,7 +68,7 @@ pub enum RecoveryAction {
     Drain,
 }
 
-/// What the sensors of a GPU report at one moment. A field is `None` if this GPU or driver does not
+/// Readings of a GPU's sensors at one moment. A field is `None` if this GPU or driver does not
 /// report the value. For example, a GPU in MIG mode reports no utilization.
 ///
 /// No field describes a single process. Under MPS, NVML attributes all utilization of a GPU to its
@@ -79,7 +79,8 @@ pub struct GpuReadings {
     /// (`nvmlDeviceGetUtilizationRates`). The percentage does not show how many SMs the kernels
     /// used.
     pub busy_percent: Option<u32>,
-    /// Used memory in bytes, without the driver's own part (`nvmlDeviceGetMemoryInfo_v2`).
+    /// Used memory in bytes, except the memory that the driver reserves
+    /// (`nvmlDeviceGetMemoryInfo_v2`).
     pub memory_used: Option<u64>,
     /// Power in milliwatts, averaged by the driver (`nvmlDeviceGetPowerUsage`).
     pub power_milliwatts: Option<u32>,
@@ -112,7 +113,7 @@ pub enum ThrottleReason {
     Thermal,
     /// The hardware's temperature limit.
     HardwareThermal,
-    /// A brake signal, for example of the power supply.
+    /// A brake signal, for example from the power supply.
     PowerBrake,
 }
 
@@ -163,15 +164,15 @@ pub struct Gpu {
     pub minor: u32,
     /// Product name.
     pub model: String,
-    /// Total memory as CUDA reports it: NVML's total without the driver's own part.
+    /// Total memory as CUDA reports it: NVML's total minus the memory that the driver reserves.
     pub memory: Mebibytes,
     /// Streaming multiprocessors with MIG off.
     pub sms: Sms,
-    /// PCI bus id in the format of sysfs: `0000:3b:00.0`.
+    /// PCI bus ID in the format of sysfs: `0000:3b:00.0`.
     pub pci: String,
     /// NUMA node of the GPU, if the machine reports one.
     pub numa: Option<u32>,
-    /// CUDA compute capability: major and minor.
+    /// CUDA compute capability: its major and its minor number.
     pub compute_capability: (u32, u32),
     /// MIG, if the GPU supports it.
     pub mig: Option<MigState>,
@@ -193,7 +194,7 @@ pub struct MigState {
 /// One MIG profile of a GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigProfile {
-    /// NVML's id, for creating instances on this GPU.
+    /// NVML's ID of the profile, for creating instances on this GPU.
     pub id: u32,
     /// Name without prefix: `1g.10gb`, `1g.10gb+me`.
     pub name: String,
@@ -218,9 +219,9 @@ pub struct MigInstance {
     pub profile: String,
     /// First memory slice.
     pub start: u32,
-    /// GPU instance id.
+    /// ID of the GPU instance.
     pub gpu_instance: u32,
-    /// Id of the first compute instance.
+    /// ID of the first compute instance.
     pub compute_instance: Option<u32>,
 }
 

@@ -8,7 +8,7 @@ use nvml_wrapper::enum_wrappers::device::{Clock, TemperatureSensor};
 use super::error::{NvmlError, ignore_unless_lost};
 use super::model::{GpuReadings, ThrottleReason};
 
-/// Returns what the sensors of a GPU report. Fails only if the GPU or the driver is lost.
+/// Returns the readings of a GPU's sensors. Fails only if the GPU or the driver is lost.
 pub(super) fn read_sensors(device: &Device<'_>) -> Result<GpuReadings, NvmlError> {
     let memory = ignore_unless_lost("nvmlDeviceGetMemoryInfo_v2", device.memory_info())?;
     let busy = ignore_unless_lost("nvmlDeviceGetUtilizationRates", device.utilization_rates())?;

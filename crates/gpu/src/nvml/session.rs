@@ -33,7 +33,7 @@ pub struct Nvml {
     /// Last known index of each GPU, by UUID.
     indices: Mutex<BTreeMap<String, u32>>,
     /// Descriptions that this session has read, by UUID. Most properties do not change while the
-    /// driver is loaded, and reading them takes longer than reading all others.
+    /// driver is loaded, and take longer to read than all other properties.
     descriptions: Mutex<BTreeMap<String, Gpu>>,
 }
 
@@ -41,8 +41,8 @@ impl Nvml {
     /// Loads the library and initializes it. A driver without a GPU is not an error.
     ///
     /// # Errors
-    /// Returns [`NvmlError::NoLibrary`] if no library is found, and the error of NVML if it cannot
-    /// be initialized.
+    /// Returns [`NvmlError::NoLibrary`] if no library is found, and NVML's error if NVML cannot be
+    /// initialized.
     pub fn open(search: &LibrarySearch) -> Result<Self, NvmlError> {
         let candidates = search.candidate_files();
         let found = candidates.iter().find(|path| path.exists()).map(|path| path.as_os_str());
@@ -151,7 +151,8 @@ impl Nvml {
         })
     }
 
-    /// Returns the PCIe path between the GPUs at two indices, or `None` if NVML does not report it.
+    /// Returns the PCIe path between the GPUs at two indices, or `None` if NVML does not report the
+    /// path.
     fn read_path(&self, one: u32, other: u32) -> Result<Option<PciePath>, NvmlError> {
         links::read_pcie_path(&self.device_at(one)?, self.device_at(other)?)
     }
@@ -317,7 +318,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Returns the recovery action that the driver requests. Returns `None` if the driver is too old to
-/// report one or reports an unknown one.
+/// report an action, or reports an unknown action.
 fn read_requested_recovery(device: &Device<'_>) -> Result<Option<RecoveryAction>, NvmlError> {
     const RECOVERY_ACTION_FIELD: FieldId = FieldId(field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION);
     let values = ignore_unless_lost("nvmlDeviceGetFieldValues", device.field_values_for(&[RECOVERY_ACTION_FIELD]))?;
@@ -342,8 +343,8 @@ const fn parse_recovery_action(action: u64) -> Option<RecoveryAction> {
     }
 }
 
-/// Reads the state of MIG. Reuses the known profiles while MIG mode does not change, because
-/// reading profiles takes dozens of calls.
+/// Reads the state of MIG. Reuses the known profiles until MIG mode changes, because reading
+/// profiles takes dozens of calls.
 fn read_mig(
     nvml: &nvml_wrapper::Nvml,
     device: &Device<'_>,
@@ -370,7 +371,7 @@ fn read_mig(
 fn cuda_memory(nvml: &nvml_wrapper::Nvml, device: &Device<'_>) -> Result<u64, NvmlError> {
     match ignore_unsupported("nvmlDeviceGetMemoryInfo_v2", device.memory_info())? {
         Some(info) => Ok(info.total.saturating_sub(info.reserved)),
-        // Drivers before 510 report their own part as used memory.
+        // Drivers before 510 report the memory that they reserve as used memory.
         None => sys::memory_total_v1(nvml, device),
     }
 }
@@ -384,7 +385,8 @@ const fn cores_per_sm(capability: (u32, u32)) -> u32 {
     }
 }
 
-/// Converts a PCI bus id from NVML's format `00000000:3B:00.0` to sysfs's `0000:3b:00.0`.
+/// Converts a PCI bus ID from NVML's format `00000000:3B:00.0` to the format of sysfs
+/// `0000:3b:00.0`.
 fn sysfs_bus_id(id: &str) -> String {
     let id = id.to_ascii_lowercase();
     let Some((domain, rest)) = id.split_once(':') else { return id };
@@ -400,7 +402,7 @@ fn numa_node(pci: &str) -> Option<u32> {
 }
 
 /// Merges NVML's list of all processes with its list of MPS clients. A client is in both lists,
-/// possibly with different memory values. The larger value is used.
+/// possibly with different memory values. Uses the larger value.
 fn merge_processes(all: &[ProcessInfo], clients: &[ProcessInfo]) -> Vec<Process> {
     let mut processes: BTreeMap<(u32, Option<u32>), Process> = BTreeMap::new();
     for (info, mps) in all.iter().map(|info| (info, false)).chain(clients.iter().map(|info| (info, true))) {

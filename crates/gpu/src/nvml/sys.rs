@@ -123,8 +123,8 @@ fn profile_name(raw: &[std::ffi::c_char]) -> String {
     name.strip_prefix("MIG ").unwrap_or(&name).to_owned()
 }
 
-/// Returns `NVML_STRUCT_VERSION` of `nvml.h`: the size in the lower three bytes, the version in the
-/// fourth.
+/// Returns `NVML_STRUCT_VERSION` of `nvml.h`: the size is in the lower three bytes, and the version
+/// is in the fourth byte.
 fn struct_version<T>(version: c_uint) -> c_uint {
     // The size fits into three bytes: every NVML structure is far smaller than 16 MiB.
     c_uint::try_from(mem::size_of::<T>()).unwrap_or(0) | (version << 24)
@@ -212,7 +212,7 @@ struct MigDevice {
     compute_instance: u32,
 }
 
-/// Returns the MIG devices of a GPU, which are its compute instances, sorted by instance.
+/// Returns the MIG devices of a GPU, sorted by instance. Each MIG device is a compute instance.
 fn mig_devices(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigDevice>, NvmlError> {
     let lib = nvml.lib();
     let gpu_instance_id = nvml_sym(lib.nvmlDeviceGetGpuInstanceId.as_ref())
@@ -246,7 +246,7 @@ fn mig_devices(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigDevice>, NvmlE
 }
 
 /// Creates a GPU instance at exactly `start`, and one compute instance that spans the GPU instance.
-/// Returns the GPU instance's id.
+/// Returns the ID of the GPU instance.
 pub(super) fn create_gpu_instance(
     nvml: &Nvml,
     device: &Device<'_>,
@@ -371,8 +371,8 @@ pub(super) struct RawEvent {
 /// NVML's event type bit of a critical XID.
 pub(super) const XID_EVENT_TYPE: u64 = nvmlEventTypeXidCriticalError as u64;
 
-/// Adds the critical XIDs of a GPU to an event set. nvml-wrapper's `register_events` drops the set
-/// if it fails.
+/// Adds the critical XIDs of a GPU to an event set. The function `register_events` of nvml-wrapper
+/// drops the set if the call fails.
 pub(super) fn register_for_xids(nvml: &Nvml, device: &Device<'_>, set: &EventSet<'_>) -> Result<(), NvmlError> {
     const CALL: &str = "nvmlDeviceRegisterEvents";
     let call =

@@ -14,7 +14,7 @@ use super::error::NvmlError;
 use super::library::Library;
 use super::model::GpuEvent;
 
-/// Interval at which a waiting thread checks whether it should stop.
+/// Maximum time until a waiting thread checks whether it should stop.
 const STOP_CHECK_INTERVAL: Duration = Duration::from_secs(2);
 /// First and maximum delay after an error. Without a delay, the thread of a lost GPU would spin,
 /// because every read fails immediately.
@@ -41,7 +41,7 @@ impl EventWatch {
         (Self { library, events, stop: Arc::default(), watched: 0 }, receiver)
     }
 
-    /// Watches every index below `count`. Threads of higher indices continue: a missing GPU may
+    /// Watches every index below `count`. Threads for higher indices continue: a missing GPU may
     /// return.
     ///
     /// # Errors
@@ -79,7 +79,7 @@ fn watch_gpu(library: &Library, index: u32, events: &mpsc::Sender<GpuEvent>, sto
         match library.listen(index, &mut report) {
             Ok(()) => pause = BACK_OFF_RANGE.0,
             // Retry soon: NVML may reopen at any moment.
-            Err(error) if error.is_of_this_process() => {
+            Err(error) if error.is_caused_by_this_process() => {
                 pause = BACK_OFF_RANGE.0;
                 sleep_unless_stopped(pause, stop);
             }
@@ -109,7 +109,7 @@ fn watch_gpu(library: &Library, index: u32, events: &mpsc::Sender<GpuEvent>, sto
     }
 }
 
-/// Sleeps for `duration`. Returns early, soon after `stop` is set.
+/// Sleeps for `duration`, or until soon after `stop` is set.
 fn sleep_unless_stopped(duration: Duration, stop: &AtomicBool) {
     let until = Instant::now() + duration;
     while !stop.load(Ordering::Relaxed) && Instant::now() < until {

@@ -52,8 +52,8 @@ impl Worker {
     /// Runs `call` on the thread.
     ///
     /// # Errors
-    /// Returns the errors of the call. Returns [`NvmlError::Hung`] after `deadline`, or at once
-    /// while an earlier call hangs.
+    /// Returns the errors of the call. Returns [`NvmlError::Hung`] after `deadline`, or immediately
+    /// if an earlier call hangs.
     pub async fn call<T: Send + 'static>(
         &self,
         deadline: Duration,

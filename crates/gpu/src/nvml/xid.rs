@@ -13,8 +13,8 @@ use super::sys;
 /// Delay after a read that returned no event.
 const XID_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Registers a GPU in its own event set. Passes each event to `report`, and `None` after each read
-/// without an event, until `report` returns `Break`.
+/// Registers a GPU in its own event set. Passes each event to `report` until `report` returns
+/// `Break`. Passes `None` after each read that returns no event.
 ///
 /// Polls instead of waiting in the library. NVML lets only one thread wait at a time, and all other
 /// threads spin on a lock. Two waiting threads used a whole CPU (two H200s, driver 580.159).

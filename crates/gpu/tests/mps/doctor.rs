@@ -41,14 +41,14 @@ fn client_path(node: &Node) -> String {
     node.path("cleave-client").display().to_string()
 }
 
-/// Returns the exit status and report of a doctor.
+/// Returns the exit status and the report of a doctor.
 fn status_and_report(output: &Output) -> (Option<i32>, Value) {
     let text = String::from_utf8_lossy(&output.stdout);
     let error = String::from_utf8_lossy(&output.stderr);
     (output.status.code(), serde_json::from_str(&text).unwrap_or_else(|_| panic!("{text}\n{error}")))
 }
 
-/// Runs a doctor with JSON output.
+/// Runs a doctor with JSON output. Returns its exit status and its report.
 fn run_doctor(node: &Node, arguments: &[&str]) -> (Option<i32>, Value) {
     status_and_report(&doctor_command(node, &[&["--json"], arguments].concat()).output().unwrap())
 }
@@ -57,7 +57,7 @@ fn run_doctor_with_client(node: &Node) -> (Option<i32>, Value) {
     run_doctor(node, &["--client", &client_path(node)])
 }
 
-/// Returns the verdicts by name of the check.
+/// Returns the verdict of each check, by name of the check.
 fn verdicts(report: &Value) -> BTreeMap<&str, &str> {
     let findings = report["findings"].as_array().unwrap().iter();
     findings.map(|finding| (finding["check"].as_str().unwrap(), finding["verdict"].as_str().unwrap())).collect()
@@ -169,7 +169,8 @@ fn a_daemon_that_does_not_start_is_reported_with_its_last_line() {
     assert_eq!(remaining_processes_and_files(&node), [] as [&str; 0]);
 }
 
-/// Returns a CUDA program started by a shell script that first runs `script`.
+/// Writes a shell script that runs `script` and then the CUDA program. Returns the path of the
+/// script.
 fn write_client_script(node: &Node, script: &str) -> String {
     let path = node.path("script");
     fs::write(&path, format!("#!/bin/sh\n{script}\nexec {} \"$@\"\n", client_path(node))).unwrap();
@@ -194,7 +195,7 @@ fn the_doctor_starts_nothing_on_a_gpu_in_use() {
     assert_eq!((status, checks_with_verdict(&report, "notTested").len()), (Some(0), verdicts(&report).len()));
     assert!(report["skipReason"].as_str().unwrap().contains("Cleave shares the GPU with MPS"), "{report:#}");
     assert_eq!(report["gpu"]["model"], "NVIDIA H200");
-    // The daemon is running, but the desired file is deleted.
+    // The daemon runs, but the desired file does not exist.
     fs::remove_file(node.paths.desired()).unwrap();
     let (_, report) = run_doctor_with_client(&node);
     assert!(

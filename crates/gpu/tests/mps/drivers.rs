@@ -23,8 +23,8 @@ fn start_node_with_fault(fault: &str, driver: &str, accept_advisory: bool) -> No
     node
 }
 
-/// Waits until the MPS host refuses to serve because of the handshake. The status of an earlier
-/// daemon, with another message, may precede it.
+/// Waits until the MPS host refuses to serve because of the handshake. Ignores the status of an
+/// earlier daemon, which has another message.
 fn wait_until_refused(node: &Node) -> DaemonStatus {
     let uuid = node.uuid(0);
     let refused = node.wait_for_status("the handshake is refused", |status| {
@@ -61,7 +61,7 @@ fn an_unknown_handshake_is_relayed_only_with_consent() {
     node.write_desired();
     let active = node.wait_for_state(0, DaemonState::Active);
     assert_eq!(active.enforcement, Enforcement::Advisory);
-    // Defaults are set with that driver's own tool. Doors set no limits.
+    // The MPS host sets the defaults with the driver's own tool. Doors set no limits.
     assert_eq!(node.send_admin_command(0, "get_default_active_thread_percentage"), "40.0");
     check_relay(&node);
 }
@@ -75,7 +75,8 @@ fn consent_to_advisory_limits_does_not_restart_a_daemon_whose_doors_enforce_limi
     for accept_advisory in [true, false] {
         let settings = DaemonSettings { accept_advisory, ..node.desired.daemons[&node.uuid(0)].clone() };
         node.desire_daemon(0, settings);
-        // The MPS host acknowledges other limits, so it has also read the consent.
+        // Change other limits too: once the MPS host acknowledges these limits, it has also read
+        // the consent.
         let threads = if accept_advisory { 30 } else { 40 };
         node.desire_allocation(ALLOCATION_B, 0, Some(threads), None);
         node.apply_desired();
@@ -114,7 +115,7 @@ fn unknown_replies_of_a_driver_that_was_not_measured_close_its_doors() {
         status.daemons[&uuid].state == DaemonState::BackOff
     });
     node.clear_faults();
-    // A restarted daemon must prove its handshake.
+    // The handshake of a restarted daemon counts as unproven.
     assert_eq!(parse_limits(&waits.read_line()), (26, Some(8192)));
     let served = node.wait_for_state(0, DaemonState::Active);
     assert_eq!((served.enforcement, served.holds_clients), (Enforcement::Hard, false));

@@ -52,7 +52,7 @@ fn wait_until_fault_is_over(node: &Node, gpu: usize) -> (Fault, DaemonStatus) {
     (daemon.fault.clone().unwrap(), daemon)
 }
 
-fn signal_that_ended(status: ExitStatus) -> Option<i32> {
+fn terminating_signal(status: ExitStatus) -> Option<i32> {
     status.signal()
 }
 
@@ -82,8 +82,8 @@ fn a_fault_is_reported_and_clients_that_do_not_exit_are_signalled() {
     // One other client exits by itself, one after SIGTERM, and one after SIGKILL.
     assert_eq!(culprit.wait().code(), Some(700 - 2 * 256));
     assert_eq!(exits.wait().code(), Some(700 - 2 * 256));
-    assert_eq!(signal_that_ended(lingers.wait()), Some(15));
-    assert_eq!(signal_that_ended(deaf.wait()), Some(9));
+    assert_eq!(terminating_signal(lingers.wait()), Some(15));
+    assert_eq!(terminating_signal(deaf.wait()), Some(9));
     let (fault, after) = wait_until_fault_is_over(&node, 0);
     let mut affected = fault.affected.clone();
     affected.sort_by_key(|client| client.pid);
@@ -186,7 +186,7 @@ fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
             status.daemons[&uuid].clients.len() == count
         });
     };
-    // Clean exits of a client: by itself, after a signal that the client handles, and through MPS.
+    // A client exits cleanly by itself, after a signal that it handles, and through MPS.
     assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     let mut handles = start_running_client(&node, ALLOCATION_A, &["--hold", "forever", "--handle-sigterm"]);
     handles.signal(Signal::TERM);

@@ -1,7 +1,7 @@
 //! Tests clients that misbehave during the handshake. The daemon and its server wait for each
 //! client without a deadline. The server waits forever if a client disconnects after it has
-//! received the server's socket and before it has introduced itself. Misbehaviour must not affect
-//! other clients.
+//! received the server's socket and before it has introduced itself. A misbehaving client must not
+//! affect other clients.
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ fn client_with_socket(node: &Node, allocation: &str) -> ClientSockets {
     handshake::connect_to_server(&node.paths.door(allocation)).unwrap()
 }
 
-/// Asserts that other clients run as before, on the same server.
+/// Asserts that other clients still run under their limits, on the same server.
 fn assert_other_clients_unharmed(node: &Node, before: Option<u32>) {
     assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
     assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
@@ -66,7 +66,7 @@ fn a_client_that_introduces_itself_only_partly_is_disconnected() {
     }
 }
 
-/// Returns all cases: a shutdown of each of a client's sockets, at each possible step.
+/// Returns all cases: a shutdown of each socket of a client, at each possible step.
 fn shutdown_violations() -> Vec<String> {
     let halves = ["shutdown", "shutdown-reading", "shutdown-writing", "shutdown-daemon", "shutdown-channel"];
     let lies = halves.iter().flat_map(|half| (0..=5).map(move |step| format!("{half}={step}")));
@@ -195,14 +195,15 @@ fn a_client_that_connects_late_but_in_time_is_admitted() {
 }
 
 #[test]
-fn allocations_take_turns_even_if_one_sends_many_clients() {
+fn allocations_take_turns_even_if_one_allocation_has_many_clients() {
     let node = node_with_two_tenants();
     let door = node.paths.door(ALLOCATION_A);
     let before = node.daemon_status(0).server_pid;
-    // Each client receives its socket and does not use it.
+    // Each client receives its socket but does not use the socket.
     let stalling: Vec<_> =
         (0..12).map(|_| handshake::introduce_to_daemon(&door, KIND_CLIENT).unwrap().unwrap()).collect();
-    // Three connections: one to check for a daemon, one for the process, one for a context.
+    // A client makes three connections: one to check for a daemon, one for the process, and one for
+    // a context.
     assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
     let dropped = node.status().unwrap().allocations[ALLOCATION_A].refused;
     assert!(dropped <= 4, "the door waited for {dropped} of 12");
@@ -215,7 +216,7 @@ fn a_connection_whose_process_has_exited_is_refused_once_and_logged_once() {
     let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     let mut client = node.start_client(ALLOCATION_A, &["--lie", "orphan"]);
-    // The test reads the exit status, so that no process has the PID any more.
+    // The test reads the exit status, so that no process has the PID afterwards.
     client.wait();
     let status =
         node.wait_for_status("the connection is refused", |status| status.allocations[ALLOCATION_A].refused == 1);

@@ -262,8 +262,8 @@ fn connections_leak_no_descriptors() {
     let before = settled(&node);
     let door = node.paths.door(ALLOCATION_A);
     for round in 0..250 {
-        // Four peers: one only connects, one disconnects during the handshake, one disconnects with
-        // the server's socket, and one is an administrator.
+        // Four peers connect. One only connects, one disconnects during the handshake, one
+        // disconnects after it has received the server's socket, and one is an administrator.
         drop(Connection::connect(&door).unwrap());
         drop(mps::introduce_to_daemon(&door, mps::KIND_CLIENT).unwrap());
         if round % 10 == 0 {
@@ -298,7 +298,7 @@ fn clients_are_reported_with_their_allocation_until_they_exit() {
 }
 
 #[test]
-fn clients_beyond_the_maximum_are_refused_until_one_exits() {
+fn clients_beyond_the_maximum_are_refused_until_another_client_exits() {
     let mut node = Node::with_mps_host(1);
     let allocation = Allocation { device: node.uuid(0), threads: Some(20), memory_mib: None, max_clients: Some(2) };
     node.desired.allocations.insert(ALLOCATION_A.into(), allocation);
@@ -377,7 +377,7 @@ fn exclusive_process_is_set_before_the_daemon_starts_and_restored_after_it_stops
     node.wait_for_state(0, DaemonState::Active);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
     assert_eq!(node.run_and_read_limits(ALLOCATION_A).0, 26);
-    // A killed MPS host cannot restore the compute mode. The next MPS host does.
+    // A killed MPS host cannot restore the compute mode. The next MPS host restores it.
     node.stop_mps_host(Signal::KILL);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
     node.start_mps_host();
@@ -591,12 +591,12 @@ fn valid_and_invalid_requests_are_answered() {
     assert!(
         matches!(node.send_request(&unknown), Reply::Error { message } if message.contains("not in the desired file"))
     );
-    // Connections that send nothing, or half a line, delay no other connection.
+    // Connections that send nothing, or only half a line, delay no other connection.
     let mut silent: Vec<UnixStream> = (0..20).map(|_| UnixStream::connect(node.paths.socket()).unwrap()).collect();
     for stream in &mut silent {
         std::io::Write::write_all(stream, b"{\"op\":").unwrap();
     }
-    assert_eq!(node.await_ready(ALLOCATION_A), Reply::Done);
+    assert_eq!(node.wait_until_ready(ALLOCATION_A), Reply::Done);
     // A client is terminated through MPS.
     let mut running = node.start_client(ALLOCATION_A, &["--hold", "forever"]);
     running.read_line();

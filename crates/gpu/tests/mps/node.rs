@@ -1,4 +1,5 @@
-//! Simulates a node with an MPS host and programs. Dropping the [`Node`] removes everything.
+//! Simulates a node with an MPS host and programs. Dropping the [`Node`] stops its processes and
+//! removes its files.
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -20,7 +21,7 @@ use serde_json::Value;
 use sim_machine::{Fault, FaultEffect, GpuDescription, Machine, MachineDescription};
 use sim_mps::handshake;
 
-/// Time limit of each wait. Longer than any step takes on a busy machine.
+/// Time limit of each wait. No step takes this long, even on a busy machine.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// File with the driver's version, below a node's directory.
@@ -51,7 +52,7 @@ impl Node {
             fs::hard_link(&program, &path).or_else(|_| fs::copy(&program, &path).map(drop)).unwrap();
         }
         let gpus = vec![GpuDescription { model: "H200-141".into(), ..GpuDescription::default() }; gpus];
-        // UUIDs derive from the name, so no two tests share a UUID.
+        // The UUIDs depend on the name, so no two tests share a UUID.
         let name = dir.path().display().to_string();
         let description = MachineDescription { name, gpus, ..MachineDescription::default() };
         let machine = Machine::init(dir.path().join("machine"), &description).unwrap();
@@ -158,11 +159,11 @@ impl Node {
         let hash = self.desired.hash();
         self.wait_for_status("the MPS host applies the desired file", |status| status.desired == hash);
         for allocation in self.desired.allocations.keys() {
-            assert_eq!(self.await_ready(allocation), Reply::Done);
+            assert_eq!(self.wait_until_ready(allocation), Reply::Done);
         }
     }
 
-    pub(crate) fn await_ready(&self, allocation: &str) -> Reply {
+    pub(crate) fn wait_until_ready(&self, allocation: &str) -> Reply {
         let timeout_ms = u64::try_from(WAIT_TIMEOUT.as_millis()).unwrap();
         self.send_request(&Request::Await { allocation: allocation.to_owned(), timeout_ms })
     }
@@ -327,7 +328,7 @@ impl Drop for Node {
     }
 }
 
-/// Returns the settings of a daemon that serves all users and does not change the compute mode.
+/// Returns settings of a daemon that serves all users and does not change the compute mode.
 pub(crate) fn default_daemon() -> DaemonSettings {
     DaemonSettings {
         multi_user: true,
@@ -374,7 +375,7 @@ impl Client {
         serde_json::from_str(&self.lines.recv_timeout(WAIT_TIMEOUT).expect("the program prints a line")).unwrap()
     }
 
-    /// Returns whether the program is running and has printed nothing more.
+    /// Returns whether the program is running and has printed no further line.
     pub(crate) fn has_no_output(&mut self) -> bool {
         self.lines.try_recv().is_err() && self.child.try_wait().unwrap().is_none()
     }
@@ -420,7 +421,8 @@ pub(crate) fn mps_host_program() -> PathBuf {
 }
 
 /// Returns the directory with the MPS host and the stand-ins for MPS, the CUDA program and NVML.
-/// Builds them first, because `cargo test` builds only what its arguments name.
+/// Builds these programs first, because `cargo test` builds only the packages that its arguments
+/// name.
 pub(crate) fn build_programs() -> &'static Path {
     static PROGRAMS: OnceLock<PathBuf> = OnceLock::new();
     PROGRAMS.get_or_init(|| {

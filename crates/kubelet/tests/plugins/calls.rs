@@ -18,7 +18,7 @@ use crate::{
 async fn calls_return_the_resources_answers() {
     let fixture = Fixture::new();
     let kubelet = fixture.start_kubelet();
-    let _plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::new(&["a::0", "a::1"]))]);
+    let _plugins = fixture.start_plugins(&[(MPS_RESOURCE, &TestResource::new(&["a::0", "a::1"]))]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
 
     let response = kubelet.allocate(MPS_RESOURCE, &["a::1", "a::0"]).await.expect("allocated");
@@ -52,7 +52,7 @@ async fn calls_return_the_resources_answers() {
 async fn several_containers_in_one_request_are_answered_in_order() {
     let fixture = Fixture::new();
     let kubelet = fixture.start_kubelet();
-    let _plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::new(&["a::0", "a::1"]))]);
+    let _plugins = fixture.start_plugins(&[(MPS_RESOURCE, &TestResource::new(&["a::0", "a::1"]))]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
     let mut client = kubelet.client(MPS_RESOURCE).expect("a client");
     let container = |id: &str| wire::ContainerAllocateRequest { devices_ids: vec![id.to_owned()] };
@@ -67,7 +67,7 @@ async fn several_containers_in_one_request_are_answered_in_order() {
 }
 
 /// Returns an HTTP/2 frame.
-fn http2_frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+fn encode_frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let length = u32::try_from(payload.len()).expect("short").to_be_bytes();
     let mut frame = vec![length[1], length[2], length[3], kind, flags];
     frame.extend(stream.to_be_bytes());
@@ -76,7 +76,7 @@ fn http2_frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
 }
 
 /// Returns the uncompressed headers of a `GetDevicePluginOptions` call with this `:authority`.
-fn header_block(authority: &str) -> Vec<u8> {
+fn encode_headers(authority: &str) -> Vec<u8> {
     let text = |text: &str| {
         let mut literal = vec![u8::try_from(text.len()).expect("short")];
         literal.extend(text.as_bytes());
@@ -104,7 +104,7 @@ const SETTINGS_FRAME: u8 = 4;
 const GOAWAY_FRAME: u8 = 7;
 
 /// Reads frames until one belongs to this stream and is not a window update.
-async fn next_frame_of_stream(connection: &mut UnixStream, stream: u32) -> (u8, Vec<u8>) {
+async fn read_frame_of_stream(connection: &mut UnixStream, stream: u32) -> (u8, Vec<u8>) {
     loop {
         let mut head = [0; 9];
         connection.read_exact(&mut head).await.expect("a frame");
@@ -119,16 +119,16 @@ async fn next_frame_of_stream(connection: &mut UnixStream, stream: u32) -> (u8, 
 }
 
 /// The kubelet sends `localhost` as the authority, and other clients send other names. A path is
-/// not a valid authority, and h2 resets only the call that sends a path.
+/// not a valid authority: h2 resets the call, but keeps the connection.
 #[tokio::test]
 async fn a_call_with_a_path_as_authority_is_reset_and_its_connection_stays_open() {
     let fixture = Fixture::new();
     let kubelet = fixture.start_kubelet();
-    let _plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::new(&["a::0"]))]);
+    let _plugins = fixture.start_plugins(&[(MPS_RESOURCE, &TestResource::new(&["a::0"]))]);
     let socket = fixture.path().join(wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket);
     let exchange = async {
         let mut connection = UnixStream::connect(&socket).await.expect("a connection");
-        let start = [HTTP2_PREFACE.to_vec(), http2_frame(SETTINGS_FRAME, 0, 0, &[])].concat();
+        let start = [HTTP2_PREFACE.to_vec(), encode_frame(SETTINGS_FRAME, 0, 0, &[])].concat();
         connection.write_all(&start).await.expect("sent");
         let calls = [
             (1, "localhost"),
@@ -139,22 +139,22 @@ async fn a_call_with_a_path_as_authority_is_reset_and_its_connection_stays_open(
         ];
         for (stream, authority) in calls {
             let call = [
-                http2_frame(HEADERS_FRAME, 4, stream, &header_block(authority)),
-                http2_frame(DATA_FRAME, 1, stream, &[0; 5]),
+                encode_frame(HEADERS_FRAME, 4, stream, &encode_headers(authority)),
+                encode_frame(DATA_FRAME, 1, stream, &[0; 5]),
             ]
             .concat();
             connection.write_all(&call).await.expect("sent");
-            let (kind, payload) = next_frame_of_stream(&mut connection, stream).await;
+            let (kind, payload) = read_frame_of_stream(&mut connection, stream).await;
             if authority.contains(['/', '%']) {
                 assert_eq!((kind, payload.as_slice()), (RESET_FRAME, &[0, 0, 0, 1][..]), "{authority}");
             } else {
                 assert_eq!(kind, HEADERS_FRAME, "{authority}");
                 // Expect the message, with both options set, and the trailers.
                 assert_eq!(
-                    next_frame_of_stream(&mut connection, stream).await,
+                    read_frame_of_stream(&mut connection, stream).await,
                     (DATA_FRAME, vec![0, 0, 0, 0, 4, 8, 1, 16, 1])
                 );
-                assert_eq!(next_frame_of_stream(&mut connection, stream).await.0, HEADERS_FRAME);
+                assert_eq!(read_frame_of_stream(&mut connection, stream).await.0, HEADERS_FRAME);
             }
         }
     };
@@ -165,33 +165,34 @@ async fn a_call_with_a_path_as_authority_is_reset_and_its_connection_stays_open(
 async fn hostile_connections_do_not_affect_the_kubelet() {
     let fixture = Fixture::new();
     let kubelet = fixture.start_kubelet();
-    let _plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::new(&["a::0"]))]);
+    let _plugins = fixture.start_plugins(&[(MPS_RESOURCE, &TestResource::new(&["a::0"]))]);
     let socket = fixture.path().join(wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket);
-    let settings = http2_frame(SETTINGS_FRAME, 0, 0, &[]);
-    let call = http2_frame(HEADERS_FRAME, 4, 1, &header_block("localhost"));
+    let settings = encode_frame(SETTINGS_FRAME, 0, 0, &[]);
+    let call = encode_frame(HEADERS_FRAME, 4, 1, &encode_headers("localhost"));
     let inputs: Vec<Vec<u8>> = vec![
         Vec::new(),
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".to_vec(),
         vec![0xff; 4096],
         HTTP2_PREFACE[..10].to_vec(),
         [HTTP2_PREFACE, &settings[..5]].concat(),
-        // A frame that claims 16 MiB.
+        // A frame header with a length of 16 MiB.
         [HTTP2_PREFACE, &settings, &[0xff, 0xff, 0xff, 0, 0, 0, 0, 0, 1][..]].concat(),
         // Truncated headers, and invalid headers.
         [HTTP2_PREFACE, &settings, &call[..20]].concat(),
-        [HTTP2_PREFACE, &settings, &http2_frame(HEADERS_FRAME, 4, 1, &[0xff; 64])].concat(),
-        // A message that is shorter than its declared length, a message that claims 4 GiB, and an
-        // invalid message.
-        [HTTP2_PREFACE, &settings, &call, &http2_frame(DATA_FRAME, 1, 1, &[0, 0, 0, 0, 9, 1])].concat(),
-        [HTTP2_PREFACE, &settings, &call, &http2_frame(DATA_FRAME, 0, 1, &[0, 0xff, 0xff, 0xff, 0xff])].concat(),
-        [HTTP2_PREFACE, &settings, &call, &http2_frame(DATA_FRAME, 1, 1, &[0, 0, 0, 0, 2, 0xff, 0xff])].concat(),
+        [HTTP2_PREFACE, &settings, &encode_frame(HEADERS_FRAME, 4, 1, &[0xff; 64])].concat(),
+        // A message that is shorter than its declared length, a message with a declared length of 4
+        // GiB, and an invalid message.
+        [HTTP2_PREFACE, &settings, &call, &encode_frame(DATA_FRAME, 1, 1, &[0, 0, 0, 0, 9, 1])].concat(),
+        [HTTP2_PREFACE, &settings, &call, &encode_frame(DATA_FRAME, 0, 1, &[0, 0xff, 0xff, 0xff, 0xff])].concat(),
+        [HTTP2_PREFACE, &settings, &call, &encode_frame(DATA_FRAME, 1, 1, &[0, 0, 0, 0, 2, 0xff, 0xff])].concat(),
     ];
     let mut open = Vec::new();
     for input in &inputs {
         // Test both a connection that closes after the input and one that remains open.
         for stays in [false, true] {
             let mut connection = UnixStream::connect(&socket).await.expect("a connection");
-            // Ignore errors: the server can close the connection before everything is written.
+            // Ignore errors, because the server can close the connection before everything is
+            // written.
             let _ = connection.write_all(input).await;
             if stays {
                 open.push(connection);

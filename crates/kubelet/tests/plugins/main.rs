@@ -23,7 +23,7 @@ use futures::future::BoxFuture;
 use tokio::sync::watch;
 use tonic::transport::Endpoint as Address;
 
-/// Deadline for each condition, much longer than any condition takes on a busy machine.
+/// Deadline for each condition, much longer than a busy machine needs to meet any condition.
 const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 /// A duration that is longer than any test, for timers that must not fire.
 const LONGER_THAN_ANY_TEST: Duration = Duration::from_secs(3600);
@@ -31,7 +31,7 @@ const LONGER_THAN_ANY_TEST: Duration = Duration::from_secs(3600);
 const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 const TIMESLICE_RESOURCE: &str = "nvidia.com/gpu-timeslice";
 
-/// A resource with devices that the test changes.
+/// A resource with a device list that the test can replace.
 struct TestResource {
     devices: watch::Sender<Arc<DeviceList>>,
     options: PluginOptions,
@@ -95,7 +95,7 @@ impl Resource for TestResource {
     }
 }
 
-fn resources(named: &[(&str, &Arc<TestResource>)]) -> BTreeMap<ResourceName, Arc<dyn Resource>> {
+fn resources_by_name(named: &[(&str, &Arc<TestResource>)]) -> BTreeMap<ResourceName, Arc<dyn Resource>> {
     named
         .iter()
         .map(|(name, shares)| {
@@ -129,13 +129,13 @@ impl Fixture {
         FakeKubelet::start_in(self.path()).expect("a kubelet")
     }
 
-    fn plugins(&self, named: &[(&str, &Arc<TestResource>)]) -> PluginServer {
+    fn start_plugins(&self, named: &[(&str, &Arc<TestResource>)]) -> PluginServer {
         let plugins = PluginServer::start(&self.config).expect("plugins");
-        plugins.set(resources(named));
+        plugins.set(resources_by_name(named));
         plugins
     }
 
-    /// Returns the names of the sockets in the directory, except the kubelet's.
+    /// Returns the names of the sockets in the directory, except `kubelet.sock`.
     fn socket_names(&self) -> Vec<String> {
         let names = std::fs::read_dir(self.path()).expect("a directory").map(|e| e.expect("an entry").file_name());
         let mut names: Vec<_> =
@@ -178,8 +178,8 @@ async fn wait_until_ready(plugins: &PluginServer) -> PluginServerState {
     wait_for_state(plugins, "ready", |state| state.is_ready() && !state.resources.is_empty()).await
 }
 
-/// Polls until a condition is met. Use it for conditions that no channel reports, such as the
-/// existence of a file.
+/// Polls until a condition is met. Use this function for conditions that no channel reports, such
+/// as the existence of a file.
 async fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let poll = async {
         while !condition() {

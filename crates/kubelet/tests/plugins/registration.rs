@@ -17,8 +17,8 @@ use tokio::net::UnixStream;
 
 use crate::{
     Fixture, LONGER_THAN_ANY_TEST, MPS_RESOURCE, TEST_TIMEOUT, TIMESLICE_RESOURCE, TestResource, connect_to_plugin,
-    count_registrations, device_list, resources, wait_for_kubelet, wait_for_state, wait_until, wait_until_ready,
-    wait_until_served,
+    count_registrations, device_list, resources_by_name, wait_for_kubelet, wait_for_state, wait_until,
+    wait_until_ready, wait_until_served,
 };
 
 #[tokio::test]
@@ -26,7 +26,7 @@ async fn a_resource_is_registered_and_its_devices_are_streamed() {
     let fixture = Fixture::new();
     let kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0", "a::1"]);
-    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
+    let plugins = fixture.start_plugins(&[(MPS_RESOURCE, &shares)]);
     let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
     assert!(endpoint.options.pre_start_required && endpoint.options.get_preferred_allocation_available);
     let state = wait_until_ready(&plugins).await;
@@ -42,7 +42,7 @@ async fn every_published_list_is_streamed_once() {
     let fixture = Fixture::new();
     let kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
-    let _plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
+    let _plugins = fixture.start_plugins(&[(MPS_RESOURCE, &shares)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     for _ in 0..100 {
         shares.devices.send_modify(|_| {});
@@ -61,11 +61,11 @@ async fn every_published_list_is_streamed_once() {
 }
 
 #[tokio::test]
-async fn two_streams_both_see_every_change() {
+async fn two_streams_both_receive_every_change() {
     let fixture = Fixture::new();
     let kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
-    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
+    let plugins = fixture.start_plugins(&[(MPS_RESOURCE, &shares)]);
     let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     let mut other = connect_to_plugin(&fixture.path().join(endpoint.socket)).await.expect("a connection");
     let mut stream = other.list_and_watch(wire::Empty {}).await.expect("a stream").into_inner();
@@ -82,7 +82,7 @@ async fn each_restart_of_the_kubelet_causes_a_registration_with_a_new_socket() {
     let fixture = Fixture::new();
     let mut kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
-    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
+    let plugins = fixture.start_plugins(&[(MPS_RESOURCE, &shares)]);
     let mut sockets = vec![wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket];
     for _ in 0..5 {
         kubelet.stop();
@@ -105,7 +105,7 @@ async fn each_restart_of_the_kubelet_causes_a_registration_with_a_new_socket() {
 async fn the_plugin_registers_with_a_kubelet_that_starts_later() {
     let fixture = Fixture::new();
     let shares = TestResource::new(&["a::0"]);
-    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
+    let plugins = fixture.start_plugins(&[(MPS_RESOURCE, &shares)]);
     let waiting = |state: &PluginServerState| {
         state.resources.get(MPS_RESOURCE).is_some_and(|r| r.phase == ResourcePhase::WaitingForKubelet)
     };
@@ -119,7 +119,7 @@ async fn the_server_is_not_ready_while_no_kubelet_runs() {
     let fixture = Fixture::new();
     let mut kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
-    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
+    let plugins = fixture.start_plugins(&[(MPS_RESOURCE, &shares)]);
     wait_until_ready(&plugins).await;
     kubelet.stop();
     wait_for_state(&plugins, "without a stream", |state| !state.is_ready()).await;
@@ -133,12 +133,12 @@ async fn a_kubelet_socket_that_is_moved_back_causes_no_registration() {
     let fixture = Fixture::new();
     let kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
-    let _plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
+    let _plugins = fixture.start_plugins(&[(MPS_RESOURCE, &shares)]);
     let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     let (socket, aside) = (fixture.path().join("kubelet.sock"), fixture.path().join("aside"));
     std::fs::rename(&socket, &aside).expect("rename");
     std::fs::rename(&aside, &socket).expect("rename");
-    // Trigger a decision after both renames.
+    // Delete the plugin's socket, so that the plugin decides again after both renames.
     std::fs::remove_file(fixture.path().join(&endpoint.socket)).expect("the plugin's socket");
     wait_until("bound again", || fixture.path().join(&endpoint.socket).exists()).await;
     assert_eq!(count_registrations(&kubelet, MPS_RESOURCE), 1);
@@ -150,7 +150,7 @@ async fn a_deleted_socket_is_rebound_without_ending_the_stream() {
     let fixture = Fixture::new();
     let kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
-    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
+    let plugins = fixture.start_plugins(&[(MPS_RESOURCE, &shares)]);
     let before = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     for _ in 0..3 {
         std::fs::remove_file(fixture.path().join(&before.socket)).expect("the plugin's socket");
@@ -172,7 +172,7 @@ async fn a_deleted_socket_without_a_stream_is_registered_again() {
     let kubelet = fixture.start_kubelet();
     kubelet.open_no_stream(1);
     let shares = TestResource::new(&["a::0"]);
-    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
+    let plugins = fixture.start_plugins(&[(MPS_RESOURCE, &shares)]);
     let state = wait_for_state(&plugins, "registered", |s| {
         s.resources.get(MPS_RESOURCE).is_some_and(|r| r.phase == ResourcePhase::Registered)
     });
@@ -182,13 +182,13 @@ async fn a_deleted_socket_without_a_stream_is_registered_again() {
 }
 
 #[tokio::test]
-async fn the_plugin_registers_at_once_with_a_new_kubelet_after_its_socket_was_removed() {
+async fn the_plugin_registers_at_once_with_a_new_kubelet_after_the_plugins_socket_was_removed() {
     let mut fixture = Fixture::new();
-    // The plugin must register without this delay: the kubelet admits pods before the delay ends.
+    // The plugin must register before this delay ends, because the kubelet admits pods earlier.
     fixture.config.timings.settle = LONGER_THAN_ANY_TEST;
     let mut kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
-    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
+    let plugins = fixture.start_plugins(&[(MPS_RESOURCE, &shares)]);
     let socket = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket;
     kubelet.stop();
     wait_for_state(&plugins, "without a stream", |s| s.resources[MPS_RESOURCE].streams == 0).await;
@@ -205,7 +205,7 @@ async fn the_plugin_registers_again_if_the_kubelet_opens_no_stream() {
     let kubelet = fixture.start_kubelet();
     kubelet.open_no_stream(3);
     let shares = TestResource::new(&["a::0"]);
-    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
+    let plugins = fixture.start_plugins(&[(MPS_RESOURCE, &shares)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     let state = wait_until_ready(&plugins).await;
     assert_eq!((state.resources[MPS_RESOURCE].streamless, count_registrations(&kubelet, MPS_RESOURCE)), (3, 4));
@@ -217,7 +217,7 @@ async fn a_stream_that_the_kubelet_drops_is_restored() {
     fixture.config.timings.stream = Backoff { first: Duration::from_millis(50), cap: Duration::from_secs(1) };
     let kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
-    let _plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
+    let _plugins = fixture.start_plugins(&[(MPS_RESOURCE, &shares)]);
     let first = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket;
     kubelet.drop_stream(MPS_RESOURCE);
     assert_ne!(wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket, first);
@@ -230,7 +230,7 @@ async fn a_refused_registration_is_retried_and_reported() {
     let kubelet = fixture.start_kubelet();
     kubelet.refuse_registrations(5);
     let shares = TestResource::new(&["a::0"]);
-    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
+    let plugins = fixture.start_plugins(&[(MPS_RESOURCE, &shares)]);
     let reported = |state: &PluginServerState| {
         state
             .resources
@@ -247,13 +247,13 @@ async fn a_refused_registration_is_retried_and_reported() {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_hangs_times_out() {
+async fn a_registration_with_a_hanging_kubelet_times_out() {
     let mut fixture = Fixture::new();
     fixture.config.timings.register_deadline = Duration::from_millis(50);
     let kubelet = fixture.start_kubelet();
     kubelet.set_hanging(true);
     let shares = TestResource::new(&["a::0"]);
-    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
+    let plugins = fixture.start_plugins(&[(MPS_RESOURCE, &shares)]);
     let failed = |state: &PluginServerState| state.resources.get(MPS_RESOURCE).is_some_and(|r| r.failures >= 2);
     let state = wait_for_state(&plugins, "failed", failed).await;
     assert!(state.resources[MPS_RESOURCE].error.as_ref().is_some_and(|e| e.contains("did not answer within 0.05 s")));
@@ -267,7 +267,7 @@ async fn the_plugin_registers_at_once_with_the_successor_of_a_killed_hanging_kub
     let mut kubelet = fixture.start_kubelet();
     kubelet.set_hanging(true);
     let shares = TestResource::new(&["a::0"]);
-    let _plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
+    let _plugins = fixture.start_plugins(&[(MPS_RESOURCE, &shares)]);
     wait_for_kubelet(&kubelet, "a registration", |seen| !seen.registrations.is_empty()).await;
     kubelet.stop();
     kubelet.set_hanging(false);
@@ -281,23 +281,24 @@ async fn the_plugin_registers_with_a_new_kubelet_while_the_old_one_hangs() {
     let hanging = fixture.start_kubelet();
     hanging.set_hanging(true);
     let shares = TestResource::new(&["a::0"]);
-    let _plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
+    let _plugins = fixture.start_plugins(&[(MPS_RESOURCE, &shares)]);
     wait_for_kubelet(&hanging, "a registration", |seen| !seen.registrations.is_empty()).await;
     let next = fixture.start_kubelet();
     wait_until_served(&next, MPS_RESOURCE, &["a::0"]).await;
 }
 
 /// Up to Kubernetes 1.36, the end of an old stream disconnects the resource's current client, even
-/// a new one.
+/// if this is a new client.
 #[tokio::test]
 async fn the_plugin_registers_again_only_after_the_kubelet_disconnects() {
     let mut fixture = Fixture::new();
     fixture.config.timings.hang_up = LONGER_THAN_ANY_TEST;
     let kubelet = fixture.start_kubelet();
     kubelet.delay_disconnections(Duration::from_millis(200));
-    let plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::with_options(&["a::0"], PluginOptions::default()))]);
+    let plugins =
+        fixture.start_plugins(&[(MPS_RESOURCE, &TestResource::with_options(&["a::0"], PluginOptions::default()))]);
     let first = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket;
-    plugins.set(resources(&[(
+    plugins.set(resources_by_name(&[(
         MPS_RESOURCE,
         &TestResource::with_options(&["a::0"], PluginOptions { pre_start: true, preferred: false }),
     )]));
@@ -312,31 +313,35 @@ async fn the_plugin_registers_again_only_after_the_kubelet_disconnects() {
 async fn only_changed_options_cause_a_registration() {
     let fixture = Fixture::new();
     let kubelet = fixture.start_kubelet();
-    let plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::with_options(&["a::0"], PluginOptions::default()))]);
+    let plugins =
+        fixture.start_plugins(&[(MPS_RESOURCE, &TestResource::with_options(&["a::0"], PluginOptions::default()))]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
-    plugins.set(resources(&[(MPS_RESOURCE, &TestResource::with_options(&["b::0", "b::1"], PluginOptions::default()))]));
+    plugins.set(resources_by_name(&[(
+        MPS_RESOURCE,
+        &TestResource::with_options(&["b::0", "b::1"], PluginOptions::default()),
+    )]));
     wait_until_served(&kubelet, MPS_RESOURCE, &["b::0", "b::1"]).await;
     assert_eq!(count_registrations(&kubelet, MPS_RESOURCE), 1, "replaced in the open stream");
-    plugins.set(resources(&[(MPS_RESOURCE, &TestResource::new(&["c::0"]))]));
+    plugins.set(resources_by_name(&[(MPS_RESOURCE, &TestResource::new(&["c::0"]))]));
     wait_until_served(&kubelet, MPS_RESOURCE, &["c::0"]).await;
     wait_for_kubelet(&kubelet, "the new options", |seen| seen.endpoints[MPS_RESOURCE].options.pre_start_required).await;
     assert_eq!(count_registrations(&kubelet, MPS_RESOURCE), 2);
 }
 
 #[tokio::test]
-async fn adding_or_removing_a_resource_does_not_disturb_others() {
+async fn adding_or_removing_a_resource_does_not_affect_other_resources() {
     let fixture = Fixture::new();
     let kubelet = fixture.start_kubelet();
     let (mps, slices) = (TestResource::new(&["a::0"]), TestResource::new(&["b::0", "b::1"]));
-    let plugins = fixture.plugins(&[(MPS_RESOURCE, &mps)]);
+    let plugins = fixture.start_plugins(&[(MPS_RESOURCE, &mps)]);
     let first = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     for round in 1..=3 {
-        plugins.set(resources(&[(MPS_RESOURCE, &mps), (TIMESLICE_RESOURCE, &slices)]));
+        plugins.set(resources_by_name(&[(MPS_RESOURCE, &mps), (TIMESLICE_RESOURCE, &slices)]));
         wait_until_served(&kubelet, TIMESLICE_RESOURCE, &["b::0", "b::1"]).await;
-        plugins.set(resources(&[(MPS_RESOURCE, &mps)]));
+        plugins.set(resources_by_name(&[(MPS_RESOURCE, &mps)]));
         let gone = |seen: &FakeKubeletState| !seen.endpoints[TIMESLICE_RESOURCE].connected;
         let seen = wait_for_kubelet(&kubelet, "the stream ends", gone).await;
-        assert!(seen.endpoints[TIMESLICE_RESOURCE].devices.is_empty(), "the capacity is 0 at once");
+        assert!(seen.endpoints[TIMESLICE_RESOURCE].devices.is_empty(), "the capacity is immediately 0");
         assert_eq!(count_registrations(&kubelet, TIMESLICE_RESOURCE), round);
     }
     wait_for_state(&plugins, "one resource", |state| state.resources.len() == 1).await;
@@ -351,26 +356,26 @@ async fn a_resource_that_is_added_again_while_its_stream_ends_is_served() {
     let fixture = Fixture::new();
     let kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
-    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
+    let plugins = fixture.start_plugins(&[(MPS_RESOURCE, &shares)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     kubelet.delay_disconnections(Duration::from_millis(50));
-    plugins.set(resources(&[]));
+    plugins.set(resources_by_name(&[]));
     wait_for_state(&plugins, "ending", |state| {
         state.resources.get(MPS_RESOURCE).is_none_or(|r| r.phase == ResourcePhase::Ending)
     })
     .await;
-    plugins.set(resources(&[(MPS_RESOURCE, &shares)]));
+    plugins.set(resources_by_name(&[(MPS_RESOURCE, &shares)]));
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
 }
 
 #[tokio::test]
-async fn a_second_agent_reports_that_it_waits_for_the_first_to_exit() {
+async fn a_second_agent_is_not_ready_until_the_first_exits() {
     let fixture = Fixture::new();
     let kubelet = fixture.start_kubelet();
     let (first, second) = (TestResource::new(&["a::0"]), TestResource::new(&["a::0", "a::1"]));
-    let one = fixture.plugins(&[(MPS_RESOURCE, &first)]);
+    let one = fixture.start_plugins(&[(MPS_RESOURCE, &first)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
-    let two = fixture.plugins(&[(MPS_RESOURCE, &second)]);
+    let two = fixture.start_plugins(&[(MPS_RESOURCE, &second)]);
     let state = wait_for_state(&two, "waiting", |state| state.directory == DirectoryState::HeldByAnother).await;
     assert!(!state.is_ready());
     wait_until_ready(&one).await;
@@ -384,7 +389,7 @@ async fn shutdown_ends_streams_removes_sockets_and_releases_the_directory() {
     let fixture = Fixture::new();
     let kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
-    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares), (TIMESLICE_RESOURCE, &shares)]);
+    let plugins = fixture.start_plugins(&[(MPS_RESOURCE, &shares), (TIMESLICE_RESOURCE, &shares)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     wait_until_served(&kubelet, TIMESLICE_RESOURCE, &["a::0"]).await;
     plugins.shutdown().await;
@@ -395,7 +400,7 @@ async fn shutdown_ends_streams_removes_sockets_and_releases_the_directory() {
         "the list is not emptied, because another start will serve the devices"
     );
     assert!(fixture.socket_names().is_empty());
-    let _next = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
+    let _next = fixture.start_plugins(&[(MPS_RESOURCE, &shares)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
 }
 
@@ -405,7 +410,7 @@ async fn a_peer_that_never_disconnects_does_not_delay_the_shutdown() {
     fixture.config.timings.hang_up = Duration::from_millis(50);
     let kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
-    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
+    let plugins = fixture.start_plugins(&[(MPS_RESOURCE, &shares)]);
     let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     let mut silent = UnixStream::connect(fixture.path().join(endpoint.socket)).await.expect("a connection");
     tokio::time::timeout(TEST_TIMEOUT, plugins.shutdown()).await.expect("an end");
@@ -426,7 +431,7 @@ async fn only_stale_sockets_of_cleave_are_removed() {
     drop(UnixListener::bind(at(kept[1])).expect("bind"));
     std::fs::write(at(kept[2]), "{}").expect("a file");
     drop(UnixListener::bind(at(kept[3])).expect("bind"));
-    let _plugins = fixture.plugins(&[]);
+    let _plugins = fixture.start_plugins(&[]);
     wait_until("removed", || stale.iter().all(|name| !at(name).exists())).await;
     assert!(kept.iter().all(|name| at(name).exists()), "{:?}", fixture.socket_names());
 }
@@ -438,7 +443,7 @@ async fn plugins_serve_from_a_directory_that_is_created_later() {
     fixture.config.directory.clone_from(&directory);
     fixture.config.timings.lock = Duration::from_millis(10);
     let shares = TestResource::new(&["a::0"]);
-    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
+    let plugins = fixture.start_plugins(&[(MPS_RESOURCE, &shares)]);
     let failed =
         |state: &PluginServerState| matches!(&state.directory, DirectoryState::Failed(e) if e.contains("No such file"));
     for _ in 0..2 {
@@ -466,7 +471,7 @@ async fn the_longest_resource_name_is_served() {
     let name = format!("{domain}/{}", "b".repeat(63));
     let fixture = Fixture::new();
     let kubelet = fixture.start_kubelet();
-    let _plugins = fixture.plugins(&[(&name, &TestResource::new(&["a::0"]))]);
+    let _plugins = fixture.start_plugins(&[(&name, &TestResource::new(&["a::0"]))]);
     wait_until_served(&kubelet, &name, &["a::0"]).await;
 }
 

@@ -42,7 +42,7 @@ impl RelayFixture {
         Self { kubelet: Fixture::new(), agent: Fixture::new(), timings }
     }
 
-    fn start(&self) -> RunningRelay {
+    fn start_relay(&self) -> RunningRelay {
         let (stop, stopped) = oneshot::channel();
         let config = RelayConfig {
             kubelet: self.kubelet.config.clone(),
@@ -56,7 +56,7 @@ impl RelayFixture {
     }
 }
 
-/// Returns whether the kubelet can allocate exactly these devices.
+/// Returns a condition that is met when the kubelet can allocate exactly these devices.
 fn can_allocate_exactly(ids: &[&str]) -> impl Fn(&FakeKubeletState) -> bool {
     move |seen| seen.endpoints.get(MPS_RESOURCE).is_some_and(|endpoint| endpoint.healthy_ids() == ids)
 }
@@ -65,9 +65,9 @@ fn can_allocate_exactly(ids: &[&str]) -> impl Fn(&FakeKubeletState) -> bool {
 async fn lists_and_calls_are_relayed() {
     let fixture = RelayFixture::new();
     let kubelet = fixture.kubelet.start_kubelet();
-    let relay = fixture.start();
+    let relay = fixture.start_relay();
     let shares = TestResource::new(&["a", "b"]);
-    let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
+    let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
     kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a", "b"])).await.expect("the first list");
     shares.devices.send_replace(device_list(&["a", "c"]));
     let seen = kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a", "c"])).await.expect("the second list");
@@ -83,7 +83,7 @@ async fn lists_and_calls_are_relayed() {
     kubelet.pre_start(MPS_RESOURCE, &["a"]).await.expect("ready");
     let refusal = kubelet.pre_start(MPS_RESOURCE, &[]).await.expect_err("not ready");
     assert_eq!((refusal.code(), refusal.message()), (tonic::Code::Unavailable, "the daemon starts"));
-    // The kubelet has no devices of a resource that the agent removes.
+    // When the agent removes a resource, the kubelet receives an empty device list.
     agent.set(BTreeMap::new());
     let removed = |seen: &FakeKubeletState| seen.endpoints[MPS_RESOURCE].devices.is_empty();
     kubelet.wait_for(TEST_TIMEOUT, removed).await.expect("the resource is removed");
@@ -96,12 +96,12 @@ async fn lists_and_calls_are_relayed() {
 async fn an_agent_restart_ends_no_stream_and_fails_no_call() {
     let fixture = RelayFixture::new();
     let kubelet = fixture.kubelet.start_kubelet();
-    let relay = fixture.start();
+    let relay = fixture.start_relay();
     let shares = TestResource::new(&["a", "b"]);
-    let mut agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
+    let mut agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
     kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a", "b"])).await.expect("a list");
     for round in 0..10 {
-        // Dropping the plugins ends their connections at once, like SIGKILL.
+        // Dropping the plugins immediately ends their connections, as SIGKILL does.
         if round % 2 == 0 {
             drop(agent);
         } else {
@@ -109,7 +109,7 @@ async fn an_agent_restart_ends_no_stream_and_fails_no_call() {
         }
         let restart = async {
             tokio::task::yield_now().await;
-            fixture.agent.plugins(&[(MPS_RESOURCE, &shares)])
+            fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)])
         };
         let calls = async {
             for _ in 0..20 {
@@ -132,9 +132,9 @@ async fn devices_of_an_absent_agent_become_unhealthy_and_healthy_again_when_it_r
     let mut fixture = RelayFixture::new();
     (fixture.timings.unhealthy, fixture.timings.answer) = (Duration::ZERO, Duration::ZERO);
     let kubelet = fixture.kubelet.start_kubelet();
-    let relay = fixture.start();
+    let relay = fixture.start_relay();
     let shares = TestResource::new(&["a"]);
-    let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
+    let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
     kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
     agent.shutdown().await;
     let is_unhealthy = |seen: &FakeKubeletState| {
@@ -145,12 +145,13 @@ async fn devices_of_an_absent_agent_become_unhealthy_and_healthy_again_when_it_r
     let refusal = kubelet.allocate(MPS_RESOURCE, &["a"]).await.expect_err("there is no agent");
     assert_eq!(refusal.code(), tonic::Code::Unavailable);
     assert!(refusal.message().contains("agent on this node did not answer"), "{refusal}");
-    // `PreStartContainer` delays only its own container, so the relay holds this call for longer.
-    let returns = async { fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]) };
+    // `PreStartContainer` delays only one container, so the relay holds this call longer than
+    // others.
+    let returns = async { fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]) };
     let (agent, started) = tokio::join!(returns, kubelet.pre_start(MPS_RESOURCE, &["a"]));
     started.expect("the agent returned");
     kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("the list again");
-    // The relay disconnects at once, so the agent does not wait for the relay.
+    // The relay disconnects immediately, so the agent does not wait for the relay.
     let begun = std::time::Instant::now();
     agent.shutdown().await;
     assert!(begun.elapsed() < fixture.agent.config.timings.hang_up, "the agent waited for the relay");
@@ -162,10 +163,10 @@ async fn resources_of_an_absent_agent_are_removed_and_served_again_when_it_retur
     let mut fixture = RelayFixture::new();
     (fixture.timings.unhealthy, fixture.timings.removed) = (Duration::ZERO, Duration::ZERO);
     let kubelet = fixture.kubelet.start_kubelet();
-    let relay = fixture.start();
+    let relay = fixture.start_relay();
     let shares = TestResource::new(&["a"]);
     for _ in 0..3 {
-        let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
+        let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
         kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
         agent.shutdown().await;
         let removed = |seen: &FakeKubeletState| seen.endpoints[MPS_RESOURCE].devices.is_empty();
@@ -178,14 +179,14 @@ async fn resources_of_an_absent_agent_are_removed_and_served_again_when_it_retur
 async fn after_a_restart_of_the_kubelet_resources_are_registered_without_the_agent() {
     let fixture = RelayFixture::new();
     let mut kubelet = fixture.kubelet.start_kubelet();
-    let relay = fixture.start();
+    let relay = fixture.start_relay();
     let shares = TestResource::new(&["a"]);
-    let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
+    let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
     kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
     drop(agent);
     kubelet.restart().expect("a restart");
     kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("the list again");
-    let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
+    let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
     kubelet.allocate(MPS_RESOURCE, &["a"]).await.expect("an allocation");
     // The agent must register again after the kubelet's next restart.
     let mut states = agent.state();
@@ -205,9 +206,9 @@ async fn after_a_restart_of_the_relay_the_agent_registers_again() {
     let fixture = RelayFixture::new();
     let kubelet = fixture.kubelet.start_kubelet();
     let shares = TestResource::new(&["a"]);
-    let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
+    let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
     for _ in 0..3 {
-        let relay = fixture.start();
+        let relay = fixture.start_relay();
         kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
         kubelet.allocate(MPS_RESOURCE, &["a"]).await.expect("an allocation");
         relay.stop().await;
@@ -220,9 +221,9 @@ async fn after_a_restart_of_the_relay_the_agent_registers_again() {
 async fn a_registration_without_a_kubelet_fails_and_is_repeated() {
     let mut fixture = RelayFixture::new();
     fixture.timings.stream = Duration::from_millis(50);
-    let relay = fixture.start();
+    let relay = fixture.start_relay();
     let shares = TestResource::new(&["a"]);
-    let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
+    let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
     let mut states = agent.state();
     let failed = states.wait_for(|state| state.resources.values().any(|one| one.failures > 1));
     let state = tokio::time::timeout(TEST_TIMEOUT, failed).await.expect("in time").expect("a state").clone();
@@ -235,7 +236,7 @@ async fn a_registration_without_a_kubelet_fails_and_is_repeated() {
     relay.stop().await;
 }
 
-/// A resource that reports each call of `allocate` and never answers the call.
+/// A resource that counts the calls of `allocate` and never answers them.
 struct SilentResource {
     devices: watch::Sender<Arc<DeviceList>>,
     called: watch::Sender<u32>,
@@ -264,7 +265,7 @@ impl Resource for SilentResource {
 async fn the_next_agent_receives_a_call_that_was_in_progress() {
     let fixture = RelayFixture::new();
     let kubelet = fixture.kubelet.start_kubelet();
-    let relay = fixture.start();
+    let relay = fixture.start_relay();
     let silent =
         Arc::new(SilentResource { devices: watch::Sender::new(device_list(&["a"])), called: watch::Sender::new(0) });
     let agent = PluginServer::start(&fixture.agent.config).expect("plugins");
@@ -275,7 +276,7 @@ async fn the_next_agent_receives_a_call_that_was_in_progress() {
     let restart = async {
         called.wait_for(|calls| *calls == 1).await.expect("a call");
         drop(agent);
-        fixture.agent.plugins(&[(MPS_RESOURCE, &TestResource::new(&["a"]))])
+        fixture.agent.start_plugins(&[(MPS_RESOURCE, &TestResource::new(&["a"]))])
     };
     let (response, agent) = tokio::join!(kubelet.allocate(MPS_RESOURCE, &["a"]), restart);
     assert_eq!(response.expect("an allocation").envs["IDS"], "a");
@@ -287,10 +288,10 @@ async fn the_next_agent_receives_a_call_that_was_in_progress() {
 async fn an_agent_with_other_options_answers_a_held_call() {
     let fixture = RelayFixture::new();
     let kubelet = fixture.kubelet.start_kubelet();
-    let relay = fixture.start();
+    let relay = fixture.start_relay();
     let shares = TestResource::new(&["a"]);
     drop({
-        let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
+        let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
         kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
         agent
     });
@@ -298,7 +299,7 @@ async fn an_agent_with_other_options_answers_a_held_call() {
     let request = wire::PreStartContainerRequest { devices_ids: vec!["a".to_owned()] };
     let held = tokio::spawn(async move { client.pre_start_container(request).await });
     let other = TestResource::with_options(&["a"], PluginOptions { pre_start: false, preferred: true });
-    let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &other)]);
+    let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &other)]);
     let changed = |seen: &FakeKubeletState| !seen.endpoints[MPS_RESOURCE].options.pre_start_required;
     kubelet.wait_for(TEST_TIMEOUT, changed).await.expect("the other options");
     held.await.expect("no panic").expect("an answer");
@@ -310,13 +311,13 @@ async fn an_agent_with_other_options_answers_a_held_call() {
 async fn a_second_relay_waits_until_the_first_exits() {
     let fixture = RelayFixture::new();
     let kubelet = fixture.kubelet.start_kubelet();
-    let relay = fixture.start();
+    let relay = fixture.start_relay();
     let shares = TestResource::new(&["a"]);
-    let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
+    let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
     kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
     let socket = || std::fs::metadata(fixture.agent.path().join("kubelet.sock")).expect("a socket").ino();
     let before = socket();
-    let second = fixture.start();
+    let second = fixture.start_relay();
     for _ in 0..20 {
         kubelet.allocate(MPS_RESOURCE, &["a"]).await.expect("an allocation");
     }

@@ -1,11 +1,12 @@
-//! The webhook's TLS certificate. The operator creates it, stores it in a Secret, and renews it
-//! before it expires.
+//! The webhook's TLS certificate. The operator creates the certificate, stores it in a Secret, and
+//! renews it before it expires.
 //!
-//! Each certificate has its own CA. The CA's key is dropped after signing, so the CA cannot sign
-//! another certificate. The Secret contains the certificate, its key, and the CAs that API servers
-//! must trust: the certificate's own CA and the previous one. API servers therefore also trust a
-//! replica that still serves the previous certificate. [`next_step`] decides and is pure. To detect
-//! expiry, the function verifies the certificate like a client at a given time.
+//! Each certificate has its own CA. The operator discards the CA's key after signing, so the CA
+//! cannot sign another certificate. The Secret contains the certificate, its key, and the CAs that
+//! API servers must trust: the certificate's own CA and the previous CA. API servers therefore also
+//! trust a replica that still serves the previous certificate. [`next_step`] selects the next
+//! action and is pure. The function detects an expired certificate by verifying the certificate as
+//! a client does.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -34,9 +35,9 @@ use tokio_util::sync::CancellationToken;
 use crate::leader::LeaseGuard;
 
 /// How long a certificate is valid.
-pub(crate) const VALIDITY: Duration = Duration::from_secs(90 * 24 * 3600);
-/// Time before expiry at which a certificate is renewed.
-pub(crate) const RENEW_BEFORE: Duration = Duration::from_secs(30 * 24 * 3600);
+pub(crate) const CERTIFICATE_VALIDITY: Duration = Duration::from_secs(90 * 24 * 3600);
+/// How long before its expiry a certificate is renewed.
+pub(crate) const RENEW_BEFORE_EXPIRY: Duration = Duration::from_secs(30 * 24 * 3600);
 /// Maximum time that an API server's clock may be behind the operator's clock.
 const MAX_CLOCK_SKEW: Duration = Duration::from_secs(3600);
 /// Delay between the publication of a new CA and the first use of a certificate that the CA signed.
@@ -46,7 +47,7 @@ const CA_PUBLICATION_DELAY: Duration = Duration::from_secs(2);
 const POLL_INTERVALS: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(1));
 /// Time limit of a request to the API server.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(4);
-/// Keys of the Secret's data, as in Secrets of type `kubernetes.io/tls`.
+/// Keys of the entries in the Secret's data, as in Secrets of type `kubernetes.io/tls`.
 const CERTIFICATE_ENTRY: &str = "tls.crt";
 const KEY_ENTRY: &str = "tls.key";
 const AUTHORITIES_ENTRY: &str = "ca.crt";
@@ -54,10 +55,10 @@ const AUTHORITIES_ENTRY: &str = "ca.crt";
 /// A certificate could not be created or read.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// The library failed to create the certificate.
+    /// The certificate library failed to create a key or a certificate.
     #[error("failed to create a certificate")]
     Create(#[source] rcgen::Error),
-    /// The Secret lacks an entry.
+    /// The Secret has no entry with this key.
     #[error("the Secret has no {0}")]
     Lacks(&'static str),
     /// An entry of the Secret is not PEM.
@@ -76,7 +77,7 @@ pub(crate) enum Error {
 pub(crate) struct Certificate {
     chain_pem: String,
     key_pem: String,
-    /// The CAs to trust, in DER. The certificate's own CA comes first.
+    /// The CAs to trust, in DER. The certificate's own CA is the first.
     authorities: Vec<CertificateDer<'static>>,
     authorities_pem: String,
     served: Arc<CertifiedKey>,
@@ -84,9 +85,9 @@ pub(crate) struct Certificate {
 }
 
 impl Certificate {
-    /// Creates a certificate for a host, valid from `now`, with a new CA. The CA of `before`
-    /// remains trusted, because a replica may still serve `before`.
-    pub(crate) fn create(host: &str, now: SystemTime, before: Option<&Self>) -> Result<Self, Error> {
+    /// Creates a certificate for a host, with a new CA. The CA of `previous` remains trusted,
+    /// because a replica may still serve `previous`.
+    pub(crate) fn create(host: &str, now: SystemTime, previous: Option<&Self>) -> Result<Self, Error> {
         let key = KeyPair::generate().map_err(Error::Create)?;
         let mut leaf = certificate_params(vec![host.to_owned()], host.to_owned(), now)?;
         leaf.key_usages = vec![KeyUsagePurpose::DigitalSignature];
@@ -101,7 +102,7 @@ impl Certificate {
             CertifiedIssuer::self_signed(ca, KeyPair::generate().map_err(Error::Create)?).map_err(Error::Create)?;
         let certificate = leaf.signed_by(&key, &issuer).map_err(Error::Create)?.pem();
         let mut authorities = issuer.pem();
-        if let Some(own) = before.and_then(Self::own_authority) {
+        if let Some(own) = previous.and_then(Self::own_authority) {
             authorities.push_str(&own);
         }
         Self::new(certificate, key.serialize_pem(), authorities)
@@ -185,7 +186,7 @@ fn certificate_params(names: Vec<String>, common_name: String, now: SystemTime) 
     params.distinguished_name = DistinguishedName::new();
     params.distinguished_name.push(DnType::CommonName, common_name);
     params.not_before = (now - MAX_CLOCK_SKEW).into();
-    params.not_after = (now + VALIDITY).into();
+    params.not_after = (now + CERTIFICATE_VALIDITY).into();
     Ok(params)
 }
 
@@ -200,18 +201,18 @@ fn crypto_provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
-/// The next step with the certificate.
+/// The next action of the certificate manager.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CertificateStep {
     /// Serve the stored certificate.
     Serve,
-    /// Create a new certificate, and serve the new certificate once API servers trust it.
+    /// Create a new certificate, and serve it once API servers trust it.
     Renew,
     /// The stored certificate is not trusted: create a new certificate immediately.
     Create,
 }
 
-/// Decides the next step with the stored certificate.
+/// Returns the next action, given the stored certificate.
 ///
 /// Only the leader renews a certificate. Otherwise replicas could undo each other's changes before
 /// API servers receive them. If no valid certificate is stored, any replica creates one, because
@@ -220,7 +221,7 @@ pub(crate) enum CertificateStep {
 pub(crate) fn next_step(stored: Option<&Certificate>, host: &str, now: SystemTime, leads: bool) -> CertificateStep {
     match stored {
         Some(stored) if stored.is_trusted(host, now) => {
-            if leads && !stored.is_trusted(host, now + RENEW_BEFORE) {
+            if leads && !stored.is_trusted(host, now + RENEW_BEFORE_EXPIRY) {
                 CertificateStep::Renew
             } else {
                 CertificateStep::Serve
@@ -269,7 +270,8 @@ enum UpdateError {
     Certificate(#[from] Error),
 }
 
-/// Keeps the Secret, the CAs in the webhook configuration, and the served certificate up to date.
+/// Keeps the certificate in the Secret, the CAs in the webhook configuration, and the served
+/// certificate up to date.
 pub(crate) struct CertificateManager {
     secrets: Api<Secret>,
     webhooks: Api<MutatingWebhookConfiguration>,
@@ -329,7 +331,7 @@ impl CertificateManager {
             });
         let current = match next_step(stored.as_ref(), &self.host, now, leads) {
             CertificateStep::Serve => stored,
-            step => Some(self.replace(secret, stored, step, now).await?),
+            step => Some(self.replace_certificate(secret, stored, step, now).await?),
         };
         if let Some(current) = current {
             self.publish_authorities(&current).await?;
@@ -344,7 +346,7 @@ impl CertificateManager {
     }
 
     /// Creates a new certificate and stores it.
-    async fn replace(
+    async fn replace_certificate(
         &self,
         mut secret: Secret,
         stored: Option<Certificate>,
@@ -406,11 +408,13 @@ mod tests {
     fn a_certificate_is_valid_for_its_host_and_lifetime() {
         let made = new_certificate();
         let minute = Duration::from_secs(60);
-        for at in [now(), now() - MAX_CLOCK_SKEW + minute, now() + VALIDITY - minute] {
+        for at in [now(), now() - MAX_CLOCK_SKEW + minute, now() + CERTIFICATE_VALIDITY - minute] {
             assert!(made.is_trusted(SERVICE_HOST, at));
             assert!(!made.is_trusted("cleave-webhook.other.svc", at));
         }
-        for at in [now() - MAX_CLOCK_SKEW - minute, now() + VALIDITY + minute, SystemTime::UNIX_EPOCH - minute] {
+        for at in
+            [now() - MAX_CLOCK_SKEW - minute, now() + CERTIFICATE_VALIDITY + minute, SystemTime::UNIX_EPOCH - minute]
+        {
             assert!(!made.is_trusted(SERVICE_HOST, at));
         }
     }
@@ -448,8 +452,8 @@ mod tests {
     #[test]
     fn the_previous_certificate_is_trusted_while_it_may_be_served() {
         let first = new_certificate();
-        let second = Certificate::create(SERVICE_HOST, now() + RENEW_BEFORE, Some(&first)).unwrap();
-        let third = Certificate::create(SERVICE_HOST, now() + VALIDITY, Some(&second)).unwrap();
+        let second = Certificate::create(SERVICE_HOST, now() + RENEW_BEFORE_EXPIRY, Some(&first)).unwrap();
+        let third = Certificate::create(SERVICE_HOST, now() + CERTIFICATE_VALIDITY, Some(&second)).unwrap();
         let bundle = |current: &Certificate| current.secret_data()[AUTHORITIES_ENTRY].clone();
         // The server presents the first certificate to a client that trusts the second
         // certificate's CAs.
@@ -457,7 +461,10 @@ mod tests {
         served.insert(CERTIFICATE_ENTRY.to_owned(), first.secret_data()[CERTIFICATE_ENTRY].clone());
         served.insert(KEY_ENTRY.to_owned(), first.secret_data()[KEY_ENTRY].clone());
         assert!(
-            Certificate::from_secret_data(&served).unwrap().unwrap().is_trusted(SERVICE_HOST, now() + RENEW_BEFORE)
+            Certificate::from_secret_data(&served)
+                .unwrap()
+                .unwrap()
+                .is_trusted(SERVICE_HOST, now() + RENEW_BEFORE_EXPIRY)
         );
         assert!(first.is_trusted_by(Some(&bundle(&second))));
         assert!(!second.is_trusted_by(Some(&bundle(&first))), "the second CA is not published yet");
@@ -471,18 +478,18 @@ mod tests {
     #[test]
     fn the_leader_renews_a_certificate_and_any_replica_creates_one() {
         let made = new_certificate();
-        let due = now() + VALIDITY - RENEW_BEFORE;
+        let due = now() + CERTIFICATE_VALIDITY - RENEW_BEFORE_EXPIRY;
         for (at, leads, expected) in [
             (now(), true, CertificateStep::Serve),
             (now(), false, CertificateStep::Serve),
             (due - MAX_CLOCK_SKEW, true, CertificateStep::Serve),
             (due + MAX_CLOCK_SKEW, true, CertificateStep::Renew),
             (due + MAX_CLOCK_SKEW, false, CertificateStep::Serve),
-            (now() + VALIDITY + MAX_CLOCK_SKEW, true, CertificateStep::Create),
-            (now() + VALIDITY + MAX_CLOCK_SKEW, false, CertificateStep::Create),
+            (now() + CERTIFICATE_VALIDITY + MAX_CLOCK_SKEW, true, CertificateStep::Create),
+            (now() + CERTIFICATE_VALIDITY + MAX_CLOCK_SKEW, false, CertificateStep::Create),
             (now() - 2 * MAX_CLOCK_SKEW, false, CertificateStep::Create),
         ] {
-            // `at` is the current time of the case.
+            // `at` is the current time of the test case.
             let step = next_step(Some(&made), SERVICE_HOST, at, leads);
             assert_eq!(step, expected, "{:?} after its creation", at.duration_since(now()));
         }
@@ -504,7 +511,7 @@ mod tests {
         const SECRET_PATH: &str = "/api/v1/namespaces/cleave-system/secrets/cleave-webhook";
         const WEBHOOK_PATH: &str = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/cleave-webhook";
 
-        fn manager() -> (CertificateManager, CertificateReceiver, Server) {
+        fn new_manager() -> (CertificateManager, CertificateReceiver, Server) {
             let (service, server) = mock::pair();
             let client = kube::Client::new(service, "default");
             let (_, claim) = Elector::new(Api::namespaced(client.clone(), "default"), "l".into(), "me".into());
@@ -551,7 +558,7 @@ mod tests {
 
         #[tokio::test(start_paused = true)]
         async fn the_first_replica_creates_and_publishes_a_certificate() {
-            let (mut manager, served, mut server) = manager();
+            let (mut manager, served, mut server) = new_manager();
             let empty = secret_object(&BTreeMap::new());
             let (updated, bodies) = tokio::join!(
                 manager.update(now(), false),
@@ -568,7 +575,7 @@ mod tests {
             updated.unwrap();
             assert_eq!(bodies[1]["metadata"]["resourceVersion"], "7", "only one of two concurrent writes succeeds");
             let made = stored_certificate(&bodies[1]);
-            assert!(made.is_trusted(SERVICE_HOST, now() + RENEW_BEFORE));
+            assert!(made.is_trusted(SERVICE_HOST, now() + RENEW_BEFORE_EXPIRY));
             let change = &bodies[3]["webhooks"][0];
             assert_eq!(change["name"], "gate.cleave.dev");
             assert_eq!(change["clientConfig"]["caBundle"], bodies[1]["data"][AUTHORITIES_ENTRY]);
@@ -577,7 +584,7 @@ mod tests {
 
         #[tokio::test(start_paused = true)]
         async fn a_second_replica_serves_the_certificate_of_the_first_replica() {
-            let (mut manager, served, mut server) = manager();
+            let (mut manager, served, mut server) = new_manager();
             let (updated, _) = tokio::join!(
                 manager.update(now(), true),
                 answer_requests(
@@ -612,9 +619,9 @@ mod tests {
 
         #[tokio::test(start_paused = true)]
         async fn a_renewed_certificate_is_published_before_it_is_served() {
-            let (mut manager, served, mut server) = manager();
+            let (mut manager, served, mut server) = new_manager();
             let old = new_certificate();
-            let due = now() + VALIDITY - RENEW_BEFORE + MAX_CLOCK_SKEW;
+            let due = now() + CERTIFICATE_VALIDITY - RENEW_BEFORE_EXPIRY + MAX_CLOCK_SKEW;
             let known = webhook_object(Some(&old.secret_data()[AUTHORITIES_ENTRY]));
             // A process that does not lead keeps the stored certificate.
             let (updated, _) = tokio::join!(
@@ -653,7 +660,7 @@ mod tests {
 
         #[tokio::test(start_paused = true)]
         async fn the_served_certificate_is_kept_when_the_secret_is_invalid_or_missing() {
-            let (mut manager, served, mut server) = manager();
+            let (mut manager, served, mut server) = new_manager();
             let old = new_certificate();
             let known = webhook_object(Some(&old.secret_data()[AUTHORITIES_ENTRY]));
             let (updated, _) = tokio::join!(

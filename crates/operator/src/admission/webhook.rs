@@ -35,12 +35,12 @@ use tokio_util::sync::CancellationToken;
 
 use crate::pods::{Container, RawPod};
 
-/// Path of reviews that add the placement gate. The chart uses the same path. It must not change
-/// between versions, because API servers also send reviews to operators of the old version during
-/// an upgrade.
+/// Path of reviews that add the placement gate. The chart uses the same path. The path must not
+/// change between versions, because API servers also send reviews to operators of the old version
+/// during an upgrade.
 pub const GATE_PATH: &str = "/gate";
-/// Path of reviews that add a preStop hook, which sleeps for `seconds`. The chart uses the same
-/// path.
+/// Path of reviews that add a preStop hook. The hook sleeps for the number of seconds in the path.
+/// The chart uses the same path.
 pub const PRE_STOP_PATH: &str = "/pre-stop/{seconds}";
 /// Default grace period of a pod, in seconds.
 const DEFAULT_GRACE_SECONDS: i64 = 30;
@@ -50,7 +50,7 @@ const MAX_BODY_BYTES: usize = 4 << 20;
 /// Maximum number of bodies that are read at the same time. Together with [`MAX_BODY_BYTES`], this
 /// limits the memory that unknown clients can use.
 const MAX_CONCURRENT_BODIES: usize = 16;
-/// Maximum number of open connections. Limits the memory that unknown clients can use.
+/// Maximum number of open connections. The maximum limits the memory that unknown clients can use.
 const MAX_CONNECTIONS: usize = 256;
 /// Time limit of a TLS handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -65,7 +65,7 @@ pub(crate) const DRAIN_TIME: Duration = Duration::from_secs(3);
 /// How long open requests may continue after [`DRAIN_TIME`].
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The request is not a review of a pod.
+/// The request body is not a review of a pod.
 #[derive(Debug, thiserror::Error)]
 pub enum MalformedReview {
     /// The body is not JSON, or not an `AdmissionReview`.
@@ -115,7 +115,8 @@ impl PodChange {
     }
 }
 
-/// Returns the start of an error's text. The error may quote long parts of the body.
+/// Returns the first 300 characters of an error's text, because the error may quote long parts of
+/// the body.
 fn shorten_error(error: &serde_json::Error) -> String {
     error.to_string().chars().take(300).collect()
 }
@@ -149,7 +150,7 @@ pub fn review(
 /// bound.
 ///
 /// The chart's match conditions select the resources for which pods wait at the gate. API servers
-/// send no reviews of other pods.
+/// do not send other pods for review.
 fn gate_patch(pod: &RawPod, tolerate: bool) -> Option<Patch> {
     let spec = &pod.spec;
     let is_gated = spec.scheduling_gates.iter().any(|gate| gate.name == GATE);
@@ -165,12 +166,13 @@ fn gate_patch(pod: &RawPod, tolerate: bool) -> Option<Patch> {
     Some(Patch(changes))
 }
 
-/// Returns whether a container or init container requests one of these resources. Extended
-/// resources are always in the limits. The API server refuses quantities that are not numbers.
-fn requests_any(pod: &RawPod, is_one: fn(&str) -> bool) -> bool {
+/// Returns whether a container or init container requests a resource for which `is_selected`
+/// returns true. The limits of a container always include its extended resources. The API server
+/// refuses quantities that are not numbers.
+fn requests_any(pod: &RawPod, is_selected: fn(&str) -> bool) -> bool {
     let mut containers = pod.spec.containers.iter().chain(&pod.spec.init_containers);
     containers.any(|container| {
-        container.resources.limits.iter().any(|(name, quantity)| is_one(name) && quantity.milli() != Some(0))
+        container.resources.limits.iter().any(|(name, quantity)| is_selected(name) && quantity.milli() != Some(0))
     })
 }
 
@@ -180,8 +182,8 @@ fn covers_gpu_taint(toleration: &Toleration) -> bool {
     toleration.key == RESOURCE_GPU || toleration.key.is_empty() && toleration.operator == "Exists"
 }
 
-/// Returns the operation that appends a value to a list, or adds the list if the object does not
-/// have it.
+/// Returns the operation that appends a value to a list. If the object has no such list, the
+/// operation adds a list with the value.
 fn append_operation(list: [&str; 2], is_missing: bool, value: serde_json::Value) -> PatchOperation {
     let (path, value) = if is_missing {
         (PointerBuf::from_tokens(list), json!([value]))
@@ -192,8 +194,9 @@ fn append_operation(list: [&str; 2], is_missing: bool, value: serde_json::Value)
 }
 
 /// Returns the patch that adds a sleep before SIGTERM to containers with MPS shares, unless they
-/// have a preStop hook. Returns `None` if the sleep would use up the grace period, or if the pod
-/// opts out. The API server accepts hooks of init containers only for sidecars.
+/// have a preStop hook. Returns `None` if no container needs a hook, if the sleep would use up the
+/// grace period, or if the pod opts out. The API server accepts hooks of init containers only for
+/// sidecars.
 fn pre_stop_patch(pod: &RawPod, seconds: u16) -> Option<Patch> {
     let spec = &pod.spec;
     let declined = || {
@@ -289,7 +292,7 @@ fn refusal_response(status: StatusCode, why: &str) -> Response {
     (status, format!("{why}\n")).into_response()
 }
 
-/// Answers reviews until `stop` is cancelled, and for `linger` after the cancellation.
+/// Answers reviews until `stop` is cancelled and the duration `linger` has then passed.
 pub(crate) async fn serve(
     listener: TcpListener,
     tls: Arc<ServerConfig>,
@@ -312,7 +315,7 @@ pub(crate) async fn serve(
         // Cancel-safe: dropping this future loses no permit and no connection.
         let (stream, permit) = tokio::select! {
             () = &mut end => break,
-            accepted = accept(&listener, &connections) => match accepted {
+            accepted = accept_connection(&listener, &connections) => match accepted {
                 Ok(accepted) => accepted,
                 Err(error) => {
                     tracing::warn!(error = &error as &dyn std::error::Error, "failed to accept a connection");
@@ -331,7 +334,7 @@ pub(crate) async fn serve(
     Ok(())
 }
 
-async fn accept(
+async fn accept_connection(
     listener: &TcpListener,
     connections: &Arc<Semaphore>,
 ) -> std::io::Result<(TcpStream, OwnedSemaphorePermit)> {
@@ -437,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn other_pods_are_not_gated() {
+    fn pods_that_are_exempt_bound_or_without_gpus_are_not_gated() {
         for limits in [json!({}), json!({"cpu": "1"}), json!({"nvidia.com/gpu": "0"}), json!({MPS_RESOURCE: "0"})] {
             assert!(gate_names(&pod_spec_with_limits(&limits), false).is_empty());
         }
@@ -634,10 +637,10 @@ mod tests {
 
         impl Server {
             async fn start(certificate: Option<&Certificate>) -> Self {
-                Self::start_with(certificate, false).await
+                Self::start_with_toleration(certificate, false).await
             }
 
-            async fn start_with(certificate: Option<&Certificate>, tolerate: bool) -> Self {
+            async fn start_with_toleration(certificate: Option<&Certificate>, tolerate: bool) -> Self {
                 let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
                 let addr = listener.local_addr().unwrap();
                 let (served, certified) = watch::channel(certificate.map(Certificate::certified_key));
@@ -677,7 +680,7 @@ mod tests {
                     body.len()
                 );
                 stream.write_all(head.as_bytes()).await.unwrap();
-                // Ignore errors: the server may refuse a body by its length, without reading it.
+                // Ignore errors: the server may refuse a long body without reading it.
                 let _ = stream.write_all(body).await;
                 let _ = stream.flush().await;
                 let mut answer = Vec::new();
@@ -704,7 +707,7 @@ mod tests {
         }
 
         #[tokio::test]
-        async fn reviews_are_answered() {
+        async fn the_server_answers_reviews_on_both_paths() {
             let current = new_certificate(None);
             let server = Server::start(Some(&current)).await;
             let (status, body) = server.send(&current, "POST /gate?timeout=10s", &review_in_namespace("team")).await;
@@ -728,7 +731,7 @@ mod tests {
         async fn the_gate_path_adds_the_toleration_only_if_configured() {
             let current = new_certificate(None);
             for tolerate in [false, true] {
-                let server = Server::start_with(Some(&current), tolerate).await;
+                let server = Server::start_with_toleration(Some(&current), tolerate).await;
                 let (status, body) =
                     server.send(&current, "POST /gate?timeout=10s", &review_in_namespace("team")).await;
                 let answer: Value = serde_json::from_str(&body).unwrap();
@@ -744,7 +747,7 @@ mod tests {
         async fn malformed_requests_do_not_affect_other_clients() {
             let current = new_certificate(None);
             let server = Server::start(Some(&current)).await;
-            // One client sends no bytes, and another stops in the middle of a request.
+            // One client sends no bytes, and another client stops in the middle of a request.
             let idle = TcpStream::connect(server.addr).await.unwrap();
             let mut halting = server.connect(&current).await.unwrap();
             halting.write_all(b"POST /gate HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{").await.unwrap();

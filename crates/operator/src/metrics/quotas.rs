@@ -1,4 +1,4 @@
-//! Metrics of quotas. The series of a quota end with the quota.
+//! Metrics of quotas. When a quota is deleted, its series are removed.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,61 +11,62 @@ use prometheus_client::registry::Registry;
 
 use crate::quotas::usage::QuotaUsage;
 
-/// A gauge with fractions.
+/// A gauge with a fractional value.
 type Fraction = Gauge<f64, AtomicU64>;
 
 /// The metrics of quotas. Amounts are GPUs, or GiB of GPU memory for quotas of memory. Clones share
 /// their values.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct QuotaMetrics {
-    min: Family<OfQuota, Gauge<f64, AtomicU64>>,
-    max: Family<OfQuota, Gauge<f64, AtomicU64>>,
-    used: Family<OfQuota, Gauge<f64, AtomicU64>>,
-    held: Family<OfQuota, Gauge<f64, AtomicU64>>,
-    borrowed: Family<OfQuota, Gauge<f64, AtomicU64>>,
-    lent: Family<OfQuota, Gauge<f64, AtomicU64>>,
-    waiting: Family<OfQuota, Gauge<f64, AtomicU64>>,
-    unmet: Family<OfQuota, Gauge<f64, AtomicU64>>,
-    share: Family<OfQuota, Gauge<f64, AtomicU64>>,
-    pods: Family<OfClass, Gauge>,
-    waiting_pods: Family<OfReason, Gauge>,
-    evictions: Family<Exchange, Counter>,
-    /// Evictions whose series exist, to remove those of quotas that are gone.
-    counted: Arc<Mutex<CountedExchanges>>,
+    min: Family<QuotaLabel, Gauge<f64, AtomicU64>>,
+    max: Family<QuotaLabel, Gauge<f64, AtomicU64>>,
+    used: Family<QuotaLabel, Gauge<f64, AtomicU64>>,
+    held: Family<QuotaLabel, Gauge<f64, AtomicU64>>,
+    borrowed: Family<QuotaLabel, Gauge<f64, AtomicU64>>,
+    lent: Family<QuotaLabel, Gauge<f64, AtomicU64>>,
+    waiting: Family<QuotaLabel, Gauge<f64, AtomicU64>>,
+    unmet: Family<QuotaLabel, Gauge<f64, AtomicU64>>,
+    share: Family<QuotaLabel, Gauge<f64, AtomicU64>>,
+    pods: Family<PodClassLabels, Gauge>,
+    waiting_pods: Family<WaitReasonLabels, Gauge>,
+    evictions: Family<EvictionLabels, Counter>,
+    /// Labels of the existing series of `evictions`, so that the series of deleted quotas can be
+    /// removed.
+    counted: Arc<Mutex<CountedEvictions>>,
 }
 
 /// Labels of evictions: from, to, and kind.
-type CountedExchanges = BTreeSet<(String, String, &'static str)>;
+type CountedEvictions = BTreeSet<(String, String, &'static str)>;
 
 /// Label: a quota.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OfQuota {
+struct QuotaLabel {
     quota: String,
 }
 
 /// Labels: a quota, and a class of its pods.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OfClass {
+struct PodClassLabels {
     quota: String,
     class: &'static str,
 }
 
 /// Labels: a quota, and why its pods wait.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OfReason {
+struct WaitReasonLabels {
     quota: String,
     reason: String,
 }
 
-/// Labels: the quotas of the evicted pod and of the pod that gets its room, and why.
+/// Labels: the quota of the evicted pod, the quota of the preemptor, and the kind of the eviction.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Exchange {
+struct EvictionLabels {
     from: String,
     to: String,
     kind: &'static str,
 }
 
-/// Name of the pods without a quota in labels.
+/// Value of the label for pods without a quota.
 pub(crate) const NO_QUOTA: &str = "-";
 
 impl QuotaMetrics {
@@ -80,26 +81,26 @@ impl QuotaMetrics {
         registry.register("waiting_gpus", "Amount that pods at the placement gate request", self.waiting.clone());
         registry.register(
             "guarantee_unmet_gpus",
-            "Amount that pods request that wait although their quota guarantees it",
+            "Amount that waiting pods request within the guarantee of their quota",
             self.unmet.clone(),
         );
         registry.register("share", "Borrowed amount for each unit of the quota's weight", self.share.clone());
-        registry.register("pods", "Pods that run, by class: in-quota or over-quota", self.pods.clone());
+        registry.register("pods", "Running pods, by class: in-quota or over-quota", self.pods.clone());
         registry.register("waiting_pods", "Pods at the placement gate, by reason", self.waiting_pods.clone());
         registry.register(
             "evictions",
-            "Pods evicted by the rules of quotas, by their quota, the quota of the pod that gets the room, and kind",
+            "Pods evicted by the rules of quotas, by the quota of the pod, the quota of the preemptor, and kind",
             self.evictions.clone(),
         );
     }
 
     /// Sets the gauges. Quotas that are not in `usages` have no series afterwards.
-    pub(crate) fn set(&self, usages: &BTreeMap<String, QuotaUsage>) {
+    pub(crate) fn set_gauges(&self, usages: &BTreeMap<String, QuotaUsage>) {
         self.clear_gauges();
         for (name, usage) in usages {
-            let quota = OfQuota { quota: name.clone() };
+            let quota = QuotaLabel { quota: name.clone() };
             let amount = |amount: u64| fraction(amount) / fraction(usage.one);
-            let set = |family: &Family<OfQuota, Fraction>, value: f64| {
+            let set = |family: &Family<QuotaLabel, Fraction>, value: f64| {
                 family.get_or_create(&quota).set(value);
             };
             let of = &usage.usage;
@@ -113,10 +114,10 @@ impl QuotaMetrics {
             set(&self.unmet, amount(usage.unmet_amount));
             set(&self.share, amount(of.excess.0) / f64::from(of.weight.max(1)));
             for (class, pods) in [("in-quota", of.pods_within), ("over-quota", of.pods_over)] {
-                self.pods.get_or_create(&OfClass { quota: name.clone(), class }).set(pods.into());
+                self.pods.get_or_create(&PodClassLabels { quota: name.clone(), class }).set(pods.into());
             }
             for (reason, pods) in &usage.waiting {
-                let label = OfReason { quota: name.clone(), reason: reason.clone() };
+                let label = WaitReasonLabels { quota: name.clone(), reason: reason.clone() };
                 self.waiting_pods.get_or_create(&label).set((*pods).into());
             }
         }
@@ -125,7 +126,7 @@ impl QuotaMetrics {
         counted.retain(|(from, to, kind)| {
             let keeps = exists(from) && exists(to);
             if !keeps {
-                self.evictions.remove(&Exchange { from: from.clone(), to: to.clone(), kind });
+                self.evictions.remove(&EvictionLabels { from: from.clone(), to: to.clone(), kind });
             }
             keeps
         });
@@ -133,7 +134,7 @@ impl QuotaMetrics {
 
     /// Counts an eviction.
     pub(crate) fn count_eviction(&self, from: &str, to: &str, kind: &'static str) {
-        let exchange = Exchange { from: from.to_owned(), to: to.to_owned(), kind };
+        let exchange = EvictionLabels { from: from.to_owned(), to: to.to_owned(), kind };
         self.evictions.get_or_create(&exchange).inc();
         let mut counted = self.counted.lock().unwrap_or_else(PoisonError::into_inner);
         counted.insert((exchange.from, exchange.to, kind));
@@ -159,7 +160,7 @@ impl QuotaMetrics {
     }
 }
 
-/// Returns an amount as a number with fractions. Amounts are below 2^52.
+/// Returns an amount as a floating-point number. Amounts are below 2^52.
 #[expect(clippy::cast_precision_loss, reason = "metrics have no more digits")]
 const fn fraction(amount: u64) -> f64 {
     amount as f64
@@ -197,7 +198,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_series_of_a_quota_end_with_the_quota() {
+    fn the_series_of_a_deleted_quota_are_removed() {
         let (metrics, mut registry) = (QuotaMetrics::default(), Registry::default());
         metrics.register(&mut registry);
         let text = || {
@@ -205,7 +206,7 @@ pub(super) mod tests {
             encode(&mut text, &registry).unwrap();
             text
         };
-        metrics.set(&usages(&["a", "b"]));
+        metrics.set_gauges(&usages(&["a", "b"]));
         for (from, to) in [("a", "b"), ("b", "a"), ("-", "a")] {
             metrics.count_eviction(from, to, "Reclaim");
         }
@@ -221,7 +222,7 @@ pub(super) mod tests {
         ] {
             assert!(both.lines().any(|line| line == series), "{series} in {both}");
         }
-        metrics.set(&usages(&["a"]));
+        metrics.set_gauges(&usages(&["a"]));
         let one = text();
         assert!(!one.contains("\"b\"") && one.contains("evictions_total{from=\"-\",to=\"a\""), "{one}");
         metrics.clear_gauges();

@@ -12,7 +12,7 @@ use serde_json::Value;
 use super::stranded::StrandedActions;
 use crate::policies::demand::WaitingPod;
 use crate::policies::taint::TaintChange;
-use crate::rollout::Step;
+use crate::rollout::RolloutStep;
 
 /// Why a pod is released.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,28 +57,28 @@ pub struct Release {
     pub patch: Value,
 }
 
-/// A pod to evict for a pod of higher priority.
+/// A pod to evict for a waiting pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Eviction {
     /// The pod, as `namespace/name`.
     pub pod: String,
     /// UID of the pod.
     pub uid: String,
-    /// The pod of higher priority, as `namespace/name`.
+    /// The waiting pod, as `namespace/name`.
     pub preemptor: String,
     /// How quotas change the eviction. `None` if priority alone decides.
     pub quota: Option<QuotaEviction>,
 }
 
-/// The room that is kept for a waiting pod. It is written to the pod before others are evicted for
-/// it, so that another leader keeps the room and evicts nobody else.
+/// The nomination of a waiting pod. The operator writes the nomination to the pod before it evicts
+/// other pods. So the next leader keeps the same units for the pod, and evicts no further pods.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KeptRoom {
+pub struct NominationRecord {
     /// The pod, as `namespace/name`.
     pub pod: String,
     /// UID of the pod.
     pub uid: String,
-    /// The pod for which the evictions are: the pod itself, or another pod of its gang.
+    /// The pod for which other pods are evicted: the pod itself, or another pod of its gang.
     pub preemptor: String,
     /// The room.
     pub room: Placement,
@@ -96,16 +96,16 @@ pub struct ProtectedPod {
     pub since: u64,
 }
 
-/// An eviction for a pod with rights by a quota.
+/// How quotas change an eviction.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct QuotaEviction {
     /// Why the pod is evicted.
     pub kind: Kind,
-    /// Quota of the pod. `None` if its namespace has none.
+    /// Quota of the pod. `None` if the pod's namespace has no quota.
     pub from: Option<String>,
-    /// Quota of the pod that gets its room.
+    /// Quota of the waiting pod. `None` if its namespace has no quota.
     pub to: Option<String>,
-    /// Grace period in seconds. `None` means the pod's own.
+    /// Grace period in seconds. `None` means the pod's own grace period.
     pub grace: Option<u32>,
     /// Whether the pod is deleted although a disruption budget protects it.
     pub force: bool,
@@ -115,7 +115,7 @@ pub struct QuotaEviction {
 
 /// A pod whose condition `PodScheduled` changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Report {
+pub struct AutoscalerReport {
     /// The pod, as `namespace/name`.
     pub pod: String,
     /// UID of the pod.
@@ -136,22 +136,22 @@ pub struct Actions {
     pub releases: Vec<Release>,
     /// Pods to evict. The ledger keeps the freed shares for the preemptor.
     pub evictions: Vec<Eviction>,
-    /// Room that is kept for pods, to be written before the evictions.
-    pub kept: Vec<KeptRoom>,
-    /// Pods that disruption budgets keep from a guarantee, to be recorded.
+    /// Nominations to write to pods before the evictions.
+    pub kept: Vec<NominationRecord>,
+    /// Pods that disruption budgets protect from a guarantee, to be recorded.
     pub protected: Vec<ProtectedPod>,
     /// Pods that wait at the gate, each with the reason.
     pub waiting: BTreeMap<String, WaitingPod>,
     /// Pods whose report to cluster autoscalers changes.
-    pub reports: Vec<Report>,
+    pub reports: Vec<AutoscalerReport>,
     /// Number of pods at the gate that must be reported to cluster autoscalers.
     pub reported: usize,
     /// Nodes whose taint for cluster autoscalers changes. See [`super::fragments`].
     pub taints: Vec<TaintChange>,
     /// Actions for stranded pods.
     pub stranded: StrandedActions,
-    /// Actions for MPS hosts. `None` if this reconcile did not examine them.
-    pub rollout: Option<Step>,
+    /// Actions for MPS hosts. `None` if this reconcile did not examine MPS hosts.
+    pub rollout: Option<RolloutStep>,
     /// Whether another reconcile can release more pods immediately.
     pub more: bool,
     /// Number of searches for pods to evict.
@@ -163,7 +163,7 @@ pub struct Actions {
 }
 
 impl Actions {
-    /// Requests another reconcile no later than after `time`.
+    /// Requests another reconcile within `time`.
     pub(super) fn requeue_in(&mut self, time: Duration) {
         self.requeue = Some(self.requeue.map_or(time, |requeue| requeue.min(time)));
     }

@@ -5,7 +5,7 @@ use cleave_api::names::is_served;
 use cleave_plan::Quantity;
 use cleave_plan::scheduling::PODS_RESOURCE;
 
-/// Free amounts by resource. Negative if pods request more than the node has.
+/// Free amounts by resource. An amount is negative if pods request more than the node has.
 pub(super) type FreeAmounts<'a> = BTreeMap<&'a str, i128>;
 
 /// The kind of resource that a node lacks for a pod.
@@ -13,7 +13,7 @@ pub(super) type FreeAmounts<'a> = BTreeMap<&'a str, i128>;
 pub(super) enum Shortage {
     /// CPU, memory, pod slots or another resource that Cleave does not serve.
     Resources,
-    /// Units in the scheduler's sum.
+    /// Units, in the scheduler's sum of the node's free units.
     Units,
 }
 
@@ -38,8 +38,8 @@ pub(super) fn requested_with_gpus(requests: &Requests) -> impl Iterator<Item = (
     amounts.filter(|(_, amount)| *amount > 0)
 }
 
-/// Returns the amount that a pod uses of one resource of a node. A malformed or too large number of
-/// GPUs fits no node. Malformed amounts of other resources do not count.
+/// Returns the amount that a pod uses of one resource of a node. If the number of GPUs is malformed
+/// or too large, the pod fits no node. Malformed amounts of other resources are ignored.
 pub(super) fn amount(requests: &Requests, resource: &str) -> i128 {
     if resource == PODS_RESOURCE {
         return 1000;

@@ -17,8 +17,8 @@ pub(super) const RESERVATION_TIME: Duration = Duration::from_secs(300);
 /// Maximum number of renewals of a reservation. After an hour, the operator assumes that no
 /// scheduler will bind the pod.
 pub(super) const MAX_RENEWALS: u32 = 11;
-/// How long the ledger keeps the claim of a deleted pod if the agent never reported its allocation.
-/// A pod that is deleted without a grace period may still use its shares.
+/// How long the ledger keeps the claim of a deleted pod if the agent never reported the pod's
+/// allocation. A pod that is deleted without a grace period may still use its shares.
 pub(super) const UNREPORTED_CLAIM_TIME: Duration = Duration::from_secs(5);
 /// How long the listed units of an ended or deleted pod count as about to be free. After that, the
 /// units count as used until the node reports otherwise. The kubelet may be unable to stop the
@@ -43,7 +43,7 @@ pub(super) struct PodClaims {
     /// Ended or deleted pods that may still use shares, each with the time at which its claim ends.
     lingering: BTreeMap<String, Duration>,
     /// Pods that ended or were deleted less than [`LISTED_TIME`] ago, by name and node, each with
-    /// the time. A new pod may have the name of such a pod.
+    /// the time of its end. A new pod may have the same name.
     ended: BTreeMap<String, BTreeMap<String, Duration>>,
     /// When the ledger was built. Pods that are not in `ended` count as ended at this time.
     built: Duration,
@@ -88,11 +88,11 @@ impl PodClaims {
         self.uids.insert(name, pod.metadata.uid.clone().unwrap_or_default());
     }
 
-    /// Ends the claim of a pod. Returns whether the pod had one.
+    /// Ends the claim of a pod. Returns whether the pod had a claim.
     pub(super) fn end_claim(&mut self, ledger: Option<&mut Ledger>, name: &str) -> bool {
         self.uids.remove(name);
         self.replicas.remove(name);
-        let Some(claim) = ledger.and_then(|ledger| ledger.release(name)) else { return false };
+        let Some(claim) = ledger.and_then(|ledger| ledger.remove_claim(name)) else { return false };
         self.freed.extend(claim_nodes(&claim.place));
         true
     }
@@ -136,7 +136,7 @@ impl PodClaims {
     }
 
     /// Records that a pod is bound to a node. Returns true if the node has reported all allocations
-    /// of the pod and the pod is not terminating. Such a pod needs no further checks.
+    /// of the pod and the pod is not terminating. In this case, the pod needs no further checks.
     pub(super) fn record_binding(&mut self, ledger: &mut Ledger, name: &str, pod: &PodObject, node: &str) -> bool {
         let terminating = pod.metadata.deletion_timestamp.is_some();
         if terminating && self.allocated.contains(name) {
@@ -175,7 +175,7 @@ impl PodClaims {
 
     fn add_claim(&mut self, ledger: &mut Ledger, name: &str, pod: &PodObject, place: Place) {
         let name: Arc<str> = Arc::from(name);
-        ledger.adopt(Arc::clone(&name), new_claim(pod, place));
+        ledger.add_claim(Arc::clone(&name), new_claim(pod, place));
         self.add(name, pod);
     }
 
@@ -240,8 +240,8 @@ impl PodClaims {
 
     /// Ends the expired reservations of pods that the scheduler refuses.
     ///
-    /// Other expired reservations are renewed. The scheduler may be slow or may wait for a volume,
-    /// or a temporary obstacle on the node may end. [`super::stranded`] limits the total time.
+    /// Renews other expired reservations. The scheduler may be slow or may wait for a volume, or a
+    /// temporary obstacle on the node may end. [`super::stranded`] limits the total time.
     pub(super) fn expire_reservations(&mut self, ledger: &mut Ledger, unsettled: &[&PodObject], now: ReconcileTime) {
         let mut due: BTreeSet<String> = ledger.pods_with_expired_claims(Moment(now.epoch)).into_iter().collect();
         for pod in unsettled.iter().filter(|pod| is_released(pod)) {
@@ -254,7 +254,7 @@ impl PodClaims {
             let renewals = self.renewals.entry(uid.clone()).or_default();
             if *renewals < MAX_RENEWALS && (nominated || !pod.is_reported_unschedulable()) {
                 *renewals += 1;
-                ledger.extend(&name, expiry(now));
+                ledger.extend_claim(&name, expiry(now));
                 continue;
             }
             tracing::warn!(pod = name, "reservation expired before the pod was bound");

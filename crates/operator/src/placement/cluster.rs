@@ -28,7 +28,7 @@ pub struct Cluster {
     pub policies: Vec<Arc<DeserializeGuard<SharingPolicy>>>,
     /// Pods of the agents.
     pub agents: Vec<Arc<AgentPod>>,
-    /// MPS hosts. `None` if the operator does not replace them, or has not listed them yet.
+    /// MPS hosts. `None` if the operator does not replace MPS hosts, or has not listed them yet.
     pub hosts: Option<MpsHosts>,
     /// `PersistentVolumeClaim`s that pods refer to.
     pub volume_claims: Vec<Arc<VolumeClaimObject>>,
@@ -52,8 +52,8 @@ pub struct ReconcileTime {
     pub epoch: u64,
 }
 
-/// Inputs of one reconcile besides nodes and ledger.
-pub(super) struct Input<'a> {
+/// Inputs of one reconcile, other than the nodes and the ledger.
+pub(super) struct ReconcileInput<'a> {
     pub(super) cluster: &'a Cluster,
     /// The pods of the cluster.
     pub(super) tracker: &'a PodTracker,
@@ -71,7 +71,7 @@ pub(super) fn is_released(pod: &PodObject) -> bool {
 
 /// Converts a pod to the planner's input. For a pod without GPU requests, the result contains only
 /// the pod's other requests.
-pub(super) fn plan_pod(pod: &PodObject) -> PlanPod {
+pub(super) fn to_plan_pod(pod: &PodObject) -> PlanPod {
     let plain = || PlanPod { requests: pod.spec.requests.clone(), ..Default::default() };
     claimant(pod).map_or_else(plain, |found| found.pod)
 }

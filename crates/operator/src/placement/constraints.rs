@@ -37,7 +37,7 @@ pub(super) struct Constraints<'a> {
     namespaces: OnceCell<BTreeMap<&'a str, &'a BTreeMap<String, String>>>,
 }
 
-/// The pods with a reservation that [`Constraints`] respects.
+/// A state of [`Constraints`] that [`Constraints::restore`] restores.
 pub(super) struct ConstraintsCheckpoint<'a> {
     terms: BTreeSet<(&'a str, &'a PodAffinityTerm)>,
     reserved: usize,
@@ -49,13 +49,13 @@ struct ReservedPod<'a> {
     nodes: Vec<String>,
 }
 
-/// Requirements of a pod's volumes for the pod's node.
+/// Requirements that a pod's volumes have for the pod's node.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Volumes {
     /// The required node affinity of each bound volume.
     pub(super) terms: Vec<Vec<NodeSelectorTerm>>,
-    /// Whether a claim has no volume yet. Only the scheduler and the provisioner know where they
-    /// can create the volume.
+    /// Whether a claim has no volume yet. Only the scheduler and the provisioner know where the
+    /// volume can be created.
     pub(super) unbound: bool,
 }
 
@@ -98,12 +98,12 @@ impl<'a> Constraints<'a> {
         constraints
     }
 
-    /// Returns the state to which [`Self::restore`] returns.
+    /// Returns the current state, for [`Self::restore`].
     pub(super) fn checkpoint(&self) -> ConstraintsCheckpoint<'a> {
         ConstraintsCheckpoint { terms: self.terms.clone(), reserved: self.reserved.len() }
     }
 
-    /// Forgets the pods that were added since a checkpoint.
+    /// Removes the pods that were added since a checkpoint.
     pub(super) fn restore(&mut self, before: ConstraintsCheckpoint<'a>) {
         self.terms = before.terms;
         self.reserved.truncate(before.reserved);
@@ -115,8 +115,8 @@ impl<'a> Constraints<'a> {
         self.reserved.push(ReservedPod { pod, nodes });
     }
 
-    /// Returns the key of a pod. Returns `None` if neither its own rules nor other pods' rules
-    /// restrict it.
+    /// Returns the key of a pod. Returns `None` if neither the pod's own rules nor other pods'
+    /// rules restrict the pod.
     pub(super) fn key<'p>(&self, pod: &'p PodObject) -> Option<ConstraintKey<'p>> {
         let rules = &pod.spec.rules;
         let repelled = || self.terms.iter().any(|(own, term)| term.may_select(own, namespace(pod), labels(pod)));
@@ -126,7 +126,7 @@ impl<'a> Constraints<'a> {
         Some((namespace(pod), labels(pod), rules, self.volumes(pod)))
     }
 
-    /// Returns the requirements of a pod's volumes for the pod's node.
+    /// Returns the requirements that a pod's volumes have for the pod's node.
     fn volumes(&self, pod: &PodObject) -> Volumes {
         let mut found = Volumes::default();
         if pod.spec.volume_claims.is_empty() {

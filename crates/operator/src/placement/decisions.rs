@@ -6,15 +6,15 @@ use cleave_api::placement::{Placement, ReservedUnits};
 use cleave_plan::ledger::{DeviceRequest, Fits, Ledger, Moment, Reservation};
 
 use super::actions::{Actions, Destination, ReleaseReason};
-use super::cluster::Input;
+use super::cluster::ReconcileInput;
 use super::gangs;
-use super::growth::{AutoscalerReports, NeedInputs, Offers, PlacementOutlook};
+use super::growth::{AllowedUnits, AutoscalerReports, NeedInputs, PlacementOutlook};
 use super::nodes::Nodes;
 use super::other_nodes::{AgentLabels, OtherNodes};
 use super::preemption::PreemptionSearch;
 use super::queue::Queue;
 use super::quota_pass::{QuotaPass, QuotaTurn, Turns};
-use super::quota_turns::{Order, QuotaWait};
+use super::quota_turns::{QuotaWait, TurnOrder};
 use super::returning::ReturningUnits;
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::StrandedPods;
@@ -39,13 +39,13 @@ pub(super) struct Decisions<'a, 'm> {
     pub(super) actions: &'m mut Actions,
     pub(super) queue: &'m mut Queue,
     pub(super) growth: &'m mut AutoscalerReports,
-    pub(super) input: &'a Input<'a>,
+    pub(super) input: &'a ReconcileInput<'a>,
     pub(super) nodes: &'a Nodes,
     pub(super) stranded: &'a StrandedPods,
     pub(super) rollout: &'a Rollout,
     pub(super) agent_labels: &'a AgentLabels,
     /// Units that policies allow on GPUs of future nodes.
-    pub(super) offers: &'a Offers,
+    pub(super) offers: &'a AllowedUnits,
     pub(super) search: PlacementSearch<'a>,
     pub(super) preemption: PreemptionSearch<'a>,
     pub(super) returning: ReturningUnits<'a>,
@@ -83,10 +83,10 @@ impl NoRoom {
 
 impl<'a> Decisions<'a, '_> {
     /// Decides about all waiting pods, until enough are released.
-    pub(super) fn decide_all(&mut self, candidates: &'a [Candidate<'a>], mut order: Order) {
+    pub(super) fn decide_all(&mut self, candidates: &'a [Candidate<'a>], mut order: TurnOrder) {
         while let Some(at) = order.next(self.quotas.as_ref()) {
             let Some(candidate) = candidates.get(at) else { break };
-            let gang = gangs::in_order(candidates, order.gang(at));
+            let gang = gangs::in_placement_order(candidates, order.gang(at));
             // A gang that is larger than the limit is released alone.
             let is_too_much =
                 self.actions.releases.len() + gang.len() > MAX_RELEASES && !self.actions.releases.is_empty();
@@ -122,7 +122,7 @@ impl<'a> Decisions<'a, '_> {
         }
         if let Some(delay) = self.stranded.gate_delay(pod, self.input.now.up) {
             self.actions.requeue_in(delay);
-            self.make_wait(&[candidate], &waiting_for_room(DELAYED_MESSAGE.to_owned()));
+            self.make_wait(&[candidate], &waiting_for_free_units(DELAYED_MESSAGE.to_owned()));
             return;
         }
         let Turns { attempts, hold } = self.start_turns(name);
@@ -155,7 +155,7 @@ impl<'a> Decisions<'a, '_> {
         let quota_wait = self.quotas.as_ref().and_then(|pass| {
             let turn = no_room.attempts.iter().find_map(|(turn, _)| *turn);
             match (turn, hold) {
-                (Some(turn), _) => pass.why(&turn, prospect),
+                (Some(turn), _) => pass.explain_wait(&turn, prospect),
                 (None, hold) => hold.map(|hold| pass.explain(hold)),
             }
         });
@@ -195,7 +195,7 @@ impl<'a> Decisions<'a, '_> {
         let label = self.quotas.as_mut().and_then(|pass| pass.label_released(turn, &named));
         let label = label.filter(|_| !self.without_labels);
         for (one, fits) in pods.iter().zip(found) {
-            let placement = placement(&one.pod.spec.device_requests, fits, self.expires);
+            let placement = build_placement(&one.pod.spec.device_requests, fits, self.expires);
             let waited = self.queue.waiting_time(&one.name, self.input.now.up);
             self.actions.releases.push(one.release_reserved(placement, self.nodes, (waited, label)));
         }
@@ -205,7 +205,7 @@ impl<'a> Decisions<'a, '_> {
     fn find_other_node(&mut self, candidate: &Candidate<'_>) -> Option<cleave_plan::snapshot::Requirement> {
         let (nodes, labels, input) = (self.nodes, self.agent_labels, self.input);
         let new = || OtherNodes::new(nodes, input.tracker, labels, input.unsettled);
-        self.other_nodes.get_or_insert_with(new).place(&candidate.plan_pod)
+        self.other_nodes.get_or_insert_with(new).place_pod(&candidate.plan_pod)
     }
 
     /// Returns what decides whether a pod needs another node, before pods are evicted for it.
@@ -298,7 +298,7 @@ impl<'a> Decisions<'a, '_> {
             }
             None => {}
         }
-        self.actions.waiting.insert(name.clone(), waiting_for_room(message));
+        self.actions.waiting.insert(name.clone(), waiting_for_free_units(message));
     }
 
     /// Decides about the waiting pods of a gang: all are released, or none.
@@ -330,7 +330,7 @@ impl<'a> Decisions<'a, '_> {
         let prospect =
             if delay.is_some() { PreemptionProspect::Unknown } else { self.make_room_for_gang(gang, &enforced) };
         if let Some(turn) = enforced.first() {
-            let wait = self.quotas.as_ref().map(|pass| pass.why_gang(turn, prospect).into_waiting_pod());
+            let wait = self.quotas.as_ref().map(|pass| pass.explain_gang_wait(turn, prospect).into_waiting_pod());
             for one in gang {
                 self.growth.record_delayed(one.pod, up);
                 self.actions.waiting.extend(wait.clone().map(|wait| (one.name.clone(), wait)));
@@ -388,13 +388,13 @@ impl<'a> Decisions<'a, '_> {
     }
 }
 
-fn waiting_for_room(message: String) -> WaitingPod {
+fn waiting_for_free_units(message: String) -> WaitingPod {
     WaitingPod { reason: Reason::NoRoom, message }
 }
 
 /// Builds the reservation for the pod's annotation. The reservation lists groups of units in the
 /// order of the pod's requests. The units of one group must be on one device.
-fn placement(device_requests: &[DeviceRequest], fits: &Fits, expires: Moment) -> Placement {
+fn build_placement(device_requests: &[DeviceRequest], fits: &Fits, expires: Moment) -> Placement {
     let held = |takes: &[Reservation]| {
         let mut left: Vec<&Reservation> = takes.iter().filter(|take| !is_interchangeable(&take.resource)).collect();
         let mut held = Vec::with_capacity(device_requests.len());

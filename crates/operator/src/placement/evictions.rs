@@ -36,14 +36,14 @@ pub(super) struct EvictionRecords {
     /// counts as terminating.
     accepted: BTreeMap<String, Duration>,
     /// Pods that could not be evicted, by UID.
-    failures: BTreeMap<String, Failures>,
+    failures: BTreeMap<String, EvictionFailures>,
     /// The time until which no pods are evicted, because the API server limits requests.
     paused_until: Duration,
 }
 
 /// Consecutive failures to evict a pod.
 #[derive(Debug, Default)]
-struct Failures {
+struct EvictionFailures {
     unanswered: u32,
     refused: u32,
     /// Whether a disruption budget was the last reason.
@@ -128,7 +128,7 @@ pub(super) struct Evictability<'a> {
     records: &'a EvictionRecords,
     /// Seconds since the Unix epoch.
     now: u64,
-    /// Whether pods that disruption budgets protect count too.
+    /// Whether pods that disruption budgets protect can also be evicted.
     ignores_budgets: bool,
 }
 
@@ -138,7 +138,7 @@ impl<'a> Evictability<'a> {
         Self { budgets: DisruptionBudgets::new(budgets), records, now, ignores_budgets: false }
     }
 
-    /// Returns the same, but pods that disruption budgets protect can be evicted too.
+    /// Returns a copy that also allows evictions of pods that disruption budgets protect.
     pub(super) fn ignoring_budgets(&self) -> Self {
         Self { ignores_budgets: true, ..self.clone() }
     }
@@ -177,8 +177,9 @@ impl<'a> Evictability<'a> {
         if holder.ending {
             return Some(holder);
         }
-        let is_avoided =
-            |failures: &Failures| failures.avoided_until.is_some() && !(self.ignores_budgets && failures.by_budget);
+        let is_avoided = |failures: &EvictionFailures| {
+            failures.avoided_until.is_some() && !(self.ignores_budgets && failures.by_budget)
+        };
         if self.records.failures.get(uid).is_some_and(is_avoided) {
             return None;
         }
@@ -199,7 +200,7 @@ fn is_terminating(pod: &PodObject) -> bool {
 }
 
 /// Returns whether a pod terminates and is about to end: [`TERMINATION_TIME`] has not passed since
-/// the end of its grace period. `now` is in seconds since 1970.
+/// the end of its grace period. `now` is in seconds since the Unix epoch.
 pub(super) fn ends_soon(pod: &PodObject, now: u64) -> bool {
     let deadline = pod.metadata.deletion_timestamp.as_ref().map(epoch_seconds);
     deadline.is_some_and(|at| now < at.saturating_add(TERMINATION_TIME.as_secs()))

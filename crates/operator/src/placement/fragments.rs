@@ -1,10 +1,10 @@
-//! Taints nodes that look free to autoscalers although no GPU has enough free units. This is
-//! disabled by default. Pure.
+//! Taints nodes that look free to autoscalers although no GPU has enough free units. These taints
+//! are disabled by default. Pure.
 //!
 //! Autoscalers sum the free units of a node's GPUs. If two GPUs together have six free shares, an
 //! autoscaler assumes that a pod with five shares fits, and adds no node. Karpenter treats the
-//! effect `PreferNoSchedule` as a strict rule when it searches for a node, so it skips tainted
-//! nodes. The scheduler may still use tainted nodes, so the taint does not affect pods that Cleave
+//! effect `PreferNoSchedule` as a strict rule, so it skips tainted nodes when it searches for a
+//! node. The scheduler may still use tainted nodes, so the taint does not affect pods that Cleave
 //! releases to these nodes.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -20,7 +20,7 @@ use crate::policies::taint::{TaintBackoff, TaintChange, add_patch, remove_patch}
 /// Key and effect of the taint.
 const FRAGMENTED_KEY_AND_EFFECT: (&str, &str) = (FRAGMENTED_TAINT, "PreferNoSchedule");
 /// Maximum number of nodes that change in one reconcile.
-const MAX_CHANGES: usize = 32;
+const MAX_CHANGES_PER_RECONCILE: usize = 32;
 
 /// The taint changes that earlier reconciles decided.
 #[derive(Debug)]
@@ -42,7 +42,8 @@ impl FragmentationTaints {
         self.enabled
     }
 
-    /// Records whether a node's taint was written. If not, a later reconcile retries the write.
+    /// Records whether a node's taint was written. If the write failed, a later reconcile retries
+    /// it.
     pub(super) fn record_write(&mut self, node: &str, written: bool, up: Duration) {
         self.backoff.record_write(node, written, up);
         if !written {
@@ -56,7 +57,7 @@ impl FragmentationTaints {
     }
 
     /// Returns the nodes whose taint changes. `reported` are the pods that are reported to
-    /// autoscalers. No node has room for any of these pods.
+    /// autoscalers. None of these pods fits on a node.
     pub(super) fn update(
         &mut self,
         (nodes, tracker): (&Nodes, &PodTracker),
@@ -76,7 +77,7 @@ impl FragmentationTaints {
             differing.insert(name.as_str());
             let version = state.resource_version().to_owned();
             let is_due = self.decided.get(name) != Some(&version) && !self.backoff.is_delayed(name, up);
-            if changes.len() < MAX_CHANGES && is_due {
+            if changes.len() < MAX_CHANGES_PER_RECONCILE && is_due {
                 self.decided.insert(name.clone(), version);
                 changes.push(change);
             }

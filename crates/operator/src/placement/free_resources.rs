@@ -14,9 +14,9 @@ use crate::pods::PodObject;
 /// Free resources by node, in thousandths. Pods that are released to a node count as if they were
 /// bound to it. A node's free resources are computed when they are first needed.
 ///
-/// The units of GPUs are the units that the scheduler counts as free. The ledger decides whether a
-/// GPU has room. The scheduler's sum is smaller than the ledger's sum only while a GPU is faulted,
-/// or while a terminating pod no longer uses its units.
+/// The free units of GPUs are the units that the scheduler counts as free. The ledger decides
+/// whether a GPU has enough free units. The scheduler's sum is smaller than the ledger's sum only
+/// while a GPU is faulted, or while a terminating pod no longer uses its units.
 #[derive(Clone)]
 pub(super) struct FreeResources<'a> {
     nodes: &'a Nodes,
@@ -39,7 +39,7 @@ struct Nominee<'a> {
     requests: &'a BTreeMap<String, Quantity>,
 }
 
-/// The properties of a pod that decide whether a node has enough resources for the pod.
+/// The properties of a pod that determine whether a node has enough resources for the pod.
 #[derive(Clone, Copy)]
 pub(super) struct Requester<'r, 'l> {
     /// The pod, as `namespace/name`.
@@ -63,7 +63,7 @@ impl Requester<'_, '_> {
 }
 
 impl<'a> FreeResources<'a> {
-    /// `now` is in seconds since 1970.
+    /// `now` is in seconds since the Unix epoch.
     pub(super) fn new(
         (nodes, tracker): (&'a Nodes, &'a PodTracker),
         ledger: &Ledger,
@@ -110,13 +110,13 @@ impl<'a> FreeResources<'a> {
         }
     }
 
-    /// Returns whether a node has room for a pod, regardless of its GPUs.
+    /// Returns whether a node has enough free resources for a pod, apart from units of GPUs.
     pub(super) fn has_room(&mut self, node: &str, pod: Requester<'_, '_>) -> bool {
         self.missing_resources(node, pod).is_some_and(|missing| missing.is_empty())
     }
 
     /// Returns the kind of resource that a node lacks for a pod. Returns `None` if the node lacks
-    /// no resource, or if only the ledger shows that the node's GPUs have no room.
+    /// no resource, or if only the ledger shows that no GPU has enough free units.
     pub(super) fn shortage(&mut self, node: &str, pod: Requester<'_, '_>) -> Option<Shortage> {
         if !self.has_room(node, pod) {
             return Some(Shortage::Resources);

@@ -1,18 +1,18 @@
-//! Finds free room for gangs: all waiting pods of a gang are released by one reconcile, or none.
+//! Reserves units for gangs: one reconcile releases either all waiting pods of a gang, or none.
 use cleave_plan::ledger::{Fits, Ledger, Moment, Nomination};
 
 use super::search::{Candidate, PlacementSearch};
 
 /// Returns the pods of a gang in the order in which they are placed: the largest first. The first
-/// pod stands for the gang.
-pub(super) fn in_order<'a>(candidates: &'a [Candidate<'a>], positions: &[usize]) -> Vec<&'a Candidate<'a>> {
+/// pod represents the gang.
+pub(super) fn in_placement_order<'a>(candidates: &'a [Candidate<'a>], positions: &[usize]) -> Vec<&'a Candidate<'a>> {
     let mut gang: Vec<&Candidate<'_>> = positions.iter().filter_map(|&at| candidates.get(at)).collect();
     let size = |one: &Candidate<'_>| one.device_requests.iter().map(|request| u64::from(request.units.get())).sum();
     gang.sort_by_cached_key(|one| (std::cmp::Reverse::<u64>(size(one)), one.name.clone()));
     gang
 }
 
-/// Reserves room for all pods of a gang. Reserves nothing if a pod is not placeable.
+/// Reserves units for all pods of a gang. Reserves nothing if one of the pods does not fit.
 pub(super) fn reserve_all<'a>(
     ledger: &mut Ledger,
     search: &mut PlacementSearch<'a>,
@@ -34,7 +34,7 @@ pub(super) fn reserve_all<'a>(
     if reserved.len() == gang.len() {
         return Some(reserved);
     }
-    gang.iter().take(reserved.len()).for_each(|one| drop(ledger.release(&one.name)));
+    gang.iter().take(reserved.len()).for_each(|one| drop(ledger.remove_claim(&one.name)));
     for (pod, nomination) in nominations {
         // Ignore errors: the ledger refuses only nominations for pods with a claim.
         let _ = ledger.nominate(pod, nomination);

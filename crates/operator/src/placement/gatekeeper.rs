@@ -10,11 +10,11 @@ use cleave_plan::ledger::{Chooser, Ledger, Nomination, Place};
 
 use super::actions::{Actions, Eviction, Release};
 use super::claims::{self, PodClaims};
-use super::cluster::{Cluster, Input, ReconcileTime, is_released};
+use super::cluster::{Cluster, ReconcileInput, ReconcileTime, is_released};
 use super::decisions::{Decisions, MAX_RELEASES};
 use super::evictions::{Evictability, EvictionRecords};
 use super::fragments::FragmentationTaints;
-use super::growth::{AutoscalerReports, Offers};
+use super::growth::{AllowedUnits, AutoscalerReports};
 use super::handover;
 use super::nodes::Nodes;
 use super::other_nodes::AgentLabels;
@@ -24,7 +24,7 @@ use super::preemptors::Preemptors;
 use super::queue::{self, Queue};
 use super::quota_pass::QuotaPass;
 use super::quota_reports::{self, QuotaReports};
-use super::quota_turns::Order;
+use super::quota_turns::TurnOrder;
 use super::quotas::{QuotaSettings, QuotaWorlds};
 use super::returning::Returning;
 use super::search::{Candidate, PlacementSearch};
@@ -36,7 +36,7 @@ use crate::evict::EvictionResult;
 use crate::pod_store::PodChanges;
 use crate::pods::{PodObject, full_name};
 use crate::policies::demand::WaitingPod;
-use crate::rollout::{self, Rollout, Step};
+use crate::rollout::{self, Rollout, RolloutStep};
 
 /// Default time for which a pod must be unplaceable before it is released as unschedulable. During
 /// this time, a policy, a node or its `GpuNode` may appear.
@@ -60,7 +60,7 @@ pub struct Gatekeeper {
     claims: PodClaims,
     unanswered: UnansweredReleases,
     queue: Queue,
-    /// Results of evictions for pods of higher priority.
+    /// Results of evictions for waiting pods.
     evictions: EvictionRecords,
     /// Waiting pods for which the operator has searched for preemption victims.
     preemptors: Preemptors,
@@ -71,7 +71,7 @@ pub struct Gatekeeper {
     returning: Returning,
     fragments: FragmentationTaints,
     quotas: QuotaSettings,
-    /// Whether the room that an earlier leader kept for pods must be looked for.
+    /// Whether the next reconcile restores the nominations of an earlier leader.
     restores_nominations: bool,
     /// State of the replacement of MPS hosts.
     pub(crate) rollout: Rollout,
@@ -122,10 +122,10 @@ impl Gatekeeper {
         Self { agent_labels, ..self }
     }
 
-    /// Reserves nothing for some seconds after each build of the ledger from the cluster.
+    /// Delays reservations for some seconds after each build of the ledger from the cluster.
     ///
-    /// A pod that was deleted without a grace period shortly before may still use shares that its
-    /// node has not reported. A gatekeeper that saw the pod keeps its claim; see
+    /// A pod that was recently deleted without a grace period may still use shares that its node
+    /// has not reported. A gatekeeper that saw the pod keeps its claim; see
     /// [`claims::UNREPORTED_CLAIM_TIME`]. A new gatekeeper did not see the pod, so it must delay
     /// reservations by the same duration.
     #[must_use]
@@ -147,7 +147,7 @@ impl Gatekeeper {
         Self { fragments: FragmentationTaints::new(enabled), ..self }
     }
 
-    /// Sets the settings of quotas.
+    /// Sets how quotas work.
     #[must_use]
     pub fn with_quotas(self, quotas: QuotaSettings) -> Self {
         Self { quotas, ..self }
@@ -216,7 +216,7 @@ impl Gatekeeper {
         !self.unanswered.contains(pod) && self.claims.end_claim(self.ledger.as_mut(), pod)
     }
 
-    /// Records the result of an eviction for a pod of higher priority.
+    /// Records the result of an eviction for a waiting pod.
     pub fn record_eviction(&mut self, eviction: &Eviction, result: &EvictionResult, up: Duration) {
         self.evictions.record(&eviction.uid, result, up);
         // A pod that is not found has ended, so its eviction is not needed.
@@ -261,7 +261,7 @@ impl Gatekeeper {
         gated.map(|pod| (full_name(&pod.metadata), pod.uid().unwrap_or_default())).collect()
     }
 
-    /// Returns what is reported about quotas. `waits` is what each pod at the gate waits for.
+    /// Returns the reports about quotas. `waits` contains each pod's reason to wait at the gate.
     pub(crate) fn quota_reports(
         &self,
         cluster: &Cluster,
@@ -279,7 +279,14 @@ impl Gatekeeper {
         let waiting = waiting.iter().map(|(name, pod)| (name.as_str(), *pod));
         let is_evicted = |uid: &str| self.evictions.is_accepted(uid);
         let state = (&self.tracker, ledger);
-        quota_reports::reports((cluster, &self.nodes), state, waiting, is_evicted, (&self.quotas, now.epoch), waits)
+        quota_reports::build_reports(
+            (cluster, &self.nodes),
+            state,
+            waiting,
+            is_evicted,
+            (&self.quotas, now.epoch),
+            waits,
+        )
     }
 
     /// Returns the ledger, after the first reconcile.
@@ -298,8 +305,8 @@ impl Gatekeeper {
         self.reconcile_changes(cluster, PodChanges::All(cluster.pods.clone()), demand, now)
     }
 
-    /// Decides like [`Self::reconcile`], but examines only the pods in `changes`. The pods of
-    /// `cluster` do not count.
+    /// Decides like [`Self::reconcile`], but examines only the pods in `changes`. Ignores the pods
+    /// in `cluster`.
     pub fn reconcile_changes(
         &mut self,
         cluster: &Cluster,
@@ -359,12 +366,12 @@ impl Gatekeeper {
         let requeue = self.next_deadline(&ledger, cluster, rollout.as_ref(), now);
         let mut actions = Actions { rollout, requeue, ..Actions::default() };
         let changed_nodes = tracker.take_changed_nodes();
-        let input = Input { cluster, tracker, unsettled: &unsettled, demand, now };
+        let input = ReconcileInput { cluster, tracker, unsettled: &unsettled, demand, now };
         for node in changed_nodes.into_iter().chain(self.claims.take_freed_nodes()) {
             self.preemptors.record_node_change(&node);
         }
         ledger.synchronize(&mut self.chooser);
-        actions.stranded = self.handle_stranded(&ledger, &input);
+        actions.stranded = self.decide_about_stranded(&ledger, &input);
         if let Some(requeue) = actions.stranded.requeue {
             actions.requeue_in(requeue);
         }
@@ -448,9 +455,9 @@ impl Gatekeeper {
         waiting
     }
 
-    /// Decides which MPS hosts to replace, if that is enabled and due. A node whose MPS host is
-    /// about to be replaced receives no reservations.
-    fn plan_rollout(&mut self, cluster: &Cluster, ledger: &mut Ledger, up: Duration) -> Option<Step> {
+    /// Decides which MPS hosts to replace, if replacement is enabled and due. A node whose MPS host
+    /// is about to be replaced receives no reservations.
+    fn plan_rollout(&mut self, cluster: &Cluster, ledger: &mut Ledger, up: Duration) -> Option<RolloutStep> {
         let hosts = cluster.hosts.as_ref().filter(|_| self.next_rollout <= up)?;
         self.next_rollout = up.saturating_add(rollout::UPDATE_INTERVAL);
         let views = mps_hosts::host_views(cluster, hosts, &self.nodes, ledger);
@@ -471,7 +478,7 @@ impl Gatekeeper {
         &self,
         ledger: &Ledger,
         cluster: &Cluster,
-        rollout: Option<&Step>,
+        rollout: Option<&RolloutStep>,
         now: ReconcileTime,
     ) -> Option<Duration> {
         let reservations = ledger.unbound_claims().filter_map(|(_, claim)| match &claim.place {
@@ -488,7 +495,7 @@ impl Gatekeeper {
     }
 
     /// Decides how to handle released pods that are not bound.
-    fn handle_stranded(&mut self, ledger: &Ledger, input: &Input<'_>) -> StrandedActions {
+    fn decide_about_stranded(&mut self, ledger: &Ledger, input: &ReconcileInput<'_>) -> StrandedActions {
         let Self { unschedulable_after, agent_labels, chooser, nodes, stranded, claims, .. } = self;
         let tracker = input.tracker;
         let mut found: Vec<(&PodObject, stranded::Reason)> = Vec::new();
@@ -537,7 +544,7 @@ impl Gatekeeper {
         &mut self,
         ledger: &mut Ledger,
         waiting: &[(String, &PodObject)],
-        input: &Input<'_>,
+        input: &ReconcileInput<'_>,
         actions: &mut Actions,
     ) {
         let up = input.now.up;
@@ -558,7 +565,7 @@ impl Gatekeeper {
         &mut self,
         ledger: &mut Ledger,
         waiting: Vec<(String, &PodObject)>,
-        input: &Input<'_>,
+        input: &ReconcileInput<'_>,
         actions: &mut Actions,
     ) {
         let up = input.now.up;
@@ -593,8 +600,8 @@ impl Gatekeeper {
         if let Some(pass) = &mut quotas {
             long_waits::reserve(pass, (ledger, &mut search), &candidates, (input, queue));
         }
-        let order = Order::new(quotas.as_ref(), candidates.iter().map(|candidate| candidate.name.as_str()));
-        let offers = Offers::of_policies(input.cluster.policies.iter().map(AsRef::as_ref));
+        let order = TurnOrder::new(quotas.as_ref(), candidates.iter().map(|candidate| candidate.name.as_str()));
+        let offers = AllowedUnits::of_policies(input.cluster.policies.iter().map(AsRef::as_ref));
         let mut decisions = Decisions {
             search: search.with_quotas(worlds.as_ref()),
             preemption: PreemptionSearch::new((nodes, tracker, unlisted), evictability, claims, preemptors, up),

@@ -10,7 +10,7 @@
 //!
 //! | a pod at the gate | is reported |
 //! |---|---|
-//! | fits no free units, and no preemption, repartitioning or returning unit will serve it | after [`FULL_AFTER`] |
+//! | finds too few free units, and no preemption, repartitioning or returning unit will serve it | after [`FULL_AFTER`] |
 //! | fits no node of the cluster, but a policy allows its request | after [`NO_NODE_AFTER`] |
 //! | requests more than one GPU has | never |
 //! | waits for a preemption, a repartitioning, an MPS host or the agent of a node | not now |
@@ -26,7 +26,7 @@ use cleave_plan::snapshot::Pod as PlanPod;
 use kube::ResourceExt;
 use kube::core::DeserializeGuard;
 
-use super::actions::{Actions, Report};
+use super::actions::{Actions, AutoscalerReport};
 use super::search::{Candidate, NodeKey};
 use super::verdict::PreemptionProspect;
 use super::verdict::{AutoscalerNeed, PermanentObstacle, Verdict};
@@ -42,7 +42,7 @@ pub(super) const FULL_AFTER: Duration = Duration::from_secs(10);
 /// for example while agents start.
 pub(super) const NO_NODE_AFTER: Duration = Duration::from_secs(30);
 /// How long a pod that is too large for every GPU is not reported again. If an autoscaler added a
-/// node for the pod, the node did not help, and the autoscaler must not add another one.
+/// node for the pod, the node did not help, and the autoscaler must not add another node.
 const TOO_LARGE_BACKOFF: Duration = Duration::from_secs(3600);
 /// How long a pod must be too large before it counts as too large. A GPU may temporarily have fewer
 /// units, for example while its policy changes.
@@ -50,7 +50,7 @@ pub(super) const TOO_LARGE_AFTER: Duration = Duration::from_secs(30);
 /// Maximum time for which evictions for a pod are delayed because the pod is about to get units
 /// without evictions.
 pub(super) const MAX_PREEMPTION_PAUSE: Duration = Duration::from_secs(60);
-/// Delay before the operator writes a report again that the watch has not delivered.
+/// Delay before the operator repeats a report that the watch has not delivered.
 const WRITE_AGAIN_AFTER: Duration = Duration::from_secs(10);
 /// Maximum number of reports in one reconcile.
 const MAX_REPORTS: usize = 64;
@@ -70,23 +70,23 @@ enum PolicySupport {
 
 /// The units of GPUs that the policies allow.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Offers {
+pub(super) struct AllowedUnits {
     /// The maximum number of units of one device, by resource.
     units: BTreeMap<String, u32>,
     /// Whether a policy partitions GPUs on demand. Such a policy may allow any resource and size.
     any: bool,
 }
 
-impl Offers {
+impl AllowedUnits {
     /// Returns the units that these policies allow. Malformed and invalid policies allow no units.
     pub(super) fn of_policies<'a>(policies: impl Iterator<Item = &'a DeserializeGuard<SharingPolicy>>) -> Self {
-        let mut offers = Self::default();
+        let mut allowed = Self::default();
         for policy in policies.filter_map(|policy| policy.0.as_ref().ok()) {
             if let Ok(valid) = validate(&policy.name_any(), None, &policy.spec) {
-                offers.add_mode(&valid.share);
+                allowed.add_mode(&valid.share);
             }
         }
-        offers
+        allowed
     }
 
     fn add_mode(&mut self, share: &SharingMode) {
@@ -116,7 +116,7 @@ impl Offers {
         *most = units.max(*most);
     }
 
-    /// Returns the policies' support for the least supported of these requests.
+    /// Returns the lowest support that the policies have for one of these requests.
     fn least_support(&self, requests: &[DeviceRequest]) -> PolicySupport {
         let support = |request: &DeviceRequest| match self.units.get(&request.resource) {
             Some(units) if *units >= request.units.get() => PolicySupport::Enough,
@@ -133,19 +133,19 @@ impl Offers {
         match (impossible, self.least_support(requests)) {
             (None, _) => AutoscalerNeed::Node(FULL_AFTER),
             (Some(PermanentObstacle::TooLarge), _) | (Some(_), PolicySupport::TooFew) => AutoscalerNeed::LargerGpu,
-            (Some(PermanentObstacle::Excluded | PermanentObstacle::NotOffered), PolicySupport::Enough) => {
+            (Some(PermanentObstacle::Excluded | PermanentObstacle::NotServed), PolicySupport::Enough) => {
                 AutoscalerNeed::Node(NO_NODE_AFTER)
             }
-            (Some(PermanentObstacle::Excluded | PermanentObstacle::NotOffered), PolicySupport::Nothing) => {
+            (Some(PermanentObstacle::Excluded | PermanentObstacle::NotServed), PolicySupport::Nothing) => {
                 AutoscalerNeed::Nothing
             }
         }
     }
 }
 
-/// The inputs besides the verdict that determine the need of a pod that is not placeable.
+/// The inputs, apart from the verdict, that determine the need of a pod that is not placeable.
 pub(super) struct NeedInputs<'a> {
-    pub(super) offers: &'a Offers,
+    pub(super) offers: &'a AllowedUnits,
     /// Why the pod waits, according to the plan for GPUs that are partitioned on demand.
     pub(super) demand: Option<&'a WaitingPod>,
     /// Whether preemption frees units for the pod.
@@ -160,7 +160,7 @@ pub(super) struct NeedInputs<'a> {
 impl<'a> NeedInputs<'a> {
     /// Returns the inputs before the search for preemption victims.
     pub(super) const fn new(
-        offers: &'a Offers,
+        offers: &'a AllowedUnits,
         demand: Option<&'a WaitingPod>,
         withheld: String,
         returns: bool,
@@ -169,7 +169,7 @@ impl<'a> NeedInputs<'a> {
     }
 
     /// Returns whether the pod is about to get units without evictions.
-    fn gets_room_without_evictions(&self, candidate: &Candidate<'_>) -> bool {
+    fn gets_units_without_evictions(&self, candidate: &Candidate<'_>) -> bool {
         let planned = |waiting: &WaitingPod| {
             matches!(waiting.reason, Reason::Repartitioning | Reason::Scheduler | Reason::NodeChanging)
         };
@@ -198,7 +198,7 @@ fn max_shares(mps: &MpsShare) -> u32 {
 /// Pods that are reported, and that may use the same nodes.
 #[derive(Debug)]
 pub(super) struct ReportedPods {
-    /// One of the pods. All have its node selector, affinity and tolerations.
+    /// One of the pods. All of them have the same node selector, affinity and tolerations.
     pub(super) pod: PlanPod,
     /// The smallest request among these pods, by resource.
     pub(super) smallest: BTreeMap<String, u64>,
@@ -225,7 +225,7 @@ struct UnplaceablePod {
     too_large: Option<Duration>,
     /// When the pod was first about to get units without evictions.
     room_since: Option<Duration>,
-    /// Whether the last write reported the pod, and when.
+    /// Whether the last write reported the pod, and the time of the write.
     written: Option<(bool, Duration)>,
 }
 
@@ -255,7 +255,7 @@ impl AutoscalerReports {
         up: Duration,
     ) -> Option<Duration> {
         let waiter = self.pods.entry(candidate.pod.uid().unwrap_or_default()).or_default();
-        let makes_room = circumstances.gets_room_without_evictions(candidate);
+        let makes_room = circumstances.gets_units_without_evictions(candidate);
         waiter.room_since = makes_room.then(|| waiter.room_since.unwrap_or(up));
         let pause = waiter.room_since?.saturating_add(MAX_PREEMPTION_PAUSE).saturating_sub(up);
         (!pause.is_zero()).then_some(pause)
@@ -276,7 +276,7 @@ impl AutoscalerReports {
     ) -> PlacementOutlook {
         let NeedInputs { offers, demand, preemption, withheld, .. } = circumstances;
         let gets_room =
-            *preemption == PreemptionProspect::Nominated || circumstances.gets_room_without_evictions(candidate);
+            *preemption == PreemptionProspect::Nominated || circumstances.gets_units_without_evictions(candidate);
         let need = if gets_room || candidate.awaits_agent() {
             AutoscalerNeed::Nothing
         } else {
@@ -297,7 +297,8 @@ impl AutoscalerReports {
         PlacementOutlook { need, message: message + withheld, may_pass }
     }
 
-    /// Records the need of a pod. A need that is not final does not make the report due earlier.
+    /// Records the need of a pod. A need for a node that is not decided yet does not make a report
+    /// due.
     fn record_need(&mut self, uid: &str, need: AutoscalerNeed, is_decided: bool, up: Duration) {
         let waiter = self.pods.entry(uid.to_owned()).or_default();
         // The pod was too large until now.
@@ -354,7 +355,7 @@ impl AutoscalerReports {
             } else {
                 waiter.written = Some((wanted, up));
                 let message = actions.waiting.get(&candidate.name).map(|waiting| waiting.message.as_str());
-                actions.reports.push(Report {
+                actions.reports.push(AutoscalerReport {
                     pod: candidate.name.clone(),
                     uid: uid.clone(),
                     version: candidate.pod.resource_version().unwrap_or_default(),

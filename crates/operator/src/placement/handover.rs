@@ -1,8 +1,8 @@
-//! Keeps the room for which an earlier leader of the operator evicted pods.
+//! Restores the nominations for which an earlier leader of the operator evicted pods.
 //!
-//! Before pods are evicted by the rules of quotas, the room that they free is written to the pod
-//! that waits. Another leader nominates the pod for this room again. Otherwise it would decide
-//! anew, and could evict more pods for the same pod while the first victims terminate.
+//! Before the operator evicts pods by the rules of quotas, it writes the nomination to an
+//! annotation of the waiting pod. The next leader nominates the pod for the same units. Otherwise
+//! the next leader could evict more pods for the same pod while the first victims terminate.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::placement::{Placement, ReservedUnits};
@@ -10,9 +10,9 @@ use cleave_plan::ledger::{DeviceRequest, Holders, Ledger, Nomination, PendingPod
 
 use crate::pods::PodObject;
 
-/// Returns the note about room. `until` is the time at which it expires, in seconds since the Unix
-/// epoch.
-pub(super) fn room(found: &Preemption, until: u64) -> Placement {
+/// Returns the nomination for the annotation of the waiting pod. `until` is the time at which the
+/// nomination expires, in seconds since the Unix epoch.
+pub(super) fn annotated_nomination(found: &Preemption, until: u64) -> Placement {
     let units = found.takes.iter().map(|take| ReservedUnits {
         resource: take.resource.clone(),
         units: take.units.get(),
@@ -22,28 +22,29 @@ pub(super) fn room(found: &Preemption, until: u64) -> Placement {
 }
 
 /// A waiting pod.
-pub(super) struct Waiting<'a> {
+pub(super) struct HandoverCandidate<'a> {
     pub(super) name: &'a str,
     pub(super) pod: &'a PodObject,
     pub(super) device_requests: &'a [DeviceRequest],
 }
 
-/// Nominates the waiting pods again for which an earlier leader kept room, if the room is free or
-/// about to be free. `waiting` is in order of priority, and `now` in seconds since the Unix epoch.
+/// Nominates the pods that an earlier leader had nominated, if their units are free or about to be
+/// free. `waiting` is in order of priority. `now` is in seconds since the Unix epoch.
 pub(super) fn restore_nominations<'a>(
     ledger: &mut Ledger,
-    waiting: impl Iterator<Item = Waiting<'a>>,
+    waiting: impl Iterator<Item = HandoverCandidate<'a>>,
     holders: impl FnOnce() -> Holders<'a>,
     now: u64,
 ) {
-    let is_valid = |waiting: &Waiting<'_>| waiting.pod.nomination.as_ref().is_some_and(|room| room.until > now);
+    let is_valid =
+        |waiting: &HandoverCandidate<'_>| waiting.pod.nomination.as_ref().is_some_and(|room| room.until > now);
     let mut waiting = waiting.filter(is_valid).peekable();
     if waiting.peek().is_none() {
         return;
     }
     let mut ending = holders();
     ending.pods.values_mut().for_each(|pods| pods.retain(|_, holder| holder.ending));
-    for Waiting { name, pod, device_requests } in waiting {
+    for HandoverCandidate { name, pod, device_requests } in waiting {
         let Some((node, units)) = pod.nomination.as_ref().and_then(|room| room.nodes.first_key_value()) else {
             continue;
         };
@@ -57,7 +58,7 @@ pub(super) fn restore_nominations<'a>(
         let found = found.or_else(|| ledger.preempt(pending, node, &ending, &none));
         if let Some(Preemption { node, takes, .. }) = found.filter(|found| found.victims.is_empty()) {
             // Ignore errors: the ledger refuses only nominations for pods with a claim, and waiting
-            // pods have none.
+            // pods have no claim.
             let _ = ledger.nominate(name, Nomination { priority, node, takes });
         }
     }

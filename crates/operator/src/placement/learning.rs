@@ -5,7 +5,7 @@ use cleave_plan::Quantity;
 use cleave_plan::ledger::{Chooser, Claim, Ledger, NodeCpu, Place};
 use cleave_plan::snapshot::{NodeSelectorTerm, Pod as PlanPod};
 
-use super::cluster::plan_pod;
+use super::cluster::to_plan_pod;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use crate::pods::{PodObject, full_name};
@@ -64,7 +64,7 @@ pub(super) fn update_score(chooser: &mut Chooser, unsettled: &[&PodObject]) {
 pub(super) fn count_arrived_pods(chooser: &mut Chooser, nodes: &Nodes, arrived: &[&PodObject]) {
     let mut known: BTreeMap<Selectors, Vec<String>> = BTreeMap::new();
     for pod in arrived {
-        let plan_pod = plan_pod(pod);
+        let plan_pod = to_plan_pod(pod);
         let key = (plan_pod.node_selector.clone(), plan_pod.affinity.clone());
         let models = if (key.0.is_empty() && key.1.is_empty()) || known.len() >= MAX_SELECTORS {
             Vec::new()
@@ -89,8 +89,8 @@ pub(super) fn count_running_pods(chooser: &mut Chooser, tracker: &PodTracker) {
     }
 }
 
-/// Returns the models of the nodes that the pod can use, sorted. Returns none if the pod can use
-/// all models.
+/// Returns the models of the nodes that the pod can use, sorted. Returns an empty list if the pod
+/// can use all models.
 fn usable_models(nodes: &Nodes, pod: &PlanPod) -> Vec<String> {
     let mut models: BTreeMap<&str, bool> = BTreeMap::new();
     for state in nodes.0.values().filter(|state| state.managed) {

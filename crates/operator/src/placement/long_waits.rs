@@ -1,8 +1,8 @@
 //! Finds the GPUs on which a pod that has waited long can run once other pods end.
 //!
-//! Room is reserved for such a pod only there. If the room were on a node that the pod cannot use,
-//! for example because of its anti-affinity or because pods without GPUs use the CPU, the room would
-//! stay unused as long as the pod waits.
+//! Such a pod is nominated only for these GPUs. If the pod could not use the node, for example because
+//! of its anti-affinity or because pods without GPUs use the CPU, the capacity would stay unused while
+//! the pod waits.
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +11,7 @@ use cleave_plan::ledger::{DeviceRequest, Ledger, Moment, Reservation};
 use cleave_plan::quota::PodId;
 
 use super::amounts;
-use super::cluster::Input;
+use super::cluster::ReconcileInput;
 use super::queue::Queue;
 use super::quota_pass::QuotaPass;
 use super::quotas::{PoolWorld, released};
@@ -20,7 +20,7 @@ use super::search::{Candidate, PlacementSearch, SearchKey};
 /// Where a pod that has waited long can run.
 #[derive(Debug, Default)]
 pub(super) struct LongWait {
-    /// The units that it requests, without a device. `None` if no room is reserved for the pod.
+    /// The units that it requests, without a device. `None` if the pod is not nominated.
     pub(super) take: Option<Reservation>,
     /// The devices that it can use, by GPU: name of the node, and UUID.
     pub(super) devices: BTreeMap<usize, (String, String)>,
@@ -33,19 +33,19 @@ type RequestsByNode<'a> = BTreeMap<&'a str, Vec<(Moment, &'a BTreeMap<String, Qu
 struct LongWaits<'s, 'a> {
     search: &'s PlacementSearch<'a>,
     candidates: &'s BTreeMap<&'a str, &'a Candidate<'a>>,
-    input: &'s Input<'a>,
+    input: &'s ReconcileInput<'a>,
     queue: &'s Queue,
     running: OnceCell<RequestsByNode<'a>>,
     /// Properties of pods that can use no node. Replicas of a workload have the same result.
     futile: BTreeSet<SearchKey<'a>>,
 }
 
-/// Reserves room for pods that have waited long.
+/// Nominates pods that have waited long.
 pub(super) fn reserve<'a>(
     pass: &mut QuotaPass<'_>,
     (ledger, search): (&mut Ledger, &mut PlacementSearch<'a>),
     candidates: &'a [Candidate<'a>],
-    (input, queue): (&Input<'a>, &Queue),
+    (input, queue): (&ReconcileInput<'a>, &Queue),
 ) {
     let candidates: BTreeMap<&str, &Candidate<'_>> = candidates.iter().map(|one| (one.name.as_str(), one)).collect();
     let (running, futile) = (OnceCell::new(), BTreeSet::new());
@@ -59,8 +59,8 @@ pub(super) fn reserve<'a>(
 }
 
 impl<'a> LongWaits<'_, 'a> {
-    /// Finds the devices for a pod. Room is reserved only for pods with one request, and on GPUs
-    /// with one device of the resource.
+    /// Finds the devices for a pod. Only pods with one request are nominated, and only on GPUs with
+    /// one device of the resource.
     fn find(&mut self, ledger: &Ledger, pool: &PoolWorld, id: PodId) -> LongWait {
         let pod = pool.world.pod(id);
         let Some(&candidate) = self.candidates.get(pod.name.as_str()) else { return LongWait::default() };

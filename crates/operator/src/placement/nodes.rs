@@ -1,5 +1,5 @@
-//! The cluster's nodes. This module determines which nodes can run a pod, what serves a resource,
-//! and why a pod is not placeable.
+//! The cluster's nodes. This module determines which nodes can run a pod, which component serves a
+//! resource, and why a pod is not placeable.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ use super::verdict::{Exclusion, PermanentObstacle, TOO_FEW_UNITS_IN_SUM, Verdict
 use crate::read::NodeObject;
 use crate::rollout::{MpsState, Rollout};
 
-/// Nodes by name, and the number of GPUs of the node with the most GPUs.
+/// Nodes by name, and the highest number of GPUs of one node.
 #[derive(Debug, Default)]
 pub(super) struct Nodes(pub(super) BTreeMap<String, NodeState>, usize);
 
@@ -63,16 +63,14 @@ pub(super) struct NodeState {
     absences: BTreeSet<Absence>,
     /// The `GpuNode`, if units of the node are briefly unavailable.
     gpu_node: Option<Arc<DeserializeGuard<GpuNode>>>,
-    /// The last valid `GpuNode` that had GPUs.
-    last_gpu_node: Option<Arc<DeserializeGuard<GpuNode>>>,
-    /// Whether `last_gpu_node` is the present `GpuNode`.
-    is_current: bool,
+    /// The last valid `GpuNode` that had GPUs, and whether it is the present `GpuNode`.
+    last_gpu_node: Option<(Arc<DeserializeGuard<GpuNode>>, bool)>,
 }
 
 /// No absences.
 static NO_ABSENCES: BTreeSet<Absence> = BTreeSet::new();
 
-/// The inputs of a [`NodeState`]. The state is computed again only if one of these inputs changes.
+/// The inputs of a [`NodeState`]. The state is recomputed only if one of these inputs changes.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct NodeStateInputs<S = String> {
     /// `resourceVersion` of the node.
@@ -81,7 +79,8 @@ struct NodeStateInputs<S = String> {
     gpu_node: Option<S>,
     /// Whether the agent is ready. `None` without an agent.
     agent: Option<bool>,
-    /// Whether the node's MPS shares are withheld while the operator replaces its MPS host.
+    /// Whether the node's MPS shares are withheld, because the operator is replacing the node's MPS
+    /// host.
     withheld: bool,
 }
 
@@ -162,7 +161,8 @@ impl NodeState {
         self.versions.node.as_deref().unwrap_or_default()
     }
 
-    /// Returns whether selector, affinity and taints allow the pod on the node now.
+    /// Returns whether the pod's selector and affinity and the node's taints allow the pod on the
+    /// node now.
     fn admits(&self, pod: &PlanPod) -> bool {
         self.is_usable() && scheduling::admit(pod, &self.node).is_ok()
     }
@@ -179,7 +179,7 @@ impl NodeState {
     }
 
     /// Returns the node's CPU, memory and other resources that no bound pod requests, in
-    /// thousandths. Excludes the resources that Cleave can serve. The result is negative if pods
+    /// thousandths. Excludes the resources that Cleave can serve. An amount is negative if pods
     /// request more than the node has.
     pub(super) fn free_resources(&self, tracker: &PodTracker) -> FreeAmounts<'_> {
         let mut free = self.free_resources_with_gpus(tracker);
@@ -187,13 +187,13 @@ impl NodeState {
         free
     }
 
-    /// Returns the units that the scheduler counts as free, by resource, in thousandths. These are
-    /// the healthy units minus the requests of all bound pods. The result is negative if pods
-    /// request more.
+    /// Returns the units that the scheduler counts as free, by resource, in thousandths. The
+    /// scheduler subtracts the requests of all bound pods from the healthy units. An amount is
+    /// negative if pods request more units.
     ///
-    /// The scheduler also counts pods on a faulted GPU, whose units are no longer allocatable, and
-    /// terminating pods that no longer use units. The result ignores the kubelet's report of
-    /// allocatable units, which is some seconds late.
+    /// The scheduler also counts pods on a faulted GPU, although the units of the GPU are no longer
+    /// allocatable, and terminating pods that no longer use units. The result ignores the kubelet's
+    /// report of allocatable units, which is some seconds late.
     pub(super) fn units_free_for_scheduler(&self, tracker: &PodTracker) -> FreeAmounts<'_> {
         let requested = tracker.requested(&self.node.name);
         let free = |(resource, counts): (&'_ String, &UnitCounts)| {
@@ -208,7 +208,7 @@ impl NodeState {
         self.versions.agent.unwrap_or_default()
     }
 
-    /// Returns all of the node's resources that no bound pod requests, in thousandths. The result
+    /// Returns all of the node's resources that no bound pod requests, in thousandths. An amount
     /// is negative if pods request more than the node has.
     pub(super) fn free_resources_with_gpus(&self, tracker: &PodTracker) -> FreeAmounts<'_> {
         let requested = tracker.requested(&self.node.name);
@@ -220,7 +220,8 @@ impl NodeState {
         amounts.collect()
     }
 
-    /// Returns whether Cleave serves GPUs on the node, did so before, or may do so soon.
+    /// Returns whether Cleave serves GPUs on the node, has served GPUs before, or may serve GPUs
+    /// soon.
     pub(super) fn may_be_managed(&self) -> bool {
         let has_gpus = !self.offers.is_empty() || self.node.allocatable.keys().any(|resource| is_served(resource));
         has_gpus && (self.managed || self.has_agent() || !self.missing.is_empty())
@@ -232,7 +233,7 @@ impl NodeState {
         resources.any(|resource| self.provider(resource) == ResourceProvider::Another)
     }
 
-    /// Returns what serves a resource on this node.
+    /// Returns which component serves a resource on this node.
     fn provider(&self, resource: &str) -> ResourceProvider {
         let is_reported = || self.node.allocatable.get(resource).and_then(Quantity::count) > Some(0);
         if self.offers.contains(resource) {
@@ -252,12 +253,12 @@ impl NodeState {
         }
     }
 
-    /// Returns whether the kubelet may have stopped reporting.
+    /// Returns whether the kubelet may have stopped its reports.
     fn may_be_outdated(&self) -> bool {
         self.node.taints.iter().any(|taint| OUTDATED_TAINTS.contains(&taint.key.as_str()))
     }
 
-    /// Returns the resources that the node's kubelet still reports from before its `GpuNode`
+    /// Returns the resources that the node's kubelet has reported since before the `GpuNode`
     /// disappeared. `before` is the node's previous state.
     fn still_reported_resources(&self, before: Option<&Self>) -> BTreeSet<String> {
         let Some(before) = before.filter(|_| !self.has_status) else { return BTreeSet::new() };
@@ -329,8 +330,8 @@ impl Nodes {
             state.gpu_node = gpu_node.filter(|_| !state.absences.is_empty()).cloned();
             let before = self.0.get(name);
             let with_gpus = gpu_node.filter(|_| state.gpus > 0 && facts.is_some());
-            state.is_current = with_gpus.is_some();
-            state.last_gpu_node = with_gpus.cloned().or_else(|| before?.last_gpu_node.clone());
+            let last = || before?.last_gpu_node.as_ref().map(|(object, _)| (Arc::clone(object), false));
+            state.last_gpu_node = with_gpus.map(|object| (Arc::clone(object), true)).or_else(last);
             state.missing = state.still_reported_resources(before);
             state.was_managed = before.is_some_and(|before| before.was_managed || before.managed || before.has_agent());
             self.0.insert(name.to_owned(), state);
@@ -361,8 +362,8 @@ impl Nodes {
     /// the present one.
     pub(super) fn with_gpus(&self) -> impl Iterator<Item = (&str, &GpuNode, bool)> {
         self.0.iter().filter_map(|(name, state)| {
-            let object = state.last_gpu_node.as_ref()?.0.as_ref().ok()?;
-            Some((name.as_str(), object, state.is_current))
+            let (object, is_current) = state.last_gpu_node.as_ref()?;
+            Some((name.as_str(), object.0.as_ref().ok()?, *is_current))
         })
     }
 
@@ -387,7 +388,7 @@ impl Nodes {
     }
 
     /// Returns why a node does not accept a released pod now. Returns `None` if the node accepts
-    /// the pod. Other pods that are released to the node but not bound to it do not count.
+    /// the pod. Ignores other pods that are released to the node but not bound to it.
     pub(super) fn refusal(&self, node: &str, pod: &PlanPod, tracker: &PodTracker) -> Option<String> {
         let Some(state) = self.0.get(node) else { return Some("the node no longer exists".to_owned()) };
         if !state.managed {
@@ -405,12 +406,12 @@ impl Nodes {
             .or_else(|| lacks_units().then(|| TOO_FEW_UNITS_IN_SUM.to_owned()))
     }
 
-    /// Returns the pods with allocations that preemption can evict, and ended or deleted pods whose
-    /// node still reports their allocations. Ended or deleted pods that `is_ending` accepts count
-    /// as terminating, so that no other pod is evicted for the same units. The units of other ended
-    /// or deleted pods count as used. `is_ending` receives the node and the name of the pod,
-    /// because a pod of the same name may run on another node. `unlisted` are units of pods that
-    /// the nodes have just stopped listing.
+    /// Returns the pods with allocations that preemption can evict. Also returns ended or deleted
+    /// pods if their node still reports their allocations. Ended or deleted pods that `is_ending`
+    /// accepts count as terminating, so that no other pod is evicted for the same units. The units
+    /// of other ended or deleted pods count as used. `is_ending` receives the node and the name of
+    /// the pod, because a pod of the same name may run on another node. `unlisted` contains units of
+    /// pods that the nodes have just stopped listing.
     pub(super) fn holders<'a>(
         &self,
         tracker: &'a PodTracker,
@@ -472,7 +473,8 @@ impl Nodes {
         if why.is_temporary() {
             return Verdict::Waits(why.to_string());
         }
-        // Include the nodes with too few units in the sum if their GPUs have no room either.
+        // Include the nodes with too few units in the scheduler's sum if their GPUs also have too
+        // few free units.
         let in_sum =
             |state: &&NodeState| state.managed && state.exclusion(pod, checks) == Some(Exclusion::TooFewUnitsInSum);
         let names = self.0.values().filter(in_sum).map(|state| state.node.name.as_str());
@@ -481,8 +483,8 @@ impl Nodes {
         {
             return Verdict::Waits(why.to_string());
         }
-        // Search again, including the nodes that only temporary obstacles exclude. On such a node,
-        // the pod only has to wait.
+        // Search again, including the nodes that only temporary obstacles exclude. The pod may fit
+        // on these nodes after a wait.
         let is_possible = |state: &&NodeState| {
             state.may_admit_later(pod)
                 && (checks.conflict)(&state.node).map_or_else(|conflict| conflict.is_temporary(), |()| true)
@@ -499,7 +501,7 @@ impl Nodes {
             Err(why) if why.is_temporary() => Verdict::Waits(why.to_string()),
             Err(why) => {
                 let not_offered = matches!(why, NoFit::NotOffered { .. } | NoFit::NoNode);
-                let impossible = if not_offered { PermanentObstacle::NotOffered } else { PermanentObstacle::TooLarge };
+                let impossible = if not_offered { PermanentObstacle::NotServed } else { PermanentObstacle::TooLarge };
                 Verdict::Never { message: why.to_string(), impossible }
             }
         }
@@ -521,12 +523,12 @@ impl Nodes {
         format!("No eligible GPU node: {}", clauses.join("; "))
     }
 
-    /// Returns what serves a resource, for a pod that may run on any node. If several providers
-    /// serve the resource, returns the provider that the pod waits for the longest. Nodes that are
-    /// not ready and show no sign of Cleave count only if no other node reports the resource.
+    /// Returns which component serves a resource, for a pod that may run on any node. If several
+    /// providers serve the resource, returns the provider that the pod waits for the longest.
+    /// If another node reports the resource, ignores `NotReady` nodes that show no sign of Cleave.
     ///
     /// The kubelet of a node that has just lost its `GpuNode` or its policy may still report
-    /// Cleave's resources. Such a report alone does not prove that another plugin serves the
+    /// Cleave's resources. The kubelet's report alone does not prove that another plugin serves the
     /// resources.
     pub(super) fn provider(&self, resource: &str) -> ResourceProvider {
         if self.0.values().any(|state| state.offers.contains(resource)) {
@@ -535,13 +537,13 @@ impl Nodes {
         self.0.values().map(|state| state.provider(resource)).max().unwrap_or(ResourceProvider::Nothing)
     }
 
-    /// Returns the number of GPUs of the node with the most GPUs.
+    /// Returns the highest number of GPUs of one node.
     pub(super) const fn max_gpus(&self) -> usize {
         self.1
     }
 }
 
-/// Checks that can exclude a pod from a node besides selector, affinity and taints.
+/// Checks, other than selector, affinity and taints, that can exclude a pod from a node.
 pub(super) struct NodeChecks<'a> {
     /// Returns the conflict between a node and the rules of this pod or other pods.
     pub(super) conflict: &'a dyn Fn(&PlanNode) -> Result<(), Conflict>,
@@ -550,7 +552,7 @@ pub(super) struct NodeChecks<'a> {
     pub(super) shortage: &'a dyn Fn(&str) -> Option<Shortage>,
 }
 
-/// Taints of nodes whose kubelet may have stopped reporting.
+/// Taints of nodes whose kubelet may have stopped its reports.
 pub(super) const OUTDATED_TAINTS: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
 
 /// What serves a resource.
@@ -558,18 +560,18 @@ pub(super) const OUTDATED_TAINTS: [&str; 2] = ["node.kubernetes.io/not-ready", "
 pub(super) enum ResourceProvider {
     /// No node serves the resource.
     Nothing,
-    /// Only kubelets of nodes that are not ready and where Cleave never ran report the resource.
-    /// Their reports may be old.
+    /// Only the kubelets of `NotReady` nodes on which Cleave never ran report the resource. These
+    /// reports may be old.
     Outdated,
-    /// A device plugin on nodes where Cleave does not run.
+    /// Another device plugin, on nodes where Cleave does not run.
     Another,
-    /// Kubelets report the resource on nodes where Cleave runs but does not serve it, or on nodes
-    /// that are not ready and where Cleave ran before. Either another plugin serves the resource,
+    /// Kubelets report the resource on nodes where Cleave runs but does not serve the resource, or
+    /// on `NotReady` nodes on which Cleave ran before. Either another plugin serves the resource,
     /// or the kubelet's report is old.
     Unclear,
     /// Cleave served the resource on a node, or its agent may serve it, but the `GpuNode` or its
     /// status is missing. The kubelet still reports the resource.
     Missing,
-    /// GPUs that Cleave manages, now or after a repartitioning.
+    /// Cleave, now or after a repartitioning.
     Cleave,
 }

@@ -1,17 +1,18 @@
 //! Finds nodes on which another device plugin serves GPUs, in clusters where Cleave serves the same
 //! resources on other nodes.
 //!
-//! A pod that fits on no node of Cleave is released to such nodes if they have room for it. The pod
-//! gets no reservation, because the other plugin would ignore the reservation. A label requirement
-//! excludes the pod from Cleave's nodes. Agents run only on nodes with the labels of the chart's
-//! `nodes.nodeSelector`. So a node that lacks one of these labels never becomes a node of Cleave.
+//! A pod that fits on no node of Cleave is released to such nodes if one of them has enough free
+//! resources. The pod gets no reservation, because the other plugin would ignore the reservation. A
+//! label requirement excludes the pod from Cleave's nodes. Agents run only on nodes with the labels
+//! of the chart's `nodes.nodeSelector`. So a node that lacks one of these labels never becomes a
+//! node of Cleave.
 use std::collections::BTreeMap;
 
 use cleave_plan::scheduling;
 use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Operator, Pod as PlanPod, Requirement};
 
 use super::amounts::{self, FreeAmounts};
-use super::cluster::{is_released, plan_pod};
+use super::cluster::{is_released, to_plan_pod};
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use crate::pods::PodObject;
@@ -55,14 +56,15 @@ impl<'a> OtherNodes<'a> {
         };
         let mut found = Self(others.into_iter().filter_map(other).collect());
         for pod in unsettled.iter().filter(|pod| pod.to_other_nodes && is_released(pod)) {
-            found.place(&plan_pod(pod));
+            found.place_pod(&to_plan_pod(pod));
         }
         found
     }
 
-    /// Finds a node with room for the pod, and subtracts the pod's requests. Returns a requirement
-    /// that excludes the pod from all of Cleave's nodes. Returns `None` if no node has room.
-    pub(super) fn place(&mut self, pod: &PlanPod) -> Option<Requirement> {
+    /// Finds a node with enough free resources for the pod, and subtracts the pod's requests.
+    /// Returns a requirement that excludes the pod from all of Cleave's nodes. Returns `None` if no
+    /// node has enough free resources.
+    pub(super) fn place_pod(&mut self, pod: &PlanPod) -> Option<Requirement> {
         let has_room = |other: &&mut OtherNode<'_>| {
             amounts::has_room_for_pod(&other.free, amounts::requested_with_gpus(&pod.requests))
         };

@@ -14,7 +14,7 @@ use crate::pods::{PodObject, full_name, is_living};
 #[derive(Debug, Default)]
 pub(super) struct PodTracker {
     /// The pods, by the address of their object. The watch creates a new object for each change.
-    /// The map keeps its objects, so a new object never has the address of a tracked object.
+    /// The map keeps its objects alive, so a new object never has the address of a tracked object.
     pods: HashMap<usize, Arc<PodObject>>,
     /// The pods that are not settled, by name.
     unsettled: BTreeMap<String, Arc<PodObject>>,
@@ -100,7 +100,7 @@ impl PodTracker {
             if pod.node().is_some() && pod.spec.rules.repels() {
                 self.repelling.insert(address(&pod), Arc::clone(&pod));
             }
-            // For a pod that neither uses nor awaits a GPU, only its resource requests matter.
+            // For a pod that neither uses nor awaits a GPU, only the resource requests matter.
             if pod.waits_at_gate() || pod.requests_gpus() {
                 self.unsettled.insert(full_name(&pod.metadata), Arc::clone(&pod));
             }
@@ -108,7 +108,7 @@ impl PodTracker {
         self.pods.insert(address(&pod), pod);
     }
 
-    /// Removes a pod. Returns its name if it was settled and may have claims.
+    /// Removes a pod. Returns the pod's name if the pod was settled and may have claims.
     fn remove(&mut self, address: usize) -> Option<String> {
         let pod = self.pods.remove(&address)?;
         if is_living(&pod) {
@@ -161,7 +161,8 @@ impl PodTracker {
         std::mem::take(&mut self.changed_nodes)
     }
 
-    /// Returns the pods that have not ended and can still run. Walks all pods of the cluster.
+    /// Returns the pods that have not ended and can still run. The cost is proportional to the
+    /// number of pods in the cluster.
     pub(super) fn living_pods(&self) -> impl Iterator<Item = &PodObject> {
         self.pods.values().map(AsRef::as_ref).filter(|pod| is_living(pod))
     }

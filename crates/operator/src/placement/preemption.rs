@@ -1,4 +1,4 @@
-//! Selects the pods of lower priority to evict for a waiting pod.
+//! Selects the pods to evict for a waiting pod, by priority or by the rules of quotas.
 use std::cell::{LazyCell, OnceCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use cleave_plan::ledger::{Holders, Ledger, Nomination, PendingPod, Preemption};
 use cleave_plan::quota::Kind;
 
-use super::actions::{Actions, Eviction, KeptRoom, ProtectedPod, QuotaEviction};
+use super::actions::{Actions, Eviction, NominationRecord, ProtectedPod, QuotaEviction};
 use super::claims::PodClaims;
 use super::cluster::ReconcileTime;
 use super::constraints;
@@ -23,8 +23,8 @@ use crate::pods::{PodObject, full_name};
 
 mod gangs;
 
-/// Maximum number of waiting pods per reconcile with their first search for preemption victims.
-/// Each search scans every device.
+/// Maximum number of waiting pods per reconcile for which the operator searches for preemption
+/// victims for the first time. Each search scans every device.
 const MAX_NEW_PREEMPTORS: usize = 4;
 
 /// Maximum number of waiting pods per reconcile with their first search for victims by the rules of
@@ -41,7 +41,7 @@ pub(super) struct PreemptionSearch<'a> {
     preemptors: &'a mut Preemptors,
     /// Pods with allocations. Computed only if a pod may preempt others.
     holders: OnceCell<Holders<'a>>,
-    /// The lowest priority in `holders`. `i32::MAX` if there are none.
+    /// The lowest priority in `holders`. `i32::MAX` if `holders` is empty.
     lowest_holder: OnceCell<i32>,
     /// Waiting pods whose turn it is.
     pods_in_turn: BTreeSet<String>,
@@ -61,12 +61,12 @@ pub(super) struct PreemptionSearch<'a> {
     up: Duration,
 }
 
-/// Pods to evict by the rules of quotas, and the room that waiting pods get.
+/// Pods to evict by the rules of quotas, and the units that waiting pods get.
 struct Exchange<'a> {
     kind: Kind,
     /// The pod whose turn it is, or the pods of its gang.
     found: Vec<(&'a Candidate<'a>, Preemption)>,
-    /// Whether pods are deleted that disruption budgets protect.
+    /// Whether the operator deletes pods that disruption budgets protect.
     force: bool,
 }
 
@@ -83,16 +83,16 @@ enum ExchangeTurn {
 
 /// The result of one search.
 enum SearchResult {
-    /// These evictions make room. The list of victims may be empty.
+    /// These evictions free enough units. The list of victims may be empty.
     Preempt(Preemption),
     /// No preemption helps, or the pod may not preempt others.
     Impossible,
-    /// It is not this pod's turn, or the pod is about to get room without evictions.
+    /// It is not this pod's turn, or the pod is about to get units without evictions.
     Later,
-    /// The same as `Preempt`, by the rules of quotas. `force` deletes pods that disruption budgets
+    /// Like `Preempt`, but by the rules of quotas. `force` deletes pods that disruption budgets
     /// protect.
     Exchange { kind: Kind, found: Preemption, force: bool },
-    /// Only pods that disruption budgets protect could make room.
+    /// Only evictions of pods that disruption budgets protect would free enough units.
     Protected,
 }
 
@@ -136,8 +136,8 @@ impl<'a> PreemptionSearch<'a> {
     /// nominates the pod. Keeps an earlier nomination while its victims terminate. Returns whether
     /// the pod is nominated.
     ///
-    /// `pause` is the time for which evictions are delayed, because this pod is about to get room
-    /// without them.
+    /// `pause` is the time for which evictions are delayed, because this pod is about to get units
+    /// without evictions.
     pub(super) fn preempt(
         &mut self,
         ledger: &mut Ledger,
@@ -149,7 +149,7 @@ impl<'a> PreemptionSearch<'a> {
     ) -> PreemptionProspect {
         if let Some((pass, turn)) = quota {
             let of_turn = (verdict, pause);
-            let prospect = self.exchange(ledger, search, candidate, of_turn, (pass, turn), actions);
+            let prospect = self.preempt_by_quota(ledger, search, candidate, of_turn, (pass, turn), actions);
             actions.preemption_searches = self.searches;
             return prospect;
         }
@@ -202,7 +202,7 @@ impl<'a> PreemptionSearch<'a> {
         let nominated = ledger.nominations().get(name);
         let scope = self.preemptors.search_scope(name, self.up);
         let key = search.key(candidate);
-        // The scheduler may refuse the node, because the volume cannot be created there. The
+        // The scheduler may refuse the node, because the volume cannot be created on the node. The
         // evictions would have no effect.
         if key.has_unbound_volume() {
             return SearchResult::Impossible;
@@ -268,8 +268,8 @@ impl<'a> PreemptionSearch<'a> {
         }
     }
 
-    /// Does what [`Self::preempt`] does, by the rules of quotas.
-    fn exchange(
+    /// Like [`Self::preempt`], but follows the rules of quotas.
+    fn preempt_by_quota(
         &mut self,
         ledger: &mut Ledger,
         search: &mut PlacementSearch<'a>,
@@ -285,7 +285,7 @@ impl<'a> PreemptionSearch<'a> {
         match self.find_exchange(ledger, search, candidate, (verdict, is_paused), (pass, turn), actions) {
             SearchResult::Exchange { kind, found, force } => {
                 let found = vec![(candidate, found)];
-                self.carry_out(ledger, search, (pass, turn), Exchange { kind, found, force }, actions);
+                self.apply_exchange(ledger, search, (pass, turn), Exchange { kind, found, force }, actions);
                 return PreemptionProspect::Nominated;
             }
             SearchResult::Later if ledger.nominations().contains_key(&candidate.name) => {
@@ -303,9 +303,9 @@ impl<'a> PreemptionSearch<'a> {
         PreemptionProspect::Impossible
     }
 
-    /// Evicts the victims of an exchange and the rest of their gangs, and nominates the pods that
-    /// wait.
-    fn carry_out(
+    /// Evicts the victims of an exchange and the other pods of their gangs, and nominates the
+    /// waiting pods.
+    fn apply_exchange(
         &mut self,
         ledger: &mut Ledger,
         search: &mut PlacementSearch<'a>,
@@ -316,7 +316,7 @@ impl<'a> PreemptionSearch<'a> {
         let Some(preemptor) = found.first().map(|(candidate, _)| candidate.name.clone()) else { return };
         actions.requeue_in(TERMINATION_TIME);
         let (message, cap) = (pass.eviction_message(kind, turn.member), pass.grace_cap(turn.member));
-        let mut victims = pass.with_mates(turn.member, found.iter().flat_map(|(_, found)| &found.victims));
+        let mut victims = pass.with_gang_members(turn.member, found.iter().flat_map(|(_, found)| &found.victims));
         // The API server may refuse to evict pods with a disruption budget. After a refusal, the
         // operator does not evict the others.
         victims.sort_by_key(|pod| !self.has_budget(pod));
@@ -336,11 +336,11 @@ impl<'a> PreemptionSearch<'a> {
         let until = self.evictability.now().saturating_add(cap.as_secs()).saturating_add(TERMINATION_TIME.as_secs());
         for (candidate, found) in found {
             if !evictions.is_empty() {
-                actions.kept.push(KeptRoom {
+                actions.kept.push(NominationRecord {
                     pod: candidate.name.clone(),
                     uid: candidate.pod.uid().unwrap_or_default(),
                     preemptor: preemptor.clone(),
-                    room: handover::room(&found, until),
+                    room: handover::annotated_nomination(&found, until),
                 });
             }
             self.preemptors.record_success(&candidate.name);
@@ -372,7 +372,7 @@ impl<'a> PreemptionSearch<'a> {
             return SearchResult::Impossible;
         }
         let kept = pods_of_affinity(tracker, pod);
-        // The order of evictions is in the priorities of the holders.
+        // The priorities of the holders express the order of evictions.
         let pending = PendingPod { priority: i32::MAX, ..candidate.pending_pod() };
         if let Some(nomination) = ledger.nominations().get(name).filter(|_| turn.rights.is_within_max_later) {
             let targets = search.preemption_nodes(ledger, candidate, |node| node == nomination.node);
@@ -479,8 +479,8 @@ impl<'a> PreemptionSearch<'a> {
         result
     }
 
-    /// Finds borrowers that disruption budgets keep although their room is guaranteed to a waiting
-    /// pod. They are deleted once the budgets' time is over.
+    /// Finds borrowers that disruption budgets protect although their units are guaranteed to a
+    /// waiting pod. The operator deletes the borrowers after [`QuotaPass::budget_patience`].
     fn find_protected(
         &mut self,
         ledger: &Ledger,
@@ -501,7 +501,7 @@ impl<'a> PreemptionSearch<'a> {
         let Some(found) = ledger.preempt_legally(pending, targets, (&holders, kept), Some(&is_legal)) else {
             return SearchResult::Impossible;
         };
-        let victims = pass.with_mates(turn.member, found.victims.iter());
+        let victims = pass.with_gang_members(turn.member, found.victims.iter());
         let patience = pass.budget_patience(turn.member);
         match patience.map(|patience| self.patience_left(patience, &victims, candidate.pod, actions)) {
             Some(Duration::ZERO) => SearchResult::Exchange { kind: Kind::Reclaim, found, force: true },
@@ -516,7 +516,7 @@ impl<'a> PreemptionSearch<'a> {
     /// their gangs, which can run on other nodes.
     fn is_within_budgets(&self, (pass, turn): (&QuotaPass<'_>, QuotaTurn), found: &[PodAndRoom<'_>]) -> bool {
         let victims: BTreeSet<&String> = found.iter().flat_map(|(_, found)| &found.victims).collect();
-        let all = pass.with_mates(turn.member, victims.iter().copied());
+        let all = pass.with_gang_members(turn.member, victims.iter().copied());
         if all.len() == victims.len() && found.len() == 1 {
             // The search has considered the budgets of these pods.
             return true;
@@ -528,7 +528,7 @@ impl<'a> PreemptionSearch<'a> {
         counts.iter().all(|(budget, count)| holders.budgets.get(*budget).is_some_and(|allowed| count <= allowed))
     }
 
-    /// Returns the pods with allocations as if disruption budgets protected none.
+    /// Returns the pods with allocations, as if no disruption budget protected a pod.
     fn holders_ignoring_budgets(&self) -> Holders<'a> {
         let is_ending = |node: &str, pod: &str| self.claims.is_ending(node, pod, self.up);
         let mut all = self.nodes.holders(self.tracker, &self.evictability.ignoring_budgets(), self.unlisted, is_ending);

@@ -9,9 +9,10 @@ use super::cluster::ReconcileTime;
 use crate::pods::PodObject;
 use crate::read::BudgetObject;
 
-/// Maximum number of waiting pods per reconcile with a repeated search for preemption victims.
+/// Maximum number of waiting pods per reconcile for which the operator repeats the search for
+/// preemption victims.
 const MAX_REPEATED_SEARCHES: usize = 8;
-/// Time after which a search without result is repeated even if nothing has changed. After this
+/// Time after which a search without a result is repeated even if nothing has changed. After this
 /// time, changes that this module does not track, such as another pod's labels, take effect.
 pub(super) const RECHECK_TIME: Duration = Duration::from_secs(60);
 /// Time after which a search is repeated for a pod with rules about other pods or volumes. A change
@@ -20,12 +21,12 @@ const RULES_RECHECK_TIME: Duration = Duration::from_secs(10);
 /// Time after which a search by the rules of quotas is repeated even if nothing has changed. After
 /// this time, the end of a minimum run time takes effect.
 const EXCHANGE_RECHECK_TIME: Duration = Duration::from_secs(2);
-/// Number of times that pods are evicted for a waiting pod without a delay.
+/// Number of rounds of evictions for a waiting pod that are not delayed.
 const UNDELAYED_ROUNDS: u32 = 3;
-/// First delay between two evictions for a pod that still waits. Each further eviction doubles the
-/// delay.
+/// First delay between two rounds of evictions for a pod that still waits. Each further round
+/// doubles the delay.
 const FIRST_ROUND_DELAY: Duration = Duration::from_secs(60);
-/// Maximum delay between two evictions for a pod that still waits.
+/// Maximum delay between two rounds of evictions for a pod that still waits.
 const MAX_ROUND_DELAY: Duration = Duration::from_secs(3600);
 
 /// Waiting pods that may preempt others, and the changes since the last searches.
@@ -33,7 +34,7 @@ const MAX_ROUND_DELAY: Duration = Duration::from_secs(3600);
 pub(super) struct Preemptors {
     /// Number of reconciles so far.
     reconciles: u64,
-    /// Number of changes so far.
+    /// Number of recorded changes of nodes, pods and budgets so far.
     version: u64,
     /// The last change that may help every pod.
     last_cluster_change: u64,
@@ -57,8 +58,8 @@ pub(super) struct Preemptors {
     first_protected: Option<Duration>,
 }
 
-/// The evictions for one waiting pod. Evictions have no effect if the pod's rules then refuse the
-/// node. Without a delay, the operator would repeatedly evict the victims' replacements.
+/// The evictions for one waiting pod. Evictions have no effect if the waiting pod's rules then
+/// refuse the node. Without a delay, the operator would repeatedly evict the victims' replacements.
 #[derive(Debug)]
 struct EvictionRounds {
     count: u32,
@@ -67,7 +68,7 @@ struct EvictionRounds {
     /// Whether one of the last evictions did not succeed. The next evictions complete the round, so
     /// they are neither counted nor delayed.
     is_incomplete: bool,
-    /// No pods are evicted for the pod before this time.
+    /// No pods are evicted for the waiting pod before this time.
     until: Duration,
 }
 
@@ -184,8 +185,8 @@ impl Preemptors {
         self.budgets = now;
     }
 
-    /// Returns the waiting pods whose turn it is. These are the pods with the oldest searches,
-    /// among the pods that another search may help.
+    /// Returns the waiting pods whose turn it is. Among the pods that another search may help, the
+    /// pods with the oldest searches have their turn.
     pub(super) fn pods_in_turn(&self, up: Duration) -> BTreeSet<String> {
         let due = self.waiting.iter().filter(|(_, one)| self.scope_of(one, up) != SearchScope::Nothing);
         let mut due: Vec<(u64, &String)> = due.map(|(name, one)| (one.turn, name)).collect();

@@ -18,8 +18,8 @@ pub(super) const MAX_REFUSALS: u32 = 3;
 pub(super) const FIRST_BACKOFF: Duration = Duration::from_secs(1);
 /// Maximum delay before a refused release is attempted again.
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
-/// How long a pod that no longer exists is not released again, if the watch still has it. A watch
-/// is stale for at most 35 s.
+/// How long a pod that no longer exists is not released again, if the watch still shows the pod. A
+/// watch is stale for at most 35 s.
 pub(super) const MISSING_TIME: Duration = Duration::from_secs(60);
 /// Maximum length of a reported message of the API server, in characters.
 const MAX_MESSAGE_CHARS: usize = 300;
@@ -35,12 +35,12 @@ struct GatedPod {
     since: Duration,
     /// Whether the pod had another scheduling gate until then.
     had_other_gate: bool,
-    /// When the pod became unplaceable. `None` if the pod is placeable or its obstacle is
+    /// When the pod became unplaceable. `None` if the pod is placeable or the obstacle is
     /// temporary.
     unplaceable_since: Option<Duration>,
     refused: Option<Refusals>,
-    /// Until this time, the pod is not released again, because the API server answered a release
-    /// with "not found".
+    /// The time before which the pod is not released again, because the API server answered a
+    /// release with "not found".
     missing_until: Option<Duration>,
 }
 
@@ -56,8 +56,8 @@ struct Refusals {
 }
 
 impl Queue {
-    /// Removes the pods that are not in `present`, and adds the pods in `waiting`. Returns the pods
-    /// that are new.
+    /// Removes the pods that are not in `present`, and adds the pods in `waiting`. Returns the
+    /// added pods.
     pub(super) fn update<'a>(
         &mut self,
         present: &BTreeSet<String>,

@@ -1,5 +1,5 @@
-//! Follows the decisions of one reconcile by the rules of quotas: whose turn it is, what the pod
-//! may do, and who may be evicted for it.
+//! Applies the rules of quotas to the decisions of one reconcile: which pod has its turn, which
+//! units the pod may use, and which pods may be evicted for it.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -24,14 +24,14 @@ pub(super) struct Member {
 pub(super) struct QuotaTurn {
     pub(super) member: Member,
     pub(super) rights: Rights,
-    /// Whether room was kept for the pod before this turn.
+    /// Whether the pod had a nomination before this turn.
     pub(super) was_nominated: bool,
-    /// Whether the pod may use room that is free now.
+    /// Whether the pod may use units that are free now.
     pub(super) may_use_free_room: bool,
     pub(super) rank: Rank,
 }
 
-/// A waiting pod that must wait regardless of free room, and why.
+/// A waiting pod that must wait regardless of free units, and the reason.
 pub(super) type Hold = (Member, Wait);
 
 /// Where a waiting pod, or all waiting pods of its gang, may get room now.
@@ -43,8 +43,12 @@ pub(super) struct Turns {
     pub(super) hold: Option<Hold>,
 }
 
-/// A pod, and the room that is found for it.
+/// A pod, and the units that were found for it.
 pub(super) type PodAndRoom<'f> = (&'f str, &'f Preemption);
+
+/// A pod of a waiting pod's quota: priority, start, name, and index of its disruption budget. The
+/// least important pod is first.
+type OwnPod<'n> = (i32, Reverse<Moment>, &'n str, PodId, Option<usize>);
 
 /// Quotas within one reconcile.
 pub(super) struct QuotaPass<'w> {
@@ -58,8 +62,8 @@ pub(super) struct QuotaPass<'w> {
 }
 
 impl<'w> QuotaPass<'w> {
-    /// Starts a reconcile. Sets the ranks of all nominated pods. Of gangs, room is kept for all
-    /// waiting pods or for none.
+    /// Starts a reconcile. Sets the ranks of all nominated pods. Withdraws the nominations of
+    /// incomplete gangs.
     pub(super) fn new(worlds: &'w QuotaWorlds, ledger: &mut Ledger) -> Self {
         let books = worlds.pools.iter().map(|pool| Book::new(&pool.world, worlds.now)).collect();
         let mut pass = Self { worlds, books, long_waits: BTreeMap::new(), gangs: waiting_gangs(worlds) };
@@ -76,8 +80,8 @@ impl<'w> QuotaPass<'w> {
         pass
     }
 
-    /// Withdraws nominations of gangs of which not all waiting pods are nominated, or of which pods
-    /// are missing.
+    /// Withdraws the nominations of gangs with missing pods, and of gangs with waiting pods that
+    /// are not nominated.
     fn withdraw_broken_gangs(&mut self, ledger: &mut Ledger) {
         for (pool, of) in self.worlds.pools.iter().enumerate() {
             for (at, pod) in of.world.pods.iter().enumerate().filter(|(_, pod)| pod.gang.is_some()) {
@@ -144,7 +148,8 @@ impl<'w> QuotaPass<'w> {
         reserved
     }
 
-    /// Ends the turn of a pod that still waits: the room that is reserved for it counts again.
+    /// Ends the turn of a pod that still waits. If the pod has waited long, restores its
+    /// nomination.
     pub(super) fn end_turn(&self, ledger: &mut Ledger, name: &str) {
         if let Some((turn, nomination)) = self.long_waits.get(name) {
             self.set_rank(ledger, name, Some(*turn));
@@ -153,7 +158,7 @@ impl<'w> QuotaPass<'w> {
         }
     }
 
-    /// Ends the reconcile. Room for pods that have waited long is reserved anew in the next one.
+    /// Ends the reconcile. The next reconcile nominates the pods that have waited long again.
     pub(super) fn finish(self, ledger: &mut Ledger) {
         self.long_waits.keys().for_each(|name| drop(ledger.withdraw(name)));
         ledger.clear_ranks();
@@ -168,7 +173,8 @@ impl<'w> QuotaPass<'w> {
     }
 
     fn rank_of(&self, member: Member, is_within: bool) -> Rank {
-        // Numbers of accounts are per pool. Pods of different pools use different GPUs.
+        // Different pools may use the same account number. Equal numbers have no effect, because
+        // pods of different pools use different GPUs.
         let book = self.book(member);
         Rank {
             quota: book.account(member.id) + 1,
@@ -266,27 +272,31 @@ impl<'w> QuotaPass<'w> {
         }
     }
 
-    fn gpu(&self, member: Member, device: Option<&str>) -> usize {
+    fn gpu_index(&self, member: Member, device: Option<&str>) -> usize {
         device.and_then(|device| self.worlds.pools[member.pool].gpus.get(device).copied()).unwrap_or(0)
     }
 
     /// Returns the pods of a turn with the GPUs of their first devices.
-    fn parts<'n>(&self, member: Member, pods: impl Iterator<Item = (&'n str, Option<&'n str>)>) -> Vec<(PodId, usize)> {
+    fn pods_with_gpus<'n>(
+        &self,
+        member: Member,
+        pods: impl Iterator<Item = (&'n str, Option<&'n str>)>,
+    ) -> Vec<(PodId, usize)> {
         let ids = &self.worlds.pools[member.pool].ids;
-        pods.filter_map(|(name, device)| Some((*ids.get(name)?, self.gpu(member, device)))).collect()
+        pods.filter_map(|(name, device)| Some((*ids.get(name)?, self.gpu_index(member, device)))).collect()
     }
 
-    fn parts_of_found(&self, member: Member, found: &[PodAndRoom<'_>]) -> Vec<(PodId, usize)> {
+    fn gpus_of_found(&self, member: Member, found: &[PodAndRoom<'_>]) -> Vec<(PodId, usize)> {
         let named = found.iter().map(|(name, found)| (*name, found.takes.first().map(|take| take.device.as_str())));
-        self.parts(member, named)
+        self.pods_with_gpus(member, named)
     }
 
-    /// Records that the pods of a turn are released to devices. Returns the class of the first.
-    pub(super) fn release(&mut self, member: Member, released: &[(&str, &Fits)]) -> Option<Class> {
+    /// Records that the pods of a turn are released to devices. Returns the class of the first pod.
+    pub(super) fn record_release(&mut self, member: Member, released: &[(&str, &Fits)]) -> Option<Class> {
         let first =
             |fits: &Fits| fits.iter().next().and_then(|fit| fit.reservations().first()).map(|take| take.device.clone());
         let devices: Vec<(&str, Option<String>)> = released.iter().map(|(name, fits)| (*name, first(fits))).collect();
-        let parts = self.parts(member, devices.iter().map(|(name, device)| (*name, device.as_deref())));
+        let parts = self.pods_with_gpus(member, devices.iter().map(|(name, device)| (*name, device.as_deref())));
         self.books[member.pool].release(&parts);
         released.iter().for_each(|(name, _)| drop(self.long_waits.remove(*name)));
         self.book(member).class(member.id)
@@ -299,14 +309,14 @@ impl<'w> QuotaPass<'w> {
             pods.iter().for_each(|(name, _)| drop(self.long_waits.remove(*name)));
             return None;
         };
-        let class = self.release(turn.member, pods)?;
+        let class = self.record_release(turn.member, pods)?;
         (self.pod(turn.member).owner != Owner::Outside).then(|| label_of(class))
     }
 
-    /// Records that room is kept for the pods of a turn, and that these victims are evicted.
+    /// Records that the pods of a turn are nominated, and that these victims are evicted.
     pub(super) fn nominate(&mut self, member: Member, found: &[PodAndRoom<'_>], victims: &[String]) {
-        let parts = self.parts_of_found(member, found);
-        for victim in self.ids(member, victims.iter()) {
+        let parts = self.gpus_of_found(member, found);
+        for victim in self.pod_ids(member, victims.iter()) {
             self.books[member.pool].evict(victim);
         }
         self.books[member.pool].nominate(&parts);
@@ -325,7 +335,7 @@ impl<'w> QuotaPass<'w> {
             nomination.and_then(|of| of.takes.first()).map(|take| take.device.clone())
         };
         let devices: Vec<(&str, Option<String>)> = names.map(|name| (name, device(name))).collect();
-        let parts = self.parts(member, devices.iter().map(|(name, device)| (*name, device.as_deref())));
+        let parts = self.pods_with_gpus(member, devices.iter().map(|(name, device)| (*name, device.as_deref())));
         self.books[member.pool].nominate(&parts);
     }
 
@@ -334,13 +344,17 @@ impl<'w> QuotaPass<'w> {
         self.worlds.has_node(member.pool, node)
     }
 
-    fn ids<'n>(&self, member: Member, names: impl Iterator<Item = &'n String>) -> Vec<PodId> {
+    fn pod_ids<'n>(&self, member: Member, names: impl Iterator<Item = &'n String>) -> Vec<PodId> {
         let ids = &self.worlds.pools[member.pool].ids;
         names.filter_map(|name| ids.get(name).copied()).collect()
     }
 
-    /// Returns the pods that leave with these victims: of a gang, all pods that run.
-    pub(super) fn with_mates<'n>(&self, member: Member, victims: impl Iterator<Item = &'n String>) -> Vec<String> {
+    /// Returns these victims and all other running pods of their gangs.
+    pub(super) fn with_gang_members<'n>(
+        &self,
+        member: Member,
+        victims: impl Iterator<Item = &'n String>,
+    ) -> Vec<String> {
         let (book, world) = (self.book(member), &self.worlds.pools[member.pool].world);
         let mut all = BTreeSet::new();
         for victim in victims {
@@ -352,7 +366,8 @@ impl<'w> QuotaPass<'w> {
         all.into_iter().collect()
     }
 
-    /// Returns the ways in which a waiting pod may make room, in order.
+    /// Returns the kinds of evictions that are permitted for a waiting pod, in the order of
+    /// attempts.
     pub(super) fn kinds(&self, turn: &QuotaTurn) -> impl Iterator<Item = Kind> + use<> {
         let rights = if turn.rights.is_within { Kind::Reclaim } else { Kind::FairShare };
         let is_enforced = self.book(turn.member).quota(turn.member.id).is_enforced();
@@ -360,8 +375,8 @@ impl<'w> QuotaPass<'w> {
         rights.into_iter().chain([Kind::Priority])
     }
 
-    /// Returns the pods that may be evicted for a waiting pod, and pods that terminate. Their
-    /// priorities are their positions in the order in which they leave.
+    /// Returns the pods that may be evicted for a waiting pod, and pods that terminate. The
+    /// priority of each pod is its position in the order of evictions.
     pub(super) fn holders<'h>(&self, kind: Kind, member: Member, all: &Holders<'h>) -> Holders<'h> {
         let (book, ids) = (self.book(member), &self.worlds.pools[member.pool].ids);
         let evictable = self.evictable_gangs(member, all);
@@ -418,8 +433,8 @@ impl<'w> QuotaPass<'w> {
         ending
     }
 
-    /// Returns the pods of gangs of which all pods that run can be evicted now. If one of them is
-    /// protected, all stay.
+    /// Returns the pods of gangs whose running pods can all be evicted now. If one pod of a gang is
+    /// protected, no pod of the gang is evicted.
     fn evictable_gangs(&self, member: Member, all: &Holders<'_>) -> BTreeSet<PodId> {
         let pool = &self.worlds.pools[member.pool];
         if pool.world.pods.iter().all(|pod| pod.gang.is_none()) {
@@ -446,7 +461,8 @@ impl<'w> QuotaPass<'w> {
         evictable
     }
 
-    /// Returns how long a disruption budget may keep a borrower from leaving for a guarantee.
+    /// Returns how long a disruption budget can protect a borrower from eviction for a pod within
+    /// its guarantee.
     pub(super) fn budget_patience(&self, member: Member) -> Option<Duration> {
         self.worlds.pools[member.pool].world.settings.budget_patience.map(Duration::from_secs)
     }
@@ -483,21 +499,22 @@ impl<'w> QuotaPass<'w> {
         }
     }
 
-    /// Returns whether the rules permit an exchange. The rest of the victims' gangs leaves too.
+    /// Returns whether the rules permit an exchange. All pods of the victims' gangs count as
+    /// victims.
     pub(super) fn is_legal(&self, kind: Kind, member: Member, found: &[PodAndRoom<'_>]) -> bool {
-        let victims = self.with_mates(member, found.iter().flat_map(|(_, found)| &found.victims));
-        let victims = self.ids(member, victims.iter());
-        self.book(member).is_legal(kind, &self.parts_of_found(member, found), &victims)
+        let victims = self.with_gang_members(member, found.iter().flat_map(|(_, found)| &found.victims));
+        let victims = self.pod_ids(member, victims.iter());
+        self.book(member).is_legal(kind, &self.gpus_of_found(member, found), &victims)
     }
 
-    /// Returns the least important pods of a waiting pod's own quota without which the quota stays
-    /// within its maximum. Returns `None` if that is not possible or not allowed. The pod then uses
-    /// room that is free.
+    /// Selects the least important pods of the waiting pod's quota, until their eviction keeps the
+    /// quota within its maximum. The waiting pod then uses the free units of `found`. Returns
+    /// `None` if no such eviction is possible or permitted.
     pub(super) fn victims_for_max(&self, member: Member, all: &Holders<'_>, found: Preemption) -> Option<Preemption> {
         let (book, pool) = (self.book(member), &self.worlds.pools[member.pool]);
         let max = book.quota(member.id).max()?;
         let evictable = self.evictable_gangs(member, all);
-        let mut own: Vec<(i32, Reverse<Moment>, &str, PodId, Option<usize>)> = all
+        let mut own: Vec<OwnPod<'_>> = all
             .pods
             .values()
             .flatten()

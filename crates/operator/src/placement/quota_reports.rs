@@ -1,4 +1,4 @@
-//! What the operator reports about quotas: statuses, metrics, and the label of pods.
+//! Builds the reports about quotas: statuses, metrics, and the capacity label of pods.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::names::{CAPACITY_IN_QUOTA, CAPACITY_LABEL, CAPACITY_OVER_QUOTA, KUEUE_LABELS};
@@ -17,18 +17,18 @@ use crate::quotas::status::{self, KueuePods, PoolView};
 use crate::quotas::usage::{Limits, QuotaUsage};
 use crate::quotas::validate::{Quotas, Unnamed};
 
-/// What is reported about quotas.
+/// The reports about quotas.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct QuotaReports {
     /// Statuses that differ from those in the cluster, by quota.
     pub(crate) statuses: Vec<(String, GpuQuotaStatus)>,
-    /// What each valid quota uses, by name.
+    /// The use of each valid quota, by name.
     pub(crate) usages: BTreeMap<String, QuotaUsage>,
     /// Pods whose label differs from their class.
     pub(crate) labels: Vec<CapacityLabel>,
 }
 
-/// A pod whose label changes.
+/// A pod whose capacity label changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct CapacityLabel {
     /// The pod, as `namespace/name`.
@@ -38,7 +38,7 @@ pub(crate) struct CapacityLabel {
     pub(crate) value: Option<&'static str>,
 }
 
-/// Returns the value of the label of a pod of this class.
+/// Returns the value of the capacity label for a pod of this class.
 pub(super) const fn label_of(class: Class) -> &'static str {
     match class {
         Class::In => CAPACITY_IN_QUOTA,
@@ -46,9 +46,9 @@ pub(super) const fn label_of(class: Class) -> &'static str {
     }
 }
 
-/// Returns what is reported about quotas. `waits` is what each pod at the gate waits for. If the
-/// cluster has no quota, only labels of earlier quotas are reported.
-pub(super) fn reports<'a>(
+/// Returns the reports about quotas. `waits` contains each pod's reason to wait at the gate. If the
+/// cluster has no quota, the reports only remove the labels of earlier quotas.
+pub(super) fn build_reports<'a>(
     (cluster, nodes): (&Cluster, &Nodes),
     (tracker, ledger): (&PodTracker, &Ledger),
     waiting: impl Iterator<Item = (&'a str, &'a PodObject)>,
@@ -86,7 +86,7 @@ pub(super) fn reports<'a>(
             (waits, shows_unnamed),
             time,
         );
-        if let Some(usage) = view.and_then(|view| usage(quota, view, &waiting)) {
+        if let Some(usage) = view.and_then(|view| quota_usage(quota, view, &waiting)) {
             reports.usages.insert(name.to_owned(), usage);
         }
         if quota.status.as_ref() != Some(&status) {
@@ -98,7 +98,7 @@ pub(super) fn reports<'a>(
     reports
 }
 
-fn usage(quota: &GpuQuota, view: &PoolView<'_>, waiting: &status::Waiting) -> Option<QuotaUsage> {
+fn quota_usage(quota: &GpuQuota, view: &PoolView<'_>, waiting: &status::WaitingPods) -> Option<QuotaUsage> {
     let name = quota.metadata.name.as_deref()?;
     let limits = view.world.quotas.get(name)?;
     Some(QuotaUsage {

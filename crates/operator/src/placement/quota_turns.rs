@@ -1,4 +1,5 @@
-//! The order of the turns of waiting pods, and why a pod still waits after its turn.
+//! Determines the order of the turns of waiting pods, and explains why a pod still waits after its
+//! turn.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -10,19 +11,19 @@ use crate::policies::demand::{Reason, WaitingPod};
 
 /// The order in which waiting pods have their turns.
 #[derive(Debug)]
-pub(super) enum Order {
+pub(super) enum TurnOrder {
     /// By priority and age.
     Sorted(std::ops::Range<usize>),
     /// By the rules of quotas.
-    ByQuota(Queues),
+    ByQuota(TurnQueues),
 }
 
-impl Order {
+impl TurnOrder {
     /// `names` are sorted by priority and age.
     pub(super) fn new<'n>(quotas: Option<&QuotaPass<'_>>, names: impl ExactSizeIterator<Item = &'n str>) -> Self {
         match quotas {
             None => Self::Sorted(0..names.len()),
-            Some(pass) => Self::ByQuota(Queues::new(pass, names)),
+            Some(pass) => Self::ByQuota(TurnQueues::new(pass, names)),
         }
     }
 
@@ -35,8 +36,8 @@ impl Order {
         }
     }
 
-    /// Returns the positions of all waiting pods of a candidate's gang, if they are decided
-    /// together with the candidate. Pods without a gang have none.
+    /// Returns the positions of all waiting pods of a candidate's gang, if the candidate represents
+    /// its gang. Returns an empty slice for a pod without a gang.
     pub(super) fn gang(&self, candidate: usize) -> &[usize] {
         match self {
             Self::Sorted(_) => &[],
@@ -45,18 +46,18 @@ impl Order {
     }
 }
 
-/// Waiting pods by the account whose rights they have.
+/// Waiting pods, by the account that they are charged to.
 #[derive(Debug, Default)]
-pub(super) struct Queues {
+pub(super) struct TurnQueues {
     by_account: BTreeMap<(usize, usize), VecDeque<(usize, Member)>>,
     others: VecDeque<usize>,
-    /// The candidates of each gang, by the candidate that has the turn.
+    /// The candidates of each gang, by the candidate that represents the gang.
     gangs: BTreeMap<usize, Vec<usize>>,
 }
 
-impl Queues {
-    /// Sorts candidates into queues. `names` are sorted by priority and age. Of a gang, only the
-    /// first pod has a turn.
+impl TurnQueues {
+    /// Sorts candidates into queues. `names` are sorted by priority and age. Only the first pod of
+    /// a gang has a turn.
     fn new<'n>(pass: &QuotaPass<'_>, names: impl Iterator<Item = &'n str>) -> Self {
         let mut queues = Self::default();
         let mut units: BTreeMap<Member, (Option<usize>, Vec<usize>)> = BTreeMap::new();
@@ -83,7 +84,7 @@ impl Queues {
         }
         queues.gangs = units.into_values().filter_map(|(first, all)| Some((first?, all))).collect();
         for key in mixed {
-            // A gang has the highest priority of its pods, and the age of the youngest.
+            // A gang has the highest priority of its pods, and the age of its youngest pod.
             let of_turn = |(_, member): &(usize, Member)| {
                 let book = pass.book(*member);
                 (Reverse(book.priority(member.id)), book.created(member.id), pass.pod(*member).name.clone())
@@ -95,7 +96,8 @@ impl Queues {
         queues
     }
 
-    /// Takes the next waiting pod. Pods of pools without quotas come first: they use other GPUs.
+    /// Removes and returns the next waiting pod. Pods of pools without quotas come first, because
+    /// they use other GPUs.
     fn next(&mut self, pass: &QuotaPass<'_>) -> Option<usize> {
         if let Some(at) = self.others.pop_front() {
             return Some(at);
@@ -132,9 +134,9 @@ impl QuotaWait {
 }
 
 impl QuotaPass<'_> {
-    /// Explains why a waiting pod waits that has had its turn. Returns `None` if the placement
-    /// search explains it: no quota keeps the pod from room.
-    pub(super) fn why(&self, turn: &QuotaTurn, prospect: PreemptionProspect) -> Option<QuotaWait> {
+    /// Explains why a pod still waits after its turn. Returns `None` if no quota restricts the pod,
+    /// so that the placement search explains the wait.
+    pub(super) fn explain_wait(&self, turn: &QuotaTurn, prospect: PreemptionProspect) -> Option<QuotaWait> {
         if !self.book(turn.member).quota(turn.member.id).is_enforced() && turn.may_use_free_room {
             return None;
         }
@@ -148,9 +150,9 @@ impl QuotaPass<'_> {
         Some(self.explain((turn.member, wait)))
     }
 
-    /// Explains why a gang waits that has had its turn.
-    pub(super) fn why_gang(&self, turn: &QuotaTurn, prospect: PreemptionProspect) -> QuotaWait {
-        self.why(turn, prospect).unwrap_or_else(|| self.explain((turn.member, Wait::NoRoom)))
+    /// Explains why a gang still waits after its turn.
+    pub(super) fn explain_gang_wait(&self, turn: &QuotaTurn, prospect: PreemptionProspect) -> QuotaWait {
+        self.explain_wait(turn, prospect).unwrap_or_else(|| self.explain((turn.member, Wait::NoRoom)))
     }
 
     /// Explains why a waiting pod waits.
@@ -174,7 +176,9 @@ impl QuotaPass<'_> {
                 "the pod does not borrow (cleave.dev/borrow: Never), and {name} uses {used} of {min} guaranteed GPUs"
             ),
             Wait::Nominated => {
-                format!("pods terminate to make room for the pod; {name} uses {used} GPUs with it, guaranteed {min}")
+                format!(
+                    "pods terminate to free GPUs for the pod; {name} uses {used} GPUs with the pod and is guaranteed {min}"
+                )
             }
             Wait::GangIncomplete if !self.has_whole_gang(member) => {
                 "the pods of the gang request GPUs of different pools with quotas: no pool has all of them".to_owned()
@@ -196,9 +200,9 @@ impl QuotaPass<'_> {
                 let kept = if kept == Amount::ZERO {
                     String::new()
                 } else {
-                    format!("; {kept} unlent GPUs of other quotas are kept free")
+                    format!("; {kept} GPUs of other quotas are not lent and remain free")
                 };
-                format!("borrows: {name} uses {used} GPUs, guaranteed {min}{kept}")
+                format!("the pod borrows: {name} uses {used} GPUs and is guaranteed {min}{kept}")
             }
         };
         QuotaWait { wait, message }

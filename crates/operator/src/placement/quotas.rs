@@ -1,8 +1,8 @@
 //! Reads the pods and GPUs of each pool with quotas, for one reconcile.
 //!
-//! [`QuotaWorlds`] is read anew in each reconcile from the pods' annotations, the `GpuNode`s and
-//! the ledger. Nothing else is stored, so a new leader decides the same. `quota_pass` follows the
-//! decisions of the reconcile. The rules are in `cleave_plan::quota`.
+//! Each reconcile builds [`QuotaWorlds`] from the pods' annotations, the `GpuNode`s and the ledger.
+//! No other state is stored, so a new leader makes the same decisions. `quota_pass` applies the
+//! rules of `cleave_plan::quota` to the decisions of the reconcile.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_plan::ledger::{Ledger, Moment};
@@ -16,8 +16,9 @@ use crate::pods::{PodObject, full_name};
 use crate::quotas::charge::NodeCosts;
 use crate::quotas::validate::{Quotas, Unnamed};
 
-/// Time after the end of a pod's grace period for which it counts against its quota's maximum.
-const HELD_AFTER_GRACE: u64 = 30;
+/// Seconds after the end of a pod's grace period during which the pod counts towards its quota's
+/// maximum.
+const HELD_AFTER_GRACE_SECONDS: u64 = 30;
 /// A pod terminates late if it ends more than this time after the maximum grace period of evicted
 /// pods. The time is for clocks that differ.
 const LATE_AFTER_GRACE_CAP: u64 = 30;
@@ -27,7 +28,7 @@ const LATE_AFTER_GRACE_CAP: u64 = 30;
 pub struct QuotaSettings {
     /// Durations of the rules.
     pub rules: Settings,
-    /// What pods of namespaces without a quota may do.
+    /// How quotas treat pods of namespaces without a quota.
     pub unnamed: Unnamed,
     /// Whether pods get no label that shows whether a quota guarantees what they use.
     pub without_labels: bool,
@@ -43,7 +44,7 @@ pub(crate) struct PoolWorld {
     pub(super) gpus: BTreeMap<String, usize>,
     /// Pods that terminate, but later than an evicted pod would. They count as running.
     pub(super) terminates_late: BTreeSet<PodId>,
-    /// Whether some quota of the pool is enforced.
+    /// Whether a quota of the pool is enforced.
     pub(crate) is_enforced: bool,
 }
 
@@ -66,7 +67,7 @@ struct GangPresence {
     is_released: bool,
 }
 
-/// What is known of a node.
+/// A node with GPUs of a pool.
 struct NodeView<'a> {
     name: &'a str,
     pool: usize,
@@ -91,8 +92,9 @@ pub(crate) fn quotas_of(cluster: &Cluster, nodes: &Nodes, unnamed: Unnamed) -> Q
 }
 
 impl QuotaWorlds {
-    /// Reads the pools. Returns `None` if there is no valid quota. `waiting` are the pods at the
-    /// gate, and `is_evicted` returns whether an eviction of the pod with this UID was accepted.
+    /// Reads the pools. Returns `None` if there is no valid quota. `waiting` contains the pods at
+    /// the gate. `is_evicted` returns whether the API server accepted an eviction of the pod with
+    /// this UID.
     pub(crate) fn new<'a>(
         (cluster, gpu_nodes): (&Cluster, &Nodes),
         (tracker, ledger): (&PodTracker, &Ledger),
@@ -213,7 +215,7 @@ impl QuotaWorlds {
         match deleted {
             _ if is_evicted => return (Place::Leaving { gpu, held: true }, false),
             Some(deleted) if !is_late => {
-                let held = self.now.0 < deleted.saturating_add(HELD_AFTER_GRACE);
+                let held = self.now.0 < deleted.saturating_add(HELD_AFTER_GRACE_SECONDS);
                 return (Place::Leaving { gpu, held }, false);
             }
             _ => {}

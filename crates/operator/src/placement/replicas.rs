@@ -44,15 +44,15 @@ impl ReplicaIndex {
     }
 }
 
-/// Finds the replicas that the search avoids for a pod, within one reconcile. Locates the replicas
-/// of a controller once, and adds the reservations of this reconcile.
+/// Finds the replicas that the search avoids for a pod, within one reconcile. Finds the replicas of
+/// each controller once, and adds the reservations of this reconcile.
 #[derive(Clone)]
 pub(super) struct ReplicaSearch<'a> {
     index: &'a ReplicaIndex,
     nodes: &'a Nodes,
-    /// Policies whose GPUs pack replicas.
+    /// Policies that pack replicas on their GPUs.
     packing: BTreeSet<String>,
-    /// Replicas by controller, and by whether replicas on GPUs that pack are included.
+    /// Replicas by controller, and by whether replicas on GPUs whose policy packs are included.
     known: BTreeMap<(ControllerId, bool), Siblings>,
     no_siblings: Siblings,
 }
@@ -106,7 +106,7 @@ fn avoided_controller(pod: &PodObject) -> Option<ControllerId> {
     pod.controller_id.filter(|_| pod.replica_placement != Some(ReplicaPlacement::Pack))
 }
 
-/// Adds the devices of a pod, except those of policies that pack.
+/// Adds the devices of a pod, except devices whose policy packs replicas.
 fn add_devices(
     siblings: &mut Siblings,
     nodes: &Nodes,

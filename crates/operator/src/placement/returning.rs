@@ -1,7 +1,7 @@
 //! Tracks units that are briefly unavailable, because an agent restarts, a GPU is being
-//! repartitioned, or a pod was deleted before its node reported it. A pod that these units can
-//! serve needs no other node yet, and the operator delays evictions for the pod. Pure: callers pass
-//! in the time.
+//! repartitioned, or a pod was deleted before its node reported it. If these units can serve a pod,
+//! the pod needs no other node yet, and the operator delays evictions for the pod. Pure: callers
+//! pass in the time.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,8 +25,8 @@ use super::verdict::PreemptionProspect;
 pub(super) const RETURN_TIME: Duration = Duration::from_secs(120);
 
 /// Nodes with units that are briefly unavailable, and when each absence began. Times are durations
-/// since the process started. Each absence has its own time. Otherwise a GPU that waits for days to
-/// be repartitioned would use up the time of an agent that restarts.
+/// since the process started. Each absence has its own start time. Otherwise a GPU that waits for
+/// days to be repartitioned would leave no waiting time for an agent that restarts.
 #[derive(Debug, Default)]
 pub(super) struct Returning(BTreeMap<String, BTreeMap<Absence, Duration>>);
 
@@ -123,7 +123,7 @@ impl<'a> ReturningUnits<'a> {
         // Evaluate rules between pods last, because they cost more time than the check of units.
         let has_units: Vec<&str> = admitted.filter(|name| fits(returned, &[name]).is_some()).collect();
         let found = (!has_units.is_empty())
-            .then(|| search.with_room(ledger, candidate, has_units.into_iter()))
+            .then(|| search.nodes_with_room(ledger, candidate, has_units.into_iter()))
             .and_then(|on| fits(returned, &on));
         let Some(found) = found else {
             if !search.has_lasting_predecessor(ledger, candidate, returning.keys().copied()) {
@@ -143,7 +143,7 @@ impl<'a> ReturningUnits<'a> {
     /// then wait for the promised units.
     pub(super) fn end_promise(&mut self, pod: &str, preemption: PreemptionProspect) {
         if let Some(returned) = self.ledger.as_mut().filter(|_| preemption == PreemptionProspect::Nominated) {
-            returned.release(pod);
+            returned.remove_claim(pod);
         }
     }
 }
@@ -164,7 +164,7 @@ fn ledger_of_returned_nodes(
     let mut returned = Ledger::rebuild_from(returning.iter().filter_map(facts), claims);
     let is_here = |nomination: &Nomination| returning.contains_key(nomination.node.as_str());
     for (pod, nomination) in ledger.nominations().iter().filter(|(_, nomination)| is_here(nomination)) {
-        // The ledger refuses only nominations for pods with a claim.
+        // Ignore errors: the ledger refuses only nominations for pods with a claim.
         let _ = returned.nominate(pod, nomination.clone());
     }
     returned

@@ -10,20 +10,20 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ObjectReference;
 use tokio::sync::watch;
 
-use super::actions::{Actions, Eviction, Release, ReleaseReason, Report};
+use super::actions::{Actions, AutoscalerReport, Eviction, Release, ReleaseReason};
 use super::cluster::{Cluster, ReconcileTime};
 use super::gatekeeper::Gatekeeper;
 use super::patch;
 use super::quotas::QuotaSettings;
 use super::stranded::{PlacedReport, Recreation, StrandedActions};
-use crate::events::{self, EventPublisher};
+use crate::events::{self, EventSelector};
 use crate::evict::{self, EvictionOptions, EvictionResult};
 use crate::metrics::{NO_QUOTA, Outcome};
-use crate::pod_condition::{self, Target, WriteResult};
+use crate::pod_condition::{self, ConditionTarget, WriteResult};
 use crate::pods::{POD_SCHEDULED, PodCondition};
 use crate::policies::demand::WaitingPod;
 use crate::policies::taint::{self, TaintChange, TaintWriteResult};
-use crate::rollout::{self, DeletionResult, MpsHostStores, Replacement, Step};
+use crate::rollout::{self, DeletionResult, MpsHostStores, Replacement, RolloutStep};
 use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakers;
 use crate::write::{MAX_IN_FLIGHT, WRITE_TIMEOUT, publish, publish_all};
@@ -35,8 +35,8 @@ const BATCH_WINDOW: Duration = Duration::from_millis(5);
 /// Delay between a failed write and the next reconcile, even if nothing has changed.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
-/// Delay before it is checked again whether quotas are listed.
-const QUOTA_POLL: Duration = Duration::from_millis(100);
+/// Delay before the next check whether quotas are listed.
+const QUOTA_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The inputs of the placement controller.
 pub(crate) struct ControllerInputs {
@@ -64,7 +64,7 @@ pub(crate) struct ControllerInputs {
 enum ReleaseFailure {
     /// The pod changed. The next reconcile handles its new state.
     Changed,
-    /// The pod no longer exists. The watch will report that.
+    /// The pod no longer exists. The watch will report the deletion.
     Missing,
     /// The pod was not released. A retry may succeed.
     Retry,
@@ -76,7 +76,7 @@ enum ReleaseFailure {
 
 /// The results of the writes of one reconcile.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Writes {
+struct WriteSummary {
     /// Whether a write must be repeated, even if no change wakes the controller.
     is_incomplete: bool,
     /// Whether the API server limited the rate of writes, did not answer, or failed.
@@ -85,7 +85,7 @@ struct Writes {
     freed_room: bool,
 }
 
-impl Writes {
+impl WriteSummary {
     /// Records why a pod was not released.
     fn record(&mut self, failure: &ReleaseFailure) {
         self.is_incomplete |= !matches!(failure, ReleaseFailure::Missing);
@@ -95,9 +95,9 @@ impl Writes {
 
 /// Returns the delay before the next reconcile if no change wakes the placement controller earlier.
 /// If the API server did not accept writes, the next reconcile does not follow immediately, because
-/// it would repeat the same writes. `later` is the time until Events or failed taint writes are
-/// due.
-fn next_delay(actions: &Actions, writes: Writes, later: Option<Duration>) -> Option<Duration> {
+/// the next reconcile would repeat the same writes. `later` is the time until Events or failed
+/// taint writes are due.
+fn next_delay(actions: &Actions, writes: WriteSummary, later: Option<Duration>) -> Option<Duration> {
     if writes.is_impaired {
         return Some(RETRY_DELAY);
     }
@@ -107,7 +107,7 @@ fn next_delay(actions: &Actions, writes: Writes, later: Option<Duration>) -> Opt
 }
 
 /// The time of day, read once and then advanced by a monotonic clock. Reservations end at a time of
-/// day, and an adjustment of the node's clock must not end or prolong them.
+/// day, and an adjustment of the node's clock must not end or prolong reservations.
 #[derive(Debug, Clone, Copy)]
 struct SteadyClock {
     time: Timestamp,
@@ -133,7 +133,7 @@ impl SteadyClock {
     }
 }
 
-/// Maximum number of waiting pods that metrics name.
+/// Maximum number of waiting pods that metrics list by name.
 const MAX_LISTED_WAITS: usize = 20;
 
 /// The placement controller.
@@ -147,11 +147,11 @@ pub(crate) struct PlacementController {
     next_quota_reports: Duration,
     /// Whether the last report had quotas, or labels remain from earlier quotas.
     reports_quotas: bool,
-    /// When the label of a pod was written, by UID.
+    /// When the capacity label of each pod was written, by the pod's UID.
     labelled: BTreeMap<String, Duration>,
     /// Quotas whose status could not be written, each with the time of the next attempt.
     quota_retries: BTreeMap<String, Duration>,
-    publisher: EventPublisher,
+    publisher: EventSelector,
     started: Instant,
     clock: SteadyClock,
 }
@@ -172,8 +172,8 @@ impl Controller for PlacementController {
             self.clock = SteadyClock::read();
             return None;
         }
-        if !self.knows_quotas() {
-            return Some(QUOTA_POLL);
+        if !self.are_quotas_listed() {
+            return Some(QUOTA_POLL_INTERVAL);
         }
         let began = Instant::now();
         let (cluster, changes) = (self.cluster(), self.context.stores.pods.changes());
@@ -188,17 +188,17 @@ impl Controller for PlacementController {
         writes.is_incomplete |= !self.evict_all(&actions).await;
         self.write_protected(&actions.protected).await;
         self.wakes.set_awaits_budgets(actions.awaits_budgets);
-        self.handle_stranded(&actions.stranded).await;
+        self.apply_stranded_actions(&actions.stranded).await;
         writes.is_impaired |= !self.report_all(&actions.reports).await;
         self.taint_all(&actions.taints).await;
         writes.is_incomplete |= !actions.stranded.recreate.is_empty() || !actions.stranded.placed_reports.is_empty();
         if let Some(step) = &actions.rollout {
-            self.roll_out(step).await;
+            self.apply_rollout_step(step).await;
         }
         let statuses = self.report_quotas(&cluster, &actions, ReconcileTime { up, epoch }).await;
         drop(cluster);
-        self.report(&actions, &demand, up).await;
-        let events = self.publisher.is_waiting().then_some(events::EVENT_CHECK_DELAY);
+        self.publish_events(&actions, &demand, up).await;
+        let events = self.publisher.has_unreported_wait().then_some(events::EVENT_CHECK_DELAY);
         let taints = self.keeper.next_taint_retry(self.started.elapsed());
         next_delay(&actions, writes, events.into_iter().chain(taints).chain(statuses).min())
     }
@@ -222,7 +222,7 @@ impl PlacementController {
             reports_quotas: true,
             labelled: BTreeMap::new(),
             quota_retries: BTreeMap::new(),
-            publisher: EventPublisher::default(),
+            publisher: EventSelector::default(),
             started: Instant::now(),
             clock: SteadyClock::read(),
         }
@@ -247,11 +247,11 @@ impl PlacementController {
     }
 
     /// Releases pods.
-    async fn release_all(&mut self, releases: &[Release]) -> Writes {
+    async fn release_all(&mut self, releases: &[Release]) -> WriteSummary {
         let writes: Vec<_> = releases.iter().map(|release| self.release(release)).collect();
         let results: Vec<(&Release, Result<(), ReleaseFailure>)> =
             futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
-        let mut all = Writes::default();
+        let mut all = WriteSummary::default();
         for (Release { pod, uid, .. }, result) in results {
             if let Err(failure) = &result {
                 all.record(failure);
@@ -273,7 +273,7 @@ impl PlacementController {
 
     /// Releases one pod, and counts the result.
     async fn release<'r>(&self, release: &'r Release) -> (&'r Release, Result<(), ReleaseFailure>) {
-        let result = self.patch(release).await;
+        let result = self.send_release_patch(release).await;
         let label = if result.is_ok() { release.reason.as_str() } else { "failed" };
         self.context.metrics.pods_released.get_or_create(&Outcome { result: label }).inc();
         if result.is_ok() {
@@ -283,7 +283,7 @@ impl PlacementController {
     }
 
     /// Writes the patch that releases a pod.
-    async fn patch(&self, release: &Release) -> Result<(), ReleaseFailure> {
+    async fn send_release_patch(&self, release: &Release) -> Result<(), ReleaseFailure> {
         if !self.context.claim.is_current() {
             return Err(ReleaseFailure::Retry);
         }
@@ -350,7 +350,7 @@ impl PlacementController {
     /// scheduler may report `Unschedulable`. Returns the patch that then releases the pod.
     async fn withdraw_report(&self, release: &Release) -> Result<serde_json::Value, ReleaseFailure> {
         let version = patch::resource_version(&release.patch);
-        let target = Target { pod: &release.pod, uid: &release.uid, version };
+        let target = ConditionTarget { pod: &release.pod, uid: &release.uid, version };
         match pod_condition::write_to(&self.context.client, target, &scheduled_condition(None), false).await {
             WriteResult::Done(version) => Ok(patch::with_resource_version(&release.patch, version)),
             WriteResult::Obsolete => Err(ReleaseFailure::Changed),
@@ -361,7 +361,7 @@ impl PlacementController {
 
     /// Reports pods at the gate to cluster autoscalers, or withdraws reports. Returns false if a
     /// write failed.
-    async fn report_all(&mut self, reports: &[Report]) -> bool {
+    async fn report_all(&mut self, reports: &[AutoscalerReport]) -> bool {
         if !self.context.claim.is_current() {
             return true;
         }
@@ -383,20 +383,20 @@ impl PlacementController {
     }
 
     /// Writes one report.
-    async fn report_pod<'r>(&self, report: &'r Report) -> (&'r str, WriteResult) {
-        let Report { pod, uid, version, message } = report;
-        let target = Target { pod, uid, version: Some(version) };
+    async fn report_pod<'r>(&self, report: &'r AutoscalerReport) -> (&'r str, WriteResult) {
+        let AutoscalerReport { pod, uid, version, message } = report;
+        let target = ConditionTarget { pod, uid, version: Some(version) };
         let condition = scheduled_condition(message.as_deref());
         (uid, pod_condition::write_to(&self.context.client, target, &condition, false).await)
     }
 
-    /// Evicts pods for pods of higher priority. Returns false if any of these pods was not evicted.
-    /// If one victim cannot be evicted, the preemptor's other victims are not evicted.
+    /// Evicts pods for waiting pods. Returns false if any of the victims was not evicted. If one
+    /// victim cannot be evicted, the preemptor's other victims are not evicted.
     async fn evict_all(&mut self, actions: &Actions) -> bool {
         if actions.evictions.is_empty() || !self.context.claim.is_current() {
             return true;
         }
-        let mut unsuccessful = self.write_kept_room(&actions.kept).await;
+        let mut unsuccessful = self.write_nominations(&actions.kept).await;
         for eviction in &actions.evictions {
             let Eviction { pod, uid, preemptor, quota } = eviction;
             if !self.context.claim.is_current() {
@@ -448,13 +448,13 @@ impl PlacementController {
     }
 
     /// Evicts stranded pods so that their controllers recreate them, and writes the condition of
-    /// other stranded pods. After a failed write, a later reconcile decides again.
-    async fn handle_stranded(&mut self, stranded_actions: &StrandedActions) {
+    /// other stranded pods. After a failed write, a later reconcile repeats the decision.
+    async fn apply_stranded_actions(&mut self, stranded_actions: &StrandedActions) {
         for recreation in &stranded_actions.recreate {
             if !self.context.claim.is_current() {
                 return;
             }
-            self.recreate(recreation).await;
+            self.evict_stranded_pod(recreation).await;
         }
         let writes: Vec<_> =
             stranded_actions.placed_reports.iter().map(|report| self.write_placed_report(report)).collect();
@@ -464,7 +464,7 @@ impl PlacementController {
         }
     }
 
-    async fn recreate(&mut self, Recreation { pod, uid, version, message }: &Recreation) {
+    async fn evict_stranded_pod(&mut self, Recreation { pod, uid, version, message }: &Recreation) {
         let evicted = evict::evict_unchanged(&self.context.client, pod, uid, version).await;
         self.context.metrics.stranded_pods_recreated.get_or_create(&Outcome { result: evicted.as_str() }).inc();
         match evicted {
@@ -509,7 +509,7 @@ impl PlacementController {
     }
 
     /// Deletes the pods of the MPS hosts to replace, and reports the progress.
-    async fn roll_out(&mut self, step: &Step) {
+    async fn apply_rollout_step(&mut self, step: &RolloutStep) {
         let metrics = &self.context.metrics;
         metrics.hosts_outdated.set(i64::try_from(step.outdated).unwrap_or(i64::MAX));
         metrics.rollout_stopped.set(i64::from(step.stopped));
@@ -575,7 +575,7 @@ impl PlacementController {
     /// Publishes Events about pods that wait and pods that were released as unschedulable. The
     /// passes report the pods in `demand`, because only the passes have the plan for GPUs that are
     /// partitioned on demand.
-    async fn report(&mut self, actions: &Actions, demand: &BTreeMap<String, WaitingPod>, up: Duration) {
+    async fn publish_events(&mut self, actions: &Actions, demand: &BTreeMap<String, WaitingPod>, up: Duration) {
         let mut waiting = actions.waiting.clone();
         waiting.retain(|pod, _| !demand.contains_key(pod));
         let uids = if waiting.is_empty() { BTreeMap::new() } else { self.keeper.gated_uids() };
@@ -588,8 +588,7 @@ impl PlacementController {
         publish_all(&self.context.recorder, &self.context.claim, all).await;
     }
 
-    /// Updates the gauges of pods at the gate. The reason of a pod in `demand` is the plan's
-    /// reason.
+    /// Updates the gauges of pods at the gate. For a pod in `demand`, uses the reason in `demand`.
     fn set_gauges(&self, actions: &Actions, demand: &BTreeMap<String, WaitingPod>, up: Duration) {
         let reason = |pod: &str, gated: &WaitingPod| demand.get(pod).map_or(gated.reason, |planned| planned.reason);
         let mut gated = BTreeMap::new();
@@ -627,7 +626,7 @@ mod tests {
         let mut actions = Actions { more: true, ..Actions::default() };
         actions.requeue_in(Duration::from_millis(50));
         let delay = |actions: &Actions, failures: &[ReleaseFailure]| {
-            let mut writes = Writes::default();
+            let mut writes = WriteSummary::default();
             failures.iter().for_each(|failure| writes.record(failure));
             next_delay(actions, writes, None)
         };
@@ -639,10 +638,10 @@ mod tests {
         let idle = Actions::default();
         assert_eq!((delay(&idle, &[]), delay(&idle, &[ReleaseFailure::Changed])), (None, Some(RETRY_DELAY)));
         assert_eq!(delay(&idle, &[ReleaseFailure::Missing]), None, "the watch reports the deletion");
-        assert_eq!(next_delay(&idle, Writes::default(), Some(RETRY_DELAY * 2)), Some(RETRY_DELAY * 2));
-        let freed = Writes { freed_room: true, ..Writes::default() };
+        assert_eq!(next_delay(&idle, WriteSummary::default(), Some(RETRY_DELAY * 2)), Some(RETRY_DELAY * 2));
+        let freed = WriteSummary { freed_room: true, ..WriteSummary::default() };
         assert_eq!(next_delay(&idle, freed, None), Some(BATCH_WINDOW), "another pod may fit now");
-        assert_eq!(next_delay(&idle, Writes { is_impaired: true, ..freed }, None), Some(RETRY_DELAY));
+        assert_eq!(next_delay(&idle, WriteSummary { is_impaired: true, ..freed }, None), Some(RETRY_DELAY));
     }
 
     #[test]

@@ -12,7 +12,7 @@ use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, 
 
 use super::actions::{Destination, Release, ReleaseReason};
 use super::claims::PodClaims;
-use super::cluster::{Input, plan_pod};
+use super::cluster::{ReconcileInput, to_plan_pod};
 use super::constraints::{ConstraintKey, Constraints, ConstraintsCheckpoint, check_rules};
 use super::free_resources::{FreeResources, Requester};
 use super::handover;
@@ -45,8 +45,8 @@ pub(super) struct Candidate<'a> {
     avoided: Option<&'a BTreeSet<String>>,
     /// Whether Cleave serves at least one of the requested resources.
     offered: bool,
-    /// Whether kubelets report all requested resources on nodes where Cleave runs but does not
-    /// serve the resources, or on nodes that are not ready.
+    /// Whether kubelets report all requested resources on `NotReady` nodes, or on nodes on which
+    /// Cleave runs but does not serve the resources.
     unclear: bool,
     /// A requested resource that Cleave may serve on a node whose `GpuNode` is missing.
     missing: Option<String>,
@@ -74,7 +74,7 @@ impl<'a> Candidate<'a> {
         let missing = missing.map(|(resource, _)| resource);
         let whole_gpus = device_requests.iter().filter(|request| request.resource == RESOURCE_GPU).count();
         let too_many_gpus = whole_gpus > nodes.max_gpus();
-        let plan_pod = plan_pod(pod);
+        let plan_pod = to_plan_pod(pod);
         Self { name, pod, plan_pod, device_requests, avoided, offered, unclear, missing, too_many_gpus }
     }
 
@@ -87,7 +87,7 @@ impl<'a> Candidate<'a> {
     }
 
     /// Returns the reason in the plan for GPUs that are partitioned on demand. Returns `None` if
-    /// the pod requests more GPUs than a node has, because the plan does not consider that.
+    /// the pod requests more GPUs than a node has, because the plan does not consider this case.
     pub(super) fn planned_wait<'w>(&self, demand: Option<&'w WaitingPod>) -> Option<&'w WaitingPod> {
         demand.filter(|_| !self.too_many_gpus)
     }
@@ -104,7 +104,7 @@ impl<'a> Candidate<'a> {
         let (message, may_pass) = verdict.explain(&self.device_requests, self.planned_wait(demand));
         match &self.missing {
             Some(resource) if !may_pass => {
-                (format!("A node offers {resource}, but its GpuNode or the status of its GpuNode is missing"), true)
+                (format!("A node advertises {resource}, but its GpuNode or the status of its GpuNode is missing"), true)
             }
             _ => (message, may_pass),
         }
@@ -119,8 +119,8 @@ impl<'a> Candidate<'a> {
     }
 
     /// Returns the pod for the restoration of nominations.
-    pub(super) fn for_handover(&self) -> handover::Waiting<'_> {
-        handover::Waiting { name: &self.name, pod: self.pod, device_requests: &self.device_requests }
+    pub(super) fn for_handover(&self) -> handover::HandoverCandidate<'_> {
+        handover::HandoverCandidate { name: &self.name, pod: self.pod, device_requests: &self.device_requests }
     }
 
     /// Returns the pod's request to the ledger.
@@ -144,7 +144,7 @@ impl<'a> Candidate<'a> {
     }
 
     /// Returns the action that releases the pod to the nodes of its reservation.
-    /// `label` is the value of the label that shows whether a quota guarantees the pod's room.
+    /// `label` is the value of the pod's capacity label (in quota or over quota).
     pub(super) fn release_reserved(
         &self,
         placement: Placement,
@@ -199,7 +199,8 @@ pub(super) struct SearchKey<'a> {
     requests: &'a BTreeMap<String, Quantity>,
     nodes: NodeKey<'a>,
     rules: Option<ConstraintKey<'a>>,
-    /// The pool, and number of the quota, and whether the pod is within its guarantee.
+    /// The number of the pool, the number of the quota, and whether the pod is within the quota's
+    /// guarantee.
     quota: Option<(usize, usize, bool)>,
 }
 
@@ -215,8 +216,8 @@ impl SearchKey<'_> {
     }
 }
 
-/// The reservations and nominations that a search respects.
-pub(super) struct Checkpoint<'a> {
+/// A state of [`PlacementSearch`] that [`PlacementSearch::restore`] restores.
+pub(super) struct SearchCheckpoint<'a> {
     free: FreeResources<'a>,
     constraints: ConstraintsCheckpoint<'a>,
     replicas: ReplicaSearch<'a>,
@@ -235,14 +236,14 @@ pub(super) struct PlacementSearch<'a> {
     without_place: BTreeMap<SearchKey<'a>, Verdict>,
     /// Pools of GPUs with quotas, if quotas are enforced.
     worlds: Option<&'a QuotaWorlds>,
-    /// The turn of the pod that is searched for, if a quota concerns it.
+    /// The turn of the current pod, if the rules of quotas apply to the pod.
     turn: Option<QuotaTurn>,
     up: Duration,
 }
 
 impl<'a> PlacementSearch<'a> {
     pub(super) fn new(
-        input: &Input<'a>,
+        input: &ReconcileInput<'a>,
         (nodes, tracker, claims): (&'a Nodes, &'a PodTracker, &'a PodClaims),
         ledger: &Ledger,
         chooser: &'a mut Chooser,
@@ -264,7 +265,7 @@ impl<'a> PlacementSearch<'a> {
         }
     }
 
-    /// Respects quotas. [`Self::set_turn`] then precedes each search.
+    /// Makes the search respect quotas. With quotas, call [`Self::set_turn`] before each search.
     pub(super) fn with_quotas(self, worlds: Option<&'a QuotaWorlds>) -> Self {
         Self { worlds, ..self }
     }
@@ -292,7 +293,7 @@ impl<'a> PlacementSearch<'a> {
         let shortage = |node: &str| self.free.borrow_mut().shortage(node, candidate.requester(ledger, true));
         let has_room = |node: &str| shortage(node).is_none();
         // This pod has no node and so no allocations. The allocations of an earlier pod with the
-        // same name would count as this pod's and end its reservation.
+        // same name would count as allocations of this pod, and end the pod's reservation.
         let waits_for_predecessor = Cell::new(false);
         let is_free_of_predecessor = |node: &str| {
             let lists = ledger.has_allocations(node, name);
@@ -344,18 +345,18 @@ impl<'a> PlacementSearch<'a> {
         Err(verdict)
     }
 
-    /// Returns the state to which [`Self::restore`] returns.
-    pub(super) fn checkpoint(&self) -> Checkpoint<'a> {
-        Checkpoint {
+    /// Returns the current state, for [`Self::restore`].
+    pub(super) fn checkpoint(&self) -> SearchCheckpoint<'a> {
+        SearchCheckpoint {
             free: self.free.borrow().clone(),
             constraints: self.constraints.checkpoint(),
             replicas: self.replicas.borrow().clone(),
         }
     }
 
-    /// Forgets the reservations and nominations since a checkpoint. The ledger has no reservations
-    /// of these pods.
-    pub(super) fn restore(&mut self, ledger: &mut Ledger, before: Checkpoint<'a>) {
+    /// Removes the reservations and nominations that were added since a checkpoint. The ledger must
+    /// no longer contain these reservations.
+    pub(super) fn restore(&mut self, ledger: &mut Ledger, before: SearchCheckpoint<'a>) {
         *self.free.get_mut() = before.free;
         self.constraints.restore(before.constraints);
         *self.replicas.get_mut() = before.replicas;
@@ -371,7 +372,7 @@ impl<'a> PlacementSearch<'a> {
         ledger.synchronize(chooser);
         for fit in fits.iter() {
             self.free.borrow_mut().subtract(fit.node(), &candidate.plan_pod.requests);
-            chooser.use_cpu(fit.node(), learning::cpu_millis(&candidate.plan_pod.requests));
+            chooser.subtract_cpu(fit.node(), learning::cpu_millis(&candidate.plan_pod.requests));
             let devices = fit.reservations().iter().map(|take| take.device.as_str());
             self.replicas.get_mut().reserve(candidate.pod, fit.node(), devices);
         }
@@ -429,9 +430,9 @@ impl<'a> PlacementSearch<'a> {
             .collect()
     }
 
-    /// Returns the given nodes that rules between pods and volumes allow, and that have enough CPU,
-    /// memory and other resources for the pod.
-    pub(super) fn with_room<'n>(
+    /// Returns those of the given nodes that the rules of pods and volumes allow, and that have
+    /// enough CPU, memory and other resources for the pod.
+    pub(super) fn nodes_with_room<'n>(
         &self,
         ledger: &Ledger,
         candidate: &'a Candidate<'a>,
@@ -468,14 +469,14 @@ impl<'a> PlacementSearch<'a> {
         }
     }
 
-    /// Returns whether a node lists no allocations of an earlier pod with this name, or soon will
-    /// not. Until then, [`Self::find`] does not place the pod on the node.
+    /// Returns whether a node lists no allocations of an earlier pod with this name, or will soon
+    /// list none. Until then, [`Self::find`] does not place the pod on the node.
     fn will_be_free_of_predecessor(&self, ledger: &Ledger, node: &str, pod: &str) -> bool {
         !ledger.has_allocations(node, pod) || self.claims.is_ending(node, pod, self.up)
     }
 
     /// Returns whether an earlier pod with the same name excludes the pod from one of these nodes.
-    /// If so, the result of a search does not apply to otherwise equal pods.
+    /// In this case, the result of a search does not apply to otherwise equal pods.
     pub(super) fn has_lasting_predecessor<'n>(
         &self,
         ledger: &Ledger,

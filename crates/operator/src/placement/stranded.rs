@@ -2,15 +2,15 @@
 //! callers pass in the time.
 //!
 //! A scheduling gate cannot be added again. So if a pod has lost its reservation, or its nodes no
-//! longer accept it, the pod's controller must recreate it. The operator evicts the pod, and the
-//! replacement waits at the gate. The operator never deletes a pod that no controller recreates.
-//! Instead, a condition and an Event state how to resolve the problem.
+//! longer accept it, the pod's controller must recreate the pod. The operator evicts the pod, and
+//! the replacement waits at the gate. The operator never deletes a pod that no controller
+//! recreates. Instead, a condition and an Event state how to resolve the problem.
 //!
 //! | a released pod that is not bound | is stranded |
 //! |---|---|
-//! | Its reservation ended, and the scheduler refuses it or its GPUs have no room. | immediately |
+//! | Its reservation ended, and the scheduler refuses it or its GPUs have too few free units. | immediately |
 //! | All its nodes were deleted. | after [`MISSING_NODE_DELAY`] |
-//! | All its nodes are cordoned, tainted or full. | after the time after which a gated pod is released as unschedulable |
+//! | All its nodes are cordoned, tainted or full. | after `--unschedulable-after-seconds` |
 //! | It was released to nodes of another device plugin, the scheduler refuses it, and it would fit on a node of Cleave now. | after [`MISSING_NODE_DELAY`] |
 //! | It was released as unschedulable, and would wait or fit now. | after [`MISSING_NODE_DELAY`] |
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,7 +19,7 @@ use std::time::Duration;
 use cleave_api::names::CONDITION_PLACED;
 use cleave_plan::ledger::Ledger;
 
-use super::cluster::plan_pod;
+use super::cluster::to_plan_pod;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use crate::pods::{Controller, PodObject, Replacement, full_name};
@@ -48,18 +48,18 @@ pub(super) enum Reason {
     Expired(Vec<String>),
     /// All nodes that the pod was released to were deleted. Contains their names.
     Gone(Vec<String>),
-    /// Every node that the pod was released to refuses it. Contains each node's reason.
+    /// Every node that the pod was released to refuses the pod. Contains each node's reason.
     Refused(String),
     /// The pod was released as unschedulable, but may fit a GPU now.
     Possible,
-    /// The pod was released to nodes of another device plugin, which have no room for it. A node of
-    /// Cleave has room now.
+    /// The pod was released to nodes of another device plugin, which have too few free resources.
+    /// The pod fits on a node of Cleave now.
     OtherNodesFull,
 }
 
 impl Reason {
     /// Returns why a pod that was released to nodes will not be bound. Returns `None` if the
-    /// scheduler may still bind it.
+    /// scheduler may still bind the pod.
     pub(super) fn of_released_pod(
         pod: &PodObject,
         ledger: &Ledger,
@@ -68,7 +68,7 @@ impl Reason {
     ) -> Option<Self> {
         let placement = pod.placement.as_ref()?;
         let names = || placement.nodes.keys().cloned().collect();
-        let plan_pod = plan_pod(pod);
+        let plan_pod = to_plan_pod(pod);
         let nominated = pod.status.nominated_node_name.as_deref();
         let existing: Vec<&String> = placement.nodes.keys().filter(|node| nodes.contains(node)).collect();
         let refusal = |node: &&String| {
@@ -100,7 +100,7 @@ impl Reason {
                 format!("The nodes to which this pod was released no longer accept it: {refusals}")
             }
             Self::OtherNodesFull => {
-                "This pod was released to nodes of another device plugin, which have no room for it. It would fit on a GPU that Cleave serves now".to_owned()
+                "This pod was released to nodes of another device plugin, which have too few free resources for it. It would fit on a GPU that Cleave serves now".to_owned()
             }
             Self::Possible => "This pod was released as unschedulable, but it would fit on a GPU now".to_owned(),
         }
@@ -114,8 +114,8 @@ pub struct Recreation {
     pub pod: String,
     /// UID of the pod.
     pub uid: String,
-    /// The `resourceVersion` that the decision is based on. If the pod was bound after this
-    /// version, it is not evicted.
+    /// The `resourceVersion` that the decision is based on. A pod that was bound after this version
+    /// is not evicted.
     pub version: String,
     /// The explanation for the pod's owner.
     pub message: String,
@@ -152,14 +152,14 @@ pub(super) struct StrandedPods {
     /// UIDs of pods whose condition was written.
     reported: BTreeSet<String>,
     /// Controllers whose pods were recreated, by UID.
-    owners: BTreeMap<String, Backoff>,
+    owners: BTreeMap<String, RecreationBackoff>,
     /// Pods whose eviction failed, by UID, with the time of the earliest retry.
     failed: BTreeMap<String, Duration>,
 }
 
 /// The delay between two recreations of pods of one controller.
 #[derive(Debug, Clone)]
-struct Backoff {
+struct RecreationBackoff {
     /// When the delay began. Pods that were due before the delay began are still recreated.
     began: Duration,
     /// When the delay ends. No other pod of the controller is recreated before this time.
@@ -268,12 +268,12 @@ impl StrandedPods {
             Some(before) => (before.delay.saturating_mul(2).min(MAX_BACKOFF), before.avoid),
             None => (FIRST_BACKOFF, BTreeSet::new()),
         };
-        let next = Backoff { began: up, until: up.saturating_add(delay), delay, avoid };
+        let next = RecreationBackoff { began: up, until: up.saturating_add(delay), delay, avoid };
         self.owners.insert(owner.uid.clone(), next);
     }
 
     /// Records that a pod could not be evicted. The operator evicts other pods before it retries
-    /// this one.
+    /// this pod.
     pub(super) fn record_failed_eviction(&mut self, uid: &str, up: Duration) {
         self.failed.insert(uid.to_owned(), up.saturating_add(EVICTION_RETRY_DELAY));
     }
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_of_a_controller_is_recreated_and_a_bare_pod_gets_advice_once() {
+    fn a_pod_of_a_controller_is_recreated_and_a_bare_pod_gets_a_condition_once() {
         let (owned, bare) = (replica("owned"), PodObject { controller: None, ..replica("bare") });
         let mut stranded = StrandedPods::default();
         let stranded_actions =

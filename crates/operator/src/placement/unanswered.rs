@@ -37,13 +37,13 @@ impl UnansweredReleases {
         self.0.remove(pod);
     }
 
-    /// Forgets the releases of all pods except these.
+    /// Forgets the releases of all pods that are not in `present`.
     pub(super) fn retain(&mut self, present: &BTreeSet<String>) {
         self.0.retain(|name, _| present.contains(name));
     }
 
     /// Returns whether a pod at the gate shows that its release was not and will not be applied.
-    /// This is the case if the pod is newer than the version that the patch applies to.
+    /// The pod shows this if it is newer than the version that the patch applies to.
     pub(super) fn is_refuted_by(&self, name: &str, pod: &PodObject) -> bool {
         let number = |version: Option<&str>| version.and_then(|version| version.parse::<u64>().ok());
         let sent = self.0.get(name).and_then(|release| number(patch::resource_version(&release.patch)));

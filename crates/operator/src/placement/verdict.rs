@@ -15,17 +15,17 @@ const MAX_NAMED_NODES: usize = 3;
 pub(super) const TOO_FEW_UNITS_IN_SUM: &str =
     "too few free units in the scheduler's sum, which includes pods on faulted GPUs and pods that terminate";
 
-/// Whether preemption makes room for a waiting pod.
+/// Whether preemption frees units for a waiting pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PreemptionProspect {
     /// The pod is nominated: its victims are evicted or terminate.
     Nominated,
-    /// Only pods that disruption budgets protect could make room.
+    /// Only evictions of pods that disruption budgets protect would free enough units.
     Protected,
     /// No preemption helps, or the pod may not preempt others.
     Impossible,
-    /// It is not this pod's turn, or room is being made for it without evictions. The result of the
-    /// last search applies.
+    /// It is not this pod's turn, or the pod is about to get units without evictions. The result of
+    /// the last search applies.
     Unknown,
 }
 
@@ -44,14 +44,14 @@ pub(super) enum PermanentObstacle {
     /// The pod may not use any node with GPUs.
     Excluded,
     /// The nodes that the pod may use do not serve the requested resources.
-    NotOffered,
+    NotServed,
     /// The nodes that the pod may use serve the resources, but no GPU is large enough, or no node
     /// has enough GPUs.
     TooLarge,
 }
 
 impl Verdict {
-    /// Returns why the pod fits no GPU. Returns `None` if it may fit one later.
+    /// Returns why the pod fits no GPU. Returns `None` if the pod may fit a GPU later.
     pub(super) fn permanent_obstacle(&self) -> Option<PermanentObstacle> {
         match self {
             Self::Waits(_) => None,
@@ -70,7 +70,7 @@ impl Verdict {
             // for the pod.
             (Self::Never { impossible, .. }, Some(waiting))
                 if waiting.reason != Reason::Malformed
-                    && (impossible == PermanentObstacle::NotOffered || device_requests.iter().any(is_partitioned)) =>
+                    && (impossible == PermanentObstacle::NotServed || device_requests.iter().any(is_partitioned)) =>
             {
                 (waiting.message.clone(), true)
             }
@@ -85,7 +85,7 @@ impl Verdict {
 pub(super) enum AutoscalerNeed {
     /// Another node, if the pod still needs one after this time.
     Node(Duration),
-    /// A node with larger GPUs than the known GPUs and the GPUs of the policies.
+    /// A node with larger GPUs than the cluster has or the policies allow.
     LargerGpu,
     /// No node: the pod is about to get units without another node, or another node would not help.
     Nothing,
@@ -94,7 +94,7 @@ pub(super) enum AutoscalerNeed {
 /// Why a pod cannot use a node with GPUs, regardless of free units.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Exclusion {
-    /// The node has no hostname label. Pods are narrowed to a node by this label.
+    /// The node has no hostname label. The operator narrows pods to a node by this label.
     NoHostname,
     /// The node is cordoned.
     Cordoned,

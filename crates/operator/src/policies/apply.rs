@@ -50,7 +50,8 @@ pub fn changes(plan: &Plan, observed: &Observed) -> Vec<GpuNodeChange> {
     plan.nodes.iter().filter_map(differs).collect()
 }
 
-/// Writes one change. Writes are idempotent. The returned object may be malformed and is ignored.
+/// Writes one change. Writes are idempotent. Ignores the object in the response, because it may be
+/// malformed.
 ///
 /// # Errors
 /// Returns an error if the API server refuses the write or cannot be reached.
@@ -60,7 +61,7 @@ pub async fn write(api: &Api<DeserializeGuard<GpuNode>>, change: &GpuNodeChange)
     written.map(drop).map_err(|source| Error { node: change.node.clone(), source })
 }
 
-/// Returns the object to apply. The node is its owner, so the object is deleted with the node.
+/// Returns the object to apply. The node owns the object, so the object is deleted with the node.
 fn apply_body(change: &GpuNodeChange) -> Value {
     // No `blockOwnerDeletion`: the field requires permission to update the node's finalizers.
     let owner = OwnerReference {

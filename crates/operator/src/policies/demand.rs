@@ -39,8 +39,8 @@ pub struct Outcome {
     /// GPUs that are excluded from the plan or remain unchanged after a failure, each with the
     /// reason.
     pub excluded_gpus: BTreeMap<GpuKey, String>,
-    /// The fraction of the free memory of on-demand GPUs that is on partly used GPUs, in
-    /// thousandths.
+    /// The fraction of the free memory of GPUs partitioned on demand that is on partly used GPUs,
+    /// in thousandths.
     pub fragmentation: u32,
     /// Time until the next pass, even if nothing changes.
     pub next: Option<Duration>,
@@ -60,15 +60,15 @@ pub struct WaitingPod {
 pub enum Reason {
     /// A GPU is being repartitioned for the pod.
     Repartitioning,
-    /// A GPU has room, but the scheduler has not bound the pod yet.
+    /// A GPU has enough free units, but the scheduler has not bound the pod yet.
     Scheduler,
-    /// A node that is being repartitioned may have room for the pod afterwards.
+    /// A node that is being repartitioned may have enough units for the pod afterwards.
     NodeChanging,
-    /// No GPU has room for the pod.
+    /// No GPU has enough free units for the pod.
     NoRoom,
     /// The pod's requests are malformed.
     Malformed,
-    /// The pod's quota would exceed its maximum.
+    /// With the pod, its quota would exceed its maximum.
     OverMax,
     /// The pod does not borrow, and its quota's guarantee is used up.
     WaitsForGuarantee,
@@ -108,7 +108,8 @@ impl Reason {
     }
 }
 
-/// Decides the partitions of on-demand GPUs and writes them into `plan`.
+/// Decides the partitions of GPUs that are partitioned on demand, and writes the partitions into
+/// `plan`.
 pub fn decide_partitions(plan: &mut Plan, observed: &Observed, history: &mut History, now: Duration) -> Outcome {
     if plan.demand.is_empty() {
         return Outcome::default();
@@ -172,7 +173,7 @@ fn gpu_partition(
     status: &GpuStatus,
     current: &Partition,
 ) -> Result<Partition, String> {
-    partition::partition(&gpu.slices, gpu.mode, &by_demand.demand, status, Some(current))
+    partition::partition_with_slices(&gpu.slices, gpu.mode, &by_demand.demand, status, Some(current))
 }
 
 fn gpu_status<'a>(observed: &'a Observed, (node, uuid): &GpuKey) -> Option<&'a GpuStatus> {
@@ -205,8 +206,8 @@ fn waiting_pods(
     all
 }
 
-/// Returns the fraction of the free memory of on-demand GPUs that is on partly used GPUs, in
-/// thousandths.
+/// Returns the fraction of the free memory of GPUs partitioned on demand that is on partly used
+/// GPUs, in thousandths.
 fn fragmentation(input: &PlannerInput, planned: &ExplainedPlan) -> u32 {
     let (mut beside, mut all) = (0_u64, 0_u64);
     let plans: BTreeMap<(&str, &str), &GpuPlan> =

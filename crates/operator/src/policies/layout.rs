@@ -20,14 +20,14 @@ pub enum Error {
     DoesNotFit(Vec<String>),
 }
 
-/// One bit for each memory slice of a GPU. Current GPUs have at most 8.
+/// One bit for each memory slice of a GPU. Current GPUs have at most 8 memory slices.
 type SliceMask = u64;
 
 /// Returns the first memory slice of each instance, in the order of `layout`.
 ///
 /// Places the largest instances first. Each instance prefers the placement of an existing instance
-/// of its profile, then a free placement, then the lowest placement. The first arrangement found in
-/// this order wins.
+/// of its profile, then a free placement, then the lowest placement. The function returns the first
+/// arrangement that it finds in this order.
 pub(super) fn place_instances(
     layout: &[String],
     profiles: &[MigProfileStatus],

@@ -88,22 +88,22 @@ impl QuietPeriod {
 mod tests {
     use super::*;
 
-    fn ms(milliseconds: u64) -> Duration {
+    fn milliseconds(milliseconds: u64) -> Duration {
         Duration::from_millis(milliseconds)
     }
 
     #[test]
     fn a_change_of_a_quiet_cluster_is_planned_after_a_short_delay() {
         let mut pace = PlanPace::default();
-        assert_eq!(pace.plan_delay(ms(0)), FIRST_CHANGE_DELAY);
-        pace.record_plan(ms(50), false);
-        assert_eq!(pace.plan_delay(ms(5000)), FIRST_CHANGE_DELAY);
+        assert_eq!(pace.plan_delay(milliseconds(0)), FIRST_CHANGE_DELAY);
+        pace.record_plan(milliseconds(50), false);
+        assert_eq!(pace.plan_delay(milliseconds(5000)), FIRST_CHANGE_DELAY);
     }
 
     #[test]
-    fn plans_are_less_frequent_under_load_and_frequent_again_after_it() {
+    fn plans_are_less_frequent_under_load_and_frequent_again_afterwards() {
         let mut pace = PlanPace::default();
-        let mut now = ms(0);
+        let mut now = milliseconds(0);
         let mut waits = Vec::new();
         for _ in 0..8 {
             let wait = pace.plan_delay(now);
@@ -111,30 +111,30 @@ mod tests {
             waits.push(wait);
             pace.record_plan(now, true);
         }
-        assert_eq!(waits, [50, 200, 400, 800, 1600, 2000, 2000, 2000].map(ms));
-        assert_eq!(pace.plan_delay(now + ms(3999)), FIRST_CHANGE_DELAY, "a late change has already waited");
-        assert_eq!(pace.plan_delay(now + ms(4000)), FIRST_CHANGE_DELAY);
-        pace.record_plan(now + ms(4050), false);
-        assert_eq!(pace.plan_delay(now + ms(4060)), ms(90), "the pace is reset");
+        assert_eq!(waits, [50, 200, 400, 800, 1600, 2000, 2000, 2000].map(milliseconds));
+        assert_eq!(pace.plan_delay(now + milliseconds(3999)), FIRST_CHANGE_DELAY, "a late change has already waited");
+        assert_eq!(pace.plan_delay(now + milliseconds(4000)), FIRST_CHANGE_DELAY);
+        pace.record_plan(now + milliseconds(4050), false);
+        assert_eq!(pace.plan_delay(now + milliseconds(4060)), milliseconds(90), "the pace is reset");
     }
 
     #[test]
     fn plans_wait_for_further_pods_as_the_policy_specifies() {
         let mut quiet = QuietPeriod::default();
-        let rule = (Some(ms(500)), Some(ms(800)));
-        assert_eq!(quiet.check_due([].into_iter(), rule, ms(0)), Ok(()), "no pod waits");
-        assert_eq!(quiet.check_due(["a"].into_iter(), rule, ms(0)), Err(ms(500)));
-        assert_eq!(quiet.check_due(["a"].into_iter(), rule, ms(400)), Err(ms(100)));
+        let rule = (Some(milliseconds(500)), Some(milliseconds(800)));
+        assert_eq!(quiet.check_due([].into_iter(), rule, milliseconds(0)), Ok(()), "no pod waits");
+        assert_eq!(quiet.check_due(["a"].into_iter(), rule, milliseconds(0)), Err(milliseconds(500)));
+        assert_eq!(quiet.check_due(["a"].into_iter(), rule, milliseconds(400)), Err(milliseconds(100)));
         assert_eq!(
-            quiet.check_due(["a", "b"].into_iter(), rule, ms(450)),
-            Err(ms(350)),
+            quiet.check_due(["a", "b"].into_iter(), rule, milliseconds(450)),
+            Err(milliseconds(350)),
             "the longest wait counts from the first pod"
         );
-        assert_eq!(quiet.check_due(["a", "b"].into_iter(), rule, ms(800)), Ok(()));
-        assert_eq!(quiet.check_due(["a", "b"].into_iter(), rule, ms(801)), Ok(()), "both pods are known");
-        assert_eq!(quiet.check_due(["b", "c"].into_iter(), rule, ms(900)), Err(ms(500)));
+        assert_eq!(quiet.check_due(["a", "b"].into_iter(), rule, milliseconds(800)), Ok(()));
+        assert_eq!(quiet.check_due(["a", "b"].into_iter(), rule, milliseconds(801)), Ok(()), "both pods are known");
+        assert_eq!(quiet.check_due(["b", "c"].into_iter(), rule, milliseconds(900)), Err(milliseconds(500)));
         assert_eq!(
-            quiet.check_due(["d"].into_iter(), (None, None), ms(901)),
+            quiet.check_due(["d"].into_iter(), (None, None), milliseconds(901)),
             Ok(()),
             "without dynamic.idle there is no wait"
         );

@@ -19,7 +19,7 @@ use crate::policies::validate::{Demand, InstanceShare, MpsRules, ShareSize, shar
 
 /// Returns the number of MPS shares of a GPU under a policy. Returns `None` if no share fits or the
 /// policy has no shares.
-pub(crate) fn units(demand: &Demand, gpu: &GpuStatus) -> Option<u32> {
+pub(crate) fn share_count(demand: &Demand, gpu: &GpuStatus) -> Option<u32> {
     match demand.shares? {
         ShareSize::Units(units) => Some(units),
         ShareSize::Memory(one) => {
@@ -154,7 +154,7 @@ pub(crate) fn has_unknown_ids(gpu: &GpuStatus) -> bool {
 ///
 /// # Errors
 /// Returns a message for users if the policy does not allow these slices.
-pub(crate) fn partition(
+pub(crate) fn partition_with_slices(
     slices: &[SliceGroup],
     family: Family,
     demand: &Demand,
@@ -222,11 +222,11 @@ fn mps_partition(
     })
 }
 
-/// Returns the memory limits and thread limits of k slices of a resource, for each k.
+/// Returns the memory limits and thread limits for each number k of slices of a resource.
 ///
 /// The list covers the maximum number of slices of the GPU, and its last entry is the whole GPU.
-/// The length must not depend on the current number of slices. Otherwise a change of that number
-/// would change the limits of slices in use, and the last entries, which are the daemon's defaults.
+/// The length must not depend on the current number of slices. Otherwise, a new slice would change
+/// the limits of slices in use, and the last entries, which are the daemon's defaults.
 fn limits_by_count(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>, Vec<u8>), String> {
     let MpsRules { threads, limited, memory_parts, .. } = demand.mps;
     let total = Mebibytes(gpu.memory_mib);
@@ -241,7 +241,7 @@ fn limits_by_count(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(
         };
         (1..=most).map(row).collect()
     } else {
-        let units = units(demand, gpu).ok_or_else(|| format!("the policy does not allow {resource}"))?;
+        let units = share_count(demand, gpu).ok_or_else(|| format!("the policy does not allow {resource}"))?;
         let row = |k: u32| {
             let memory = match demand.shares {
                 Some(ShareSize::Memory(one)) => Mebibytes(one.0.saturating_mul(u64::from(k)).min(all.0)),
@@ -370,7 +370,7 @@ mod tests {
     }
 
     fn mps(slices: &[SliceGroup], gpu: &GpuStatus, current: Option<&Partition>) -> MpsPartition {
-        partition(slices, Family::Mps, &demand(), gpu, current).unwrap().mps.unwrap()
+        partition_with_slices(slices, Family::Mps, &demand(), gpu, current).unwrap().mps.unwrap()
     }
 
     fn id_ranges(mps: &MpsPartition, resource: &str) -> Vec<(u32, u32)> {
@@ -518,7 +518,7 @@ mod tests {
             slice_group(Some(2), None, "nvidia.com/mig-2g.10gb", 1),
             slice_group(Some(0), None, "nvidia.com/mig-1g.5gb.me", 1),
         ];
-        let mig = partition(&slices, Family::Mig, &demand(), &a100, None).unwrap().mig.unwrap();
+        let mig = partition_with_slices(&slices, Family::Mig, &demand(), &a100, None).unwrap().mig.unwrap();
         let instances: Vec<(&str, u32)> = mig.iter().map(|one| (one.profile.as_str(), one.start)).collect();
         assert_eq!(instances, [("1g.5gb+me", 0), ("2g.10gb", 2)]);
         let each =
@@ -528,9 +528,9 @@ mod tests {
             slice_group(Some(2), None, "nvidia.com/mig-2g.10gb.shared", 3),
             SliceGroup { in_use: true, ..slice_group(Some(2), None, "nvidia.com/mig-2g.10gb.shared", 1) },
         ];
-        let mig = partition(&slices, Family::Mig, &shared, &a100, None).unwrap().mig.unwrap();
+        let mig = partition_with_slices(&slices, Family::Mig, &shared, &a100, None).unwrap().mig.unwrap();
         assert_eq!((mig.len(), mig[0].partition.mps.as_ref().unwrap().slices[0].count), (1, 4));
         let unknown = [slice_group(Some(2), None, "nvidia.com/mig-3g.20gb", 1)];
-        assert!(partition(&unknown, Family::Mig, &demand(), &a100, None).is_err());
+        assert!(partition_with_slices(&unknown, Family::Mig, &demand(), &a100, None).is_err());
     }
 }

@@ -31,9 +31,9 @@ pub struct Plan {
     /// Desired `GpuNode.spec` by node.
     pub nodes: BTreeMap<String, GpuNodeSpec>,
     /// The report about each policy, by name. Includes malformed and invalid policies.
-    pub policies: BTreeMap<String, Report>,
+    pub policies: BTreeMap<String, PolicyReport>,
     /// GPUs that are partitioned on demand, by node and UUID. In `nodes`, these GPUs keep their
-    /// partition until [`crate::policies::demand`] decides.
+    /// partition until [`crate::policies::demand`] decides about them.
     pub demand: BTreeMap<String, BTreeMap<String, OnDemandGpu>>,
 }
 
@@ -48,9 +48,10 @@ pub struct OnDemandGpu {
     pub batch_rules: BatchRules,
 }
 
-/// GPUs that one policy applies to, and why it does not apply to other GPUs.
+/// The GPUs that one policy applies to, and the reasons why the policy does not apply to other
+/// GPUs.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Report {
+pub struct PolicyReport {
     /// Why the policy is invalid. An invalid policy leaves the other fields empty.
     pub invalid: Option<PolicyError>,
     /// The setting that selects on-demand partitioning, if the policy has one.
@@ -106,7 +107,7 @@ pub struct GpuRef {
 /// Why a GPU does not support its policy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UnsupportedReason {
-    /// The GPU has no room for one share.
+    /// The GPU has too little memory for one share.
     #[error("the GPU has {has} for shares, and one share needs {wants}")]
     TooSmall {
         /// The memory available for shares.
@@ -243,7 +244,7 @@ fn plan_gpu(
     }
     let winner = winner?;
     let report = plan.policies.get_mut(&winner.name)?;
-    let partition = match partition(winner, gpu) {
+    let partition = match partition_of_gpu(winner, gpu) {
         Ok(Some(partition)) => partition,
         Ok(None) => {
             if let SharingMode::Demand(demand) = &winner.share {
@@ -279,7 +280,7 @@ fn apply_annotations(node: &Node, desired: &mut [GpuSpec]) {
     }
 }
 
-fn report_unknown_selectors(policy: &Policy, observed: &Observed, report: &mut Report) {
+fn report_unknown_selectors(policy: &Policy, observed: &Observed, report: &mut PolicyReport) {
     let nodes = observed.nodes.values().filter(|node| selects_node(policy, &node.labels));
     let gpus: Vec<&GpuStatus> = nodes.filter_map(Node::reported).flatten().collect();
     report.unknown_models = policy
@@ -304,7 +305,7 @@ fn whole_gpu_spec(uuid: &str) -> GpuSpec {
 
 /// Returns the partition of a GPU under a policy. Returns `None` if the GPU is partitioned on
 /// demand.
-fn partition(policy: &Policy, gpu: &GpuStatus) -> Result<Option<Partition>, UnsupportedReason> {
+fn partition_of_gpu(policy: &Policy, gpu: &GpuStatus) -> Result<Option<Partition>, UnsupportedReason> {
     let partition = match &policy.share {
         SharingMode::Demand(_) => return Ok(None),
         SharingMode::Whole => {

@@ -15,14 +15,14 @@ struct Repartition {
 }
 
 impl Repartitions {
-    /// Records that a changed spec was written. A node that has not completed the previous change
-    /// continues the same repartition.
+    /// Records that a changed spec was written. If the node has not completed the previous change,
+    /// both changes count as one repartitioning.
     pub(crate) fn record_write(&mut self, node: &str, plan_id: &str, now: Duration) {
         let new = || Repartition { plan_id: String::new(), since: now };
         self.0.entry(node.to_owned()).or_insert_with(new).plan_id = plan_id.to_owned();
     }
 
-    /// Returns the durations of repartitions that were completed since the last call. `plan_of`
+    /// Returns the durations of repartitionings that were completed since the last call. `plan_of`
     /// returns the plan that a node serves, or `None` for a node that no longer exists.
     pub(crate) fn take_completed<'a>(
         &mut self,
@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_repartition_lasts_from_the_first_write_until_the_node_serves_the_newest_plan() {
+    fn a_repartitioning_lasts_from_the_first_write_until_the_node_serves_the_newest_plan() {
         let seconds = Duration::from_secs;
         let mut repartitions = Repartitions::default();
         repartitions.record_write("n", "p1", seconds(10));

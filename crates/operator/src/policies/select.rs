@@ -16,7 +16,7 @@ use crate::policies::validate::Policy;
 /// How precisely a policy selects GPUs. The lowest rank wins.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct PolicyRank<'a> {
-    // Reversed, because `true` is larger than `false`, and more labels are more specific.
+    // These fields are reversed, so that a more specific policy has a lower rank.
     uuids: Reverse<bool>,
     indices: Reverse<bool>,
     models: Reverse<bool>,

@@ -55,7 +55,7 @@ pub enum GpuProgress {
     Changing,
     /// Pods use slices that must be removed first.
     Blocked,
-    /// The change failed, or the agent refused it. Contains the agent's message.
+    /// The change failed, or the agent refused the change. Contains the agent's message.
     Failed(String),
 }
 
@@ -94,7 +94,7 @@ struct PartitionFailure {
 pub struct PlannerInput {
     /// The planner's input.
     pub snapshot: Snapshot,
-    /// On-demand GPUs that may be repartitioned now.
+    /// GPUs partitioned on demand that may be repartitioned now.
     pub repartitionable: BTreeSet<GpuKey>,
     /// Nodes on which a repartitioning is in progress.
     pub changing: BTreeSet<String>,
@@ -117,11 +117,11 @@ pub fn gpu_progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> GpuProgress
     }
     let steps = node.object().and_then(|object| object.status.as_ref()).map_or(&[][..], |status| &status.steps);
     let of_gpu = || steps.iter().filter(|step| step.gpu == gpu.uuid);
-    // The agent retries. Pods do not wait for the retry, because other GPUs may have room.
+    // The agent retries. Pods do not wait for the retry, because other GPUs may have free units.
     if let Some(step) = of_gpu().find(|step| matches!(step.result.as_str(), STEP_FAILED | STEP_REFUSED)) {
         return GpuProgress::Failed(step.message.clone());
     }
-    let blocked = of_gpu().any(|step| step.result == STEP_WAITING) && !has_room_for_all_in_use(&spec.partition, gpu);
+    let blocked = of_gpu().any(|step| step.result == STEP_WAITING) && !contains_all_slices_in_use(&spec.partition, gpu);
     if blocked { GpuProgress::Blocked } else { GpuProgress::Changing }
 }
 
@@ -140,8 +140,9 @@ fn blocking_pods_message(node: &Node, gpu: &GpuStatus) -> String {
     step.map(|step| format!(": {}", step.message)).unwrap_or_default()
 }
 
-/// Returns whether the partition has room for all slices in use. If so, no pod blocks the change.
-fn has_room_for_all_in_use(partition: &Partition, gpu: &GpuStatus) -> bool {
+/// Returns whether the partition contains all slices in use. In this case, no pod blocks the
+/// change.
+fn contains_all_slices_in_use(partition: &Partition, gpu: &GpuStatus) -> bool {
     let all = |slices: &[SliceGroup]| {
         let mut counts: BTreeMap<(Option<u32>, String), u32> = BTreeMap::new();
         for slice in slices {
@@ -355,13 +356,13 @@ impl NodeBuilder<'_> {
                     input
                         .excluded_gpus
                         .insert(at.clone(), format!("the last repartitioning failed: {}", failure.message));
-                    fix_slices(&mut planned);
+                    pin_slices(&mut planned);
                     // The GPU is pinned, so its current slices become its desired partition.
                     if !changing && exclusion.is_none() {
                         input.repartitionable.insert(at);
                     }
                 } else if changing || partition::has_unknown_ids(gpu) {
-                    fix_slices(&mut planned);
+                    pin_slices(&mut planned);
                 } else if exclusion.is_none() {
                     input.repartitionable.insert(at);
                 }
@@ -426,7 +427,7 @@ impl NodeBuilder<'_> {
             return planned;
         };
         planned.mode = demand.mode;
-        planned.units = partition::units(demand, gpu);
+        planned.units = partition::share_count(demand, gpu);
         planned.replicas = demand.time_slicing.as_ref().map(|slicing| slicing.replicas);
         planned.mig_sharing = match &demand.each {
             InstanceShare::Whole => None,
@@ -456,14 +457,14 @@ impl NodeBuilder<'_> {
             _ => partition::observed_slices(gpu, None),
         };
         let named = planned.slices.iter().map(|slice| slice.resource.as_str());
-        let shares: BTreeSet<&str> = named.filter(|name| names_shares(name)).collect();
+        let shares: BTreeSet<&str> = named.filter(|name| is_share_resource(name)).collect();
         // The planner knows the default names. Pass only a name that a policy sets.
         planned.resource_name = shares.first().map(|&name| name.to_owned());
         if let Some(slice) = planned.slices.iter().find(|slice| slice.profile.is_some()) {
             planned.mig_sharing =
                 Some(MigSharing { units: slice.count.max(1), resource_name: Some(slice.resource.clone()) });
         }
-        fix_slices(planned);
+        pin_slices(planned);
     }
 
     /// Returns whether the GPU does not have this partition yet.
@@ -490,11 +491,11 @@ impl NodeBuilder<'_> {
                 if missing == 0 {
                     continue;
                 }
-                let together = names_shares(resource) || resource.ends_with(SHARED_SUFFIX);
+                let together = is_share_resource(resource) || resource.ends_with(SHARED_SUFFIX);
                 let mut offers = false;
                 for gpu in all.iter_mut().filter(|gpu| has_free_unit(gpu, resource)) {
                     offers = true;
-                    fix_slices(gpu);
+                    pin_slices(gpu);
                     input.repartitionable.remove(&(self.name.to_owned(), gpu.uuid.clone()));
                 }
                 if offers {
@@ -515,7 +516,7 @@ fn cap_next_pass(input: &mut PlannerInput, at: Duration, now: Duration) {
 
 /// Forces the planner to keep a GPU's slices. A GPU that has no slices or is used as a whole is
 /// planned as a whole GPU.
-fn fix_slices(gpu: &mut Gpu) {
+fn pin_slices(gpu: &mut Gpu) {
     if gpu.slices.iter().all(|slice| slice.resource == RESOURCE_GPU) {
         gpu.mode = Mode::Whole;
     } else {
@@ -524,7 +525,7 @@ fn fix_slices(gpu: &mut Gpu) {
 }
 
 /// Returns whether a resource names shares or replicas of whole GPUs.
-fn names_shares(resource: &str) -> bool {
+fn is_share_resource(resource: &str) -> bool {
     resource != RESOURCE_GPU && !resource.starts_with(MIG_PREFIX) && sized_slice_gib(resource).is_none()
 }
 

@@ -1,7 +1,7 @@
 //! Withholds a changed policy from nodes whose wave has not begun. Pure: callers pass in the time.
 //!
-//! A node that is held back keeps its entries in `GpuNode.spec`. So the specs themselves record
-//! which nodes a change has reached, and a new leader can continue. These changes apply
+//! A node whose wave has not begun keeps its entries in `GpuNode.spec`. So the specs themselves
+//! record which nodes a change has reached, and a new leader can continue. These changes apply
 //! immediately:
 //!
 //! - GPUs without an entry in the spec, such as those of new nodes;
@@ -44,7 +44,7 @@ type Partitions = BTreeMap<String, Partition>;
 struct NodeFailure {
     /// The partitions that the node failed to reach or to serve.
     partitions: Partitions,
-    /// When the node failed first.
+    /// When the node first failed.
     since: Duration,
     /// The reason.
     why: String,
@@ -58,7 +58,7 @@ struct ServingPeriod {
     /// The MPS daemons of these GPUs, each with its device, its PID, and the number of restarts. A
     /// daemon may restart between two passes.
     daemons: Vec<(String, Option<u32>, u32)>,
-    /// When the node began to serve without interruption. `None` while it does not serve.
+    /// When the node began to serve without interruption. `None` while the node does not serve.
     since: Option<Duration>,
     /// Whether the node served for [`PROOF_TIME`] before the current change began. The change does
     /// not cause later failures of this node.
@@ -66,7 +66,7 @@ struct ServingPeriod {
 }
 
 /// A change of a policy's partitions. The change begins when a GPU of the policy gets another
-/// newest partition. It ends when all nodes serve or another change begins.
+/// newest partition. The change ends when all nodes serve or another change begins.
 #[derive(Debug, Clone, Default)]
 struct PolicyChange {
     /// The newest partitions, by node, until all nodes serve.
@@ -76,7 +76,7 @@ struct PolicyChange {
     affected: BTreeMap<String, AffectedNode>,
     /// Whether a former leader may have begun the change.
     is_inherited: bool,
-    /// Whether the previous change was incomplete. Nodes of that change may have the newest
+    /// Whether the previous change was incomplete. Nodes of the previous change may have the newest
     /// partition.
     follows_incomplete: bool,
 }
@@ -86,8 +86,7 @@ struct PolicyChange {
 struct AffectedNode {
     /// UUIDs of the GPUs whose partition changes.
     gpus: BTreeSet<String>,
-    /// Whether the node or these GPUs were cordoned when the node began to change, and have been
-    /// since.
+    /// Whether the node or these GPUs have been cordoned since the node began to change.
     cordoned: bool,
 }
 
@@ -149,7 +148,7 @@ pub struct Staging {
     /// Nodes that failed and have not served since.
     failing: BTreeMap<PolicyAndNode, NodeFailure>,
     /// Changing nodes whose agent does not report. Each value is the last generation that the agent
-    /// read, and when the agent stopped reporting.
+    /// read, and the time at which the agent stopped reporting.
     not_reporting: BTreeMap<PolicyAndNode, (i64, Duration)>,
     /// Nodes that failed or were lost with an older partition, until they serve.
     failed_before: BTreeSet<PolicyAndNode>,
@@ -162,7 +161,7 @@ pub struct Staging {
 impl Staging {
     /// Restores the current entries of nodes whose wave has not begun, and records the progress of
     /// each policy. Returns the time until the next decision, even if nothing changes.
-    pub fn hold_back(&mut self, plan: &mut Plan, observed: &Observed, now: Duration) -> Option<Duration> {
+    pub fn withhold_changes(&mut self, plan: &mut Plan, observed: &Observed, now: Duration) -> Option<Duration> {
         let mut next = None;
         let mut seen = BTreeSet::new();
         let mut held: Vec<(String, String, bool)> = Vec::new();
@@ -197,7 +196,7 @@ impl Staging {
                     self.hide_outage(&key, view);
                 }
                 let failure = self.update_failure(&key, view, node, now);
-                let deadline = self.update_not_reporting(&key, view, node, now);
+                let deadline = self.update_missing_report(&key, view, node, now);
                 view.excused |= precedes && view.has_newest && view.failing;
                 next = [next, proof, failure, deadline].into_iter().flatten().min();
                 seen.insert(key);
@@ -323,7 +322,7 @@ impl Staging {
     }
 
     /// Updates the time at which a node began to serve the partitions in its spec without
-    /// interruption. Returns the time until it has served for [`PROOF_TIME`].
+    /// interruption. Returns the time until the node has served for [`PROOF_TIME`].
     fn update_service(
         &mut self,
         key: &PolicyAndNode,
@@ -364,8 +363,8 @@ impl Staging {
         Some(left).filter(|left| !left.is_zero())
     }
 
-    /// Counts a node that does not serve as serving. The node has served the newest partition, and
-    /// no change is in progress, so no change caused the outage.
+    /// Makes a node that does not serve count as serving. The node has served the newest partition,
+    /// and no change is in progress, so no change caused the outage.
     fn hide_outage(&mut self, key: &PolicyAndNode, view: &mut NodeView) {
         if matches!(view.state, NodeState::Failed(_)) {
             self.failed_before.insert(key.clone());
@@ -387,9 +386,9 @@ impl Staging {
         }
     }
 
-    /// Applies the recorded failures of a node to its view. Returns the time until a failure
-    /// counts. A failure lasts until the policy's GPUs serve, wait for pods, or get other
-    /// partitions.
+    /// Applies the recorded failures of a node to its view. Returns the time until a failure has
+    /// lasted for [`FAILURE_TIME`]. A failure lasts until the policy's GPUs serve, wait for pods,
+    /// or get other partitions.
     fn update_failure(
         &mut self,
         key: &PolicyAndNode,
@@ -423,7 +422,7 @@ impl Staging {
 
     /// Marks a changed node as failed if its agent does not report before the deadline. Returns the
     /// time until the deadline.
-    fn update_not_reporting(
+    fn update_missing_report(
         &mut self,
         key: &PolicyAndNode,
         view: &mut NodeView,
@@ -477,7 +476,8 @@ fn is_staged(current: &GpuSpec, desired: &GpuSpec, paused: bool) -> bool {
     current.partition != desired.partition && (current.policy.is_some() || paused)
 }
 
-/// Describes the GPUs of a policy on a node. Returns `None` if the node's spec has none of them.
+/// Describes the GPUs of a policy on a node. Returns `None` if the node's spec contains none of the
+/// GPUs.
 fn node_view(
     policy: &str,
     rules: RolloutRules,

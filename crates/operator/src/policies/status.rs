@@ -17,7 +17,7 @@ use kube::core::DeserializeGuard;
 use kube::runtime::events::{Event, EventType};
 use serde_json::json;
 
-use crate::policies::plan::{GpuRef, Plan, PolicyError, Report};
+use crate::policies::plan::{GpuRef, Plan, PolicyError, PolicyReport};
 use crate::policies::staging::PROOF_TIME;
 use crate::policies::waves::{Phase, RolloutProgress};
 use crate::read::{Node, Observed};
@@ -39,7 +39,7 @@ pub struct Error {
 
 /// A status to write, and the conditions to publish Events for.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Update {
+pub struct StatusUpdate {
     /// Name of the policy.
     pub policy: String,
     /// The policy's `resourceVersion` before the write.
@@ -64,8 +64,8 @@ pub struct WrittenStatus {
 
 /// Returns the statuses that differ from those in the policies. Pure: `now` is the transition time
 /// of conditions that change.
-pub fn updates(plan: &Plan, observed: &Observed, written: &WrittenStatuses, now: Timestamp) -> Vec<Update> {
-    let differs = |(name, report): (&String, &Report)| {
+pub fn updates(plan: &Plan, observed: &Observed, written: &WrittenStatuses, now: Timestamp) -> Vec<StatusUpdate> {
+    let differs = |(name, report): (&String, &PolicyReport)| {
         let last = written.get(name);
         let (meta, old) = match observed.policies.get(name)? {
             // If the watch has not delivered the last write yet, compare with the written status.
@@ -74,7 +74,8 @@ pub fn updates(plan: &Plan, observed: &Observed, written: &WrittenStatuses, now:
                 Some(last) => (&policy.metadata, Some(last.status.clone())),
                 None => (&policy.metadata, policy.status.clone()),
             },
-            // The status of a malformed policy cannot be read. Each process writes it once.
+            // The status of a malformed policy cannot be read, so each process writes the status
+            // once.
             Err(invalid) => (&invalid.metadata, last.map(|last| last.status.clone())),
         };
         let generation = meta.generation;
@@ -87,16 +88,16 @@ pub fn updates(plan: &Plan, observed: &Observed, written: &WrittenStatuses, now:
             before.iter().any(|old| old.type_ == new.type_ && old.status == new.status && old.reason == new.reason)
         };
         let changed = status.conditions.iter().filter(|condition| !same(condition)).cloned().collect();
-        Some(Update { policy: name.clone(), from: meta.resource_version.clone(), status, changed })
+        Some(StatusUpdate { policy: name.clone(), from: meta.resource_version.clone(), status, changed })
     };
     plan.policies.iter().filter_map(differs).collect()
 }
 
-/// Writes a status. The returned object may be malformed and is ignored.
+/// Writes a status. Ignores the object in the response, because it may be malformed.
 ///
 /// # Errors
 /// Returns an error if the API server refuses the write or cannot be reached.
-pub async fn write(api: &Api<DeserializeGuard<SharingPolicy>>, update: &Update) -> Result<(), Error> {
+pub async fn write(api: &Api<DeserializeGuard<SharingPolicy>>, update: &StatusUpdate) -> Result<(), Error> {
     let body = json!({
         "apiVersion": "cleave.dev/v1alpha1",
         "kind": "SharingPolicy",
@@ -140,7 +141,7 @@ pub fn condition_event(changed: &Condition) -> Option<Event> {
 
 /// Computes a policy's status.
 fn policy_status(
-    report: &Report,
+    report: &PolicyReport,
     observed: &Observed,
     plan: &Plan,
     generation: i64,
@@ -162,7 +163,7 @@ fn policy_status(
         (CONDITION_CONFLICT, conflict_verdict(report)),
         (CONDITION_ROLLED_OUT, rolled_out_verdict(report)),
     ];
-    let condition = |(type_, verdict): (&str, Verdict)| {
+    let condition = |(type_, verdict): (&str, ConditionVerdict)| {
         let before = old.and_then(|old| old.conditions.iter().find(|condition| condition.type_ == type_));
         let status = if verdict.holds { "True" } else { "False" };
         Condition {
@@ -171,8 +172,8 @@ fn policy_status(
             reason: verdict.reason.to_owned(),
             message: verdict.message,
             observed_generation: Some(generation),
-            // As in Kubernetes, this is the time at which `status` changed. A changed message does
-            // not count.
+            // As in Kubernetes, the transition time is the time at which `status` changed. A
+            // changed message does not change the time.
             last_transition_time: before
                 .filter(|before| before.status == status)
                 .map_or(Time(now), |before| before.last_transition_time.clone()),
@@ -192,13 +193,13 @@ fn policy_status(
 
 /// A condition without its times.
 #[derive(Debug)]
-struct Verdict {
+struct ConditionVerdict {
     holds: bool,
     reason: &'static str,
     message: String,
 }
 
-impl Verdict {
+impl ConditionVerdict {
     fn true_with(reason: &'static str, message: impl Into<String>) -> Self {
         Self { holds: true, reason, message: message.into() }
     }
@@ -209,16 +210,16 @@ impl Verdict {
 }
 
 /// Returns whether the policy is valid and applies to the GPUs that it selects.
-fn accepted_verdict(report: &Report) -> Verdict {
+fn accepted_verdict(report: &PolicyReport) -> ConditionVerdict {
     match &report.invalid {
         Some(PolicyError::Malformed(error)) => {
-            return Verdict::false_with(
+            return ConditionVerdict::false_with(
                 reason::MALFORMED,
                 format!("the policy is malformed and is ignored: {}", shorten(error, 400)),
             );
         }
         Some(PolicyError::Refused(error)) => {
-            return Verdict::false_with(
+            return ConditionVerdict::false_with(
                 reason::INVALID,
                 format!("{error}; the policy is ignored, and its GPUs keep their partition"),
             );
@@ -230,7 +231,7 @@ fn accepted_verdict(report: &Report) -> Verdict {
         let known = report.models.iter().map(|(model, gpus)| format!("{model} ({gpus})"));
         let known = join_names(known.collect());
         if !report.unknown_models.is_empty() {
-            return Verdict::false_with(
+            return ConditionVerdict::false_with(
                 reason::UNKNOWN_MODEL,
                 format!(
                     "no GPU of the selected nodes is {}; the selected nodes have {known}",
@@ -239,7 +240,7 @@ fn accepted_verdict(report: &Report) -> Verdict {
             );
         }
         if !report.unknown_uuids.is_empty() {
-            return Verdict::false_with(
+            return ConditionVerdict::false_with(
                 reason::UNKNOWN_GPU,
                 format!(
                     "no selected node has a GPU with UUID {}; the selected nodes have {known}",
@@ -247,7 +248,7 @@ fn accepted_verdict(report: &Report) -> Verdict {
                 ),
             );
         }
-        return Verdict::false_with(
+        return ConditionVerdict::false_with(
             reason::NO_GPU_MATCHES,
             format!("no GPU matches all lists in spec.gpus; the selected nodes have {known}"),
         );
@@ -255,23 +256,23 @@ fn accepted_verdict(report: &Report) -> Verdict {
     if report.following.is_empty()
         && let Some((_, cannot)) = report.unsupported.first()
     {
-        return Verdict::false_with(cannot.reason(), unsupported_message(report));
+        return ConditionVerdict::false_with(cannot.reason(), unsupported_message(report));
     }
-    Verdict::true_with(reason::ACCEPTED, "")
+    ConditionVerdict::true_with(reason::ACCEPTED, "")
 }
 
 /// Returns whether the policy matches no GPU at all.
-fn has_no_matching_gpu(report: &Report) -> bool {
+fn has_no_matching_gpu(report: &PolicyReport) -> bool {
     report.following.is_empty() && report.unsupported.is_empty() && report.overridden.is_empty()
 }
 
 /// Returns whether GPUs that this policy selects follow another policy.
-fn conflict_verdict(report: &Report) -> Verdict {
+fn conflict_verdict(report: &PolicyReport) -> ConditionVerdict {
     if report.overridden.is_empty() {
-        return Verdict::false_with(reason::NO_CONFLICT, "");
+        return ConditionVerdict::false_with(reason::NO_CONFLICT, "");
     }
     let taken = report.overridden.iter().map(|(policy, gpus)| format!("{policy} has {}", gpu_list(gpus)));
-    Verdict::true_with(
+    ConditionVerdict::true_with(
         reason::OVERRIDDEN,
         format!(
             "more specific or older policies apply to GPUs that this policy also selects: {}",
@@ -281,19 +282,19 @@ fn conflict_verdict(report: &Report) -> Verdict {
 }
 
 /// Returns whether the newest partition has reached all nodes.
-fn rolled_out_verdict(report: &Report) -> Verdict {
+fn rolled_out_verdict(report: &PolicyReport) -> ConditionVerdict {
     if report.invalid.is_some() {
-        return Verdict::false_with(reason::INVALID, "the policy is invalid; see the condition Accepted");
+        return ConditionVerdict::false_with(reason::INVALID, "the policy is invalid; see the condition Accepted");
     }
     let sentence = || shorten(&rollout_sentence(&report.progress), 2000);
     match report.progress.phase {
-        Phase::Complete => Verdict::true_with(reason::ROLLED_OUT, ""),
-        Phase::RollingOut => Verdict::false_with(reason::ROLLING_OUT, sentence()),
-        Phase::Paused => Verdict::false_with(
+        Phase::Complete => ConditionVerdict::true_with(reason::ROLLED_OUT, ""),
+        Phase::RollingOut => ConditionVerdict::false_with(reason::ROLLING_OUT, sentence()),
+        Phase::Paused => ConditionVerdict::false_with(
             reason::ROLLOUT_PAUSED,
             format!("the rollout is paused: {}. Set rollout.paused to false to continue", sentence()),
         ),
-        Phase::Stopped => Verdict::false_with(
+        Phase::Stopped => ConditionVerdict::false_with(
             reason::ROLLOUT_STOPPED,
             format!(
                 "the rollout stopped, because nodes failed: {}. Repair or cordon the failed nodes, or revert the policy",
@@ -339,16 +340,18 @@ fn rollout_status(progress: &RolloutProgress) -> RolloutStatus {
 }
 
 /// Returns whether the GPUs are partitioned as the policy specifies.
-fn ready_verdict(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
+fn ready_verdict(report: &PolicyReport, observed: &Observed, plan: &Plan) -> ConditionVerdict {
     match &report.invalid {
-        Some(PolicyError::Malformed(_)) => return Verdict::false_with(reason::MALFORMED, "the policy is malformed"),
+        Some(PolicyError::Malformed(_)) => {
+            return ConditionVerdict::false_with(reason::MALFORMED, "the policy is malformed");
+        }
         Some(PolicyError::Refused(_)) => {
-            return Verdict::false_with(reason::INVALID, "the policy is invalid; see the condition Accepted");
+            return ConditionVerdict::false_with(reason::INVALID, "the policy is invalid; see the condition Accepted");
         }
         None => {}
     }
     if report.nodes.is_empty() {
-        return Verdict::false_with(reason::NO_NODE_MATCHES, "no node matches spec.nodeSelector");
+        return ConditionVerdict::false_with(reason::NO_NODE_MATCHES, "no node matches spec.nodeSelector");
     }
     if report.following.is_empty() && report.unsupported.is_empty() {
         return no_gpu_verdict(report);
@@ -381,44 +384,47 @@ fn ready_verdict(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
     let Some(first) = problems.keys().next().copied() else {
         let how =
             if report.demand.is_some() { "partitioned as pods request it" } else { "shared as the policy specifies" };
-        return Verdict::true_with(reason::READY, format!("{} {how}", subject_and_verb(&report.following)));
+        return ConditionVerdict::true_with(reason::READY, format!("{} {how}", subject_and_verb(&report.following)));
     };
     let reason = match (first, report.unsupported.first()) {
         (GpuProblem::Unsupported, Some((_, cannot))) => cannot.reason(),
         _ => first.reason(),
     };
     let sentences = problems.into_values().flat_map(join_sentences).collect::<Vec<_>>();
-    Verdict::false_with(reason, shorten(&sentences.join("; "), 2000))
+    ConditionVerdict::false_with(reason, shorten(&sentences.join("; "), 2000))
 }
 
 /// Returns why a valid policy has no GPU.
-fn no_gpu_verdict(report: &Report) -> Verdict {
+fn no_gpu_verdict(report: &PolicyReport) -> ConditionVerdict {
     if !report.unreported.is_empty() {
         let nodes = join_names(report.unreported.iter().cloned().collect());
-        return Verdict::false_with(reason::AGENT_NOT_REPORTING, format!("no agent has reported the GPUs of {nodes}"));
+        return ConditionVerdict::false_with(
+            reason::AGENT_NOT_REPORTING,
+            format!("no agent has reported the GPUs of {nodes}"),
+        );
     }
     if report.without_agent == report.nodes {
         let nodes = join_names(report.nodes.iter().cloned().collect());
-        return Verdict::false_with(
+        return ConditionVerdict::false_with(
             reason::AGENT_NOT_REPORTING,
             format!("no Cleave agent runs on the selected nodes: {nodes}"),
         );
     }
     if !report.overridden.is_empty() {
         let policies = join_names(report.overridden.keys().cloned().collect());
-        return Verdict::false_with(
+        return ConditionVerdict::false_with(
             reason::OVERRIDDEN,
             format!("all GPUs that the policy selects follow other policies: {policies}"),
         );
     }
     if report.models.is_empty() {
         let nodes = report.nodes.difference(&report.without_agent).cloned().collect();
-        return Verdict::false_with(
+        return ConditionVerdict::false_with(
             reason::NO_GPU,
             format!("the driver reports no GPU on the selected nodes: {}", join_names(nodes)),
         );
     }
-    Verdict::false_with(reason::NO_GPU_MATCHES, "no GPU of the selected nodes matches spec.gpus")
+    ConditionVerdict::false_with(reason::NO_GPU_MATCHES, "no GPU of the selected nodes matches spec.gpus")
 }
 
 /// Reasons why a GPU is not ready, ordered by importance.
@@ -458,7 +464,7 @@ impl GpuProblem {
 }
 
 /// Returns sentences about the GPUs of a policy that are not ready.
-fn gpu_problems(report: &Report, observed: &Observed, plan: &Plan) -> BTreeMap<GpuProblem, Vec<String>> {
+fn gpu_problems(report: &PolicyReport, observed: &Observed, plan: &Plan) -> BTreeMap<GpuProblem, Vec<String>> {
     let mut problems: BTreeMap<GpuProblem, Vec<String>> = BTreeMap::new();
     for at in &report.following {
         let Some(node) = observed.nodes.get(&at.node) else { continue };
@@ -557,13 +563,13 @@ fn step_problem(at: &GpuRef, gpu: &GpuStatus, step: &StepStatus) -> (GpuProblem,
 }
 
 /// Returns the GPUs that do not support their policy, each with the reason.
-fn unsupported_message(report: &Report) -> String {
+fn unsupported_message(report: &PolicyReport) -> String {
     let sentences: BTreeSet<String> =
         report.unsupported.iter().map(|(at, cannot)| format!("{}: {cannot}", gpu_name(at))).collect();
     join_items(sentences.into_iter().collect(), "; ")
 }
 
-/// Joins distinct sentences, at most [`MAX_LISTED_ITEMS`].
+/// Joins the distinct sentences into one sentence. Lists at most [`MAX_LISTED_ITEMS`] sentences.
 fn join_sentences(sentences: Vec<String>) -> Vec<String> {
     let distinct: BTreeSet<String> = sentences.into_iter().collect();
     vec![join_items(distinct.into_iter().collect(), "; ")]

@@ -1,8 +1,8 @@
 //! Taints nodes that can serve no pod, because all of their GPUs are lost or need a reset, or
-//! because their agent is not ready. This is disabled by default.
+//! because their agent is not ready. The taint is disabled by default.
 //!
-//! [`Taints`] decides and is pure. [`write_all`] changes only Cleave's taint of a node, with a JSON
-//! patch. [`TaintBackoff`] delays the nodes whose taint could not be written.
+//! [`Taints`] makes the decisions and is pure. [`write_all`] changes only Cleave's taint of a node,
+//! with a JSON patch. [`TaintBackoff`] delays the nodes whose taint could not be written.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -44,23 +44,23 @@ pub struct TaintChange {
 
 /// Whether a node can serve pods with GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Verdict {
+enum NodeVerdict {
     /// The node can serve pods, or its state is unknown.
     Usable,
     /// The node cannot serve pods. Contains the reason.
     Unusable(&'static str),
-    /// The node's agent is not ready. Contains the time since it became not ready.
+    /// The node's agent is not ready. Contains the time since the agent became not ready.
     NotReady(Duration),
 }
 
 /// The nodes whose taint could not be written. Each node has its own delay, so that one refused
 /// taint does not delay other writes. Times are durations since the process started.
 #[derive(Debug, Default)]
-pub(crate) struct TaintBackoff(BTreeMap<String, Failures>);
+pub(crate) struct TaintBackoff(BTreeMap<String, WriteFailures>);
 
 /// Consecutive failures to write the taint of a node.
 #[derive(Debug, Default)]
-struct Failures {
+struct WriteFailures {
     times: u32,
     /// The end of the delay.
     until: Duration,
@@ -89,7 +89,7 @@ impl TaintBackoff {
         self.0.values().map(|failures| failures.until.saturating_sub(now)).filter(|left| !left.is_zero()).min()
     }
 
-    /// Forgets the failures of all other nodes.
+    /// Forgets the failures of all nodes that are not in `nodes`.
     pub(crate) fn retain(&mut self, nodes: &BTreeSet<&str>) {
         self.0.retain(|node, _| nodes.contains(node.as_str()));
     }
@@ -116,18 +116,18 @@ impl Taints {
             let tainted =
                 node.taints.iter().position(|taint| taint.key == UNHEALTHY_TAINT && taint.effect == UNHEALTHY_EFFECT);
             let (why, patch) = match (verdict, tainted) {
-                (Verdict::NotReady(since), _) if since < NOT_READY_TIMEOUT => {
+                (NodeVerdict::NotReady(since), _) if since < NOT_READY_TIMEOUT => {
                     let left = NOT_READY_TIMEOUT.saturating_sub(since);
                     next = Some(next.map_or(left, |next| next.min(left)));
                     continue;
                 }
-                (Verdict::NotReady(_), None) => {
+                (NodeVerdict::NotReady(_), None) => {
                     (Some("the agent is not ready"), add_patch(&UNHEALTHY_KEY_AND_EFFECT, &node.taints, &node.version))
                 }
-                (Verdict::Unusable(why), None) => {
+                (NodeVerdict::Unusable(why), None) => {
                     (Some(why), add_patch(&UNHEALTHY_KEY_AND_EFFECT, &node.taints, &node.version))
                 }
-                (Verdict::Usable, Some(index)) => (None, remove_patch(&UNHEALTHY_KEY_AND_EFFECT, index)),
+                (NodeVerdict::Usable, Some(index)) => (None, remove_patch(&UNHEALTHY_KEY_AND_EFFECT, index)),
                 _ => continue,
             };
             differing.insert(name.as_str());
@@ -145,24 +145,24 @@ impl Taints {
         self.backoff.time_to_retry(now)
     }
 
-    fn verdict(&mut self, name: &str, node: &Node, now: Duration) -> Verdict {
-        // A node whose agent has not reported any GPU may have no GPU, so it is not tainted.
+    fn verdict(&mut self, name: &str, node: &Node, now: Duration) -> NodeVerdict {
+        // A node whose agent has not reported any GPU may have no GPU, so the node is not tainted.
         let Some(gpus) = node.reported().filter(|gpus| !gpus.is_empty()) else {
             self.away.remove(name);
-            return Verdict::Usable;
+            return NodeVerdict::Usable;
         };
         if !node.agent.is_some_and(|agent| agent.ready) {
             let since = *self.away.entry(name.to_owned()).or_insert(now);
-            return Verdict::NotReady(now.saturating_sub(since));
+            return NodeVerdict::NotReady(now.saturating_sub(since));
         }
         self.away.remove(name);
         // Suspect GPUs become healthy again within a minute. Other causes, such as a failed MPS
         // daemon, are not faults of the GPU.
         let is_out = |class: &str| matches!(class, HEALTH_LOST | HEALTH_NEEDS_RESET);
         if gpus.iter().all(|gpu| !gpu.health.healthy && is_out(&gpu.health.class)) {
-            return Verdict::Unusable("all GPUs of the node are lost or need a reset");
+            return NodeVerdict::Unusable("all GPUs of the node are lost or need a reset");
         }
-        Verdict::Usable
+        NodeVerdict::Usable
     }
 }
 
@@ -190,7 +190,7 @@ pub(crate) fn remove_patch((key, effect): &(&str, &str), index: usize) -> Value 
 /// The result of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TaintWriteResult {
-    /// The node has the change.
+    /// The change was written.
     Done,
     /// The node changed after the decision, so the API server refused the patch. The next decision
     /// reads the node again.
@@ -266,7 +266,7 @@ mod tests {
         super::remove_patch(&UNHEALTHY_KEY_AND_EFFECT, index)
     }
 
-    const fn secs(seconds: u64) -> Duration {
+    const fn seconds(seconds: u64) -> Duration {
         Duration::from_secs(seconds)
     }
 
@@ -296,7 +296,7 @@ mod tests {
 
     fn update(taints: &mut Taints, node: Node, now: u64) -> (Option<bool>, Option<u64>) {
         let observed = Observed { nodes: BTreeMap::from([("n".to_owned(), node)]), ..Observed::default() };
-        let (changes, next) = taints.update(&observed, secs(now));
+        let (changes, next) = taints.update(&observed, seconds(now));
         assert!(changes.len() <= 1 && changes.iter().all(|change| change.node == "n"));
         (changes.first().map(|change| change.why.is_some()), next.map(|next| next.as_secs()))
     }
@@ -350,18 +350,18 @@ mod tests {
         let lost = || BTreeMap::from(["n", "m"].map(|name| (name.to_owned(), node(&["Lost"]))));
         let mut observed = Observed { nodes: lost(), ..Observed::default() };
         let changed = |taints: &mut Taints, observed: &Observed, now: u64| {
-            let (changes, next) = taints.update(observed, secs(now));
+            let (changes, next) = taints.update(observed, seconds(now));
             (changes.into_iter().map(|change| change.node).collect::<Vec<_>>(), next.map(|next| next.as_secs()))
         };
         let mut now = 9;
         for delay in [1, 2, 4, 8, 16, 32, 60, 60] {
             assert_eq!(changed(&mut taints, &observed, now), (vec!["m".to_owned(), "n".to_owned()], None));
-            assert_eq!(taints.record_write("m", true, secs(now)), None);
-            assert_eq!(taints.record_write("n", false, secs(now)), Some(secs(delay)));
+            assert_eq!(taints.record_write("m", true, seconds(now)), None);
+            assert_eq!(taints.record_write("n", false, seconds(now)), Some(seconds(delay)));
             assert_eq!(changed(&mut taints, &observed, now), (vec!["m".to_owned()], Some(delay)));
             now += delay;
         }
-        taints.record_write("n", false, secs(now));
+        taints.record_write("n", false, seconds(now));
         observed.nodes.insert("n".to_owned(), node(&[""]));
         assert_eq!(changed(&mut taints, &observed, now), (vec!["m".to_owned()], None), "n needs no taint");
         observed.nodes = lost();

@@ -252,8 +252,8 @@ pub enum Error {
     Shape(&'static str),
 }
 
-/// Returns the part of a text that an error quotes. If the CRD lacked the rules, a stored text may
-/// have any length.
+/// Returns the part of a text that an error quotes. A text that was stored under a CRD without the
+/// rules may have any length.
 fn quoted_part(text: &str) -> String {
     text.chars().take(100).collect()
 }
@@ -380,7 +380,7 @@ fn equal_shares(mps: &Mps, resource: Option<&str>) -> Result<Option<MpsShare>, E
     }
     let size = match (units, unit_memory) {
         (Some(_), Some(_)) => return Err(Error::Shape("set units or unitMemory, not both")),
-        (Some(units), None) => ShareSize::Units(in_range("mps.units", *units, 1, MAX_CLIENTS)?),
+        (Some(units), None) => ShareSize::Units(check_range("mps.units", *units, 1, MAX_CLIENTS)?),
         (None, Some(memory)) => ShareSize::Memory(parse_mebibytes(memory)?),
         (None, None) => return Ok(None),
     };
@@ -390,7 +390,7 @@ fn equal_shares(mps: &Mps, resource: Option<&str>) -> Result<Option<MpsShare>, E
 fn mps_rules(mps: &Mps) -> Result<MpsRules, Error> {
     let Mps { units: _, unit_memory: _, sizes: _, threads, memory, multi_user, compute_mode, enforcement, clients } =
         mps;
-    let (max_clients, memory_parts) = clients.as_ref().map_or(Ok((None, 1)), client_rule)?;
+    let (max_clients, memory_parts) = clients.as_ref().map_or(Ok((None, 1)), client_rules)?;
     Ok(MpsRules {
         threads: (*threads).into(),
         limited: *memory == MemoryPolicy::Limited,
@@ -402,10 +402,10 @@ fn mps_rules(mps: &Mps) -> Result<MpsRules, Error> {
     })
 }
 
-fn client_rule(clients: &ClientLimits) -> Result<(Option<u32>, u32), Error> {
+fn client_rules(clients: &ClientLimits) -> Result<(Option<u32>, u32), Error> {
     let ClientLimits { max, split } = clients;
     if let Some(max) = max {
-        in_range("clients.max", *max, 1, MAX_CLIENTS)?;
+        check_range("clients.max", *max, 1, MAX_CLIENTS)?;
     }
     match (split, max) {
         (false, max) => Ok((*max, 1)),
@@ -417,7 +417,7 @@ fn client_rule(clients: &ClientLimits) -> Result<(Option<u32>, u32), Error> {
 fn replica_rules(slicing: &TimeSlicing, field: &'static str, resource: Option<&str>) -> Result<ReplicaRules, Error> {
     let TimeSlicing { replicas, interval } = slicing;
     Ok(ReplicaRules {
-        replicas: in_range(field, *replicas, 1, MAX_REPLICAS)?,
+        replicas: check_range(field, *replicas, 1, MAX_REPLICAS)?,
         interval: *interval,
         resource: resource.map(str::to_owned),
     })
@@ -600,7 +600,7 @@ fn parse_mebibytes(text: &str) -> Result<Mebibytes, Error> {
     })
 }
 
-fn in_range(field: &'static str, value: u32, least: u32, most: u32) -> Result<u32, Error> {
+fn check_range(field: &'static str, value: u32, least: u32, most: u32) -> Result<u32, Error> {
     if (least..=most).contains(&value) { Ok(value) } else { Err(Error::Range { field, value, least, most }) }
 }
 

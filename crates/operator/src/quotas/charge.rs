@@ -1,4 +1,4 @@
-//! What a pod costs on the GPUs of a node.
+//! Computes what a pod costs on the GPUs of a node.
 use std::collections::BTreeMap;
 
 use cleave_api::GpuNode;
@@ -9,10 +9,10 @@ use cleave_plan::ledger::DeviceRequest;
 use cleave_plan::quota::{Amount, MigSlice, Requested, Unit};
 use cleave_plan::units::Mebibytes;
 
-/// Suffix of the resource of shares of a MIG instance.
+/// Suffix of the names of resources that are shares of a MIG instance.
 const SHARED_SUFFIX: &str = ".shared";
 
-/// What one unit of a resource is, on one device.
+/// The part of a GPU that one unit of a resource represents, on one device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct UnitOfResource {
     requested: RequestedUnits,
@@ -74,8 +74,9 @@ impl UnitOfResource {
     }
 }
 
-/// Reads a MIG profile such as `1g.10gb`. The number of memory slices is not part of the name: it
-/// is the profile's part of the GPU's memory, in eighths.
+/// Parses a MIG profile such as `1g.10gb`. The name does not contain the number of memory slices.
+/// The function computes this number from the profile's memory: one memory slice is an eighth of
+/// the GPU's memory.
 fn mig_slice(profile: &str, memory: Mebibytes) -> Option<MigSlice> {
     let (compute, rest) = profile.split_once("g.")?;
     let gib: u64 = rest.split("gb").next()?.parse().ok()?;
@@ -85,7 +86,7 @@ fn mig_slice(profile: &str, memory: Mebibytes) -> Option<MigSlice> {
     Some(MigSlice { compute: compute.parse().ok()?, memory: u32::try_from(slices).unwrap_or(8), mib })
 }
 
-/// What requests cost on the GPUs of a node.
+/// The cost of each resource on the GPUs of a node.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NodeCosts(BTreeMap<String, Vec<UnitOfResource>>);
 
@@ -102,7 +103,7 @@ impl NodeCosts {
         Self(costs)
     }
 
-    /// Adds the costs on another node.
+    /// Adds the costs of another node.
     pub fn extend(&mut self, other: &Self) {
         for (resource, units) in &other.0 {
             let of = self.0.entry(resource.clone()).or_default();
@@ -114,14 +115,14 @@ impl NodeCosts {
         }
     }
 
-    /// Returns what requests cost where they cost most. Returns `None` if the node offers none of
-    /// the resources.
+    /// Returns the cost of requests. If the cost of a request differs between devices, the highest
+    /// cost counts. Returns `None` if the node serves none of the resources.
     pub fn cost(&self, requests: &[DeviceRequest], unit: Unit) -> Option<Amount> {
-        let dearest = |request: &DeviceRequest| {
+        let highest_cost = |request: &DeviceRequest| {
             let units = self.0.get(&request.resource)?;
             units.iter().map(|of| of.cost(request.units.get(), unit)).max()
         };
-        let costs: Vec<Amount> = requests.iter().filter_map(dearest).collect();
+        let costs: Vec<Amount> = requests.iter().filter_map(highest_cost).collect();
         (!costs.is_empty()).then(|| costs.into_iter().sum())
     }
 }

@@ -1,13 +1,13 @@
 //! Elastic quotas: reads `GpuQuota` objects.
 //!
-//! | module | what |
+//! | module | content |
 //! |---|---|
-//! | `validate` | the valid quotas of each pool, and what is wrong with the others |
+//! | `validate` | the valid quotas of each pool, and the problems of the other quotas |
 //! | `status` | the status of quotas |
-//! | `usage` | what quotas use, for metrics |
-//! | `charge` | what a pod costs on the GPUs of a node |
+//! | `usage` | the use of quotas, for metrics |
+//! | `charge` | the cost of a pod on the GPUs of a node |
 //!
-//! The rules are in `cleave_plan::quota`. The placement gate applies them.
+//! The rules are in `cleave_plan::quota`. [`crate::placement`] applies the rules.
 pub mod charge;
 pub mod status;
 pub(crate) mod usage;

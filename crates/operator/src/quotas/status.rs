@@ -12,7 +12,7 @@ use serde_json::Value;
 use super::validate::Problem;
 use crate::policies::demand::{Reason, WaitingPod};
 
-/// A pool, as the last reconcile left it.
+/// A pool at the end of the last reconcile.
 pub struct PoolView<'a> {
     /// The pods and GPUs.
     pub world: &'a World,
@@ -22,45 +22,46 @@ pub struct PoolView<'a> {
     pub unit: Unit,
 }
 
-/// What the waiting pods of a quota wait for.
+/// The waiting pods of a quota: numbers, amounts and reasons.
 #[derive(Default)]
-pub(crate) struct Waiting {
+pub(crate) struct WaitingPods {
     pods: u32,
-    /// What they request.
+    /// Amount that the pods request.
     pub(crate) amount: Amount,
     /// Number of pods by reason.
     pub(crate) reasons: BTreeMap<String, u32>,
-    /// Pods within the guarantee: what they wait for, and what they request.
+    /// Number and requested amount of the waiting pods within the guarantee, by reason.
     within: BTreeMap<&'static str, (u32, Amount)>,
 }
 
-impl Waiting {
-    /// Returns what pods within the guarantee request.
+impl WaitingPods {
+    /// Returns the amount that waiting pods within the guarantee request.
     pub(crate) fn unmet(&self) -> Amount {
         self.within.values().map(|(_, amount)| *amount).sum()
     }
 }
 
-/// Returns the status of a quota, and what its pods wait for. `absent` are namespaces of the quota
-/// that do not exist, and `kueue` are its pods that Kueue admitted. `pool` is `None` if the quota is
-/// in no pool, because it is not valid. `waits` is what each pod at the gate waits for. With
-/// `shows_unnamed`, the status shows what pods without a quota use of the pool.
+/// Returns the status of a quota, and its waiting pods. `absent` contains the namespaces of the
+/// quota that do not exist. `pool` is `None` if the quota is in no pool, because it is not valid.
+/// `waits` contains each pod's reason to wait at the gate. `kueue` are the
+/// quota's pods that Kueue admitted. With `shows_unnamed`, the status shows what pods without a quota
+/// use of the pool.
 pub(crate) fn status(
     quota: &GpuQuota,
     (pool, problem): (Option<&PoolView<'_>>, Option<&Problem>),
     (absent, kueue): (&[&str], Option<&KueuePods>),
     (waits, shows_unnamed): (&BTreeMap<String, WaitingPod>, bool),
     now: Timestamp,
-) -> (GpuQuotaStatus, Waiting) {
+) -> (GpuQuotaStatus, WaitingPods) {
     let name = quota.metadata.name.as_deref().unwrap_or_default();
     let generation = quota.metadata.generation.unwrap_or_default();
     let known = pool.and_then(|pool| Some((pool, pool.book.usage(name)?)));
     let unit = pool.map_or(Unit::Gpus, |pool| pool.unit);
     let (usage, waiting, leaving) = match known {
-        Some((pool, usage)) => (usage, waiting(pool, name, waits), leaving(pool.world, name)),
-        None => (Usage::default(), Waiting::default(), 0),
+        Some((pool, usage)) => (usage, waiting_pods(pool, name, waits), count_terminating_pods(pool.world, name)),
+        None => (Usage::default(), WaitingPods::default(), 0),
     };
-    let write = |amount: Amount| written(amount, unit);
+    let write = |amount: Amount| format_amount(amount, unit);
     let is_valid = known.is_some();
     let ready = match problem {
         None => (true, "Valid", valid_message(pool, absent)),
@@ -69,12 +70,16 @@ pub(crate) fn status(
     let is_enforced = is_valid && quota.spec.mode == QuotaMode::Enforce;
     let enforced = match (is_enforced, is_valid) {
         (true, _) if kueue.is_some() => (true, REASON_ALSO_KUEUE, kueue.map(KueuePods::message).unwrap_or_default()),
-        (true, _) => (true, "Enforced", "Pods over the maximum wait, and borrowers leave for a guarantee".to_owned()),
-        (_, true) => (false, "Counting", "The mode is Count: pods are neither held nor evicted".to_owned()),
+        (true, _) => (
+            true,
+            "Enforced",
+            "Pods beyond the maximum wait, and borrowers are evicted for pods within a guarantee".to_owned(),
+        ),
+        (_, true) => (false, "Counting", "The mode is Count: the quota neither delays nor evicts pods".to_owned()),
         _ => (false, "NotReady", "The quota is not valid, so its pods have no guarantee".to_owned()),
     };
     let guaranteed = match known {
-        Some((pool, _)) => guaranteed(pool, &waiting),
+        Some((pool, _)) => guaranteed_condition(pool, &waiting),
         None => (false, "NotReady", "The quota is not valid, so its pods have no guarantee".to_owned()),
     };
     let before = quota.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
@@ -98,7 +103,7 @@ pub(crate) fn status(
         in_quota: write(usage.within),
         borrowed: write(usage.excess),
         lent: write(usage.lent),
-        share: share(&usage, unit),
+        share: format_share(&usage, unit),
         cells: usage.cells.map(|cells| u32::try_from(cells).unwrap_or(u32::MAX)),
         pods: QuotaPods { within: usage.pods_within, over: usage.pods_over, leaving },
         unnamed: pool.filter(|_| shows_unnamed).map(unnamed),
@@ -131,8 +136,8 @@ fn unnamed(pool: &PoolView<'_>) -> QuotaUnnamed {
     let usage = pool.book.unnamed_usage();
     let waits = |pod: &&Pod| pod.owner == Owner::Unnamed && matches!(pod.place, Place::Waiting { .. });
     QuotaUnnamed {
-        used: written(usage.used, pool.unit),
-        share: share(&usage, pool.unit),
+        used: format_amount(usage.used, pool.unit),
+        share: format_share(&usage, pool.unit),
         pods: usage.pods_within.saturating_add(usage.pods_over),
         waiting: u32::try_from(pool.world.pods.iter().filter(waits).count()).unwrap_or(u32::MAX),
     }
@@ -157,7 +162,7 @@ fn with_removals(before: &Value, mut after: Value) -> Value {
     after
 }
 
-/// Describes a valid quota, and what of it has no effect yet.
+/// Describes a valid quota, and the parts of the quota that have no effect yet.
 fn valid_message(pool: Option<&PoolView<'_>>, absent: &[&str]) -> String {
     let mut message = "The quota counts all of its namespaces".to_owned();
     if pool.is_none_or(|pool| pool.world.gpus.is_empty()) {
@@ -170,8 +175,8 @@ fn valid_message(pool: Option<&PoolView<'_>>, absent: &[&str]) -> String {
     message
 }
 
-/// Writes an amount as in the spec: a number of GPUs, or a quantity of memory.
-fn written(amount: Amount, unit: Unit) -> String {
+/// Formats an amount as in the spec: a number of GPUs, or a quantity of memory.
+fn format_amount(amount: Amount, unit: Unit) -> String {
     match unit {
         Unit::Gpus => amount.to_string(),
         Unit::Memory if amount.0.is_multiple_of(1024) => format!("{}Gi", amount.0 / 1024),
@@ -179,8 +184,8 @@ fn written(amount: Amount, unit: Unit) -> String {
     }
 }
 
-/// Writes the share with two decimals, in GPUs or GiB.
-fn share(usage: &Usage, unit: Unit) -> String {
+/// Formats the share with two decimals, in GPUs or GiB.
+fn format_share(usage: &Usage, unit: Unit) -> String {
     let one = match unit {
         Unit::Gpus => GPU.0,
         Unit::Memory => 1024,
@@ -189,8 +194,8 @@ fn share(usage: &Usage, unit: Unit) -> String {
     format!("{}.{:02}", hundredths / 100, hundredths % 100)
 }
 
-fn waiting(pool: &PoolView<'_>, name: &str, waits: &BTreeMap<String, WaitingPod>) -> Waiting {
-    let mut waiting = Waiting::default();
+fn waiting_pods(pool: &PoolView<'_>, name: &str, waits: &BTreeMap<String, WaitingPod>) -> WaitingPods {
+    let mut waiting = WaitingPods::default();
     for (at, pod) in pool.world.pods.iter().enumerate() {
         let Place::Waiting { nominated } = pod.place else { continue };
         if !matches!(&pod.owner, Owner::Quota(owner) if owner == name) {
@@ -220,17 +225,17 @@ fn waiting(pool: &PoolView<'_>, name: &str, waits: &BTreeMap<String, WaitingPod>
     waiting
 }
 
-fn leaving(world: &World, name: &str) -> u32 {
+fn count_terminating_pods(world: &World, name: &str) -> u32 {
     let is_of = |owner: &Owner| matches!(owner, Owner::Quota(quota) if quota == name);
     let leaving = world.pods.iter().filter(|pod| matches!(pod.place, Place::Leaving { .. }) && is_of(&pod.owner));
     u32::try_from(leaving.count()).unwrap_or(u32::MAX)
 }
 
-/// Returns whether the guarantee holds, and why not.
-fn guaranteed(pool: &PoolView<'_>, waiting: &Waiting) -> (bool, &'static str, String) {
+/// Returns whether the guarantee holds, and the reason and message of the condition `Guaranteed`.
+fn guaranteed_condition(pool: &PoolView<'_>, waiting: &WaitingPods) -> (bool, &'static str, String) {
     let write = |amount: Amount| match pool.unit {
         Unit::Gpus => format!("{amount} GPUs"),
-        Unit::Memory => format!("{} of GPU memory", written(amount, Unit::Memory)),
+        Unit::Memory => format!("{} of GPU memory", format_amount(amount, Unit::Memory)),
     };
     let (sum, healthy) =
         (pool.world.quotas.values().map(cleave_plan::quota::Quota::min).sum::<Amount>(), pool.book.healthy());
@@ -246,7 +251,11 @@ fn guaranteed(pool: &PoolView<'_>, waiting: &Waiting) -> (bool, &'static str, St
         ("Nominated", "Reclaiming", "wait until evicted borrowers have ended"),
         ("Protected", "Protected", "wait for borrowers that disruption budgets protect"),
         ("Leaving", "Reclaiming", "wait until terminating pods of their own quota have ended"),
-        ("NoRoom", "Fragmented", "wait: no single GPU can be freed for them. guarantee: Cells would prevent that"),
+        (
+            "NoRoom",
+            "Fragmented",
+            "wait, because no single GPU can be freed for them. Set guarantee: Cells to prevent such waits",
+        ),
     ] {
         if let Some((pods, amount)) = waiting.within.get(word) {
             return (

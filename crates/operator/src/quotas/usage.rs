@@ -1,24 +1,24 @@
-//! What a quota uses, for metrics.
+//! The use of quotas, for metrics.
 use std::collections::BTreeMap;
 
 use cleave_plan::quota::Usage;
 
-/// What a quota uses, for metrics.
+/// The use of a quota, for metrics.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct QuotaUsage {
     pub(crate) usage: Usage,
     pub(crate) limits: Limits,
-    /// What waits, by reason: number of pods.
+    /// Number of waiting pods, by reason.
     pub(crate) waiting: BTreeMap<String, u32>,
-    /// Amount that waits.
+    /// Amount that waiting pods request.
     pub(crate) waiting_amount: u64,
-    /// Amount that waits within the guarantee.
+    /// Amount that waiting pods within the guarantee request.
     pub(crate) unmet_amount: u64,
-    /// One GPU, or one GiB: the unit of the metrics.
+    /// One unit of the metrics: one GPU, or one GiB.
     pub(crate) one: u64,
 }
 
-/// Limits of a quota, in the smallest unit.
+/// Limits of a quota, in the unit of [`Amount`](cleave_plan::quota::Amount).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Limits {
     pub(crate) min: u64,

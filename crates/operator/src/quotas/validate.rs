@@ -1,4 +1,4 @@
-//! The valid quotas of each pool of GPUs, and what is wrong with the others.
+//! Finds the valid quotas of each pool of GPUs, and the problems of the other quotas.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuQuota;
@@ -10,13 +10,13 @@ use cleave_plan::quota::{Guarantee, Mode, Namespaces, Owner, Quota, QuotaSpec, U
 
 use crate::policies::select::matches_model;
 
-/// What pods of namespaces without a quota may do.
+/// How quotas treat pods of namespaces without a quota.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Unnamed {
-    /// They borrow, as a quota without a guarantee does.
+    /// The pods borrow, like pods of a quota without a guarantee.
     #[default]
     Borrow,
-    /// Quotas neither hold nor evict them.
+    /// Quotas neither delay nor evict the pods.
     Exempt,
 }
 
@@ -27,34 +27,35 @@ impl std::str::FromStr for Unnamed {
         match text {
             "Borrow" => Ok(Self::Borrow),
             "Exempt" => Ok(Self::Exempt),
-            _ => Err("write Borrow or Exempt"),
+            _ => Err("the value must be Borrow or Exempt"),
         }
     }
 }
 
-/// Why a quota, or a part of it, is not in effect.
+/// Why a quota, or a part of a quota, is not in effect.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Problem {
     /// The spec is invalid.
     #[error("{0}")]
     Invalid(String),
-    /// Namespaces belong to an older quota of the same pool.
+    /// A namespace belongs to another quota of the same pool, which is older or names the
+    /// namespace.
     #[error(
-        "namespace {namespace} belongs to the quota {quota} of the same GPUs, which is older or names it: this quota does not count it"
+        "namespace {namespace} belongs to quota {quota} of the same GPUs, which is older or names the namespace. This quota does not count the namespace"
     )]
     NamespaceTaken {
         /// A namespace.
         namespace: String,
-        /// The quota that counts it.
+        /// The quota that counts the namespace.
         quota: String,
     },
     /// The pool overlaps with the pool of an older quota.
     #[error(
-        "the models overlap with those of the quota {0}, which is older: name the same models, or models that do not overlap"
+        "the models overlap with the models of the older quota {0}. Name the same models, or models that do not overlap"
     )]
     PoolOverlaps(String),
-    /// Another unit is used in the same pool.
-    #[error("the quota {0} of the same GPUs, which is older, has another unit: quotas of the same GPUs have one unit")]
+    /// An older quota of the same pool has another unit.
+    #[error("the older quota {0} of the same GPUs has another unit. Use the same unit in all quotas of these GPUs")]
     UnitDiffers(String),
 }
 
@@ -73,7 +74,7 @@ impl Problem {
 /// The quotas of one pool of GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pool {
-    /// Models of the pool. Empty: the GPUs that no other quota names.
+    /// Models of the pool. If empty, the pool consists of the GPUs that no other quota names.
     pub models: BTreeSet<String>,
     /// What the quotas count.
     pub unit: Unit,
@@ -90,9 +91,9 @@ pub struct Pool {
 pub struct Quotas {
     /// Pools of GPUs.
     pub pools: Vec<Pool>,
-    /// What is wrong with quotas, by name.
+    /// The problems of quotas, by the name of the quota.
     pub problems: BTreeMap<String, Problem>,
-    /// Namespaces that quotas neither hold nor evict.
+    /// Namespaces whose pods quotas neither delay nor evict.
     exempt: BTreeSet<String>,
     unnamed: Unnamed,
 }
@@ -113,8 +114,8 @@ impl Quotas {
         self.unnamed
     }
 
-    /// Validates quotas. `products` are the product names of the cluster's GPUs: they show whether
-    /// pools overlap.
+    /// Validates quotas. `products` contains the product names of the cluster's GPUs. These names
+    /// show whether pools overlap.
     pub fn new<'a>(
         objects: impl Iterator<Item = &'a GpuQuota>,
         namespaces: &[LabelledNamespace<'_>],
@@ -192,7 +193,7 @@ impl Quotas {
         self.pools.iter().position(names).or_else(|| self.pools.iter().position(|pool| pool.models.is_empty()))
     }
 
-    /// Returns what pods of a namespace are counted against in a pool.
+    /// Returns the owner that pods of a namespace are charged to in a pool.
     pub fn owner(&self, pool: usize, namespace: &str) -> Owner {
         match self.pools[pool].owners.get(namespace) {
             _ if self.exempt.contains(namespace) => Owner::Outside,
@@ -202,13 +203,14 @@ impl Quotas {
         }
     }
 
-    /// Returns whether a quota of the pool is enforced. Otherwise quotas only count.
+    /// Returns whether a quota of the pool is enforced. Otherwise, the quotas only count the use.
     pub fn is_enforced(&self, pool: usize) -> bool {
         self.pools[pool].quotas.values().any(Quota::is_enforced)
     }
 }
 
-/// Returns whether two pools have GPUs in common: a known GPU, or a model that is part of another.
+/// Returns whether two pools have GPUs in common: a known GPU, or a model name that is a part of
+/// another model name.
 fn models_overlap(one: &BTreeSet<String>, other: &BTreeSet<String>, products: &BTreeSet<String>) -> bool {
     let has = |models: &BTreeSet<String>, product: &str| models.iter().any(|model| matches_model(model, product));
     products.iter().any(|product| has(one, product) && has(other, product))
@@ -222,7 +224,7 @@ fn quota_spec(object: &GpuQuota) -> QuotaSpec {
     let namespaces = match (&spec.namespaces, &spec.namespace_selector) {
         (Some(names), None) => Namespaces::Names(names.iter().cloned().collect()),
         (None, Some(selector)) => Namespaces::WithLabels(selector.match_labels.clone()),
-        // An older CRD accepted both or none.
+        // An older CRD accepted both fields, or neither.
         _ => Namespaces::Names(BTreeSet::new()),
     };
     let quantity = |written: &Option<String>| written.as_deref().map(Quantity::new);
@@ -263,15 +265,15 @@ mod tests {
         serde_json::from_value(object).unwrap()
     }
 
-    fn old(name: &str, spec: Value) -> GpuQuota {
+    fn older_quota(name: &str, spec: Value) -> GpuQuota {
         quota(name, "2026-01-01T00:00:00Z", spec)
     }
 
-    fn young(name: &str, spec: Value) -> GpuQuota {
+    fn newer_quota(name: &str, spec: Value) -> GpuQuota {
         quota(name, "2026-02-01T00:00:00Z", spec)
     }
 
-    fn validated(quotas: &[GpuQuota]) -> Quotas {
+    fn validate_quotas(quotas: &[GpuQuota]) -> Quotas {
         let labels = BTreeMap::from([("team".to_owned(), "a".to_owned())]);
         let exempt = BTreeMap::from([(ALLOW_LABEL.to_owned(), "placement.quota".to_owned())]);
         let none = BTreeMap::new();
@@ -285,12 +287,12 @@ mod tests {
     }
 
     #[test]
-    fn a_namespace_is_of_the_older_quota_and_of_the_quota_that_names_it() {
-        let quotas = validated(&[
-            young("young", json!({"namespaces": ["b", "c"], "min": "1"})),
-            old("selector", json!({"namespaceSelector": {"matchLabels": {"team": "a"}}})),
-            young("named", json!({"namespaces": ["a-train"]})),
-            old("old", json!({"namespaces": ["b"]})),
+    fn a_namespace_belongs_to_the_quota_that_names_it_or_to_the_older_quota() {
+        let quotas = validate_quotas(&[
+            newer_quota("young", json!({"namespaces": ["b", "c"], "min": "1"})),
+            older_quota("selector", json!({"namespaceSelector": {"matchLabels": {"team": "a"}}})),
+            newer_quota("named", json!({"namespaces": ["a-train"]})),
+            older_quota("old", json!({"namespaces": ["b"]})),
         ]);
         assert_eq!(reasons(&quotas), [("selector", "NamespaceTaken"), ("young", "NamespaceTaken")]);
         for (namespace, owner) in [("a-train", "named"), ("b", "old"), ("c", "young")] {
@@ -300,15 +302,15 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_has_one_unit_and_pools_are_equal_or_apart() {
-        let quotas = validated(&[
-            old("a", json!({"namespaces": ["a"], "gpus": {"models": ["H100"]}, "min": "2"})),
-            young(
+    fn quotas_of_a_pool_have_one_unit_and_pools_do_not_overlap() {
+        let quotas = validate_quotas(&[
+            older_quota("a", json!({"namespaces": ["a"], "gpus": {"models": ["H100"]}, "min": "2"})),
+            newer_quota(
                 "differs",
                 json!({"namespaces": ["b"], "gpus": {"models": ["h100"]}, "unit": "Memory", "min": "4Gi"}),
             ),
-            young("overlaps", json!({"namespaces": ["c"], "gpus": {"models": ["NVIDIA H100"]}})),
-            young("rest", json!({"namespaces": ["d"]})),
+            newer_quota("overlaps", json!({"namespaces": ["c"], "gpus": {"models": ["NVIDIA H100"]}})),
+            newer_quota("rest", json!({"namespaces": ["d"]})),
         ]);
         assert_eq!(reasons(&quotas), [("differs", "UnitDiffers"), ("overlaps", "PoolOverlaps")]);
         assert_eq!((quotas.pool_of("NVIDIA H100 80GB HBM3"), quotas.pool_of("NVIDIA L4")), (Some(0), Some(1)));
@@ -316,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn an_invalid_quota_is_left_out_and_blocks_nobody() {
+    fn an_invalid_quota_is_ignored_and_affects_no_other_quota() {
         let namespaces = json!(["a"]);
         for spec in [
             json!({"namespaces": namespaces, "min": "5", "max": "4"}),
@@ -329,7 +331,8 @@ mod tests {
             json!({"namespaces": namespaces, "guarantee": "Cells", "min": "2500m"}),
             json!({"namespaces": namespaces, "guarantee": "Cells", "unit": "Memory", "min": "4Gi"}),
         ] {
-            let quotas = validated(&[old("bad", spec.clone()), young("good", json!({"namespaces": ["a"]}))]);
+            let quotas =
+                validate_quotas(&[older_quota("bad", spec.clone()), newer_quota("good", json!({"namespaces": ["a"]}))]);
             assert_eq!(reasons(&quotas), [("bad", "Invalid")], "{spec}");
             assert_eq!(quotas.owner(0, "a"), Owner::Quota("good".to_owned()), "{spec}");
         }

@@ -47,10 +47,10 @@ impl Replacement {
 
 /// The actions to take now, and the state of the replacement.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Step {
+pub struct RolloutStep {
     /// MPS hosts whose pods the operator deletes.
     pub replace: Vec<Replacement>,
-    /// Why replacement stopped and which `DaemonSet` is affected. `None` if this was already
+    /// Why replacement stopped and which `DaemonSet` is affected. `None` if the stop was already
     /// reported.
     pub stop_report: Option<(String, ObjectReference)>,
     /// Whether replacement is stopped.
@@ -111,9 +111,9 @@ impl Rollout {
     }
 
     /// Updates the state from the nodes. Returns the actions to take now.
-    pub(crate) fn update(&mut self, nodes: &BTreeMap<String, MpsHostView>, up: Duration) -> Step {
+    pub(crate) fn update(&mut self, nodes: &BTreeMap<String, MpsHostView>, up: Duration) -> RolloutStep {
         self.update_outages(nodes, up);
-        let mut step = Step::default();
+        let mut step = RolloutStep::default();
         let stopped = self.stop_reason(nodes);
         step.stopped = stopped.is_some();
         if stopped != self.reported {
@@ -224,8 +224,8 @@ impl Rollout {
         let max_replacing = if proven { (hosts().count() / BATCH_DIVISOR).max(1) } else { 1 };
         let excused = |name: &String| nodes.get(name).is_some_and(|view| view.excused);
         let replacing = self.outages.keys().filter(|name| self.deleted.contains_key(*name) || !excused(name)).count();
-        // Reopen nodes if too many are closed. This happens when MPS hosts stop serving after nodes
-        // were closed.
+        // Reopen nodes if too many are closed. Too many nodes are closed when MPS hosts stop
+        // serving after nodes were closed.
         while !self.closed.is_empty() && replacing.saturating_add(self.closed.len()) > max_replacing {
             self.closed.pop_last();
         }
@@ -234,8 +234,9 @@ impl Rollout {
                 host.outdated && !host.terminating && view.busy.is_none() && !self.closed.contains_key(*name)
             })
             .filter(|(name, _, _)| !self.outages.contains_key(*name))
-            // Replace MPS hosts that do not serve last. If such a node's new MPS host also fails,
-            // the failure does not show whether the new release works.
+            // First replace the MPS hosts that serve, then the other MPS hosts. If a new MPS host
+            // fails on a node whose old MPS host did not serve, the failure does not show whether
+            // the new release works.
             .map(|(name, view, host)| (!host.ready || view.daemon_problem.is_some(), name.clone(), host.uid.clone()))
             .collect();
         next.sort();
@@ -244,7 +245,7 @@ impl Rollout {
     }
 }
 
-impl Step {
+impl RolloutStep {
     fn schedule_check(&mut self, at: Duration, up: Duration) {
         let from_now = at.saturating_sub(up);
         self.next = Some(self.next.map_or(from_now, |next| next.min(from_now)));

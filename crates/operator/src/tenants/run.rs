@@ -14,7 +14,7 @@ use crate::write::publish;
 /// Time to wait for further changes after the first one.
 const BATCH_WINDOW: Duration = Duration::from_millis(200);
 
-/// Writes the conditions of pods and evicts pods, as [`FindingTracker`] decides.
+/// Writes the conditions of pods and evicts pods, according to the decisions of [`FindingTracker`].
 pub(crate) struct TenantController {
     context: Context,
     wakes: Wakers,
@@ -125,7 +125,8 @@ mod tests {
         (Client::new(service, "default"), server)
     }
 
-    /// Answers the next request. Returns its method and URI, content type and body.
+    /// Answers the next request. Returns the request's method and URI, its content type, and its
+    /// body.
     async fn answer_request(server: &mut Server, code: u16) -> (String, String, Value) {
         let (request, reply) = server.next_request().await.unwrap();
         let (parts, body) = request.into_parts();
@@ -194,7 +195,7 @@ mod tests {
         let (evicted, (line, _, body)) = tokio::join!(evict, answer_request(&mut server, 409));
         assert_eq!(line, "POST /api/v1/namespaces/team/pods/p/eviction");
         assert_eq!(body["deleteOptions"]["preconditions"], json!({"uid": "u", "resourceVersion": "7"}));
-        assert_eq!(evicted, EvictionResult::NotFound, "a pod that was bound meanwhile is not evicted");
+        assert_eq!(evicted, EvictionResult::NotFound, "a pod that was bound since the decision is not evicted");
     }
 
     #[tokio::test]

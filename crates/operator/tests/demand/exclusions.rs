@@ -165,7 +165,7 @@ fn a_gpu_that_is_lost_keeps_its_spec() {
 }
 
 #[test]
-fn a_node_without_room_for_pods_is_not_repartitioned() {
+fn a_node_without_a_free_pod_slot_is_not_repartitioned() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1);
     let full = BTreeMap::from([("pods".to_owned(), cleave_plan::Quantity::whole(1))]);
     world.observed.nodes.get_mut("n1").unwrap().allocatable = full;

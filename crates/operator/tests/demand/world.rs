@@ -204,8 +204,8 @@ impl TestCluster {
         }
     }
 
-    /// Binds every pod that fits the free slices of a node, as the scheduler does. Lists its
-    /// devices, as the kubelet does.
+    /// Binds every pod that fits the free slices of a node, as the scheduler does. Also lists the
+    /// devices of each bound pod, as the kubelet does.
     pub(crate) fn bind_fitting_pods(&mut self) {
         for name in self.pods.keys().cloned().collect::<Vec<_>>() {
             let pod = &self.pods[&name];
@@ -280,7 +280,7 @@ impl TestCluster {
         self.pods[&format!("team/{name}")].node().is_some()
     }
 
-    /// Runs operator, agents and scheduler until nothing changes.
+    /// Runs the operator, the agents and the scheduler until nothing changes.
     pub(crate) fn settle(&mut self) {
         for _ in 0..20 {
             self.run_pass();

@@ -7,7 +7,7 @@ use cleave_api::sharingpolicy::{RolloutStatus, SharingPolicy};
 use cleave_operator::policies::apply::changes;
 use cleave_operator::policies::plan::{Plan, plan};
 use cleave_operator::policies::staging::{FAILURE_TIME, PROOF_TIME, Staging};
-use cleave_operator::policies::status::{Update, WrittenStatuses, updates};
+use cleave_operator::policies::status::{StatusUpdate, WrittenStatuses, updates};
 use cleave_operator::read::{Agent, Node, Observed};
 use cleave_plan::snapshot::Taint;
 use jiff::Timestamp;
@@ -93,7 +93,7 @@ impl World {
 
     pub(crate) fn staged_plan(&mut self) -> (Plan, Option<Duration>) {
         let mut plan = plan(&self.observed);
-        let next = self.staging.hold_back(&mut plan, &self.observed, self.now);
+        let next = self.staging.withhold_changes(&mut plan, &self.observed, self.now);
         (plan, next)
     }
 
@@ -185,7 +185,7 @@ impl World {
     }
 
     /// Writes the status of policy `p`. Returns the update, if the status changed.
-    pub(crate) fn report(&mut self) -> Option<Update> {
+    pub(crate) fn report(&mut self) -> Option<StatusUpdate> {
         let (plan, _) = self.staged_plan();
         let all = updates(&plan, &self.observed, &WrittenStatuses::new(), Timestamp::UNIX_EPOCH);
         let update = all.into_iter().find(|update| update.policy == "p")?;

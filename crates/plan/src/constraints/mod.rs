@@ -10,11 +10,11 @@
 //! # Cost
 //!
 //! [`NodeChecker::new`] makes at most [`MAX_REQUIREMENTS`] comparisons for each node, and twice as
-//! many for each placed pod. The checker refuses a subject with more rules on every node
-//! ([`Conflict::TooManyRules`]). It ignores a placed pod's anti-affinity terms and host ports
-//! beyond the limit. The checker reads nodes and pods only if a rule needs them. For a pod without
-//! rules, it reads only placed pods with anti-affinity or host ports. [`NodeChecker::check_node`]
-//! looks up each of the subject's rules once.
+//! many for each placed pod. A subject that exceeds this limit is refused on every node
+//! ([`Conflict::TooManyRules`]). The checker ignores a placed pod's anti-affinity terms and host
+//! ports beyond the limit. The checker reads nodes and pods only if a rule needs them. For a pod
+//! without rules, the checker reads only placed pods with anti-affinity or host ports.
+//! [`NodeChecker::check_node`] looks up each of the subject's rules once.
 mod affinity;
 mod conflict;
 mod pods;
@@ -49,10 +49,10 @@ impl<'a> NodeChecker<'a> {
     /// subject.
     ///
     /// - `nodes` are all nodes of the cluster, not only those with GPUs, without duplicates.
-    /// - `all` are all pods on these nodes except the subject. These pods are read only if the
-    ///   subject has affinity, anti-affinity or spread constraints.
-    /// - `repelling` are the pods in `all` whose rules [repel](Rules::repels). Other pods have no
-    ///   effect.
+    /// - `all` are all pods on these nodes except the subject. The checker reads these pods only if
+    ///   the subject has affinity, anti-affinity or spread constraints.
+    /// - `repelling` are the pods in `all` whose rules [repel](Rules::repels). Pods without such
+    ///   rules have no effect.
     /// - `namespaces` returns the labels of a namespace. If the labels are unknown, a namespace
     ///   selector with requirements does not match for affinity and matches for anti-affinity.
     pub fn new(
@@ -113,7 +113,7 @@ impl<'a> NodeChecker<'a> {
         if self.too_many {
             return Err(Conflict::TooManyRules);
         }
-        // For volumes, the scheduler compares only labels. A term on the node's name matches no
+        // For volumes, the scheduler compares only labels. A term about the node's name matches no
         // node.
         if !self.volumes.iter().all(|terms| scheduling::matches_any(terms, &node.labels, "")) {
             return Err(Conflict::Volume);

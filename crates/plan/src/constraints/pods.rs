@@ -4,7 +4,7 @@ use super::selector::Labels;
 use crate::snapshot::{NodeSelectorTerm, Pod};
 
 /// A pod that runs on a node or has a reservation on the node. A pod with reservations on several
-/// nodes counts on each of them.
+/// nodes counts on each of these nodes.
 #[derive(Debug, Clone, Copy)]
 pub struct PlacedPod<'a> {
     /// Namespace of the pod.
@@ -14,7 +14,7 @@ pub struct PlacedPod<'a> {
     /// Name of the node. If [`NodeChecker::new`](super::NodeChecker::new) does not receive the
     /// node, only the pod's ports count.
     pub node: &'a str,
-    /// Rules of the pod. Only anti-affinity and ports are read.
+    /// Rules of the pod. The checker reads only their anti-affinity and ports.
     pub rules: &'a Rules,
     /// Whether the pod is being deleted. A terminating pod still counts for affinity and ports, but
     /// not for spread.

@@ -39,8 +39,8 @@ impl Rules {
     }
 }
 
-/// One required `PodAffinityTerm`. The term selects pods, and names the topology domain in which
-/// these pods must or must not be.
+/// One required `PodAffinityTerm`. The term selects pods. These pods must or must not be in the
+/// topology domain of the subject.
 ///
 /// `matchLabelKeys` and `mismatchLabelKeys` are not read, because the API server merges them into
 /// `labelSelector` when it creates the pod.
@@ -49,9 +49,9 @@ impl Rules {
 pub struct PodAffinityTerm {
     /// Labels of the pods. `None` selects no pods, and an empty selector selects all pods.
     pub label_selector: Option<LabelSelector>,
-    /// Namespaces in which pods are selected.
+    /// Names of the namespaces where the term selects pods.
     pub namespaces: Vec<String>,
-    /// Labels of further namespaces in which pods are selected. An empty selector selects all
+    /// Labels of further namespaces where the term selects pods. An empty selector selects all
     /// namespaces. If both `namespaces` and this selector are omitted, only pods of the term's own
     /// namespace are selected.
     pub namespace_selector: Option<LabelSelector>,
@@ -131,7 +131,8 @@ pub struct SpreadConstraint {
     /// Whether only nodes that match the pod's node selector and node affinity are domains. The
     /// default is yes.
     pub node_affinity_policy: Option<NodePolicy>,
-    /// Whether only nodes whose taints the pod tolerates are domains. The default is no.
+    /// Whether the domains contain only nodes with taints that the pod tolerates. The default is
+    /// no.
     pub node_taints_policy: Option<NodePolicy>,
     /// Labels that selected pods must have in common with the pod. Labels that the pod does not
     /// have are ignored.
@@ -185,7 +186,8 @@ impl SpreadConstraint {
     }
 }
 
-/// A port of the node that a container uses. Two pods whose ports conflict cannot run on one node.
+/// A port of the node that a container uses. Two pods with conflicting ports cannot run on one
+/// node.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct HostPort {
@@ -202,8 +204,8 @@ pub struct HostPort {
 const EVERY_ADDRESS: &str = "0.0.0.0";
 
 impl HostPort {
-    /// Returns whether both ports are bound to the same address. Two ports conflict if this is true
-    /// and their [sockets](Self::socket) are equal.
+    /// Returns whether both ports are bound to the same address. Two ports conflict if this
+    /// function returns true and their [sockets](Self::socket) are equal.
     pub(super) fn shares_address_with(&self, other: &Self) -> bool {
         let every = self.address() == EVERY_ADDRESS || other.address() == EVERY_ADDRESS;
         every || self.address() == other.address()

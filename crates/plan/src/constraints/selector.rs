@@ -16,8 +16,8 @@ pub type Labels = BTreeMap<String, String>;
 /// bounds the time that one pod takes.
 pub const MAX_REQUIREMENTS: usize = 256;
 
-/// A `metav1.LabelSelector`. All of its requirements must match. A selector without requirements
-/// matches everything.
+/// A `metav1.LabelSelector`. All requirements of a selector must match. A selector without
+/// requirements matches everything.
 ///
 /// A missing selector (`None`) matches nothing.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize)]

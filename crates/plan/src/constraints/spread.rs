@@ -22,7 +22,7 @@ struct DomainCounts<'a> {
     narrowed: bool,
     /// 1 if the subject itself is selected, otherwise 0.
     subject_count: i64,
-    /// Number of selected pods in the domain with the fewest.
+    /// Number of selected pods in the domain with the fewest selected pods.
     lowest_count: i64,
 }
 

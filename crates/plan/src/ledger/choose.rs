@@ -12,7 +12,7 @@ use crate::placement::{self, Demand, Rank, Score, THOUSANDTHS_PER_GPU};
 /// Why a pod fits nowhere, for the node that is closest to fitting.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub enum NoFit {
-    /// The list of nodes is empty, or the ledger has none of its nodes.
+    /// The list of nodes is empty, or the ledger knows none of the nodes in the list.
     #[error("no node is eligible")]
     NoNode,
     /// No node serves the resource.

@@ -25,7 +25,7 @@ const TABLE_LIMITS: TableLimits = TableLimits { tables: 256, ranks: 1 << 21 };
 /// Free CPU of a node whose CPU is unknown, in thousandths of a core.
 const UNKNOWN_CPU: NodeCpu = NodeCpu { total: 0, free: u32::MAX as u64 };
 
-/// Nodes whose state changed since the last [`Ledger::synchronize`].
+/// Nodes that changed since the last [`Ledger::synchronize`].
 #[derive(Debug, Clone, Default)]
 pub(super) struct ChangedNodes(pub(super) BTreeSet<String>);
 
@@ -84,7 +84,7 @@ struct NodeTable<S: Score> {
     by_node: BTreeMap<String, usize>,
     unused: Vec<usize>,
     is_learned: bool,
-    /// The choice that last used the table. See [`Chooser::choices`].
+    /// Number of the choice that last used the table. See [`Chooser::choices`].
     used: u64,
 }
 
@@ -100,7 +100,7 @@ struct TableLimits {
     /// Number of tables above which tables without nodes are dropped. GPUs that are partitioned on
     /// demand may serve a resource or size only temporarily.
     tables: usize,
-    /// Number of cached ranks, of 24 bytes each. One table may use a fourth of this number.
+    /// Number of cached ranks, of 24 bytes each. One table may use a quarter of this number.
     ranks: usize,
 }
 
@@ -110,9 +110,9 @@ pub struct Chooser<S: Score = LearnedScore> {
     /// Tables by resource, then by the capacity of a device.
     tables: BTreeMap<String, BTreeMap<u32, NodeTable<S>>>,
     cpu: BTreeMap<String, NodeCpu>,
-    /// Learners by resource. Each one learns typical requests for its resource.
+    /// Learners by resource. Each learner records typical requests for its resource.
     learners: BTreeMap<String, Learner>,
-    /// Number of choices so far.
+    /// Number of choices since the chooser was created.
     choices: u64,
     limits: TableLimits,
 }
@@ -140,9 +140,9 @@ impl<S: Score + Default> Chooser<S> {
     }
 
     /// Subtracts the CPU of a pod that is released to a node.
-    pub fn use_cpu(&mut self, node: &str, milli: u64) {
+    pub fn subtract_cpu(&mut self, node: &str, millicores: u64) {
         if let Some(&cpu) = self.cpu.get(node) {
-            self.set_cpu(node, NodeCpu { free: cpu.free.saturating_sub(milli), ..cpu });
+            self.set_cpu(node, NodeCpu { free: cpu.free.saturating_sub(millicores), ..cpu });
         }
     }
 
@@ -167,7 +167,7 @@ impl<S: Score + Default> Chooser<S> {
         for (resource, tables) in &mut self.tables {
             for (capacity, table) in tables {
                 if !rows.contains_key(&(resource.as_str(), *capacity)) {
-                    table.remove(name);
+                    table.remove_node(name);
                 }
             }
         }
@@ -176,7 +176,7 @@ impl<S: Score + Default> Chooser<S> {
                 self.tables.insert(resource.to_owned(), BTreeMap::new());
             }
             if let Some(tables) = self.tables.get_mut(resource) {
-                tables.entry(capacity).or_default().add_or_change(name, row, &devices);
+                tables.entry(capacity).or_default().set_node(name, row, &devices);
             }
         }
         self.drop_empty_tables();
@@ -212,7 +212,7 @@ impl<S: Score> Chooser<S> {
         device_requests: &[DeviceRequest],
         criteria: ChoiceCriteria<'_>,
     ) -> impl Iterator<Item = (&str, Vec<&str>)> {
-        self.clear_oldest();
+        self.clear_oldest_caches();
         let mut lists = Vec::new();
         if let Some((resource, units, gpus)) = equal_requests(device_requests) {
             for (&capacity, table) in self.tables.get_mut(resource).into_iter().flatten() {
@@ -237,7 +237,7 @@ impl<S: Score> Chooser<S> {
 impl<S: Score> Chooser<S> {
     /// Clears the caches of the least recently used tables, until the remaining caches are within
     /// the limit.
-    fn clear_oldest(&mut self) {
+    fn clear_oldest_caches(&mut self) {
         self.choices += 1;
         let all = || self.tables.values().flat_map(BTreeMap::values);
         let mut cached: usize = all().map(|table| table.placer.count_cached_ranks()).sum();
@@ -299,7 +299,7 @@ impl Chooser<LearnedScore> {
 
 impl<S: Score> NodeTable<S> {
     /// Adds or changes a node.
-    fn add_or_change(&mut self, name: &str, node: placement::Node, devices: &[&String]) {
+    fn set_node(&mut self, name: &str, node: placement::Node, devices: &[&String]) {
         let index = match self.by_node.get(name).copied() {
             Some(index) => index,
             None => {
@@ -321,7 +321,7 @@ impl<S: Score> NodeTable<S> {
         }
     }
 
-    fn remove(&mut self, name: &str) {
+    fn remove_node(&mut self, name: &str) {
         if let Some(index) = self.by_node.remove(name) {
             self.placer.change(index, |row| *row = placement::Node::default());
             self.rows.get_mut(index).into_iter().for_each(|row| *row = NodeRow::default());
@@ -353,7 +353,7 @@ impl<S: Score> NodeTable<S> {
     }
 }
 
-/// Returns the resource, the units and the number of the requests if all of them are equal. Returns
+/// Returns the resource, the units and the number of requests if all requests are equal. Returns
 /// `None` otherwise.
 fn equal_requests(device_requests: &[DeviceRequest]) -> Option<(&str, u32, u32)> {
     let (first, others) = device_requests.split_first()?;
@@ -414,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_without_nodes_are_dropped_when_there_are_many() {
+    fn tables_without_nodes_are_dropped_when_there_are_too_many_tables() {
         let mut chooser =
             Chooser { limits: TableLimits { tables: 4, ..TABLE_LIMITS }, ..Chooser::<Tightest>::default() };
         let mut ledger = Ledger::default();

@@ -50,7 +50,7 @@ impl Claims {
         self.by_pod.remove(pod)
     }
 
-    /// Changes the claim of a pod, if the pod has one. Claims of other pods do not change.
+    /// Changes the claim of a pod, if the pod has a claim. Claims of other pods do not change.
     pub(super) fn change(&mut self, pod: &str, change: impl FnOnce(&mut Claim)) {
         if let Some(claim) = self.by_pod.get_mut(pod) {
             change(claim);

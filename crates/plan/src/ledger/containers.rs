@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn resources_are_separate() {
+    fn units_of_different_resources_are_separate() {
         let container = |kind, limits: &[(&str, u32)]| Container {
             kind,
             limits: limits.iter().map(|(resource, units)| ((*resource).to_owned(), *units)).collect(),

@@ -14,9 +14,9 @@ pub struct Claim {
     pub device_requests: Vec<DeviceRequest>,
     /// Nodes on which the pod may run.
     pub place: Place,
-    /// The reservations in the pod's annotation, by node. Agents follow them when they allocate.
-    /// After two pods swapped units, each has the other pod's reservations here. The list is empty
-    /// for a pod that bypassed the gate.
+    /// The reservations in the pod's annotation, by node. Agents follow these reservations when
+    /// they allocate units. After two pods swapped units, each pod has the other pod's reservations
+    /// here. The list is empty for a pod that bypassed the gate.
     pub annotated: BTreeMap<String, Vec<Reservation>>,
 }
 
@@ -24,15 +24,15 @@ pub struct Claim {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Place {
     /// The pod may run on any of these nodes. Units are reserved on each node until the pod is
-    /// bound to one of them, or the claim expires.
+    /// bound to one of the nodes, or the claim expires.
     OneOf {
         /// Names of the nodes.
         nodes: BTreeSet<String>,
         /// Time at which the claim expires.
         expires: Moment,
     },
-    /// The pod is bound to this node. Units are reserved until they are allocated or the pod is
-    /// deleted.
+    /// The pod is bound to this node. Units are reserved until the kubelet allocates them or the
+    /// pod is deleted.
     Bound(String),
 }
 
@@ -48,7 +48,7 @@ impl Place {
 /// Observed state of a node.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NodeFacts {
-    /// GPU model, as pods name it. Used to choose among nodes.
+    /// GPU model, as node selectors of pods name it. The chooser prefers nodes by model.
     pub model: String,
     /// Devices of the node.
     pub devices: Vec<DeviceFacts>,

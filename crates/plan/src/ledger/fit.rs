@@ -27,7 +27,7 @@ impl Fit {
 pub struct Fits {
     pub(super) device_requests: Vec<DeviceRequest>,
     pub(super) places: Vec<Fit>,
-    /// Lowest priority of the nominations whose units did not count as free.
+    /// Lowest priority among the nominations with units that did not count as free.
     pub(super) priority: i32,
 }
 

@@ -37,12 +37,12 @@ pub(super) fn claims_on_node<'a>(
     pods.iter().map(of).collect()
 }
 
-fn matches_device(note: &Reservation, part: &AllocatedUnits) -> bool {
-    matches_units(note, part) && *note.device == *part.device
+fn matches_device(reservation: &Reservation, allocation: &AllocatedUnits) -> bool {
+    matches_units(reservation, allocation) && *reservation.device == *allocation.device
 }
 
-fn matches_units(note: &Reservation, part: &AllocatedUnits) -> bool {
-    note.units == part.units && *note.resource == *part.resource
+fn matches_units(reservation: &Reservation, allocation: &AllocatedUnits) -> bool {
+    reservation.units == allocation.units && *reservation.resource == *allocation.resource
 }
 
 impl<'a> NodeClaim<'a> {
@@ -59,9 +59,9 @@ impl<'a> NodeClaim<'a> {
     }
 }
 
-/// Swaps the annotated reservations of pods that were allocated each other's units. If a pod was
-/// allocated other units, and no other pod's annotation names them, its reservation moves to these
-/// units.
+/// Swaps the annotated reservations of two pods if each pod was allocated the units that the other
+/// pod's annotation names. If the kubelet allocated other units to a pod, and no other pod's
+/// annotation names these units, the pod's reservation moves to them.
 pub(super) fn swap_reservations(claims: &mut Claims, pods: &BTreeSet<Arc<str>>, node: &str, allocated: &Allocations) {
     let all = claims_on_node(claims, pods, node, allocated);
     if all
@@ -140,7 +140,8 @@ pub(super) fn reserve_missing(
 ) -> Vec<DeviceRequest> {
     let mut wanted: BTreeMap<&str, Vec<Units>> = BTreeMap::new();
     let mut annotated: Vec<&Reservation> = Vec::new();
-    // If the kubelet has allocated a part of a request, reserve the rest on the same device.
+    // If the kubelet has allocated a part of a request, reserve the remaining units on the same
+    // device.
     let mut started_on: BTreeSet<(&str, &str)> = BTreeSet::new();
     for one in claimed {
         let (left, _) = one.compare_with_annotation();
@@ -212,14 +213,15 @@ fn reserve_sizes(units_by_device: &mut UnitsByDevice, started_on: &[bool], sizes
     left
 }
 
-/// Units that a pod still needs, and the device on which the rest of the request is allocated.
+/// Units that a pod still needs, and the device on which the kubelet has allocated a part of the
+/// same request.
 type MissingUnits<'a> = (Units, Option<&'a str>);
 
 /// Returns the units that a pod still needs, by resource.
 ///
-/// Each allocation satisfies a request of its size, if the pod has one. Otherwise the allocation
-/// satisfies a part of the smallest larger request, because several containers can share one
-/// request. Any other allocation reduces the remaining requests, the largest first.
+/// Each allocation satisfies a request of the same size, if the pod has such a request. Otherwise
+/// the allocation satisfies a part of the smallest larger request, because several containers can
+/// share one request. Any other allocation reduces the remaining requests, the largest first.
 pub(super) fn missing_units<'a>(
     device_requests: &'a [DeviceRequest],
     allocated: &'a [AllocatedUnits],

@@ -8,17 +8,17 @@
 //!
 //! [`Ledger::observe`] and every other change apply three steps to a node:
 //!
-//! 1. The claims on the node determine which units must be reserved: the units that their pods
-//!    request and the kubelet has not allocated yet.
+//! 1. The claims on the node determine which units must be reserved: the units that the claims'
+//!    pods request and that the kubelet has not allocated yet.
 //! 2. A reservation remains on the device that the pod's annotation names, while it fits on this
 //!    device and is needed.
 //! 3. Any other needed unit is reserved on a device with enough free units, if such a device
 //!    exists.
 //!
 //! A claim has a copy of the reservations in its pod's annotation ([`Claim::annotated`]). The
-//! copies follow allocations: if a pod was allocated the units that another pod's annotation names,
-//! the copies of the two pods are swapped. The annotations do not change. The ledger has no other
-//! history. Therefore:
+//! copies follow allocations: if the kubelet allocated to a pod the units that another pod's
+//! annotation names, the ledger swaps the copies of the two pods. The annotations do not change.
+//! The ledger has no other history. Therefore:
 //!
 //! - The units reserved on a device never exceed its free units. Only `device_units.rs` subtracts
 //!   units or adds a reservation.
@@ -86,8 +86,8 @@ pub struct Ledger {
     pods: BTreeMap<String, BTreeSet<Arc<str>>>,
     /// Nominations by pod: units that are kept for a pod while its victims terminate.
     nominations: BTreeMap<String, Nomination>,
-    /// Ranks of waiting pods, while quotas are enforced. Pods without a rank have that of their
-    /// priority. Set anew in each pass.
+    /// Ranks of waiting pods, while quotas are enforced. A pod without a rank has the rank of its
+    /// priority. Every pass sets all ranks again.
     ranks: BTreeMap<String, Rank>,
 }
 
@@ -102,14 +102,14 @@ impl Ledger {
     }
 
     /// Builds a ledger as [`Self::rebuild`] does, but reads the claims one by one. A list of all
-    /// claims of a large cluster would need much memory.
+    /// claims of a large cluster would need a lot of memory.
     pub fn rebuild_from(
         nodes: impl IntoIterator<Item = (String, NodeFacts)>,
         claims: impl IntoIterator<Item = (Arc<str>, Claim)>,
     ) -> Self {
         let mut ledger = Self::default();
         for (pod, claim) in claims {
-            ledger.insert(pod, claim);
+            ledger.insert_claim(pod, claim);
         }
         for (name, observed) in nodes {
             ledger.observe(&name, observed);
@@ -134,7 +134,7 @@ impl Ledger {
     /// Finds up to `most` placements for a pod on these nodes, best first.
     ///
     /// On each node, every request is placed on the device with the best score, unless this choice
-    /// would prevent another request from fitting. If a placement exists, it is found. Nothing is
+    /// would prevent another request from fitting. If a placement exists, it is found. No units are
     /// reserved. A pod without requests fits on every node.
     ///
     /// [Nominated](Self::nominate) units are not free here. Use [`Self::fit_for`] for a pod with a
@@ -153,7 +153,8 @@ impl Ledger {
     }
 
     /// Finds placements as [`Self::fit`] does. Units that are nominated for this pod, or for pods
-    /// of lower priority, are free.
+    /// of lower priority, are free. While quotas are enforced, [`Rank`]s decide instead of
+    /// priorities.
     ///
     /// # Errors
     /// Returns why the pod fits nowhere.
@@ -167,7 +168,7 @@ impl Ledger {
         self.find_fits(waiting.device_requests, (Some(waiting.pod), waiting.priority), nodes, most, score)
     }
 
-    /// Passes nodes that changed to the chooser. Call this before [`Self::choose`].
+    /// Sends the nodes that changed to the chooser. Call this before [`Self::choose`].
     pub fn synchronize<S: Score + Default>(&mut self, chooser: &mut Chooser<S>) {
         for name in std::mem::take(&mut self.changes.0) {
             chooser.update(&name, self.nodes.get(&name));
@@ -177,8 +178,8 @@ impl Ledger {
     /// Finds at most `most` placements on nodes that `may` accepts, best first by the chooser's
     /// score, usually without checking every node.
     ///
-    /// Returns `None` if the pod fits nowhere. Also returns `None` for pods that request several
-    /// parts of GPUs, and if only nodes with nominated units remain. In these cases, call
+    /// Returns `None` if the pod fits nowhere. Also returns `None` if the pod requests several
+    /// parts of GPUs, or if only nodes with nominated units remain. In these cases, call
     /// [`Self::fit_for`].
     pub fn choose<S: Score>(
         &self,
@@ -222,7 +223,7 @@ impl Ledger {
         (!places.is_empty()).then(|| Fits { device_requests: device_requests.to_vec(), places, priority })
     }
 
-    /// Returns the node and the devices that a pod uses, or that are reserved for it.
+    /// Returns the devices that a pod uses or that are reserved for the pod, by node.
     pub fn devices_of(&self, pod: &str) -> impl Iterator<Item = (&str, Vec<&str>)> {
         let claim = self.claims.get(pod);
         let nodes = claim.into_iter().flat_map(|claim| claim.place.nodes().into_iter().map(move |node| (claim, node)));
@@ -271,7 +272,7 @@ impl Ledger {
         }
     }
 
-    /// Reserves the units of the fits for a pod, which may then be released to these nodes.
+    /// Reserves the units of the fits for a pod. The pod may then be released to these nodes.
     ///
     /// # Errors
     /// Returns an error if the pod already has a claim, or units of the fits are no longer free.
@@ -300,7 +301,7 @@ impl Ledger {
         }
         let nodes = fits.places.iter().map(|fit| fit.node.clone()).collect();
         let annotated = fits.places.iter().map(|fit| (fit.node.clone(), fit.takes.clone())).collect();
-        self.insert(
+        self.insert_claim(
             Arc::from(pod),
             Claim { device_requests: fits.device_requests.clone(), place: Place::OneOf { nodes, expires }, annotated },
         );
@@ -308,9 +309,9 @@ impl Ledger {
         Ok(())
     }
 
-    /// Records that a pod was bound to a node. The pod's reservations on other nodes end, and the
-    /// pod's reservations on the node are kept. A pod that bypassed the gate receives a claim, and
-    /// a reservation if it fits.
+    /// Records that a pod was bound to a node. The pod keeps its reservations on this node and
+    /// loses its reservations on other nodes. A pod that bypassed the gate receives a claim, and a
+    /// reservation if it fits.
     pub fn bind(&mut self, pod: &str, node: &str, device_requests: &[DeviceRequest]) {
         let place = Place::Bound(node.to_owned());
         if self.claims.get(pod).is_some_and(|claim| claim.place == place && claim.device_requests == device_requests) {
@@ -318,29 +319,29 @@ impl Ledger {
         }
         let mut touched = BTreeSet::from([node.to_owned()]);
         let mut annotated = BTreeMap::new();
-        if let Some(mut before) = self.remove(pod) {
+        if let Some(mut before) = self.take_claim(pod) {
             touched.extend(before.place.nodes().into_iter().map(str::to_owned));
             annotated.extend(before.annotated.remove_entry(node));
         }
-        self.insert(Arc::from(pod), Claim { device_requests: device_requests.to_vec(), place, annotated });
+        self.insert_claim(Arc::from(pod), Claim { device_requests: device_requests.to_vec(), place, annotated });
         touched.iter().for_each(|node| self.update_reservations(node));
     }
 
     /// Adds the claim of a pod that the ledger did not release.
-    pub fn adopt(&mut self, pod: impl Into<Arc<str>>, claim: Claim) {
+    pub fn add_claim(&mut self, pod: impl Into<Arc<str>>, claim: Claim) {
         let pod = pod.into();
-        self.release(&pod);
+        self.remove_claim(&pod);
         let nodes: Vec<String> = claim.place.nodes().into_iter().map(str::to_owned).collect();
-        self.insert(pod, claim);
+        self.insert_claim(pod, claim);
         nodes.iter().for_each(|node| self.update_reservations(node));
     }
 
     /// Removes the claim of a pod that is deleted or will not run, and frees its reservations.
     /// Units that are allocated to the pod count as used until an observation of the node no longer
     /// lists them.
-    pub fn release(&mut self, pod: &str) -> Option<Shared<Claim>> {
+    pub fn remove_claim(&mut self, pod: &str) -> Option<Shared<Claim>> {
         self.nominations.remove(pod);
-        let claim = self.remove(pod)?;
+        let claim = self.take_claim(pod)?;
         for node in claim.place.nodes() {
             self.update_reservations(node);
         }
@@ -360,7 +361,7 @@ impl Ledger {
 
     /// Extends the claim of a pod that is not bound. The claim's reservations are kept, so no other
     /// pod can use the units.
-    pub fn extend(&mut self, pod: &str, until: Moment) {
+    pub fn extend_claim(&mut self, pod: &str, until: Moment) {
         self.claims.change(pod, |claim| {
             if let Place::OneOf { expires, .. } = &mut claim.place {
                 *expires = until;
@@ -452,11 +453,11 @@ impl Ledger {
     /// the latest start among the victims of the highest priority. Among equal ways, the first by
     /// name is chosen.
     ///
-    /// If a budget limits the victims, a possible preemption is always found for a pod with one
-    /// request on a node that is missing nothing. In other cases, the search may miss a possible
-    /// preemption.
+    /// If a budget limits the victims, the search always finds a possible preemption for a pod with
+    /// one request on a node that lacks only units of devices. In other cases, the search may miss
+    /// a possible preemption.
     ///
-    /// Callers must not pass pods with `preemptionPolicy: Never`. They must exclude pods that
+    /// Callers must not pass pods with `preemptionPolicy: Never`. Callers must exclude pods that
     /// cannot be evicted, and pods on devices that cannot serve, from `holders`. A preemption on
     /// such a device frees no usable units. The pods in `kept` are not evicted for this pod, but
     /// their units become free if they are terminating.
@@ -470,7 +471,8 @@ impl Ledger {
         self.preempt_legally(pending, nodes, (holders, kept), None)
     }
 
-    /// Finds pods to preempt as [`Self::preempt`] does, but only preemptions that are legal.
+    /// Finds pods to preempt as [`Self::preempt`] does, but returns only a preemption that
+    /// `is_legal` accepts.
     pub fn preempt_legally<'a>(
         &self,
         pending: PendingPod<'_>,
@@ -518,8 +520,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// Removes the pod's nomination, and returns the nomination if there was one. A claim or a
-    /// release of the pod also removes the nomination.
+    /// Removes the pod's nomination, and returns the nomination if there was one. Adding or
+    /// removing a claim of the pod also removes the nomination.
     pub fn withdraw(&mut self, pod: &str) -> Option<Nomination> {
         self.nominations.remove(pod)
     }
@@ -577,7 +579,7 @@ impl Ledger {
         units
     }
 
-    fn insert(&mut self, pod: Arc<str>, claim: Claim) {
+    fn insert_claim(&mut self, pod: Arc<str>, claim: Claim) {
         self.nominations.remove(&*pod);
         for node in claim.place.nodes() {
             self.pods.entry(node.to_owned()).or_default().insert(Arc::clone(&pod));
@@ -590,8 +592,8 @@ impl Ledger {
         self.claims.insert(pod, claim);
     }
 
-    /// Removes a claim. The caller must update the reservations of its nodes.
-    fn remove(&mut self, pod: &str) -> Option<Shared<Claim>> {
+    /// Removes a claim. The caller must update the reservations of the claim's nodes.
+    fn take_claim(&mut self, pod: &str) -> Option<Shared<Claim>> {
         let claim = self.claims.remove(pod)?;
         self.unbound.remove(pod);
         for node in claim.place.nodes() {

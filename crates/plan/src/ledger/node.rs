@@ -146,7 +146,7 @@ impl Node {
         })
     }
 
-    /// Returns the used units of a device for which the node lists no pod.
+    /// Returns the number of used units of a device that belong to no pod that the node lists.
     pub(super) fn unlisted_units(&self, resource: &str, device: &str) -> u32 {
         let used =
             self.units_by_device.get(resource).and_then(|devices| devices.get(device)).map_or(0, DeviceUnits::used);

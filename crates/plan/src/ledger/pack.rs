@@ -16,7 +16,7 @@ pub(super) fn assign_to_devices(
     free: &[u32],
     order: &mut dyn FnMut(u32, &[u32]) -> Vec<usize>,
 ) -> Option<Vec<usize>> {
-    // Place the largest sizes first, while most room remains.
+    // Place the largest sizes first, while the most units are free.
     let mut indexed: Vec<(usize, u32)> = sizes.iter().copied().enumerate().collect();
     indexed.sort_by_key(|&(index, size)| (std::cmp::Reverse(size), index));
     let mut search = DeviceSearch { order, failed: BTreeSet::new(), states: 0 };
@@ -94,13 +94,13 @@ mod tests {
 
     #[test]
     fn the_search_backtracks_from_the_tightest_device() {
-        // The tightest device for 4 has 6 free units. This choice leaves 2 and 7 free units, so the
-        // third size of 3 does not fit.
+        // The tightest device for 4 has 6 free units. After this choice, 2 and 7 units are free, so
+        // the third size of 3 does not fit.
         assert_eq!(assign_to_devices(&[3, 4, 3, 3], &[7, 6], &mut tightest_devices), Some(vec![0, 0, 1, 1]));
     }
 
     #[test]
-    fn a_search_that_takes_too_long_ends() {
+    fn the_search_ends_at_its_limit() {
         let sizes: Vec<u32> = (100..160).collect();
         // No assignment exists: for 60 sizes on 19 devices, three devices must have four sizes
         // each. Even the twelve smallest sizes exceed 3 × 421.

@@ -95,8 +95,8 @@ pub struct PreemptionNode<'a> {
     /// Name of the node.
     pub name: &'a str,
     /// CPU, memory and other resources of the node that must become free before the pod fits, in
-    /// thousandths. Pod slots are the resource `pods`. The map is empty if the node lacks only
-    /// units of devices.
+    /// thousandths. The resource `pods` is the number of pods. The map is empty if the node lacks
+    /// only units of devices.
     pub missing: BTreeMap<&'a str, u128>,
 }
 
@@ -129,10 +129,11 @@ pub struct Nomination {
     pub takes: Vec<Reservation>,
 }
 
-/// Rank of a waiting pod while quotas are enforced. It decides which nominations the pod sees.
+/// Rank of a waiting pod while quotas are enforced. The rank decides which nominations the pod
+/// sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rank {
-    /// Number of the pod's quota. Pods without a quota have a number of their own.
+    /// Number of the pod's quota. All pods without a quota have one further number.
     pub quota: usize,
     /// Whether the pod is within its quota's guarantee.
     pub is_within: bool,
@@ -176,12 +177,12 @@ impl Rank {
     }
 }
 
-/// Decides whether a preemption may happen.
+/// Returns whether the rules of quotas allow a preemption.
 pub type IsLegal<'a> = &'a dyn Fn(&Preemption) -> bool;
 
 /// Cost of a preemption, lower is better. In order of weight: the highest priority of the victims,
-/// the sum of their priorities, and their number. Last is the earliest start among the victims of
-/// the highest priority, for which later is better.
+/// the sum of their priorities, and their number. The last criterion is the earliest start among
+/// the victims of the highest priority, where a later start costs less.
 type PreemptionCost = (Option<i32>, i128, usize, Reverse<Option<Moment>>);
 
 /// A node that is searched, and its nominated units.
@@ -223,8 +224,8 @@ struct LimitedResource<'a> {
     /// UUID of the device. The UUID is empty for a resource of the node.
     device: &'a str,
     /// Amount that is free if all candidates are preempted. For a resource of the node, the amount
-    /// that the pending pod needs is subtracted. The value is negative if more is needed or
-    /// reserved than exists.
+    /// that the pending pod needs is subtracted. The value is negative if more units are needed or
+    /// reserved than exist.
     most: i128,
 }
 
@@ -314,8 +315,8 @@ impl<'a> PreemptionSearch<'a> {
         Self { node: target.name, slots, device_slots, candidates, budgets: &holders.budgets, device_requests }
     }
 
-    /// Returns all ways to place the requests that are legal, with their costs. If the least
-    /// important victims may not leave, another victim that makes room alone is tried.
+    /// Returns all legal ways to place the requests, with their costs. If the least important
+    /// victims must not be evicted, tries each single victim that frees enough units alone.
     fn placements(&self, is_legal: Option<IsLegal<'_>>) -> impl Iterator<Item = (PreemptionCost, Preemption)> {
         self.assignments().into_iter().filter_map(move |slots| {
             let victims = self.victims(&slots)?;
@@ -332,7 +333,8 @@ impl<'a> PreemptionSearch<'a> {
         })
     }
 
-    /// Returns the candidates that make room without other victims, the least important first.
+    /// Returns the candidates that free enough units without other victims, the least important
+    /// first.
     fn victims_alone(&self, slots: &[usize]) -> impl Iterator<Item = &PossibleVictim<'a>> {
         let mut spare = self.spare(slots);
         self.candidates.iter().for_each(|candidate| candidate.deduct_from_spare(&mut spare));
@@ -417,8 +419,8 @@ impl<'a> PreemptionSearch<'a> {
         }
     }
 
-    /// Returns one way to place all requests if all candidates were preempted. Returns `None` if it
-    /// finds none.
+    /// Returns one way to place all requests if all candidates were preempted. Returns `None` if
+    /// the search finds no way.
     fn pack_requests(&self) -> Option<Vec<usize>> {
         let mut chosen = Vec::with_capacity(self.device_requests.len());
         for device_requests in self.device_requests.chunk_by(|(_, one), (_, other)| one.resource == other.resource) {
@@ -449,7 +451,7 @@ impl<'a> PreemptionSearch<'a> {
         })
     }
 
-    /// Returns what is spare if all candidates are evicted and the requests are on these slots.
+    /// Returns the spare amounts if all candidates are evicted and the requests are on these slots.
     fn spare(&self, slots: &[usize]) -> SpareAmounts {
         let missing = self.slots.iter().enumerate().skip(self.device_slots);
         let mut spare: SpareAmounts = missing.map(|(index, slot)| (index, slot.most)).collect();

@@ -143,7 +143,7 @@ fn allocated_units_are_no_longer_reserved() {
     ledger.observe("n", node(&[3, 0], &[("p", "a", 3)]));
     assert!(reserved_units(&ledger, "n").is_empty());
     assert_eq!(ledger.devices("n")[0].free, 7);
-    ledger.release("p");
+    ledger.remove_claim("p");
     assert_eq!(ledger.devices("n")[0].free, 7, "the units stay used until the node reports otherwise");
     ledger.observe("n", node(&[0, 0], &[]));
     assert_eq!(ledger.devices("n")[0].free, 10);
@@ -170,14 +170,14 @@ fn reservations_stay_on_the_annotated_device_when_other_pods_end() {
     assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 1), units_on("a", 9), units_on("b", 1), units_on("b", 9)]);
     let annotated = |ledger: &Ledger, pod: &str| ledger.claim(pod).unwrap().annotated["n"][0].device.clone();
     assert_eq!((annotated(&ledger, "r"), annotated(&ledger, "s")), ("a".to_owned(), "b".to_owned()));
-    ledger.release("r");
+    ledger.remove_claim("r");
     assert_eq!(
         reserved_units(&ledger, "n"),
         [units_on("a", 9), units_on("b", 1), units_on("b", 9)],
         "s is allocated what its annotation names"
     );
     ledger.bind("s", "n", &device_requests(&[1]));
-    ledger.release("q");
+    ledger.remove_claim("q");
     assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 9), units_on("b", 1)]);
 }
 
@@ -194,7 +194,7 @@ fn the_annotated_reservation_of_a_pod_allocated_elsewhere_blocks_no_device() {
         [units_on("a", 9), units_on("b", 4), units_on("b", 5)],
         "the reservation of the first pod moved to the other"
     );
-    ledger.release("swapped");
+    ledger.remove_claim("swapped");
     assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 9), units_on("b", 4)]);
     // Reserve all free units but one. The first pod's old reservation on `b` must not count.
     reserve(&mut ledger, "last", &[5, 4, 2], 9);
@@ -246,7 +246,7 @@ fn only_claims_of_pods_that_are_not_bound_expire() {
     assert_eq!(unbound(&ledger), ["late", "later"]);
     assert!(ledger.pods_with_expired_claims(Moment(9)).is_empty());
     assert_eq!(ledger.pods_with_expired_claims(Moment(10)), ["late"]);
-    ledger.release("late");
+    ledger.remove_claim("late");
     assert_eq!(unbound(&ledger), ["later"]);
     assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 3), units_on("a", 4)]);
     assert!(ledger.pods_with_expired_claims(Moment(10)).is_empty());
@@ -345,7 +345,7 @@ fn repeated_or_inconsistent_facts_free_no_units() {
 }
 
 #[test]
-fn a_ledger_can_be_rebuilt() {
+fn a_ledger_rebuilt_from_facts_equals_the_lost_ledger() {
     let mut ledger = ledger(&[0, 5]);
     reserve(&mut ledger, "p", &[5], 9);
     reserve(&mut ledger, "q", &[3], 9);
@@ -385,7 +385,7 @@ fn typical_requests_decide_on_which_device_units_remain_free() {
     assert_eq!(device(&ledger.fit(&device_requests(&[6]), ["n"], 1, &value).unwrap()), "b");
 }
 
-/// Learned only once, because learning takes a second without optimization.
+/// Learned only once, because learning takes a second in unoptimized builds.
 static LEARNED_VALUE: LazyLock<CapacityValue> = LazyLock::new(|| {
     let mut observed = ObservedDemands::new(None);
     for per_gpu in [600, 400, 300] {

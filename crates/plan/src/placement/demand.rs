@@ -48,7 +48,7 @@ impl TypicalPod {
 const TYPICAL_COVERAGE: f64 = 0.95;
 
 /// Maximum number of kinds that are counted. Beyond this maximum, [`ObservedDemands::add`] drops
-/// the half with the lower weights, so that pods whose requests all differ cannot exhaust memory.
+/// the half with the lower weights. Otherwise, pods with different requests could exhaust memory.
 const MAX_OBSERVED_KINDS: usize = 4096;
 
 /// Kinds of pods that arrived, each with its weight. Older pods weigh less.
@@ -56,8 +56,8 @@ const MAX_OBSERVED_KINDS: usize = 4096;
 pub struct ObservedDemands {
     kinds: BTreeMap<Demand, f64>,
     total: f64,
-    /// Weight of the next pod. The weight grows, so that earlier pods weigh relatively less without
-    /// an update.
+    /// Weight of the next pod. The weight grows with each pod, so that the relative weight of
+    /// earlier pods falls without an update.
     next: f64,
     growth: f64,
 }
@@ -81,7 +81,7 @@ impl ObservedDemands {
         if self.kinds.len() > MAX_OBSERVED_KINDS {
             let mut weights: Vec<f64> = self.kinds.values().copied().collect();
             let (_, median, _) = weights.select_nth_unstable_by(MAX_OBSERVED_KINDS / 2, f64::total_cmp);
-            // Also drop all kinds whose weight equals the median.
+            // Also drop all kinds with the median weight.
             self.kinds.retain(|_, weight| *weight > *median);
             self.total = self.kinds.values().sum();
         }
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn old_pods_count_less() {
+    fn older_pods_count_less() {
         let mut observed = ObservedDemands::new(Some(50.0));
         (0..1000).for_each(|_| observed.add(&pod(100)));
         (0..500).for_each(|_| observed.add(&pod(900)));

@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_learned_score_leaves_holes_that_typical_pods_fit() {
+    fn a_learned_score_keeps_free_units_that_fit_typical_pods() {
         let mut learner = Learner::default();
         (0..30).for_each(|_| [6, 4].iter().for_each(|size| learner.add(&units(*size))));
         let score = learner.score(10, &nodes(), [].iter());

@@ -1,4 +1,4 @@
-//! Ranks the GPUs that fit a pod, so that as many typical requests as possible fit later.
+//! Ranks the GPUs on which a pod fits, so that as many typical requests as possible fit later.
 //!
 //! The ledger chooses with a [`Score`]. The operator's score is [`LearnedScore`]: the tightest fit
 //! until enough pods have arrived, then [`CapacityValue`], which is computed from the typical
@@ -7,7 +7,8 @@
 //! - [`demand`] learns typical requests of pods.
 //! - [`value`] computes the value of free capacity for these requests, and describes the formula.
 //! - [`learned`] decides when to learn, and contains the operator's score.
-//! - [`placer`] stores the nodes with cached ranks. After a change, it ranks only changed nodes.
+//! - [`placer`] stores the nodes with cached ranks. After a change, the placer ranks only changed
+//!   nodes.
 pub mod demand;
 pub mod learned;
 pub mod placer;
@@ -24,7 +25,7 @@ pub const THOUSANDTHS_PER_GPU: u32 = 1000;
 /// The GPUs of a node and their free capacity. The GPUs have the same number of units.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Node {
-    /// GPU model, as pods name it.
+    /// GPU model, as node selectors of pods name it.
     pub model: String,
     /// Allocatable CPU in thousandths of a core.
     pub cpu_total: u64,
@@ -84,7 +85,7 @@ pub struct Rank {
 }
 
 impl Rank {
-    /// Compares two choices. The better choice is greater.
+    /// Compares two choices. Compares two ranks. The better rank is greater.
     fn compare(&self, other: &Self) -> std::cmp::Ordering {
         self.score
             .total_cmp(&other.score)

@@ -1,4 +1,5 @@
-//! Caches the ranks of nodes for each kind of pod. Ranks only changed nodes again.
+//! Caches the ranks of nodes for each kind of pod. After a change, computes only the ranks of
+//! changed nodes again.
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BinaryHeap};
 
@@ -7,8 +8,8 @@ use super::{Demand, Node, Rank, Score};
 /// A node and the way to place a pod on it, with its rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Candidate {
-    /// Number of replicas of the pod's controller on the GPU, then on the node. Fewer are better,
-    /// regardless of the rank.
+    /// Number of replicas of the pod's controller on the GPU, then on the node. Fewer replicas are
+    /// better, regardless of the rank.
     replicas: (u32, u32),
     rank: Rank,
     /// Index of the node.
@@ -59,7 +60,7 @@ impl BestWay {
     /// Value of `way` for a pod with several GPUs.
     const SEVERAL_GPUS: u32 = u32::MAX - 1;
     /// The pod does not fit.
-    const NONE: Self = Self { score: 0.0, spread: 0.0, left: 0, way: u32::MAX };
+    const DOES_NOT_FIT: Self = Self { score: 0.0, spread: 0.0, left: 0, way: u32::MAX };
 
     fn candidate(self, node: usize) -> Option<Candidate> {
         let way = match self.way {
@@ -153,7 +154,7 @@ impl<S: Score> Placer<S> {
         *before = self.score.precompute(node);
         self.changes.push(index);
         if self.changes.len() > MAX_CHANGES_PER_NODE * self.nodes.len() {
-            // Drop only results that were not used during half of the log.
+            // Drop only results that were not used since the middle of the log.
             let cut = self.changes.len() / 2;
             self.changes.drain(..cut);
             self.cached_ranks.retain(|_, cached_ranks| cached_ranks.seen >= cut);
@@ -222,7 +223,9 @@ impl<S: Score> Placer<S> {
     }
 
     fn best_way(&self, index: usize, demand: &Demand) -> BestWay {
-        let (Some(node), Some(before)) = (self.nodes.get(index), self.before.get(index)) else { return BestWay::NONE };
+        let (Some(node), Some(before)) = (self.nodes.get(index), self.before.get(index)) else {
+            return BestWay::DOES_NOT_FIT;
+        };
         let mut best: Option<(Rank, Option<usize>)> = None;
         for way in node.ways(demand) {
             // GPUs with equal free capacity have equal ranks.
@@ -235,7 +238,7 @@ impl<S: Score> Placer<S> {
                 best = Some((rank, way));
             }
         }
-        let Some((Rank { score, spread, left }, way)) = best else { return BestWay::NONE };
+        let Some((Rank { score, spread, left }, way)) = best else { return BestWay::DOES_NOT_FIT };
         let way = way.map_or(BestWay::SEVERAL_GPUS, |way| u32::try_from(way).unwrap_or(u32::MAX));
         BestWay { score, spread, left, way }
     }
@@ -244,7 +247,7 @@ impl<S: Score> Placer<S> {
 /// The nodes and GPUs that fit a pod, best first, with the indices of the GPUs that the pod uses.
 ///
 /// Most pods use the first candidate. A linear search therefore finds the first candidate. The
-/// other candidates are sorted only when the second one is needed.
+/// other candidates are sorted only when the second candidate is needed.
 #[derive(Debug)]
 pub struct Candidates<'a> {
     nodes: &'a [Node],
@@ -256,7 +259,7 @@ pub struct Candidates<'a> {
     rest: RemainingCandidates,
 }
 
-/// The candidates that were not returned yet.
+/// The candidates that the iterator has not returned yet.
 #[derive(Debug)]
 enum RemainingCandidates {
     All,
@@ -356,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cache_is_bounded() {
+    fn the_number_of_cached_ranks_is_bounded() {
         let mut placer = Placer::new(vec![node(&[1000]); MAX_CACHED_RANKS / 4], Fullest);
         for per_gpu in 1..10 {
             assert_eq!(placer.candidates(shares(per_gpu), BTreeMap::new()).count(), MAX_CACHED_RANKS / 4);
@@ -370,7 +373,7 @@ mod tests {
     proptest! {
         /// Cached results equal freshly computed results.
         #[test]
-        fn cached_results_equal_computed_ones(steps in prop::collection::vec((1u32..=10, 0..6usize), 1..60)) {
+        fn cached_results_equal_computed_results(steps in prop::collection::vec((1u32..=10, 0..6usize), 1..60)) {
             let mut placer = Placer::new((0..3).map(|_| node(&[1000, 1000])).collect(), Fullest);
             for (size, gpu) in steps {
                 let demand = shares(size * 100);

@@ -1,9 +1,9 @@
 //! Computes the value of free capacity, given typical requests of pods.
 //!
-//! The value of a node has three parts. The free part of each GPU is worth the requests that still
-//! fit ([`packing_values`]). GPU capacity without enough CPU on the node is deducted. The node's
-//! model adds value for pods that can run on few models. A pod is placed where it reduces the value
-//! least.
+//! The value of a node has three parts. The free part of each GPU has the value of the requests
+//! that still fit ([`packing_values`]). If a node has too little free CPU, the value excludes the
+//! GPU capacity that pods cannot use. The node's model adds value for pods that can run on few
+//! models. A pod is placed where it reduces the value of the nodes least.
 use std::collections::BTreeMap;
 
 use super::demand::{Demand, TypicalPod};
@@ -15,8 +15,8 @@ const WHOLE_GPU_BONUS: f64 = 0.4;
 /// Number of steps into which the table of values divides a GPU.
 const STEPS_PER_GPU: usize = 100;
 
-/// Cost of free GPU capacity without enough free CPU on the node. Values between 0.3 and 3 make
-/// little difference.
+/// Cost of free GPU capacity that lacks free CPU on the node. Values between 0.3 and 3 make little
+/// difference.
 const STRANDED_GPU_COST: f64 = 2.0;
 
 /// Weight of a model's scarcity.
@@ -46,7 +46,7 @@ const USUAL_CPU_PER_GPU: f64 = 12_000.0;
 /// The value of free capacity.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CapacityValue {
-    /// Value of a GPU by its free hundredths. A whole GPU is 1.
+    /// Value of a GPU by its free hundredths. An entirely free GPU has the value 1.
     packing: Vec<f64>,
     /// Thousandths of a core that pods request per thousandth of a GPU.
     cpu_per_gpu: f64,
@@ -111,8 +111,8 @@ impl CapacityValue {
     /// Adapts the value to pending pods. The adapted score places pods on free parts that no
     /// pending pod needs, rather than on whole GPUs that pending pods wait for.
     ///
-    /// The adaptation has an effect only if pods terminate. Otherwise, pods that share GPUs would
-    /// prevent GPUs from becoming whole again.
+    /// The adaptation has an effect only if pods terminate. Without it, new pods that share GPUs
+    /// would prevent GPUs from becoming entirely free again.
     #[must_use]
     pub fn with_pending<'a>(mut self, waiting: impl Iterator<Item = &'a Demand>) -> Self {
         let (mut whole, mut all) = (0u64, 0u64);
@@ -187,7 +187,7 @@ impl Score for CapacityValue {
 
 /// Returns the thousandths of a core that are used on the nodes for each used thousandth of a GPU.
 /// The number includes pods without GPUs, which the typical pods may not include. The result is 0
-/// while too little is used.
+/// while less than [`MIN_USED_GPU_PART`] of the GPU capacity is used.
 fn used_cpu_per_gpu(nodes: &[Node]) -> f64 {
     let free = |node: &Node| node.gpus.iter().map(|free| free.min(&THOUSANDTHS_PER_GPU)).sum::<u32>();
     let all: f64 = nodes.iter().map(|node| to_f64(node.gpus.len() as u64) * f64::from(THOUSANDTHS_PER_GPU)).sum();
@@ -207,11 +207,12 @@ fn shared_sizes(typical: &[TypicalPod]) -> Vec<(usize, f64)> {
     sizes.into_iter().collect()
 }
 
-/// Returns the value of a GPU with x hundredths free, for each x. This is the highest sum of prices
-/// of sizes that fit into x. Prices are dual prices of a cutting-stock problem: the fewest GPUs on
-/// which all shared pods fit. A free part in which no typical pod fits has no value. A size that
-/// tiles a GPU is worth its part of the GPU. The method of multiplicative weights solves the linear
-/// program. For this purpose, its result is as good as exact duals, and it needs no solver.
+/// Returns the value of a GPU with x hundredths free, for each x. The value is the highest sum of
+/// prices of sizes that fit into x. Prices are dual prices of a cutting-stock problem: fit all
+/// shared pods on the fewest GPUs. A free part in which no typical pod fits has no value. A size
+/// that tiles a GPU is worth its part of the GPU. The method of multiplicative weights solves the
+/// linear program. For this purpose, its result is as good as exact duals, and the method needs no
+/// solver.
 fn packing_values(items: &[(usize, f64)]) -> Vec<f64> {
     const ROUNDS: usize = 4000;
     const WARM_UP_ROUNDS: usize = 1000;
@@ -294,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_fill_a_gpu_have_the_value_of_their_part_of_it() {
+    fn sizes_that_fill_a_gpu_have_the_value_of_their_part_of_the_gpu() {
         let worth = packing_values(&shared_sizes(&[typical_pod(470, 0.5), typical_pod(230, 0.5)]));
         assert!((worth[100] - 1.0).abs() < 1e-9);
         assert!((worth[47] - 0.5).abs() < 0.03, "{}", worth[47]);
@@ -303,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hole_that_no_typical_pod_fits_has_no_value() {
+    fn free_units_that_fit_no_typical_pod_have_no_value() {
         let worth = packing_values(&shared_sizes(&[typical_pod(810, 0.6), typical_pod(320, 0.4)]));
         assert!(worth[19].abs() < 1e-9 && (worth[81] - 1.0).abs() < 0.03, "{} {}", worth[19], worth[81]);
     }

@@ -1,4 +1,4 @@
-//! What each quota uses, and the class of each pod.
+//! Accounts: the amount that each quota uses, and the class of each pod.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -15,19 +15,19 @@ use super::world::{Owner, Place, PodId, World};
 #[derive(Debug, Clone)]
 struct Account<'w> {
     quota: Quota,
-    /// Pods that are released, bound or nominated, without those that leave.
+    /// Pods that are released, bound or nominated. Excludes terminating pods.
     members: BTreeSet<Importance<'w>>,
-    /// What the members cost.
+    /// Sum of the members' charges.
     used: Amount,
-    /// What pods cost that leave.
+    /// Sum of the charges of terminating pods.
     leaving: Amount,
     /// GPUs that these pods still use.
     leaving_on: BTreeSet<usize>,
-    /// What members cost that borrow.
+    /// Sum of the charges of the members that borrow.
     over: Amount,
 }
 
-/// A pod that counts.
+/// A pod that counts against its quota: it is released, bound or nominated.
 #[derive(Debug, Clone, Copy)]
 struct Counted {
     gpu: usize,
@@ -35,7 +35,7 @@ struct Counted {
     class: Class,
 }
 
-/// The accounts of a pool.
+/// The accounts of the quotas of a pool, and of pods without a quota.
 #[derive(Debug, Clone)]
 pub(super) struct Accounts<'w> {
     world: &'w World,
@@ -43,18 +43,18 @@ pub(super) struct Accounts<'w> {
     /// Account of each pod.
     account_of: Vec<usize>,
     gangs: Arc<Gangs>,
-    /// Pods that count, by pod.
+    /// Counted pods, by pod.
     counted: Vec<Option<Counted>>,
     /// GPUs that quotas own, if a quota guarantees cells.
     cells: Option<Cells<'w>>,
 }
 
-/// Pods in the order in which they take GPUs, and the result.
+/// Pods in the order in which they acquire GPUs, and the resulting ownership.
 #[derive(Debug, Clone)]
 struct Cells<'w> {
     order: BTreeSet<(Since, &'w str, PodId)>,
     limits: Vec<usize>,
-    /// Whether some of these quotas are enforced. Other quotas own nothing.
+    /// Whether some of these quotas are enforced. Quotas that are not enforced own no GPUs.
     are_enforced: bool,
     ownership: Ownership,
 }
@@ -128,7 +128,7 @@ impl<'w> Accounts<'w> {
         self.assign_cells();
     }
 
-    /// Counts a pod that leaves against its quota's maximum.
+    /// Counts a terminating pod against its quota's maximum.
     pub(super) fn hold_leaving(&mut self, id: PodId) {
         let account = &mut self.entries[self.account_of[id.0]];
         let pod = self.world.pod(id);
@@ -178,13 +178,13 @@ impl<'w> Accounts<'w> {
         self.entries[account].over = over;
     }
 
-    /// Returns what the pods of a gang cost that count, without some pods.
+    /// Returns the charge of a gang's counted pods, excluding the pods in `without`.
     fn counted_of(&self, gang: usize, without: &[PodId]) -> Amount {
         let pods = self.gangs.members_of(gang).iter().filter(|id| self.counted[id.0].is_some());
         pods.filter(|id| !without.contains(id)).map(|&id| self.world.pod(id).charge).sum()
     }
 
-    /// Determines who owns which GPU, and the classes of accounts that guarantee cells.
+    /// Determines the owner of each GPU, and the classes of pods whose quotas guarantee cells.
     fn assign_cells(&mut self) {
         let Some(ownership) = self.ownership_without(&[], false) else { return };
         for account in &mut self.entries {
@@ -194,7 +194,8 @@ impl<'w> Accounts<'w> {
         }
         let mut classes = ownership.classes.clone();
         if self.entries.iter().any(|account| account.quota.cells().is_some() && !account.quota.is_enforced()) {
-            // Quotas that are not enforced own nothing. Their pods' classes are what they would be.
+            // Quotas that are not enforced own no GPUs. Their pods have the classes that they would
+            // have if the quotas were enforced.
             let as_if = self.ownership_without(&[], true).map(|ownership| ownership.classes).unwrap_or_default();
             let of_unenforced = |(id, _): &(PodId, Class)| !self.entries[self.account_of[id.0]].quota.is_enforced();
             classes.extend(as_if.into_iter().filter(of_unenforced));
@@ -213,8 +214,8 @@ impl<'w> Accounts<'w> {
         }
     }
 
-    /// Returns who would own which GPU without some pods. `with_unenforced` includes quotas that
-    /// are not enforced. Returns `None` if no quota guarantees cells.
+    /// Returns the owner that each GPU would have without some pods. `with_unenforced` includes
+    /// quotas that are not enforced. Returns `None` if no quota guarantees cells.
     fn ownership_without(&self, without: &[PodId], with_unenforced: bool) -> Option<Ownership> {
         let cells = self.cells.as_ref()?;
         let occupant = |id: PodId| {
@@ -251,7 +252,7 @@ impl<'w> Accounts<'w> {
         &self.gangs
     }
 
-    /// Returns the priority of a pod: the highest of its gang.
+    /// Returns the priority of a pod, which is the highest priority in its gang.
     pub(super) fn priority(&self, id: PodId) -> i32 {
         self.gangs.priority(self.world, id)
     }
@@ -261,18 +262,18 @@ impl<'w> Accounts<'w> {
         self.gangs.members(id).iter().all(|member| self.world.pod(*member).borrows)
     }
 
-    /// Returns the priority of a pod, if its priority does not stop at the borders of quotas.
+    /// Returns the priority of a pod, if this priority overrides quotas.
     pub(super) fn overriding(&self, id: PodId) -> Option<i32> {
         let is_enforced = self.entries[self.account_of[id.0]].quota.is_enforced();
         self.world.settings.overriding(self.priority(id)).filter(|_| is_enforced)
     }
 
-    /// Returns what a waiting pod's unit costs.
+    /// Returns the charge of a waiting pod's unit.
     pub(super) fn charge(&self, id: PodId) -> Amount {
         self.gangs.charge(self.world, id)
     }
 
-    /// Returns the pods of a pod's gang that count, or the pod alone.
+    /// Returns the counted pods of a pod's gang, or only the pod if it has no gang.
     pub(super) fn counted_with(&self, id: PodId) -> impl Iterator<Item = PodId> {
         self.gangs.members(id).iter().copied().filter(|member| self.counted[member.0].is_some())
     }
@@ -282,8 +283,8 @@ impl<'w> Accounts<'w> {
         self.account_of[id.0]
     }
 
-    /// Returns the account whose rights a pod has. Quotas that are not enforced give no rights:
-    /// their pods are treated like pods outside of all quotas.
+    /// Returns the account whose rights a pod has. Quotas that are not enforced grant no rights, so
+    /// their pods have the rights of pods in exempt namespaces.
     pub(super) fn rights_of(&self, id: PodId) -> usize {
         let account = self.account_of[id.0];
         if self.entries[account].quota.is_enforced() { account } else { self.len() - 1 }
@@ -299,12 +300,14 @@ impl<'w> Accounts<'w> {
         &self.entries[account].quota
     }
 
-    /// Returns what the pods of an account use, without pods that leave. This decides rights.
+    /// Returns the amount that an account uses, without terminating pods. This amount determines
+    /// rights.
     pub(super) fn used(&self, account: usize) -> Amount {
         self.entries[account].used
     }
 
-    /// Returns what the pods of an account hold, with pods that leave. This decides the maximum.
+    /// Returns the amount that an account uses, with terminating pods. This amount is compared with
+    /// the maximum.
     pub(super) fn held(&self, account: usize) -> Amount {
         let Account { used, leaving, .. } = &self.entries[account];
         used.plus(*leaving)
@@ -338,7 +341,8 @@ impl<'w> Accounts<'w> {
         gpus.len() <= limit
     }
 
-    /// Returns what an account uses beyond its guarantee, after it uses `more` and `less`.
+    /// Returns the amount that an account uses beyond its guarantee, after its use grows by `more`
+    /// and falls by `less`.
     pub(super) fn excess(&self, account: usize, more: Amount, less: Amount) -> Amount {
         let Account { quota, used, over, .. } = &self.entries[account];
         if !quota.is_enforced() {
@@ -351,14 +355,14 @@ impl<'w> Accounts<'w> {
         }
     }
 
-    /// Returns the share of an account, after it uses `more` and `less`.
+    /// Returns the share of an account, after its use grows by `more` and falls by `less`.
     pub(super) fn share(&self, account: usize, more: Amount, less: Amount) -> Share {
         let quota = self.quota(account);
         let weight = if quota.is_enforced() { quota.weight() } else { 1 };
         Share { excess: self.excess(account, more, less), weight }
     }
 
-    /// Returns the pods of an account that count, the most important first.
+    /// Returns the counted pods of an account, the most important first.
     pub(super) fn members(&self, account: usize) -> impl Iterator<Item = PodId> {
         self.entries[account].members.iter().map(|member| member.id)
     }
@@ -368,18 +372,18 @@ impl<'w> Accounts<'w> {
         self.cells.as_ref().is_some_and(|cells| cells.are_enforced)
     }
 
-    /// Returns the class of a pod that counts.
+    /// Returns the class of a counted pod.
     pub(super) fn class(&self, id: PodId) -> Option<Class> {
         self.counted[id.0].map(|counted| counted.class)
     }
 
-    /// Returns since when a pod counts.
+    /// Returns the time since which a pod counts.
     pub(super) fn since(&self, id: PodId) -> Option<Since> {
         self.counted[id.0].map(|counted| counted.since)
     }
 
-    /// Returns the class that a unit would have on GPUs after some pods are gone. The unit must not
-    /// count yet. Among pods of equal priority that borrow, or do not, it is the last.
+    /// Returns the class that a unit would have on GPUs without some pods. The unit must not count
+    /// yet. Among pods of equal priority that borrow, or do not, the unit is the last.
     pub(super) fn class_with(&self, parts: &[Part], without: &[PodId]) -> Class {
         let Some(&(id, _)) = parts.first() else { return Class::Over };
         let account = self.account_of[id.0];
@@ -417,7 +421,7 @@ impl<'w> Accounts<'w> {
                 None => {
                     fit.next(self.world.pod(member.id).charge);
                 }
-                // The rest of the gang counts already. With it the gang has the rest's position.
+                // Other pods of the gang count already. The whole gang has their position.
                 Some(gang) if own == Some(gang) => return fit.next(charge.plus(self.counted_of(gang, without))),
                 Some(gang) if seen.insert(gang) => {
                     fit.next(self.counted_of(gang, without));
@@ -428,7 +432,7 @@ impl<'w> Accounts<'w> {
         fit.next(charge)
     }
 
-    /// Returns whether an account is guaranteed room for a unit that does not count yet.
+    /// Returns whether a unit that does not count yet would be within its quota's guarantee.
     pub(super) fn is_within(&self, id: PodId) -> bool {
         let (account, charge) = (self.account_of[id.0], self.charge(id));
         let Account { quota, used, .. } = &self.entries[account];
@@ -443,7 +447,8 @@ impl<'w> Accounts<'w> {
             let has_room = |gpu: usize| room(gpu) >= charge;
             return ownership.cells[account] < limit || ownership.owned_by(account).any(has_room);
         }
-        // The gang fits on the quota's GPUs and on GPUs that it may still own, wherever they are.
+        // Check whether the gang fits on the quota's GPUs together with any GPUs that the quota may
+        // still acquire.
         let largest = self.world.gpus.iter().copied().max().unwrap_or_default();
         let new = limit.saturating_sub(ownership.cells[account]).min(self.gangs.unit(id).len());
         let owned = ownership.owned_by(account).map(|gpu| i128::from(room(gpu)));
@@ -451,8 +456,9 @@ impl<'w> Accounts<'w> {
         pack(self.world, self.gangs.unit(id), &rooms, false).is_some()
     }
 
-    /// Returns which GPUs an account owns: `Some(true)`, or `Some(false)` if nobody owns the GPU.
-    /// Also returns how many GPUs of nobody it may still own.
+    /// Returns a function that returns `Some(true)` for GPUs of the account, `Some(false)` for GPUs
+    /// without an owner, and otherwise `None`. Also returns how many GPUs the account may still
+    /// acquire.
     pub(super) fn cells_for(&self, account: usize) -> (impl Fn(usize) -> Option<bool>, usize) {
         let cells = self.cells.as_ref();
         let limit = self.quota(account).cells().unwrap_or(0);
@@ -476,8 +482,8 @@ impl<'w> Accounts<'w> {
         quotas.any(|quota| quota.unlent() > Amount::ZERO)
     }
 
-    /// Returns what must stay free for the other quotas if a pod of an account borrows, after some
-    /// accounts use less.
+    /// Returns the amount that must stay free for the other quotas if a pod of an account borrows.
+    /// `less` contains the amounts by which the use of some accounts falls first.
     pub(super) fn kept_from(&self, account: usize, less: &BTreeMap<usize, Amount>) -> Amount {
         let others = self.entries.iter().enumerate().filter(|(other, _)| *other != account);
         let enforced = others.filter(|(_, other)| other.quota.is_enforced());

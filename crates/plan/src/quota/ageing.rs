@@ -1,45 +1,49 @@
-//! Reserves room for pods that have waited long: a stream of small pods cannot starve a large pod.
+//! Reserves capacity for pods that have waited long, so that a stream of small pods cannot starve a
+//! large pod.
 //!
-//! A pod overtakes another pod if it is created later, is not more important, and uses room that
-//! the other pod could use. Once a pod has waited for
-//! [`Settings::ageing`](super::Settings::ageing), room is reserved for it. The room is on one GPU,
-//! on which it fits beside the pods that have not overtaken it. Other pods of the same class or of
-//! a lower class no longer get this room. Exceptions are pods of its own quota with a higher
-//! priority, and pods for which pods already leave. Pods of its own quota that are not more
-//! important also leave it room below the quota's maximum and, if it does not borrow, within the
-//! guarantee. Nobody is evicted.
+//! A pod overtakes a waiting pod if it was created later, is not more important, and uses capacity
+//! that the waiting pod could use. Once a pod has waited for
+//! [`Settings::ageing`](super::Settings::ageing), capacity is reserved for the pod. The pod must
+//! fit on the GPU of the reservation together with the pods that have not overtaken it. Other pods
+//! of the same class or of a lower class can no longer use this capacity. Exceptions are pods of
+//! the same quota with a higher priority, and pods that are already nominated. Pods of the same
+//! quota that are not more important must also leave enough of the quota's maximum unused and, if
+//! the waiting pod does not borrow, enough of the guarantee. A reservation evicts no pods.
 //!
 //! | limit | reason |
 //! |---|---|
-//! | one pod of each quota at a time: the first that has waited long | its quota's order stays |
-//! | one reservation on each GPU, the longest waiting pod first | reserved room is unused |
-//! | none if older or more important pods of the quota use its maximum | it might never end |
+//! | one pod of each quota at a time: the first that has waited long | the order of the quota's
+//! pods does not change |
+//! | one reservation on each GPU, the longest waiting pod first | reserved capacity is unused |
+//! | none if older or more important pods of the quota use its maximum | the reservation might
+//! never end |
 //! | none if older pods leave too little for the guarantees of other quotas | the same |
-//! | none on GPUs that the pod cannot use now | the room would stay unused |
-//! | none for gangs | their pods need room on several GPUs |
+//! | none on GPUs that the pod cannot use | the reserved capacity would stay unused |
+//! | none for gangs | their pods need capacity on several GPUs |
 //!
-//! **Bound.** Let `E` be the time from which on room is reserved for the pod, and `E + G` the time
-//! at which the pods have been released for which pods left already at `E`. If no pod of its class
+//! **Bound.** Let `E` be the time at which capacity is first reserved for the pod. Let `E + G` be
+//! the time at which all pods that were nominated at `E` have been released. If no pod of its class
 //! or of a lower class runs longer than `T`, the pod is released at `E + G + T` at the latest, by
-//! the next pass. Reasons: the chosen GPU is the one on which the last pod that has to end for it
-//! was released first. At `E`, all these pods have been released, or get room for which pods leave
-//! already. Later, a pod is released to this GPU only if it fits beside the reserved room, and so
-//! does not have to end. Therefore this time never grows, also if another GPU is chosen.
+//! the next pass. Reasons: on each GPU, some pods must end before the pod fits. The chosen GPU is
+//! the GPU on which the last of these pods was released first. At `E`, all these pods have been
+//! released or nominated. Later, a pod is released to this GPU only if it fits beside the reserved
+//! capacity, so it need not end. Therefore the time at which the last of these pods was released
+//! never becomes later, even if another GPU is chosen.
 //!
-//! `G` is at most the longest time that an evicted pod needs to terminate, unless pods that are
-//! older than the nominated ones are nominated on the same GPU meanwhile. Newer pods do not delay
-//! them: see [`State::free_for_nominee`].
+//! `G` is at most the longest time that an evicted pod needs to terminate, unless older pods are
+//! nominated on the same GPU meanwhile. Newer pods do not delay the nominated pods: see
+//! [`State::free_for_nominee`].
 //!
-//! Room is reserved as soon as the pod has waited for `ageing`, is the first such pod of its quota,
-//! and fits on a GPU beside older pods and beside reservations of pods that have waited longer.
-//! Pods that have overtaken it do not delay this: neither those that run nor those for which pods
-//! leave. If they did, a stream of pods for which pods leave would postpone the reservation again
-//! and again.
+//! Capacity is reserved as soon as the pod has waited for `ageing`, is the first such pod of its
+//! quota, and fits on a GPU beside older pods and beside reservations of pods that have waited
+//! longer. Running and nominated pods that have overtaken the pod do not delay the reservation.
+//! Otherwise, a stream of nominated pods would delay the reservation again and again.
 //!
-//! The bound does not hold if pods of a higher class, or of its quota with a higher priority, take
-//! the room, or if other quotas' guarantees leave it no room to borrow.
+//! The bound does not hold if pods of a higher class, or pods of the same quota with a higher
+//! priority, use the capacity. The bound also does not hold if the guarantees of other quotas do
+//! not allow the pod to borrow.
 //!
-//! Reservations are a function of the pods. Nothing is stored, so a restart changes nothing.
+//! Reservations depend only on the pods. No reservation is stored, so a restart changes nothing.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -53,7 +57,7 @@ use crate::ledger::Moment;
 /// The GPUs that a pod may use, as indexes. `None` means all.
 pub(super) type UsableGpus = Option<Arc<BTreeSet<usize>>>;
 
-/// Returns the pods that have waited long, and the GPUs on which room is reserved for them.
+/// Returns the pods that have waited long, and the GPUs on which capacity is reserved for them.
 /// `queues` are the waiting pods of each account, the most important first. `usable` returns the
 /// GPUs that a pod may use. It is asked only about pods that would be the next with a reservation.
 pub(super) fn reservations(
@@ -86,16 +90,16 @@ pub(super) fn reservations(
     old.into_iter().filter_map(|(id, usable)| Some((id, gpus.take(id, &usable)?))).collect()
 }
 
-/// A GPU, and when its pods were released.
+/// A GPU, and the times at which its pods were released.
 struct AgeingGpu {
     gpu: usize,
-    /// Room beside the pods for which pods leave. Negative if too much is used.
+    /// Capacity without the nominations. Negative if more is nominated than exists.
     room: i128,
-    /// Room beside all pods.
+    /// Capacity without the nominations and the running pods.
     free: i128,
-    /// When the pods that run were released, and what they cost. The last release is first.
+    /// Release time and charge of each running pod. The last release is first.
     running: Vec<(Moment, Amount)>,
-    /// The first of these releases. If no pod runs, the time of the pass.
+    /// Time of the first of these releases. If no pod runs, the time of the pass.
     first_release: Moment,
     is_taken: bool,
 }
@@ -112,8 +116,8 @@ impl AgeingGpu {
         Self { gpu, room, free: room - used, running, first_release, is_taken: false }
     }
 
-    /// Returns the first time such that a pod fits once all pods have ended that were released up
-    /// to this time. Pods for which pods leave are released at `now`.
+    /// Returns the earliest time for which this is true: the pod fits once all pods that were
+    /// released up to this time have ended. Nominated pods count as released at `now`.
     fn last_to_end(&self, charge: Amount, now: Moment) -> Moment {
         let mut room = self.room - i128::from(charge);
         if room < 0 {
@@ -129,12 +133,12 @@ impl AgeingGpu {
     }
 }
 
-/// All GPUs, while room is reserved on them.
+/// All GPUs, while capacity is reserved on them.
 struct AgeingGpus<'s, 'w> {
     state: &'s State<'w>,
-    /// The GPU whose first pod was released first is first.
+    /// GPUs in the order in which their first pods were released.
     gpus: Vec<AgeingGpu>,
-    /// Positions in `gpus`. The GPU with the most free room is first.
+    /// Positions in `gpus`. The GPU with the most free capacity is first.
     by_free: Vec<usize>,
 }
 
@@ -147,8 +151,8 @@ impl<'s, 'w> AgeingGpus<'s, 'w> {
         Self { state, gpus, by_free }
     }
 
-    /// Reserves room for a pod on the GPU that will have room first if pods end in the order in
-    /// which they were released.
+    /// Reserves capacity for a pod on the GPU that will have enough free capacity first if pods end
+    /// in the order in which they were released.
     fn take(&mut self, id: PodId, usable: &UsableGpus) -> Option<usize> {
         let (state, charge) = (self.state, self.state.charge(id));
         let may_use = |gpu: usize| usable.as_ref().is_none_or(|gpus| gpus.contains(&gpu));
@@ -173,8 +177,8 @@ impl<'s, 'w> AgeingGpus<'s, 'w> {
     }
 }
 
-/// Returns whether a pod that counts has overtaken a waiting pod: it was released after the waiting
-/// pod's creation, or pods leave for it although it was created later.
+/// Returns whether a counted pod has overtaken a waiting pod: it was released after the waiting
+/// pod's creation, or it is nominated although it was created later.
 fn has_overtaken(state: &State<'_>, other: PodId, id: PodId) -> bool {
     let (pod, other_pod) = (state.world.pod(id), state.world.pod(other));
     state.accounts.since(other).is_some_and(|since| match since.nominated {
@@ -183,8 +187,8 @@ fn has_overtaken(state: &State<'_>, other: PodId, id: PodId) -> bool {
     })
 }
 
-/// Returns whether a pod's quota would let it run if there were room, and if no pod of the quota
-/// had overtaken it.
+/// Returns whether a pod's quota would allow the pod to run if enough capacity were free and if no
+/// pod of the quota had overtaken it.
 fn may_run(state: &State<'_>, id: PodId) -> bool {
     let (accounts, pod) = (&state.accounts, state.world.pod(id));
     let account = accounts.rights_of(id);

@@ -1,4 +1,4 @@
-//! Amounts that quotas count, and what a request costs.
+//! Amounts that quotas count, and the cost of requests.
 use std::fmt;
 use std::iter::Sum;
 
@@ -75,7 +75,7 @@ pub struct MigSlice {
     pub mib: Mebibytes,
 }
 
-/// What a container requests of one device.
+/// The part of one device that a container requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Requested {
     /// Whole GPUs.
@@ -122,8 +122,8 @@ impl MigSlice {
 }
 
 impl Requested {
-    /// Returns the cost in millionths of a GPU, rounded down, on a GPU with this memory. Rounding
-    /// down makes sure that requests that fit on a GPU never cost more than the GPU.
+    /// Returns the cost in millionths of a GPU, rounded down, on a GPU with this memory. The cost
+    /// is rounded down, so that requests that fit on a GPU never cost more than the GPU.
     pub fn gpus(self, memory: Mebibytes) -> Amount {
         match self {
             Self::Whole { count } => Amount(GPU.0.saturating_mul(count.into())),
@@ -146,16 +146,17 @@ impl Requested {
     }
 }
 
-/// Returns `whole × count / of`, rounded down. If nothing is known of the whole (`of` is 0), the
+/// Returns `whole × count / of`, rounded down. If the number of parts is unknown (`of` is 0), the
 /// result is the whole.
 fn part_of(whole: u64, count: u64, of: u64) -> Amount {
     let part = u128::from(whole) * u128::from(count) / u128::from(of.max(1));
     Amount(if of == 0 { whole } else { u64::try_from(part).unwrap_or(u64::MAX) })
 }
 
-/// Returns what each pod of one quota pays for its requests on one GPU. The pods are in order, the
-/// oldest first. Their sum is cut at one GPU, and the youngest pay less: MIG instances `4g` and
-/// `3g` together cost more than the GPU that they share.
+/// Returns the charge of each pod of one quota for its requests on one GPU. The pods are in order,
+/// the oldest first. The sum of the charges is at most one GPU, so the youngest pods may be charged
+/// less than their costs. For example, MIG instances `4g` and `3g` together cost more than the GPU
+/// that they share.
 pub fn charge_per_gpu(costs: &[Amount], gpu: Amount) -> Vec<Amount> {
     let mut left = gpu;
     let pay = |&cost: &Amount| {
@@ -192,13 +193,13 @@ mod tests {
         }
         let ten = Requested::Memory { mib: Mebibytes::from_gib(10) };
         assert_eq!(ten.gpus(Mebibytes(81_559)), Amount(125_553));
-        assert_eq!(ten.gpus(Mebibytes(0)), GPU, "a GPU of unknown memory costs all of it");
+        assert_eq!(ten.gpus(Mebibytes(0)), GPU, "without known memory, the cost is the whole GPU");
         let most = Requested::Shares { count: u32::MAX, of: 1 };
         assert_eq!(most.memory(Mebibytes(u64::MAX)), Amount(u64::MAX));
     }
 
     #[test]
-    fn the_sum_of_a_quota_on_one_gpu_is_cut_at_one_and_the_youngest_pays_less() {
+    fn charges_on_one_gpu_add_up_to_at_most_the_gpu_and_the_youngest_pod_is_charged_less() {
         let costs = [mig(4, 4), mig(3, 4)].map(MigSlice::amount);
         assert_eq!(costs.into_iter().sum::<Amount>(), Amount(1_071_428));
         assert_eq!(charge_per_gpu(&costs, GPU), [Amount(571_428), Amount(428_572)]);

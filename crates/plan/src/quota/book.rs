@@ -1,4 +1,4 @@
-//! What quotas use, and what their pods may do, for callers that place pods themselves.
+//! The use and the rights of quotas, for callers that place pods themselves.
 //!
 //! The operator searches nodes with its own rules. It asks the book for everything that concerns
 //! quotas, and records each of its decisions there, so that later decisions of the same pass see
@@ -21,39 +21,39 @@ pub struct Book<'w> {
     world: &'w World,
     now: Moment,
     accounts: Accounts<'w>,
-    /// What pods cost that leave.
+    /// Sum of the charges of terminating pods.
     leaving: Amount,
-    /// What nominated pods cost.
+    /// Sum of the charges of nominated pods.
     nominated: Amount,
-    /// What running and nominated pods cost.
+    /// Sum of the charges of running and nominated pods.
     counted: Amount,
     /// Pods that have waited long, and the free room that is reserved for them, in their order.
     reserved: Vec<(PodId, Amount)>,
 }
 
-/// What a waiting pod may do.
+/// The rights of a waiting pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rights {
-    /// Whether the pod's quota guarantees room for the pod.
+    /// Whether the pod is within its quota's guarantee.
     pub is_within: bool,
     /// Whether the pod's quota exceeds its maximum if the pod runs now.
     pub is_over_max: bool,
-    /// Whether the quota stays within its maximum once pods have left.
+    /// Whether the quota stays within its maximum once terminating pods have exited.
     pub is_within_max_later: bool,
 }
 
-/// What a quota uses.
+/// The amounts and pods of a quota.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Usage {
-    /// What running and nominated pods use.
+    /// Amount that running and nominated pods use.
     pub used: Amount,
-    /// The same, with pods that leave.
+    /// Amount that running, nominated and terminating pods use.
     pub held: Amount,
-    /// What pods within the guarantee use.
+    /// Amount that pods within the guarantee use.
     pub within: Amount,
-    /// What pods use that borrow.
+    /// Amount that borrowing pods use.
     pub over: Amount,
-    /// What the quota uses beyond its guarantee.
+    /// Amount that the quota uses beyond its guarantee.
     pub excess: Amount,
     /// The unused part of the guarantee that others may use.
     pub lent: Amount,
@@ -104,14 +104,14 @@ impl<'w> Book<'w> {
         book
     }
 
-    /// Records that a pod that waited, or all waiting pods of a gang, are released to GPUs.
+    /// Records that a waiting pod, or all waiting pods of a gang, are released to GPUs.
     pub fn release(&mut self, parts: &[(PodId, usize)]) {
         self.counted = self.counted.plus(self.cost(parts));
         self.accounts.add(parts, |_| Since { at: self.now, nominated: None });
         self.end_reservations(parts);
     }
 
-    /// Records that room of GPUs is kept for a pod, or for all waiting pods of a gang.
+    /// Records that capacity of GPUs is nominated for a pod, or for all waiting pods of a gang.
     pub fn nominate(&mut self, parts: &[(PodId, usize)]) {
         let cost = self.cost(parts);
         self.counted = self.counted.plus(cost);
@@ -149,20 +149,20 @@ impl<'w> Book<'w> {
         parts.iter().map(|(id, _)| self.world.pod(*id).charge).sum()
     }
 
-    /// Returns the waiting pods that are released together with a waiting pod, and the pod, in the
-    /// order of their names. A pod without a gang is alone.
+    /// Returns the unit of a waiting pod: the pod and the waiting pods that are released together
+    /// with it, in the order of their names. A pod without a gang is a unit of one pod.
     pub fn unit(&self, id: PodId) -> &[PodId] {
         self.accounts.gangs().unit(id)
     }
 
-    /// Returns the pods that are evicted together with a running pod, and the pod: those of its
-    /// gang that count.
+    /// Returns a running pod and the pods that are evicted together with it: the running pods of
+    /// its gang.
     pub fn mates(&self, id: PodId) -> impl Iterator<Item = PodId> {
         self.accounts.counted_with(id).filter(|mate| matches!(self.world.pod(*mate).place, Place::Running { .. }))
     }
 
-    /// Returns whether enough pods of a waiting pod's gang exist: they wait, or run and were not
-    /// evicted.
+    /// Returns whether enough pods of a waiting pod's gang exist. Counts pods that wait, and pods
+    /// that run and were not evicted.
     pub fn is_complete(&self, id: PodId) -> bool {
         let gangs = self.accounts.gangs();
         let is_present = |pod: &&PodId| {
@@ -171,23 +171,24 @@ impl<'w> Book<'w> {
         gangs.of(id).is_none() || gangs.members(id).iter().filter(is_present).count() >= gangs.size(id)
     }
 
-    /// Returns what a waiting pod costs, with the waiting pods of its gang.
+    /// Returns the charge of a waiting pod and the waiting pods of its gang.
     pub fn charge(&self, id: PodId) -> Amount {
         self.accounts.charge(id)
     }
 
-    /// Returns the priority of a pod: the highest of its gang.
+    /// Returns the priority of a pod, which is the highest priority in its gang.
     pub fn priority(&self, id: PodId) -> i32 {
         self.accounts.priority(id)
     }
 
-    /// Returns when the last pod of a waiting pod's unit was created.
+    /// Returns the time at which the last pod of a waiting pod's unit was created.
     pub fn created(&self, id: PodId) -> Moment {
         self.accounts.gangs().created(self.world, id)
     }
 
-    /// Returns whether a waiting pod would use what another pod of its quota, which has waited long
-    /// and is as important, needs of the quota's maximum or guarantee.
+    /// Returns whether a waiting pod must wait for `first`, a pod of the same quota that has waited
+    /// long and is at least as important: both together would exceed the quota's maximum or
+    /// guarantee.
     pub fn overtakes(&self, id: PodId, first: PodId) -> bool {
         let account = self.accounts.rights_of(id);
         let waits_long = self.world.pod(first);
@@ -201,7 +202,7 @@ impl<'w> Book<'w> {
         quota.is_enforced() && (exceeds_max || is_within && self.accounts.used(account).plus(both) > quota.min())
     }
 
-    /// Records that no room is kept for a waiting pod.
+    /// Records that a waiting pod has no nomination any more.
     pub fn withdraw(&mut self, id: PodId) {
         if self.accounts.class(id).is_some() {
             let charge = self.world.pod(id).charge;
@@ -211,7 +212,8 @@ impl<'w> Book<'w> {
         }
     }
 
-    /// Records that a pod is evicted. It holds its room until it is gone, and has no rights.
+    /// Records that a pod is evicted. The pod uses its capacity until it has exited, and has no
+    /// rights.
     pub fn evict(&mut self, id: PodId) {
         if self.accounts.class(id).is_some() {
             let charge = self.world.pod(id).charge;
@@ -222,7 +224,8 @@ impl<'w> Book<'w> {
         }
     }
 
-    /// Returns what a quota of the pool uses. Returns `None` if the pool has no quota of this name.
+    /// Returns the usage of a quota of the pool. Returns `None` if the pool has no quota of this
+    /// name.
     pub fn usage(&self, name: &str) -> Option<Usage> {
         self.world.quotas.keys().position(|quota| quota == name).map(|account| self.usage_of(account))
     }
@@ -251,7 +254,7 @@ impl<'w> Book<'w> {
         usage
     }
 
-    /// Returns the amount of the pool's healthy GPUs.
+    /// Returns the total amount of the pool's healthy GPUs.
     pub fn healthy(&self) -> Amount {
         self.size()
     }
@@ -261,24 +264,24 @@ impl<'w> Book<'w> {
         self.accounts.quota(self.accounts.account_of(id))
     }
 
-    /// Returns a number that pods with equal rights share.
+    /// Returns the number of the account whose rights a pod has.
     pub fn account(&self, id: PodId) -> usize {
         self.accounts.rights_of(id)
     }
 
-    /// Returns the class of a pod that runs or has room.
+    /// Returns the class of a running or nominated pod.
     pub fn class(&self, id: PodId) -> Option<Class> {
         self.accounts.class(id)
     }
 
-    /// Returns the class that a waiting pod or gang would have on GPUs after some pods are gone.
-    /// Only the quotas that are enforced give a class other than [`Class::Over`].
+    /// Returns the class that a waiting pod or gang would have on GPUs without some pods. Without
+    /// an enforced quota, the class is always [`Class::Over`].
     pub fn class_with(&self, parts: &[(PodId, usize)], without: &[PodId]) -> Class {
         let is_enforced = parts.first().is_some_and(|(id, _)| self.quota(*id).is_enforced());
         if is_enforced { self.accounts.class_with(parts, without) } else { Class::Over }
     }
 
-    /// Returns what the pods of a pod's quota use, without pods that leave.
+    /// Returns the amount that a pod's quota uses, without terminating pods.
     pub fn used(&self, id: PodId) -> Amount {
         self.accounts.used(self.accounts.account_of(id))
     }
@@ -291,7 +294,7 @@ impl<'w> Book<'w> {
         if fits && quota.cells().is_none() { Amount::ZERO } else { self.accounts.leaving(account) }
     }
 
-    /// Returns the share that a pod's quota has with the pod.
+    /// Returns the share that a waiting pod's quota would have if the pod were released.
     pub fn share_with(&self, id: PodId) -> Share {
         self.accounts.share(self.accounts.account_of(id), self.charge(id), Amount::ZERO)
     }
@@ -301,7 +304,7 @@ impl<'w> Book<'w> {
         self.accounts.share(self.accounts.account_of(id), Amount::ZERO, Amount::ZERO)
     }
 
-    /// Returns since when a pod counts.
+    /// Returns the time since which a pod counts.
     pub fn since(&self, id: PodId) -> Option<Moment> {
         self.accounts.since(id).map(|since| since.at)
     }
@@ -334,8 +337,8 @@ impl<'w> Book<'w> {
         self.accounts.overriding(id)
     }
 
-    /// Returns what a waiting pod may do, or why it must wait regardless of free room. The pod must
-    /// not count.
+    /// Returns the rights of a waiting pod, or why it must wait regardless of free capacity. The
+    /// pod must not count yet.
     pub fn rights(&self, id: PodId) -> Result<Rights, Wait> {
         let (charge, quota) = (self.charge(id), *self.quota(id));
         let account = self.accounts.account_of(id);
@@ -360,7 +363,7 @@ impl<'w> Book<'w> {
         })
     }
 
-    /// Returns how much must stay free for other quotas when a pod borrows.
+    /// Returns the amount that must stay free for other quotas when a pod borrows.
     pub fn kept_from(&self, id: PodId) -> Amount {
         self.accounts.kept_from(self.accounts.account_of(id), &BTreeMap::new())
     }
@@ -384,8 +387,8 @@ impl<'w> Book<'w> {
         self.world.gpus.iter().copied().sum()
     }
 
-    /// Returns whether a running pod and the rest of its gang may be evicted for a waiting pod, if
-    /// the rules about the complete set of victims hold too.
+    /// Returns whether a running pod and its gang may be evicted for a waiting pod, provided that
+    /// [`Self::is_legal`] accepts the complete set of victims.
     pub fn may_leave(&self, kind: Kind, taker: PodId, victim: PodId) -> bool {
         let (accounts, settings) = (&self.accounts, &self.world.settings);
         let (Some(class), Some(since)) =
@@ -428,8 +431,8 @@ impl<'w> Book<'w> {
         (Reverse(self.share(victim)), self.priority(victim))
     }
 
-    /// Returns whether these victims may leave for a waiting pod or gang that then uses these GPUs.
-    /// Of gangs, all pods must be among the victims.
+    /// Returns whether these victims may be evicted for a waiting pod or gang that then uses these
+    /// GPUs. The victims must contain all pods of each gang.
     pub fn is_legal(&self, kind: Kind, parts: &[(PodId, usize)], victims: &[PodId]) -> bool {
         let accounts = &self.accounts;
         let Some(&(taker, _)) = parts.first() else { return false };
@@ -479,7 +482,7 @@ impl<'w> Book<'w> {
         }
     }
 
-    /// Returns whether enough is free for other quotas once these victims have left.
+    /// Returns whether enough capacity is free for other quotas once these victims have exited.
     fn leaves_kept_after(
         &self,
         (taker, charge): (PodId, Amount),

@@ -1,9 +1,9 @@
-//! Which quota owns which GPU.
+//! Determines which quota owns which GPU.
 //!
-//! A quota with `guarantee: Cells` owns whole GPUs. Pods are visited in the order in which they
-//! were released. A pod of such a quota is within the guarantee if the quota owns the pod's GPU. It
-//! is also within if nobody owns the GPU, and the quota owns fewer GPUs than it is guaranteed. A
-//! GPU belongs to the quota of its first pod within a guarantee.
+//! A quota with `guarantee: Cells` owns whole GPUs. [`Ownership::assign`] visits pods in the order
+//! in which they were released. A pod of such a quota is within the guarantee if the quota owns the
+//! pod's GPU. The pod is also within the guarantee if the GPU has no owner and the quota owns fewer
+//! GPUs than its guarantee. A GPU belongs to the quota of its first pod within a guarantee.
 use std::collections::BTreeSet;
 
 use super::amount::Amount;
@@ -20,7 +20,7 @@ pub(super) struct Occupant {
     pub(super) charge: Amount,
     /// Class of the pod if its quota guarantees an amount. `None` if its quota guarantees cells.
     pub(super) counted: Option<Class>,
-    /// Gang of the pod. The pods of a gang follow each other.
+    /// Gang of the pod. The pods of a gang are consecutive.
     pub(super) gang: Option<usize>,
     /// Whether the pod may use more GPUs than `gpu`.
     pub(super) spans_gpus: bool,
@@ -33,7 +33,7 @@ pub(super) struct Ownership {
     pub(super) owner: Vec<Option<usize>>,
     /// Number of owned GPUs of each account.
     pub(super) cells: Vec<usize>,
-    /// What pods within a guarantee use of each GPU.
+    /// Amount of each GPU that pods within a guarantee use.
     pub(super) guaranteed: Vec<Amount>,
     /// Pods of quotas that guarantee cells, with their classes.
     pub(super) classes: Vec<(PodId, Class)>,
@@ -75,8 +75,8 @@ impl Ownership {
         ownership
     }
 
-    /// Returns the class that the next unit of an account has on these GPUs: within the guarantee
-    /// if the account owns all of them, or may own those that nobody owns.
+    /// Returns the class that the next unit of an account has on these GPUs. The unit is within the
+    /// guarantee if the account owns each of the GPUs or may still acquire it.
     pub(super) fn class_of_next(&self, account: usize, gpus: &[usize], limit: usize) -> Class {
         let is_new = |gpu: usize| self.owner[gpu].is_none();
         let is_foreign = |&gpu: &usize| self.owner[gpu].is_some_and(|owner| owner != account);

@@ -8,15 +8,16 @@ use crate::ledger::Moment;
 /// Whether a pod is within its quota's guarantee.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Class {
-    /// The pod borrows. Its room can be taken by pods of other quotas.
+    /// The pod borrows. Pods of other quotas can evict it.
     Over,
-    /// The pod is within the guarantee. Only a more important pod of its quota can take its room.
+    /// The pod is within the guarantee. Only a pod of the same quota with a higher priority, or a
+    /// pod whose priority overrides quotas, can evict it.
     In,
 }
 
-/// What a quota uses beyond its guarantee, relative to its weight.
+/// The amount that a quota uses beyond its guarantee, relative to its weight.
 ///
-/// Shares are fractions. They are compared by cross-multiplication, so nothing is rounded.
+/// Shares are fractions. The comparison multiplies crosswise, so that nothing is rounded.
 #[derive(Debug, Clone, Copy)]
 pub struct Share {
     /// Amount beyond the guarantee.
@@ -46,11 +47,12 @@ impl PartialEq for Share {
 
 impl Eq for Share {}
 
-/// Since when a pod counts. A nominated pod counts from now on, after pods that are released now.
+/// The time since which a pod counts. A nominated pod counts since the time of the pass, and is
+/// ordered after pods that the pass releases.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Since {
     pub(super) at: Moment,
-    /// When a pod was created that is nominated, not released.
+    /// Creation time of a nominated pod. `None` for a released pod.
     pub(super) nominated: Option<Moment>,
 }
 
@@ -66,7 +68,7 @@ pub(super) struct Importance<'w> {
     pub(super) id: PodId,
 }
 
-/// What is left of a guarantee while the pods of a quota are visited in order.
+/// The remaining part of a guarantee while the pods of a quota are visited in order.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FirstFit {
     left: Amount,
@@ -77,8 +79,8 @@ impl FirstFit {
         Self { left: min }
     }
 
-    /// Returns the class of the next pod. A pod that does not fit into what is left of the
-    /// guarantee leaves it to smaller pods.
+    /// Returns the class of the next pod. If a pod does not fit into the remaining part, smaller
+    /// pods can still use this part.
     pub(super) fn next(&mut self, charge: Amount) -> Class {
         if charge > self.left {
             return Class::Over;

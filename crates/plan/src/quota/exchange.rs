@@ -1,9 +1,10 @@
-//! Decides which pods leave so that another pod fits.
+//! Decides which pods to evict so that another pod fits.
 //!
-//! For each GPU, all pods that may leave are thought away. Then each of them stays if the waiting
-//! pod still fits, the most important first. What remains are the victims. Rules about rights
-//! judge the complete set of victims, because judging them one at a time leads to endless
-//! exchanges. Of a gang, all pods stay or leave.
+//! For each GPU, the search starts as if all candidates, the pods that may be evicted, were
+//! evicted. Then it keeps each candidate if the waiting pod still fits, the most important first.
+//! The other candidates are the victims. Rules about rights judge the complete set of victims,
+//! because judging single victims leads to endless exchanges. The pods of a gang are all kept or
+//! all evicted.
 use std::cell::OnceCell;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -15,15 +16,16 @@ use super::room::Rank;
 use super::state::State;
 use super::world::PodId;
 
-/// Why pods leave for another pod.
+/// Why pods are evicted for another pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
-    /// The pod is within its quota's guarantee, and takes room from borrowers of other quotas.
+    /// The pod is within its quota's guarantee, and evicts borrowing pods of other quotas.
     Reclaim,
-    /// The pod borrows, and takes room from borrowers of quotas that borrow more, even afterwards.
+    /// The pod borrows, and evicts borrowing pods of quotas that borrow more, even after the
+    /// eviction.
     FairShare,
-    /// The pod takes room from pods of lower priority of its own quota. If its priority overrides
-    /// quotas, it takes room from pods of lower priority of all enforced quotas.
+    /// The pod evicts pods of lower priority of its own quota. If its priority overrides quotas, it
+    /// evicts pods of lower priority of all enforced quotas.
     Priority,
 }
 
@@ -38,13 +40,13 @@ impl Kind {
     }
 }
 
-/// Pods of this priority and above are never evicted: components of the system.
+/// Pods of this priority and above are components of the system and are never evicted.
 pub(super) const NEVER_EVICTED: i32 = 2_000_000_000;
-/// Maximum number of pods of a quota that may leave so that it stays below its maximum. These are
-/// the least important.
-const MAX_OVER_MAXIMUM: usize = 256;
+/// Maximum number of candidates that are considered if a quota would exceed its maximum. The
+/// candidates are the least important pods.
+const MAX_CANDIDATES_OVER_MAXIMUM: usize = 256;
 
-/// The GPUs for a unit, and the pods that leave.
+/// The GPUs for a unit, and the pods to evict.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Way {
     pub(super) parts: Vec<Part>,
@@ -56,20 +58,20 @@ pub(super) struct Way {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Found {
     Way(Kind, Way),
-    /// Only pods that disruption budgets protect could make room.
+    /// Only the eviction of pods that disruption budgets protect would help.
     Protected,
     Nothing,
 }
 
-/// A pod or a gang that may leave.
+/// A pod or a gang that may be evicted.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Candidate {
     /// The pod, or the first pod of the gang.
     pub(super) id: PodId,
-    /// What it frees on the GPU at hand.
+    /// Amount that its eviction frees on the examined GPU.
     on: Amount,
     pub(super) account: usize,
-    /// What all of it costs.
+    /// Charge of the pod, or of all running pods of the gang.
     pub(super) charge: Amount,
     priority: i32,
     since: Since,
@@ -78,20 +80,21 @@ pub(super) struct Candidate {
     share: Share,
 }
 
-/// Cost of a set of victims; lower is better.
-type Cost = (usize, bool, Reverse<Option<Share>>, Option<i32>, Amount, i128, usize, Reverse<Option<Since>>);
+/// Cost of a set of victims. A lower cost is better.
+type VictimsCost = (usize, bool, Reverse<Option<Share>>, Option<i32>, Amount, i128, usize, Reverse<Option<Since>>);
 
 /// A search for one waiting pod.
 pub(super) struct Search<'s, 'w> {
     pub(super) state: &'s State<'w>,
-    /// Head of the unit that waits.
+    /// Head of the waiting unit.
     pub(super) taker: PodId,
     pub(super) account: usize,
-    /// What the unit costs.
+    /// Charge of the unit.
     pub(super) charge: Amount,
-    /// Free room of all GPUs that a pod of each class sees: of those that borrow, and of others.
+    /// Free capacity of all GPUs for a pod of each class, computed when needed: index 0 for pods
+    /// that borrow, index 1 for pods within a guarantee.
     pub(super) free: [OnceCell<i128>; 2],
-    /// Rank of the unit, if it does not depend on the GPU.
+    /// Rank of the unit, if the rank does not depend on the GPU.
     rank: Option<Rank>,
 }
 
@@ -106,12 +109,12 @@ impl<'s, 'w> Search<'s, 'w> {
 
     /// Finds pods to evict for a pod. `is_over_max` means that the pod's quota would exceed its
     /// maximum now.
-    pub(super) fn run(&self, is_within: bool, is_over_max: bool) -> Found {
+    pub(super) fn find_way(&self, is_within: bool, is_over_max: bool) -> Found {
         let mut is_protected = false;
         let rights = if is_within { Kind::Reclaim } else { Kind::FairShare };
         let is_enforced = self.state.accounts.quota(self.account).is_enforced();
         for kind in [(!is_over_max && is_enforced).then_some(rights), Some(Kind::Priority)].into_iter().flatten() {
-            match self.best(kind) {
+            match self.best_way(kind) {
                 Some((true, way)) => return Found::Way(kind, way),
                 Some((false, _)) => is_protected = true,
                 None => {}
@@ -125,27 +128,31 @@ impl<'s, 'w> Search<'s, 'w> {
         self.rank.unwrap_or_else(|| self.state.rank_of(parts))
     }
 
-    /// Returns the best way of a kind, and whether it evicts no protected pod.
-    fn best(&self, kind: Kind) -> Option<(bool, Way)> {
+    /// Returns the best way of a kind, and true if this way evicts no protected pod.
+    fn best_way(&self, kind: Kind) -> Option<(bool, Way)> {
         let own: Vec<Candidate> = match kind {
-            Kind::Priority => self.candidates_of_own(),
+            Kind::Priority => self.candidates_by_priority(),
             _ => Vec::new(),
         };
         if self.state.accounts.gangs().of(self.taker).is_some() {
             let (parts, victims) = self.gang_way(kind, own)?;
             let way = self.way_of(parts, &victims);
-            return self.holds_after(kind, &way).then(|| (victims.iter().all(|one| !one.is_protected), way));
+            return self.meets_rules_after(kind, &way).then(|| (victims.iter().all(|one| !one.is_protected), way));
         }
-        if kind == Kind::Priority && own.is_empty() && !self.state.accounts.has_cells() && !self.state.has_leavers() {
+        if kind == Kind::Priority
+            && own.is_empty()
+            && !self.state.accounts.has_cells()
+            && !self.state.has_terminating_pods()
+        {
             return None;
         }
         let pod = self.state.world.pod(self.taker);
         let own_on = self.freed_by(&own);
         let is_final = self.state.accounts.has_cells();
-        let mut ways: Vec<(Cost, usize, Vec<Candidate>)> = Vec::new();
+        let mut ways: Vec<(VictimsCost, usize, Vec<Candidate>)> = Vec::new();
         let mut has_seen_free = false;
         for gpu in (0..self.state.gpus.len()).filter(|&gpu| pod.may_use(gpu)) {
-            // Without cells the cheapest way is the best, and no other is of interest.
+            // Without cells, the cheapest way is the best, so keep only this way.
             let best = ways.first().filter(|_| !is_final).map(|(cost, ..)| cost);
             if !self.may_be_better(kind, gpu, &own_on, best) {
                 continue;
@@ -156,13 +163,14 @@ impl<'s, 'w> Search<'s, 'w> {
                 && !own_on.contains_key(&gpu)
                 && !self.state.is_special(gpu)
             {
-                // Such GPUs have enough free room, so the same pods leave for each of them.
+                // All such GPUs have enough free capacity, so the victims are the same for each of
+                // them.
                 if std::mem::replace(&mut has_seen_free, true) {
                     continue;
                 }
             }
-            let Some(victims) = self.way(kind, gpu, &own) else { continue };
-            let cost = cost(&victims);
+            let Some(victims) = self.victims_on(kind, gpu, &own) else { continue };
+            let cost = victims_cost(&victims);
             if is_final || best.is_none_or(|best| cost < *best) {
                 ways.truncate(if is_final { usize::MAX } else { 0 });
                 ways.push((cost, gpu, victims));
@@ -171,13 +179,19 @@ impl<'s, 'w> Search<'s, 'w> {
         ways.sort_by(|(one, a, _), (other, b, _)| (one, a).cmp(&(other, b)));
         ways.into_iter().find_map(|((protected, ..), gpu, victims)| {
             let way = self.way_of(vec![(self.taker, gpu)], &victims);
-            self.holds_after(kind, &way).then_some((protected == 0, way))
+            self.meets_rules_after(kind, &way).then_some((protected == 0, way))
         })
     }
 
-    /// Returns whether the pod could fit on a GPU if pods left, and whether this could cost less
-    /// than the best way so far. A quick check that is right if it returns `false`.
-    fn may_be_better(&self, kind: Kind, gpu: usize, own_on: &BTreeMap<usize, i128>, best: Option<&Cost>) -> bool {
+    /// Returns whether evictions could make the pod fit on a GPU at a lower cost than the best way
+    /// so far. The check is quick: `true` can be wrong, but `false` is always right.
+    fn may_be_better(
+        &self,
+        kind: Kind,
+        gpu: usize,
+        own_on: &BTreeMap<usize, i128>,
+        best: Option<&VictimsCost>,
+    ) -> bool {
         let Some(rank) = self.rank else { return true };
         let missing = i128::from(self.charge) - self.state.gpus[gpu].free_later(&rank);
         if missing <= 0 {
@@ -198,29 +212,29 @@ impl<'s, 'w> Search<'s, 'w> {
                 largest = largest.max(Some(accounts.share(account, Amount::ZERO, Amount::ZERO)));
             }
         }
-        // Ways without protected pods are ordered by the victims' smallest share.
+        // The victims' smallest share orders the ways without protected pods.
         let is_worse = best.is_some_and(|&(protected, _, Reverse(share), ..)| protected == 0 && largest < share);
         freed >= missing && !is_worse
     }
 
-    /// Returns a way. Of gangs, all pods leave.
+    /// Returns a way. The victims include all running pods of each gang.
     fn way_of(&self, parts: Vec<Part>, victims: &[Candidate]) -> Way {
         Way { parts, victims: self.pods_of(victims) }
     }
 
-    /// Returns the pods of candidates.
+    /// Returns all pods of the candidates.
     pub(super) fn pods_of(&self, candidates: &[Candidate]) -> Vec<PodId> {
         candidates.iter().flat_map(|one| self.running_with(one.id)).collect()
     }
 
-    /// Returns the running pods of a pod's gang, or the pod.
+    /// Returns the running pods of a pod's gang, or only the pod if it has no gang.
     pub(super) fn running_with(&self, id: PodId) -> impl Iterator<Item = PodId> {
         self.state.accounts.counted_with(id).filter(|&pod| self.state.gpu_of(pod).is_some())
     }
 
-    /// Returns whether the rules hold in the state after an exchange. In a pool with cells, an
-    /// exchange can change who owns GPUs, and so the classes of other pods.
-    fn holds_after(&self, kind: Kind, way: &Way) -> bool {
+    /// Returns whether the rules are met in the state after an exchange. In a pool with cells, an
+    /// exchange can change the owners of GPUs, and therefore the classes of other pods.
+    fn meets_rules_after(&self, kind: Kind, way: &Way) -> bool {
         if !self.state.accounts.has_cells() {
             return true;
         }
@@ -237,8 +251,8 @@ impl<'s, 'w> Search<'s, 'w> {
         holds && self.state.keeps_guarantees_in(&after)
     }
 
-    /// Returns the victims on one GPU, or `None` if no set of victims makes room and may leave.
-    fn way(&self, kind: Kind, gpu: usize, own: &[Candidate]) -> Option<Vec<Candidate>> {
+    /// Returns the victims on one GPU, or `None` if no legal set of victims frees enough capacity.
+    fn victims_on(&self, kind: Kind, gpu: usize, own: &[Candidate]) -> Option<Vec<Candidate>> {
         if self.state.gpus[gpu].size() < self.charge {
             return None;
         }
@@ -247,18 +261,19 @@ impl<'s, 'w> Search<'s, 'w> {
         match kind {
             Kind::Reclaim | Kind::FairShare => {
                 let is_of_cells = self.state.accounts.quota(self.account).cells().is_some();
-                // In cells the pod has a right to GPUs of its quota and of nobody.
+                // With cells, the pod has a right only to GPUs of its quota and GPUs without an
+                // owner.
                 if kind == Kind::Reclaim && is_of_cells && rank.class == Class::Over {
                     return None;
                 }
                 let candidates = self.candidates_on(gpu, kind);
                 let free = self.state.gpus[gpu].free_later(&rank);
-                let victims = self.leaving(free, &candidates, None)?;
+                let victims = self.victims_among(free, &candidates, None)?;
                 if self.is_legal(kind, &parts, &rank, &victims) {
                     return Some(victims);
                 }
                 match kind {
-                    Kind::FairShare => self.one_alone(free, &parts, &rank, &candidates),
+                    Kind::FairShare => self.single_victim(free, &parts, &rank, &candidates),
                     Kind::Reclaim | Kind::Priority => None,
                 }
             }
@@ -266,8 +281,8 @@ impl<'s, 'w> Search<'s, 'w> {
                 let on_gpu = |one: &Candidate| Candidate { on: self.freed_on(one.id, gpu), ..*one };
                 let own: Vec<Candidate> = match self.spare() {
                     Some(_) => own.iter().map(on_gpu).collect(),
-                    // Pods on other GPUs are of no use.
-                    None => self.own_on(gpu),
+                    // Evicting pods on other GPUs would not help.
+                    None => self.candidates_by_priority_on(gpu),
                 };
                 self.priority_way(&parts, &rank, &own).or_else(|| {
                     let over: Vec<Candidate> = own.iter().copied().filter(|one| one.class == Class::Over).collect();
@@ -277,14 +292,14 @@ impl<'s, 'w> Search<'s, 'w> {
         }
     }
 
-    /// Returns what a pod or its gang uses of a GPU.
+    /// Returns the amount of a GPU that a pod or its gang uses.
     fn freed_on(&self, id: PodId, gpu: usize) -> Amount {
         let on = self.running_with(id).filter(|&pod| self.state.gpu_of(pod) == Some(gpu));
         on.map(|pod| self.state.charge(pod)).sum()
     }
 
-    /// Returns what would be left of the quota's maximum if the unit were released and no pod left:
-    /// a negative number, or `None` if the maximum is not exceeded.
+    /// Returns the unused part of the quota's maximum if the unit were released without evictions.
+    /// The result is negative, or `None` if the maximum would not be exceeded.
     pub(super) fn spare(&self) -> Option<i128> {
         let (accounts, account) = (&self.state.accounts, self.account);
         let after = accounts.used(account).plus(self.charge);
@@ -296,14 +311,14 @@ impl<'s, 'w> Search<'s, 'w> {
     fn priority_way(&self, parts: &[Part], rank: &Rank, own: &[Candidate]) -> Option<Vec<Candidate>> {
         let spare = self.spare();
         let free = self.state.gpus[parts[0].1].free_later(rank);
-        let victims = self.leaving(free, own, spare)?;
+        let victims = self.victims_among(free, own, spare)?;
         self.is_legal(Kind::Priority, parts, rank, &victims).then_some(victims)
     }
 
-    /// Returns the candidates that leave so that the pod fits on a GPU. Candidates are in the order
-    /// in which they stay. `spare` is what is left of the quota's maximum, negative if it is
+    /// Returns the candidates to evict so that the pod fits on a GPU. The most important candidate
+    /// must be first. `spare` is the unused part of the quota's maximum, negative if the maximum is
     /// exceeded.
-    fn leaving(&self, free: i128, candidates: &[Candidate], spare: Option<i128>) -> Option<Vec<Candidate>> {
+    fn victims_among(&self, free: i128, candidates: &[Candidate], spare: Option<i128>) -> Option<Vec<Candidate>> {
         let on = |all: i128, one: &Candidate| all + i128::from(one.on);
         let sum = |all: i128, one: &Candidate| all + i128::from(one.charge);
         let mut free = candidates.iter().fold(free - i128::from(self.charge), on);
@@ -323,35 +338,41 @@ impl<'s, 'w> Search<'s, 'w> {
         Some(candidates.iter().filter(leaves).copied().collect())
     }
 
-    /// Returns one candidate that makes room alone and may leave: the lowest priority, then the
-    /// smallest, then the youngest.
-    fn one_alone(&self, free: i128, parts: &[Part], rank: &Rank, candidates: &[Candidate]) -> Option<Vec<Candidate>> {
+    /// Returns one candidate that may be evicted and frees enough capacity alone: the candidate
+    /// with the lowest priority, then the smallest, then the youngest.
+    fn single_victim(
+        &self,
+        free: i128,
+        parts: &[Part],
+        rank: &Rank,
+        candidates: &[Candidate],
+    ) -> Option<Vec<Candidate>> {
         let helps = |one: &&Candidate| free + i128::from(one.on) >= i128::from(self.charge);
         let may_leave = |one: &&Candidate| self.is_legal(Kind::FairShare, parts, rank, &[**one]);
-        let one = candidates.iter().filter(helps).filter(may_leave).min_by_key(|one| self.alone_key(one));
+        let one = candidates.iter().filter(helps).filter(may_leave).min_by_key(|one| self.single_victim_key(one));
         one.map(|one| vec![*one])
     }
 
-    /// Returns the position of a candidate in the order in which one leaves alone.
-    pub(super) fn alone_key(&self, one: &Candidate) -> impl Ord + use<'s, 'w> {
+    /// Returns the position of a candidate in the order in which single victims are tried.
+    pub(super) fn single_victim_key(&self, one: &Candidate) -> impl Ord + use<'s, 'w> {
         let name = &self.state.world.pod(one.id).name;
         (one.is_protected, one.priority, one.charge, Reverse((one.since, name)))
     }
 
-    /// Returns the pods of other quotas on a GPU that may leave, in the order in which they stay.
+    /// Returns the pods of other quotas on a GPU that may be evicted, the most important first.
     fn candidates_on(&self, gpu: usize, kind: Kind) -> Vec<Candidate> {
         let pods = self.state.gpus[gpu].pods.iter();
         let first_on =
             |id: &PodId| self.running_with(*id).find(|&pod| self.state.gpu_of(pod) == Some(gpu)) == Some(*id);
         let of_others = pods.copied().filter(first_on).filter_map(|id| self.candidate_of_others(id, kind));
-        self.sorted(of_others.map(|one| Candidate { on: self.freed_on(one.id, gpu), ..one }))
+        self.sorted_by_importance(of_others.map(|one| Candidate { on: self.freed_on(one.id, gpu), ..one }))
     }
 
-    /// Returns all pods of other quotas that may leave, in the order in which they stay.
+    /// Returns all pods of other quotas that may be evicted, the most important first.
     pub(super) fn candidates_of_others(&self, kind: Kind) -> Vec<Candidate> {
         let first = |id: &PodId| self.running_with(*id).next() == Some(*id);
         let pods = (0..self.state.world.pods.len()).map(PodId).filter(|&id| self.state.gpu_of(id).is_some());
-        self.sorted(pods.filter(first).filter_map(|id| self.candidate_of_others(id, kind)))
+        self.sorted_by_importance(pods.filter(first).filter_map(|id| self.candidate_of_others(id, kind)))
     }
 
     fn candidate_of_others(&self, id: PodId, kind: Kind) -> Option<Candidate> {
@@ -370,33 +391,36 @@ impl<'s, 'w> Search<'s, 'w> {
         (one.since.at.0.saturating_add(min_runtime) <= self.state.now.0).then_some(one)
     }
 
-    /// Returns the pods of lower priority that may leave for the pod by priority alone. These are
-    /// the pods of its quota. If the quota is not enforced, these are all pods of no enforced
-    /// quota. If the pod's priority overrides quotas, these are the pods of all enforced quotas.
-    fn candidates_of_own(&self) -> Vec<Candidate> {
+    /// Returns the pods of lower priority that may be evicted by priority alone. These are the pods
+    /// of the waiting pod's quota. If this quota is not enforced, these are all pods without an
+    /// enforced quota. If the waiting pod's priority overrides quotas, these are the pods of all
+    /// enforced quotas.
+    fn candidates_by_priority(&self) -> Vec<Candidate> {
         let accounts = &self.state.accounts;
-        let of_account = |account: usize| self.is_own(account).then(|| accounts.members(account)).into_iter().flatten();
+        let of_account = |account: usize| {
+            self.is_evictable_by_priority(account).then(|| accounts.members(account)).into_iter().flatten()
+        };
         let first = |id: &PodId| self.running_with(*id).next() == Some(*id);
         let pods = (0..accounts.len()).flat_map(of_account).filter(first);
-        let mut own = self.sorted(pods.filter_map(|id| self.own_candidate(id)));
+        let mut own = self.sorted_by_importance(pods.filter_map(|id| self.candidate_by_priority(id)));
         if self.spare().is_some() {
-            own.drain(..own.len().saturating_sub(MAX_OVER_MAXIMUM));
+            own.drain(..own.len().saturating_sub(MAX_CANDIDATES_OVER_MAXIMUM));
         }
         own
     }
 
-    /// Returns the pods that may leave for the pod by priority alone and use a GPU.
-    fn own_on(&self, gpu: usize) -> Vec<Candidate> {
+    /// Returns the pods on a GPU that may be evicted by priority alone.
+    fn candidates_by_priority_on(&self, gpu: usize) -> Vec<Candidate> {
         let first_on =
             |id: &PodId| self.running_with(*id).find(|&pod| self.state.gpu_of(pod) == Some(gpu)) == Some(*id);
         let pods = self.state.gpus[gpu].pods.iter().copied().filter(first_on);
-        let own = pods.filter(|&id| self.is_own(self.state.accounts.account_of(id)));
-        let own = own.filter_map(|id| self.own_candidate(id));
-        self.sorted(own.map(|one| Candidate { on: self.freed_on(one.id, gpu), ..one }))
+        let own = pods.filter(|&id| self.is_evictable_by_priority(self.state.accounts.account_of(id)));
+        let own = own.filter_map(|id| self.candidate_by_priority(id));
+        self.sorted_by_importance(own.map(|one| Candidate { on: self.freed_on(one.id, gpu), ..one }))
     }
 
-    /// Returns whether pods of an account may leave for the pod by priority alone.
-    fn is_own(&self, account: usize) -> bool {
+    /// Returns whether pods of an account may be evicted by priority alone.
+    fn is_evictable_by_priority(&self, account: usize) -> bool {
         let accounts = &self.state.accounts;
         let is_enforced = accounts.quota(account).is_enforced();
         if !accounts.quota(self.account).is_enforced() {
@@ -405,17 +429,17 @@ impl<'s, 'w> Search<'s, 'w> {
         account == self.account || is_enforced && self.overrides_others()
     }
 
-    /// Returns whether pods of other quotas may leave for the pod by priority alone. At its quota's
-    /// maximum, only pods of its own quota help.
+    /// Returns whether pods of other quotas may be evicted by priority alone. At the quota's
+    /// maximum, only evicting pods of the same quota helps.
     fn overrides_others(&self) -> bool {
         self.state.accounts.overriding(self.taker).is_some() && self.spare().is_none()
     }
 
-    fn own_candidate(&self, id: PodId) -> Option<Candidate> {
+    fn candidate_by_priority(&self, id: PodId) -> Option<Candidate> {
         self.candidate(id, None).filter(|one| one.priority < self.state.accounts.priority(self.taker))
     }
 
-    /// Returns a pod or its gang, if it runs and is not part of the system.
+    /// Returns a pod or its gang as a candidate, if it runs and is not a component of the system.
     fn candidate(&self, id: PodId, patience: Option<u64>) -> Option<Candidate> {
         let (state, accounts) = (self.state, &self.state.accounts);
         let priority = accounts.priority(id);
@@ -437,9 +461,9 @@ impl<'s, 'w> Search<'s, 'w> {
         })
     }
 
-    /// Sorts candidates in the order in which they stay: protected pods, pods of quotas with a low
-    /// share, pods of high priority, pods that run long.
-    fn sorted(&self, candidates: impl Iterator<Item = Candidate>) -> Vec<Candidate> {
+    /// Sorts candidates, the most important first: protected pods, then pods of quotas with a low
+    /// share, then pods of high priority, then pods that have run long.
+    fn sorted_by_importance(&self, candidates: impl Iterator<Item = Candidate>) -> Vec<Candidate> {
         let name = |one: &Candidate| &self.state.world.pod(one.id).name;
         let mut sorted: Vec<Candidate> = candidates.collect();
         sorted.sort_by_key(|one| (!one.is_protected, one.share, Reverse(one.priority), one.since, name(one)));
@@ -447,7 +471,7 @@ impl<'s, 'w> Search<'s, 'w> {
     }
 }
 
-fn cost(victims: &[Candidate]) -> Cost {
+fn victims_cost(victims: &[Candidate]) -> VictimsCost {
     let highest = victims.iter().map(|victim| victim.priority).max();
     let of_highest = victims.iter().filter(|victim| Some(victim.priority) == highest);
     (

@@ -2,13 +2,13 @@
 //!
 //! | what | rule |
 //! |---|---|
-//! | release | once `size` pods exist, all that wait are released by one pass, or none |
-//! | room that is kept | for all that wait, or for none |
-//! | class | one class for all, from the sum of what they cost |
-//! | eviction | if one leaves, all leave, and all count |
-//! | priority | the highest of its pods |
+//! | release | once `size` pods exist, one pass releases all waiting pods or none |
+//! | nomination | for all waiting pods or none |
+//! | class | one class for all pods, from the sum of their charges |
+//! | eviction | if one pod is evicted, all pods are evicted, and all count as victims |
+//! | priority | the highest priority of its pods |
 //!
-//! A gang that waits holds nothing, except room for all of its pods. So two gangs never wait for
+//! A waiting gang has either nominations for all of its pods or none. So two gangs never wait for
 //! each other. Pods that replace lost pods of a running gang are released together too.
 //!
 //! A pod without a gang is treated like a gang of one pod. Such a group of pods is a *unit*, and
@@ -28,22 +28,22 @@ pub(super) struct Gangs {
     /// Gang of each pod.
     of: Vec<Option<usize>>,
     all: Vec<Members>,
-    /// All pods. The slice with one element is the unit of a pod without a gang.
+    /// All pods. A slice of one element is the unit of a pod without a gang.
     pods: Vec<PodId>,
 }
 
 #[derive(Debug, Clone, Default)]
 struct Members {
-    /// Pods that do not leave when the pass begins, in the order of their names.
+    /// Pods that are not terminating when the pass begins, in the order of their names.
     pods: Vec<PodId>,
-    /// Pods that wait when the pass begins, in the order of their names.
+    /// Pods that are waiting when the pass begins, in the order of their names.
     waiting: Vec<PodId>,
     size: usize,
     priority: i32,
 }
 
 impl Gangs {
-    /// Finds the gangs. Pods of different accounts are never of one gang.
+    /// Finds the gangs. Pods of different accounts never belong to one gang.
     pub(super) fn new(world: &World, account_of: &[usize]) -> Self {
         let mut by_name: BTreeMap<(usize, &str), usize> = BTreeMap::new();
         let (mut of, mut all) = (vec![None; world.pods.len()], Vec::<Members>::new());
@@ -71,12 +71,13 @@ impl Gangs {
         Self { of, all, pods: (0..world.pods.len()).map(PodId).collect() }
     }
 
-    /// Returns the gang of a pod. A pod that left before the pass has none.
+    /// Returns the gang of a pod. A pod that is terminating when the pass begins has no gang.
     pub(super) fn of(&self, id: PodId) -> Option<usize> {
         self.of[id.0]
     }
 
-    /// Returns the pods of a pod's gang, the first name first, or the pod alone.
+    /// Returns the pods of a pod's gang in the order of their names, or only the pod if it has no
+    /// gang.
     pub(super) fn members(&self, id: PodId) -> &[PodId] {
         self.of[id.0].map_or(&self.pods[id.0..=id.0], |gang| &self.all[gang].pods)
     }
@@ -86,32 +87,32 @@ impl Gangs {
         &self.all[gang].pods
     }
 
-    /// Returns the pods of a gang that wait.
+    /// Returns the waiting pods of a gang.
     pub(super) fn waiting_of(&self, gang: usize) -> &[PodId] {
         &self.all[gang].waiting
     }
 
-    /// Returns the pods that are released together with a waiting pod, and the pod.
+    /// Returns the unit of a waiting pod: the pod and the pods that are released together with it.
     pub(super) fn unit(&self, id: PodId) -> &[PodId] {
         self.of[id.0].map_or(&self.pods[id.0..=id.0], |gang| &self.all[gang].waiting)
     }
 
-    /// Returns how many pods of a pod's gang must exist before one is released.
+    /// Returns the number of pods of a pod's gang that must exist before any of them is released.
     pub(super) fn size(&self, id: PodId) -> usize {
         self.of[id.0].map_or(1, |gang| self.all[gang].size)
     }
 
-    /// Returns the priority of a pod: the highest of its gang.
+    /// Returns the priority of a pod, which is the highest priority in its gang.
     pub(super) fn priority(&self, world: &World, id: PodId) -> i32 {
         self.of[id.0].map_or(world.pod(id).priority, |gang| self.all[gang].priority)
     }
 
-    /// Returns what a waiting pod's unit costs.
+    /// Returns the charge of a waiting pod's unit.
     pub(super) fn charge(&self, world: &World, id: PodId) -> Amount {
         self.unit(id).iter().map(|&pod| world.pod(pod).charge).sum()
     }
 
-    /// Returns when the last pod of a waiting pod's unit was created.
+    /// Returns the time at which the last pod of a waiting pod's unit was created.
     pub(super) fn created(&self, world: &World, id: PodId) -> Moment {
         self.unit(id).iter().map(|&pod| world.pod(pod).created).max().unwrap_or(world.pod(id).created)
     }

@@ -1,4 +1,4 @@
-//! One pass over the waiting pods of a pool.
+//! Runs one pass over the waiting pods of a pool.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -23,38 +23,39 @@ pub struct Released {
     pub gpu: usize,
 }
 
-/// Pods that leave for another pod.
+/// Pods that are evicted for another pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Exchange {
-    /// Why they leave.
+    /// Why the pods are evicted.
     pub kind: Kind,
-    /// The pod that gets their room. For a gang this is the waiting pod with the first name.
+    /// The pod for which the victims are evicted. For a gang, this is the waiting pod with the
+    /// first name.
     pub taker: PodId,
-    /// The pods that leave, the most important first.
+    /// The pods to evict, the most important first.
     pub victims: Vec<PodId>,
 }
 
 /// Why a pod waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Wait {
-    /// Pods leave for it, and their room is kept.
+    /// Other pods are being evicted for the pod, and their capacity is nominated for it.
     Nominated,
-    /// No room is free, and it has no right to other pods' room.
+    /// Not enough capacity is free, and the pod has no right to evict other pods.
     NoRoom,
-    /// Its quota would exceed its maximum.
+    /// The pod's quota would exceed its maximum.
     OverMax,
     /// The pod alone exceeds its quota's maximum.
     LargerThanMax,
-    /// It does not borrow, and its quota's guarantee is used up.
+    /// The pod must not borrow, and its quota's guarantee is used up.
     WaitsForGuarantee,
-    /// Only pods that disruption budgets protect could make room.
+    /// Only the eviction of pods that disruption budgets protect would help.
     Protected,
-    /// No GPU is large enough.
+    /// No GPU is large enough for the pod.
     NoGpuFits,
-    /// Pods of its gang are missing.
+    /// Pods of the pod's gang are missing.
     GangIncomplete,
-    /// Other pods come first: one pass looks for victims for a few pods only, or a pod of its quota
-    /// that is as important has waited long.
+    /// Other pods come first. Either the pass has searched victims for the maximum number of pods,
+    /// or an equally important pod of the same quota has waited long.
     Later,
 }
 
@@ -75,22 +76,22 @@ impl Wait {
     }
 }
 
-/// What a pass decides.
+/// The decisions of a pass.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Outcome {
-    /// Pods to release, in the order of the decisions. The pods of a gang follow each other.
+    /// Pods to release, in the order of the decisions. The pods of a gang are consecutive.
     pub released: Vec<Released>,
     /// Pods to evict, in the order of the decisions.
     pub exchanges: Vec<Exchange>,
-    /// Room that is kept for pods, by pod: index of the GPU.
+    /// Index of the nominated GPU of each nominated pod.
     pub nominations: BTreeMap<PodId, usize>,
-    /// Why the other pods wait.
+    /// Reasons of the pods that wait.
     pub waits: BTreeMap<PodId, Wait>,
-    /// Class of each pod that runs or has room, by pod.
+    /// Class of each running or nominated pod, by pod.
     pub classes: Vec<Option<Class>>,
 }
 
-/// Decides for each waiting pod of a pool.
+/// Runs one pass: decides about each waiting pod of a pool.
 pub fn look(world: &World, now: Moment) -> Outcome {
     let mut pass = Pass::new(world, now);
     while let Some(id) = pass.next() {
@@ -99,8 +100,8 @@ pub fn look(world: &World, now: Moment) -> Outcome {
     pass.finish()
 }
 
-/// Returns the waiting pods that have waited long and for which room is reserved, each with the
-/// index of the GPU, for callers that place pods themselves. The pod that comes first is first.
+/// Returns the pods that have waited long and have a reservation, with the index of the GPU, for
+/// callers that place pods themselves. The pod whose reservation takes precedence is first.
 ///
 /// `usable` returns the GPUs that a pod can use now or once pods have ended that overtook it. It is
 /// asked about a pod only if no earlier pod of its quota gets a reservation.
@@ -116,17 +117,18 @@ pub fn reserved_for_long_waits(
 /// A pass.
 pub(super) struct Pass<'w> {
     pub(super) state: State<'w>,
-    /// Heads of waiting units by the account whose rights they have, the most important first.
+    /// Heads of waiting units by the account whose rights the units have, the most important first.
     queues: Vec<VecDeque<PodId>>,
     pub(super) outcome: Outcome,
-    /// Whether a pod's unit would not even fit if all GPUs were empty. `false` for other pods.
+    /// Whether the unit with this head would not fit even if all GPUs were empty. `false` for pods
+    /// that are no heads.
     never_fits: Vec<bool>,
-    /// Number of units for which victims may still be searched.
+    /// Number of units for which this pass may still search for victims.
     preemptors: usize,
 }
 
-/// Position of an account's first waiting pod. Pods that override quotas are first, then pods
-/// within a guarantee.
+/// Position of an account's first waiting pod. Pods whose priority overrides quotas are first, then
+/// pods within a guarantee.
 type Turn<'w> = (Reverse<Option<i32>>, Option<Share>, Reverse<i32>, Moment, &'w str, PodId);
 
 enum Decision {
@@ -165,9 +167,9 @@ impl<'w> Pass<'w> {
         Self { state, queues, outcome, never_fits, preemptors: world.settings.max_preemptors }
     }
 
-    /// Takes the next waiting pod. Pods that cannot get room come first, so that they delay nobody.
-    /// Of the first pods of all quotas, pods within a guarantee are next, and then pods whose quota
-    /// has the lowest share with them.
+    /// Removes the next waiting pod from its queue. Pods that cannot be released come first, so
+    /// that they delay no other pod. Of the first pods of all quotas, pods within a guarantee are
+    /// next. Then come pods whose quota would have the lowest share with the pod.
     pub(super) fn next(&mut self) -> Option<PodId> {
         let firsts = || self.queues.iter().filter_map(VecDeque::front).copied();
         let hopeless = firsts().find(|&id| self.is_hopeless(id));
@@ -175,13 +177,14 @@ impl<'w> Pass<'w> {
         self.queues[self.state.accounts.rights_of(id)].pop_front()
     }
 
-    /// Returns whether no GPU is large enough for a pod, or it waits for its quota's guarantee.
+    /// Returns whether no GPU is large enough for a pod, or the pod waits for its quota's
+    /// guarantee.
     fn is_hopeless(&self, id: PodId) -> bool {
         self.never_fits[id.0] || self.state.nominated(id).is_none() && !self.may_borrow(id)
     }
 
-    /// Returns whether a pod that does not count yet may use room: it is within its quota's
-    /// guarantee, or it borrows.
+    /// Returns whether a pod that does not count yet may be released: it is within its quota's
+    /// guarantee, or it may borrow.
     fn may_borrow(&self, id: PodId) -> bool {
         let accounts = &self.state.accounts;
         let is_enforced = accounts.quota(accounts.account_of(id)).is_enforced();
@@ -213,7 +216,7 @@ impl<'w> Pass<'w> {
         (overriding, share, Reverse(accounts.priority(id)), created, &world.pod(id).name, id)
     }
 
-    /// Decides for a unit. `id` is its head.
+    /// Decides about a unit. `id` is its head.
     pub(super) fn decide(&mut self, id: PodId) {
         let reservation = self.state.start_turn(id);
         let class = self.state.accounts.class(id);
@@ -283,15 +286,16 @@ impl<'w> Pass<'w> {
             return Decision::Wait(Wait::Later);
         }
         self.preemptors -= 1;
-        match Search::new(&self.state, id).run(is_within, is_over_max) {
+        match Search::new(&self.state, id).find_way(is_within, is_over_max) {
             Found::Way(kind, way) => Decision::Exchange(kind, way),
             Found::Protected => Decision::Wait(Wait::Protected),
             Found::Nothing => Decision::Wait(wait),
         }
     }
 
-    /// Decides for a pod whose room is kept: the pod gets the room, or waits for it. What must stay
-    /// free for others was considered when the pod was nominated.
+    /// Decides about a nominated pod: it is released to the nominated GPUs, or keeps its
+    /// nomination. Returns `None` if the nomination no longer fits. The capacity that must stay
+    /// free for other quotas was checked at the nomination.
     fn own_place(
         &self,
         id: PodId,
@@ -306,7 +310,8 @@ impl<'w> Pass<'w> {
             *sum = sum.plus(self.state.charge(pod));
         }
         let gpus = &self.state.gpus;
-        let fits_later = |(&gpu, &wanted): (&usize, &Amount)| gpus[gpu].unreserved_later(&rank) >= i128::from(wanted);
+        let fits_later =
+            |(&gpu, &wanted): (&usize, &Amount)| gpus[gpu].free_later_with_reserved(&rank) >= i128::from(wanted);
         if !wanted.iter().all(fits_later) {
             return None;
         }
@@ -319,15 +324,16 @@ impl<'w> Pass<'w> {
         max.is_none_or(|max| used <= max).then_some(Decision::Nominate(parts, rank))
     }
 
-    /// Returns the GPUs on which the unit fits now, with the least free room. A borrower leaves
-    /// enough free for others, unless its priority overrides quotas.
+    /// Returns the GPUs with the least free capacity on which the unit fits now. A borrowing unit
+    /// must leave enough capacity free for other quotas, unless its priority overrides quotas.
     fn free_place(&self, id: PodId, is_within: bool) -> Option<Vec<Part>> {
         let accounts = &self.state.accounts;
         let (account, charge) = (accounts.account_of(id), i128::from(accounts.charge(id)));
         let quota = accounts.quota(account);
         let is_of_cells = quota.cells().is_some() && quota.is_enforced();
         let unit: Vec<Part> = accounts.gangs().unit(id).iter().map(|&pod| (pod, 0)).collect();
-        // In cells only a unit within the guarantee has a class that depends on the GPU.
+        // With cells, the class of a unit depends on the GPU only if the unit is within the
+        // guarantee.
         let general = if is_of_cells { self.state.rank(id, Class::Over) } else { self.state.rank_of(&unit) };
         if quota.is_enforced() && !is_within && accounts.overriding(id).is_none() {
             let kept = accounts.kept_from(account, &BTreeMap::new());
@@ -343,7 +349,7 @@ impl<'w> Pass<'w> {
         let free = |gpu: usize| (gpu, self.state.gpus[gpu].free(&rank_on(gpu)));
         let large = (0..self.state.gpus.len()).filter(|&gpu| i128::from(self.state.unused[gpu]) >= charge);
         let fitting = large.map(free).filter(|&(gpu, free)| free >= charge && pod.may_use(gpu));
-        // A pod with rights prefers a GPU that its quota owns.
+        // A pod within its guarantee of cells prefers a GPU that its quota owns.
         let key =
             |&(gpu, free): &(usize, i128)| (!(is_of_cells && is_within && accounts.owns(account, gpu)), free, gpu);
         if !accounts.has_cells() {
@@ -375,7 +381,7 @@ impl<'w> Pass<'w> {
         outcome.nominations = all().filter_map(|id| Some((id, state.nominated(id)?))).collect();
         for (id, wait) in &mut outcome.waits {
             if *wait == Wait::Nominated && !outcome.nominations.contains_key(id) {
-                // A pod of higher rank took the room.
+                // A pod of higher rank uses the capacity.
                 *wait = Wait::NoRoom;
             }
         }

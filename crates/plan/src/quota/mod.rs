@@ -1,31 +1,32 @@
-//! Elastic quotas: decides which pods a quota guarantees, which borrow, and which must leave.
+//! Elastic quotas: decides which pods are within a guarantee, which pods borrow, and which pods are
+//! evicted.
 //!
-//! A quota guarantees an amount of one pool of GPUs. What is unused may be borrowed, up to the
-//! borrower's maximum. A pod within its quota's guarantee reclaims room from borrowers of other
-//! quotas. Borrowers share what is left by weight.
+//! A quota guarantees an amount of one pool of GPUs. Pods of other quotas may borrow the unused
+//! part, up to their own quota's maximum. A pod within its quota's guarantee reclaims GPUs from
+//! borrowing pods of other quotas. Quotas share unused GPUs by weight.
 //!
 //! | module | what |
 //! |---|---|
-//! | `amount` | amounts of GPUs or of memory, and what a request costs |
-//! | `spec` | a quota as people write it, parsed once |
+//! | `amount` | amounts of GPUs or of memory, and the cost of requests |
+//! | `spec` | quotas as users write them, and their validated limits |
 //! | `world` | the pods, GPUs and quotas of a pool |
 //! | `class` | classes of pods, shares of quotas, and the order of pods in a quota |
 //! | `cells` | classes and ownership of GPUs for `guarantee: Cells` |
 //! | `gang` | pods that are released, counted and evicted together |
 //! | `pack` | GPUs for several pods at once |
-//! | `book` | accounts, for callers that place pods themselves |
-//! | `account` | what each quota uses, and the class of each pod |
-//! | `room` | free room of each GPU, and room that is nominated |
-//! | `state` | accounts and room together, while a pass changes them |
-//! | `exchange` | which pods leave so that another fits |
-//! | `gang_exchange` | which pods leave so that a gang fits |
-//! | `rights` | whether these pods may leave |
-//! | `ageing` | which pods have waited so long that room is reserved for them |
+//! | `book` | use and rights of quotas, for callers that place pods themselves |
+//! | `account` | the amount that each quota uses, and the class of each pod |
+//! | `room` | free and nominated capacity of each GPU |
+//! | `state` | accounts and GPUs together, while a pass changes them |
+//! | `exchange` | which pods to evict so that another pod fits |
+//! | `gang_exchange` | which pods to evict so that a gang fits |
+//! | `rights` | whether a set of victims may be evicted |
+//! | `ageing` | reservations for pods that have waited long |
 //! | `look` | one pass over the waiting pods |
 //! | `simulate` | passes until nothing changes |
 //!
-//! Everything is a function of the pods, GPUs and quotas that the caller passes in. No counter
-//! survives a pass, so a restart changes nothing.
+//! Every result depends only on the pods, GPUs and quotas that the caller passes in. No state is
+//! kept between passes, so a restart changes nothing.
 mod account;
 mod ageing;
 mod amount;

@@ -5,14 +5,15 @@ use super::amount::Amount;
 use super::gang::Part;
 use super::world::{PodId, World};
 
-/// Maximum number of pods that are put somewhere, before the search gives up. The search needs one
-/// step for each pod if all pods have the same size.
-const MAX_STEPS: usize = 10_000;
+/// Maximum number of placements that the search tries before it gives up. The search needs one step
+/// for each pod if all pods have the same size.
+const MAX_PACKING_STEPS: usize = 10_000;
 
-/// Finds a GPU for each pod: the large pods first, each on the tightest GPU that leaves room for
-/// the others. `room` is the free room of each GPU, negative if too much is used.
+/// Finds a GPU for each pod. Places large pods first, each on the fullest GPU that still allows a
+/// placement of the other pods. `room` is the free capacity of each GPU, negative if too much is
+/// used.
 ///
-/// The search is exact up to [`MAX_STEPS`]. Without `restricted`, pods may use all GPUs.
+/// The search is exact up to [`MAX_PACKING_STEPS`]. Without `restricted`, pods may use all GPUs.
 pub(super) fn pack(world: &World, pods: &[PodId], room: &[i128], restricted: bool) -> Option<Vec<Part>> {
     let mut order = pods.to_vec();
     order.sort_by_key(|&id| (std::cmp::Reverse(world.pod(id).charge), &world.pod(id).name, id));
@@ -28,10 +29,11 @@ pub(super) fn pack(world: &World, pods: &[PodId], room: &[i128], restricted: boo
         return None;
     }
     let mut packing = Packing { world, order, are_alike, rooms, parts: Vec::new(), steps: 0 };
-    packing.put(0).then_some(packing.parts)
+    packing.place_from(0).then_some(packing.parts)
 }
 
-/// Returns whether there is room for as many pods of each size as there are pods at least as large.
+/// Returns whether, for each size, the GPUs have enough free capacity for all pods of this size or
+/// larger. If not, no placement exists.
 fn may_fit(charges: &[Amount], rooms: &BTreeMap<i128, BTreeSet<usize>>) -> bool {
     charges.iter().enumerate().all(|(at, &charge)| {
         let charge = i128::from(charge).max(1);
@@ -43,21 +45,21 @@ fn may_fit(charges: &[Amount], rooms: &BTreeMap<i128, BTreeSet<usize>>) -> bool 
 struct Packing<'w> {
     world: &'w World,
     order: Vec<PodId>,
-    /// Whether all pods may use the same GPUs, which `rooms` contains.
+    /// Whether all pods may use the same GPUs. If so, `rooms` contains only these GPUs.
     are_alike: bool,
-    /// GPUs by free room.
+    /// GPUs by free capacity.
     rooms: BTreeMap<i128, BTreeSet<usize>>,
     parts: Vec<Part>,
     steps: usize,
 }
 
 impl Packing<'_> {
-    /// Puts the pods from this position on somewhere. Returns whether this is possible.
-    fn put(&mut self, at: usize) -> bool {
+    /// Places the pods from this position in `order` on. Returns whether a placement was found.
+    fn place_from(&mut self, at: usize) -> bool {
         let Some(&id) = self.order.get(at) else { return true };
         let pod = self.world.pod(id);
         let charge = i128::from(pod.charge);
-        // GPUs with equal room are alike if all pods may use them.
+        // GPUs with equal free capacity are interchangeable if all pods may use them.
         let are_alike = self.are_alike;
         let limit = if are_alike { 1 } else { usize::MAX };
         let choices: Vec<(i128, usize)> = self
@@ -70,12 +72,12 @@ impl Packing<'_> {
             .collect();
         for (free, gpu) in choices {
             self.steps += 1;
-            if self.steps > MAX_STEPS {
+            if self.steps > MAX_PACKING_STEPS {
                 return false;
             }
             self.change(gpu, free, free - charge);
             self.parts.push((id, gpu));
-            if self.put(at + 1) {
+            if self.place_from(at + 1) {
                 return true;
             }
             self.parts.pop();

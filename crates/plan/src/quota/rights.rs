@@ -1,4 +1,4 @@
-//! Decides whether the victims of an exchange may leave.
+//! Decides whether the victims of an exchange may be evicted.
 use std::collections::BTreeMap;
 
 use super::amount::Amount;
@@ -9,7 +9,7 @@ use super::room::Rank;
 use super::world::PodId;
 
 impl Search<'_, '_> {
-    /// Returns whether these victims may leave for the unit.
+    /// Returns whether these victims may be evicted for the unit.
     pub(super) fn is_legal(&self, kind: Kind, parts: &[Part], rank: &Rank, victims: &[Candidate]) -> bool {
         let accounts = &self.state.accounts;
         let quota = accounts.quota(self.account);
@@ -34,7 +34,7 @@ impl Search<'_, '_> {
                 let share = accounts.share(self.account, more, Amount::ZERO);
                 let after = |account: usize| accounts.share(account, Amount::ZERO, less[&account]);
                 victims.iter().all(|victim| share <= after(victim.account))
-                    && self.leaves_kept_room(rank, &freed, &less)
+                    && self.keeps_enough_free(rank, &freed, &less)
             }
             Kind::Priority => {
                 let used = accounts.used(self.account);
@@ -46,12 +46,12 @@ impl Search<'_, '_> {
                 }
                 quota.max().is_none_or(|max| after <= max)
                     && (all_over || accounts.class_with(parts, &self.pods_of(victims)) == Class::In)
-                    && (after <= quota.min() || after <= used || self.leaves_kept_room(rank, &freed, &less))
+                    && (after <= quota.min() || after <= used || self.keeps_enough_free(rank, &freed, &less))
             }
         }
     }
 
-    /// Returns what victims free on each GPU.
+    /// Returns the amount that victims free on each GPU.
     pub(super) fn freed_by(&self, victims: &[Candidate]) -> BTreeMap<usize, i128> {
         let mut freed = BTreeMap::new();
         for pod in victims.iter().flat_map(|victim| self.running_with(victim.id)) {
@@ -62,7 +62,7 @@ impl Search<'_, '_> {
         freed
     }
 
-    /// Adds what accounts lose whose pods' nominations would be withdrawn.
+    /// Adds to `less` the amounts of other accounts' pods that would lose their nominations.
     fn add_displaced(
         &self,
         parts: &[Part],
@@ -91,7 +91,7 @@ impl Search<'_, '_> {
         }
     }
 
-    /// Returns the nominated pods of a victim's gang that are too few without the victim.
+    /// Returns the nominated pods of a victim's gang, if the gang is incomplete without the victim.
     fn rest_without(&self, victim: &Candidate) -> impl Iterator<Item = PodId> {
         let gangs = self.state.accounts.gangs();
         let waiting = gangs.of(victim.id).map(|gang| gangs.waiting_of(gang)).unwrap_or_default();
@@ -99,8 +99,8 @@ impl Search<'_, '_> {
         rest.filter(move |_| waiting.len() < gangs.size(victim.id))
     }
 
-    /// Returns whether enough stays free for other quotas after the exchange.
-    fn leaves_kept_room(&self, rank: &Rank, freed: &BTreeMap<usize, i128>, less: &BTreeMap<usize, Amount>) -> bool {
+    /// Returns whether enough capacity stays free for other quotas after the exchange.
+    fn keeps_enough_free(&self, rank: &Rank, freed: &BTreeMap<usize, i128>, less: &BTreeMap<usize, Amount>) -> bool {
         let kept = self.state.accounts.kept_from(self.account, less);
         if kept == Amount::ZERO {
             return true;

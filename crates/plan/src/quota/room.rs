@@ -1,22 +1,22 @@
-//! Free room of GPUs, and room that is nominated.
+//! Free and nominated capacity of GPUs.
 use super::amount::Amount;
 use super::class::Class;
 use super::world::PodId;
 
-/// Rank of a pod that waits for room that is being freed.
+/// Rank of a waiting pod. Ranks decide which nominations a pod must respect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Rank {
     pub(super) account: usize,
     pub(super) class: Class,
     pub(super) priority: i32,
-    /// The priority, if pods of this priority do not stop at the borders of quotas.
+    /// The priority, if it overrides quotas.
     pub(super) overriding: Option<i32>,
 }
 
 impl Rank {
-    /// Returns whether a pod of this rank sees the nomination of another pod. It does not see
-    /// nominations of a lower class, and in its own quota and class none of a lower priority. For
-    /// pods that do not stop at the borders of quotas, priority alone decides.
+    /// Returns whether a pod of this rank must respect the nomination of another pod. A pod ignores
+    /// nominations of a lower class. In its own quota and class, a pod also ignores nominations of
+    /// a lower priority. If one of the priorities overrides quotas, these priorities alone decide.
     pub(super) fn sees(&self, nominee: &Self) -> bool {
         if self.overriding.is_some() || nominee.overriding.is_some() {
             return self.overriding <= nominee.overriding;
@@ -28,7 +28,7 @@ impl Rank {
     }
 }
 
-/// A pod for which room is kept.
+/// A nominated pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Nominee {
     pub(super) id: PodId,
@@ -42,10 +42,11 @@ pub(super) struct GpuRoom {
     room: Amount,
     held: Amount,
     leaving: Amount,
-    /// Pods that run on the GPU, without those that leave.
+    /// Pods that run on the GPU, without terminating pods.
     pub(super) pods: Vec<PodId>,
     nominees: Vec<Nominee>,
-    /// A pod that has waited long, and its position among all such pods.
+    /// A pod that has waited long and has a reservation on the GPU, and its position among all such
+    /// pods.
     reserved: Option<(Nominee, usize)>,
 }
 
@@ -59,98 +60,100 @@ impl GpuRoom {
         self.room
     }
 
-    /// Returns the room that is free now for a pod of this rank. Negative if more is nominated,
-    /// reserved or used than exists.
+    /// Returns the capacity that is free now for a pod of this rank. Negative if more capacity is
+    /// nominated, reserved or used than exists.
     pub(super) fn free(&self, rank: &Rank) -> i128 {
         self.free_before(rank, usize::MAX)
     }
 
-    /// Returns the room that is free now if only the pods before a position have reserved some.
+    /// Returns the capacity that is free now if only the reservations before a position count.
     pub(super) fn free_before(&self, rank: &Rank, position: usize) -> i128 {
         let seen = self.reserved.filter(|(reserved, at)| *at < position && rank.sees(&reserved.rank));
-        self.unreserved(rank) - seen.map_or(0, |(reserved, _)| i128::from(reserved.charge))
+        self.free_with_reserved(rank) - seen.map_or(0, |(reserved, _)| i128::from(reserved.charge))
     }
 
-    /// Returns the room that is free now for a pod of this rank, reserved room included.
-    pub(super) fn unreserved(&self, rank: &Rank) -> i128 {
+    /// Returns the capacity that is free now for a pod of this rank, including reserved capacity.
+    pub(super) fn free_with_reserved(&self, rank: &Rank) -> i128 {
         self.free_beside(rank, |_| true)
     }
 
-    /// Returns the room that is free now for a pod of this rank, reserved room included. Of the
-    /// nominations that it sees, only some count.
+    /// Returns the capacity that is free now for a pod of this rank, including reserved capacity.
+    /// Of the nominations that the pod must respect, only those that `counts` accepts are
+    /// subtracted.
     pub(super) fn free_beside(&self, rank: &Rank, counts: impl Fn(&Nominee) -> bool) -> i128 {
         let seen = self.nominees.iter().filter(|nominee| rank.sees(&nominee.rank) && counts(nominee));
         let seen: Amount = seen.map(|nominee| nominee.charge).sum();
         i128::from(self.room) - i128::from(self.held) - i128::from(seen)
     }
 
-    /// Returns the room that is free for a pod of this rank once pods have left.
+    /// Returns the capacity that is free for a pod of this rank once terminating pods have exited.
     pub(super) fn free_later(&self, rank: &Rank) -> i128 {
         self.free(rank) + i128::from(self.leaving)
     }
 
-    /// Returns the room that is free now if no room were kept for pods.
+    /// Returns the capacity that is free now, including nominated and reserved capacity.
     pub(super) const fn unused(&self) -> Amount {
         self.room.minus(self.held)
     }
 
-    /// Returns what leaves.
+    /// Returns the amount that terminating pods use.
     pub(super) fn leaving(&self) -> i128 {
         i128::from(self.leaving)
     }
 
-    /// Returns the room that is free for a pod of this rank once pods have left, reserved room
-    /// included.
-    pub(super) fn unreserved_later(&self, rank: &Rank) -> i128 {
-        self.unreserved(rank) + i128::from(self.leaving)
+    /// Returns the capacity that is free for a pod of this rank once terminating pods have exited,
+    /// including reserved capacity.
+    pub(super) fn free_later_with_reserved(&self, rank: &Rank) -> i128 {
+        self.free_with_reserved(rank) + i128::from(self.leaving)
     }
 
-    /// Returns what is nominated.
+    /// Returns the nominated amount.
     pub(super) fn nominated(&self) -> Amount {
         self.nominees.iter().map(|nominee| nominee.charge).sum()
     }
 
-    /// Returns the pods for which room is kept.
+    /// Returns the nominated pods.
     pub(super) fn nominees(&self) -> impl Iterator<Item = PodId> {
         self.nominees.iter().map(|nominee| nominee.id)
     }
 
-    /// Reserves room for the pod at this position of the pods that have waited long, or for none.
+    /// Sets or removes the reservation for a pod that has waited long. The number is the pod's
+    /// position among these pods.
     pub(super) const fn reserve(&mut self, pod: Option<(Nominee, usize)>) {
         self.reserved = pod;
     }
 
-    /// Adds a pod that runs.
+    /// Adds a running pod.
     pub(super) fn add(&mut self, id: PodId, charge: Amount) {
         self.pods.push(id);
         self.held = self.held.plus(charge);
     }
 
-    /// Adds a pod that leaves.
-    pub(super) fn add_leaving(&mut self, charge: Amount) {
+    /// Adds a terminating pod.
+    pub(super) fn add_terminating(&mut self, charge: Amount) {
         self.held = self.held.plus(charge);
         self.leaving = self.leaving.plus(charge);
     }
 
-    /// Marks a pod as leaving.
-    pub(super) fn leave(&mut self, id: PodId, charge: Amount) {
+    /// Marks a pod as terminating.
+    pub(super) fn mark_terminating(&mut self, id: PodId, charge: Amount) {
         self.pods.retain(|pod| *pod != id);
         self.leaving = self.leaving.plus(charge);
     }
 
-    /// Keeps room for a pod.
+    /// Nominates capacity for a pod.
     pub(super) fn nominate(&mut self, nominee: Nominee) {
         self.nominees.push(nominee);
     }
 
-    /// Keeps no more room for a pod.
+    /// Removes the nomination of a pod.
     pub(super) fn withdraw(&mut self, id: PodId) {
         self.nominees.retain(|nominee| nominee.id != id);
     }
 
-    /// Returns the pods of lower rank for which no room is left, after a pod of this rank took
-    /// some. `more` is room that is still to be freed or, if negative, to be taken. The last in the
-    /// order of importance come first. `key` decides between pods of equal rank.
+    /// Returns the nominated pods of lower rank for which not enough capacity remains after a pod
+    /// of this rank uses some. `more` is capacity that will also become free or, if negative, will
+    /// also be used. The least important pods are first. `key` decides between pods of equal rank.
     pub(super) fn displaced<K: Ord>(&self, rank: &Rank, more: i128, key: impl Fn(PodId) -> K) -> Vec<PodId> {
         let room = i128::from(self.room) - i128::from(self.held) + i128::from(self.leaving);
         let mut left = room - i128::from(self.nominated()) + more;
@@ -190,7 +193,7 @@ mod tests {
     fn class_comes_first_and_priority_counts_within_a_quota() {
         let nominee = rank(0, Class::Over, 5);
         assert!(!rank(1, Class::In, -9).sees(&nominee), "a higher class");
-        assert!(rank(1, Class::Over, 900).sees(&nominee), "priority ends at the border of the quota");
+        assert!(rank(1, Class::Over, 900).sees(&nominee), "priority does not count across quotas");
         assert!(rank(0, Class::Over, 5).sees(&nominee) && !rank(0, Class::Over, 6).sees(&nominee));
         let guaranteed = rank(0, Class::In, 5);
         assert!(rank(0, Class::Over, 900).sees(&guaranteed), "a lower class of the same quota");
@@ -198,9 +201,9 @@ mod tests {
     }
 
     #[test]
-    fn who_takes_room_displaces_only_as_many_lower_ranks_as_needed() {
+    fn a_pod_displaces_only_as_many_nominations_of_lower_rank_as_needed() {
         let mut gpu = GpuRoom::new(Amount(10));
-        gpu.add_leaving(Amount(6));
+        gpu.add_terminating(Amount(6));
         for (id, class, priority, charge) in [(1, Class::Over, 3, 3), (2, Class::Over, 1, 3), (3, Class::In, 0, 2)] {
             gpu.nominate(Nominee { id: PodId(id), rank: rank(0, class, priority), charge: Amount(charge) });
         }
@@ -215,7 +218,7 @@ mod tests {
         assert_eq!(
             gpu.displaced(&rank(2, Class::Over, 9), 0, |id| id),
             [],
-            "a borrower of another quota sees all of them"
+            "a borrowing pod of another quota must respect all nominations"
         );
     }
 }

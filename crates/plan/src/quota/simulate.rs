@@ -1,7 +1,7 @@
-//! Passes over a pool until nothing changes.
+//! Runs passes over a pool until nothing changes.
 //!
-//! Between two passes, released pods run, and evicted pods are gone. Each evicted pod is replaced
-//! at once by a waiting pod of the same name, as a Deployment does.
+//! Between two passes, released pods start, and evicted pods exit. A waiting pod of the same name
+//! replaces each evicted pod at once, as the pods of a Deployment are replaced.
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::class::Class;
@@ -10,29 +10,29 @@ use super::look::{Outcome, Wait, look};
 use super::world::{Place, PodId, World};
 use crate::ledger::Moment;
 
-/// Pods that left for another pod.
+/// Pods that were evicted for another pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Leave {
-    /// Why they left.
+    /// Why the pods were evicted.
     pub kind: Kind,
-    /// Name of the pod that got their room.
+    /// Name of the pod for which they were evicted.
     pub taker: String,
-    /// Names of the pods that left, sorted.
+    /// Names of the evicted pods, sorted.
     pub victims: Vec<String>,
 }
 
-/// A pool in which nothing changes any more.
+/// A pool at rest: further passes would change nothing.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Rest {
-    /// Pods that left, in the order of the decisions.
+    /// Evictions, in the order of the decisions.
     pub leaves: Vec<Leave>,
-    /// Names of pods that run within a guarantee.
+    /// Names of running pods within a guarantee.
     pub within: BTreeSet<String>,
-    /// Names of pods that run and borrow.
+    /// Names of running pods that borrow.
     pub over: BTreeSet<String>,
-    /// Why other pods wait, by name.
+    /// Why the other pods wait, by name.
     pub waits: BTreeMap<String, Wait>,
-    /// Number of passes that changed something.
+    /// Number of passes that changed the pool.
     pub passes: usize,
     /// The pool.
     pub world: World,
@@ -43,8 +43,8 @@ pub struct Rest {
 #[error("the pool still changes after {0} passes")]
 pub struct Restless(pub usize);
 
-/// Runs passes over a pool until nothing changes, at most `limit` passes. `watch` sees the pool
-/// before each pass, and what the pass decides.
+/// Runs passes over a pool until nothing changes, at most `limit` passes. `watch` receives the pool
+/// before each pass, and the decisions of the pass.
 pub fn simulate(mut world: World, limit: usize, mut watch: impl FnMut(&World, &Outcome)) -> Result<Rest, Restless> {
     let mut leaves = Vec::new();
     let mut now = world.pods.iter().map(|pod| started(&pod.place).max(pod.created)).max().unwrap_or(Moment(0));
@@ -90,9 +90,9 @@ const fn nomination(place: &Place) -> Option<usize> {
     }
 }
 
-/// Applies the decisions of a pass. Returns when the last pod was created.
+/// Applies the decisions of a pass. Returns the time at which the last pod was created.
 fn apply(world: &mut World, outcome: &Outcome, now: Moment) -> Moment {
-    // Pods that left before this pass are gone, and have been replaced.
+    // Pods that were terminating before this pass have exited and were replaced.
     let mut now = now;
     for (at, pod) in world.pods.iter_mut().enumerate() {
         if let Place::Waiting { nominated } = &mut pod.place {

@@ -1,4 +1,4 @@
-//! A quota as people write it, parsed once.
+//! Parses quotas: from the written amounts to validated limits.
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
@@ -20,20 +20,21 @@ pub enum Unit {
 /// What a quota guarantees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum Guarantee {
-    /// An amount, on any GPUs. Fragmentation can break the guarantee.
+    /// The quota guarantees an amount, which can be on any GPUs. Fragmentation can break the
+    /// guarantee.
     #[default]
     Count,
-    /// Whole GPUs, which the quota's pods fill.
+    /// The quota guarantees whole GPUs, which its pods fill.
     Cells,
 }
 
 /// Whether a quota is enforced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum Mode {
-    /// Pods are held and evicted.
+    /// The operator delays and evicts pods.
     #[default]
     Enforce,
-    /// Use is counted and reported. Pods are neither held nor evicted.
+    /// The operator counts and reports usage, but neither delays nor evicts pods.
     Count,
 }
 
@@ -46,12 +47,12 @@ pub enum Namespaces {
     WithLabels(BTreeMap<String, String>),
 }
 
-/// A quota as it is written.
+/// A quota as written in its `GpuQuota`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct QuotaSpec {
     /// Name of the quota.
     pub name: String,
-    /// When the quota was created. Of two quotas that conflict, the older one is valid.
+    /// Creation time of the quota. If two quotas conflict, the older one applies.
     pub created: Moment,
     /// The namespaces whose pods are counted.
     pub namespaces: Namespaces,
@@ -63,9 +64,9 @@ pub struct QuotaSpec {
     pub min: Option<Quantity>,
     /// The maximum.
     pub max: Option<Quantity>,
-    /// How much of `min` others may use while it is unused. `None` means all.
+    /// Part of `min` that others may use while it is unused. `None` means all of `min`.
     pub lend: Option<Quantity>,
-    /// The quota's part of what is unused. `None` means 1.
+    /// Weight of the quota when quotas share unused GPUs. `None` means 1.
     pub weight: Option<i64>,
     /// What is guaranteed.
     pub guarantee: Guarantee,
@@ -95,7 +96,7 @@ pub enum InvalidQuota {
         /// The written text.
         written: String,
     },
-    /// An amount is not a multiple of what is counted.
+    /// An amount of GPUs is not a multiple of a thousandth.
     #[error("{field} {written:?} is too precise: thousandths of a GPU are the smallest step")]
     TooPrecise {
         /// Name of the field.
@@ -103,28 +104,28 @@ pub enum InvalidQuota {
         /// The written text.
         written: String,
     },
-    /// An amount is absurdly large.
+    /// An amount exceeds `MAX_GPUS` GPUs or `MAX_MEBIBYTES` MiB.
     #[error("{field} is more than {MAX_GPUS} GPUs, which is the maximum")]
     TooLarge {
         /// Name of the field.
         field: &'static str,
     },
-    /// More is guaranteed than allowed.
+    /// The guarantee exceeds the maximum.
     #[error("min exceeds max: lower min, or raise max")]
     MinOverMax,
-    /// More is lent than guaranteed.
+    /// The quota lends more than its guarantee.
     #[error("lend exceeds min: only what is guaranteed can be lent")]
     LendOverMin,
     /// The weight is out of range.
     #[error("weight {0} is not a whole number from 1 to {MAX_WEIGHT}")]
     Weight(i64),
-    /// Cells are whole GPUs.
+    /// The quota guarantees cells, but the guarantee is not a whole number of GPUs.
     #[error("min must be a whole number of GPUs for guarantee Cells")]
     PartOfCell,
-    /// Cells are GPUs.
+    /// The quota guarantees cells, but counts memory.
     #[error("guarantee Cells counts GPUs and needs unit Gpus, not Memory")]
     CellsOfMemory,
-    /// Nothing is selected.
+    /// The quota selects no namespaces.
     #[error("the quota names no namespaces: set namespaces or namespaceSelector")]
     NoNamespaces,
 }
@@ -172,7 +173,7 @@ impl Quota {
         if max.is_some_and(|max| max < self.min) { Err(InvalidQuota::MinOverMax) } else { Ok(Self { max, ..self }) }
     }
 
-    /// Sets how much of the guaranteed amount others may use while it is unused.
+    /// Sets the part of the guaranteed amount that others may use while it is unused.
     pub fn with_lend(self, lend: Option<Amount>) -> Result<Self, InvalidQuota> {
         if lend.is_some_and(|lend| lend > self.min) {
             Err(InvalidQuota::LendOverMin)
@@ -211,12 +212,12 @@ impl Quota {
         self.max
     }
 
-    /// Returns how much of the guaranteed amount nobody else may use.
+    /// Returns the part of the guaranteed amount that other quotas must not use.
     pub fn unlent(&self) -> Amount {
         self.lend.map_or(Amount::ZERO, |lend| self.min.minus(lend))
     }
 
-    /// Returns the quota's part of what is unused, relative to other quotas.
+    /// Returns the quota's weight when quotas share unused GPUs.
     pub const fn weight(&self) -> u32 {
         self.weight
     }
@@ -226,7 +227,7 @@ impl Quota {
         (self.guarantee == Guarantee::Cells).then(|| usize::try_from(self.min.0 / GPU.0).unwrap_or(usize::MAX))
     }
 
-    /// Returns whether the quota holds and evicts pods.
+    /// Returns whether the operator delays and evicts pods as the quota requires.
     pub fn is_enforced(&self) -> bool {
         self.mode == Mode::Enforce
     }
@@ -237,7 +238,7 @@ fn parse_amount(field: &'static str, written: &Quantity, unit: Unit) -> Result<A
     let milli = written.milli().ok_or_else(|| InvalidQuota::NotAnAmount { field, written: text() })?;
     match unit {
         Unit::Gpus if milli > MAX_GPUS * 1000 => Err(InvalidQuota::TooLarge { field }),
-        Unit::Gpus if is_finer_than_milli(&text()) => Err(InvalidQuota::TooPrecise { field, written: text() }),
+        Unit::Gpus if is_finer_than_thousandths(&text()) => Err(InvalidQuota::TooPrecise { field, written: text() }),
         Unit::Gpus => Amount::from_milli_gpus(milli).ok_or(InvalidQuota::TooLarge { field }),
         Unit::Memory => {
             let mebibytes = written.as_mebibytes().filter(|&mebibytes| mebibytes <= MAX_MEBIBYTES);
@@ -247,7 +248,7 @@ fn parse_amount(field: &'static str, written: &Quantity, unit: Unit) -> Result<A
 }
 
 /// Returns whether a quantity has a suffix or digits below thousandths, which it rounds up.
-fn is_finer_than_milli(text: &str) -> bool {
+fn is_finer_than_thousandths(text: &str) -> bool {
     let fraction = text.split_once('.').map_or("", |(_, fraction)| fraction);
     let digits = fraction.trim_end_matches(|c: char| !c.is_ascii_digit()).trim_end_matches('0').len();
     text.ends_with(['n', 'u']) || digits > if text.ends_with('m') { 0 } else { 3 }

@@ -1,4 +1,4 @@
-//! Accounts and room together, while a pass changes them.
+//! Accounts and GPUs together, while a pass changes them.
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::account::Accounts;
@@ -9,30 +9,31 @@ use super::room::{GpuRoom, Nominee, Rank};
 use super::world::{Place, PodId, World};
 use crate::ledger::Moment;
 
-/// The pool in the middle of a pass.
+/// The state of a pool during a pass.
 #[derive(Debug, Clone)]
 pub(super) struct State<'w> {
     pub(super) world: &'w World,
     pub(super) now: Moment,
     pub(super) accounts: Accounts<'w>,
     pub(super) gpus: Vec<GpuRoom>,
-    /// Free room of each GPU if no room were kept for pods. 0 if too much is used.
+    /// Free capacity of each GPU, including nominated and reserved capacity. 0 if too much is used.
     pub(super) unused: Vec<Amount>,
     /// Sum of `unused`.
     all_unused: i128,
-    /// GPUs on which room is or was kept for pods, or pods leave. Few.
+    /// GPUs that have or had nominations or reservations, or have terminating pods. This set is
+    /// small.
     special: BTreeSet<usize>,
-    /// GPU of each pod that runs, also of pods released in this pass.
+    /// GPU of each running pod, including pods released in this pass.
     running: Vec<Option<usize>>,
     /// GPU of each nominated pod.
     nominated: Vec<Option<usize>>,
     /// Reservations of pods that have waited long, by account.
     reserved: BTreeMap<usize, Reservation>,
-    /// Position of the present pod among the pods that have waited long.
+    /// Position of the current pod of the pass among the pods that have waited long.
     position: usize,
 }
 
-/// Room that is reserved for a pod that has waited long.
+/// Capacity that is reserved for a pod that has waited long.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Reservation {
     pub(super) pod: PodId,
@@ -56,12 +57,12 @@ impl<'w> State<'w> {
                     counted.push((id, gpu, Since { at: since, nominated: None }));
                 }
                 Place::Leaving { gpu, held } => {
-                    gpus[gpu].add_leaving(pod.charge);
+                    gpus[gpu].add_terminating(pod.charge);
                     if held {
                         accounts.hold_leaving(id);
                     }
                 }
-                Place::Waiting { nominated: Some(gpu) } if keeps_room(world, accounts.gangs(), id) => {
+                Place::Waiting { nominated: Some(gpu) } if is_valid_nomination(world, accounts.gangs(), id) => {
                     nominated[at] = Some(gpu);
                     counted.push((id, gpu, Since { at: now, nominated: Some(pod.created) }));
                 }
@@ -87,21 +88,21 @@ impl<'w> State<'w> {
         };
         for at in 0..world.pods.len() {
             if let Some(gpu) = state.nominated[at] {
-                state.keep_room(PodId(at), gpu);
+                state.add_nominee(PodId(at), gpu);
             }
         }
         state
     }
 
-    /// Keeps room for a pod that counts already, with the rank of its present class.
-    fn keep_room(&mut self, id: PodId, gpu: usize) {
+    /// Nominates capacity for a pod that counts already, with the rank of its current class.
+    fn add_nominee(&mut self, id: PodId, gpu: usize) {
         let Some(class) = self.accounts.class(id) else { return };
         let (pod, rank) = (self.world.pod(id), self.rank(id, class));
         self.special.insert(gpu);
         self.gpus[gpu].nominate(Nominee { id, rank, charge: pod.charge });
     }
 
-    /// Returns what a pod costs, without the rest of its gang.
+    /// Returns the charge of a single pod, without other pods of its gang.
     pub(super) fn charge(&self, id: PodId) -> Amount {
         self.world.pod(id).charge
     }
@@ -126,12 +127,12 @@ impl<'w> State<'w> {
         Rank { account, class, priority, overriding }
     }
 
-    /// Returns the GPU of a pod that runs.
+    /// Returns the GPU of a running pod.
     pub(super) fn gpu_of(&self, id: PodId) -> Option<usize> {
         self.running[id.0]
     }
 
-    /// Returns the GPU whose room is kept for a pod.
+    /// Returns the nominated GPU of a pod.
     pub(super) fn nominated(&self, id: PodId) -> Option<usize> {
         self.nominated[id.0]
     }
@@ -152,7 +153,7 @@ impl<'w> State<'w> {
         self.displace(&rank, parts);
     }
 
-    /// Keeps room of GPUs for the pods of a unit.
+    /// Nominates capacity of GPUs for the pods of a unit.
     pub(super) fn nominate(&mut self, parts: &[Part], rank: Rank) {
         let (world, now) = (self.world, self.now);
         self.accounts.add(parts, |id| Since { at: now, nominated: Some(world.pod(id).created) });
@@ -164,8 +165,7 @@ impl<'w> State<'w> {
         self.displace(&rank, parts);
     }
 
-    /// Keeps no more room for a pod and the rest of its unit. Returns the GPUs, or nothing if no
-    /// room was kept.
+    /// Removes the nominations of a pod's unit. Returns the removed nominations.
     pub(super) fn withdraw(&mut self, id: PodId) -> Vec<Part> {
         let unit = self.accounts.gangs().unit(id).to_vec();
         let take = |id: PodId| Some((id, self.nominated[id.0].take()?));
@@ -177,13 +177,13 @@ impl<'w> State<'w> {
         parts
     }
 
-    /// Returns whether pods leave.
-    pub(super) fn has_leavers(&self) -> bool {
+    /// Returns whether pods of the pool are terminating.
+    pub(super) fn has_terminating_pods(&self) -> bool {
         self.gpus.iter().any(|gpu| gpu.leaving() > 0)
     }
 
-    /// Returns whether enough pods of a waiting pod's gang exist: they wait, or run and were not
-    /// evicted.
+    /// Returns whether enough pods of a waiting pod's gang exist. Counts pods that wait, and pods
+    /// that run and were not evicted.
     pub(super) fn is_complete(&self, id: PodId) -> bool {
         let gangs = self.accounts.gangs();
         let is_present = |pod: &&PodId| {
@@ -192,13 +192,13 @@ impl<'w> State<'w> {
         gangs.of(id).is_none() || gangs.members(id).iter().filter(is_present).count() >= gangs.size(id)
     }
 
-    /// Evicts a pod. It holds its room until it is gone, and has no rights. If its gang is not
-    /// complete without it, no room is kept for the rest.
+    /// Evicts a pod. The pod uses its capacity until it has exited, and has no rights. If its gang
+    /// is incomplete without the pod, the nominations of the gang are removed.
     pub(super) fn evict(&mut self, id: PodId) {
         let Some(gpu) = self.running[id.0].take() else { return };
         let charge = self.charge(id);
         self.special.insert(gpu);
-        self.gpus[gpu].leave(id, charge);
+        self.gpus[gpu].mark_terminating(id, charge);
         self.accounts.remove(id);
         self.accounts.hold_leaving(id);
         let gangs = self.accounts.gangs();
@@ -208,14 +208,15 @@ impl<'w> State<'w> {
         }
     }
 
-    /// Reserves room for pods that have waited long. The first of them comes first.
+    /// Reserves capacity for pods that have waited long. Reservations of earlier pods in the list
+    /// take precedence.
     pub(super) fn reserve_all(&mut self, pods: Vec<(PodId, usize)>) {
         for (position, (pod, gpu)) in pods.into_iter().enumerate() {
             self.reserve(Reservation { pod, gpu, position });
         }
     }
 
-    /// Returns the pods for which room is reserved, and their GPUs, in their order.
+    /// Returns the pods with a reservation, and their GPUs, in the order of precedence.
     pub(super) fn reservations(&self) -> Vec<(PodId, usize)> {
         let mut reserved: Vec<Reservation> = self.reserved.values().copied().collect();
         reserved.sort_by_key(|reservation| reservation.position);
@@ -230,13 +231,14 @@ impl<'w> State<'w> {
         self.reserved.insert(rank.account, reservation);
     }
 
-    /// Returns whether room is reserved for a pod, because it has waited long.
+    /// Returns whether a pod has a reservation because it has waited long.
     #[cfg(test)]
     pub(super) fn is_reserved_for(&self, id: PodId) -> bool {
         self.reserved.values().any(|reservation| reservation.pod == id)
     }
 
-    /// Starts the decision about a pod. Its own reservation does not count meanwhile.
+    /// Starts the decision about a pod. Until the decision ends, the pod's own reservation does not
+    /// count.
     pub(super) fn start_turn(&mut self, id: PodId) -> Option<Reservation> {
         let account = self.accounts.rights_of(id);
         let reservation = self.reserved.get(&account).copied().filter(|reservation| reservation.pod == id);
@@ -247,7 +249,7 @@ impl<'w> State<'w> {
         reservation
     }
 
-    /// Ends the decision about a pod. A pod that still waits keeps its reservation.
+    /// Ends the decision about a pod. `kept` is the reservation of a pod that still waits.
     pub(super) fn end_turn(&mut self, kept: Option<Reservation>) {
         if let Some(reservation) = kept {
             self.reserve(reservation);
@@ -255,16 +257,16 @@ impl<'w> State<'w> {
         self.position = usize::MAX;
     }
 
-    /// Returns the room of a GPU that counts as free when a pod of this rank leaves enough for
-    /// other quotas. Pods that have waited longer come first, and others do not matter.
+    /// Returns the capacity of a GPU that counts as free when checking that enough stays free for
+    /// other quotas. Only reservations of pods that have waited longer are subtracted.
     pub(super) fn free_beside_older(&self, gpu: usize, rank: &Rank) -> i128 {
         self.gpus[gpu].free_before(rank, self.position)
     }
 
-    /// Returns the room of a GPU that is free now for a pod for which room is kept. Of the other
-    /// nominations that it sees, only those count that come first: of a higher class, of a higher
-    /// priority, or of a pod that is older. Other pods are nominated beside it, so they get their
-    /// room later. Without this order, pods that arrive could delay the pod again and again.
+    /// Returns the capacity of a GPU that is free now for a nominated pod. Only nominations that
+    /// take precedence are subtracted: those of a higher class, of a higher priority in the same
+    /// quota, or of an older pod. Other nominated pods are released later. Without this order,
+    /// arriving pods could delay the pod again and again.
     pub(super) fn free_for_nominee(&self, id: PodId, gpu: usize, rank: &Rank) -> i128 {
         let key = |id: PodId| (self.accounts.gangs().created(self.world, id), &self.world.pod(id).name);
         self.gpus[gpu].free_beside(rank, |other| {
@@ -274,13 +276,13 @@ impl<'w> State<'w> {
         })
     }
 
-    /// Returns whether room of a GPU is or was kept for pods, or pods leave it.
+    /// Returns whether a GPU has or had nominations or reservations, or has terminating pods.
     pub(super) fn is_special(&self, gpu: usize) -> bool {
         self.special.contains(&gpu)
     }
 
-    /// Returns the room of all GPUs that counts as free: see [`Self::free_beside_older`]. With
-    /// `later`, pods that leave count as gone.
+    /// Returns the capacity of all GPUs that counts as free: see [`Self::free_beside_older`]. With
+    /// `later`, terminating pods count as exited.
     pub(super) fn all_free(&self, rank: &Rank, later: bool) -> i128 {
         let free = |gpu: usize| {
             let leaving = if later { self.gpus[gpu].leaving() } else { 0 };
@@ -290,8 +292,8 @@ impl<'w> State<'w> {
         self.all_unused + self.special.iter().map(difference).sum::<i128>()
     }
 
-    /// Returns whether a pod would use what another pod of its quota, which has waited long and is
-    /// as important, needs of the quota's maximum or guarantee.
+    /// Returns whether a pod must wait for a pod of the same quota that has a reservation and is at
+    /// least as important: both together would exceed the quota's maximum or guarantee.
     pub(super) fn overtakes(&self, id: PodId) -> bool {
         let (accounts, account) = (&self.accounts, self.accounts.rights_of(id));
         let reserved = self.reserved.get(&account).map(|reservation| self.world.pod(reservation.pod));
@@ -303,9 +305,8 @@ impl<'w> State<'w> {
         quota.is_enforced() && (exceeds_max || is_within && accounts.used(account).plus(both) > quota.min())
     }
 
-    /// Returns whether each pod whose room is kept, and still is in another state, is within its
-    /// guarantee there if it is here. A pod may count earlier than nominated pods, and so own a GPU
-    /// in their place.
+    /// Returns whether no nominated pod would lose its guarantee in the state `after`. A pod that
+    /// counts before nominated pods can acquire a GPU in their place.
     pub(super) fn keeps_guarantees_in(&self, after: &Self) -> bool {
         let nominated = (0..self.nominated.len()).map(PodId).filter(|&id| after.nominated(id).is_some());
         let is_within = |state: &Self, id: PodId| {
@@ -316,7 +317,7 @@ impl<'w> State<'w> {
         within.all(|id| is_within(after, id))
     }
 
-    /// Returns whether a unit may be released to GPUs without a loss for nominated pods.
+    /// Returns whether a unit can be released to GPUs without a nominated pod losing its guarantee.
     pub(super) fn may_release(&self, parts: &[Part]) -> bool {
         let is_own = |other: usize| {
             let account = self.accounts.account_of(PodId(other));
@@ -332,7 +333,7 @@ impl<'w> State<'w> {
         self.keeps_guarantees_in(&after)
     }
 
-    /// Withdraws nominations of lower rank whose room has been taken.
+    /// Withdraws nominations of lower rank for which not enough capacity remains.
     fn displace(&mut self, rank: &Rank, parts: &[Part]) {
         for &(_, gpu) in parts {
             for id in self.displaced(rank, gpu, 0) {
@@ -341,16 +342,17 @@ impl<'w> State<'w> {
         }
     }
 
-    /// Returns the nominated pods of lower rank for which a GPU has no room, after `more` of its
-    /// room is freed. The rest of their gangs loses its room too.
+    /// Returns the nominated pods of lower rank for which a GPU has not enough capacity after
+    /// `more` capacity becomes free. Callers must also withdraw the nominations of the pods' gangs.
     pub(super) fn displaced(&self, rank: &Rank, gpu: usize, more: i128) -> Vec<PodId> {
         let world = self.world;
         self.gpus[gpu].displaced(rank, more, |id: PodId| (world.pod(id).created, &world.pod(id).name))
     }
 }
 
-/// Returns whether a nomination is valid: of a gang, room is kept for all pods or for none.
-fn keeps_room(world: &World, gangs: &Gangs, id: PodId) -> bool {
+/// Returns whether a nomination is valid. A gang's nominations are valid only if the gang is
+/// complete and all of its waiting pods are nominated.
+fn is_valid_nomination(world: &World, gangs: &Gangs, id: PodId) -> bool {
     let is_nominated = |id: &PodId| matches!(world.pod(*id).place, Place::Waiting { nominated: Some(_) });
     gangs.members(id).len() >= gangs.size(id) && gangs.unit(id).iter().all(is_nominated)
 }

@@ -10,79 +10,80 @@ use crate::ledger::Moment;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PodId(pub usize);
 
-/// What a pod is counted against.
+/// The quota against which a pod counts, if any.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Owner {
-    /// The quota of this name.
+    /// The pod counts against the quota with this name.
     Quota(String),
-    /// No quota. The pod borrows: all such pods together are a quota with no guarantee and weight
-    /// 1.
+    /// The pod has no quota and borrows. All such pods together count as a quota without a
+    /// guarantee and with weight 1.
     Unnamed,
-    /// No quota, and the namespace is exempt. Quotas neither hold nor evict the pod.
+    /// The pod has no quota, and its namespace is exempt. Quotas neither delay nor evict the pod.
     Outside,
 }
 
 /// Where a pod is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
-    /// Behind the placement gate.
+    /// The pod has the placement gate.
     Waiting {
-        /// The GPU whose room is kept for the pod, as an index of [`World::gpus`].
+        /// The nominated GPU of the pod, as an index into [`World::gpus`].
         nominated: Option<usize>,
     },
-    /// Released, bound or running.
+    /// The pod is released, bound or running.
     Running {
         /// Index of the GPU.
         gpu: usize,
-        /// When the pod was released or, if it bypassed the gate, when it started.
+        /// Time at which the pod was released or, if it bypassed the gate, started.
         since: Moment,
     },
-    /// Evicted or deleted, and not yet gone.
+    /// The pod was evicted or deleted, but has not exited yet.
     Leaving {
         /// Index of the GPU.
         gpu: usize,
-        /// Whether the pod still counts against its quota's maximum. It does until 30 s after its
-        /// grace period.
+        /// Whether the pod still counts against its quota's maximum: true until 30 s after the
+        /// pod's grace period.
         held: bool,
     },
 }
 
-/// Pods that are of use only together. They are released together, counted as one pod, and evicted
-/// together.
+/// The gang of a pod. Pods of a gang are useful only together, so they are released together,
+/// counted as one pod, and evicted together.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Gang {
-    /// Name of the gang. Pods with the same owner and the same name are one gang, so a name must
-    /// include the namespace if a quota has several.
+    /// Name of the gang. Pods with the same owner and the same gang name form one gang. Therefore,
+    /// the name must include the namespace if a quota has several namespaces.
     pub name: String,
-    /// Number of pods without which none of them is released. If pods of a gang disagree, the
-    /// largest number is valid.
+    /// Minimum number of pods: no pod of the gang is released before this number of pods exists. If
+    /// the pods of a gang state different numbers, the largest number applies.
     pub size: usize,
 }
 
 /// A pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pod {
-    /// Name of the pod. Equal pods are ordered by name.
+    /// Name of the pod. The name decides the order of otherwise equal pods.
     pub name: String,
-    /// What the pod is counted against.
+    /// The quota against which the pod counts, if any.
     pub owner: Owner,
-    /// What the pod costs, and how much room it needs.
+    /// Amount that counts against the quota, which is also the capacity that the pod uses.
     pub charge: Amount,
     /// Priority of the pod.
     pub priority: i32,
     /// When the pod was created.
     pub created: Moment,
-    /// Where the pod is.
+    /// Whether the pod waits, runs or is terminating, and on which GPU.
     pub place: Place,
     /// Whether the pod may run outside its quota's guarantee: `cleave.dev/borrow` is not `Never`.
     pub borrows: bool,
     /// Whether pods may be evicted for this pod: its `preemptionPolicy` is not `Never`.
     pub preempts: bool,
-    /// Since when a disruption budget refuses to evict the pod. `None` if the pod may be evicted.
+    /// Time since which a disruption budget refuses to evict the pod. `None` if the pod may be
+    /// evicted.
     pub protected: Option<Moment>,
-    /// The gang of the pod. Most pods have none.
+    /// The gang of the pod. Most pods have no gang.
     pub gang: Option<Gang>,
-    /// The GPUs that the pod may use, as indexes of [`World::gpus`]. `None` means all.
+    /// The GPUs that the pod may use, as indices into [`World::gpus`]. `None` means all.
     pub gpus: Option<Arc<BTreeSet<usize>>>,
     /// Whether the pod may use several GPUs. Its `place` names only one of them, so the pod is
     /// never within a guarantee of cells.
@@ -99,29 +100,31 @@ impl Pod {
 /// Settings of the cluster. Durations are in seconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Settings {
-    /// How long a pod runs at least before another borrower may take its room.
+    /// Minimum time that a pod runs before a borrowing pod of another quota may evict it.
     pub min_runtime_fair_share: u64,
-    /// How long a pod runs at least before a pod within its guarantee may take its room.
+    /// Minimum time that a pod runs before a pod within its guarantee may evict it.
     pub min_runtime_reclaim: u64,
     /// Maximum grace period of an evicted pod.
     pub grace_cap: u64,
-    /// How long a disruption budget may keep a borrower whose room is guaranteed to others. `None`
-    /// means forever.
+    /// Maximum time for which a disruption budget may block the eviction of a borrowing pod for a
+    /// pod within its guarantee. `None` means no limit.
     pub budget_patience: Option<u64>,
-    /// How long a pod waits before room is reserved for it. `None` means forever.
+    /// Time that a pod waits before capacity is reserved for it. `None` means that no capacity is
+    /// reserved.
     pub ageing: Option<u64>,
-    /// Pods of this priority and above do not stop at the borders of quotas. `None` means no pod.
+    /// Pods of this priority and above override quotas. `None` means that no pod does.
     pub override_priority: Option<i32>,
-    /// Maximum number of pods for which one pass looks for victims.
+    /// Maximum number of pods for which one pass searches for victims.
     pub max_preemptors: usize,
 }
 
 impl Settings {
-    /// Returns the priority if pods of this priority do not stop at the borders of quotas.
+    /// Returns the priority if it overrides quotas.
     ///
-    /// Among such pods priority alone decides. They use free room before all others, and may evict
-    /// pods of lower priority of every quota that is enforced. Only pods of a higher priority evict
-    /// them. They still stay within their own quota's maximum.
+    /// Among pods whose priority overrides quotas, priority alone decides. Such pods use free
+    /// capacity before all other pods, and may evict pods of lower priority of every enforced
+    /// quota. Only pods of a higher priority evict such pods. Pods that override quotas still stay
+    /// within their own quota's maximum.
     pub fn overriding(&self, priority: i32) -> Option<i32> {
         self.override_priority.filter(|&limit| priority >= limit).map(|_| priority)
     }
@@ -141,10 +144,10 @@ impl Default for Settings {
     }
 }
 
-/// Everything that a pass reads.
+/// The inputs of a pass.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct World {
-    /// Room of each GPU of the pool. The room of an unhealthy GPU is 0.
+    /// Capacity of each GPU of the pool. The capacity of an unhealthy GPU is 0.
     pub gpus: Vec<Amount>,
     /// The quotas of the pool by name.
     pub quotas: BTreeMap<String, Quota>,

@@ -1,5 +1,5 @@
-//! A second implementation of the rules, written from their definitions. It checks one node at a
-//! time, without indexes or counts.
+//! A second implementation of the rules, written from their definitions. This implementation checks
+//! one node at a time, without indices or counts.
 use std::collections::BTreeSet;
 
 use cleave_plan::constraints::{

@@ -1,4 +1,5 @@
-//! Parses blocks of commands on tutorial and how-to pages, and how each block is tested.
+//! Parses the command blocks on tutorial and how-to pages, and the comments that specify how each
+//! block is tested.
 //!
 //! A comment directly above a fenced `sh`, `bash` or `console` block specifies how it is tested:
 //!
@@ -9,15 +10,17 @@
 //! | `<!-- retry: … -->` | the same, repeated until it succeeds and the output is as shown |
 //! | `<!-- not run: reason -->` | no test runs the block, for the given reason |
 //!
-//! A fenced block below `<!-- output -->` shows lines that the block before it prints. Numbers,
-//! ages and generated names may differ. Below `<!-- exact output -->` only white space may differ.
+//! A fenced block below `<!-- output -->` shows lines that the previous command block prints.
+//! Numbers, ages and generated names may differ. Below `<!-- exact output -->`, only white space
+//! may differ.
 
-/// Words that a reader replaces. A block that a test runs must replace them too.
+/// Placeholders that a reader replaces. For a block that a test runs, the comment must give the
+/// values of its placeholders.
 const PLACEHOLDERS: [&str; 7] = ["NODE", "GPU", "NAMESPACE", "NAME", "POD", "POLICY", "REGISTRY"];
-/// Minimum number of words of a reason. Shorter reasons explain nothing.
+/// Minimum number of words in the reason of a `not run` comment. Shorter reasons explain nothing.
 const MIN_REASON_WORDS: usize = 3;
 
-/// A block of commands on a page.
+/// A command block on a page.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CodeBlock {
     /// Line of the opening fence, counted from 1.
@@ -35,7 +38,7 @@ pub struct CodeBlock {
 pub enum BlockTest {
     /// A cluster test runs the block.
     Run {
-        /// Words to replace, with their values.
+        /// Words to replace, and their values.
         values: Vec<(String, String)>,
         /// Whether the test repeats the block until it succeeds and the output is as shown.
         retry: bool,
@@ -47,12 +50,12 @@ pub enum BlockTest {
     },
 }
 
-/// Output that a page shows.
+/// The output that a page shows for a block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShownOutput {
     /// The lines, in any order. A line of dots stands for lines that are not shown.
     pub text: String,
-    /// Whether numbers, ages and names must be equal too.
+    /// Whether numbers, ages and generated names must also be equal.
     pub exact: bool,
 }
 
@@ -65,17 +68,17 @@ impl CodeBlock {
 }
 
 impl ShownOutput {
-    /// Returns the lines that the page shows and that are not among the lines of `printed`.
+    /// Returns the shown lines that `printed` does not contain.
     pub fn missing_lines(&self, printed: &str) -> Vec<String> {
-        let form = |line: &str| if self.exact { collapse_white_space(line) } else { without_variable_parts(line) };
+        let form = |line: &str| if self.exact { collapse_white_space(line) } else { mask_variable_parts(line) };
         let printed: Vec<String> = printed.lines().map(form).collect();
         let shown = self.text.lines().filter(|line| !matches!(line.trim(), "" | "..." | "…"));
         shown.filter(|line| !printed.contains(&form(line))).map(str::to_owned).collect()
     }
 }
 
-/// Returns the blocks of commands on a page in order, and the problems of their comments. Each
-/// problem starts with its line.
+/// Returns the command blocks on a page in order, and the problems of their comments. Each problem
+/// starts with a line number.
 pub fn parse_blocks(page: &str) -> (Vec<CodeBlock>, Vec<String>) {
     let mut blocks: Vec<CodeBlock> = Vec::new();
     let mut problems = Vec::new();
@@ -118,8 +121,8 @@ pub fn parse_blocks(page: &str) -> (Vec<CodeBlock>, Vec<String>) {
     (blocks, problems)
 }
 
-/// Parses a comment above output. Returns `Some(true)` for exact output, and `None` for another
-/// comment.
+/// Parses a comment above output, and returns whether the output must be exact. Returns `None` if
+/// the comment is not about output.
 fn parse_output_comment(comment: &str) -> Option<bool> {
     match comment {
         "output" => Some(false),
@@ -128,7 +131,7 @@ fn parse_output_comment(comment: &str) -> Option<bool> {
     }
 }
 
-/// Parses the comment above a block.
+/// Parses the comment above a command block.
 fn parse_test(comment: &str) -> Result<BlockTest, String> {
     let (word, rest) = comment.split_once(':').unwrap_or((comment, ""));
     match word.trim() {
@@ -157,7 +160,7 @@ fn is_part_of_word(character: char) -> bool {
     character.is_ascii_alphanumeric() || matches!(character, '_' | '-')
 }
 
-/// Replaces each occurrence of a word that is not a part of a longer word.
+/// Replaces each occurrence of a word that is not part of a longer word.
 fn replace_word(text: &str, word: &str, value: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
@@ -168,8 +171,8 @@ fn replace_word(text: &str, word: &str, value: &str) -> String {
         out.push_str(before);
         out.push_str(if alone { value } else { word });
         rest = after;
-        // Also skip the next character. An occurrence that starts at that character is part of the
-        // same longer word.
+        // Also skip the next character: an occurrence that starts there is part of the same longer
+        // word.
         if !alone && let Some(next) = rest.chars().next().filter(|next| is_part_of_word(*next)) {
             out.push(next);
             rest = rest.get(next.len_utf8()..).unwrap_or_default();
@@ -183,12 +186,12 @@ fn collapse_white_space(line: &str) -> String {
     line.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Returns a line without numbers, ages, UUIDs of GPUs and the random ends of generated names.
-fn without_variable_parts(line: &str) -> String {
-    line.split_whitespace().map(without_variable_part).collect::<Vec<_>>().join(" ")
+/// Replaces numbers, ages, GPU UUIDs and the random suffixes of generated names with fixed text.
+fn mask_variable_parts(line: &str) -> String {
+    line.split_whitespace().map(mask_variable_part).collect::<Vec<_>>().join(" ")
 }
 
-fn without_variable_part(word: &str) -> String {
+fn mask_variable_part(word: &str) -> String {
     if word.starts_with("GPU-") || word.starts_with("MIG-") {
         return "UUID".to_owned();
     }
@@ -196,7 +199,7 @@ fn without_variable_part(word: &str) -> String {
     {
         return "#".to_owned();
     }
-    let word = without_random_end(word);
+    let word = mask_random_suffix(word);
     let mut out = String::new();
     for character in word.chars() {
         match character {
@@ -205,17 +208,17 @@ fn without_variable_part(word: &str) -> String {
             other => out.push(other),
         }
     }
-    // A number with a fraction is one number.
+    // Treat a decimal number as one number.
     out.replace("#.#", "#")
 }
 
-/// Replaces the random end of a pod's name: `big-7d9c5b8f6d-4xkzq` becomes `big-RANDOM`.
-fn without_random_end(word: &str) -> String {
+/// Replaces the random suffix of a pod name: `big-7d9c5b8f6d-4xkzq` becomes `big-RANDOM`.
+fn mask_random_suffix(word: &str) -> String {
     let random = |part: &str, lengths: std::ops::RangeInclusive<usize>| {
         lengths.contains(&part.len())
             && part.chars().all(|c| c.is_ascii_digit() || c.is_ascii_lowercase() && !"aeiou".contains(c))
     };
-    // Random names of Kubernetes contain no vowels, but a hash may contain vowels.
+    // Random suffixes of Kubernetes contain no vowels, but a template hash may contain vowels.
     let hash = |part: &str| {
         (8..=10).contains(&part.len()) && part.chars().all(|c| c.is_ascii_digit() || c.is_ascii_lowercase())
     };

@@ -15,7 +15,7 @@ const CASE_NAME: &str = "faults";
 /// `NVML_ERROR_GPU_IS_LOST`.
 const NVML_ERROR_GPU_IS_LOST: i32 = 15;
 
-/// Returns the simulated machine of a plugin.
+/// Returns the simulated machine of a plugin. Fails if the plugin uses no simulated machine.
 fn simulated_machine(plugin: &Plugin) -> Result<&Machine> {
     plugin.machine.as_ref().context("no simulated machine")
 }
@@ -50,7 +50,7 @@ async fn wait_until_healthy(plugin: &mut Plugin, since: Instant) -> Result<f64> 
     Ok(to_milliseconds(since.elapsed()))
 }
 
-/// Measures the effect of XID 79 on a GPU for which NVML still answers.
+/// Measures the effect of XID 79 while NVML still answers for the GPU.
 pub(super) async fn measure_xid(launcher: &Launcher, report: &mut BenchmarkReport) -> Result<()> {
     let mut plugin = launcher.start().await?;
     let uuid = uuid_of_gpu_to_fail(&plugin)?;
@@ -99,7 +99,7 @@ pub(super) async fn measure_lost_gpu(launcher: &Launcher, report: &mut Benchmark
     let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
     client.allocate(allocate_request(&ids)).await.context("Allocate on a healthy GPU")?;
 
-    // The published figure is 0: NVIDIA's plugin exits, so its 7 healthy GPUs cannot be allocated.
+    // The published figure is 0: NVIDIA's plugin exits, so the 7 healthy GPUs cannot be allocated.
     let good = total - here;
     plugin.kubelet.stop();
     plugin.kubelet.start().context("kubelet.sock")?;

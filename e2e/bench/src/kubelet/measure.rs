@@ -1,4 +1,4 @@
-//! The measurements of one running plugin.
+//! Measures one device plugin: start and stop, memory, latency, splits and registration.
 use std::future::Future;
 use std::time::{Duration, Instant};
 
@@ -12,21 +12,23 @@ use super::occupancy::{PodChurn, count_gpus, fits_on_one_gpu, gpu_of_id, random_
 use super::process::{Launcher, PLUGIN_REACTION_TIMEOUT, Plugin, read_load, read_memory};
 use super::report::{BenchmarkReport, Figure, SortedDurations};
 
-/// Number of calls before the measured calls, so that caches and the connection's windows settle.
+/// Number of calls before the measured calls. These calls fill caches and adapt the connection's
+/// flow control.
 const WARM_UP_CALLS: usize = 50;
 
-/// Number of empty calls after each start. They measure the speed of the machine at that time.
-const FLOOR_CALLS_PER_START: usize = 100;
+/// Number of empty calls after each start. These calls measure the speed of the machine at that
+/// time.
+const EMPTY_CALLS_PER_START: usize = 100;
 
 /// Median of `GetDevicePluginOptions` in the published measurement, in milliseconds.
-const PUBLISHED_FLOOR_MEDIAN: f64 = 0.058;
+const PUBLISHED_EMPTY_CALL_MEDIAN_MILLISECONDS: f64 = 0.058;
 
 /// Median from exec to Register in the published measurement, in milliseconds.
-const PUBLISHED_REGISTER_MEDIAN: f64 = 8.9;
+const PUBLISHED_REGISTER_MEDIAN_MILLISECONDS: f64 = 8.9;
 
 /// Maximum of the 99th percentile of `Allocate`, as a multiple of the 99th percentile of an empty
 /// call.
-const MAX_ALLOCATE_FLOORS: f64 = 3.0;
+const MAX_ALLOCATE_TO_EMPTY_CALL_RATIO: f64 = 3.0;
 
 /// Maximum processor time of a plugin without requests, in milliseconds per minute.
 const MAX_IDLE_MILLISECONDS_PER_MINUTE: f64 = 30.0;
@@ -36,7 +38,7 @@ pub(super) fn to_milliseconds(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
 
-/// Converts a count to a figure.
+/// Converts a count to a floating-point figure.
 #[expect(clippy::cast_precision_loss, reason = "counts and KiB of a few million")]
 pub(super) fn count_to_f64(value: impl TryInto<u64>) -> f64 {
     value.try_into().map_or(f64::NAN, |value: u64| value as f64)
@@ -60,16 +62,21 @@ pub(super) async fn measure_starts_and_stops(
         let listed = plugin.endpoint().listed.context("no list")?;
         lists.push(listed.duration_since(plugin.started));
         let client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
-        floors.push(measure_floor(&client, FLOOR_CALLS_PER_START).await?.quantile(0.5));
+        floors.push(measure_empty_call(&client, EMPTY_CALLS_PER_START).await?.quantile(0.5));
         exits.push(plugin.stop().await?);
     }
     // A busy machine slows both the start and the empty call, so scale the goal by the empty call's
     // time. A fast empty call does not make the goal stricter.
     floors.sort_by(f64::total_cmp);
-    let floor = floors.get(floors.len() / 2).copied().unwrap_or(PUBLISHED_FLOOR_MEDIAN);
-    let slowdown = (floor / PUBLISHED_FLOOR_MEDIAN).max(1.0);
+    let floor = floors.get(floors.len() / 2).copied().unwrap_or(PUBLISHED_EMPTY_CALL_MEDIAN_MILLISECONDS);
+    let slowdown = (floor / PUBLISHED_EMPTY_CALL_MEDIAN_MILLISECONDS).max(1.0);
     for (what, durations, published, goal) in [
-        ("exec → Register", registers, (PUBLISHED_REGISTER_MEDIAN, 9.9), Some(PUBLISHED_REGISTER_MEDIAN * slowdown)),
+        (
+            "exec → Register",
+            registers,
+            (PUBLISHED_REGISTER_MEDIAN_MILLISECONDS, 9.9),
+            Some(PUBLISHED_REGISTER_MEDIAN_MILLISECONDS * slowdown),
+        ),
         ("exec → first ListAndWatch", lists, (10.4, 11.4), None),
         ("SIGTERM → exit", exits, (8.3, 18.0), None),
     ] {
@@ -142,7 +149,7 @@ pub(super) async fn measure_idle_plugin(plugin: &Plugin, over: Duration, report:
     Ok(())
 }
 
-/// Measures the duration of sequential calls. `check` checks each answer.
+/// Measures the duration of sequential calls. `check` verifies each answer.
 async fn measure_calls<T, F: Future<Output = Result<T, Status>>>(
     times: usize,
     mut call: impl FnMut(usize) -> F,
@@ -199,7 +206,7 @@ pub(super) fn allocate_request(ids: &[&str]) -> wire::AllocateRequest {
 }
 
 /// Returns a request for `size` preferred devices.
-fn preferred_request(available: &[&str], size: usize) -> Result<wire::PreferredAllocationRequest> {
+fn new_preferred_request(available: &[&str], size: usize) -> Result<wire::PreferredAllocationRequest> {
     Ok(wire::PreferredAllocationRequest {
         container_requests: vec![wire::ContainerPreferredAllocationRequest {
             available_device_i_ds: available.iter().map(ToString::to_string).collect(),
@@ -231,15 +238,15 @@ pub(super) async fn measure_call_latencies(
     let mut rng = fastrand::Rng::with_seed(seed);
     let client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
 
-    let floor = measure_floor(&client, times).await?;
+    let floor = measure_empty_call(&client, times).await?;
     add_latency(CALL_LATENCIES_CASE_NAME, "floor: GetDevicePluginOptions", &floor, (58.0, 155.0), (None, None), report);
-    let goal = floor.quantile(0.99) * MAX_ALLOCATE_FLOORS * 1e3;
+    let goal = floor.quantile(0.99) * MAX_ALLOCATE_TO_EMPTY_CALL_RATIO * 1e3;
     measure_allocate_calls(&client, &all, times, &mut rng, goal, report).await?;
     measure_preferred_calls(&client, &all, times, &mut rng, report).await
 }
 
 /// Measures the latency of an empty call.
-async fn measure_floor(client: &DevicePluginClient<Channel>, times: usize) -> Result<SortedDurations> {
+async fn measure_empty_call(client: &DevicePluginClient<Channel>, times: usize) -> Result<SortedDurations> {
     let call = |_| {
         let mut client = client.clone();
         async move { client.get_device_plugin_options(wire::Empty {}).await }
@@ -248,7 +255,7 @@ async fn measure_floor(client: &DevicePluginClient<Channel>, times: usize) -> Re
 }
 
 /// Measures the latency of `Allocate`. `tail_goal` is the maximum of the 99th percentile for five
-/// units, in microseconds. The plugin remembers each allocation of other units.
+/// units, in microseconds. Each request is for a random GPU and random shares.
 async fn measure_allocate_calls(
     client: &DevicePluginClient<Channel>,
     all: &[&str],
@@ -289,8 +296,8 @@ async fn measure_allocate_calls(
     Ok(())
 }
 
-/// Measures `GetPreferredAllocation`. Counts answers that depend on the order of the available
-/// devices, and answers that split a request over GPUs.
+/// Measures `GetPreferredAllocation`. Counts the answers that differ although only the order of the
+/// available devices differs. Also counts the answers that split a request over several GPUs.
 async fn measure_preferred_calls(
     client: &DevicePluginClient<Channel>,
     all: &[&str],
@@ -304,7 +311,7 @@ async fn measure_preferred_calls(
         let mut shuffled = all.to_vec();
         let requests = (0..times + WARM_UP_CALLS).map(|_| {
             rng.shuffle(&mut shuffled);
-            preferred_request(&shuffled, units)
+            new_preferred_request(&shuffled, units)
         });
         let requests = requests.collect::<Result<Vec<_>>>()?;
         let mut answers = std::collections::BTreeSet::new();
@@ -341,14 +348,14 @@ async fn measure_preferred_calls(
     Ok(())
 }
 
-/// Returns the number of GPUs, and a label with the GPUs and shares of a plugin.
+/// Returns the number of GPUs of a plugin, and a label with the numbers of GPUs and shares.
 fn describe_plugin(all: &[&str]) -> (usize, String) {
     let gpus = count_gpus(all.iter().copied());
     (gpus, format!("{gpus} GPUs × {}", all.len() / gpus.max(1)))
 }
 
 /// Returns the published figure for this number of GPUs, if one exists.
-fn published_figure_for(gpus: usize, four: f64, eight: f64) -> Option<f64> {
+fn published_figure(gpus: usize, four: f64, eight: f64) -> Option<f64> {
     match gpus {
         4 => Some(four),
         8 => Some(eight),
@@ -363,14 +370,14 @@ pub(super) async fn request_preferred(
     units: usize,
 ) -> Result<Vec<String>> {
     let ids = devices_of_only_container(
-        client.get_preferred_allocation(preferred_request(free, units)?).await?.into_inner(),
+        client.get_preferred_allocation(new_preferred_request(free, units)?).await?.into_inner(),
     )?;
     ensure!(ids.len() == units, "{} devices preferred for {units}", ids.len());
     Ok(ids)
 }
 
-/// Measures, on random occupancies, how often the plugin splits a request of five units although
-/// one GPU could serve it.
+/// Measures how often the plugin splits a request for five units although one GPU has five free
+/// units. The occupancies are random.
 pub(super) async fn measure_random_occupancy(
     plugin: &Plugin,
     states: usize,
@@ -397,15 +404,13 @@ pub(super) async fn measure_random_occupancy(
     let label = format!("{shape}, random occupancy, {could} states with room on one GPU: 5 units split");
     let percent = 100.0 * count_to_f64(split) / count_to_f64(could).max(1.0);
     report.add(
-        Figure::new(CASE_NAME, label, percent, "%")
-            .with_published(published_figure_for(gpus, 79.0, 97.3))
-            .with_goal(0.0),
+        Figure::new(CASE_NAME, label, percent, "%").with_published(published_figure(gpus, 79.0, 97.3)).with_goal(0.0),
     );
     Ok(())
 }
 
 /// Measures splits while pods arrive and end. As in the published measurement, each pod receives
-/// the preferred devices even if no single GPU can serve it.
+/// the preferred devices even if no single GPU has enough free units.
 pub(super) async fn measure_churn(
     plugin: &Plugin,
     arrivals: usize,
@@ -418,8 +423,8 @@ pub(super) async fn measure_churn(
     let (gpus, shape) = describe_plugin(&all);
     let mut client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
     let mut churn = PodChurn::new(&all, seed);
-    // Counts for pods of 2 and of 5 units: placed, split, split although one GPU could serve the
-    // pod, and split but accepted by Allocate.
+    // Counts for pods of 2 and of 5 units: placed, split, split although one GPU had enough free
+    // units, and split but accepted by Allocate.
     let mut tally = [[0_usize; 4]; 2];
     for _ in 0..arrivals {
         let (units, Some(free)) = churn.next_pod() else { continue };
@@ -442,15 +447,11 @@ pub(super) async fn measure_churn(
     let used = 100.0 * churn.utilization();
     let label = format!("{shape}, churn of {arrivals} arrivals");
     report.add(
-        Figure::new(CASE_NAME, format!("{label}: used"), used, "%")
-            .with_published(published_figure_for(gpus, 62.0, 69.0)),
+        Figure::new(CASE_NAME, format!("{label}: used"), used, "%").with_published(published_figure(gpus, 62.0, 69.0)),
     );
     let published = [
-        (published_figure_for(gpus, 40.0, 59.0), None),
-        (
-            published_figure_for(gpus, 100.0 * 786.0 / 931.0, 100.0 * 869.0 / 940.0),
-            published_figure_for(gpus, 745.0, 827.0),
-        ),
+        (published_figure(gpus, 40.0, 59.0), None),
+        (published_figure(gpus, 100.0 * 786.0 / 931.0, 100.0 * 869.0 / 940.0), published_figure(gpus, 745.0, 827.0)),
     ];
     for ((units, [placed, split, avoidable, granted]), (split_published, avoidable_published)) in
         [2, 5].into_iter().zip(tally).zip(published)
@@ -523,7 +524,7 @@ pub(super) async fn measure_kubelet_restarts(
     Ok(())
 }
 
-/// Measures the time from a refused registration to the next one.
+/// Measures the time from a refused registration to the next registration.
 pub(super) async fn measure_refused_registration(plugin: &mut Plugin, report: &mut BenchmarkReport) -> Result<()> {
     const CASE_NAME: &str = "the kubelet restarts, refuses, and loses a socket";
     let before = plugin.kubelet.state().borrow().registrations.len();
@@ -544,8 +545,8 @@ pub(super) async fn measure_refused_registration(plugin: &mut Plugin, report: &m
     Ok(())
 }
 
-/// Measures the time from the deletion of the plugin's socket until the plugin answers at a
-/// registered socket.
+/// Measures the time from the deletion of the plugin's socket until the registered socket accepts
+/// connections.
 pub(super) async fn measure_deleted_socket(plugin: &Plugin, report: &mut BenchmarkReport) -> Result<()> {
     const CASE_NAME: &str = "the kubelet restarts, refuses, and loses a socket";
     let socket = plugin.kubelet.directory().join(plugin.endpoint().socket);

@@ -1,10 +1,9 @@
 //! `cleave-bench kubelet`: measures a device plugin in another process, with a fake kubelet over
-//! real unix sockets.
+//! real Unix sockets.
 //!
 //! The plugin is Cleave's agent on simulated GPUs (`--agent`), or any program given after `--`.
-//! Without `--agent` and a program, the plugin is this program, which serves MPS shares of
-//! synthetic GPUs. The plugin uses the kubelet's protocol and the agent's choice of devices, but no
-//! NVML.
+//! Without `--agent` and a program, this program serves MPS shares of synthetic GPUs as the plugin.
+//! The synthetic plugin uses the kubelet's protocol and the agent's choice of devices, but no NVML.
 mod faults;
 mod measure;
 mod occupancy;
@@ -21,11 +20,11 @@ use process::Launcher;
 use report::BenchmarkReport;
 use simulated::Sharing;
 
-/// Measures a device plugin as the kubelet sees it, and compares it with NVIDIA's plugin.
+/// Measures a device plugin from the kubelet's side, and compares the plugin with NVIDIA's plugin.
 #[derive(clap::Args)]
 pub(crate) struct KubeletArgs {
     /// Measure the agent of this `cleave` program, on simulated GPUs. The simulated NVML and MPS
-    /// must be in the same directory.
+    /// must be in the directory of the program.
     #[arg(long, value_name = "PATH", conflicts_with = "command")]
     agent: Option<PathBuf>,
     /// Run this `cleave-kubelet-relay` between the kubelet and the agent, as the chart does.
@@ -37,7 +36,7 @@ pub(crate) struct KubeletArgs {
     /// Resource to request.
     #[arg(long, default_value = "nvidia.com/gpu-mps")]
     resource: String,
-    /// Number of starts of the process.
+    /// Number of starts of the plugin.
     #[arg(long, default_value_t = 20)]
     starts: usize,
     /// Number of calls of each kind.
@@ -46,16 +45,16 @@ pub(crate) struct KubeletArgs {
     /// Number of times that kubelet.sock is replaced.
     #[arg(long, default_value_t = 40)]
     restarts: usize,
-    /// Number of random occupancies for the split rate.
+    /// Number of random occupancies on which splits are measured.
     #[arg(long, default_value_t = 1000)]
     states: usize,
-    /// Number of arrivals under churn.
+    /// Number of pods that arrive in the churn measurement.
     #[arg(long, default_value_t = 4000)]
     arrivals: usize,
-    /// Seconds without requests over which processor time is measured.
+    /// Length of the measurement of processor time without requests, in seconds.
     #[arg(long, default_value_t = 10)]
     idle: u64,
-    /// Seed of occupancies, arrivals and the order of ids.
+    /// Seed of the random occupancies, arrivals and orders of ids.
     #[arg(long, default_value_t = 42)]
     seed: u64,
     /// Output format.
@@ -72,7 +71,8 @@ pub(crate) struct KubeletArgs {
     units: u32,
     /// Command of the plugin. The plugin finds its directories in `CLEAVE_DEVICE_PLUGIN_DIR`,
     /// `CLEAVE_POD_RESOURCES_SOCKET`, `CLEAVE_RUN_DIR`, `CLEAVE_STATE_DIR` and `CLEAVE_CDI_DIR`.
-    /// `{dir}` in an argument is their parent directory, which is new for each start.
+    /// `{dir}` in an argument stands for a new directory that contains all of them except
+    /// `CLEAVE_RUN_DIR`.
     #[arg(last = true)]
     command: Vec<String>,
 }
@@ -88,9 +88,11 @@ enum OutputFormat {
 
 /// Runs the benchmark and prints the report.
 pub(crate) fn run(args: &KubeletArgs) -> Result<()> {
-    // One thread, like the agent: on two cores, kubelet and plugin have one core each.
+    // Use one thread, as the agent does: on two cores, the fake kubelet and the plugin then have
+    // one core each.
     let mut runtime = tokio::runtime::Builder::new_current_thread();
-    // A latency measurement keeps this thread busy, so it must poll for answers in each iteration.
+    // A latency measurement keeps this thread busy, so the runtime must poll for answers in each
+    // iteration.
     let runtime = runtime.enable_all().event_interval(1).build().context("a runtime")?;
     if let Some(directory) = &args.serve {
         return runtime.block_on(synthetic::serve(directory, &args.resource, args.gpus, args.units));

@@ -1,7 +1,7 @@
 //! Generates occupancies, and arrivals and departures of pods. Pure, with seeded random numbers.
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Returns the GPU of a share: the part of the share's id before the number.
+/// Returns the GPU of a share: the part of the share's id before `::`.
 pub(super) fn gpu_of_id(id: &str) -> &str {
     id.rsplit_once("::").map_or(id, |(gpu, _)| gpu)
 }
@@ -21,7 +21,8 @@ pub(super) fn fits_on_one_gpu(free: &[&str], units: usize) -> bool {
     })
 }
 
-/// Draws free shares in random order. The number of shares of each GPU is uniformly distributed.
+/// Draws free shares in random order. The number of free shares on each GPU is uniformly
+/// distributed.
 pub(super) fn random_free_shares<'a>(all: &[&'a str], rng: &mut fastrand::Rng) -> Vec<&'a str> {
     let mut by_gpu: BTreeMap<&str, Vec<&'a str>> = BTreeMap::new();
     for id in all {
@@ -37,14 +38,14 @@ pub(super) fn random_free_shares<'a>(all: &[&'a str], rng: &mut fastrand::Rng) -
     free
 }
 
-/// Numbers of shares that pods request, each with equal probability.
+/// Numbers of shares that pods request. Each entry has the same probability.
 const POD_SIZES_IN_SHARES: [usize; 4] = [1, 1, 2, 5];
 
-/// Pods that arrive one by one, and end after some further arrivals.
+/// A simulation of pods that arrive one by one, and end after some further arrivals.
 pub(super) struct PodChurn<'a> {
     free: BTreeSet<&'a str>,
     total: usize,
-    /// Allocated shares, by the number of the arrival before which the simulation frees them.
+    /// Allocated shares, by the number of the arrival at which the simulation frees them.
     departures: BTreeMap<usize, Vec<&'a str>>,
     longest: usize,
     arrivals: usize,
@@ -53,8 +54,9 @@ pub(super) struct PodChurn<'a> {
 }
 
 impl<'a> PodChurn<'a> {
-    /// Creates a simulation in which all these shares are free. The mean lifetime is proportional
-    /// to the number of shares: 12.5 arrivals for 40 shares, which uses about two thirds of them.
+    /// Creates a simulation in which all these shares are free. The mean lifetime of a pod is
+    /// proportional to the number of shares. With 40 shares it is 12.5 arrivals, and about two
+    /// thirds of the shares are in use.
     pub(super) fn new(all: &[&'a str], seed: u64) -> Self {
         Self {
             free: all.iter().copied().collect(),
@@ -84,7 +86,7 @@ impl<'a> PodChurn<'a> {
         (size, Some(free))
     }
 
-    /// Allocates these shares to the pod. Returns whether all shares were free and distinct.
+    /// Allocates these shares to the pod. Returns whether all these shares were free and distinct.
     pub(super) fn allocate(&mut self, ids: &[String]) -> bool {
         let allocated: Vec<_> = ids.iter().filter_map(|id| self.free.take(id.as_str())).collect();
         let sound = allocated.len() == ids.len();
@@ -110,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_fits_if_one_gpu_has_all_of_it() {
+    fn a_request_fits_if_one_gpu_has_enough_free_shares() {
         let free = ["a::0", "b::0", "a::1", "b::7"];
         assert!(fits_on_one_gpu(&free, 2));
         assert!(!fits_on_one_gpu(&free, 3));
@@ -119,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn random_occupancy_depends_only_on_the_seed_and_covers_all_counts() {
+    fn random_occupancies_depend_only_on_the_seed_and_cover_all_counts() {
         let all = shares(4, 10);
         let all: Vec<&str> = all.iter().map(String::as_str).collect();
         let draw = || {

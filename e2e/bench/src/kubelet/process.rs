@@ -12,10 +12,10 @@ use tokio::process::{Child, Command};
 
 use super::simulated::{Sharing, SimulatedHardware};
 
-/// Time limit for any reaction of the plugin. NVIDIA's plugin retries after 30 s.
+/// Time limit for any reaction of the plugin. NVIDIA's plugin retries a registration after 30 s.
 pub(super) const PLUGIN_REACTION_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The settings with which the benchmark starts a plugin.
+/// Starts a plugin with fixed settings.
 pub(super) struct Launcher {
     resource: String,
     program: PathBuf,
@@ -29,7 +29,7 @@ pub(super) struct Launcher {
 pub(super) struct Plugin {
     pub(super) kubelet: FakeKubelet,
     pub(super) resource: String,
-    /// Time of the start of the process.
+    /// Time at which the process was started.
     pub(super) started: Instant,
     /// The simulated machine, if the plugin uses one.
     pub(super) machine: Option<Machine>,
@@ -43,18 +43,18 @@ pub(super) struct Plugin {
     _run_directory: tempfile::TempDir,
 }
 
-/// The directory of a file system in memory, which not every machine has. On a node, `/run` is such
-/// a file system.
+/// A directory of an in-memory file system, if the machine has one. On a node, the run directory
+/// `/run` is also in memory.
 const MEMORY_FILE_SYSTEM: &str = "/dev/shm";
 
-/// Name of the directory in which the plugin registers at the relay.
+/// Name of the directory in which the plugin registers with the relay.
 const RELAY_DIRECTORY: &str = "relay";
 
-/// Prefix of the threads of Cleave's agent that call NVML.
+/// Name prefix of the threads of Cleave's agent that call NVML.
 const NVML_THREAD_PREFIX: &str = "nvml-";
 
 impl Launcher {
-    /// Returns a launcher of this program, which serves synthetic GPUs.
+    /// Returns a launcher that starts this program to serve synthetic GPUs.
     pub(super) fn for_synthetic_gpus(resource: &str, gpus: u32, units: u32) -> Result<Self> {
         let args = ["kubelet", "--resource", resource, "--serve", "{dir}/device-plugins"].map(str::to_owned);
         let sizes = ["--gpus".to_owned(), gpus.to_string(), "--units".to_owned(), units.to_string()];
@@ -67,7 +67,7 @@ impl Launcher {
         })
     }
 
-    /// Returns a launcher of any program. The command must not be empty.
+    /// Returns a launcher of any command. The command must not be empty.
     pub(super) fn for_command(resource: &str, command: &[String]) -> Self {
         Self {
             resource: resource.to_owned(),
@@ -78,8 +78,8 @@ impl Launcher {
         }
     }
 
-    /// Returns a launcher of Cleave's agent on simulated GPUs. The program is `cleave`, with the
-    /// agent as a subcommand, or `cleave-agent`.
+    /// Returns a launcher of Cleave's agent on simulated GPUs. The program is `cleave`, which has
+    /// the subcommand `agent`, or `cleave-agent`.
     pub(super) fn for_agent(resource: &str, cleave: &Path, sharing: Sharing, gpus: u32, units: u32) -> Result<Self> {
         let alone = cleave.file_name().is_some_and(|name| name == "cleave-agent");
         let args = ["agent", "--node-name", "bench", "--offline", "{dir}/offline", "--metrics-addr", "127.0.0.1:0"];
@@ -191,17 +191,17 @@ impl Plugin {
         self.relay.as_ref().and_then(Child::id)
     }
 
-    /// Returns the endpoint of the resource, as the kubelet sees it now.
+    /// Returns the endpoint that the kubelet currently has for the resource.
     pub(super) fn endpoint(&self) -> Endpoint {
         self.kubelet.state().borrow().endpoints.get(&self.resource).cloned().unwrap_or_default()
     }
 
-    /// Returns the number of lines that the process has logged.
+    /// Returns the number of lines in the log of the plugin, its relay and its MPS host.
     pub(super) fn count_log_lines(&self) -> usize {
         std::fs::read(&self.log).map_or(0, |log| String::from_utf8_lossy(&log).lines().count())
     }
 
-    /// Waits until the kubelet has devices of the resource, and all of them are healthy.
+    /// Waits until the kubelet has devices of the resource, and all these devices are healthy.
     pub(super) async fn wait_until_served(&mut self) -> Result<FakeKubeletState> {
         let resource = self.resource.clone();
         let all = |endpoint: &Endpoint| {
@@ -236,7 +236,7 @@ impl Plugin {
             },
             status = self.child.wait() => format!("the plugin exited: {}", status?),
         };
-        bail!("{failure}\n{}", log_tail(&self.log))
+        bail!("{failure}\n{}", read_log_tail(&self.log))
     }
 
     /// Terminates the plugin, and restarts it with the same kubelet and directories.
@@ -246,7 +246,7 @@ impl Plugin {
         Ok(())
     }
 
-    /// Terminates the plugin, its relay and its MPS host. Returns the time until the plugin exited.
+    /// Terminates the plugin, its relay and its MPS host. Returns how long the plugin took to exit.
     pub(super) async fn stop(mut self) -> Result<Duration> {
         let took = terminate(&mut self.child).await?;
         if let Some(mut relay) = self.relay.take() {
@@ -271,7 +271,7 @@ async fn wait_for_socket(path: &Path) -> Result<()> {
         .with_context(|| format!("nothing listens at {}", path.display()))
 }
 
-/// Sends SIGTERM to a process, and waits until the process exits. Returns the time to the exit.
+/// Sends SIGTERM to a process, and waits until the process exits. Returns how long the exit took.
 async fn terminate(child: &mut Child) -> Result<Duration> {
     let pid = child.id().and_then(|pid| i32::try_from(pid).ok()).and_then(rustix::process::Pid::from_raw);
     let sent = Instant::now();
@@ -283,8 +283,8 @@ async fn terminate(child: &mut Child) -> Result<Duration> {
     Ok(sent.elapsed())
 }
 
-/// Returns the last lines of a log.
-fn log_tail(log: &Path) -> String {
+/// Returns the last 20 lines of a log.
+fn read_log_tail(log: &Path) -> String {
     let text = std::fs::read(log).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
     let lines: Vec<&str> = text.lines().collect();
     lines[lines.len().saturating_sub(20)..].join("\n")
@@ -318,13 +318,13 @@ pub(super) fn read_memory(pid: u32) -> Result<ProcessMemory> {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ProcessLoad {
     pub(super) time: Duration,
-    /// Part of `time` in the threads that call NVML. The simulated NVML uses most of this time.
+    /// Part of `time` in the threads that call NVML. The simulated NVML uses most of this part.
     pub(super) nvml_time: Duration,
     pub(super) switches: u64,
     pub(super) threads: usize,
 }
 
-/// Reads the processor time and context switches of all threads of a process.
+/// Reads the processor time, context switches and number of threads of a process.
 pub(super) fn read_load(pid: u32) -> Result<ProcessLoad> {
     let mut work = ProcessLoad { time: Duration::ZERO, nvml_time: Duration::ZERO, switches: 0, threads: 0 };
     for task in std::fs::read_dir(format!("/proc/{pid}/task")).context("threads")? {

@@ -1,4 +1,4 @@
-//! The report: measured figures beside published figures and goals, as a table or as JSON.
+//! Formats measured figures together with published figures and goals, as a table or as JSON.
 use std::fmt;
 
 use serde::Serialize;
@@ -23,7 +23,7 @@ pub(super) struct Figure {
     measured: f64,
     /// The figure that [`PUBLISHED_SOURCE`] publishes, if any.
     published: Option<f64>,
-    /// Maximum of the measured figure.
+    /// The maximum that the measured figure should not exceed.
     goal: Option<f64>,
     met: Option<bool>,
 }
@@ -107,8 +107,8 @@ impl SortedDurations {
         Self(values)
     }
 
-    /// Returns the smallest value that at least this fraction of the values does not exceed, or 0
-    /// without values.
+    /// Returns the quantile in milliseconds: at least the fraction `part` of the values is less
+    /// than or equal to it. Returns 0 if there are no values.
     pub(super) fn quantile(&self, part: f64) -> f64 {
         #[expect(
             clippy::cast_precision_loss,

@@ -1,4 +1,4 @@
-//! Simulated GPUs for the agent: a new machine for each start, and a spec in place of the
+//! Creates simulated GPUs for the agent: a new machine for each start, and a spec that replaces the
 //! operator's.
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -34,7 +34,8 @@ pub(super) struct SimulatedHardware {
 }
 
 impl SimulatedHardware {
-    /// Uses the simulated NVML and MPS in the directory of the `cleave` program.
+    /// Uses the simulated NVML and MPS in the directory of the `cleave` program. Fails if a file is
+    /// missing.
     pub(super) fn new(resource: &str, cleave: &Path, sharing: Sharing, gpus: u32, units: u32) -> Result<Self> {
         let beside = |name: &str| {
             let path = cleave.canonicalize().ok().and_then(|path| Some(path.parent()?.join(name)));
@@ -58,8 +59,8 @@ impl SimulatedHardware {
         directory.join("machine")
     }
 
-    /// Returns the environment variables with which the agent and the MPS host find the simulated
-    /// hardware.
+    /// Returns the environment variables that select the simulated hardware for the agent and the
+    /// MPS host.
     pub(super) fn environment(&self, directory: &Path) -> [(&'static str, OsString); 3] {
         [
             (STATE_DIRECTORY_ENV, Self::machine_directory(directory).into()),
@@ -73,7 +74,7 @@ impl SimulatedHardware {
         (self.sharing == Sharing::Mps).then_some(self.mps_host.as_path())
     }
 
-    /// Creates the machine, and the spec for its GPUs.
+    /// Creates the simulated machine, and writes the spec for its GPUs.
     pub(super) fn create_machine(&self, directory: &Path) -> Result<Machine> {
         let gpu = GpuDescription {
             model: SIMULATED_GPU_MODEL.to_owned(),

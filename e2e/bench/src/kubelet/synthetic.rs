@@ -1,5 +1,4 @@
-//! A plugin without hardware: the kubelet's protocol and the agent's choice of devices, for
-//! synthetic GPUs.
+//! A device plugin without hardware. It serves synthetic GPUs with the agent's choice of devices.
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -21,7 +20,7 @@ use tokio::sync::watch;
 /// Memory of a synthetic GPU, in MiB.
 const SYNTHETIC_GPU_MEMORY_MIB: u64 = 143_771;
 
-/// Shares of synthetic GPUs, as a resource of the kubelet.
+/// Shares of synthetic GPUs, as an extended resource.
 struct Shares {
     resource: String,
     pools: Vec<Pool>,
@@ -91,7 +90,7 @@ impl Resource for Shares {
     }
 }
 
-/// Serves the shares in a directory of device plugins until SIGTERM.
+/// Serves the shares in a device plugin directory until SIGTERM.
 pub(super) async fn serve(directory: &Path, resource: &str, gpus: u32, units: u32) -> Result<()> {
     let shares: Arc<dyn Resource> = Arc::new(Shares::new(resource, gpus, units)?);
     let plugins = PluginServer::start(&PluginServerConfig::new(directory))?;

@@ -1,5 +1,5 @@
-//! Simulates a cluster with departures and drift. Policies learn typical demands from arrivals, and
-//! receive no list of pods in advance.
+//! Simulates a cluster in which pods end and typical requests change. Policies learn typical
+//! demands from arrivals, and receive no list of pods in advance.
 use std::collections::{BTreeMap, VecDeque};
 
 use anyhow::{Result, ensure};
@@ -13,24 +13,24 @@ use super::lists::Pod;
 use super::random::Rng;
 
 /// Number of arrivals in a run.
-const ARRIVAL_COUNT: usize = 200_000;
-/// Maximum lifetime, in seconds. A few pods of the trace live for months, and a run with them never
-/// reaches a steady state.
+const ARRIVALS: usize = 200_000;
+/// Maximum lifetime, in seconds. A few pods of the trace run for months. A simulation with these
+/// pods never reaches a steady state.
 const MAX_LIFETIME_SECONDS: f64 = 6.0 * 3600.0;
 /// Mean GPU demand relative to the capacity.
 const OFFERED_LOAD_PER_CAPACITY: f64 = 1.05;
-/// Number of further arrivals after which an arrival has half of its weight.
+/// Number of later arrivals that halve the weight of an arrival.
 const HALF_LIFE_ARRIVALS: f64 = 4_000.0;
 /// Number of arrivals between updates of the typical demands.
 const RELEARN_INTERVAL_ARRIVALS: usize = 500;
 /// Number of arrivals that fill the cluster before the measurement starts.
-const WARM_UP_ARRIVALS: usize = ARRIVAL_COUNT / 3;
-/// Maximum number of waiting pods considered on a departure. As in a scheduler's queue, the first
-/// pods are considered.
+const WARM_UP_ARRIVALS: usize = ARRIVALS / 3;
+/// Maximum number of waiting pods considered when a pod ends. The pods that have waited longest are
+/// considered.
 const MAX_WAITING_PODS_CONSIDERED: usize = 64;
 
-/// Converts seconds since the start to milliseconds, for use as a key.
-fn to_milliseconds(seconds: f64) -> u64 {
+/// Converts seconds since the start to whole milliseconds, which can be the key of a map.
+fn to_whole_milliseconds(seconds: f64) -> u64 {
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a run lasts far less than 2^53 ms")]
     let milliseconds = (seconds.max(0.0) * 1000.0) as u64;
     milliseconds
@@ -44,8 +44,8 @@ pub(super) fn run<P: PlacementPolicy>(policy: Policy, seed: u64, mut cluster: Cl
         .collect();
     ensure!(!pods.is_empty(), "the list has no creation and deletion times");
     let capacity: u64 = cluster.hosts().iter().map(|host| u64::from(host.free_gpu_thousandths())).sum();
-    // By Little's law, this rate of arrivals per second causes a mean demand of the offered load
-    // times the capacity.
+    // By Little's law, this rate of arrivals per second causes a mean demand of
+    // `OFFERED_LOAD_PER_CAPACITY` times the capacity.
     let work: f64 = pods.iter().map(|(pod, life)| f64::from(pod.demand.total()) * life).sum::<f64>()
         / f64::from(u32::try_from(pods.len())?);
     let rate = OFFERED_LOAD_PER_CAPACITY * ratio(capacity, 1) / work;
@@ -57,12 +57,12 @@ pub(super) fn run<P: PlacementPolicy>(policy: Policy, seed: u64, mut cluster: Cl
     let (mut area, mut counted_from, mut last) = (0.0f64, 0.0f64, 0.0f64);
     let mut waits = Vec::new();
     let mut placed = 0usize;
-    for arrival in 0..ARRIVAL_COUNT {
+    for arrival in 0..ARRIVALS {
         now += -(1.0 - rng.next_fraction()).max(1e-12).ln() / rate;
         if arrival == WARM_UP_ARRIVALS {
             (area, counted_from, last) = (0.0, now, now);
         }
-        while let Some(entry) = departures.first_entry().filter(|entry| entry.key().0 <= to_milliseconds(now)) {
+        while let Some(entry) = departures.first_entry().filter(|entry| entry.key().0 <= to_whole_milliseconds(now)) {
             #[allow(clippy::cast_precision_loss, reason = "milliseconds of a run are far below 2^52")]
             let time = entry.key().0 as f64 / 1000.0;
             let (pod, placed_at) = entry.remove();
@@ -82,7 +82,7 @@ pub(super) fn run<P: PlacementPolicy>(policy: Policy, seed: u64, mut cluster: Cl
                 allocated += u64::from(pod.demand.total());
                 waits.push(time - since);
                 placed += 1;
-                departures.insert((to_milliseconds(time + life), placed), (pod, placed_at));
+                departures.insert((to_whole_milliseconds(time + life), placed), (pod, placed_at));
             }
         }
         area += ratio(allocated, capacity) * (now - last).max(0.0);
@@ -100,7 +100,7 @@ pub(super) fn run<P: PlacementPolicy>(policy: Policy, seed: u64, mut cluster: Cl
                 allocated += u64::from(pod.demand.total());
                 waits.push(0.0);
                 placed += 1;
-                departures.insert((to_milliseconds(now + life), placed), (pod, placed_at));
+                departures.insert((to_whole_milliseconds(now + life), placed), (pod, placed_at));
             }
             None => waiting.push_back((now, pod, life)),
         }
@@ -110,7 +110,7 @@ pub(super) fn run<P: PlacementPolicy>(policy: Policy, seed: u64, mut cluster: Cl
     let mean = waits.iter().sum::<f64>() / f64::from(u32::try_from(waits.len().max(1))?);
     waits.sort_by(f64::total_cmp);
     let result = json!({
-        "policy": policy.name(), "seed": seed, "arrivals": ARRIVAL_COUNT, "load": OFFERED_LOAD_PER_CAPACITY,
+        "policy": policy.name(), "seed": seed, "arrivals": ARRIVALS, "load": OFFERED_LOAD_PER_CAPACITY,
         "allocation_mean": area / (now - counted_from), "wait_s_mean": mean, "wait_s_p90": percentile(&waits, 90),
         "wait_s_p99": percentile(&waits, 99), "still_waiting": unserved,
     });
@@ -118,10 +118,11 @@ pub(super) fn run<P: PlacementPolicy>(policy: Policy, seed: u64, mut cluster: Cl
     Ok(())
 }
 
-/// Draws a pod. Among pods that share a GPU, large ones become more frequent during the run.
+/// Draws a pod at random. Among pods that share a GPU, large requests become more frequent during
+/// the run.
 fn draw_pod<'a>(pods: &[(&'a Pod, f64)], arrival: usize, rng: &mut Rng) -> (&'a Pod, f64) {
     let progress =
-        f64::from(u32::try_from(arrival).unwrap_or(u32::MAX)) / f64::from(u32::try_from(ARRIVAL_COUNT).unwrap_or(1));
+        f64::from(u32::try_from(arrival).unwrap_or(u32::MAX)) / f64::from(u32::try_from(ARRIVALS).unwrap_or(1));
     loop {
         let pod = pods[rng.next_below(pods.len())];
         let shares = pod.0.demand.gpus == 1 && pod.0.demand.per_gpu < 1000;

@@ -29,9 +29,9 @@ pub(super) struct Cluster<S: Score> {
     by_name: BTreeMap<String, usize>,
     ledger: Ledger,
     pub(super) chooser: Chooser<S>,
-    /// The initial score, used until the policy has learned a score.
+    /// The initial score, which is used until the policy has learned a score.
     score: S,
-    /// Allocations of each node, as its agent reports them.
+    /// Allocations of each node, as the node's agent would report them.
     allocations: Vec<Vec<Allocation>>,
     pods: usize,
     /// How the benchmark places pods without GPUs.
@@ -43,7 +43,8 @@ pub(super) struct Cluster<S: Score> {
 pub(super) enum CpuPodPlacement {
     /// The placement policy under test also places these pods, as the published policies do.
     Policy,
-    /// The pod goes to the node with the most free CPU and memory, as with the default scheduler.
+    /// The pod is placed on the node with the most free CPU and memory, as by the default
+    /// scheduler.
     Scheduler,
 }
 
@@ -64,7 +65,7 @@ impl<S: Score + Default> Cluster<S> {
         cluster
     }
 
-    /// Replaces the score of a policy that does not learn as the operator does.
+    /// Replaces the score. For policies that do not learn as the operator does.
     pub(super) fn set_score(&mut self, score: S) {
         self.chooser.set_score(MPS_RESOURCE, THOUSANDTHS_PER_GPU, score);
     }
@@ -74,7 +75,8 @@ impl<S: Score + Default> Cluster<S> {
         &self.hosts
     }
 
-    /// Decides where to place a pod, and reserves its units. Returns `None` if it fits nowhere.
+    /// Decides where to place a pod, and reserves its units. Returns `None` if the pod fits on no
+    /// node.
     pub(super) fn place_pod(&mut self, pod: &Pod) -> Option<PodPlacement> {
         if pod.demand.gpus == 0 {
             let (_, node) =
@@ -155,7 +157,7 @@ impl<S: Score + Default> Cluster<S> {
     pub(super) fn end_pod(&mut self, pod: &Pod, placed: &PodPlacement) {
         self.change_free_capacity(pod, placed, u64::checked_add, |free, part| free + part);
         if pod.demand.gpus > 0 {
-            self.ledger.release(&placed.pod);
+            self.ledger.remove_claim(&placed.pod);
             if let Some(allocations) = self.allocations.get_mut(placed.node) {
                 allocations.retain(|allocation| allocation.pod != placed.pod);
             }
@@ -179,7 +181,8 @@ impl<S: Score + Default> Cluster<S> {
         }
     }
 
-    /// Passes a node's report to the ledger, as its `GpuNode` does.
+    /// Passes a node's devices and allocations to the ledger, as the operator does when a `GpuNode`
+    /// changes.
     fn report_to_ledger(&mut self, node: usize) {
         let (Some(host), Some(allocations)) = (self.hosts.get(node), self.allocations.get(node)) else { return };
         let device = |(index, free): (usize, &u32)| DeviceFacts {
@@ -201,7 +204,7 @@ impl<S: Score + Default> Cluster<S> {
     }
 }
 
-/// Returns the requests of a pod, as the operator reads them from its containers.
+/// Returns the requests of a pod, as the operator would read them from the pod's containers.
 pub(super) fn device_requests(pod: &Pod) -> Vec<DeviceRequest> {
     let units = Units::new(pod.demand.per_gpu);
     let ask = units.map(|units| DeviceRequest { resource: MPS_RESOURCE.to_owned(), units });
@@ -209,7 +212,7 @@ pub(super) fn device_requests(pod: &Pod) -> Vec<DeviceRequest> {
 }
 
 impl Host {
-    /// Converts the host to the form in which a score ranks it.
+    /// Converts the host to the type that a score ranks.
     pub(super) fn node(&self) -> placement::Node {
         placement::Node { model: self.model.clone(), cpu_total: self.cpu_total, cpu: self.cpu, gpus: self.gpus.clone() }
     }

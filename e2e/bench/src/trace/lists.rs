@@ -31,7 +31,8 @@ pub(super) struct Host {
 }
 
 impl Host {
-    /// Returns whether CPU, memory and model allow the pod, regardless of free GPUs.
+    /// Returns whether the pod fits the node's free CPU and memory and its GPU model. Ignores free
+    /// GPUs.
     pub(super) fn has_cpu_memory_and_model_for(&self, pod: &Pod) -> bool {
         let models = &pod.demand.models;
         self.cpu >= pod.demand.cpu && self.memory >= pod.memory && (models.is_empty() || models.contains(&self.model))

@@ -1,9 +1,9 @@
 //! `cleave-bench trace`: compares placement policies on a public GPU trace, as in "Beware of
 //! Fragmentation" (USENIX ATC'23).
 //!
-//! The workload is all pods of a list, plus pods drawn from the list at random. Drawing ends before
-//! the GPU demand exceeds 130 % of the cluster's capacity. The pods are shuffled and placed one by
-//! one. A pod that fits nowhere is dropped.
+//! The workload consists of all pods of a list, and pods drawn from the list at random. Drawing
+//! ends before the GPU demand exceeds 130 % of the cluster's capacity. The benchmark shuffles the
+//! pods and places them one by one. It drops a pod that fits on no node.
 mod chooser;
 mod churn;
 mod cluster;
@@ -39,21 +39,21 @@ pub(crate) struct TraceArgs {
     /// Placement policy.
     #[arg(long, value_enum)]
     policy: Policy,
-    /// Seed of the order of arrival.
+    /// Seed of the random workload.
     #[arg(long, default_value_t = 42)]
     seed: u64,
     /// File to write, with a line for each placed pod: `pod_name,node,gpu_indices,gpu_milli`.
     #[arg(long)]
     placements: Option<PathBuf>,
     /// Start without a history, so that policies learn typical requests only from pods that arrive.
-    /// Without this option, policies start with the history of the whole list.
+    /// Without this option, the whole list is the history.
     #[arg(long)]
     no_history: bool,
     /// How the benchmark places pods without GPUs. In a real cluster, Cleave does not place them.
     #[arg(long, value_enum, default_value_t = CpuPodPlacement::Policy)]
     without_gpus: CpuPodPlacement,
-    /// Simulate departures: pods leave after their lifetime in the trace, pods that fit nowhere
-    /// wait, and requests drift from small shares to large ones. Prints allocation and waiting
+    /// Simulate departures: pods end after their lifetime in the trace, and pods that fit on no
+    /// node wait. Requests drift from small shares to large shares. Prints allocation and waiting
     /// times.
     #[arg(long)]
     departures: bool,
@@ -151,7 +151,7 @@ fn run_policy<P: PlacementPolicy>(args: &TraceArgs) -> Result<()> {
 }
 
 /// Checks the placements independently of the policy: no capacity is allocated twice, and the free
-/// capacity at the end agrees.
+/// capacity at the end matches the placements.
 fn verify_placements(mut hosts: Vec<Host>, placements: &[(&Pod, PodPlacement)], after: &[Host]) -> Result<()> {
     for (pod, placed) in placements {
         let demand = &pod.demand;

@@ -1,4 +1,4 @@
-//! The placement policies to which the benchmark compares Cleave's policy.
+//! The placement policies with which the benchmark compares Cleave's policy.
 use std::cell::RefCell;
 
 use cleave_plan::placement::demand::TypicalPod;
@@ -6,13 +6,14 @@ use cleave_plan::placement::{Demand, Node, Rank, Score, remaining_thousandths};
 
 use super::random::Rng;
 
-/// Returns the CPU and GPU that a choice leaves free on the node, with equal weights.
+/// Returns the CPU and GPU capacity that remains free on the node after the demand, with equal
+/// weights.
 fn free_capacity(node: &Node, demand: &Demand) -> f64 {
     let cpu = f64::from(u32::try_from(node.cpu - demand.cpu).unwrap_or(u32::MAX));
     0.5 * cpu / 128_000.0 + 0.5 * f64::from(node.free() - demand.total()) / 8_000.0
 }
 
-/// Chooses the node with the least free capacity, and on it the GPU with the least free capacity.
+/// Chooses the node with the least free capacity, and its GPU with the least free capacity.
 #[derive(Debug, Clone, Default)]
 pub(super) struct BestFitScore;
 
@@ -26,8 +27,8 @@ impl Score for BestFitScore {
     }
 }
 
-/// Fragmentation gradient descent: chooses where the GPU capacity that typical pods cannot use
-/// grows least.
+/// Fragmentation gradient descent: minimizes the growth of the GPU capacity that typical pods
+/// cannot use.
 #[derive(Debug, Clone, Default)]
 pub(super) struct FgdScore(Vec<TypicalPod>);
 
@@ -74,8 +75,8 @@ impl Score for FgdScore {
     }
 }
 
-/// Chooses at random among the nodes and GPUs that fit. A score makes one decision: the benchmark
-/// replaces the score before the next decision.
+/// Chooses at random among the nodes and GPUs that fit. Each score makes one decision, and the
+/// benchmark replaces the score before the next decision.
 #[derive(Debug, Clone)]
 pub(super) struct RandomScore(RefCell<Rng>);
 

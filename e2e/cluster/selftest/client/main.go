@@ -1,5 +1,5 @@
-// Command client prints the content of a URL. Without a URL, it requests the pod's own identity
-// from the API server and prints the answer.
+// Command client prints the content of a URL. Without a URL, it queries the API server for the
+// pod's own identity, and prints the answer.
 package main
 
 import (

@@ -1,4 +1,4 @@
-//! Targets for input of the agent: its checkpoint, the spec of its `GpuNode`, the status of the MPS
+//! Targets for the agent's input: its checkpoint, the spec of its `GpuNode`, the status of the MPS
 //! host, pods and `/proc`.
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -52,12 +52,12 @@ pub(super) fn sample_actions() -> Actions {
     run_agent(Some(checkpoint), GpuNodeState::Present(3, sample_spec()), HostView::default())
 }
 
-/// Passes all inputs to the agent's model, and returns its last actions.
+/// Passes these inputs to the agent's model, and returns the model's last actions.
 ///
 /// Checks after each step that the MPS host, the API server and the next agent accept the agent's
-/// output. The checks are weaker if the checkpoint has GPUs that NVML does not list. Such GPUs
-/// count as lost and keep their layout, so the model may contain the same instance twice. The next
-/// agent refuses a checkpoint with a duplicate instance.
+/// output. Makes fewer checks if the checkpoint has GPUs that NVML does not list. Such GPUs count
+/// as lost and keep their layout, so the model may contain the same MIG instance twice. The next
+/// agent would refuse a checkpoint with a duplicate instance.
 fn run_agent(checkpoint: Option<Checkpoint>, object: GpuNodeState, view: HostView) -> Actions {
     let listed: BTreeSet<String> = (0..fixtures::GPUS_PER_NODE).map(fixtures::gpu_uuid).collect();
     let contradicts = |known: &Checkpoint| {
@@ -87,7 +87,7 @@ fn run_agent(checkpoint: Option<Checkpoint>, object: GpuNodeState, view: HostVie
     actions
 }
 
-/// Returns the allocation as the kubelet lists it.
+/// Returns the kubelet's list entry for an allocation.
 fn container_devices(allocation: &Allocation) -> ContainerDevices {
     ContainerDevices {
         namespace: "team".to_owned(),
@@ -99,8 +99,8 @@ fn container_devices(allocation: &Allocation) -> ContainerDevices {
 }
 
 /// Checks that the MPS host and the API server accept the agent's output. If `is_consistent` is
-/// true, also checks the checkpoint and the lists of devices, which a contradictory checkpoint can
-/// break.
+/// true, also checks the agent's checkpoint and device lists. An inconsistent checkpoint as input
+/// can make both invalid.
 fn check_actions(actions: &Actions, is_consistent: bool) {
     let read = Desired::parse(&fixtures::to_json(&actions.desired));
     assert_eq!(read.as_ref(), Ok(&actions.desired), "the MPS host failed to read the desired state");
@@ -279,7 +279,7 @@ pub(super) const PODS: Target = Target {
             let mut shutdown = Shutdown::new(ShutdownPeriods::new(vec![ShutdownPeriod { priority: 0, seconds: 20 }]));
             shutdown.retain_listed(&BTreeSet::new());
             shutdown.set_start(Some(now));
-            // Process the pod without its deletion first, so that the deletion is new and its full
+            // First process the pod without its deletion. The deletion is then new, and the full
             // grace period remains.
             let staying = serde_json::from_slice::<Value>(bytes).ok().and_then(|mut pod| {
                 pod.pointer_mut("/metadata")?.as_object_mut()?.remove("deletionTimestamp")?;
@@ -348,7 +348,7 @@ pub(super) const PROC_FILES: Target = Target {
             assert!(owner.container.as_ref().is_none_or(|id| text.contains(id)), "{owner:?}");
             assert_eq!(parse_pod_uids(&text).first(), Some(&owner.pod), "{text:?}");
             if text.lines().count() == 1 && owner.container.is_some() {
-                // A tenant can create a cgroup of any name below its container's cgroup.
+                // A tenant can create a cgroup with any name below the cgroup of its container.
                 let lie =
                     format!("{}/kubepods/pod00000000-1111-4222-8333-444444444444/ffffffffffffffff", text.trim_end());
                 assert_eq!(

@@ -1,4 +1,5 @@
-//! A small cluster, as each of its components reports it. Most samples come from this cluster.
+//! Describes a small cluster in the formats of Cleave's components. Most samples come from this
+//! cluster.
 use std::fmt::Debug;
 
 use cleave_api::gpunode::{GpuStatus, Health, MigStatus, SliceStatus};
@@ -20,8 +21,8 @@ pub(super) const GPU_MEMORY_MIB: u64 = 81_079;
 /// Number of GPUs per node.
 pub(super) const GPUS_PER_NODE: u32 = 5;
 
-/// Encodes a value as JSON. Returns an empty sample, which no target can read, if the encoding
-/// fails.
+/// Encodes a value as JSON. If the encoding fails, returns an empty sample, which no target can
+/// read.
 pub(super) fn to_json(value: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(value).unwrap_or_default()
 }
@@ -39,8 +40,7 @@ pub(super) fn gpu_uuid(index: u32) -> String {
     format!("GPU-3da61522-b946-8b5e-d0da-{index:012x}")
 }
 
-/// Returns the GPUs of a node, as NVML describes them. The last one is divided into two MIG
-/// instances.
+/// Returns the GPUs of a node, as the NVML module reports them. The last GPU has two MIG instances.
 pub(super) fn gpus() -> Vec<Gpu> {
     // Keep only two profiles, so that mutations also change other fields.
     let profiles: Vec<MigProfile> = built_in(GPU_MODEL, GPU_MEMORY_MIB)
@@ -115,7 +115,7 @@ pub(super) fn mps_host_status(desired: &Desired) -> MpsHostStatus {
     }
 }
 
-/// Returns a pod that requests slices. `more` contains further fields, whose keys have the form
+/// Returns a pod that requests slices. `more` contains additional fields, with keys of the form
 /// `SECTION/FIELD`.
 pub(super) fn pod(name: &str, resource: &str, count: u32, more: &Value) -> Value {
     let mut pod = json!({
@@ -173,7 +173,7 @@ pub(super) fn policy(name: &str, indices: &[u32], spec: &Value) -> Value {
     policy
 }
 
-/// Returns one policy of each mode.
+/// Returns a policy for each sharing mode.
 pub(super) fn policies() -> Vec<Value> {
     vec![
         policy(
@@ -200,8 +200,8 @@ pub(super) fn policies() -> Vec<Value> {
     ]
 }
 
-/// Returns a cluster of two nodes with the GPUs of [`gpus`], as lists of the objects that the
-/// operator watches.
+/// Returns a cluster of two nodes with the GPUs of [`gpus`]. The cluster consists of lists of the
+/// objects that the operator watches.
 pub(super) fn cluster() -> Value {
     let profiles: Vec<Value> = built_in(GPU_MODEL, GPU_MEMORY_MIB)
         .unwrap_or_default()

@@ -9,7 +9,7 @@ use cleave_agent::allocation::pending::OpenReservation;
 use cleave_agent::gpu::layout::{Pool, PoolKind};
 use cleave_kubelet::proto::podresources as pods;
 use cleave_kubelet::proto::v1beta1 as plugin;
-use cleave_kubelet::{PreferredRequest, container_devices, parse_allocated};
+use cleave_kubelet::{PreferredRequest, container_devices, parse_allocated_devices};
 use prost::Message;
 
 use super::fixtures;
@@ -18,7 +18,7 @@ use crate::{ReadResult, Target, assert_printable};
 
 const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
-/// Decodes a message. Checks that encoding and decoding it again returns the same message.
+/// Decodes a message. Checks that encoding and decoding the message again returns the same message.
 fn decode_message<T: Message + Default + PartialEq + Debug>(bytes: &[u8]) -> Option<T> {
     let read = T::decode(bytes).ok()?;
     assert_eq!(T::decode(read.encode_to_vec().as_slice()).as_ref(), Ok(&read));
@@ -79,10 +79,10 @@ pub(super) const DEVICE_PLUGIN: Target = Target {
         ]
     },
     inputs: 30_000,
-    run: run_device_plugin,
+    run: call_device_plugin,
 };
 
-fn run_device_plugin(bytes: &[u8]) -> ReadResult {
+fn call_device_plugin(bytes: &[u8]) -> ReadResult {
     let pools = sample_pools();
     let device = fixtures::gpu_uuid(1);
     let reserved = [OpenReservation { device: &device, units: 2, sizes: vec![2] }];
@@ -185,14 +185,14 @@ pub(super) const KUBELET_CHECKPOINT: Target = Target {
         vec![file(serde_json::json!([entry("main", &one), entry("beside", &two)])), file(serde_json::Value::Null)]
     },
     inputs: 10_000,
-    run: |bytes| match parse_allocated(bytes) {
+    run: |bytes| match parse_allocated_devices(bytes) {
         Err(error) => {
             assert_printable(&error.to_string());
             ReadResult::Refused
         }
         Ok(devices) => {
-            // `serde_json` limits the depth of a parsed tree, but not the depth of fields that the
-            // reader skips.
+            // `serde_json` limits the depth of a `Value`, but not the depth of fields that the
+            // reader skips. This comparison can therefore fail to parse the input.
             let Ok(file) = serde_json::from_slice::<serde_json::Value>(bytes) else { return ReadResult::Read };
             let entries = file["Data"]["PodDeviceEntries"].as_array().cloned().unwrap_or_default();
             let of = |entry: &serde_json::Value| {

@@ -9,7 +9,7 @@ mod texts;
 
 use crate::Target;
 
-/// Returns all targets, ordered by crate.
+/// Returns all targets, grouped by the code that they test.
 pub fn all_targets() -> &'static [Target] {
     &[
         mps::CONTROL_PACKET,

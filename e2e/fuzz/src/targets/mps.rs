@@ -70,14 +70,14 @@ fn read_control_packet(packet: &[u8]) -> ReadResult {
         Some(ReplyPacket::End) => ReadResult::Read,
         Some(ReplyPacket::Text(text)) => {
             assert!(!text.contains('\0') && text.len() <= 3 * packet.len());
-            parse_answer(&text);
+            check_answer_parsers(&text);
             ReadResult::Read
         }
     }
 }
 
-/// Passes an answer to every parser of answers, and checks their results.
-fn parse_answer(text: &str) {
+/// Passes an answer to every answer parser, and checks the results.
+fn check_answer_parsers(text: &str) {
     if let Ok(read) = parse_pids(text) {
         let written: Vec<String> = read.iter().map(u32::to_string).collect();
         assert_eq!(parse_pids(&written.join("\n")).as_deref(), Ok(read.as_slice()));
@@ -96,7 +96,7 @@ fn parse_answer(text: &str) {
     );
 }
 
-/// Checks the encoding of commands with numbers from the packet.
+/// Checks that commands with numbers from the packet are encoded correctly.
 fn check_command_encoding(packet: &[u8]) {
     let mut words = packet.chunks(4).map(|word| word.iter().fold(0_u32, |word, byte| word << 8 | u32::from(*byte)));
     let (server, other) = (words.next().unwrap_or(0), words.next().unwrap_or(0));
@@ -169,7 +169,7 @@ fn read_log(bytes: &[u8]) -> ReadResult {
         for pid in named.into_iter().chain(read.pid) {
             assert!(line.contains(&pid.to_string()), "{line:?} does not name {pid}");
         }
-        // Format the line that the daemon prints for these values.
+        // Format the log line that the daemon writes for these values.
         let again = format!("[2026-11-21 10:38:36.269 {} {}] {}", read.source, read.pid.unwrap_or(0), read.text);
         if !read.source.is_empty() && read.pid.is_some() {
             assert_eq!(parse_log_line(&again), read, "{again:?}");
@@ -265,7 +265,7 @@ pub(super) const HOST_MESSAGE: Target = Target {
     },
 };
 
-/// Checks that decoding an encoded message returns the same message.
+/// Checks that encoding and decoding a message returns the same message.
 pub(super) fn check_round_trip<T: DeserializeOwned + Serialize + PartialEq + std::fmt::Debug>(
     bytes: &[u8],
 ) -> ReadResult {

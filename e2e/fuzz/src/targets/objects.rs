@@ -1,7 +1,7 @@
-//! Targets for input of the operator: objects and admission requests from the API server.
+//! Targets for the operator's input: objects and admission requests from the API server.
 use cleave_api::{GpuNode, SharingPolicy, SharingPolicySpec};
 use cleave_operator::admission::webhook::{PodChange, review};
-use cleave_operator::dry;
+use cleave_operator::dry_run;
 use cleave_operator::pods::PodObject;
 use cleave_operator::policies::apply;
 use cleave_operator::policies::demand::{self, Outcome};
@@ -87,7 +87,7 @@ pub(super) const POLICY: Target = Target {
     },
 };
 
-/// The objects that the operator watches, as lists.
+/// Lists of the objects that the operator watches.
 #[derive(Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 struct FuzzedCluster {
@@ -111,14 +111,14 @@ impl FuzzedCluster {
     }
 }
 
-/// Reads the objects as the operator does.
+/// Reads the objects of a cluster as the operator does.
 pub(super) fn read_cluster(cluster: &Value) -> Option<Observed> {
     FuzzedCluster::deserialize(cluster).ok().map(FuzzedCluster::into_observed)
 }
 
-/// Runs the operator's planning. Checks that the plan passes `check`, and that the operator's
-/// readers accept the written objects.
-pub(super) fn plan_cluster(observed: &Observed) -> dry::DryRun {
+/// Runs the operator's planning. Checks that the plan passes `check`, and that the operator can
+/// read the objects that it would write.
+pub(super) fn plan_cluster(observed: &Observed) -> dry_run::DryRun {
     let mut plan = plan::plan(observed);
     let outcome: Outcome =
         demand::decide_partitions(&mut plan, observed, &mut History::default(), std::time::Duration::ZERO);
@@ -129,7 +129,7 @@ pub(super) fn plan_cluster(observed: &Observed) -> dry::DryRun {
         let again = serde_json::from_slice(&fixtures::to_json(&change.spec)).ok();
         assert_eq!(again.as_ref(), Some(&change.spec));
     }
-    dry::DryRun { plan, outcome, changes }
+    dry_run::DryRun { plan, outcome, changes }
 }
 
 pub(super) const CLUSTER: Target = Target {

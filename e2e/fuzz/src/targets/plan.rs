@@ -1,4 +1,4 @@
-//! The target for input of `cleave plan --snapshot`.
+//! The target for the input of `cleave plan --snapshot`.
 use cleave_plan::{Policy, Snapshot, check, plan};
 use serde_json::json;
 
@@ -79,8 +79,8 @@ pub(super) const SNAPSHOT: Target = Target {
     run: |bytes| {
         let Ok(snapshot) = serde_json::from_slice::<Snapshot>(bytes) else { return ReadResult::Refused };
         mps::check_round_trip::<Snapshot>(bytes);
-        // Varies `--units` and `--replicas`. Uses few search steps, because the target checks plans
-        // but does not need good plans.
+        // Varies `--units` and `--replicas`. Use few search steps, because the target needs valid
+        // plans but not good plans.
         let numbers = [None, Some(0), Some(4), Some(48), Some(u32::MAX)];
         let at = |byte: usize| {
             numbers.get(bytes.get(byte).map_or(0, |byte| usize::from(*byte) % numbers.len())).copied().flatten()

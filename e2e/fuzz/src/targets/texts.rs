@@ -1,4 +1,4 @@
-//! Targets for short texts with a grammar: annotations, quantities and names.
+//! Targets for short strings with a grammar: annotations, quantities and names.
 use cleave_agent::gpu::layout::{parse_slice_id, slice_id};
 use cleave_api::cordon::{Cordons, GpuTimes, check_reason};
 use cleave_api::placement::Placement;

@@ -1,4 +1,5 @@
-//! Simulates the CUDA library: contexts use MPS if a daemon runs, and otherwise the GPU directly.
+//! Simulates the CUDA library. Contexts use MPS if a daemon is running, and otherwise use the GPU
+//! directly.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -37,11 +38,11 @@ pub(crate) struct PlainContext {
 }
 
 impl Cuda {
-    /// Initializes the library. The library searches for an MPS daemon at `control` and waits for
-    /// its answer without a deadline.
+    /// Initializes the library. Connects to the MPS daemon at `control`, if a daemon is listening,
+    /// and waits for its answer without a deadline.
     ///
     /// # Errors
-    /// Returns a `CUresult` if there is no device, or the MPS server refuses clients.
+    /// Returns a `CUresult` if no device is visible, or if the MPS server refuses clients.
     pub(crate) fn init(control: &Path, given: &DeviceSelection) -> Result<Self, i32> {
         let machine = Machine::open_default().ok();
         let mps = MpsConnection::attach(control)?;
@@ -100,7 +101,7 @@ impl Context {
         }
     }
 
-    /// Returns the free memory in bytes, like `cudaMemGetInfo`.
+    /// Returns the free memory in bytes, as `cudaMemGetInfo` does.
     pub(crate) fn free_memory(&self) -> Result<u64, i32> {
         match self {
             Self::Mps(context) => context.free_memory(),
@@ -138,7 +139,7 @@ impl Context {
         }
     }
 
-    /// Runs a kernel with an illegal memory access. The context receives the error later.
+    /// Runs a kernel with an illegal memory access. Later calls on the context return the error.
     pub(crate) fn access_illegally(&self) -> Result<(), i32> {
         match self {
             Self::Mps(context) => context.access_illegally(),
@@ -146,7 +147,7 @@ impl Context {
         }
     }
 
-    /// Returns the error that broke the context, if any.
+    /// Returns the `CUresult` of the error that broke the context, if any.
     pub(crate) fn error(&self) -> Option<i32> {
         match self {
             Self::Mps(context) => context.error(),
@@ -156,7 +157,7 @@ impl Context {
 }
 
 impl PlainContext {
-    /// Fails with the `CUresult` of the error that broke the context.
+    /// Returns the `CUresult` of the error that broke the context as an error.
     fn check_error(&self) -> Result<(), i32> {
         match self.error.load(Ordering::Relaxed) {
             0 => self.context.check_exists().map_err(|error| error.cuda_code()),

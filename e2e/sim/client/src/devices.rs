@@ -15,7 +15,7 @@ pub(crate) const DEV_DIRECTORY_ENV: &str = "SIMGPU_DEV";
 pub(crate) struct DeviceSelection {
     /// `NVIDIA_VISIBLE_DEVICES`, which NVIDIA's container runtime evaluates.
     pub(crate) container: Option<String>,
-    /// The minor numbers of the `/dev/nvidia<n>` that exist.
+    /// The minor numbers of the existing device nodes `/dev/nvidia<n>`.
     pub(crate) nodes: Vec<u32>,
     /// `CUDA_VISIBLE_DEVICES`.
     pub(crate) program: Option<String>,
@@ -49,14 +49,14 @@ impl DeviceSelection {
             Some("void") | None if !self.nodes.is_empty() => ContainerDevices::Nodes(&self.nodes),
             Some("void" | "none" | "") => ContainerDevices::Nothing,
             Some(list) => ContainerDevices::List(list),
-            // A program on the host. A simulated machine does not need device nodes there.
+            // The program runs on the host, where a simulated machine needs no device nodes.
             None if self.program.is_some() => ContainerDevices::All,
             None => ContainerDevices::Nothing,
         }
     }
 
-    /// Returns the devices that a program of this machine sees, in the order of the program's
-    /// device ordinals.
+    /// Returns the devices of this machine that the program sees, in the order of their device
+    /// ordinals.
     pub(crate) fn visible_devices(&self, state: &State) -> Vec<Device> {
         let given = match self.container_devices() {
             ContainerDevices::All => state.visible_devices(None),
@@ -82,7 +82,7 @@ impl DeviceSelection {
     }
 
     /// Returns the devices of an MPS server that the program sees. `machine` is `None` in a
-    /// container without access to the machine's state. In that case, only the environment
+    /// container without access to the machine's state. In such a container, only the environment
     /// restricts the devices.
     pub(crate) fn visible_server_devices(&self, offers: &[Device], machine: Option<&Machine>) -> Vec<Device> {
         let state = machine.and_then(|machine| machine.snapshot().ok());
@@ -97,7 +97,7 @@ impl DeviceSelection {
         }
     }
 
-    /// Returns the devices that the program's own environment selects.
+    /// Returns the devices that `CUDA_VISIBLE_DEVICES` selects.
     fn selected_devices(&self, given: Vec<Device>) -> Vec<Device> {
         match self.program.as_deref() {
             Some(list) => select_devices(&given, list),
@@ -106,8 +106,8 @@ impl DeviceSelection {
     }
 }
 
-/// Returns the devices in a list of ordinals, UUIDs and prefixes of UUIDs. The list ends before the
-/// first entry that names no device.
+/// Returns the devices in a list of ordinals, UUIDs and prefixes of UUIDs. Ignores the first entry
+/// that names no device, and all later entries.
 fn select_devices(devices: &[Device], list: &str) -> Vec<Device> {
     let find = |entry: &str| match entry.parse::<usize>() {
         Ok(ordinal) => devices.get(ordinal).cloned(),
@@ -117,7 +117,7 @@ fn select_devices(devices: &[Device], list: &str) -> Vec<Device> {
     list.split(',').map(str::trim).map_while(find).collect()
 }
 
-/// Returns the numbers of the GPUs' device nodes in a directory.
+/// Returns the minor numbers of the GPU device nodes in a directory.
 fn device_node_numbers(dev: &Path) -> Vec<u32> {
     let entries = fs::read_dir(dev).into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.strip_prefix("nvidia")?.parse().ok()).collect()
@@ -134,7 +134,7 @@ mod tests {
         MachineDescription { name: "test".into(), gpus, ..MachineDescription::default() }.state().unwrap()
     }
 
-    fn indices(given: &DeviceSelection) -> Vec<u32> {
+    fn visible_indices(given: &DeviceSelection) -> Vec<u32> {
         let state = state();
         let index = |device: &Device| state.gpus.iter().find(|gpu| gpu.uuid == device.uuid).unwrap().index;
         given.visible_devices(&state).iter().map(index).collect()
@@ -151,23 +151,23 @@ mod tests {
     #[test]
     fn a_program_sees_the_devices_of_its_container() {
         let second = state().gpus[1].uuid.clone();
-        assert_eq!(indices(&device_selection(None, &[], None)), [] as [u32; 0]);
-        assert_eq!(indices(&device_selection(Some("none"), &[], Some("0"))), [] as [u32; 0]);
-        assert_eq!(indices(&device_selection(Some("void"), &[], None)), [] as [u32; 0]);
-        assert_eq!(indices(&device_selection(Some("all"), &[], None)), [0, 1]);
-        assert_eq!(indices(&device_selection(Some(&second), &[], None)), [1]);
-        assert_eq!(indices(&device_selection(Some("void"), &[1], None)), [1]);
-        assert_eq!(indices(&device_selection(None, &[1], None)), [1]);
+        assert_eq!(visible_indices(&device_selection(None, &[], None)), [] as [u32; 0]);
+        assert_eq!(visible_indices(&device_selection(Some("none"), &[], Some("0"))), [] as [u32; 0]);
+        assert_eq!(visible_indices(&device_selection(Some("void"), &[], None)), [] as [u32; 0]);
+        assert_eq!(visible_indices(&device_selection(Some("all"), &[], None)), [0, 1]);
+        assert_eq!(visible_indices(&device_selection(Some(&second), &[], None)), [1]);
+        assert_eq!(visible_indices(&device_selection(Some("void"), &[1], None)), [1]);
+        assert_eq!(visible_indices(&device_selection(None, &[1], None)), [1]);
     }
 
     #[test]
     fn a_program_selects_among_the_devices_of_its_container() {
         let second = state().gpus[1].uuid.clone();
-        assert_eq!(indices(&device_selection(Some(&second), &[], Some("0"))), [1]);
-        assert_eq!(indices(&device_selection(Some(&second), &[], Some("1"))), [] as [u32; 0]);
-        assert_eq!(indices(&device_selection(Some("all"), &[], Some(&second))), [1]);
-        assert_eq!(indices(&device_selection(None, &[], Some("1,0"))), [1, 0]);
-        assert_eq!(indices(&device_selection(None, &[], Some(""))), [] as [u32; 0]);
+        assert_eq!(visible_indices(&device_selection(Some(&second), &[], Some("0"))), [1]);
+        assert_eq!(visible_indices(&device_selection(Some(&second), &[], Some("1"))), [] as [u32; 0]);
+        assert_eq!(visible_indices(&device_selection(Some("all"), &[], Some(&second))), [1]);
+        assert_eq!(visible_indices(&device_selection(None, &[], Some("1,0"))), [1, 0]);
+        assert_eq!(visible_indices(&device_selection(None, &[], Some(""))), [] as [u32; 0]);
     }
 
     #[test]

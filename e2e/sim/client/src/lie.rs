@@ -1,4 +1,4 @@
-//! Violates the handshake, for tests of daemons and doors.
+//! Violates the MPS handshake, for tests of daemons and doors.
 
 use std::fs::File;
 use std::io;
@@ -20,7 +20,7 @@ use crate::output::print_json_line;
 /// A violation of the handshake ("lie").
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum HandshakeViolation {
-    /// Sends this number of bytes of `OUTBCRED` and kind, then nothing more.
+    /// Sends this number of bytes of `OUTBCRED` and the kind, and nothing more.
     Stall(usize),
     /// Sends an unknown kind, or the kind of an administrator.
     Kind(u32),
@@ -34,39 +34,40 @@ pub(crate) enum HandshakeViolation {
     Twice,
     /// Sends a file descriptor with `OUTBCRED`.
     Descriptors,
-    /// Claims another process's PID, which the kernel allows to root.
+    /// Claims the PID of another process, which the kernel allows for root.
     Pid(i32),
     /// Claims root's user id.
     Root,
-    /// Sends a valid introduction and then neither reads nor closes.
+    /// Sends a valid introduction. After that, neither reads nor closes the connection.
     Unread,
-    /// Sends an administrator's command after the kind of a client.
+    /// Sends an administrator's command after the client kind.
     AdministratorAfterClient,
     /// Announces a command of 2^60 bytes.
     LongCommand,
     /// Opens this number of connections and sends nothing on them.
     Flood(usize),
-    /// Sends this number of the three words to the server, then closes all sockets.
+    /// Sends this number of the three introduction words to the server, and then closes all
+    /// sockets.
     Vanish(usize),
-    /// Sends this number of the three words to the server, then nothing more.
+    /// Sends this number of the three introduction words to the server, and nothing more.
     Mute(usize),
-    /// Shuts a socket down after this number of steps of the handshake with the server. Step 0 is
-    /// before the client receives anything, and step 1 is after it has received the descriptors.
-    /// Steps 2 to 4 are after one to three words. Step 5 is after the answer but before the last
-    /// packet to the daemon.
+    /// Shuts a socket down after this step of the handshake with the server. Step 0 is the start,
+    /// and in step 1 the client receives the descriptors. In steps 2 to 4, the client sends the
+    /// three introduction words. In step 5, the client receives the answer, but does not send the
+    /// last packet to the daemon.
     Shutdown(SocketPart, u32),
     /// Does not send the last packet of the handshake to the daemon.
     NoLastWord,
     /// Sends this value as the last packet of the handshake to the daemon.
     LastWord(u32),
-    /// Sends `OUTBCRED` and exits. A child process keeps the connection and sends the kind once
-    /// this process has exited and its parent has read its status.
+    /// Sends `OUTBCRED` and exits. A child process keeps the connection. It sends the kind after
+    /// this process has exited and its parent has read the exit status.
     Orphan,
     /// Completes this number of handshakes and keeps the connections open without using them.
     Enter(usize),
 }
 
-/// The socket, or the direction of a socket, that is shut down.
+/// The socket, or the direction of a socket, to shut down.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SocketPart {
     /// Both directions of the socket to the server.
@@ -81,8 +82,8 @@ pub(crate) enum SocketPart {
     Channel,
 }
 
-/// The values of `--lie` for its help.
-pub(crate) const VIOLATION_NAMES: &str = "stall=BYTES, kind=K, short-kind, huge, garbage, twice, descriptors, pid=PID, root, unread, \
+/// The values of `--lie`, for error messages.
+pub(crate) const VIOLATION_SYNTAX: &str = "stall=BYTES, kind=K, short-kind, huge, garbage, twice, descriptors, pid=PID, root, unread, \
                          administrator-after-client, long-command, flood=N, vanish=WORDS, mute=WORDS, shutdown, \
                          shutdown=STEP, shutdown-reading=STEP, shutdown-writing=STEP, shutdown-daemon=STEP, \
                          shutdown-channel=STEP, no-last-word, last-word=N, orphan, enter=N";
@@ -125,13 +126,13 @@ impl FromStr for HandshakeViolation {
             ("enter", Some(_)) => number().map(Self::Enter),
             _ => None,
         };
-        lie.ok_or_else(|| format!("{text:?} is none of: {VIOLATION_NAMES}"))
+        lie.ok_or_else(|| format!("{text:?} is none of: {VIOLATION_SYNTAX}"))
     }
 }
 
-/// Performs a violation on `control`, and waits until the peer closes, at most for `patience`. Then
-/// prints `{"lie":…,"outcome":"closed"|"open"|"refused","packets":…}`. `refused` means that the
-/// kernel refused the message. For `enter=N`, `packets` is the number of completed handshakes.
+/// Performs a violation at the socket `control`, and waits up to `patience` until the peer closes.
+/// Then prints `{"lie":…,"outcome":"closed"|"open"|"refused","packets":…}`. `refused` means that
+/// the kernel refused the message. For `enter=N`, `packets` is the number of completed handshakes.
 pub(crate) fn run(control: &Path, lie: HandshakeViolation, patience: Duration) -> io::Result<()> {
     let deadline = Instant::now() + patience;
     let report = |outcome: &str, packets: usize| {
@@ -147,7 +148,7 @@ pub(crate) fn run(control: &Path, lie: HandshakeViolation, patience: Duration) -
             report("closed", 0);
             return Ok(());
         };
-        let open = violate_with_server(sockets, lie)?;
+        let open = violate_server_handshake(sockets, lie)?;
         let waited = open.first().map_or(Ok((true, 0)), |connection| read_until_closed(connection, deadline))?;
         report(if waited.0 { "closed" } else { "open" }, waited.1);
         return Ok(());
@@ -163,7 +164,7 @@ pub(crate) fn run(control: &Path, lie: HandshakeViolation, patience: Duration) -
         return Ok(());
     }
     if lie == HandshakeViolation::Orphan {
-        leave_connection_to_child(&Connection::connect(control)?)?;
+        complete_handshake_in_child(&Connection::connect(control)?)?;
         report("open", 0);
         return Ok(());
     }
@@ -174,7 +175,7 @@ pub(crate) fn run(control: &Path, lie: HandshakeViolation, patience: Duration) -
     for connection in &connections {
         match perform_violation(connection, lie) {
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => outcome = "refused",
-            // The peer closed before the end of the introduction.
+            // An error means that the peer closed before the end of the introduction.
             _ => {
                 if lie == HandshakeViolation::Unread {
                     while !connection.is_closed() && Instant::now() < deadline {
@@ -193,9 +194,9 @@ pub(crate) fn run(control: &Path, lie: HandshakeViolation, patience: Duration) -
     Ok(())
 }
 
-/// Begins the introduction. A child process completes it after this process has exited, and keeps
-/// the connection until the peer closes it.
-fn leave_connection_to_child(connection: &Connection) -> io::Result<()> {
+/// Begins the introduction. A child process completes the introduction after this process has
+/// exited, and keeps the connection until the peer closes it.
+fn complete_handshake_in_child(connection: &Connection) -> io::Result<()> {
     connection.send_credentials(CREDENTIALS_PACKET, handshake::own_credentials())?;
     let kind: String = KIND_CLIENT.to_le_bytes().iter().map(|byte| format!("\\{byte:03o}")).collect();
     let parent = std::process::id();
@@ -205,15 +206,15 @@ fn leave_connection_to_child(connection: &Connection) -> io::Result<()> {
     child.stdout(Stdio::null()).stderr(Stdio::null()).spawn().map(drop)
 }
 
-/// Violates the handshake with the server. Returns the connections to keep open, the daemon's
-/// first.
-fn violate_with_server(sockets: ClientSockets, lie: HandshakeViolation) -> io::Result<Vec<Connection>> {
+/// Violates the handshake with the server. Returns the connections to keep open. The first is the
+/// connection to the daemon.
+fn violate_server_handshake(sockets: ClientSockets, lie: HandshakeViolation) -> io::Result<Vec<Connection>> {
     if let HandshakeViolation::Shutdown(half, 0) = lie {
         shut_down(half, &sockets, None)?;
         let ClientSockets { daemon, server } = sockets;
         return Ok(vec![daemon, server]);
     }
-    // The descriptors stay open until the violation ends.
+    // Keep the descriptors open until the violation ends.
     let channel = sockets.receive_channel().map_err(|_| io::ErrorKind::ConnectionReset)?;
     let ClientSockets { daemon, server } = &sockets;
     let [first, second] = IntroductionSubject::Process.introduction_words();
@@ -299,7 +300,7 @@ fn perform_violation(connection: &Connection, lie: HandshakeViolation) -> io::Re
         }
         HandshakeViolation::Pid(pid) => introduce(Credentials { pid, ..own }, KIND_CLIENT),
         HandshakeViolation::Root => introduce(Credentials { uid: 0, gid: 0, ..own }, KIND_CLIENT),
-        // These violations concern only the server, so the daemon receives a valid introduction.
+        // For these violations, the daemon receives a valid introduction.
         HandshakeViolation::Unread
         | HandshakeViolation::Vanish(_)
         | HandshakeViolation::Mute(_)
@@ -322,7 +323,7 @@ fn perform_violation(connection: &Connection, lie: HandshakeViolation) -> io::Re
 }
 
 /// Reads until the peer closes or until `deadline`. Returns whether the peer closed, and the number
-/// of packets.
+/// of received packets.
 fn read_until_closed(connection: &Connection, deadline: Instant) -> io::Result<(bool, usize)> {
     let mut packets = 0;
     loop {

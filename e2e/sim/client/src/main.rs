@@ -1,4 +1,5 @@
-//! Simulates a CUDA program that uses the simulated MPS. Tests start it as a tenant's program.
+//! Simulates a CUDA program that uses the simulated MPS. Tests start this program as a tenant's
+//! program.
 
 mod arguments;
 mod cuda;
@@ -24,12 +25,12 @@ use sim_mps::handshake;
 
 use arguments::{Arguments, StepDuration};
 
-/// The environment variable that marks the processes of `--processes`.
+/// The environment variable that marks the child processes of `--processes`.
 const CHILD_PROCESS_ENV: &str = "CLEAVE_CLIENT_CHILD";
 
 fn main() -> anyhow::Result<ExitCode> {
-    // Cargo builds only a package's own programs for its tests. The tests therefore link this
-    // program to the names of NVIDIA's programs.
+    // For the tests of a package, Cargo builds only the package's own programs. The tests therefore
+    // create links to this program with the names of NVIDIA's programs.
     match std::env::args_os().next().as_deref().map(Path::new).and_then(Path::file_name).and_then(OsStr::to_str) {
         Some("nvidia-cuda-mps-control") => return Ok(sim_mps::tool::main()),
         Some("nvidia-cuda-mps-server") => return Ok(sim_mps::server::main()),
@@ -75,7 +76,7 @@ fn run_processes(count: usize, terminated: &AtomicBool) -> anyhow::Result<ExitCo
     while !children.is_empty() {
         if terminated.load(Ordering::Relaxed) && !std::mem::replace(&mut signalled, true) {
             for child in &children {
-                // Ignore errors: the process may have exited.
+                // Ignore errors, because the process may have exited.
                 let _ =
                     Pid::from_raw(child.id().try_into()?).map(|pid| rustix::process::kill_process(pid, Signal::TERM));
             }

@@ -1,4 +1,4 @@
-//! Performs the program's actions after it has created its contexts.
+//! Creates the program's contexts and performs its actions.
 
 use std::io::{self, BufRead};
 use std::sync::Arc;
@@ -13,9 +13,9 @@ use crate::cuda::{self, Context, Cuda};
 use crate::devices::DeviceSelection;
 use crate::output::print_json_line;
 
-/// Interval at which a waiting program checks for errors and signals.
+/// Interval between checks for errors and signals while the program waits.
 const WAIT_CHECK_INTERVAL: Duration = Duration::from_millis(10);
-/// Maximum time until an illegal access is reported.
+/// Maximum time to wait for the error of an illegal access.
 const FAULT_REPORT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Why a program stopped.
@@ -53,12 +53,12 @@ pub(crate) fn run(arguments: &Arguments, terminated: &Arc<AtomicBool>) -> u8 {
             exit_status(code)
         }
     };
-    // Dropping the contexts closes them cleanly.
+    // Drop the contexts, so that they are closed cleanly.
     drop(contexts);
     status
 }
 
-/// Returns the exit status of a `CUresult`: the code modulo 256, or 1 if that is 0.
+/// Returns the exit status for a `CUresult`: the code modulo 256, or 1 if that is 0.
 fn exit_status(code: i32) -> u8 {
     u8::try_from(code.rem_euclid(256)).ok().filter(|status| *status != 0).unwrap_or(1)
 }
@@ -97,30 +97,30 @@ impl ProgramRun<'_> {
         if let Some(after) = self.arguments.fault {
             self.run_kernels(Some(StepDuration::For(after.0)))?;
             first.access_illegally().map_err(StopReason::Error)?;
-            return self.wait_during(StepDuration::For(FAULT_REPORT_TIMEOUT));
+            return self.wait_for_duration(StepDuration::For(FAULT_REPORT_TIMEOUT));
         }
         let busy = if self.arguments.busy_forever { Some(StepDuration::Forever) } else { self.arguments.busy };
         self.run_kernels(busy)?;
-        self.arguments.hold.map_or(Ok(()), |duration| self.wait_during(duration))
+        self.arguments.hold.map_or(Ok(()), |duration| self.wait_for_duration(duration))
     }
 
     fn first_context(&self) -> Result<&Context, StopReason> {
         self.contexts.first().ok_or(StopReason::Error(invalid_context_error()))
     }
 
-    /// Runs kernels one after the other during `duration`. Without a kernel length, waits instead.
+    /// Runs kernels one after the other for `duration`. If no kernel length is set, only waits.
     fn run_kernels(&self, duration: Option<StepDuration>) -> Result<(), StopReason> {
         let Some(duration) = duration else { return Ok(()) };
-        let Some(kernel_ms) = self.arguments.kernel_ms else { return self.wait_during(duration) };
+        let Some(kernel_ms) = self.arguments.kernel_ms else { return self.wait_for_duration(duration) };
         let context = self.first_context()?;
         let since = Instant::now();
         context.launch_kernels(kernel_ms).map_err(StopReason::Error)?;
         print_json_line(&json!({ "launched": true, "kernelMs": kernel_ms }));
-        let waited = self.wait_during(duration);
+        let waited = self.wait_for_duration(duration);
         if let Err(StopReason::Error(code)) = waited {
             return Err(StopReason::Error(code));
         }
-        // Wait until the kernel in flight has finished.
+        // Wait until the running kernel has finished.
         let kernel = Duration::try_from_secs_f64(kernel_ms / 1000.0).unwrap_or_default();
         let begun = since.elapsed().as_secs_f64() / kernel.as_secs_f64();
         let left = if begun.is_finite() { kernel.mul_f64(begun.ceil() - begun) } else { Duration::ZERO };
@@ -132,8 +132,8 @@ impl ProgramRun<'_> {
         waited
     }
 
-    /// Waits during `duration`, unless an error or a handled signal arrives first.
-    fn wait_during(&self, duration: StepDuration) -> Result<(), StopReason> {
+    /// Waits for `duration`. Returns early if an error or a handled signal arrives.
+    fn wait_for_duration(&self, duration: StepDuration) -> Result<(), StopReason> {
         let since = Instant::now();
         loop {
             if let Some(code) = self.contexts.iter().find_map(Context::error) {
@@ -150,7 +150,7 @@ impl ProgramRun<'_> {
     }
 }
 
-/// Returns the `CUresult` of a program that has created no context.
+/// Returns the `CUresult` for a program without a context.
 fn invalid_context_error() -> i32 {
     201
 }

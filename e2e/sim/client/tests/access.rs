@@ -45,7 +45,7 @@ fn the_control_socket_allows_reading_commands_but_no_changes() {
         assert!(send_command(&command).contains(PRIVILEGE_ERROR), "{command}");
     }
     assert_eq!(node.send_command("get_default_active_thread_percentage"), "100.0\n");
-    assert_eq!(node.client_list(server), [pid]);
+    assert_eq!(node.client_pids(server), [pid]);
 }
 
 #[test]
@@ -127,7 +127,7 @@ fn users_share_a_server_in_multi_user_mode() {
     set_user(&mut command, 1000);
     let mut second = Client::spawn(command);
     assert_eq!(second.read_line()["viaMps"], true);
-    assert_eq!(node.client_list(node.wait_for_server()).len(), 2);
+    assert_eq!(node.client_pids(node.wait_for_server()).len(), 2);
 }
 
 #[test]
@@ -149,7 +149,7 @@ fn a_client_in_other_namespaces_is_listed_by_its_pid_outside() {
     let mut client = Client::spawn(command);
     let line = client.read_line();
     assert_eq!((line["viaMps"].as_bool(), line["pid"].as_u64()), (Some(true), Some(1)));
-    let clients = node.client_list(node.wait_for_server());
+    let clients = node.client_pids(node.wait_for_server());
     let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", client.pid())).unwrap();
     assert_eq!(children.trim(), clients[0].to_string());
     let table = node.send_command("ps");
@@ -176,7 +176,7 @@ fn protocol_violations_are_rejected_and_affect_no_client() {
         }
     }
     assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
-    wait_until("only the first client remains", || node.client_list(node.wait_for_server()) == [running.pid()]);
+    wait_until("only the first client remains", || node.client_pids(node.wait_for_server()) == [running.pid()]);
 }
 
 #[test]
@@ -188,8 +188,8 @@ fn a_silent_peer_blocks_the_daemon_for_all_other_peers() {
         let silent = node.start_client(&["--lie", lie, "--hold", "forever"]);
         wait_until("the silent peer is served", || node.read_log().matches("Accepting connection").count() > served);
         if lie == "no-last-word" {
-            // Wait until the server accepts the client. A client that is killed earlier blocks the
-            // server.
+            // Wait until the server has accepted the client. A client that is killed before that
+            // blocks the server.
             let connected = format!("Client {{PID: {}, Context ID: 0}} connected", silent.pid());
             wait_until("the client is accepted", || node.read_log().contains(&connected));
         }
@@ -230,8 +230,8 @@ fn a_later_introduction_on_a_copy_of_the_socket_unblocks_the_server() {
     copy.send(&first).unwrap();
     copy.send(&second).unwrap();
     assert_eq!(wait_for_answer(&reply), "ACTIVE\n");
-    assert_eq!(node.client_list(server), [std::process::id()]);
+    assert_eq!(node.client_pids(server), [std::process::id()]);
     copy.shutdown();
-    wait_until("the client has exited", || node.client_list(server).is_empty());
+    wait_until("the client has exited", || node.client_pids(server).is_empty());
     assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
 }

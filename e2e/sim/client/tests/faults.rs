@@ -1,4 +1,4 @@
-//! Tests the effects of exits, errors and faults on a program and its neighbours.
+//! Tests how exits, errors and faults affect a program and its neighbours.
 
 mod node;
 
@@ -57,8 +57,8 @@ fn without_a_gpu_a_daemon_runs_but_no_server() {
     let mut node = Node::without_daemon();
     node.set_daemon_env("CUDA_VISIBLE_DEVICES", "GPU-00000000-dead");
     node.start_daemon(&[]);
-    // After several failed server starts the daemon refuses the client, which then runs as plain
-    // CUDA.
+    // After several failed server starts, the daemon refuses the client. The client then runs
+    // without MPS.
     assert_eq!(node.run_and_read_line(&[])["viaMps"], false);
     assert!(node.read_log().contains("no CUDA-capable device is detected"));
     assert!(node.read_log().matches("Starting new server").count() > 5);
@@ -88,7 +88,7 @@ fn a_killed_daemon_ends_its_server_and_clients_and_can_be_replaced() {
 }
 
 #[test]
-fn an_illegal_access_breaks_all_clients_and_blocks_new_ones_until_they_exit() {
+fn an_illegal_access_breaks_all_clients_and_blocks_new_clients_until_the_broken_clients_exit() {
     let node = Node::with_daemon(&[]);
     let mut slow = node.start_running_client(&["--hold", "forever", "--linger", "forever"]);
     let mut other = node.start_running_client(&["--hold", "forever"]);
@@ -101,7 +101,7 @@ fn an_illegal_access_breaks_all_clients_and_blocks_new_ones_until_they_exit() {
     let mut late = node.start_client(&[]);
     assert_eq!(late.wait_for_error(), 807);
     assert_eq!(late.wait().code(), Some(807 - 3 * 256));
-    assert!(node.client_list(server).contains(&slow.pid()));
+    assert!(node.client_pids(server).contains(&slow.pid()));
     slow.kill(Signal::TERM);
     wait_until("the server is ACTIVE again", || {
         node.send_command(&format!("get_server_status {server}")) == "ACTIVE\n"
@@ -137,7 +137,7 @@ fn killed_clients_with_short_kernels_break_no_client_but_every_twelfth_with_long
         let client = node.start_busy_client(kernel_ms);
         let pid = client.pid();
         client.kill(Signal::KILL);
-        wait_until("the server no longer lists the client", || !node.client_list(server).contains(&pid));
+        wait_until("the server no longer lists the client", || !node.client_pids(server).contains(&pid));
     };
     die("0.1");
     (0..11).for_each(|_| die("10"));
@@ -151,7 +151,7 @@ fn a_busy_client_killed_without_neighbours_breaks_a_later_client() {
     let node = Node::with_daemon(&[]);
     let server = node.wait_for_server();
     node.start_busy_client("1000").kill(Signal::KILL);
-    wait_until("the server no longer lists the client", || node.client_list(server).is_empty());
+    wait_until("the server no longer lists the client", || node.client_pids(server).is_empty());
     assert_eq!(node.send_command(&format!("get_server_status {server}")), "ACTIVE\n");
     let mut later = node.start_running_client(&["--kernel-ms", "1", "--busy", "forever"]);
     assert_eq!(later.wait_for_error(), 700);
@@ -166,7 +166,7 @@ fn a_client_that_is_terminated_or_exits_cleanly_breaks_no_neighbour() {
     assert_eq!(node.send_command(&format!("terminate_client {server} {}", terminated.pid())), "0\n");
     assert_eq!(terminated.wait_for_error(), 810);
     assert_eq!(terminated.wait().code(), Some(810 - 3 * 256));
-    wait_until("the client has disconnected", || node.client_list(server) == [neighbour.pid()]);
+    wait_until("the client has disconnected", || node.client_pids(server) == [neighbour.pid()]);
     let lingering = node.start_busy_client_with("1000", &["--linger", "forever"]);
     let terminate = format!("terminate_client {server} {}", lingering.pid());
     assert_eq!((node.send_command(&terminate).as_str(), node.send_command(&terminate).as_str()), ("0\n", "201\n"));
@@ -186,7 +186,7 @@ fn terminate_client_blocks_while_the_client_is_stopped() {
     stopped.suspend();
     let terminated = node.send_command_in_background(&format!("terminate_client {server} {}", stopped.pid()));
     wait_until("the command has arrived", || node.read_log().contains("Cmd:terminate_client"));
-    // All other commands wait for this one.
+    // All other commands wait until `terminate_client` has finished.
     let listed = node.send_command_in_background("get_server_list");
     node.wait_for_side_effects();
     assert!(terminated.try_recv().is_err() && listed.try_recv().is_err());
@@ -278,7 +278,7 @@ fn a_socket_of_another_protocol_is_not_mps() {
     let listener = Listener::bind(&node.socket_path("control"), 0o666).unwrap();
     let talk = move || {
         while let Ok(connection) = listener.accept() {
-            // Ignore errors: the first connection closes before it reads.
+            // Ignore errors, because the first connection closes before it reads the packet.
             let _ = connection.send(b"HTTP/1.1 200 OK");
         }
     };
@@ -325,13 +325,13 @@ fn processes_of_one_program_are_separate_clients() {
     let mut all = node.start_client(&["--processes", "5", "--hold", "forever", "--handle-sigterm"]);
     (0..5).for_each(|_| assert_eq!(all.read_line()["viaMps"], true));
     let server = node.wait_for_server();
-    assert_eq!(node.client_list(server).len(), 5);
+    assert_eq!(node.client_pids(server).len(), 5);
     all.signal(Signal::TERM);
     assert_eq!(all.wait().code(), Some(0));
-    wait_until("all clients have disconnected", || node.client_list(server).is_empty());
+    wait_until("all clients have disconnected", || node.client_pids(server).is_empty());
     let mut killed = node.start_client(&["--processes", "2", "--hold", "forever"]);
     (0..2).for_each(|_| assert_eq!(killed.read_line()["viaMps"], true));
     killed.signal(Signal::KILL);
     killed.wait();
-    wait_until("all clients have disconnected", || node.client_list(server).is_empty());
+    wait_until("all clients have disconnected", || node.client_pids(server).is_empty());
 }

@@ -1,5 +1,4 @@
-//! Tests thread percentages, memory limits and the maximum number of contexts, as a program sees
-//! them.
+//! Tests how thread percentages, memory limits and the maximum number of contexts affect a program.
 
 mod node;
 

@@ -1,5 +1,5 @@
-//! Tests the library in a program that queries the time through Rust's standard library while its
-//! clock is set.
+//! Tests the library in a program that queries the time through Rust's standard library. The test
+//! sets the program's clock while it runs.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
@@ -7,18 +7,18 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use rustix::time::{ClockId, clock_gettime};
 
-const CHILD_VARIABLE: &str = "SIM_CLOCK_CHILD";
+const CHILD_PROCESS_ENV: &str = "SIM_CLOCK_CHILD";
 
 /// Returns the kernel's time of day in seconds, without the library under test.
 fn real_seconds() -> i64 {
     clock_gettime(ClockId::Realtime).tv_sec
 }
 
-/// The program of the test below. For each line of input, the program prints the offset of its time
-/// of day, and whether its monotonic clock is steady.
+/// The program that the next test runs. For each line of input, the program prints the offset of
+/// its time of day, and whether its monotonic clock is steady.
 #[test]
 fn print_clock_offsets() {
-    if std::env::var_os(CHILD_VARIABLE).is_none() {
+    if std::env::var_os(CHILD_PROCESS_ENV).is_none() {
         return;
     }
     let mut last = Instant::now();
@@ -41,7 +41,7 @@ fn the_offset_applies_to_the_time_of_day_only() {
     let library = std::env::current_exe().unwrap().with_file_name("libsim_clock.so");
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "print_clock_offsets", "--nocapture"])
-        .env(CHILD_VARIABLE, "1")
+        .env(CHILD_PROCESS_ENV, "1")
         .env("LD_PRELOAD", library)
         .env("SIM_CLOCK", &file)
         .stdin(Stdio::piped())

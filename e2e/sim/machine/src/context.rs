@@ -1,4 +1,4 @@
-//! Contexts on devices: which processes may open one, and the memory that it uses.
+//! Manages contexts on devices: which processes may open a context, and how much memory it uses.
 
 use std::fs::{self, File};
 
@@ -38,7 +38,8 @@ pub struct Context {
     boot: u64,
     device: String,
     lease: String,
-    // Locked while the context is open. Other processes see the lock.
+    // Locked while the context is open, so that other processes can detect that this process is
+    // alive.
     lock: File,
 }
 
@@ -46,8 +47,8 @@ impl Machine {
     /// Opens a context of this process on a GPU or MIG device. The context uses `overhead` bytes of
     /// the device's memory.
     ///
-    /// `EXCLUSIVE_PROCESS` allows one process, with any number of contexts. `PROHIBITED` allows
-    /// none. A GPU in MIG mode cannot be used directly.
+    /// `EXCLUSIVE_PROCESS` allows contexts of one process only. `PROHIBITED` allows no context. On
+    /// a GPU in MIG mode, open a context on a MIG device instead.
     ///
     /// # Errors
     /// Returns an error if the device does not exist, is lost, does not allow a context in its
@@ -87,7 +88,7 @@ impl Machine {
             let (id, boot, device) = (state.next_id(), state.boot, device.to_owned());
             let lease = format!("{boot}-{id}");
             let path = self.path(LEASES_DIRECTORY).join(&lease);
-            let file = open_shared(&path, false).map_err(io_error("make", &path))?;
+            let file = open_shared(&path, false).map_err(io_error("create", &path))?;
             flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|e| io_error("lock", &path)(e.into()))?;
             let entry = Process { id, kind, device: device.clone(), used, pid, name, lease: Some(lease.clone()) };
             state.processes.push(entry);
@@ -116,7 +117,7 @@ impl Context {
         })
     }
 
-    /// Frees memory, at most the amount that this context uses.
+    /// Frees `bytes` bytes of device memory, or less if the context uses less.
     ///
     /// # Errors
     /// Returns an error if the device or the context no longer exists.
@@ -128,7 +129,7 @@ impl Context {
         })
     }
 
-    /// Returns the bytes that this context uses, including its overhead.
+    /// Returns the number of bytes that this context uses, including its overhead.
     ///
     /// # Errors
     /// Returns an error if the device or the context no longer exists.
@@ -137,7 +138,7 @@ impl Context {
         Ok(state.processes[self.process_index(&state)?].used)
     }
 
-    /// Returns the device's current memory.
+    /// Returns the free and total memory of the device.
     ///
     /// # Errors
     /// Returns an error if the device or the context no longer exists.
@@ -152,8 +153,8 @@ impl Context {
     /// Checks that the context and its device still exist.
     ///
     /// # Errors
-    /// Returns an error if the context or its device no longer exists. The program's next CUDA call
-    /// returns this error.
+    /// Returns an error if the context or its device no longer exists. A real CUDA call on the
+    /// context would return this error.
     pub fn check_exists(&self) -> Result<(), ContextError> {
         let state = self.machine.snapshot()?;
         self.process_index(&state)?;
@@ -177,9 +178,9 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // A forked child inherits the lock, so closing the file is not enough. Unlock it.
+        // Unlock explicitly: a forked child inherits the lock, so closing the file is not enough.
         let _ = flock(&self.lock, FlockOperation::Unlock);
-        // Ignore errors: other processes ignore a context whose lease is not locked.
+        // Ignore errors, because other processes ignore contexts with unlocked leases.
         let _ = self.machine.update::<_, Error>(|state| {
             if state.boot == self.boot {
                 state.processes.retain(|p| p.id != self.id);
@@ -190,7 +191,7 @@ impl Drop for Context {
     }
 }
 
-/// Returns the device if programs can use it.
+/// Returns the device with this UUID, if programs can use the device.
 fn usable_device<'a>(state: &'a State, uuid: &str) -> Result<DeviceRef<'a>, ContextError> {
     if !state.driver.present {
         return Err(ContextError::NoDevice("the driver is not loaded".to_owned()));
@@ -205,7 +206,8 @@ fn usable_device<'a>(state: &'a State, uuid: &str) -> Result<DeviceRef<'a>, Cont
     Ok(device)
 }
 
-/// Checks whether the compute mode permits a context. `state` must contain only live processes.
+/// Checks that the device's compute mode permits a context of this process. `state` must contain
+/// only live processes.
 fn check_compute_mode_permits(
     state: &State,
     device: &DeviceRef<'_>,
@@ -254,7 +256,7 @@ mod tests {
         (dir, machine, uuid)
     }
 
-    /// A child process, killed at the end of the test.
+    /// A child process that is killed at the end of the test.
     struct OtherProcess(Child);
 
     impl OtherProcess {
@@ -290,7 +292,7 @@ mod tests {
         assert_eq!(refused.cuda_code(), 46);
         let client = machine.register_client(&gpu, other.0.id(), 274 << 20).unwrap();
         drop((server, second));
-        // An MPS client does not count as a process on the GPU.
+        // An MPS client does not count as a process that uses the GPU.
         other.context(&machine, &gpu, ProcessKind::Compute).unwrap();
         drop(client);
     }
@@ -345,7 +347,7 @@ mod tests {
         let context = machine.register_context(&gpu, ProcessKind::Compute, elsewhere, "pod".to_owned(), 0).unwrap();
         assert_eq!(machine.processes().unwrap().len(), 1);
         assert!(machine.open_context(&gpu, ContextKind::Compute, 0).is_err());
-        // When the owner is killed, the kernel also releases the lock and changes nothing else.
+        // When the owner is killed, the kernel only releases the lock.
         flock(&context.lock, FlockOperation::Unlock).unwrap();
         assert!(machine.processes().unwrap().is_empty());
         machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();
@@ -383,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reboot_ends_contexts_and_old_contexts_do_not_end_new_ones() {
+    fn a_reboot_ends_contexts_and_dropping_an_old_context_does_not_end_a_new_context() {
         let (_dir, machine, gpu) = machine("T4");
         let old = machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();
         machine.change(State::reboot).unwrap();

@@ -7,12 +7,12 @@ use crate::model::{Model, find_model};
 use crate::state::{ComputeMode, Driver, Gpu, PciAddress, State};
 use crate::topology::MachineTopology;
 
-/// A machine as a file describes it. Omitted values derive from the name and the index, so equal
-/// files describe equal machines.
+/// The description of a machine, as read from a file. Omitted values derive from the machine's name
+/// and the GPU's index, so equal files describe equal machines.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct MachineDescription {
-    /// The machine's name, from which UUIDs derive.
+    /// The machine's name. UUIDs derive from this name.
     pub name: String,
     /// Initial state and versions of the driver.
     #[serde(default)]
@@ -23,18 +23,18 @@ pub struct MachineDescription {
     /// How the GPUs are linked. By default, each GPU has a separate host bridge and no NVLinks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub topology: Option<MachineTopology>,
-    /// Models that this description adds to the built-in ones.
+    /// Models that this description adds to the built-in models.
     #[serde(default)]
     pub models: Vec<Model>,
 }
 
-/// One or more identical GPUs of a description.
+/// One or more GPUs of the same model.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct GpuDescription {
     /// A model's name or alias.
     pub model: String,
-    /// The number of GPUs of this model, 1 by default. With more than one, UUID, PCI address, minor
+    /// The number of GPUs, by default 1. If the number is not 1, the UUID, PCI address, minor
     /// number and serial number must be omitted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub count: Option<u32>,
@@ -44,7 +44,7 @@ pub struct GpuDescription {
     /// PCI address.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pci: Option<PciAddress>,
-    /// The number of `/dev/nvidia<n>`.
+    /// The minor number, as in `/dev/nvidia<n>`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub minor: Option<u32>,
     /// NUMA node.
@@ -62,11 +62,12 @@ pub struct GpuDescription {
 }
 
 impl MachineDescription {
-    /// Returns the initial state of a machine with this description.
+    /// Returns the initial state of the described machine.
     ///
     /// # Errors
-    /// Returns an error if a model is unknown or does not support MIG, two GPUs have the same UUID,
-    /// minor number or PCI address, or the topology has another number of GPUs.
+    /// Returns an error if a model is unknown, if a model with MIG mode does not support MIG, if
+    /// two GPUs have the same UUID, minor number or PCI address, or if the topology requires
+    /// another number of GPUs.
     pub fn state(&self) -> Result<State, Error> {
         let mut gpus: Vec<Gpu> = Vec::new();
         for entry in &self.gpus {
@@ -113,7 +114,8 @@ impl MachineDescription {
         let number = index.to_string();
         let uuid = || format!("GPU-{}", derive_uuid(&["gpu", &self.name, &number]));
         let serial = || format!("{:013}", hash_names(&["serial", &self.name, &number]) % 10_u128.pow(13));
-        // The bus numbers are those of an eight-GPU board. A new domain starts after every 28 GPUs.
+        // Number the buses as on a board with eight GPUs. A new PCI domain starts after every 28
+        // GPUs.
         let pci = || PciAddress { domain: index / 28, bus: 0x10 + (index % 28) * 8 + index % 2, device: 0 };
         Gpu {
             uuid: entry.uuid.clone().unwrap_or_else(uuid),
@@ -148,14 +150,15 @@ impl MachineDescription {
 
 /// Derives a UUID from names. Equal names always result in equal UUIDs.
 pub(crate) fn derive_uuid(names: &[&str]) -> String {
-    // Sets version 5 (derived from a name) and the usual variant, as real UUIDs have.
+    // Set the bits of UUID version 5 (derived from a name) and of the standard variant.
     let n = (hash_names(names) & !(0xf000 << 64) & !(0xc000 << 48)) | (0x5000 << 64) | (0x8000 << 48);
     let part = |shift: u32, bits: u32| (n >> shift) & ((1 << bits) - 1);
     format!("{:08x}-{:04x}-{:04x}-{:04x}-{:012x}", part(96, 32), part(80, 16), part(64, 16), part(48, 16), part(0, 48))
 }
 
-/// Returns a 128-bit hash of names: FNV-1a over each name and a zero byte, from two offsets. The
-/// mixing ensures that similar names have dissimilar hashes.
+/// Returns a 128-bit hash of names. Each half is the FNV-1a hash of the names, with a zero byte
+/// after each name, and has its own initial value. A final mixing step gives similar names
+/// dissimilar hashes.
 fn hash_names(names: &[&str]) -> u128 {
     let half = |start: u64| {
         let bytes = names.iter().flat_map(|n| n.bytes().chain([0]));
@@ -181,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_descriptions_give_equal_machines_with_distinct_gpus() {
+    fn equal_descriptions_describe_equal_machines_with_distinct_gpus() {
         let text = r#"[{"model":"H100-80","count":8},{"model":"t4"},{"model":"NVIDIA H200"}]"#;
         let (one, again, other) = (machine("a", text), machine("a", text), machine("b", text));
         let (one, again, other) = (one.unwrap(), again.unwrap(), other.unwrap());

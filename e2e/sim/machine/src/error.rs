@@ -1,11 +1,11 @@
-//! Errors of the state directory, and errors that a CUDA program receives.
+//! Errors about the state directory, and errors that a CUDA program receives.
 
 use std::path::PathBuf;
 
 /// An error about the state directory or its contents.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A file of the state directory could not be read, written or locked.
+    /// A file in the state directory could not be read, written or locked.
     #[error("failed to {action} {}", .path.display())]
     Io {
         /// The action that failed ("read", "lock", …).
@@ -16,7 +16,7 @@ pub enum Error {
         #[source]
         source: std::io::Error,
     },
-    /// A file of the state directory has an unknown format.
+    /// A file in the state directory has an invalid format.
     #[error("{} is not a machine's state", .path.display())]
     Malformed {
         /// Path of the file.
@@ -25,8 +25,7 @@ pub enum Error {
         #[source]
         source: serde_json::Error,
     },
-    /// A description or a change names something that does not exist, or requests something
-    /// impossible.
+    /// A description or a change is invalid: for example, it names an unknown model or GPU.
     #[error("{0}")]
     Invalid(String),
 }
@@ -34,8 +33,7 @@ pub enum Error {
 /// The error that a CUDA program receives when it cannot create a context or allocate memory.
 #[derive(Debug, thiserror::Error)]
 pub enum ContextError {
-    /// CUDA sees no device: there is no driver, no GPU, or the GPU is in MIG mode without an
-    /// instance.
+    /// CUDA finds no device: the driver is not loaded, or the GPU is in MIG mode.
     #[error("no CUDA-capable device: {0}")]
     NoDevice(String),
     /// No device has this UUID.
@@ -47,7 +45,7 @@ pub enum ContextError {
     Unavailable {
         /// The device's UUID.
         device: String,
-        /// The rule that refuses the context, and the process that uses the device.
+        /// The compute mode that refuses the context, and the process that uses the device, if any.
         reason: String,
     },
     /// The request exceeds the free memory.
@@ -71,7 +69,7 @@ pub enum ContextError {
 }
 
 impl ContextError {
-    /// Returns the `CUresult` that a real driver returns for this error.
+    /// Returns the `CUresult` that CUDA returns for this error.
     #[must_use]
     pub fn cuda_code(&self) -> i32 {
         match self {

@@ -1,9 +1,10 @@
-//! Simulates a machine with GPUs. A file describes the GPUs, and processes share their state.
+//! Simulates a machine with GPUs. A file describes the GPUs, and processes share the state of the
+//! GPUs.
 //!
-//! One directory (`/var/lib/simgpu`, or `$SIMGPU_STATE`) is one machine. The simulated NVML reads
-//! it, the simulated MPS and CUDA programs register in it, and `simgpu` changes it. Containers may
-//! mount it at the same path, writable by every user. The directory contains no secret, and a
-//! process of any user may own a context on a GPU.
+//! A directory (`/var/lib/simgpu`, or `$SIMGPU_STATE`) contains the state of one machine. The
+//! simulated NVML reads the directory, the simulated MPS and CUDA programs register in it, and
+//! `simgpu` changes it. Containers may mount the directory at the same path. Every user may write
+//! to it, because a process of any user may own a context on a GPU. It contains no secrets.
 //!
 //! ```no_run
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -23,18 +24,19 @@
 //! ```
 //!
 //! The simulated MPS uses:
-//! - [`Machine::open_context`] with [`ContextKind::MpsServer`] for its server, which then owns an
-//!   `EXCLUSIVE_PROCESS` GPU;
-//! - [`Machine::register_client`] for its clients, with the PID from `SCM_CREDENTIALS` as the
-//!   server's PID namespace sees it. The returned context accounts for the client's memory. Drop it
-//!   when the client disconnects;
+//! - [`Machine::open_context`] with [`ContextKind::MpsServer`] for its server, which then occupies
+//!   an `EXCLUSIVE_PROCESS` GPU;
+//! - [`Machine::register_client`] for its clients, with the PID from `SCM_CREDENTIALS`, which is a
+//!   PID in the server's PID namespace. The returned context accounts for the client's memory. Drop
+//!   it when the client disconnects;
 //! - [`sms_of_mps_percentage`] for the SMs of a thread percentage, [`State::device`] for the device
 //!   that a UUID names, [`State::visible_devices`] for `CUDA_VISIBLE_DEVICES`;
-//! - [`Machine::apply_faults`] for errors and hangs that `simgpu fail` and `simgpu hang` inject.
+//! - [`Machine::apply_faults`] for the errors and hangs that `simgpu fail` and `simgpu hang`
+//!   inject.
 //!
-//! A process is alive while it locks its lease file under `leases/`. The kernel releases the lock
-//! when the process exits for any reason, in any PID namespace. No query counts processes that have
-//! exited.
+//! A process counts as alive while its lease file under `leases/` is locked. The kernel releases
+//! the lock when the process exits for any reason, in any PID namespace. Queries about processes
+//! ignore processes that have exited.
 
 mod context;
 mod description;
@@ -69,7 +71,7 @@ pub fn sms_of_mps_percentage(total: u32, percent: f64) -> u32 {
     if percent >= 100.0 || !percent.is_finite() {
         return total;
     }
-    // The product is small and positive, so the cast only drops the fraction, as intended.
+    // The product is small and positive, so the cast only drops the fraction.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     let exact = (f64::from(total) * percent.max(0.0) / 100.0) as u32;
     (exact & !1).max(8).min(total)
@@ -78,7 +80,7 @@ pub fn sms_of_mps_percentage(total: u32, percent: f64) -> u32 {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn sms_of_a_percentage_match_an_h200() {
+    fn the_sms_of_a_percentage_are_those_of_an_h200() {
         let measured = [
             (1, 8),
             (2, 8),

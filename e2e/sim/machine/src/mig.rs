@@ -1,23 +1,23 @@
-//! Implements NVML's rules for MIG modes, GPU instances and compute instances. Pure: callers pass
-//! in whether devices are in use.
+//! Implements NVML's rules for MIG mode, GPU instances and compute instances. Pure: callers pass in
+//! whether devices are in use.
 
 use crate::description::derive_uuid;
 use crate::model::{GpuProfile, Model, Placement};
 use crate::state::{ComputeInstance, ComputeMode, Gpu, GpuInstance};
 
-/// Why MIG refuses a change. Each variant is an NVML return code.
+/// Why a MIG change is refused. Each variant corresponds to an NVML return code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MigError {
     /// The model does not support MIG, or MIG mode is off.
     #[error("not supported")]
     NotSupported,
-    /// The profile does not exist, or it does not allow the placement.
+    /// The profile does not exist, or the profile does not allow the placement.
     #[error("invalid argument")]
     InvalidArgument,
     /// Other instances use the slices or the media engines.
     #[error("insufficient resources")]
     InsufficientResources,
-    /// A process or an instance uses the device.
+    /// A process or an instance uses the GPU or the instance.
     #[error("in use")]
     InUse,
     /// The instance does not exist.
@@ -28,8 +28,8 @@ pub enum MigError {
     ResetRequired,
 }
 
-/// Returns the id of a GPU instance, which follows from its placement. Ids number the nodes of a
-/// binary tree over the memory slices, from the root.
+/// Returns the id of a GPU instance, which depends only on its placement. The ids number the nodes
+/// of a binary tree over the memory slices, starting at the root.
 #[must_use]
 pub fn gpu_instance_id(memory_slices: u32, placement: Placement) -> u32 {
     let size = placement.size.max(1);
@@ -42,8 +42,8 @@ impl Gpu {
     }
 
     /// Switches MIG mode. `busy` is true if a process uses the GPU or one of its instances. If the
-    /// mode cannot change now, it remains pending until the next reset, and the error contains the
-    /// reason.
+    /// mode cannot change now, the change remains pending until the next reset, and the error
+    /// contains the reason.
     ///
     /// # Errors
     /// Returns an error if the model does not support MIG, a process or an instance uses the GPU,
@@ -66,14 +66,14 @@ impl Gpu {
         Ok(())
     }
 
-    /// Resets the GPU. The pending MIG mode becomes current, instances are destroyed, and a lost
-    /// GPU works again, unless it was removed.
+    /// Resets the GPU. The pending MIG mode becomes current, and all instances are destroyed. A
+    /// lost GPU works again, unless it was removed.
     pub fn reset(&mut self) {
         self.mig = self.mig_pending;
         self.instances.clear();
         self.lost = self.removed;
-        // A reset clears volatile counters, remaps pending rows and performs the recovery that the
-        // driver requested. A reset does not repair failed remapping.
+        // A reset clears volatile counters, remaps pending rows and performs the recovery action
+        // that the driver requested. A reset does not repair failed remapping.
         (self.ecc, self.remap_pending, self.recovery) = ([0, 0], false, 0);
         if self.mig {
             self.compute_mode = ComputeMode::Default;
@@ -88,9 +88,9 @@ impl Gpu {
         if self.lacks_engines(model, profile) { Vec::new() } else { placements.filter(|p| !taken(*p)).collect() }
     }
 
-    /// Returns whether an instance of `wanted` needs more media engines than are free. Engines have
-    /// no placement, so only their number matters. For example, a GPU has one optical flow
-    /// accelerator.
+    /// Returns whether an instance of `wanted` needs more media engines than are free. Media
+    /// engines have no placement, so only their number matters. For example, a GPU has one optical
+    /// flow accelerator.
     fn lacks_engines(&self, model: &Model, wanted: &GpuProfile) -> bool {
         let Some(whole) = model.gpu_profiles.iter().max_by_key(|p| p.slices) else { return true };
         let used = || self.instances.iter().filter_map(|i| model.gpu_profile(i.profile)).chain([wanted]);
@@ -99,8 +99,8 @@ impl Gpu {
             || used().map(|p| p.decoders).sum::<u32>() > whole.decoders
     }
 
-    /// Returns the number of further instances of a profile that fit. With MIG off, assumes an
-    /// empty GPU.
+    /// Returns the number of further instances of a profile that fit. If MIG is off, assumes that
+    /// it is on.
     #[must_use]
     pub fn remaining_capacity(&self, model: &Model, profile: &GpuProfile) -> u32 {
         let mut trial = Self { mig: true, ..self.clone() };
@@ -111,12 +111,12 @@ impl Gpu {
         count
     }
 
-    /// Creates a GPU instance at the requested placement, or where it blocks the fewest placements
-    /// of other profiles. Returns the id of the GPU instance.
+    /// Creates a GPU instance at the requested placement. Without one, chooses the placement that
+    /// blocks the fewest free placements of all profiles. Returns the id of the GPU instance.
     ///
     /// # Errors
-    /// Returns an error if MIG is off, the profile or placement does not exist, or not enough
-    /// slices are free.
+    /// Returns an error if MIG is off, if the profile or placement does not exist, or if too few
+    /// slices or media engines are free.
     pub fn create_gpu_instance(
         &mut self,
         model: &Model,
@@ -131,7 +131,7 @@ impl Gpu {
                 return Err(MigError::InvalidArgument);
             }
             Some(at) => free.into_iter().find(|p| *p == at),
-            // The driver's order: seven 1g instances start at 6, 4, 5, 0, 1, 2, 3.
+            // This is the driver's order: seven 1g instances start at 6, 4, 5, 0, 1, 2, 3.
             None => free.into_iter().min_by_key(|p| (self.count_blocked_placements(model, *p), p.start)),
         };
         let placement = placement.ok_or(MigError::InsufficientResources)?;
@@ -141,7 +141,7 @@ impl Gpu {
         Ok(id)
     }
 
-    /// Returns the number of free placements, of any profile, that an instance at this placement
+    /// Returns the number of free placements of all profiles that an instance at this placement
     /// would block.
     fn count_blocked_placements(&self, model: &Model, placement: Placement) -> usize {
         let free = |p: &GpuProfile| self.free_placements(model, p);
@@ -161,8 +161,8 @@ impl Gpu {
         Ok(())
     }
 
-    /// Returns the placements where compute instances of `size` slices can be created in a GPU
-    /// instance now, lowest first.
+    /// Returns the placements in a GPU instance where a compute instance of `size` slices can be
+    /// created now, lowest first.
     #[must_use]
     pub fn free_compute_placements(&self, model: &Model, gpu_instance: u32, size: u32) -> Vec<Placement> {
         let Some(gi) = self.instances.iter().find(|i| i.id == gpu_instance) else { return Vec::new() };
@@ -171,11 +171,12 @@ impl Gpu {
         (0..=slices.saturating_sub(size)).map(|start| Placement { start, size }).filter(|p| !taken(p)).collect()
     }
 
-    /// Creates a compute instance at the requested or the lowest free placement. Returns its id.
+    /// Creates a compute instance at the requested placement, or at the lowest free placement.
+    /// Returns the id of the compute instance.
     ///
     /// # Errors
-    /// Returns an error if MIG is off, the instance, profile or placement does not exist, or not
-    /// enough slices are free.
+    /// Returns an error if MIG is off, if the GPU instance, profile or placement does not exist, or
+    /// if too few slices are free.
     pub fn create_compute_instance(
         &mut self,
         model: &Model,
@@ -205,10 +206,11 @@ impl Gpu {
         Ok(id)
     }
 
-    /// Destroys a compute instance. `busy` reports whether a process uses the device with a UUID.
+    /// Destroys a compute instance. `busy` returns whether a process uses the MIG device with this
+    /// UUID.
     ///
     /// # Errors
-    /// Returns an error if the instance does not exist, or a process uses it.
+    /// Returns an error if the instance does not exist, or if a process uses the instance.
     pub fn destroy_compute_instance(
         &mut self,
         gpu_instance: u32,
@@ -298,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn media_engines_are_used_once() {
+    fn media_engines_limit_the_number_of_instances() {
         let (mut h200, model) = gpu("H200-141");
         let me = profile_id(model, "1g.18gb+me");
         h200.create_gpu_instance(model, me, None).unwrap();
@@ -336,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn mig_mode_changes_on_an_idle_gpu_or_at_a_required_reset() {
+    fn mig_mode_changes_on_an_idle_gpu_or_at_the_required_reset() {
         let (mut a100, model) = gpu("A100-80");
         a100.create_gpu_instance(model, 0, None).unwrap();
         assert_eq!(a100.set_mig_mode(model, false, false), Err(MigError::InUse));

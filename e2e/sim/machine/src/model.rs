@@ -1,10 +1,10 @@
-//! GPU models as data. `models.json` contains the built-in models, and a machine's description may
-//! add others.
+//! Describes GPU models. `models.json` contains the built-in models, and a machine's description
+//! may add more models.
 //!
 //! H100-80 and H200-141 have the values that real GPUs report under driver 580.159.04, including
-//! MIG profiles and placements. The SMs of compute instances that share a GPU instance are an
-//! exception. The other models follow NVIDIA's MIG guide and product data, and their total memory
-//! under CUDA is an approximation.
+//! MIG profiles and placements. An exception is the number of SMs of compute instances that share a
+//! GPU instance. The other models follow NVIDIA's MIG guide and product data, and their total
+//! memory under CUDA is an approximation.
 
 use std::sync::OnceLock;
 
@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Model {
-    /// Short names that descriptions may use, such as `H100-80`.
+    /// Short names that machine descriptions may use, such as `H100-80`.
     #[serde(default)]
     pub aliases: Vec<String>,
     /// NVML's product name.
@@ -34,23 +34,25 @@ pub struct Model {
     pub cuda_memory_mib: u64,
     /// Width of the memory bus, in bits.
     pub memory_bus_width: u32,
-    /// PCI device and vendor id, as NVML packs them.
+    /// PCI device id and vendor id, in NVML's format.
     pub pci_device_id: u32,
-    /// PCI subsystem id, as NVML packs it.
+    /// PCI subsystem id, in NVML's format.
     pub pci_subsystem_id: u32,
-    /// Power in watts: the enforced limit, and the draw when idle.
+    /// Power in watts: the enforced limit, and the idle power.
     pub power_watts: (u32, u32),
-    /// Number of memory slices, in which MIG placements are counted. 0 means no MIG support.
+    /// Number of memory slices, the unit of MIG placements. 0 means that the model does not support
+    /// MIG.
     #[serde(default)]
     pub mig_memory_slices: u32,
-    /// Whether the board stores MIG mode: a reset changes the mode and a reboot keeps it (Ampere).
-    /// If not, the mode changes immediately and a reboot turns it off (Hopper).
+    /// Whether the board stores MIG mode (Ampere). If so, a reboot keeps MIG mode. If not, a reboot
+    /// turns MIG mode off (Hopper).
     #[serde(default)]
     pub mig_mode_stored: bool,
-    /// SMs of one compute slice, for GPU instances with several compute instances.
+    /// Number of SMs per compute slice, for compute instances that are smaller than their GPU
+    /// instance.
     #[serde(default)]
     pub sms_per_slice: u32,
-    /// MIG's GPU instance profiles, in the order of NVML.
+    /// GPU instance profiles, in NVML's order.
     #[serde(default)]
     pub gpu_profiles: Vec<GpuProfile>,
 }
@@ -61,7 +63,7 @@ pub struct Model {
 pub struct GpuProfile {
     /// The value of `NVML_GPU_INSTANCE_PROFILE_…` that identifies the profile in queries.
     pub index: u32,
-    /// The id that creates an instance (19 for 1g.10gb on an H100).
+    /// The profile id with which an instance is created, such as 19 for 1g.10gb on an H100.
     pub id: u32,
     /// The name, such as `1g.10gb` or `1g.10gb+me`.
     pub name: String,
@@ -98,10 +100,10 @@ pub struct GpuProfile {
 pub struct ComputeProfile {
     /// The value of `NVML_COMPUTE_INSTANCE_PROFILE_…` that identifies the profile in queries.
     pub index: u32,
-    /// The id that creates an instance.
+    /// The profile id with which an instance is created.
     pub id: u32,
-    /// The name, such as `1c.3g.40gb`. A profile of the whole GPU instance has the GPU instance's
-    /// name.
+    /// The name, such as `1c.3g.40gb`. The profile of a whole GPU instance has the name of the GPU
+    /// instance profile.
     pub name: String,
     /// Number of compute slices.
     pub slices: u32,
@@ -141,7 +143,7 @@ impl Model {
         self.gpu_profiles.iter().find(|p| p.id == id)
     }
 
-    /// Returns the compute instance profiles of a GPU instance profile, in the order of NVML.
+    /// Returns the compute instance profiles within a GPU instance profile, in NVML's order.
     #[must_use]
     pub fn compute_profiles(&self, gpu_profile: u32) -> Vec<ComputeProfile> {
         let Some(gi) = self.gpu_profile(gpu_profile) else { return Vec::new() };
@@ -169,13 +171,12 @@ impl Model {
 #[must_use]
 pub fn builtin_models() -> &'static [Model] {
     static MODELS: OnceLock<Vec<Model>> = OnceLock::new();
-    // The file is part of the crate and a test parses it, so it is well-formed in every tested
-    // build.
+    // The file is part of the crate and a test parses it, so parsing cannot fail here.
     MODELS.get_or_init(|| serde_json::from_str(include_str!("models.json")).unwrap_or_default())
 }
 
-/// Returns a model by its name or an alias, case-insensitively. `own` takes precedence over the
-/// built-in models.
+/// Finds a model by its name or an alias, ignoring case. The models in `own` take precedence over
+/// the built-in models.
 #[must_use]
 pub fn find_model<'a>(own: &'a [Model], name: &str) -> Option<&'a Model> {
     let named =

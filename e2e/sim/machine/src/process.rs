@@ -1,4 +1,4 @@
-//! Processes with contexts on a GPU: their identity across PID namespaces, and whether they are
+//! Identifies processes with contexts on a GPU across PID namespaces, and detects whether they are
 //! alive.
 
 use std::collections::HashMap;
@@ -38,14 +38,14 @@ pub struct Process {
     pub pid: PidRef,
     /// The process's name.
     pub name: String,
-    /// The file under `leases/` that the owner keeps locked. Without a lease, the context exists as
-    /// long as the process.
+    /// The file under `leases/` that the owner keeps locked. Without a lease, the context exists
+    /// while the process is alive.
     #[serde(default)]
     pub lease: Option<String>,
 }
 
-/// A process as one PID namespace identifies it. A PID alone is not unique: namespaces repeat PIDs,
-/// and the kernel reuses them.
+/// The identity of a process within a PID namespace. A PID alone is not unique: PIDs repeat in
+/// other namespaces, and the kernel reuses PIDs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PidRef {
@@ -70,14 +70,14 @@ impl PidRef {
         Self { pid, namespace: own_namespace(), start: start_time(pid).unwrap_or(0) }
     }
 
-    /// Returns whether the process is known to be dead. Returns false for a process in another
-    /// namespace, because its state is unknown.
+    /// Returns whether the process has certainly exited. Returns false for a process in another
+    /// namespace, because this process cannot determine whether that process has exited.
     pub(crate) fn is_dead(&self) -> bool {
         self.namespace == own_namespace() && start_time(self.pid).is_none_or(|s| self.start != 0 && s != self.start)
     }
 }
 
-/// Returns the inode of this process's PID namespace, or 0 without `/proc`.
+/// Returns the inode of this process's PID namespace, or 0 if `/proc` is not available.
 fn own_namespace() -> u64 {
     fs::metadata("/proc/self/ns/pid").map_or(0, |m| m.ino())
 }
@@ -88,8 +88,8 @@ fn start_time(pid: u32) -> Option<u64> {
     parse_start_time(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// Parses field 22 of `/proc/<pid>/stat`. Returns `None` for a zombie. The name (field 2) may
-/// contain spaces and parentheses.
+/// Parses field 22 of `/proc/<pid>/stat`. Returns `None` for a zombie. The process name (field 2)
+/// may contain spaces and parentheses.
 fn parse_start_time(stat: &str) -> Option<u64> {
     let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
     let state = fields.next()?;
@@ -110,15 +110,16 @@ pub(crate) fn process_name(pid: u32) -> String {
 }
 
 /// Translates PIDs of other namespaces to *this* process's namespace, from `/proc/*/status`
-/// (`NSpid`) and `/proc/*/ns/pid`. The host's namespace contains the processes of every container.
-/// A container's namespace contains only its own.
+/// (`NSpid`) and `/proc/*/ns/pid`. The host's PID namespace contains the processes of all
+/// containers. A container's PID namespace contains only the container's processes.
 #[derive(Debug, Default)]
 pub struct PidResolver {
     known: Mutex<HashMap<PidRef, u32>>,
 }
 
 impl PidResolver {
-    /// Returns the PID in this namespace, or `None` if the process is not visible from here.
+    /// Returns the PID in this process's namespace, or `None` if the process is not visible in this
+    /// namespace.
     pub fn resolve(&self, process: &PidRef) -> Option<u32> {
         let own = own_namespace();
         if process.namespace == own || process.namespace == 0 {
@@ -137,7 +138,7 @@ impl PidResolver {
     }
 }
 
-/// Searches a `/proc` for a process of another namespace.
+/// Searches a `/proc` directory for a process of another namespace.
 fn find_pid_in(proc: &Path, process: &PidRef) -> Option<u32> {
     fs::read_dir(proc).ok()?.flatten().find_map(|entry| {
         let pid: u32 = entry.file_name().to_str()?.parse().ok()?;
@@ -145,8 +146,8 @@ fn find_pid_in(proc: &Path, process: &PidRef) -> Option<u32> {
         if innermost_pid(&status)? != process.pid {
             return None;
         }
-        // Only root can read the namespace's inode. The start time is readable for all users, and
-        // together with the PID it is almost certainly unique.
+        // Only root can read the namespace's inode. All users can read the start time, and the PID
+        // and start time together are almost certainly unique.
         let right = match fs::metadata(entry.path().join("ns/pid")) {
             Ok(namespace) => namespace.ino() == process.namespace,
             Err(_) => process.start != 0 && start_time(pid) == Some(process.start),
@@ -155,7 +156,7 @@ fn find_pid_in(proc: &Path, process: &PidRef) -> Option<u32> {
     })
 }
 
-/// Returns the PID in the process's innermost namespace: the last field of `NSpid`.
+/// Returns the process's PID in its innermost namespace: the last field of `NSpid`.
 fn innermost_pid(status: &str) -> Option<u32> {
     status.lines().find_map(|l| l.strip_prefix("NSpid:"))?.split_ascii_whitespace().last()?.parse().ok()
 }

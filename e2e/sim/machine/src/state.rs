@@ -1,4 +1,5 @@
-//! The machine's state, which all of its processes share: plain data and pure queries.
+//! Describes the machine's state, which all processes of the machine share: plain data and pure
+//! queries.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,13 +7,13 @@ use crate::error::Error;
 use crate::model::{Model, Placement, find_model};
 use crate::process::Process;
 
-/// The state of the machine at one moment.
+/// The state of the machine at one time.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct State {
-    /// Increases by at least one with each change.
+    /// Generation number, which increases with each change.
     pub generation: u64,
-    /// The machine's name, from which UUIDs are derived.
+    /// The machine's name. UUIDs derive from this name.
     pub machine: String,
     /// Number of boots of the machine. A reboot destroys the contexts of earlier boots.
     pub boot: u64,
@@ -20,11 +21,11 @@ pub struct State {
     pub driver: Driver,
     /// The GPUs, in the order of their indices.
     pub gpus: Vec<Gpu>,
-    /// Models of the machine's description. These models take precedence over the built-in ones.
+    /// Models of the machine's description. These models take precedence over the built-in models.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub models: Vec<Model>,
-    /// Contexts on GPUs, including those of dead processes. [`crate::Machine::processes`] returns
-    /// those of living processes.
+    /// Contexts on GPUs, including contexts of dead processes. [`crate::Machine::processes`]
+    /// returns only contexts of live processes.
     #[serde(default)]
     pub processes: Vec<Process>,
     /// The most recent events, oldest first.
@@ -43,9 +44,9 @@ pub struct State {
 pub struct Driver {
     /// Whether the driver is loaded. If not, `nvmlInit` fails.
     pub present: bool,
-    /// The kernel driver's version, such as `580.159.04`.
+    /// Version of the kernel driver, such as `580.159.04`.
     pub version: String,
-    /// CUDA's version as NVML encodes it: 13000 is 13.0.
+    /// CUDA version in NVML's encoding: 13000 means 13.0.
     pub cuda: i32,
 }
 
@@ -56,7 +57,7 @@ impl Default for Driver {
 }
 
 /// One GPU.
-// NVML reports these switches independently of each other, so an enum cannot replace them.
+// NVML reports these properties independently of each other, so an enum cannot replace them.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -65,7 +66,7 @@ pub struct Gpu {
     pub uuid: String,
     /// NVML's index.
     pub index: u32,
-    /// The number of `/dev/nvidia<n>`.
+    /// The minor number, as in `/dev/nvidia<n>`.
     pub minor: u32,
     /// The model's product name.
     pub model: String,
@@ -75,8 +76,9 @@ pub struct Gpu {
     pub pci: PciAddress,
     /// The nearest NUMA node, if the machine has more than one.
     pub numa_node: Option<u32>,
-    /// The host bridge and the PCIe switches between the CPU and the GPU, in this order. GPUs with
-    /// a common start of the path share these bridges and switches.
+    /// Numbers of the host bridge and the PCIe switches between the CPU and the GPU, in this order.
+    /// If the paths of two GPUs start with the same numbers, the GPUs share these bridges and
+    /// switches.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pcie_path: Vec<u32>,
     /// The other ends of the GPU's NVLinks, by link number.
@@ -91,41 +93,42 @@ pub struct Gpu {
     pub persistence: bool,
     /// Whether MIG mode is on now.
     pub mig: bool,
-    /// Whether MIG mode is on after the next reset.
+    /// Whether MIG mode will be on after the next reset.
     pub mig_pending: bool,
     /// Whether MIG mode changes only at a reset, as on an Ampere GPU in a VM.
     #[serde(default)]
     pub mig_needs_reset: bool,
-    /// MIG's GPU instances, by id.
+    /// GPU instances, sorted by id.
     #[serde(default)]
     pub instances: Vec<GpuInstance>,
     /// Whether the GPU fell off the bus. Every call about a lost GPU fails.
     #[serde(default)]
     pub lost: bool,
-    /// Whether the driver does not list the GPU, like a GPU that was taken out of the machine. Such
-    /// a GPU is also lost.
+    /// Whether the GPU was removed from the machine. The driver does not list a removed GPU, and a
+    /// removed GPU is also lost.
     #[serde(default)]
     pub removed: bool,
-    /// Uncorrected and corrected ECC errors since boot.
+    /// Numbers of uncorrected and corrected ECC errors since the last boot or reset.
     #[serde(default)]
     pub ecc: [u64; 2],
     /// Whether the next reset remaps memory rows.
     #[serde(default)]
     pub remap_pending: bool,
-    /// Whether remapping failed. The board must then be replaced.
+    /// Whether row remapping failed, so that the board must be replaced.
     #[serde(default)]
     pub remap_failed: bool,
-    /// The recovery action that the driver requests, in NVML's numbers: 0 none, 1 reset, 2 reboot,
-    /// 4 drain and reset.
+    /// The recovery action that the driver requests, as an NVML value: 0 none, 1 reset, 2 reboot, 4
+    /// drain and reset.
     #[serde(default)]
     pub recovery: u32,
-    /// Degrees Celsius. `None` means the model's idle value.
+    /// Temperature in degrees Celsius. `None` means the default for an idle GPU.
     #[serde(default)]
     pub temperature: Option<u32>,
-    /// The percentage of time in which a kernel ran. `None` derives it from the processes.
+    /// Percentage of time in which a kernel was running. `None` means that the value is derived
+    /// from the processes.
     #[serde(default)]
     pub utilization: Option<u32>,
-    /// Why the clocks are lower than they could be, as bits of NVML (`nvmlClocksThrottleReason…`).
+    /// Reasons for reduced clocks, as a mask of NVML bits (`nvmlClocksThrottleReason…`).
     #[serde(default)]
     pub throttling: u64,
     /// Energy in millijoules since the driver was loaded. The simulation does not increase this
@@ -156,13 +159,14 @@ pub struct PciAddress {
 }
 
 impl PciAddress {
-    /// Returns `00000000:19:00.0`, as NVML writes it.
+    /// Returns the address in NVML's format, such as `00000000:19:00.0`.
     #[must_use]
     pub fn bus_id(self) -> String {
         format!("{:08X}:{:02X}:{:02X}.0", self.domain, self.bus, self.device)
     }
 
-    /// Returns `0000:19:00.0`, as Linux and NVML's legacy field write it.
+    /// Returns the address in the format of Linux and of NVML's legacy field, such as
+    /// `0000:19:00.0`.
     #[must_use]
     pub fn short_bus_id(self) -> String {
         format!("{:04X}:{:02X}:{:02X}.0", self.domain, self.bus, self.device)
@@ -177,7 +181,7 @@ pub enum ComputeMode {
     Default,
     /// No process.
     Prohibited,
-    /// One process at a time. The MPS server counts as one.
+    /// One process at a time. An MPS server counts as one process.
     ExclusiveProcess,
 }
 
@@ -185,21 +189,21 @@ pub enum ComputeMode {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuInstance {
-    /// NVML's instance id, which follows from the placement.
+    /// NVML's instance id, which depends only on the placement.
     pub id: u32,
-    /// The profile's id (19 for 1g.10gb on an H100).
+    /// The profile's id, such as 19 for 1g.10gb on an H100.
     pub profile: u32,
     /// The memory slices that the instance occupies.
     pub placement: Placement,
-    /// The compute instances of this GPU instance, by id.
+    /// The compute instances of this GPU instance, sorted by id.
     pub compute: Vec<ComputeInstance>,
 }
 
-/// A MIG compute instance, which CUDA sees as a MIG device.
+/// A MIG compute instance. To CUDA, it is a MIG device.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ComputeInstance {
-    /// NVML's id, from 0 within the GPU instance.
+    /// NVML's id, which starts at 0 within the GPU instance.
     pub id: u32,
     /// The profile's id.
     pub profile: u32,
@@ -213,7 +217,7 @@ pub struct ComputeInstance {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Event {
-    /// The event's number, which increases with each event.
+    /// The event's sequence number, which increases with each event.
     pub seq: u64,
     /// The GPU's UUID.
     pub gpu: String,
@@ -221,10 +225,10 @@ pub struct Event {
     pub kind: EventKind,
     /// The XID, or 0 for any other event.
     pub data: u64,
-    /// The GPU instance concerned, if known.
+    /// The GPU instance of the event, if known.
     #[serde(default)]
     pub gpu_instance: Option<u32>,
-    /// The compute instance concerned, if known.
+    /// The compute instance of the event, if known.
     #[serde(default)]
     pub compute_instance: Option<u32>,
 }
@@ -232,7 +236,7 @@ pub struct Event {
 /// The type of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum EventKind {
-    /// An XID, whose number is in `data`.
+    /// An XID. `data` contains its number.
     Xid,
     /// A corrected ECC error.
     SingleBitEcc,
@@ -246,16 +250,17 @@ pub enum EventKind {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Fault {
-    /// The fault's number, an argument of `simgpu clear`.
+    /// The fault's number, which `simgpu clear` accepts as an argument.
     pub id: u64,
-    /// The call: the name of an NVML function, or a name that another simulated program looks up.
+    /// The call that the fault affects: the name of an NVML function, or a name that the simulated
+    /// MPS uses.
     pub call: String,
-    /// The UUID of the GPU or MIG device to which the fault applies. `None` means all.
+    /// The UUID of the GPU or MIG device to which the fault applies. `None` means all devices.
     #[serde(default)]
     pub gpu: Option<String>,
     /// Effect on the call.
     pub effect: FaultEffect,
-    /// Number of further calls to which the fault applies. `None` means unlimited.
+    /// Number of further calls to which the fault applies. `None` means no limit.
     #[serde(default)]
     pub remaining: Option<u32>,
 }
@@ -266,19 +271,19 @@ pub struct Fault {
 pub enum FaultEffect {
     /// The call returns this code.
     Code(i32),
-    /// The call hangs for this number of seconds, then works. `None` means until the fault is
-    /// cleared.
+    /// The call hangs for this number of seconds, and then works. With `None`, the call hangs until
+    /// the fault is cleared.
     Hang(Option<f64>),
 }
 
-/// The device that a UUID names: a GPU that is not in MIG mode, or a MIG device.
+/// The device that a UUID names: a GPU or a MIG device.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceRef<'a> {
-    /// The GPU with the UUID, or the GPU that contains the MIG device.
+    /// The GPU itself, or the GPU that contains the MIG device.
     pub gpu: &'a Gpu,
     /// The GPU's model.
     pub model: &'a Model,
-    /// The GPU instance and the compute instance of a MIG device.
+    /// The GPU instance and the compute instance of a MIG device. `None` for a GPU.
     pub mig: Option<(&'a GpuInstance, &'a ComputeInstance)>,
 }
 
@@ -318,7 +323,7 @@ impl DeviceRef<'_> {
 }
 
 impl State {
-    /// Returns a GPU by its UUID or index.
+    /// Returns the GPU with this UUID or index.
     ///
     /// # Errors
     /// Returns an error if the machine has no such GPU.
@@ -329,7 +334,7 @@ impl State {
             .ok_or_else(|| Error::Invalid(format!("machine {} has no GPU {name}", self.machine)))
     }
 
-    /// Returns a GPU by its UUID or index, for changes.
+    /// Returns the GPU with this UUID or index, so that the caller can change it.
     ///
     /// # Errors
     /// Returns an error if the machine has no such GPU.
@@ -341,12 +346,13 @@ impl State {
     /// Returns a GPU's model.
     ///
     /// # Errors
-    /// Returns an error if no description defines the GPU's model.
+    /// Returns an error if neither the machine's description nor the built-in models define the
+    /// GPU's model.
     pub fn model(&self, gpu: &Gpu) -> Result<&Model, Error> {
         find_model(&self.models, &gpu.model).ok_or_else(|| Error::Invalid(format!("unknown GPU model {:?}", gpu.model)))
     }
 
-    /// Returns the GPU (in MIG mode or not) or the MIG device that a UUID names.
+    /// Returns the GPU or the MIG device with this UUID. A GPU may be in MIG mode.
     #[must_use]
     pub fn device(&self, uuid: &str) -> Option<DeviceRef<'_>> {
         self.gpus.iter().find_map(|gpu| {
@@ -360,13 +366,14 @@ impl State {
         })
     }
 
-    /// Returns the devices that CUDA enumerates for a value of `CUDA_VISIBLE_DEVICES`, in order.
-    /// `None` means that the variable is unset.
+    /// Returns the devices that CUDA enumerates for a value of `CUDA_VISIBLE_DEVICES`, in CUDA's
+    /// order. `None` means that the variable is not set.
     ///
-    /// Entries are indices, GPU UUIDs, MIG UUIDs or unambiguous prefixes of a UUID. The list ends
-    /// before the first entry that names no device, and a duplicate entry empties it. Lost GPUs are
-    /// invisible. A GPU in MIG mode appears as its first MIG device. A MIG device hides all other
-    /// devices: CUDA uses one MIG device per process.
+    /// The entries of the value are indices, GPU UUIDs, MIG UUIDs or unambiguous prefixes of a
+    /// UUID. The result ends before the first entry that names no device. If two entries name the
+    /// same device, the result is empty. Lost GPUs are invisible. A GPU in MIG mode appears as its
+    /// first MIG device. CUDA uses only one MIG device per process, so a result with MIG devices
+    /// contains only the first MIG device.
     #[must_use]
     pub fn visible_devices(&self, value: Option<&str>) -> Vec<DeviceRef<'_>> {
         let whole: Vec<DeviceRef<'_>> = (self.gpus.iter())
@@ -411,8 +418,8 @@ impl State {
         }
     }
 
-    /// Returns the memory that these processes use on a device, in bytes. A GPU's sum includes its
-    /// MIG devices.
+    /// Returns the memory that these processes use on a device, in bytes. For a GPU, the sum
+    /// includes the memory on its MIG devices.
     #[must_use]
     pub fn used_bytes(&self, processes: &[Process], uuid: &str) -> u64 {
         let inside: Vec<&str> = match self.device(uuid) {
@@ -430,7 +437,7 @@ impl State {
         self.last_id
     }
 
-    /// Records an event. Removes all but the latest 256 events.
+    /// Records an event. Keeps only the latest 256 events.
     pub fn push_event(&mut self, gpu: &str, kind: EventKind, data: u64, instance: Option<(u32, u32)>) {
         let seq = self.next_id();
         self.events.push(Event {
@@ -463,7 +470,7 @@ impl State {
     }
 }
 
-/// Returns the device whose UUID has this prefix, if exactly one does.
+/// Returns the device with this UUID prefix, if exactly one device matches.
 fn find_by_uuid_prefix<'a>(devices: impl Iterator<Item = DeviceRef<'a>>, prefix: &str) -> Option<DeviceRef<'a>> {
     let mut found = devices.filter(|d| d.uuid().starts_with(prefix));
     let first = found.next()?;
@@ -471,10 +478,9 @@ fn find_by_uuid_prefix<'a>(devices: impl Iterator<Item = DeviceRef<'a>>, prefix:
 }
 
 impl Fault {
-    /// Returns whether the fault applies to a call about a device. The fault names the call
-    /// exactly, without its version (`nvmlDeviceGetCount` for `nvmlDeviceGetCount_v2`), or by a
-    /// prefix with `*`. The fault applies to all devices, to this device or to the GPU of this MIG
-    /// device.
+    /// Returns whether the fault applies to a call about a device. A fault names a call exactly,
+    /// without its version (`nvmlDeviceGetCount` for `nvmlDeviceGetCount_v2`), or by a prefix with
+    /// `*`. A fault for a GPU also applies to the GPU's MIG devices.
     #[must_use]
     pub fn applies_to(&self, state: &State, call: &str, device: Option<&str>) -> bool {
         let bare = call.rsplit_once("_v").filter(|(_, v)| v.parse::<u8>().is_ok()).map_or(call, |(name, _)| name);
@@ -527,7 +533,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reboot_keeps_mig_mode_where_the_board_stores_it() {
+    fn a_reboot_keeps_mig_mode_only_if_the_board_stores_it() {
         let mut state = state(&["A100-80", "H100-80"]);
         for i in 0..2 {
             let model = state.model(&state.gpus[i]).unwrap().clone();

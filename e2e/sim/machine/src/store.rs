@@ -1,5 +1,5 @@
-//! Reads, changes and watches the state directory. A lock protects the state file, and each change
-//! replaces the file atomically and increases a generation number.
+//! Reads, changes and watches the state directory. A lock protects the state file. Each change
+//! replaces the file atomically, and increases a generation number.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{ErrorKind, Write};
@@ -15,9 +15,9 @@ use crate::error::Error;
 use crate::process::{PidResolver, Process};
 use crate::state::{Fault, FaultEffect, State};
 
-/// The default directory, unless `$SIMGPU_STATE` names another.
+/// The default state directory. `$SIMGPU_STATE` can name another directory.
 pub const DEFAULT_STATE_DIRECTORY: &str = "/var/lib/simgpu";
-/// The environment variable that names the directory.
+/// The environment variable that names the state directory.
 pub const STATE_DIRECTORY_ENV: &str = "SIMGPU_STATE";
 
 const STATE_FILE: &str = "state.json";
@@ -25,20 +25,19 @@ const LOCK_FILE: &str = "lock";
 const GENERATION_FILE: &str = "generation";
 pub(crate) const LEASES_DIRECTORY: &str = "leases";
 
-/// A handle on a simulated machine. A handle is cheap to clone, and all clones share the parsed
+/// A handle to a simulated machine. A handle is cheap to clone, and all clones share the parsed
 /// state.
 #[derive(Clone, Debug)]
 pub struct Machine {
     inner: Arc<MachineHandle>,
 }
 
-/// A simulated call that has begun: the effect of injected faults, and the state that the call
-/// uses.
+/// The start of a simulated call: the effect of injected faults, and the state that the call uses.
 #[derive(Clone, Debug)]
 pub struct BegunCall {
-    /// The code with which the call must fail, if a fault injects one.
+    /// The code with which the call must fail, if a fault injects a code.
     pub code: Option<i32>,
-    /// The state after all hangs.
+    /// The state after all injected hangs.
     pub state: Arc<State>,
 }
 
@@ -46,8 +45,8 @@ pub struct BegunCall {
 struct MachineHandle {
     dir: PathBuf,
     cache: Mutex<Option<Arc<State>>>,
-    /// The open file with the generation number. The file stays open because a real driver's calls
-    /// need no free file descriptor.
+    /// The open file with the generation number. The file remains open, so that calls need no free
+    /// file descriptor, like the calls of a real driver.
     generation: Mutex<Option<File>>,
     pids: PidResolver,
 }
@@ -73,8 +72,8 @@ impl Machine {
         Ok(machine)
     }
 
-    /// Creates a machine and replaces an existing one. All users may write the directory and its
-    /// files.
+    /// Creates a machine, and replaces an existing machine in the directory. All users may write to
+    /// the directory and its files.
     ///
     /// # Errors
     /// Returns an error if the description is invalid, or the directory cannot be written.
@@ -82,12 +81,13 @@ impl Machine {
         let machine = Self::new_handle(dir.into());
         let mut fresh = description.state()?;
         let leases = machine.path(LEASES_DIRECTORY);
-        fs::create_dir_all(&leases).map_err(io_error("make", &leases))?;
+        fs::create_dir_all(&leases).map_err(io_error("create", &leases))?;
         for dir in [machine.dir(), &leases] {
-            fs::set_permissions(dir, Permissions::from_mode(0o777)).map_err(io_error("open up", dir))?;
+            fs::set_permissions(dir, Permissions::from_mode(0o777)).map_err(io_error("set the permissions of", dir))?;
         }
         let _lock = machine.lock()?;
-        // Leases and numbers of the old machine must not be mistaken for those of the new machine.
+        // Continue the numbers of the old machine, so that its contexts and leases are not mistaken
+        // for those of the new machine.
         if let Ok(old) = machine.load_state() {
             fresh.boot = old.boot + 1;
             fresh.last_id = old.last_id;
@@ -114,14 +114,15 @@ impl Machine {
         &self.inner.dir
     }
 
-    /// Returns the current state. This function reads the generation number and parses the state
-    /// only if the number increased since this handle's last call.
+    /// Returns the current state. Parses the state file only if the generation number has changed
+    /// since the last call.
     ///
     /// # Errors
     /// Returns an error if the directory no longer exists, or its state is malformed.
     pub fn snapshot(&self) -> Result<Arc<State>, Error> {
-        // A writer increases the number before it replaces the file. A reader between these steps
-        // reads the old file again, and never caches the old state under the new number.
+        // A writer increases the generation number before it replaces the file. Between these
+        // steps, a reader reads the old file with the old number, so it never caches the old state
+        // under the new number.
         let generation = self.generation()?;
         let mut cache = self.inner.cache.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(state) = cache.as_ref().filter(|s| s.generation == generation) {
@@ -132,7 +133,8 @@ impl Machine {
         Ok(state)
     }
 
-    /// Returns the generation number of the latest change that was started.
+    /// Returns the generation number of the latest change, even if the state file has not been
+    /// replaced yet.
     fn generation(&self) -> Result<u64, Error> {
         let path = self.path(GENERATION_FILE);
         let mut open = self.inner.generation.lock().unwrap_or_else(PoisonError::into_inner);
@@ -147,7 +149,7 @@ impl Machine {
         Ok(u64::from_le_bytes(bytes))
     }
 
-    /// Changes the state atomically under the lock. If `change` fails, the state does not change.
+    /// Changes the state atomically under the lock. If `change` fails, keeps the old state.
     ///
     /// # Errors
     /// Returns the error of `change`, or an error if the directory cannot be read or written.
@@ -167,8 +169,8 @@ impl Machine {
         self.update(|state| Ok(change(state)))
     }
 
-    /// Waits until the state is newer than `since`, or until the timeout. Returns the state's
-    /// generation.
+    /// Waits until the generation number of the state is greater than `since`, or until the
+    /// timeout. Returns the current generation number.
     ///
     /// # Errors
     /// Returns an error if the directory no longer exists, or its changes cannot be watched.
@@ -200,7 +202,7 @@ impl Machine {
         }
     }
 
-    /// Returns the contexts whose processes are alive.
+    /// Returns the contexts of all live processes.
     ///
     /// # Errors
     /// Returns an error if the directory no longer exists, or its state is malformed.
@@ -208,22 +210,22 @@ impl Machine {
         Ok(self.live_processes(&*self.snapshot()?))
     }
 
-    /// Returns the contexts of a state whose processes are alive. Within [`Machine::update`], no
-    /// other process can add a context.
+    /// Returns the contexts in `state` that belong to live processes. Within [`Machine::update`],
+    /// no other process can add a context.
     #[must_use]
     pub fn live_processes(&self, state: &State) -> Vec<Process> {
         self.live_processes_where(state, |_| true)
     }
 
-    /// Returns the contexts of a state that `wanted` selects and whose processes are alive. Reads
-    /// the leases of the selected contexts only.
+    /// Returns the contexts in `state` that `wanted` selects and that belong to live processes.
+    /// Checks only the leases of the selected contexts.
     #[must_use]
     pub fn live_processes_where(&self, state: &State, wanted: impl Fn(&Process) -> bool) -> Vec<Process> {
         state.processes.iter().filter(|p| wanted(p) && self.is_alive(p)).cloned().collect()
     }
 
-    /// Returns the PID of a context's owner in this process's namespace, or `None` if the owner is
-    /// not visible from here.
+    /// Returns the PID of a context's owner in this process's namespace. Returns `None` if the
+    /// owner is not visible in this namespace.
     #[must_use]
     pub fn visible_pid(&self, process: &Process) -> Option<u32> {
         self.inner.pids.resolve(&process.pid)
@@ -238,22 +240,22 @@ impl Machine {
         held && !process.pid.is_dead()
     }
 
-    /// Removes the contexts of processes that have exited, and their lease files. Call it only
-    /// within [`Machine::update`].
+    /// Removes the contexts of processes that have exited, and their lease files. Call this
+    /// function only within [`Machine::update`].
     pub(crate) fn remove_exited_processes(&self, state: &mut State) {
         state.processes.retain(|p| {
             let alive = self.is_alive(p);
             if let (false, Some(lease)) = (alive, &p.lease) {
-                // Ignore errors: a leftover file is harmless.
+                // Ignore errors, because a file that remains has no effect.
                 let _ = fs::remove_file(self.path(LEASES_DIRECTORY).join(lease));
             }
             alive
         });
     }
 
-    /// Applies the faults for a call about a device, or about no device for `None`. Waits if the
-    /// call must hang. Returns the code with which the call must fail, if any. A fault for a GPU
-    /// also applies to its MIG devices.
+    /// Applies the injected faults for a call about a device, or for a call without a device. Waits
+    /// if the call must hang. Returns the code with which the call must fail, if any. A fault for a
+    /// GPU also applies to its MIG devices.
     ///
     /// # Errors
     /// Returns an error if the directory no longer exists, or its state is malformed.
@@ -262,7 +264,7 @@ impl Machine {
     }
 
     /// Applies faults as [`Machine::apply_faults`] does. Also returns the state after the last
-    /// hang, so that a call without a fault reads the state once.
+    /// hang, so that a call without a fault reads the state only once.
     ///
     /// # Errors
     /// Returns an error if the directory no longer exists, or its state is malformed.
@@ -284,9 +286,9 @@ impl Machine {
         }
     }
 
-    /// Consumes one call of a fault. Returns false if another process consumed the last call. A
-    /// fault with the effect `Hang` remains in the list after its last call, with 0 remaining
-    /// calls. Its hanging calls continue once the fault is cleared.
+    /// Consumes one call of a fault. Returns false if other processes have consumed all calls.
+    /// After its last call, a fault with the effect `Hang` remains in the list with 0 remaining
+    /// calls. The hanging calls continue when the fault is cleared.
     fn consume_fault(&self, id: u64) -> Result<bool, Error> {
         self.update(|state| {
             let Some(fault) = state.faults.iter_mut().find(|f| f.id == id) else { return Ok(false) };
@@ -333,13 +335,13 @@ impl Machine {
         serde_json::from_slice(&bytes).map_err(|source| Error::Malformed { path, source })
     }
 
-    /// Writes a state under the next generation number. The caller must hold the lock.
+    /// Writes a state with the next generation number. The caller must hold the lock.
     fn store_state(&self, mut state: State) -> Result<(), Error> {
         state.generation = self.generation().unwrap_or(0).max(state.generation) + 1;
         let (path, fresh, number) = (self.path(STATE_FILE), self.path("state.json.new"), self.path(GENERATION_FILE));
         let text = serde_json::to_vec(&state).map_err(|source| Error::Malformed { path: path.clone(), source })?;
-        // A killed writer may have left a file that belongs to another user. This process can
-        // replace that file but not open it.
+        // A killed writer of another user may have left a file. This process can remove that file,
+        // but cannot open it.
         match fs::remove_file(&fresh) {
             Err(e) if e.kind() != ErrorKind::NotFound => return Err(io_error("replace", &fresh)(e)),
             _ => {}
@@ -353,8 +355,8 @@ impl Machine {
     }
 }
 
-/// Opens a file for reading and writing. A new file is writable by all users, regardless of the
-/// umask.
+/// Opens a file for reading and writing. Permits all users to write to a new file. The umask would
+/// otherwise prevent this.
 pub(crate) fn open_shared(path: &Path, new: bool) -> std::io::Result<File> {
     let create = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o666).open(path);
     let file = if new {
@@ -401,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn concurrent_writers_lose_no_change() {
+    fn no_change_of_concurrent_writers_is_lost() {
         let (dir, machine) = machine();
         let before = machine.snapshot().unwrap().last_id;
         thread::scope(|scope| {
@@ -520,7 +522,7 @@ mod tests {
         let id = machine.change(|s| add_fault(s, "nvmlInit", FaultEffect::Hang(Some(60.0)), Some(1))).unwrap();
         thread::scope(|scope| {
             let hanging = scope.spawn(|| Machine::open(dir.path()).unwrap().begin_call("nvmlInit_v2", None));
-            // The call hangs once it has consumed the fault's one call.
+            // The call hangs as soon as it has consumed the only call of the fault.
             let mut state = machine.snapshot().unwrap();
             let deadline = Instant::now() + Duration::from_secs(60);
             while state.faults[0].remaining == Some(1) {

@@ -1,4 +1,4 @@
-//! Describes how GPUs are linked: by NVLinks, PCIe switches and NUMA nodes.
+//! Links the GPUs of a machine by NVLinks, PCIe switches and NUMA nodes.
 
 use std::str::FromStr;
 
@@ -7,20 +7,21 @@ use serde::{Deserialize, Serialize};
 use crate::error::Error;
 use crate::state::{Gpu, NvLinkEnd};
 
-/// The links of a kind of machine. All kinds have four GPUs per NUMA node.
+/// How the GPUs of a kind of machine are linked. All kinds have four GPUs per NUMA node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MachineTopology {
-    /// A DGX-1 with V100: eight GPUs, each with six NVLinks to four others.
+    /// A DGX-1 with V100: eight GPUs, each with six NVLinks to four other GPUs.
     HybridCubeMesh,
-    /// A DGX or HGX with A100 or newer GPUs: NVSwitches connect all GPUs, and each pair of GPUs
-    /// shares a PCIe switch.
+    /// A DGX or HGX with A100 or newer GPUs. NVSwitches connect all GPUs, and every two GPUs share
+    /// a PCIe switch.
     NvSwitch,
     /// A server with PCIe boards only. Each GPU has a separate host bridge.
     TwoSockets,
 }
 
-/// NVLinks of a hybrid cube mesh: two GPUs, and the number of NVLinks between them.
+/// The links of a hybrid cube mesh: the indices of two GPUs, and the number of NVLinks between
+/// them.
 const CUBE_MESH: [(u32, u32, u8); 16] = [
     (0, 1, 1),
     (0, 2, 1),
@@ -39,7 +40,7 @@ const CUBE_MESH: [(u32, u32, u8); 16] = [
     (5, 7, 1),
     (6, 7, 2),
 ];
-/// Number of NVSwitches of a machine.
+/// Number of NVSwitches in a machine with NVSwitches.
 const NV_SWITCHES: u32 = 6;
 
 impl FromStr for MachineTopology {
@@ -59,7 +60,7 @@ impl FromStr for MachineTopology {
 }
 
 impl MachineTopology {
-    /// Links the GPUs. `nvlinks` returns the number of NVLinks of a GPU with NVSwitches.
+    /// Links the GPUs. `nvlinks` returns the number of NVLinks from a GPU to NVSwitches.
     pub(crate) fn link(self, gpus: &mut [Gpu], nvlinks: impl Fn(&Gpu) -> u32) -> Result<(), Error> {
         if self == Self::HybridCubeMesh && gpus.len() != 8 {
             return Err(Error::Invalid(format!("a hybrid cube mesh has 8 GPUs, not {}", gpus.len())));
@@ -89,7 +90,7 @@ fn cube_mesh_links(gpu: u32) -> Vec<NvLinkEnd> {
     (0..8).flat_map(|other| vec![NvLinkEnd::Gpu(other); cube_mesh_nvlinks(gpu, other).into()]).collect()
 }
 
-/// The lowest common part of two GPUs' paths to the CPU.
+/// The lowest common component on the PCIe paths from two GPUs to the CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CommonAncestor {
     /// One PCIe switch.
@@ -105,7 +106,8 @@ pub enum CommonAncestor {
 }
 
 impl Gpu {
-    /// Returns the lowest common part of the paths from this GPU and another GPU to the CPU.
+    /// Returns the lowest common component on the PCIe paths from this GPU and another GPU to the
+    /// CPU.
     #[must_use]
     pub fn common_ancestor(&self, other: &Self) -> CommonAncestor {
         let common = self.pcie_path.iter().zip(&other.pcie_path).take_while(|(one, other)| one == other).count();

@@ -1,27 +1,27 @@
 //! Decides whether a client that is killed with a kernel in flight breaks its neighbours.
 //!
-//! Measured on an H200 with driver 580, exits that broke neighbours: 0 of 24 with kernels of 0.1 or
-//! 0.5 ms, 1 of 12 with 10 ms, 11 of 12 with 100 ms, 12 of 12 with 1 s. Tests need determinism, so
-//! equal sequences of exits have equal outcomes here.
+//! On an H200 with driver 580, these numbers of killed clients broke their neighbours: 0 of 24 with
+//! kernels of 0.1 or 0.5 ms, 1 of 12 with 10 ms, 11 of 12 with 100 ms, and 12 of 12 with 1 s. The
+//! simulation is deterministic, because tests need reproducible results.
 
-/// The environment variable that sets the rule: `measured` (the default), `always` or `never`.
+/// The environment variable that selects the rule: `measured` (the default), `always` or `never`.
 pub const BREAKAGE_RULE_ENV: &str = "SIM_MPS_BREAK";
 /// The environment variable that sets the initial count of exits with kernels of 1 to 100 ms.
 pub const BREAKAGE_SEED_ENV: &str = "SIM_MPS_SEED";
 
-/// One of this number of exits with kernels of 1 to 100 ms breaks the neighbours.
+/// Of this number of exits with kernels of 1 to 100 ms, one breaks the neighbours.
 const EXITS_PER_BREAKAGE: u64 = 12;
 
-/// Which exits break the neighbours.
+/// Which exits with a kernel in flight break the neighbours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BreakageRule {
-    /// Exits with kernels of 100 ms or more always break the neighbours, and exits with kernels
-    /// below 1 ms never do. Among all other exits, every twelfth breaks the neighbours.
+    /// Exits with kernels of 100 ms or more always break the neighbours. Exits with kernels of less
+    /// than 1 ms never do. Every twelfth of the other exits breaks the neighbours.
     Measured {
         /// Number of exits with kernels of 1 to 100 ms, plus the seed.
         counted: u64,
     },
-    /// Every exit with a kernel in flight.
+    /// Every exit during a running kernel.
     Always,
     /// No exit.
     Never,
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn breakages_match_the_measurements() {
+    fn the_measured_rule_matches_the_measurements() {
         for (kernel_ms, expected) in [(0.1, 0), (0.5, 0), (10.0, 1), (100.0, 12), (1000.0, 12)] {
             assert_eq!(
                 count_breakages_in_twelve_exits(BreakageRule::from_environment(None, None), kernel_ms),

@@ -1,4 +1,5 @@
-//! The CUDA library's side of MPS: the search for a daemon, and contexts that MPS serves.
+//! Implements the client side of MPS in the CUDA library: the search for a daemon, and contexts
+//! that MPS serves.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -35,15 +36,15 @@ pub struct LimitEnvironment {
 }
 
 impl LimitEnvironment {
-    /// Reads the variables of this process.
+    /// Reads the environment variables of this process.
     pub fn of_this_process() -> Self {
         let text = |name| std::env::var(name).ok();
         Self { threads: text("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"), memory: text("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT") }
     }
 }
 
-/// Number of retries of a client whose server exited during the handshake. The daemon starts a new
-/// server for each retry.
+/// Maximum number of attempts if the server exits during the handshake. The daemon starts a new
+/// server for each attempt.
 const MAX_CONNECT_RETRIES: u32 = 20;
 const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -52,7 +53,8 @@ const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 pub struct MpsConnection {
     control: PathBuf,
     devices: Vec<Device>,
-    /// The server detects the close of this connection, at the latest when the process exits.
+    /// When this connection closes, at the latest at the exit of the process, the server detects
+    /// the end of the process.
     channel: Connection,
     _socket: Connection,
 }
@@ -61,10 +63,10 @@ impl MpsConnection {
     /// Searches for a daemon, as the CUDA library does when it initializes. Waits for the daemon's
     /// answer without a deadline.
     ///
-    /// `None` is not an error: the program then runs as plain CUDA without limits. This behaviour
-    /// was measured for a `control` that is missing, that no process serves, or that accepts and
-    /// closes connections. This simulation assumes the same behaviour for a daemon that closes
-    /// later in the handshake, which is the worst case.
+    /// `None` is not an error: the program then runs without MPS and without limits. Real programs
+    /// behave in this way if `control` is missing, if no process listens, or if the daemon accepts
+    /// and closes the connection. The simulation assumes the same if the daemon closes later in the
+    /// handshake, which is the worst case.
     ///
     /// # Errors
     /// Returns a `CUresult` from the server, or [`CUDA_ERROR_MPS_CONNECTION_FAILED`] if every
@@ -83,12 +85,13 @@ impl MpsConnection {
         Ok(Some(Self { control: control.to_owned(), devices, channel, _socket: socket }))
     }
 
-    /// Returns the devices that the server serves, in the order of their ordinals.
+    /// Returns the server's devices, in the order of their ordinals.
     pub fn devices(&self) -> &[Device] {
         &self.devices
     }
 
-    /// Creates a context on device `ordinal` of `visible`, the devices that the program sees.
+    /// Creates a context on the device with this ordinal in `visible`, the devices that the program
+    /// sees.
     ///
     /// # Errors
     /// Returns the `CUresult` of the failure.
@@ -140,12 +143,13 @@ impl MpsConnection {
 
 impl Drop for MpsConnection {
     fn drop(&mut self) {
-        // Ignore errors: the server may have exited.
+        // Ignore errors, because the server may have exited.
         let _ = wire::send(&self.channel, &ToContext::Goodbye);
     }
 }
 
-/// Performs the handshake and sends a first request. Retries if the server exits before it answers.
+/// Performs the handshake, sends a first request and returns the answer. Retries if the server
+/// exits before it answers.
 fn connect_with_retries(
     control: &Path,
     subject: IntroductionSubject,
@@ -166,8 +170,8 @@ fn connect_with_retries(
     Err(ConnectError::ByServer)
 }
 
-/// A context that an MPS server serves. A dropped context is closed cleanly. If the process exits
-/// instead, the server detects the exit.
+/// A context that an MPS server serves. Dropping this value closes the context cleanly. If the
+/// process exits without that, the server detects the exit.
 #[derive(Debug)]
 pub struct MpsContext {
     channel: Arc<Connection>,
@@ -197,7 +201,7 @@ impl MpsContext {
         self.limit
     }
 
-    /// Returns the free memory in bytes, as `cudaMemGetInfo` returns it.
+    /// Returns the free memory in bytes, as `cudaMemGetInfo` does.
     ///
     /// # Errors
     /// Returns the `CUresult` of the failure.
@@ -211,7 +215,7 @@ impl MpsContext {
     /// # Errors
     /// Returns the `CUresult` of the failure.
     pub fn allocate(&self, bytes: u64) -> Result<(), i32> {
-        // The library enforces the limit. The server only checks the device's memory.
+        // The client library enforces the memory limit. The server only checks the device's memory.
         if self.remaining_memory_limit().is_some_and(|left| bytes > left) {
             return Err(CUDA_ERROR_OUT_OF_MEMORY);
         }
@@ -220,7 +224,7 @@ impl MpsContext {
         Ok(())
     }
 
-    /// Starts kernels of `kernel_ms` milliseconds each. The kernels remain in flight until
+    /// Starts kernels of `kernel_ms` milliseconds each. The kernels run until a call of
     /// [`synchronize`](Self::synchronize).
     ///
     /// # Errors
@@ -240,17 +244,19 @@ impl MpsContext {
     /// Runs a kernel with an illegal memory access.
     ///
     /// # Errors
-    /// Returns the `CUresult` of an earlier error. The access's own error arrives later.
+    /// Returns the `CUresult` of an earlier error. Later calls return the error of the illegal
+    /// access.
     pub fn access_illegally(&self) -> Result<(), i32> {
         self.notify(&ToContext::IllegalAccess)
     }
 
-    /// Returns the error that broke the context, if any.
+    /// Returns the `CUresult` of the error that broke the context, if any.
     pub fn error(&self) -> Option<i32> {
         *self.state.lock()
     }
 
-    /// Waits until an error breaks the context, at most for `timeout`.
+    /// Waits up to `timeout` until an error breaks the context. Returns the `CUresult` of the
+    /// error, if any.
     pub fn wait_for_error(&self, timeout: Duration) -> Option<i32> {
         let deadline = Instant::now() + timeout;
         let mut error = self.state.lock();
@@ -277,7 +283,7 @@ impl MpsContext {
         }
     }
 
-    /// Sends a request whose answer contains the free memory.
+    /// Sends a request, and returns the free memory from the answer, in bytes.
     fn request_free_memory(&self, message: &ToContext) -> Result<u64, i32> {
         let replies = self.replies.lock().unwrap_or_else(PoisonError::into_inner);
         self.notify(message)?;
@@ -291,7 +297,7 @@ impl MpsContext {
 
 impl Drop for MpsContext {
     fn drop(&mut self) {
-        // Ignore errors: the server may have exited.
+        // Ignore errors, because the server may have exited.
         let _ = wire::send(&self.channel, &ToContext::Goodbye);
         self.channel.shutdown();
     }
@@ -315,7 +321,8 @@ impl FirstError {
     }
 }
 
-/// Reads the server's messages during the life of a context: answers and notifications.
+/// Reads the server's messages to a context, answers and notifications, until the connection
+/// closes.
 fn read_messages(socket: &Connection, state: &FirstError, answers: &Sender<FromContext>) {
     let end = loop {
         match wire::recv(socket) {
@@ -327,7 +334,7 @@ fn read_messages(socket: &Connection, state: &FirstError, answers: &Sender<FromC
                 }
             }
             Ok(Some(answer)) => {
-                // Ignore errors: the context may have been dropped.
+                // Ignore errors, because the context may have been dropped.
                 let _ = answers.send(answer);
             }
             Ok(None) | Err(_) => break CUDA_ERROR_MPS_RPC_FAILURE,

@@ -1,4 +1,4 @@
-//! Administrator's commands, as in the v2 shell of driver 580.
+//! Parses administrators' commands, as in the v2 shell of driver 580.
 
 use std::time::Duration;
 
@@ -9,22 +9,22 @@ use crate::limits;
 pub enum Command {
     /// Prints the PIDs of the servers, one per line.
     GetServerList,
-    /// Prints INITIALIZING, ACTIVE or FAULT.
+    /// Prints the status of a server: INITIALIZING, ACTIVE or FAULT.
     GetServerStatus(u32),
     /// Starts a server for a user id.
     StartServer(u32),
-    /// Stops a server. Without `force` it waits for the clients.
+    /// Stops a server. Without `force`, waits until the server has no clients.
     ShutdownServer {
         /// The server's PID.
         server: u32,
-        /// Whether to stop without waiting.
+        /// Whether to stop the server without waiting.
         force: bool,
     },
     /// Prints the PIDs of a server's clients, one per line.
     GetClientList(u32),
-    /// Prints the devices with the PIDs of their clients, for one server or all.
+    /// Prints the devices and the PIDs of their clients, for one server or for all servers.
     GetDeviceClientList(Option<u32>),
-    /// Prints the table of clients, for one PID or all.
+    /// Prints a table of clients, for one PID or for all clients.
     Ps(Option<u32>),
     /// Destroys a client's contexts. Other clients continue.
     TerminateClient {
@@ -33,39 +33,39 @@ pub enum Command {
         /// The client's PID.
         client: u32,
     },
-    /// Prints the thread percentage of servers started later.
+    /// Prints the thread percentage for servers that start later.
     GetDefaultThreads,
-    /// Sets the thread percentage of servers started later. An invalid value has no effect.
+    /// Sets the thread percentage for servers that start later. An invalid value has no effect.
     SetDefaultThreads(Option<f64>),
-    /// Prints the thread percentage of a server's next clients.
+    /// Prints the thread percentage for the next clients of a server.
     GetThreads(u32),
-    /// Sets the thread percentage of a server's next clients. An invalid value has no effect.
+    /// Sets the thread percentage for the next clients of a server. An invalid value has no effect.
     SetThreads(u32, Option<f64>),
-    /// Prints the memory limit of servers started later.
+    /// Prints the memory limit of a device for servers that start later.
     GetDefaultMemory(String),
-    /// Sets the memory limit of servers started later.
+    /// Sets the memory limit of a device for servers that start later.
     SetDefaultMemory(String, String),
-    /// Prints the memory limit of a server's next clients.
+    /// Prints the memory limit of a device for the next clients of a server.
     GetMemory(u32, String),
-    /// Sets the memory limit of a server's next clients.
+    /// Sets the memory limit of a device for the next clients of a server.
     SetMemory(u32, String, String),
-    /// Prints the priority of clients of servers started later.
+    /// Prints the client priority for servers that start later.
     GetDefaultPriority,
-    /// Sets the priority of clients of servers started later.
+    /// Sets the client priority for servers that start later.
     SetDefaultPriority(u8),
-    /// Stops the servers and the daemon. The daemon waits for the clients, at most for the given
-    /// time.
+    /// Stops the servers and the daemon. Before that, the daemon waits until no clients remain, or
+    /// until the given time has passed.
     Quit(Option<Duration>),
     /// Prints the list of commands.
     Help,
 }
 
-/// Why a line is not a command, as reported to the administrator.
+/// Why a line is not a valid command. The daemon sends this error to the administrator.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CommandError {
     /// The command does not exist.
     Unknown(String),
-    /// The arguments do not fit the command.
+    /// The command has the wrong arguments. The value is the usage of the command.
     Usage(&'static str),
 }
 
@@ -78,7 +78,7 @@ impl std::fmt::Display for CommandError {
     }
 }
 
-/// All commands with their arguments.
+/// The list of all commands and their arguments, except `help`.
 pub const COMMAND_HELP: &str = "get_server_list
 get_server_status <PID>
 start_server -uid <user id>
@@ -112,10 +112,10 @@ impl Command {
         let Some(usage) = usage else {
             return if *name == "help" { Ok(Self::Help) } else { Err(CommandError::Unknown((*name).to_owned())) };
         };
-        Self::with_arguments(name, arguments).ok_or(CommandError::Usage(usage))
+        Self::parse_arguments(name, arguments).ok_or(CommandError::Usage(usage))
     }
 
-    fn with_arguments(name: &str, arguments: &[&str]) -> Option<Self> {
+    fn parse_arguments(name: &str, arguments: &[&str]) -> Option<Self> {
         Some(match (name, arguments) {
             ("get_server_list", []) => Self::GetServerList,
             ("get_server_status", [server]) => Self::GetServerStatus(server.parse().ok()?),

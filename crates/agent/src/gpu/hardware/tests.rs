@@ -61,7 +61,7 @@ fn a_hanging_gpu_is_unreachable_until_it_answers_and_others_are_unaffected() {
     tracker.observe(two_gpus(), now);
     tracker.record_answer(1, hung_gpu_answer(), now);
     assert_eq!(
-        (unhealthy_uuids(&tracker), reason_of(&tracker, "GPU-b")),
+        (unhealthy_uuids(&tracker), health_reason(&tracker, "GPU-b")),
         (vec!["GPU-b".to_owned()], "GpuUnreachable".into())
     );
     let health = tracker.hardware().gpus["GPU-b"].health.clone();
@@ -102,7 +102,7 @@ fn a_checkpointed_gpu_that_hangs_from_the_start_is_unreachable() {
         tracker.record_answer(1, hung_gpu_answer(), now);
         tracker.record_answer(0, observation("GPU-a", 0), now);
         assert_eq!(
-            (unhealthy_uuids(&tracker), reason_of(&tracker, "GPU-b")),
+            (unhealthy_uuids(&tracker), health_reason(&tracker, "GPU-b")),
             (vec!["GPU-b".to_owned()], "GpuUnreachable".into())
         );
         assert!(tracker.hardware().unnamed.is_empty());
@@ -116,13 +116,13 @@ fn a_failing_driver_affects_all_gpus_until_it_answers() {
     tracker.observe(two_gpus(), now);
     tracker.record_answer(1, hung_gpu_answer(), now);
     tracker.record_driver_info(Err(NvmlError::Hung(Duration::from_secs(20))), now);
-    // A GPU that answers is unusable while its driver does not answer.
+    // A GPU cannot be used while the driver does not answer, even if NVML answers for the GPU.
     tracker.record_answer(0, observation("GPU-a", 0), now);
     assert_eq!(unhealthy_uuids(&tracker), ["GPU-a", "GPU-b"]);
-    assert_eq!(reason_of(&tracker, "GPU-a"), "DriverUnavailable");
+    assert_eq!(health_reason(&tracker, "GPU-a"), "DriverUnavailable");
     record_driver_answer(&mut tracker, 2, now);
     assert_eq!(
-        (unhealthy_uuids(&tracker), reason_of(&tracker, "GPU-b")),
+        (unhealthy_uuids(&tracker), health_reason(&tracker, "GPU-b")),
         (vec!["GPU-b".to_owned()], "GpuUnreachable".into())
     );
 }
@@ -136,17 +136,17 @@ fn gpus_that_swap_indices_are_not_missing_in_between() {
     tracker.record_answer(0, observation("GPU-b", 0), now);
     assert_eq!(unhealthy_uuids(&tracker), ["GPU-a"]);
     tracker.record_answer(1, observation("GPU-a", 1), now);
-    assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired", "there was no reset");
-    // The driver now lists one GPU fewer. The tracker identifies the missing GPU once all
-    // remaining indices have answered or failed.
+    assert_eq!(health_reason(&tracker, "GPU-a"), "ResetRequired", "there was no reset");
+    // The driver now lists one GPU fewer. The tracker identifies the missing GPU after the calls
+    // for all remaining indices have answered or failed.
     record_driver_answer(&mut tracker, 1, now);
-    assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired");
+    assert_eq!(health_reason(&tracker, "GPU-a"), "ResetRequired");
     tracker.record_answer(1, hung_gpu_answer(), now);
     tracker.record_answer(0, observation("GPU-a", 0), now);
-    assert_eq!((unhealthy_uuids(&tracker).len(), reason_of(&tracker, "GPU-b")), (2, "GpuMissing".into()));
+    assert_eq!((unhealthy_uuids(&tracker).len(), health_reason(&tracker, "GPU-b")), (2, "GpuMissing".into()));
 }
 
-fn reason_of(tracker: &HardwareTracker, uuid: &str) -> String {
+fn health_reason(tracker: &HardwareTracker, uuid: &str) -> String {
     tracker.hardware().gpus[uuid].health.reason.clone()
 }
 
@@ -160,10 +160,10 @@ fn a_lost_gpu_does_not_affect_others_and_recovers() {
     let hardware = tracker.hardware();
     assert!(hardware.gpus["GPU-a"].health.healthy);
     assert_eq!(
-        (reason_of(&tracker, "GPU-b").as_str(), hardware.gpus["GPU-b"].health.class.as_str()),
+        (health_reason(&tracker, "GPU-b").as_str(), hardware.gpus["GPU-b"].health.class.as_str()),
         ("GpuLost", "Lost")
     );
-    assert_eq!(hardware.by_index()[1].gpu.model, "NVIDIA H200", "still described");
+    assert_eq!(hardware.gpus_by_index()[1].gpu.model, "NVIDIA H200", "still described");
     tracker.observe(two_gpus(), now);
     assert!(tracker.hardware().gpus["GPU-b"].health.healthy, "a reset also ends the fault of the XID");
 }
@@ -183,7 +183,7 @@ fn an_unloaded_driver_proves_a_reset_but_a_hanging_driver_does_not() {
         let mut tracker = two_gpu_tracker();
         tracker.record_xid("GPU-b", 119, None, &[], now);
         tracker.observe(answer, now);
-        // A hanging driver neither proves that a GPU is lost, nor cancels earlier proof.
+        // A driver that hangs does not prove that a GPU is lost, and does not cancel earlier proof.
         tracker.observe(Err(NvmlError::Hung(Duration::from_secs(20))), now);
         tracker.observe(two_gpus(), now);
         assert_eq!(tracker.hardware().gpus["GPU-b"].health.healthy, heals, "{what}");
@@ -191,12 +191,12 @@ fn an_unloaded_driver_proves_a_reset_but_a_hanging_driver_does_not() {
 }
 
 #[test]
-fn a_gpu_that_vanishes_from_the_list_is_lost() {
+fn a_gpu_that_nvml_no_longer_lists_is_missing() {
     let now = Instant::now();
     let mut tracker = tracker(vec![], true);
     tracker.observe(two_gpus(), now);
     tracker.observe(inventory(vec![(0, Ok(gpu("GPU-b", 0)))]), now);
-    assert_eq!(reason_of(&tracker, "GPU-a"), "GpuMissing");
+    assert_eq!(health_reason(&tracker, "GPU-a"), "GpuMissing");
     assert_eq!(tracker.hardware().gpus["GPU-b"].gpu.index, 0);
 }
 
@@ -211,7 +211,7 @@ fn recorded_faults_outlive_the_agent_but_not_a_reboot() {
     let later = now + 100 * DEFAULT_QUIET_PERIOD;
     let mut after = two_gpu_tracker().with_health_records(records.clone(), later);
     after.observe(two_gpus(), later);
-    assert_eq!(reason_of(&after, "GPU-a"), "ResetRequired", "an agent restart is no reset");
+    assert_eq!(health_reason(&after, "GPU-a"), "ResetRequired", "an agent restart is no reset");
     let mut rebooted = tracker(vec![gpu("GPU-a", 0)], false).with_health_records(records, later);
     rebooted.observe(two_gpus(), later);
     assert!(rebooted.hardware().gpus["GPU-a"].health.healthy);
@@ -249,7 +249,7 @@ fn the_quiet_period_applies_to_checkpointed_and_new_gpus() {
 }
 
 #[test]
-fn a_lost_gpu_that_is_reset_between_two_agents_is_healthy() {
+fn a_lost_gpu_that_is_reset_while_no_agent_runs_is_healthy() {
     let now = Instant::now();
     let mut before = two_gpu_tracker();
     before.record_xid("GPU-b", 79, None, &[], now);
@@ -267,20 +267,20 @@ fn gpus_are_unavailable_while_the_driver_is_unloaded() {
     let mut tracker = tracker(vec![gpu("GPU-a", 0)], true);
     assert!(tracker.hardware().gpus["GPU-a"].health.healthy, "the checkpoint counts until NVML answers");
     tracker.observe(Err(NvmlError::NoDriver), now);
-    assert_eq!(reason_of(&tracker, "GPU-a"), "DriverUnavailable");
+    assert_eq!(health_reason(&tracker, "GPU-a"), "DriverUnavailable");
     assert_eq!(tracker.hardware().driver, DriverState::Missing("the NVIDIA driver is not loaded".into()));
     tracker.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0)))]), now);
     assert!(tracker.hardware().gpus["GPU-a"].health.healthy);
 }
 
-/// NVML's answer without `GPU-b`.
+/// Returns NVML's answer after the removal of `GPU-b`.
 fn without_second_gpu() -> Result<Inventory, NvmlError> {
     inventory(vec![(0, Ok(gpu("GPU-a", 0)))])
 }
 
-/// Returns the state that the checkpoint of this tracker restores.
-fn restored(before: &HardwareTracker, same_boot: bool, now: Instant) -> HardwareTracker {
-    let gpus = before.hardware().by_index().into_iter().map(|known| known.gpu.clone()).collect();
+/// Returns a tracker that is restored from the checkpoint of the given tracker.
+fn restored_tracker(before: &HardwareTracker, same_boot: bool, now: Instant) -> HardwareTracker {
+    let gpus = before.hardware().gpus_by_index().into_iter().map(|known| known.gpu.clone()).collect();
     tracker(gpus, same_boot).with_health_records(before.health_records(), now)
 }
 
@@ -291,14 +291,14 @@ fn a_missing_gpu_remains_known_after_reboots_until_nvml_lists_it() {
         let mut first = tracker(vec![gpu("GPU-a", 0), gpu("GPU-b", 1)], same_boot);
         first.observe(without_second_gpu(), now);
         let hardware = first.hardware();
-        assert_eq!(reason_of(&first, "GPU-b"), "GpuMissing");
+        assert_eq!(health_reason(&first, "GPU-b"), "GpuMissing");
         assert_eq!((hardware.expected_gpus(), hardware.missing_gpus().len()), (2, 1));
-        // The next agents know it before NVML answers.
-        let mut next = restored(&restored(&first, false, now), same_boot, now);
-        assert_eq!(reason_of(&next, "GPU-b"), "GpuMissing");
+        // The next agents know the missing GPU before NVML answers.
+        let mut next = restored_tracker(&restored_tracker(&first, false, now), same_boot, now);
+        assert_eq!(health_reason(&next, "GPU-b"), "GpuMissing");
         assert!(next.hardware().gpus["GPU-a"].health.healthy);
         next.observe(without_second_gpu(), now);
-        assert_eq!((reason_of(&next, "GPU-b"), next.hardware().expected_gpus()), ("GpuMissing".into(), 2));
+        assert_eq!((health_reason(&next, "GPU-b"), next.hardware().expected_gpus()), ("GpuMissing".into(), 2));
         next.observe(two_gpus(), now);
         assert!(unhealthy_uuids(&next).is_empty() && next.hardware().missing_gpus().is_empty());
         assert!(next.health_records().is_empty());
@@ -306,7 +306,7 @@ fn a_missing_gpu_remains_known_after_reboots_until_nvml_lists_it() {
 }
 
 #[test]
-fn only_a_gpu_that_has_been_missing_since_before_the_word_of_the_administrator_is_forgotten() {
+fn only_a_gpu_that_was_missing_at_the_time_of_the_request_is_forgotten() {
     let now = Instant::now();
     let at = |second| Time(Timestamp::from_second(second).unwrap());
     let mut tracker = two_gpu_tracker();
@@ -317,37 +317,41 @@ fn only_a_gpu_that_has_been_missing_since_before_the_word_of_the_administrator_i
     tracker.observe(two_gpus(), now);
     tracker.set_time(now, at(500).0);
     tracker.observe(without_second_gpu(), now);
-    assert!(!tracker.forget_gpu("GPU-b", &at(499)), "the word is about an earlier absence");
-    let mut rebooted = restored(&tracker, false, now + Duration::from_secs(100));
+    assert!(!tracker.forget_gpu("GPU-b", &at(499)), "the request is about an earlier absence");
+    let mut rebooted = restored_tracker(&tracker, false, now + Duration::from_secs(100));
     for tracker in [&mut tracker, &mut rebooted] {
         assert!(tracker.forget_gpu("GPU-b", &at(500)));
         assert!(!tracker.forget_gpu("GPU-b", &at(500)));
         tracker.observe(without_second_gpu(), now);
         assert_eq!((tracker.hardware().expected_gpus(), unhealthy_uuids(tracker).len()), (1, 0));
-        // It returns as a new GPU. The old word does not apply to a later absence.
+        // When NVML lists the GPU again, it is a new GPU. The old request does not apply to a later
+        // absence.
         tracker.set_time(now, at(600).0);
         tracker.observe(two_gpus(), now);
         tracker.observe(without_second_gpu(), now);
         assert!(!tracker.forget_gpu("GPU-b", &at(500)));
-        assert_eq!(reason_of(tracker, "GPU-b"), "GpuMissing");
+        assert_eq!(health_reason(tracker, "GPU-b"), "GpuMissing");
     }
 }
 
 #[test]
-fn a_gpu_without_an_answer_is_not_mistaken_for_a_missing_gpu_of_its_index() {
+fn a_gpu_that_hangs_is_not_mistaken_for_a_missing_gpu_with_the_same_index() {
     let now = Instant::now();
     let mut tracker = two_gpu_tracker();
     tracker.observe(two_gpus(), now);
-    // `GPU-a` is gone, and `GPU-b` has its index.
+    // `GPU-a` is missing, and `GPU-b` has the index of `GPU-a`.
     tracker.observe(inventory(vec![(0, Ok(gpu("GPU-b", 0)))]), now);
-    let mut next = restored(&tracker, false, now);
+    let mut next = restored_tracker(&tracker, false, now);
     record_driver_answer(&mut next, 1, now);
     next.record_answer(0, hung_gpu_answer(), now);
-    assert_eq!((reason_of(&next, "GPU-a"), reason_of(&next, "GPU-b")), ("GpuMissing".into(), "GpuUnreachable".into()));
+    assert_eq!(
+        (health_reason(&next, "GPU-a"), health_reason(&next, "GPU-b")),
+        ("GpuMissing".into(), "GpuUnreachable".into())
+    );
 }
 
 #[test]
-fn clearing_faults_does_not_end_later_ones_if_the_clock_was_set_back() {
+fn clearing_faults_does_not_clear_later_faults_if_the_clock_was_set_back() {
     let now = Instant::now();
     let cleared = whole_seconds(Timestamp::from_second(3_600).unwrap());
     let mut ahead = two_gpu_tracker();
@@ -368,7 +372,7 @@ fn clearing_faults_does_not_end_later_ones_if_the_clock_was_set_back() {
         let health = tracker.hardware().gpus["GPU-a"].health.clone();
         assert_eq!(health.reason, "ResetRequired");
         let last = health.last.unwrap();
-        assert!(last > cleared, "{last:?}: an administrator could not clear it");
+        assert!(last > cleared, "{last:?}: an administrator could not clear the new fault");
         assert_eq!(tracker.hardware().gpus["GPU-b"].health.last.as_ref().unwrap().0, Timestamp::UNIX_EPOCH);
         tracker.clear_faults("GPU-a", &last);
         assert!(tracker.hardware().gpus["GPU-a"].health.healthy);
@@ -377,7 +381,7 @@ fn clearing_faults_does_not_end_later_ones_if_the_clock_was_set_back() {
 
 proptest! {
     #[test]
-    fn events_of_one_gpu_never_change_the_health_of_another(
+    fn events_of_one_gpu_never_change_the_health_of_another_gpu(
         events in proptest::collection::vec((prop_oneof![Just(13_u64), Just(48), Just(79), Just(94), Just(500)], 0_u32..5, 0_u64..200, 0_u64..5), 0..20),
     ) {
         let mut now = Instant::now();

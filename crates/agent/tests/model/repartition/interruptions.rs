@@ -25,8 +25,8 @@ fn nothing_is_removed_without_the_kubelets_list_of_allocations() {
         node.now += REMOVAL_DELAY;
     }
     assert_eq!(node.mig_devices(), before);
-    // Without a checkpoint, the agent learns the allocations from the kubelet's lists during the
-    // grace period.
+    // Without a checkpoint, the agent waits for the grace period, in which it learns the
+    // allocations from the kubelet's lists.
     node.restart_agent(false);
     for _ in 0..10 {
         node.reconcile();
@@ -39,7 +39,7 @@ fn nothing_is_removed_without_the_kubelets_list_of_allocations() {
 }
 
 #[test]
-fn a_slice_in_use_stays_after_a_restart_without_a_checkpoint() {
+fn a_slice_in_use_is_kept_after_a_restart_without_a_checkpoint() {
     let mut node = TestNode::new("H100-80");
     node.set_spec(vec![mig_spec(GPU_UUID, &[("1g.10gb", 0, 0)])]);
     node.run();
@@ -79,7 +79,7 @@ fn an_instance_is_destroyed_only_after_its_daemon_has_exited() {
 }
 
 #[test]
-fn an_instance_stays_while_a_new_mps_host_may_start_its_daemon() {
+fn an_instance_is_kept_while_a_new_mps_host_may_start_its_daemon() {
     let mut node = TestNode::new("H100-80");
     node.set_spec(vec![mig_spec(GPU_UUID, &[("2g.20gb", 0, 4)])]);
     node.run();
@@ -96,7 +96,7 @@ fn an_instance_stays_while_a_new_mps_host_may_start_its_daemon() {
 }
 
 #[test]
-fn a_late_answer_from_before_a_change_is_ignored() {
+fn a_late_answer_to_a_query_before_a_change_is_ignored() {
     let mut node = TestNode::new("H100-80");
     node.set_spec(vec![mig_spec(GPU_UUID, &[("1g.10gb", 0, 0)])]);
     node.run();
@@ -133,7 +133,7 @@ fn a_change_that_hangs_is_reported_and_delays_other_changes_of_its_gpu() {
         node.now += ALLOCATION_GRACE;
     }
     assert!(node.step_messages().contains("has not answered for 15 s"), "{}", node.step_messages());
-    // The hanging call returns.
+    // Now the call that was hanging returns.
     node.orders = vec![order];
     node.perform_order();
     node.run();

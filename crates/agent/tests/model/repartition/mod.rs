@@ -1,5 +1,5 @@
-//! Tests that a GPU is repartitioned safely. The tests run the agent's decisions against a
-//! simulated GPU, and models of the kubelet and the MPS host.
+//! Tests that the agent repartitions a GPU safely. The tests run the agent's decisions against a
+//! simulated GPU, and against models of the kubelet and the MPS host.
 mod interruptions;
 mod random;
 mod simulated_gpu;
@@ -17,7 +17,8 @@ use crate::fixtures::{mig_spec, mps_spec};
 
 const WHOLE_GPU_RESOURCE: &str = "nvidia.com/gpu";
 
-/// Profile, first slice and MPS shares (0 for a whole instance) of each MIG instance.
+/// Profile, first memory slice and number of MPS shares (0 for a whole instance) of each MIG
+/// instance.
 const MIXED_INSTANCES: [(&str, u32, u32); 3] = [("3g.40gb", 4, 0), ("2g.20gb", 2, 4), ("1g.10gb", 0, 0)];
 
 #[test]
@@ -67,7 +68,7 @@ fn a_whole_gpu_is_partitioned_repartitioned_and_made_whole_again() {
 }
 
 #[test]
-fn an_instance_in_use_stays_and_does_not_block_changes_beside_it() {
+fn an_instance_in_use_is_kept_and_does_not_block_changes_of_other_instances() {
     let mut node = TestNode::new("H100-80");
     node.set_spec(vec![mig_spec(GPU_UUID, &[("3g.40gb", 4, 0), ("1g.10gb", 0, 0), ("1g.10gb", 1, 0)])]);
     node.run();
@@ -111,8 +112,8 @@ fn a_process_outside_pods_blocks_changes_of_its_instance_and_its_gpu() {
     node.run();
     assert!(node.is_applied());
     let instance = node.mig_devices().values().next().unwrap().0;
-    // The process starts after the slice was withdrawn. The agent finds the process just before it
-    // would destroy the instance.
+    // Start a process after the agent has stopped serving the slice. The agent must find the
+    // process before it destroys the instance.
     node.set_spec(vec![mig_spec(GPU_UUID, &[("2g.20gb", 0, 0)])]);
     node.reconcile();
     node.now += REMOVAL_DELAY;
@@ -132,7 +133,7 @@ fn a_process_outside_pods_blocks_changes_of_its_instance_and_its_gpu() {
 }
 
 #[test]
-fn a_failed_creation_is_rolled_back_and_repeated_a_few_times_and_after_a_change() {
+fn a_failed_creation_is_rolled_back_and_repeated_a_few_times_and_after_a_change_of_the_gpu() {
     for (call, rollback_fails) in [("gi", false), ("ci", false), ("ci", true)] {
         let mut node = TestNode::new("H100-80");
         node.set_spec(vec![mig_spec(GPU_UUID, &[("3g.40gb", 0, 0), ("1g.10gb", 4, 0)])]);
@@ -154,7 +155,7 @@ fn a_failed_creation_is_rolled_back_and_repeated_a_few_times_and_after_a_change(
         assert!(!node.is_applied());
         let failures = node.events.iter().filter(|(reason, _)| *reason == "MigFailed").count();
         assert_eq!(failures, 4, "the first and the last failure of each: {:?}", node.events);
-        // An administrator changes the GPU manually.
+        // An administrator clears the cause and changes the GPU manually.
         node.gpu.lock().failures.clear();
         node.run();
         assert!(node.has_exactly_instances(&[]), "{call}: nothing has changed");
@@ -171,9 +172,9 @@ fn a_failed_creation_is_rolled_back_and_repeated_a_few_times_and_after_a_change(
 }
 
 #[test]
-fn a_failed_creation_does_not_block_others_and_a_new_spec_repeats_it() {
+fn a_failed_creation_does_not_block_other_creations_and_is_repeated_for_a_new_spec() {
     let mut node = TestNode::new("H100-80");
-    // A GPU has only one set of media engines.
+    // The second instance cannot be created, because a GPU has only one set of media engines.
     node.set_spec(vec![mig_spec(GPU_UUID, &[("1g.10gb+me", 0, 0), ("1g.10gb+me", 1, 0), ("3g.40gb", 4, 0)])]);
     node.run();
     assert!(node.has_exactly_instances(&[("1g.10gb+me", 0), ("3g.40gb", 4)]), "{:?}", node.step_results());
@@ -223,8 +224,8 @@ fn a_mig_mode_that_needs_a_reset_is_requested_once_and_reported() {
     assert!(node.step_messages().contains("next reset") && node.step_messages().contains("reboot the node"));
     assert!(node.step_results().contains(&("turn MIG mode on", "Waiting")), "{:?}", node.step_results());
     assert_eq!(node.last.status.gpus[0].mig.as_ref().unwrap().pending, Some(true));
-    // Without the spec, the agent cancels the pending change of the mode, even while the GPU is in
-    // use.
+    // When the spec no longer contains the GPU, the agent cancels the pending change of the mode,
+    // even while the GPU is in use.
     node.set_spec(vec![]);
     node.gpu.lock().processes.insert(5, None);
     node.run();

@@ -18,7 +18,7 @@ enum RandomEvent {
     PodEnds(usize),
     ProcessStarts(usize),
     AllProcessesEnd,
-    /// The next calls of this kind fail.
+    /// The next calls with this name fail. The number is how many.
     CallsFail(&'static str, u32),
     /// The agent is killed, possibly in the middle of a change.
     AgentRestarts {
@@ -38,11 +38,11 @@ enum RandomEvent {
     },
 }
 
-/// A placement of a MIG instance: profile, first slice, number of slices, and number of MPS shares
-/// (0 for a whole instance).
+/// A placement of a MIG instance: profile, first memory slice, number of memory slices, and number
+/// of MPS shares (0 for a whole instance).
 type MigPlacement = (&'static str, u32, u32, u32);
 
-/// Placements on an H100. A spec contains placements that do not overlap.
+/// Placements on an H100. A spec contains some of these placements that do not overlap.
 const PLACEMENTS: [MigPlacement; 12] = [
     ("1g.10gb", 0, 1, 0),
     ("1g.10gb", 1, 1, 4),
@@ -58,7 +58,8 @@ const PLACEMENTS: [MigPlacement; 12] = [
     ("7g.80gb", 0, 8, 0),
 ];
 
-/// Returns the placements at these indices. Omits placements that overlap an earlier one.
+/// Returns the profile, first memory slice and number of shares of the placements at these indices.
+/// Omits placements that overlap an earlier placement.
 fn non_overlapping_placements(picks: &[usize]) -> Vec<(&'static str, u32, u32)> {
     let mut chosen: Vec<MigPlacement> = Vec::new();
     for place in picks.iter().map(|pick| PLACEMENTS[pick % PLACEMENTS.len()]) {
@@ -129,7 +130,8 @@ impl TestNode {
                     }
                 }
                 self.orders.clear();
-                // Shortly after an allocation, the checkpoint and the kubelet's list contain it.
+                // Add the latest allocations, because the agent writes its checkpoint shortly after
+                // an allocation.
                 self.last.checkpoint.allocations =
                     self.table.allocations.iter().map(|(_, allocation)| allocation.clone()).collect();
                 self.restart_agent(*with_checkpoint);
@@ -155,10 +157,10 @@ impl TestNode {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
-    /// The test node checks that no change removes a device in use. Once no device is in use, the
+    /// [`TestNode`] checks that no change removes a device in use. When no device is in use, the
     /// agent applies the spec. Further rounds change nothing.
     #[test]
-    fn after_any_events_devices_in_use_stay_and_the_spec_is_applied_once_they_are_free(
+    fn after_any_events_devices_in_use_are_kept_and_the_spec_is_applied_when_they_are_free(
         sequence in prop::collection::vec(random_event(), 1..120),
         last in prop::collection::vec(0..PLACEMENTS.len(), 0..5),
     ) {
@@ -171,7 +173,7 @@ proptest! {
         node.set_spec(vec![mig_spec(GPU_UUID, &wanted)]);
         node.gpu.lock().failures.clear();
         node.gpu.lock().processes.clear();
-        // Running pods keep their allocations.
+        // Run rounds in which the running pods keep their allocations.
         node.run();
         node.allocated.clear();
         node.now += ALLOCATION_GRACE;

@@ -1,5 +1,5 @@
-//! Simulates one GPU in memory. The simulated GPU refuses the same calls as NVML, and can fail any
-//! call.
+//! Simulates one GPU in memory. The simulated GPU refuses the same changes as a real GPU, and can
+//! fail any change.
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -11,7 +11,7 @@ use sim_machine::{GpuDescription, MachineDescription, MigError, Model, Placement
 
 use crate::fixtures::{Inventory, gpu};
 
-/// UUID of the GPU.
+/// UUID of the simulated GPU.
 pub(super) const GPU_UUID: &str = "GPU-a";
 
 pub(super) struct SimulatedGpu {
@@ -19,15 +19,15 @@ pub(super) struct SimulatedGpu {
     model: &'static Model,
     /// Number of compute instances created so far.
     created: u32,
-    /// Processes by PID, each with its GPU instance; `None` outside MIG mode.
+    /// GPU instances of the processes, by PID. `None` for a process on a GPU without MIG mode.
     pub(super) processes: BTreeMap<u32, Option<u32>>,
-    /// Number of remaining failures of each call.
+    /// Number of further calls that fail, by name of the call.
     pub(super) failures: BTreeMap<&'static str, u32>,
-    /// All calls that change the GPU, in order.
+    /// Names of all calls that change the GPU, in order.
     pub(super) calls: Vec<&'static str>,
 }
 
-/// A handle to the GPU. All clones refer to the same GPU.
+/// A handle to a simulated GPU. All clones refer to the same GPU.
 #[derive(Clone)]
 pub(super) struct SharedGpu(Arc<Mutex<SimulatedGpu>>);
 
@@ -42,7 +42,7 @@ impl SimulatedGpu {
         Self { state: state.gpus.remove(0), model, created: 0, processes, failures, calls: Vec::new() }
     }
 
-    /// Records a call. Fails while `failures` contains a count for the call.
+    /// Records a call. Returns an error while `failures` contains a count for the call.
     fn record_call(&mut self, name: &'static str) -> Result<(), NvmlError> {
         self.calls.push(name);
         match self.failures.get_mut(name) {
@@ -100,7 +100,7 @@ impl SimulatedGpu {
         let gi = self.state.instances.iter().find(|gi| gi.id == gpu_instance).unwrap();
         let whole = self.model.compute_profiles(gi.profile).into_iter().find(|ci| ci.slices == slices(gi.profile));
         self.state.create_compute_instance(self.model, gpu_instance, whole.unwrap().id, None).unwrap();
-        // Every instance has a new UUID, even at the placement of an earlier instance.
+        // Every instance gets a new UUID, even at the placement of an earlier instance.
         self.created += 1;
         let instance = self.state.instances.iter_mut().find(|gi| gi.id == gpu_instance).unwrap();
         instance.compute[0].uuid = format!("MIG-{}", self.created);
@@ -179,7 +179,7 @@ impl Gpus for SharedGpu {
         let id = self.lock().create_gpu_instance(profile, start)?;
         let created = self.lock().create_compute_instance(id);
         if let Err(error) = created {
-            // Roll back as the NVML library does. The rollback may also fail.
+            // Roll back as the agent's NVML module does. The rollback may also fail.
             let _ = self.lock().destroy_gpu_instance(id);
             return Err(error);
         }

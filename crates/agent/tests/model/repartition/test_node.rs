@@ -20,10 +20,10 @@ use cleave_kubelet::ContainerDevices;
 use super::simulated_gpu::{GPU_UUID, SharedGpu};
 use crate::fixtures::record_answer;
 
-/// Time for which a new agent keeps allocations before the kubelet lists them.
+/// Time for which the agent keeps allocations that the kubelet does not list yet.
 pub(super) const ALLOCATION_GRACE: Duration = Duration::from_secs(30);
 
-/// Number of rounds, enough for every expected change.
+/// Number of rounds that is enough for every expected change.
 const ROUNDS_FOR_ANY_CHANGE: usize = 80;
 
 pub(super) struct TestNode {
@@ -35,7 +35,7 @@ pub(super) struct TestNode {
     pub(super) now: Instant,
     /// Result of the last call of `reconcile`.
     pub(super) last: Actions,
-    /// Ordered changes that the node has not performed yet.
+    /// The agent's orders that the node has not performed yet.
     pub(super) orders: Vec<MigOrder>,
     /// The kubelet's allocations.
     pub(super) allocated: Vec<ContainerDevices>,
@@ -72,7 +72,7 @@ impl TestNode {
         node
     }
 
-    /// Replaces the agent with a new one.
+    /// Replaces the agent with a new agent.
     pub(super) fn restart_agent(&mut self, with_checkpoint: bool) {
         let object = std::mem::replace(&mut self.object, GpuNodeState::Unknown);
         let checkpoint = with_checkpoint.then(|| self.last.checkpoint.clone());
@@ -96,20 +96,21 @@ impl TestNode {
         self.agent.record_pod_resources(Ok(self.allocated.clone()), self.now, &mut self.table.allocations);
     }
 
-    /// Applies the desired file as the MPS host does, and reports the result to the agent.
+    /// Applies the desired file as the MPS host does, and reports the MPS host's status to the
+    /// agent.
     pub(super) fn apply_desired_file(&mut self) {
         self.host = self.last.desired.clone();
         self.report_mps_host_status(self.host.hash());
     }
 
-    /// Reports to the agent that the MPS host has read the desired file. Daemons that the file
-    /// omits still run.
+    /// Reports to the agent that the MPS host has read the desired file. Daemons that the file does
+    /// not contain still run.
     pub(super) fn read_desired_file(&mut self) {
         self.report_mps_host_status(self.last.desired.hash());
     }
 
-    /// Reports to the agent the MPS host's daemons and the hash of the desired file that the host
-    /// has read.
+    /// Reports the MPS host's daemons, and the hash of the desired file that the MPS host has read,
+    /// to the agent.
     pub(super) fn report_mps_host_status(&mut self, desired: String) {
         let status = DaemonStatus {
             state: DaemonState::Active,
@@ -134,7 +135,7 @@ impl TestNode {
         self.agent.record_gpu_node(self.object.clone());
     }
 
-    /// Runs the agent's `reconcile` and checks that no served device is removed.
+    /// Runs the agent's `reconcile`, and checks that no order removes a served device.
     pub(super) fn reconcile(&mut self) {
         self.last = self.agent.reconcile(&mut self.table, self.now);
         self.orders.append(&mut self.last.orders);
@@ -182,8 +183,8 @@ impl TestNode {
         devices.map(|instance| (instance.uuid.clone(), (instance.gpu_instance, instance.start))).collect()
     }
 
-    /// Performs an ordered change. Checks that the change removes nothing in use and no device with
-    /// an MPS daemon.
+    /// Performs an order of the agent. Checks that the change removes no device in use and no
+    /// device with an MPS daemon.
     pub(super) fn perform_order(&mut self) {
         let Some(order) = self.orders.pop() else { return };
         let (in_use, before, mode) = (self.devices_in_use(), self.mig_devices(), self.gpu.lock().state.mig);
@@ -204,8 +205,8 @@ impl TestNode {
         self.agent.record_order_result(MigOrderResult { order, outcome, after, at: self.now }, self.now);
     }
 
-    /// Allocates a slice as the kubelet does. The kubelet may not know yet that the slice is
-    /// unhealthy.
+    /// Allocates a free slice as the kubelet does, even if the slice is Unhealthy, because the
+    /// kubelet may not know it yet. Returns the id of the slice.
     pub(super) fn allocate(&mut self, pick: usize) -> Option<String> {
         let pools =
             self.table.pools.iter().flat_map(|(resource, pools)| pools.iter().map(move |pool| (resource, pool)));
@@ -231,12 +232,12 @@ impl TestNode {
         Some(id)
     }
 
-    /// Runs rounds in which every component works.
+    /// Runs [`ROUNDS_FOR_ANY_CHANGE`] rounds in which every component works.
     pub(super) fn run(&mut self) {
         (0..ROUNDS_FOR_ANY_CHANGE).for_each(|_| self.run_round());
     }
 
-    /// Runs rounds until the spec is applied, but no more than the maximum.
+    /// Runs rounds until the spec is applied, but at most [`ROUNDS_FOR_ANY_CHANGE`].
     pub(super) fn run_until_applied(&mut self) {
         self.reconcile();
         for _ in 0..ROUNDS_FOR_ANY_CHANGE {
@@ -275,7 +276,8 @@ impl TestNode {
         !self.last.status.plan_id.is_empty()
     }
 
-    /// Returns whether the GPU has exactly these MIG instances, each with profile and first slice.
+    /// Returns whether the GPU has exactly these MIG instances, given by profile and first memory
+    /// slice.
     pub(super) fn has_exactly_instances(&self, expected: &[(&str, u32)]) -> bool {
         let instances: BTreeSet<(String, u32)> = self.gpu.lock().instances().into_iter().collect();
         instances == expected.iter().map(|&(profile, start)| (profile.to_owned(), start)).collect()

@@ -7,7 +7,7 @@ use super::plugin::{MigStrategy, read_flags, read_plugin_flags};
 use crate::migrate::fields::Section;
 use crate::migrate::report::{Notes, Outcome, SettingPlace};
 
-/// The facts about configurations in a chart's values.
+/// What a chart's values specify about configurations.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(in crate::migrate) struct ChartFacts {
     /// The MIG strategy, which overrides the strategy of each configuration.
@@ -25,8 +25,8 @@ pub(in crate::migrate) struct ChartFacts {
     pub(in crate::migrate) gpu_operator: bool,
 }
 
-/// The report's text about settings of the plugin's own pods.
-const OWN_POD_NOTE: &str = "A property of the plugin's own pods. Cleave's pods have their own settings.";
+/// The report's text for settings of the plugin's own pods.
+const OWN_POD_NOTE: &str = "The setting applies only to the plugin's own pods. Cleave's pods have their own settings.";
 
 /// Returns whether a mapping is a values file of NVIDIA's device plugin.
 pub(in crate::migrate) fn is_plugin_values(value: &Value) -> bool {
@@ -52,7 +52,7 @@ pub(in crate::migrate) fn parse_plugin_values(source: &str, value: Value, notes:
     let mut top = Section::root(source, value)?;
     let mut facts = ChartFacts::default();
     if let Some(mut config) = top.take_section("config")? {
-        read_config(&mut config, "map", &mut facts, notes)?;
+        read_config_names(&mut config, "map", &mut facts, notes)?;
         config.finish(notes);
     }
     facts.mig_strategy = read_flags(&mut top, notes)?;
@@ -61,16 +61,16 @@ pub(in crate::migrate) fn parse_plugin_values(source: &str, value: Value, notes:
         notes.dropped(place, "The agent adds device nodes itself under deviceListStrategy DeviceNodes.");
     }
     if let Some((place, class)) = top.take_string("runtimeClassName")? {
-        notes.set(place, "driver.runtimeClassName", json!(class));
+        notes.set_chart_value(place, "driver.runtimeClassName", json!(class));
     }
     if let Some((place, selector)) = top.take_value("nodeSelector") {
-        notes.set(place, "nodes.nodeSelector", selector);
+        notes.set_chart_value(place, "nodes.nodeSelector", selector);
     }
     if let Some((place, _)) = top.take_value("affinity") {
         notes.decide(
             place,
             "Cleave's agents run on nodes with one of the labels in nodes.gpuLabels. Set nodes.nodeSelector or \
-             nodes.affinity if this selects other nodes.",
+             nodes.affinity if this affinity selects other nodes.",
         );
     }
     top.take_keys(Outcome::Kept, &[("nfd", "Node feature discovery may stay installed.")], notes);
@@ -101,9 +101,9 @@ pub(in crate::migrate) fn parse_plugin_values(source: &str, value: Value, notes:
     Ok(facts)
 }
 
-/// Reads the names of the configurations and the default. `inline` is the key of the configurations
-/// that the values themselves contain.
-fn read_config(config: &mut Section, inline: &str, facts: &mut ChartFacts, notes: &mut Notes) -> Result<()> {
+/// Reads the name of the `ConfigMap`, the default configuration, and the configurations that the
+/// values contain under the key `inline`.
+fn read_config_names(config: &mut Section, inline: &str, facts: &mut ChartFacts, notes: &mut Notes) -> Result<()> {
     if let Some((place, name)) = config.take_string("name")?
         && !name.is_empty()
     {
@@ -113,7 +113,7 @@ fn read_config(config: &mut Section, inline: &str, facts: &mut ChartFacts, notes
     if let Some((place, name)) = config.take_string("default")?
         && !name.is_empty()
     {
-        notes.translated(place, "The policies of this configuration select nodes by no label.");
+        notes.translated(place, "The policies of this configuration have no nodeSelector.");
         facts.default_config = Some(name);
     }
     if let Some(mut map) = config.take_section(inline)? {
@@ -131,8 +131,8 @@ fn read_config(config: &mut Section, inline: &str, facts: &mut ChartFacts, notes
     Ok(())
 }
 
-/// Sections of the GPU Operator's values for components that may remain, and the report's text
-/// about each.
+/// Sections of the GPU Operator's values for components that may remain installed, and the report's
+/// text for each section.
 const OTHER_COMPONENTS: [(&str, &str); 30] = [
     ("clusterPolicy", "It does not serve GPUs."),
     ("gpuCluster", "It does not serve GPUs."),
@@ -143,17 +143,17 @@ const OTHER_COMPONENTS: [(&str, &str); 30] = [
     ("vfioManager", "Cleave does not serve virtual machines."),
     ("fabricManager", "It does not serve GPUs."),
     ("driver", "Cleave uses the driver. Use platforms/gpu-operator.yaml."),
-    ("toolkit", "containers get their GPUs through it."),
-    ("cdi", "Cleave gives containers their GPUs by CDI. nriPluginEnabled is not supported."),
+    ("toolkit", "Containers get their GPUs through the toolkit."),
+    ("cdi", "Cleave gives containers their GPUs through CDI. Cleave does not support nriPluginEnabled."),
     ("dcgm", "It does not serve GPUs."),
-    ("dcgmExporter", "it reads the GPUs' metrics. It knows Cleave's pods by the kubelet's API."),
-    ("gfd", "Cleave sets no labels of GPU models."),
+    ("dcgmExporter", "It reads the GPUs' metrics. It identifies Cleave's pods through the kubelet's API."),
+    ("gfd", "Cleave sets no node labels with GPU models."),
     ("nfd", "Label GPU nodes cleave.dev/gpu=true too, because discovery may remove its labels."),
     ("node-feature-discovery", "Label GPU nodes cleave.dev/gpu=true too."),
     ("nodeStatusExporter", "It does not serve GPUs."),
     ("validator", "Its check of the plugin is skipped while the plugin is disabled."),
     ("operator", "It does not serve GPUs."),
-    ("daemonsets", "a property of the GPU Operator's pods."),
+    ("daemonsets", "The setting applies only to the GPU Operator's pods."),
     ("psa", "It does not serve GPUs."),
     ("psp", "It does not serve GPUs."),
     ("gds", "Cleave does not inject GPUDirect Storage into containers."),
@@ -161,7 +161,7 @@ const OTHER_COMPONENTS: [(&str, &str); 30] = [
     ("hostPaths", "It does not serve GPUs."),
     ("kataManager", "Cleave does not serve confidential containers."),
     ("ccManager", "Cleave does not serve confidential containers."),
-    ("sandboxWorkloads", "Cleave does not serve virtual machines: keep their nodes out of Cleave."),
+    ("sandboxWorkloads", "Cleave does not serve virtual machines: exclude their nodes from Cleave."),
     ("sandboxDevicePlugin", "It serves virtual machines on nodes that Cleave does not manage."),
     ("kataSandboxDevicePlugin", "It serves virtual machines on nodes that Cleave does not manage."),
 ];
@@ -219,11 +219,11 @@ fn read_device_plugin(plugin: &mut Section, facts: &mut ChartFacts, notes: &mut 
         notes.add(place, outcome, text);
     }
     if let Some(mut config) = plugin.take_section("config")? {
-        read_config(&mut config, "data", facts, notes)?;
+        read_config_names(&mut config, "data", facts, notes)?;
         config.finish(notes);
     }
     if let Some((place, value)) = plugin.take_value("env") {
-        read_env(&place, &value, notes);
+        read_environment_variables(&place, &value, notes);
     }
     plugin.drop_keys(
         &[
@@ -242,8 +242,8 @@ fn read_device_plugin(plugin: &mut Section, facts: &mut ChartFacts, notes: &mut 
     Ok(())
 }
 
-/// Reads environment variables of the plugin, which override its configurations.
-fn read_env(place: &SettingPlace, value: &Value, notes: &mut Notes) {
+/// Reads environment variables of the plugin. These variables override the plugin's configurations.
+fn read_environment_variables(place: &SettingPlace, value: &Value, notes: &mut Notes) {
     for variable in value.as_array().into_iter().flatten() {
         let text = |key: &str| variable.get(key).and_then(Value::as_str).unwrap_or_default();
         let (name, value) = (text("name"), text("value"));
@@ -253,7 +253,7 @@ fn read_env(place: &SettingPlace, value: &Value, notes: &mut Notes) {
             "DP_DISABLE_HEALTHCHECKS" => {
                 let xids: Option<Vec<u32>> = value.split(',').map(|xid| xid.trim().parse().ok()).collect();
                 match xids {
-                    Some(xids) => notes.set(here, "agent.ignoreXids", json!(xids)),
+                    Some(xids) => notes.set_chart_value(here, "agent.ignoreXids", json!(xids)),
                     None => notes.decide(
                         here,
                         "Cleave always checks health. agent.ignoreXids names XIDs that do not affect it.",
@@ -264,14 +264,14 @@ fn read_env(place: &SettingPlace, value: &Value, notes: &mut Notes) {
             | "FAIL_ON_INIT_ERROR"
             | "DP_ENABLE_HEALTHCHECKS"
             | "NVIDIA_VISIBLE_DEVICES"
-            | "NVIDIA_DRIVER_CAPABILITIES" => notes.dropped(here, "A property of NVIDIA's plugin."),
+            | "NVIDIA_DRIVER_CAPABILITIES" => notes.dropped(here, "The setting applies only to NVIDIA's plugin."),
             _ => notes.add(here, Outcome::Unknown, "`cleave migrate` does not know this setting."),
         }
     }
 }
 
 fn read_mig_manager(manager: &mut Section, facts: &mut ChartFacts, notes: &mut Notes) -> Result<()> {
-    const OF_MANAGER: &str = "A property of the MIG manager's own pods.";
+    const MANAGER_POD_NOTE: &str = "The setting applies only to the MIG manager's own pods.";
     if let Some((place, enabled)) = manager.take_bool("enabled")? {
         let (outcome, text) = if enabled {
             (Outcome::Decide, "Disable it, or set agent.migMode to Never: only one of the two may change MIG.")
@@ -284,7 +284,7 @@ fn read_mig_manager(manager: &mut Section, facts: &mut ChartFacts, notes: &mut N
         if let Some((place, name)) = config.take_string("default")?
             && !name.is_empty()
         {
-            notes.translated(place, "The policies of this configuration select nodes by no label.");
+            notes.translated(place, "The policies of this configuration have no nodeSelector.");
             facts.default_mig = Some(name);
         }
         config.drop_keys(
@@ -300,16 +300,16 @@ fn read_mig_manager(manager: &mut Section, facts: &mut ChartFacts, notes: &mut N
     manager.drop_keys(
         &[
             ("gpuClientsConfig", "Cleave changes MIG only on GPUs that no program uses. You need not stop any client."),
-            ("env", OF_MANAGER),
-            ("args", OF_MANAGER),
-            ("hostNetwork", OF_MANAGER),
-            ("repository", OF_MANAGER),
-            ("image", OF_MANAGER),
-            ("version", OF_MANAGER),
-            ("imagePullPolicy", OF_MANAGER),
-            ("imagePullSecrets", OF_MANAGER),
-            ("resources", OF_MANAGER),
-            ("securityContext", OF_MANAGER),
+            ("env", MANAGER_POD_NOTE),
+            ("args", MANAGER_POD_NOTE),
+            ("hostNetwork", MANAGER_POD_NOTE),
+            ("repository", MANAGER_POD_NOTE),
+            ("image", MANAGER_POD_NOTE),
+            ("version", MANAGER_POD_NOTE),
+            ("imagePullPolicy", MANAGER_POD_NOTE),
+            ("imagePullSecrets", MANAGER_POD_NOTE),
+            ("resources", MANAGER_POD_NOTE),
+            ("securityContext", MANAGER_POD_NOTE),
         ],
         notes,
     );

@@ -13,14 +13,14 @@ use crate::migrate::report::{Notes, SettingPlace};
 pub(in crate::migrate) const GKE_POOL_LABEL: &str = "cloud.google.com/gke-nodepool";
 /// Label with the model of a node's GPUs.
 pub(in crate::migrate) const ACCELERATOR_LABEL: &str = "cloud.google.com/gke-accelerator";
-/// Label with the strategy by which GPUs are shared.
+/// Label with the strategy that GKE uses to share GPUs.
 pub(in crate::migrate) const STRATEGY_LABEL: &str = "cloud.google.com/gke-gpu-sharing-strategy";
-/// Label with the number of clients of each GPU.
+/// Label with the maximum number of clients that share each GPU.
 pub(in crate::migrate) const CLIENTS_LABEL: &str = "cloud.google.com/gke-max-shared-clients-per-gpu";
 /// Label with the profile of the MIG instances.
 pub(in crate::migrate) const PARTITION_LABEL: &str = "cloud.google.com/gke-gpu-partition-size";
 
-/// GKE's names of models that support MIG, each with NVML's name and the memory in MiB.
+/// The models that support MIG: GKE's name, NVML's name, and the memory in MiB.
 const MODELS: [(&str, &str, u64); 6] = [
     ("nvidia-tesla-a100", "NVIDIA A100-SXM4-40GB", 40_960),
     ("nvidia-a100-80gb", "NVIDIA A100-SXM4-80GB", 81_920),
@@ -33,11 +33,11 @@ const MODELS: [(&str, &str, u64); 6] = [
 /// A node pool with GPUs.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::migrate) struct Pool {
-    /// Name of the pool. Empty if the input does not name it.
+    /// Name of the pool. Empty if the input does not name the pool.
     pub(in crate::migrate) name: String,
-    /// The labels by which pods select the pool.
+    /// The GKE labels of the pool's nodes. Pods use these labels to select the pool.
     pub(in crate::migrate) labels: Labels,
-    /// How GPUs or MIG instances are shared, and the number of clients of each.
+    /// How GPUs or MIG instances are shared, and the number of clients of each GPU or instance.
     pub(in crate::migrate) shared: Option<(Strategy, u32)>,
     /// Profile of the MIG instances.
     pub(in crate::migrate) partition: Option<String>,
@@ -66,7 +66,7 @@ pub(in crate::migrate) fn is_pool(value: &Value) -> bool {
     value.pointer("/config/accelerators").is_some()
 }
 
-/// Returns whether a node with these labels belongs to a node pool of GKE with GPUs.
+/// Returns whether a node with these labels belongs to a GKE node pool with GPUs.
 pub(in crate::migrate) fn is_gke_node(labels: &Labels) -> bool {
     labels.contains_key(ACCELERATOR_LABEL)
 }
@@ -172,7 +172,8 @@ pub(in crate::migrate) fn from_labels(source: &str, labels: &Labels, notes: &mut
     Ok(Pool { name, labels, shared, partition, instances })
 }
 
-/// Returns the maximum number of instances of a profile on a GPU.
+/// Returns the maximum number of instances of a profile on a GPU. Returns `None` if the model or
+/// the profile is unknown.
 fn max_instances_of_profile(accelerator: &str, profile: &str) -> Option<usize> {
     let (_, model, memory) = MODELS.iter().find(|(name, ..)| *name == accelerator)?;
     let profiles = mig::built_in(model, *memory)?;

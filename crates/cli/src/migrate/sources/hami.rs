@@ -12,16 +12,16 @@ use crate::migrate::report::{Notes, Outcome, SettingPlace};
 /// Name of HAMi's scheduler in pods.
 pub(in crate::migrate) const SCHEDULER_NAME: &str = "hami-scheduler";
 
-/// The resources that pods request from HAMi.
+/// The names of the resources that pods request from HAMi.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::migrate) struct HamiResources {
-    /// Number of GPUs.
+    /// The resource for the number of GPUs.
     pub(in crate::migrate) count: String,
-    /// Memory of each GPU, in MiB.
+    /// The resource for the memory of each GPU, in MiB.
     pub(in crate::migrate) memory: String,
-    /// Memory of each GPU, in percent.
+    /// The resource for the memory of each GPU, in percent.
     pub(in crate::migrate) percentage: String,
-    /// SMs of each GPU, in percent.
+    /// The resource for the SMs of each GPU, in percent.
     pub(in crate::migrate) cores: String,
 }
 
@@ -54,7 +54,7 @@ pub(in crate::migrate) struct HamiConfig {
     pub(in crate::migrate) node_selector: Option<Labels>,
     /// How strictly HAMi limits SMs.
     pub(in crate::migrate) threads: Option<ThreadPolicy>,
-    /// Nodes with an operating mode of their own.
+    /// Operating modes of the nodes that HAMi's configuration names.
     pub(in crate::migrate) nodes: BTreeMap<String, OperatingMode>,
 }
 
@@ -76,8 +76,8 @@ pub(in crate::migrate) fn is_node_config(value: &Value) -> bool {
     value.get("nodeconfig").is_some()
 }
 
-/// The report's text about settings of HAMi's own pods.
-const OWN_POD_NOTE: &str = "A property of HAMi's own pods.";
+/// The report's text for settings of HAMi's own pods.
+const OWN_POD_NOTE: &str = "The setting applies only to HAMi's own pods.";
 
 /// Parses a values file.
 ///
@@ -90,7 +90,7 @@ pub(in crate::migrate) fn parse_values(
     notes: &mut Notes,
 ) -> Result<()> {
     let mut top = Section::root(source, value)?;
-    read_names(
+    read_resource_names(
         &mut top,
         ["resourceName", "resourceMem", "resourceMemPercentage", "resourceCores", "resourcePriority"],
         into,
@@ -154,7 +154,7 @@ pub(in crate::migrate) fn parse_device_config(
 ) -> Result<()> {
     let mut top = Section::root(source, value)?;
     if let Some(mut nvidia) = top.take_section("nvidia")? {
-        read_names(
+        read_resource_names(
             &mut nvidia,
             [
                 "resourceCountName",
@@ -209,7 +209,7 @@ pub(in crate::migrate) fn parse_node_config(
                 "mig" => {
                     notes.translated(
                         place,
-                        "A policy for this node, by kubernetes.io/hostname, has mode Mig. It creates instances on demand.",
+                        "A policy that selects this node by kubernetes.io/hostname has mode Mig. The policy creates instances on demand.",
                     );
                     OperatingMode::Mig
                 }
@@ -240,7 +240,7 @@ pub(in crate::migrate) fn parse_node_config(
         }
         node.drop_keys(
             &[
-                ("devicecorescaling", "SMs of sized slices follow their memory."),
+                ("devicecorescaling", "A sized slice gets SMs in proportion to its memory."),
                 ("preconfigureddevicememory", "Cleave reads the memory of GPUs from NVML."),
                 ("enablenumatopology", "Cleave's hints to the kubelet include the NUMA node."),
                 ("enablegetpreferredallocation", "Cleave answers the kubelet's requests for preferred devices."),
@@ -258,13 +258,13 @@ pub(in crate::migrate) fn parse_node_config(
 }
 
 /// Reads the resource names, in the order count, memory, percentage, cores and priority.
-fn read_names(section: &mut Section, keys: [&str; 5], into: &mut HamiConfig, notes: &mut Notes) -> Result<()> {
+fn read_resource_names(section: &mut Section, keys: [&str; 5], into: &mut HamiConfig, notes: &mut Notes) -> Result<()> {
     let [count, memory, percentage, cores, priority] = keys;
     let texts = [
         (count, &mut into.names.count, "Pods that request no memory request whole GPUs: nvidia.com/gpu."),
         (memory, &mut into.names.memory, "Pods request memory as nvidia.com/gpu-<G>gb: 1, in whole GiB."),
         (percentage, &mut into.names.percentage, "Pods request memory as nvidia.com/gpu-<G>gb: 1, in whole GiB."),
-        (cores, &mut into.names.cores, "SMs of sized slices follow their memory."),
+        (cores, &mut into.names.cores, "A sized slice gets SMs in proportion to its memory."),
     ];
     for (key, name, text) in texts {
         if let Some((place, value)) = section.take_string(key)? {
@@ -273,7 +273,10 @@ fn read_names(section: &mut Section, keys: [&str; 5], into: &mut HamiConfig, not
         }
     }
     if let Some((place, _)) = section.take_string(priority)? {
-        notes.dropped(place, "Cleave has no priority within a GPU. Use the pod's priority class for placement.");
+        notes.dropped(
+            place,
+            "Cleave has no priorities between pods that share a GPU. Use the pod's priority class for placement.",
+        );
     }
     Ok(())
 }
@@ -317,7 +320,7 @@ fn report_limit(place: SettingPlace, key: &str, value: &Value, notes: &mut Notes
              time-slicing, which limits no memory.",
         ),
         "deviceCoreScaling" if number > 1.0 => {
-            notes.decide(place, "SMs follow memory. mps.threads: Burst gives up to twice that, and Uncapped all SMs.");
+            notes.decide(place, "A slice gets SMs in proportion to its memory. mps.threads: Burst allows up to twice as many, and Uncapped allows all SMs.");
         }
         "deviceMemoryScaling" | "deviceCoreScaling" => {
             notes.translated(place, "The setting causes no over-commitment.");
@@ -345,7 +348,8 @@ fn read_nvidia(nvidia: &mut Section, into: &mut HamiConfig, notes: &mut Notes) -
     Ok(())
 }
 
-/// Settings of the device plugin that do not affect policies, and the report's text about them.
+/// Settings of the device plugin that do not affect policies, and the report's text for each group
+/// of settings.
 const PLUGIN_KEYS: [(&[&str], &str); 4] = [
     (&["migStrategy"], "Cleave serves MIG instances as nvidia.com/mig-<profile> where a policy has mode Mig."),
     (
@@ -398,7 +402,7 @@ fn read_device_plugin(plugin: &mut Section, into: &mut HamiConfig, notes: &mut N
     if let Some((place, class)) = plugin.take_string("runtimeClassName")?
         && !class.is_empty()
     {
-        notes.set(place, "driver.runtimeClassName", class.into());
+        notes.set_chart_value(place, "driver.runtimeClassName", class.into());
     }
     if let Some(mut nodes) = plugin.take_section("nodeConfiguration")? {
         if let Some((place, config)) = nodes.take_string("config")?
@@ -422,7 +426,7 @@ fn read_scheduler(scheduler: &mut Section, notes: &mut Notes) -> Result<()> {
         for key in ["nodeSchedulerPolicy", "gpuSchedulerPolicy"] {
             match policy.take_string(key)? {
                 Some((place, word)) if word == "binpack" => {
-                    notes.translated(place, "Cleave fills nodes and GPUs that are in use first.");
+                    notes.translated(place, "Cleave first fills nodes and GPUs that are already in use.");
                 }
                 Some((place, _)) => notes.decide(
                     place,

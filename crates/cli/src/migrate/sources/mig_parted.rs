@@ -12,7 +12,7 @@ const MAX_INSTANCES: u64 = 8;
 /// NVIDIA's vendor ID, the lower half of a PCI device ID.
 const NVIDIA_VENDOR_ID: u32 = 0x10DE;
 
-/// PCI device IDs, each with the part of NVML's product name that identifies the model.
+/// PCI device IDs, and for each ID the part of NVML's product name that identifies the model.
 const MODELS_BY_DEVICE_ID: [(u32, &str); 18] = [
     (0x20B0, "A100-SXM4-40GB"),
     (0x20B2, "A100-SXM4-80GB"),
@@ -45,7 +45,7 @@ pub(in crate::migrate) enum MigState {
     Layout(Vec<String>),
 }
 
-/// The part of a configuration for some of a node's GPUs.
+/// One entry of a configuration, which describes some or all GPUs of a node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::migrate) struct MigRule {
     /// The models of the GPUs. Empty for every model.
@@ -65,8 +65,8 @@ pub(in crate::migrate) fn is_mig_config(value: &Value) -> bool {
 /// lists. The report summarizes all other configurations in one line.
 ///
 /// # Errors
-/// Returns an error if mig-parted would refuse the configuration, or an entry is not a number of
-/// instances.
+/// Returns an error if mig-parted would refuse the configuration, or if a layout is not a valid
+/// number of instances.
 pub(in crate::migrate) fn parse(
     source: &str,
     value: Value,
@@ -96,7 +96,7 @@ pub(in crate::migrate) fn parse(
     if !unused.is_empty() {
         notes.dropped(
             SettingPlace { source: source.to_owned(), setting: "mig-configs".to_owned(), value: String::new() },
-            format!("No node has the label nvidia.com/mig.config with one of: {}.", unused.join(", ")),
+            format!("No node has the label nvidia.com/mig.config with one of these values: {}.", unused.join(", ")),
         );
     }
     top.finish(notes);
@@ -187,7 +187,7 @@ fn models_of_device_ids(place: &SettingPlace, ids: &[String], notes: &mut Notes)
         let digits = id.strip_prefix("0x").or_else(|| id.strip_prefix("0X")).unwrap_or(id);
         let Ok(number) = u32::from_str_radix(digits, 16) else {
             bail!(
-                "{}: {} contains {id:?}, which is not a PCI device id such as 0x20B010DE",
+                "{}: {} contains {id:?}, which is not a PCI device ID such as 0x20B010DE",
                 place.source,
                 place.setting
             );
@@ -222,7 +222,7 @@ fn models_of_device_ids(place: &SettingPlace, ids: &[String], notes: &mut Notes)
 /// The MIG instances of an entry.
 enum Layout {
     Profiles(Vec<String>),
-    /// A profile that divides an instance.
+    /// The first profile that divides an instance into compute instances.
     ComputeInstances(String),
 }
 

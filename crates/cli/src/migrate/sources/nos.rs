@@ -5,7 +5,7 @@ use serde_json::Value;
 use crate::migrate::fields::Section;
 use crate::migrate::report::{Notes, SettingPlace};
 
-/// Node label that selects how Nos partitions the node's GPUs.
+/// Node label that determines how Nos partitions the node's GPUs.
 pub(in crate::migrate) const PARTITIONING_LABEL: &str = "nos.nebuly.com/gpu-partitioning";
 
 /// Maximum number of seconds that a policy accepts.
@@ -16,7 +16,7 @@ const MAX_SECONDS: u32 = 999_999;
 pub(in crate::migrate) enum Partitioning {
     Mig,
     Mps,
-    /// Nos accepts this value, and does nothing.
+    /// Nos accepts this value, and partitions no GPU.
     Hybrid,
 }
 
@@ -32,7 +32,7 @@ impl Partitioning {
     }
 
     /// Returns the value of [`PARTITIONING_LABEL`].
-    pub(in crate::migrate) const fn word(self) -> &'static str {
+    pub(in crate::migrate) const fn label_value(self) -> &'static str {
         match self {
             Self::Mig => "mig",
             Self::Mps => "mps",
@@ -44,7 +44,7 @@ impl Partitioning {
 /// The values that affect policies.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(in crate::migrate) struct NosValues {
-    /// Seconds without another new pod before Nos plans.
+    /// Seconds without a new pod after which Nos plans.
     pub(in crate::migrate) idle_seconds: Option<u32>,
     /// Maximum number of seconds that Nos waits before it plans.
     pub(in crate::migrate) timeout_seconds: Option<u32>,
@@ -71,7 +71,7 @@ pub(in crate::migrate) fn parse(source: &str, value: Value, notes: &mut Notes) -
         partitioner.finish(notes);
     }
     if let Some((place, _)) = top.take_value("nvidiaGpuResourceMemoryGB") {
-        notes.dropped(place, "It converts nvidia.com/gpu to nos.nebuly.com/gpu-memory in quotas. See Cleave's quotas.");
+        notes.dropped(place, "Nos uses the setting to convert nvidia.com/gpu to nos.nebuly.com/gpu-memory in quotas. See Cleave's quotas.");
     }
     top.drop_keys(
         &[
@@ -89,7 +89,7 @@ pub(in crate::migrate) fn parse(source: &str, value: Value, notes: &mut Notes) -
 }
 
 fn read_partitioner(partitioner: &mut Section, notes: &mut Notes) -> Result<NosValues> {
-    const OWN_POD_NOTE: &str = "A property of Nos's own pods.";
+    const OWN_POD_NOTE: &str = "The setting applies only to Nos's own pods.";
     let mut values = NosValues::default();
     let check = |place: &SettingPlace, seconds: u32| {
         ensure!(
@@ -118,7 +118,7 @@ fn read_partitioner(partitioner: &mut Section, notes: &mut Notes) -> Result<NosV
     }
     partitioner.drop_keys(
         &[
-            ("devicePlugin", "Cleave's agent serves its own plan. No ConfigMap or delay is needed."),
+            ("devicePlugin", "Cleave's agent reads the plan from its GpuNode. No ConfigMap or delay is needed."),
             ("scheduler", "Cleave plans for the cluster's own scheduler."),
             ("migAgent", "Cleave's agent creates instances and reports changes at once."),
             ("gpuAgent", "Cleave's agent reports changes at once."),

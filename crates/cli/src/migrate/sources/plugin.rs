@@ -7,11 +7,11 @@ use serde_json::{Value, json};
 use crate::migrate::fields::Section;
 use crate::migrate::report::{Notes, Outcome, SettingPlace};
 
-/// The resource of whole GPUs, and of shares that the plugin does not rename.
+/// The resource that the plugin serves for whole GPUs, and for shares that it does not rename.
 pub(in crate::migrate) const GPU: &str = "nvidia.com/gpu";
 /// Prefix of the resources of MIG instances.
 pub(in crate::migrate) const MIG_PREFIX: &str = "nvidia.com/mig-";
-/// The report's text about settings of GPU feature discovery.
+/// The report's text for settings of GPU feature discovery.
 const FEATURE_DISCOVERY_NOTE: &str = "The setting belongs to GPU feature discovery, which may stay installed.";
 /// Suffix that the plugin adds to renamed resources.
 const SHARED_SUFFIX: &str = ".shared";
@@ -29,7 +29,7 @@ pub(in crate::migrate) enum MigStrategy {
 }
 
 impl MigStrategy {
-    /// Parses the value of `migStrategy`, and reports its effect on pods.
+    /// Parses a MIG strategy, and reports its effect on pods.
     ///
     /// # Errors
     /// Returns an error if the text is not a strategy.
@@ -43,8 +43,7 @@ impl MigStrategy {
         match strategy {
             Self::None => notes.translated(
                 place,
-                "MIG is not used. If a GPU is in MIG mode nevertheless, Cleave serves its instances as \
-                 nvidia.com/mig-<profile>, while NVIDIA's plugin serves the whole GPU.",
+                "MIG is not used. If a GPU is in MIG mode anyway, Cleave serves its instances as nvidia.com/mig-<profile>, but NVIDIA's plugin serves the whole GPU.",
             ),
             Self::Single => notes.decide(
                 place,
@@ -71,14 +70,14 @@ pub(in crate::migrate) struct Sharing {
     pub(in crate::migrate) by: SharedBy,
     /// Whether names of shared resources end in `.shared`.
     pub(in crate::migrate) renamed: bool,
-    /// Whether the plugin refuses requests above 1.
+    /// Whether the plugin refuses requests for more than 1.
     pub(in crate::migrate) refuses_above_one: bool,
     /// The number of replicas of each device, by resource.
     pub(in crate::migrate) replicas: BTreeMap<String, u32>,
 }
 
 impl Sharing {
-    /// Returns the resource under which the plugin serves the shares of a resource.
+    /// Returns the name that the plugin gives to shares of a resource.
     pub(in crate::migrate) fn served_resource(&self, resource: &str) -> String {
         if self.renamed { format!("{resource}{SHARED_SUFFIX}") } else { resource.to_owned() }
     }
@@ -122,8 +121,8 @@ pub(in crate::migrate) fn parse(source: &str, value: Value, notes: &mut Notes) -
         let parsed = read_sharing(&mut sharing, notes)?;
         sharing.finish(notes);
         match parsed {
-            ReadSharing::OfNos => return Ok(None),
-            ReadSharing::Parsed(sharing) => config.sharing = sharing,
+            SharingContent::OfNos => return Ok(None),
+            SharingContent::Parsed(sharing) => config.sharing = sharing,
         }
     }
     top.drop_keys(
@@ -137,7 +136,8 @@ pub(in crate::migrate) fn parse(source: &str, value: Value, notes: &mut Notes) -
     Ok(Some(config))
 }
 
-/// Reads `flags`, in a configuration or at the top of a chart's values.
+/// Reads the section `flags` of a configuration, or the same settings at the top of a chart's
+/// values.
 ///
 /// # Errors
 /// Returns an error if a flag has a wrong type or value.
@@ -158,7 +158,7 @@ pub(in crate::migrate) fn read_flags(flags: &mut Section, notes: &mut Notes) -> 
                 place,
                 format!(
                     "Cleave does not inject {what}. Add its devices and libraries to every container with \
-                     containers.mounts, or keep these nodes out of Cleave."
+                     containers.mounts, or exclude these nodes from Cleave."
                 ),
             ),
             Some((place, false)) => notes.dropped(place, format!("Cleave does not inject {what}.")),
@@ -167,9 +167,9 @@ pub(in crate::migrate) fn read_flags(flags: &mut Section, notes: &mut Notes) -> 
     }
     match flags.take_string("deviceDiscoveryStrategy")? {
         Some((place, text)) if text == "tegra" => {
-            notes.decide(place, "Cleave finds GPUs by NVML only. It does not support Tegra.");
+            notes.decide(place, "Cleave finds GPUs through NVML only. It does not support Tegra.");
         }
-        Some((place, _)) => notes.translated(place, "Cleave finds GPUs by NVML."),
+        Some((place, _)) => notes.translated(place, "Cleave finds GPUs through NVML."),
         None => {}
     }
     flags.drop_keys(
@@ -207,7 +207,7 @@ fn report_driver_root(place: SettingPlace, root: &str, notes: &mut Notes) {
     }
 }
 
-/// Reads how containers get their devices, in `flags.plugin` or at the top of a chart's values.
+/// Reads how containers get their devices, from `flags.plugin` or from the top of a chart's values.
 ///
 /// # Errors
 /// Returns an error if a flag has a wrong type or value.
@@ -229,11 +229,10 @@ pub(in crate::migrate) fn read_plugin_flags(plugin: &mut Section, notes: &mut No
     }
     if let Some((place, policy)) = plugin.take_string("sharedDevicesAllocationPolicy")? {
         match policy.as_str() {
-            "packed" => notes.translated(place, "Cleave fills GPUs that are in use first."),
+            "packed" => notes.translated(place, "Cleave first fills GPUs that are already in use."),
             "distributed" => notes.decide(
                 place,
-                "Cleave keeps only replicas of one controller apart (replicaPlacement: Spread, the default). Other \
-                 pods fill GPUs that are in use first.",
+                "Cleave keeps only replicas of one controller apart (replicaPlacement: Spread, the default). Other pods first fill GPUs that are already in use.",
             ),
             _ => bail!("{}: {} is {policy:?}; it must be distributed or packed", place.source, place.setting),
         }
@@ -254,8 +253,8 @@ pub(in crate::migrate) fn read_plugin_flags(plugin: &mut Section, notes: &mut No
 fn report_device_list(place: SettingPlace, strategy: &str, notes: &mut Notes) -> Result<()> {
     const CHART_VALUE_PATH: &str = "agent.deviceListStrategy";
     match strategy {
-        "envvar" => notes.set(place, CHART_VALUE_PATH, json!("Envvar")),
-        "cdi-cri" | "cdi-annotations" => notes.set(place, CHART_VALUE_PATH, json!("Cdi")),
+        "envvar" => notes.set_chart_value(place, CHART_VALUE_PATH, json!("Envvar")),
+        "cdi-cri" | "cdi-annotations" => notes.set_chart_value(place, CHART_VALUE_PATH, json!("Cdi")),
         "volume-mounts" => notes.decide(
             place,
             "Cleave does not list devices as volume mounts. Choose Envvar or Cdi for agent.deviceListStrategy.",
@@ -271,13 +270,13 @@ fn report_device_list(place: SettingPlace, strategy: &str, notes: &mut Notes) ->
 
 /// The content of a `sharing` section.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum ReadSharing {
+enum SharingContent {
     Parsed(Option<Sharing>),
-    /// Slices that Nos wrote as part of its plan.
+    /// Nos wrote the section as part of its plan.
     OfNos,
 }
 
-fn read_sharing(sharing: &mut Section, notes: &mut Notes) -> Result<ReadSharing> {
+fn read_sharing(sharing: &mut Section, notes: &mut Notes) -> Result<SharingContent> {
     let slicing = sharing.take_section("timeSlicing")?;
     let mps = sharing.take_section("mps")?;
     let (by, mut section) = match (slicing, mps) {
@@ -287,19 +286,23 @@ fn read_sharing(sharing: &mut Section, notes: &mut Notes) -> Result<ReadSharing>
         ),
         (Some(slicing), None) => (SharedBy::TimeSlicing, slicing),
         (None, Some(mps)) => (SharedBy::Mps, mps),
-        (None, None) => return Ok(ReadSharing::Parsed(None)),
+        (None, None) => return Ok(SharingContent::Parsed(None)),
     };
     let renamed = section.take_bool("renameByDefault")?;
     let refuses = section.take_bool("failRequestsGreaterThanOne")?;
     let refuses_above_one = refuses.as_ref().map_or(by == SharedBy::Mps, |(_, refuses)| *refuses);
     let resources = section.take_sections("resources")?.unwrap_or_default();
-    ensure!(!resources.is_empty(), "{}: {by:?} lists no resources: the plugin refuses that", section.source());
+    ensure!(
+        !resources.is_empty(),
+        "{}: {by:?} lists no resources, so the plugin refuses the configuration",
+        section.source()
+    );
     if resources.iter().any(|resource| resource.has_value("memoryGB")) {
         notes.dropped(
             SettingPlace::of_whole_source(section.source()),
             "Nos wrote this configuration as a part of its plan. Cleave's operator makes its own plan.",
         );
-        return Ok(ReadSharing::OfNos);
+        return Ok(SharingContent::OfNos);
     }
     let renamed_value = renamed.as_ref().is_some_and(|(_, renamed)| *renamed);
     if let Some((place, renamed)) = renamed {
@@ -319,17 +322,17 @@ fn read_sharing(sharing: &mut Section, notes: &mut Notes) -> Result<ReadSharing>
         resource.finish(notes);
     }
     section.finish(notes);
-    Ok(ReadSharing::Parsed(Some(Sharing { by, renamed: renamed_value, refuses_above_one, replicas })))
+    Ok(SharingContent::Parsed(Some(Sharing { by, renamed: renamed_value, refuses_above_one, replicas })))
 }
 
-/// Describes what a request above 1 gets from Cleave.
+/// Describes what Cleave allocates for a request for more than 1.
 const fn describe_requests_above_one(by: SharedBy) -> &'static str {
     match by {
         SharedBy::Mps => {
-            "A request for N shares gets N shares of one GPU from Cleave: N times the memory and SMs. Cleave never refuses it for its amount."
+            "A request for N shares gets N shares of one GPU from Cleave: N times the memory and SMs of one share. Cleave does not refuse a request because N is above 1."
         }
         SharedBy::TimeSlicing => {
-            "A request for N replicas gets N replicas of one GPU if possible, but not N times the GPU's time. Cleave never refuses it for its amount."
+            "A request for N replicas gets N replicas of one GPU if possible, but not N times the GPU's time. Cleave does not refuse a request because N is above 1."
         }
     }
 }
@@ -362,15 +365,14 @@ fn read_resource(
     if by == SharedBy::Mps && name != GPU {
         notes.translated(
             SettingPlace::of_whole_source(&source),
-            format!("NVIDIA's plugin refuses MPS on {name}. Cleave serves it."),
+            format!("NVIDIA's plugin refuses MPS on {name}. Cleave supports it."),
         );
     }
     match resource.take_value("devices") {
         Some((place, Value::String(all))) if all == "all" => notes.translated(place, "The policy selects all GPUs."),
         Some((place, _)) => notes.dropped(
             place,
-            "NVIDIA's plugin ignores this list and shares all devices, and so does the policy. To share some, add \
-             gpus.indices or gpus.uuids to the policy.",
+            "NVIDIA's plugin ignores this list and shares all devices. The policy shares all devices too. To share only some devices, add gpus.indices or gpus.uuids to the policy.",
         ),
         None => {}
     }

@@ -10,9 +10,9 @@ pub(in super::super) const OLDEST_SUPPORTED: MajorMinor = MajorMinor(1, 34);
 /// The newest Kubernetes version with which the cluster tests ran.
 pub(in super::super) const NEWEST_TESTED: MajorMinor = MajorMinor(1, 37);
 /// The first Kubernetes version in which `MutatingAdmissionPolicies` are enabled by default.
-const MUTATING_POLICIES_SINCE: MajorMinor = MajorMinor(1, 36);
-/// Priority classes of Cleave's pods. The `DaemonSets` use the first, and the operator uses the
-/// second.
+const FIRST_VERSION_WITH_MUTATING_POLICIES: MajorMinor = MajorMinor(1, 36);
+/// Default priority classes of Cleave's pods. The `DaemonSets` use the first class, and the
+/// operator uses the second class.
 pub(in super::super) const SYSTEM_PRIORITY_CLASSES: [&str; 2] = ["system-node-critical", "system-cluster-critical"];
 
 /// Adds the findings about the cluster as a whole.
@@ -88,8 +88,10 @@ fn check_version(view: &View<'_>, report: &mut Report) {
             "Remove --runtime-config settings that turn the API off.",
         );
     }
-    if version.is_some_and(|version| version >= MUTATING_POLICIES_SINCE) && !has("mutatingadmissionpolicies") {
-        report.set("admission.gate", "webhook");
+    if version.is_some_and(|version| version >= FIRST_VERSION_WITH_MUTATING_POLICIES)
+        && !has("mutatingadmissionpolicies")
+    {
+        report.set_chart_value("admission.gate", "webhook");
         report.add_warning(
             FindingReason::MutatingPoliciesMissing,
             "The API server does not serve MutatingAdmissionPolicies of admissionregistration.k8s.io/v1, \
@@ -112,7 +114,7 @@ fn check_platform(view: &View<'_>, report: &mut Report) {
         report.add_info(FindingReason::PlatformDetected, message, "");
         report.values_files.extend(platform.values_file().map(|name| format!("platforms/{name}.yaml")));
         if let Some(directory) = platform.kubelet_directory() {
-            report.set("paths.kubelet", directory);
+            report.set_chart_value("paths.kubelet", directory);
         }
     } else if view.platforms.is_empty() {
         report.add_warning(
@@ -124,15 +126,15 @@ fn check_platform(view: &View<'_>, report: &mut Report) {
         let names = join_names(view.platforms.iter().map(|platform| platform.name()));
         report.add_warning(
             FindingReason::PlatformsMixed,
-            format!("The GPU nodes belong to several platforms: {names}. One Helm release can serve only one of them."),
+            format!("The GPU nodes belong to several platforms: {names}. One Helm release can serve only one of these platforms."),
             "Choose the nodes of one platform with --node-selector, and run preflight again.",
         );
     }
     check_autopilot(view, report);
 }
 
-/// Reports nodes of GKE Autopilot. Only their names, which start with `gk3-`, identify such nodes.
-/// A Standard cluster may have some of them.
+/// Reports nodes of GKE Autopilot. The names of such nodes start with `gk3-`, and nothing else
+/// identifies them. A Standard cluster may also have nodes of Autopilot.
 fn check_autopilot(view: &View<'_>, report: &mut Report) {
     let autopilot = |node: &&&Node| Platform::of(node) == Some(Platform::Gke) && node.metadata.name.starts_with("gk3-");
     if !view.nodes.is_empty() && view.nodes.iter().all(|node| autopilot(&node)) {

@@ -1,4 +1,4 @@
-//! The checks of preflight. Pure: they turn facts about a cluster into a report.
+//! The checks of preflight. Pure: the checks turn facts about a cluster into a report.
 mod cluster;
 mod namespace;
 mod nodes;
@@ -36,7 +36,7 @@ pub(super) fn check(facts: &Facts, target: &Target) -> Report {
     namespace::check(&view, &mut report);
     webhooks::check(&view, &mut report);
     if !target.node_selector.is_empty() {
-        report.set("nodes.nodeSelector", json!(target.node_selector));
+        report.set_chart_value("nodes.nodeSelector", json!(target.node_selector));
     }
     report.findings.sort_by_key(|finding| finding.level);
     report

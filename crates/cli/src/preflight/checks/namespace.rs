@@ -10,11 +10,11 @@ use super::view::{View, items};
 /// The label that sets the Pod Security Standard of a namespace.
 const POD_SECURITY_LABEL: &str = "pod-security.kubernetes.io/enforce";
 /// The scope of a quota that selects pods by their priority class.
-const PRIORITY_SCOPE: &str = "PriorityClass";
+const PRIORITY_CLASS_SCOPE: &str = "PriorityClass";
 /// Number of Cleave's `DaemonSets`: the agents and the MPS hosts.
 const DAEMON_SET_COUNT: u64 = 2;
 /// Default number of the operator's replicas.
-const OPERATOR_REPLICAS: u64 = 2;
+const DEFAULT_OPERATOR_REPLICAS: u64 = 2;
 
 /// Adds the findings about the namespace.
 pub(super) fn check(view: &View<'_>, report: &mut Report) {
@@ -49,8 +49,7 @@ fn check_pod_security(view: &View<'_>, report: &mut Report) {
         Some(standard) => report.add_error(
             FindingReason::PodSecurityTooStrict,
             format!(
-                "The namespace {name} enforces the Pod Security Standard {standard}. It refuses the agent and the \
-                 MPS host, which are privileged."
+                "The namespace {name} enforces the Pod Security Standard {standard}. This standard refuses the agent and the MPS host, which are privileged."
             ),
             action,
         ),
@@ -58,8 +57,7 @@ fn check_pod_security(view: &View<'_>, report: &mut Report) {
         None if view.platforms.contains(&Platform::Talos) => report.add_error(
             FindingReason::PodSecurityTooStrict,
             format!(
-                "The namespace {name} has no Pod Security label, and Talos then enforces the standard baseline. It \
-                 refuses the agent and the MPS host, which are privileged."
+                "The namespace {name} has no Pod Security label, and Talos then enforces the standard baseline. This standard refuses the agent and the MPS host, which are privileged."
             ),
             action,
         ),
@@ -121,29 +119,28 @@ fn check_quotas(view: &View<'_>, report: &mut Report) {
     let covers = |class: &str| quotas.iter().any(|quota| selects_priority_class(quota, class));
     let is_gke = view.platforms.contains(&Platform::Gke);
     if is_gke && name != "kube-system" && !SYSTEM_PRIORITY_CLASSES.into_iter().all(covers) {
-        report.set("priorityClass.quota", true);
+        report.set_chart_value("priorityClass.quota", true);
         report.add_info(
             FindingReason::PriorityQuotaMissing,
             format!(
-                "GKE admits the priority classes of Cleave's pods only in namespaces with a ResourceQuota that \
-                 selects them. The namespace {name} has none. The chart creates one if priorityClass.quota is true."
+                "GKE admits the priority classes of Cleave's pods only in namespaces with a ResourceQuota that selects these classes. The namespace {name} has no such quota. The chart creates the quota if priorityClass.quota is true."
             ),
             "",
         );
     }
 }
 
-/// Returns whether a quota applies to Cleave's pods of a priority class. These pods have resource
-/// requests and no deadline.
+/// Returns whether a quota applies to Cleave's pods of a priority class. Cleave's pods have
+/// resource requests and no deadline.
 fn quota_applies(quota: &ResourceQuota, class: &str) -> bool {
-    let scope = |scope: &str| matches!(scope, "NotTerminating" | "NotBestEffort" | PRIORITY_SCOPE);
+    let scope = |scope: &str| matches!(scope, "NotTerminating" | "NotBestEffort" | PRIORITY_CLASS_SCOPE);
     quota.spec.scopes.iter().all(|name| scope(name))
         && quota.spec.scope_selector.match_expressions.iter().all(|requirement| {
             let listed = requirement.values.iter().any(|value| value == class);
             match (requirement.scope_name.as_str(), requirement.operator.as_str()) {
-                (PRIORITY_SCOPE, "In") => listed,
-                (PRIORITY_SCOPE, "NotIn") => !listed,
-                (PRIORITY_SCOPE, "DoesNotExist") => false,
+                (PRIORITY_CLASS_SCOPE, "In") => listed,
+                (PRIORITY_CLASS_SCOPE, "NotIn") => !listed,
+                (PRIORITY_CLASS_SCOPE, "DoesNotExist") => false,
                 (name, _) => scope(name),
             }
         })
@@ -151,13 +148,14 @@ fn quota_applies(quota: &ResourceQuota, class: &str) -> bool {
 
 /// Returns whether a quota selects a priority class by name.
 fn selects_priority_class(quota: &ResourceQuota, class: &str) -> bool {
-    let named = |scope_name: &str, values: &[String]| scope_name == PRIORITY_SCOPE && values.iter().any(|v| v == class);
+    let named =
+        |scope_name: &str, values: &[String]| scope_name == PRIORITY_CLASS_SCOPE && values.iter().any(|v| v == class);
     let mut requirements = quota.spec.scope_selector.match_expressions.iter();
     quota_applies(quota, class) && requirements.any(|one| one.operator == "In" && named(&one.scope_name, &one.values))
 }
 
-/// Reports a quota for limits that Cleave's containers do not set. With such a quota, the API
-/// server refuses the pods unless a `LimitRange` sets the limits.
+/// Reports a quota that requires limits that some of Cleave's containers do not set. With such a
+/// quota, the API server refuses the pods unless a `LimitRange` sets default limits.
 fn check_required_limits(quota: &ResourceQuota, limit_ranges: &[&LimitRange], report: &mut Report) {
     if !SYSTEM_PRIORITY_CLASSES.into_iter().any(|class| quota_applies(quota, class)) {
         return;
@@ -171,8 +169,7 @@ fn check_required_limits(quota: &ResourceQuota, limit_ranges: &[&LimitRange], re
             report.add_error(
                 FindingReason::QuotaRefusesPods,
                 format!(
-                    "ResourceQuota {} limits {limit}, so it refuses pods without a limit of {resource}. The MPS host \
-                     has none.",
+                    "ResourceQuota {} limits {limit}, so it refuses pods without a limit of {resource}. The MPS host has no such limit.",
                     quota.metadata.full_name()
                 ),
                 format!("Remove {limit} from the quota, or create a LimitRange with a default limit of {resource}."),
@@ -186,7 +183,7 @@ fn check_pod_count(view: &View<'_>, quota: &ResourceQuota, report: &mut Report) 
     let [node_class, operator_class] = SYSTEM_PRIORITY_CLASSES;
     let nodes = u64::try_from(view.gpu_nodes.len()).unwrap_or(u64::MAX).max(1);
     let daemons = if quota_applies(quota, node_class) { nodes.saturating_mul(DAEMON_SET_COUNT) } else { 0 };
-    let operators = if quota_applies(quota, operator_class) { OPERATOR_REPLICAS } else { 0 };
+    let operators = if quota_applies(quota, operator_class) { DEFAULT_OPERATOR_REPLICAS } else { 0 };
     let needed = daemons.saturating_add(operators);
     for resource in ["pods", "count/pods"] {
         let Some(hard) = quota.spec.hard.get(resource).and_then(Quantity::count) else { continue };

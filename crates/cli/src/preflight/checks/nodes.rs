@@ -9,15 +9,15 @@ use serde_json::{Value, json};
 use super::super::facts::{MajorMinor, Node, PodSpec};
 use super::super::platform::Platform;
 use super::super::report::{FindingReason, Report, format_count, join_names};
-use super::view::{View, can_run, chart_labels, is_discovery_label, is_gpu_resource};
+use super::view::{View, can_run, chart_labels, is_gpu_resource, is_set_by_feature_discovery};
 
 /// Keys of taints that the operator tolerates by default.
 pub(in super::super) const OPERATOR_TOLERATIONS: [&str; 2] =
     ["node-role.kubernetes.io/control-plane", "nvidia.com/gpu"];
 /// The architectures of Cleave's image.
-const ARCHITECTURES: [&str; 2] = ["amd64", "arm64"];
-/// The first containerd that supports CDI.
-const CONTAINERD_WITH_CDI: MajorMinor = MajorMinor(1, 7);
+const SUPPORTED_ARCHITECTURES: [&str; 2] = ["amd64", "arm64"];
+/// The oldest version of containerd that supports CDI.
+const OLDEST_CONTAINERD_WITH_CDI: MajorMinor = MajorMinor(1, 7);
 /// The oldest kernel that Cleave supports. The MPS host detects the exit of clients with
 /// `pidfd_open`, which Linux has provided since version 5.3.
 const OLDEST_KERNEL: MajorMinor = MajorMinor(5, 4);
@@ -30,7 +30,7 @@ pub(super) fn serves_gpus(node: &Node) -> bool {
     node.status.allocatable.iter().any(served)
 }
 
-/// Returns the names of nodes, shortened for a sentence.
+/// Returns the names of nodes, shortened if there are many.
 pub(super) fn join_node_names<'a>(nodes: impl IntoIterator<Item = &'a Node>) -> String {
     join_names(nodes.into_iter().map(|node| node.metadata.name.as_str()))
 }
@@ -50,8 +50,7 @@ pub(super) fn check(view: &View<'_>, report: &mut Report) {
 
 fn check_gpus(view: &View<'_>, report: &mut Report) {
     if view.gpu_nodes.is_empty() {
-        let action = "Label the GPU nodes: `kubectl label node NODE cleave.dev/gpu=true`. If they are scaled to zero, \
-                      run preflight again when one exists.";
+        let action = "Label the GPU nodes: `kubectl label node NODE cleave.dev/gpu=true`. If the GPU nodes are scaled to zero, run preflight again when one exists.";
         report.add_warning(
             FindingReason::NoGpuNodes,
             "No node has a GPU label or a GPU resource, so preflight did not check GPU nodes.",
@@ -76,13 +75,14 @@ fn check_gpus(view: &View<'_>, report: &mut Report) {
     check_labels(view, report);
 }
 
-/// Reports GPU nodes that the chart does not select, or selects only by labels that may disappear.
+/// Reports GPU nodes that the chart does not select, or selects only through labels that may
+/// disappear.
 fn check_labels(view: &View<'_>, report: &mut Report) {
     let (mut unlabelled, mut discovered) = (Vec::new(), Vec::new());
     for &node in &view.gpu_nodes {
         if chart_labels(node).next().is_none() {
             unlabelled.push(node);
-        } else if chart_labels(node).all(is_discovery_label) {
+        } else if chart_labels(node).all(is_set_by_feature_discovery) {
             discovered.push(node);
         }
     }
@@ -90,10 +90,10 @@ fn check_labels(view: &View<'_>, report: &mut Report) {
         report.add_warning(
             FindingReason::GpuLabelMissing,
             format!(
-                "Cleave's agents will not run on nodes that have GPUs, but none of the labels in nodes.gpuLabels: {}.",
+                "Cleave's agents will not run on these GPU nodes, because they have none of the labels in nodes.gpuLabels: {}.",
                 join_node_names(unlabelled)
             ),
-            "Run `kubectl label node NODE cleave.dev/gpu=true` for each of them.",
+            "Run `kubectl label node NODE cleave.dev/gpu=true` for each of these nodes.",
         );
     }
     if !discovered.is_empty() {
@@ -118,7 +118,7 @@ fn check_runtimes(view: &View<'_>, report: &mut Report) {
         let runtime = node.status.node_info.container_runtime_version.as_str();
         let Some((name, version)) = runtime.split_once("://") else { continue };
         if name == "containerd" {
-            if MajorMinor::parse(version).is_some_and(|version| version < CONTAINERD_WITH_CDI) {
+            if MajorMinor::parse(version).is_some_and(|version| version < OLDEST_CONTAINERD_WITH_CDI) {
                 without_cdi.entry(version).or_default().push(node);
             }
         } else if name != "cri-o" {
@@ -174,7 +174,7 @@ fn check_architectures(view: &View<'_>, report: &mut Report) {
         nodes_of.entry(node.status.node_info.architecture.as_str()).or_default().push(node);
     }
     for (architecture, nodes) in nodes_of {
-        if !architecture.is_empty() && !ARCHITECTURES.contains(&architecture) {
+        if !architecture.is_empty() && !SUPPORTED_ARCHITECTURES.contains(&architecture) {
             report.add_error(
                 FindingReason::ArchitectureUnsupported,
                 format!(
@@ -212,7 +212,7 @@ fn check_taints(view: &View<'_>, report: &mut Report) {
     }
 }
 
-/// Returns the taints of a node that exclude pods permanently, because no controller removes them.
+/// Returns the taints of a node that exclude pods until an administrator removes the taints.
 fn lasting_taints(node: &Node) -> impl Iterator<Item = &Taint> {
     node.spec.taints.iter().filter(|taint| {
         let refusal = NodeRefusal::Taint { key: taint.key.clone(), value: taint.value.clone() };
@@ -234,7 +234,7 @@ fn check_operator(view: &View<'_>, report: &mut Report) {
                 view.nodes.iter().flat_map(|node| lasting_taints(node)).map(|taint| taint.key.as_str()).collect();
             let all: BTreeSet<&str> = keys.iter().copied().chain(OPERATOR_TOLERATIONS).collect();
             let values: Vec<Value> = all.iter().map(|key| json!({"key": key, "operator": "Exists"})).collect();
-            report.set("operator.tolerations", values);
+            report.set_chart_value("operator.tolerations", values);
             report.add_error(
                 FindingReason::OperatorUnschedulable,
                 format!("Every node has a taint that the operator does not tolerate: {}.", join_names(keys)),
@@ -242,7 +242,7 @@ fn check_operator(view: &View<'_>, report: &mut Report) {
             );
         }
         [only] => {
-            report.set("operator.replicas", 1);
+            report.set_chart_value("operator.replicas", 1);
             report.add_warning(
                 FindingReason::OneOperatorNode,
                 format!(

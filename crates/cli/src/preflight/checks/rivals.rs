@@ -18,7 +18,7 @@ enum Role {
     Driver,
 }
 
-/// A known product, with the rule that recognizes its `DaemonSet`.
+/// A known product, and the rule that recognizes its `DaemonSet`.
 struct Product {
     role: Role,
     name: &'static str,
@@ -30,10 +30,11 @@ struct Product {
 
 /// The name of NVIDIA's `RuntimeClass`.
 const RUNTIME_CLASS: &str = "nvidia";
-/// Prefix of the labels by which `DaemonSets` of the GPU Operator select their nodes.
-const GPU_OPERATOR_LABELS: &str = "nvidia.com/gpu.deploy.";
-/// Custom resource definitions of software that manages GPUs.
-const DEFINITIONS: [(&str, &str, &str); 3] = [
+/// Prefix of the labels in the node selectors of the GPU Operator's `DaemonSets`.
+const GPU_OPERATOR_LABEL_PREFIX: &str = "nvidia.com/gpu.deploy.";
+/// Custom resource definitions of software that manages GPUs: the definition, the software, and the
+/// action for the administrator.
+const RIVAL_DEFINITIONS: [(&str, &str, &str); 3] = [
     (
         "clusterpolicies.nvidia.com",
         "NVIDIA's GPU Operator",
@@ -50,8 +51,9 @@ const DEFINITIONS: [(&str, &str, &str); 3] = [
 /// `ComputeDomain`s.
 const DRA_GPU_CONTAINER: &str = "gpus";
 
-/// The products that preflight recognizes, special cases first. GPU operators put their own labels
-/// on nodes, and these labels identify an operator more reliably than its name.
+/// The products that preflight recognizes. The first match wins, so special cases come first. A
+/// label in the node selector identifies the GPU Operator's `DaemonSets` more reliably than their
+/// names.
 static PRODUCTS: [Product; 12] = [
     Product {
         role: Role::Driver,
@@ -155,7 +157,8 @@ fn selects_label(set: &DaemonSet, label: &str) -> bool {
     set.spec.template.spec.node_selector.contains_key(label)
 }
 
-/// Returns whether the `DaemonSet` is GPU feature discovery, which is in the device plugin's image.
+/// Returns whether the `DaemonSet` is GPU feature discovery, which uses the image of the device
+/// plugin.
 fn is_feature_discovery(set: &DaemonSet) -> bool {
     let command = |command: &String| command.contains("feature-discovery");
     is_named(set, "feature-discovery")
@@ -252,13 +255,13 @@ fn check_plugins(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mu
 }
 
 /// Reports software that is installed but runs no device plugin on the GPU nodes. The software may
-/// start one later.
+/// start a device plugin later.
 fn check_definitions(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
     let runs_plugins = found.iter().any(|found| {
         matches!(found.product.role, Role::Plugin | Role::Dra | Role::MigManager) && !found.nodes.is_empty()
     });
     let exists = |name: &str| items(&view.facts.definitions).iter().any(|one| one.metadata.name == name);
-    for (definition, software, action) in DEFINITIONS {
+    for (definition, software, action) in RIVAL_DEFINITIONS {
         if !runs_plugins && exists(definition) {
             report.add_info(
                 FindingReason::OtherSoftwareInstalled,
@@ -291,12 +294,11 @@ fn check_dra(found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
 /// Reports NVIDIA's MIG manager. The suggested values leave MIG mode to the MIG manager.
 fn check_mig_manager(found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
     for manager in with_role(found, Role::MigManager).filter(|manager| !manager.nodes.is_empty()) {
-        report.set("agent.migMode", "Never");
+        report.set_chart_value("agent.migMode", "Never");
         report.add_warning(
             FindingReason::MigManager,
             format!(
-                "DaemonSet {} is NVIDIA's MIG manager, and runs on {}. It and Cleave's agents would both change MIG \
-                 mode.",
+                "DaemonSet {} is NVIDIA's MIG manager, and runs on {}. Both the MIG manager and Cleave's agents would change MIG mode.",
                 manager.daemon_set.metadata.full_name(),
                 join_node_names(manager.nodes.iter().copied())
             ),
@@ -305,7 +307,7 @@ fn check_mig_manager(found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
     }
 }
 
-/// Reports the driver's location, and the `RuntimeClass` with which Cleave's pods get the driver.
+/// Reports the driver's location, and the `RuntimeClass` that gives Cleave's pods the driver.
 fn check_driver(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
     if view.gpu_nodes.is_empty() {
         return;
@@ -315,7 +317,7 @@ fn check_driver(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mut
     report.add_info(FindingReason::DriverLayout, driver_location.describe(), "");
     let has_operator = view.daemon_sets.iter().any(|set| {
         let selector = &set.spec.template.spec.node_selector;
-        selector.keys().any(|label| label.starts_with(GPU_OPERATOR_LABELS))
+        selector.keys().any(|label| label.starts_with(GPU_OPERATOR_LABEL_PREFIX))
             && view.gpu_nodes.iter().any(|node| can_run(&set.spec.template.spec, node))
     });
     let uses_operator = has_operator || in_container;
@@ -325,9 +327,9 @@ fn check_driver(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mut
     check_runtime_class(view, uses_operator, report);
 }
 
-/// Sets `driver.runtimeClassName` if the platform uses the `RuntimeClass` and it exists. Reports a
-/// missing `RuntimeClass`. The values file of the GPU Operator uses the `RuntimeClass` on every
-/// platform.
+/// Sets `driver.runtimeClassName` if the platform uses the `RuntimeClass` and the `RuntimeClass`
+/// exists. Reports a missing `RuntimeClass` if the platform requires it. The values file of the GPU
+/// Operator requires the `RuntimeClass` on every platform.
 fn check_runtime_class(view: &View<'_>, uses_operator: bool, report: &mut Report) {
     if view.facts.runtime_classes.is_err() {
         return;
@@ -338,12 +340,12 @@ fn check_runtime_class(view: &View<'_>, uses_operator: bool, report: &mut Report
     match (usage, exists) {
         (RuntimeClassUse::Never, _) | (RuntimeClassUse::IfFound, false) => {}
         (RuntimeClassUse::IfFound | RuntimeClassUse::Always, true) => {
-            report.set("driver.runtimeClassName", RUNTIME_CLASS);
+            report.set_chart_value("driver.runtimeClassName", RUNTIME_CLASS);
             report_runtime_class(view, report);
         }
         (RuntimeClassUse::Always, false) => report.add_error(
             FindingReason::RuntimeClassMissing,
-            "The RuntimeClass nvidia does not exist. On this platform Cleave's pods get the driver through it.",
+            "The RuntimeClass nvidia does not exist. On this platform, Cleave's pods get the driver through this RuntimeClass.",
             "Install NVIDIA's container toolkit on the nodes, and create a RuntimeClass nvidia with handler nvidia.",
         ),
     }

@@ -1,4 +1,4 @@
-//! The facts about a cluster, and values that several checks derive from them.
+//! The facts about a cluster, and derived values that several checks use.
 use std::collections::BTreeSet;
 
 use cleave_plan::scheduling::{NodeRefusal, admit};
@@ -36,19 +36,19 @@ const OTHER_GPU_LABELS: [(&str, Option<&str>); 4] = [
     ("nvidia.com/gpu.product", None),
 ];
 /// Prefix of the labels that Talos sets for NVIDIA's system extensions.
-const TALOS_EXTENSIONS: &str = "extensions.talos.dev/nvidia";
+const TALOS_EXTENSION_LABEL_PREFIX: &str = "extensions.talos.dev/nvidia";
 /// Prefixes of the labels that node feature discovery and NVIDIA's GPU feature discovery set. Both
 /// may remove these labels while pods run.
-const DISCOVERED_LABELS: [&str; 2] = ["feature.node.kubernetes.io/", "nvidia.com/gpu."];
+const DISCOVERED_LABEL_PREFIXES: [&str; 2] = ["feature.node.kubernetes.io/", "nvidia.com/gpu."];
 /// Prefix of the names of NVIDIA's resources.
-const NVIDIA_RESOURCES: &str = "nvidia.com/";
-/// Names of resources that are GPUs, without the prefix [`NVIDIA_RESOURCES`].
+const NVIDIA_RESOURCE_PREFIX: &str = "nvidia.com/";
+/// Names of resources that are GPUs, without the prefix [`NVIDIA_RESOURCE_PREFIX`].
 const GPU_RESOURCES: [&str; 3] = ["gpu", "gpu.shared", "pgpu"];
-/// Prefixes of names of resources that are GPUs or parts of GPUs, without [`NVIDIA_RESOURCES`]. The
-/// last three are for virtual GPUs.
+/// Prefixes of names of resources that are GPUs or parts of GPUs, without
+/// [`NVIDIA_RESOURCE_PREFIX`]. The last three prefixes are for virtual GPUs.
 const GPU_RESOURCE_PREFIXES: [&str; 5] = ["gpu-", "mig-", "vgpu", "GRID_", "NVIDIA_"];
 
-/// The facts, and values that several checks derive from them.
+/// The facts about a cluster, and derived values that several checks use.
 pub(super) struct View<'a> {
     pub(super) facts: &'a Facts,
     pub(super) target: &'a Target,
@@ -57,7 +57,7 @@ pub(super) struct View<'a> {
     /// Nodes with GPUs that Cleave will manage.
     pub(super) gpu_nodes: Vec<&'a Node>,
     pub(super) daemon_sets: &'a [DaemonSet],
-    /// Platforms of the GPU nodes, or of all nodes if there is no GPU node.
+    /// Platforms of the GPU nodes, or of all Linux nodes if there is no GPU node.
     pub(super) platforms: BTreeSet<Platform>,
     /// Whether agents of Cleave are installed.
     pub(super) has_agents: bool,
@@ -115,26 +115,26 @@ pub(super) fn can_run(pod: &PodSpec, node: &Node) -> bool {
 fn has_gpus(node: &Node) -> bool {
     chart_labels(node).next().is_some()
         || matching_labels(node, &OTHER_GPU_LABELS).next().is_some()
-        || node.metadata.labels.keys().any(|label| label.starts_with(TALOS_EXTENSIONS))
+        || node.metadata.labels.keys().any(|label| label.starts_with(TALOS_EXTENSION_LABEL_PREFIX))
         || node.status.capacity.keys().any(|name| is_gpu_resource(name))
         || is_bottlerocket_for_gpus(&node.status.node_info.os_image)
 }
 
-/// Returns whether a resource consists of NVIDIA GPUs or parts of them. The NVIDIA Network
-/// Operator advertises other devices, such as `nvidia.com/hostdev`.
+/// Returns whether a resource consists of NVIDIA GPUs or parts of GPUs. The NVIDIA Network Operator
+/// advertises other devices, such as `nvidia.com/hostdev`.
 pub(super) fn is_gpu_resource(name: &str) -> bool {
-    name.strip_prefix(NVIDIA_RESOURCES).is_some_and(|name| {
+    name.strip_prefix(NVIDIA_RESOURCE_PREFIX).is_some_and(|name| {
         GPU_RESOURCES.contains(&name) || GPU_RESOURCE_PREFIXES.iter().any(|start| name.starts_with(start))
     })
 }
 
 /// Returns whether node feature discovery or GPU feature discovery sets the label.
-pub(super) fn is_discovery_label(label: &str) -> bool {
-    DISCOVERED_LABELS.iter().any(|start| label.starts_with(start))
+pub(super) fn is_set_by_feature_discovery(label: &str) -> bool {
+    DISCOVERED_LABEL_PREFIXES.iter().any(|start| label.starts_with(start))
 }
 
-/// Returns the labels of a node by which the chart, with the values file of the node's platform,
-/// selects the node.
+/// Returns the labels of a node that make the chart select the node. Includes the labels that the
+/// values file of Talos adds.
 pub(super) fn chart_labels(node: &Node) -> impl Iterator<Item = &'static str> {
     let talos = |label: &&str| node.metadata.labels.contains_key(*label);
     matching_labels(node, &GPU_LABELS).chain(TALOS_GPU_LABELS.into_iter().filter(talos))

@@ -1,4 +1,4 @@
-//! Checks the webhooks that must answer before Cleave's pods can be created.
+//! Checks the webhooks that the API server calls before it creates Cleave's pods.
 use cleave_api::names::COMPONENT_LABEL;
 use cleave_plan::constraints::Labels;
 
@@ -46,7 +46,7 @@ fn belongs_to_cleave(configuration: &WebhookConfiguration) -> bool {
     configuration.metadata.labels.get("app.kubernetes.io/name").is_some_and(|name| name == "cleave")
 }
 
-/// Returns whether a webhook that does not answer prevents the creation of Cleave's pods. Does not
+/// Returns whether Cleave's pods cannot be created while the webhook does not respond. Does not
 /// evaluate match conditions.
 fn blocks_pods(webhook: &Webhook, namespace: &Labels) -> bool {
     let pod = |component: &str| -> Labels {

@@ -3,15 +3,17 @@ use std::path::PathBuf;
 
 use serde_json::json;
 
-use super::{FindingReason, gpu_node, healthy_nodes, only_finding, report_of, report_of_node, report_with};
+use super::{
+    FindingReason, gpu_node, healthy_nodes, only_finding, report_for_node_selector, report_of, report_of_node,
+};
 use crate::preflight::facts::MajorMinor;
 use crate::preflight::read::{from_directory, parse_labels};
 use crate::preflight::text::{render, values_yaml};
 
 /// A temporary directory. Drop removes it.
-struct Directory(PathBuf);
+struct TemporaryDirectory(PathBuf);
 
-impl Directory {
+impl TemporaryDirectory {
     fn new(test: &str, files: &[(&str, String)]) -> Self {
         let path = std::env::temp_dir().join(format!("cleave-preflight-{test}-{}", std::process::id()));
         std::fs::create_dir_all(&path).unwrap();
@@ -22,7 +24,7 @@ impl Directory {
     }
 }
 
-impl Drop for Directory {
+impl Drop for TemporaryDirectory {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
     }
@@ -31,21 +33,21 @@ impl Drop for Directory {
 #[test]
 fn lists_and_single_objects_are_read_from_files() {
     let namespace = super::namespace(&json!({"pod-security.kubernetes.io/enforce": "baseline"}));
-    let directory = Directory::new(
+    let directory = TemporaryDirectory::new(
         "lists",
         &[
             ("nodes.json", json!({"kind": "List", "items": healthy_nodes()}).to_string()),
             ("namespaces.json", namespace.to_string()),
         ],
     );
-    let report = report_with(&from_directory(&directory.0), &[]);
+    let report = report_for_node_selector(&from_directory(&directory.0), &[]);
     assert_eq!(report.gpu_nodes, 2);
     only_finding(&report, FindingReason::PodSecurityTooStrict);
 }
 
 #[test]
 fn missing_and_malformed_files_are_unknown() {
-    let directory = Directory::new(
+    let directory = TemporaryDirectory::new(
         "malformed",
         &[
             ("nodes.json", json!({"items": [{"metadata": "x"}]}).to_string()),
@@ -86,7 +88,7 @@ fn values_are_rendered_as_a_values_file() {
     let report = report_of(&json!({"nodes": [gpu_node("a")]}));
     assert_eq!(
         values_yaml(&report).unwrap(),
-        "# Use with --values charts/cleave/platforms/kubeadm.yaml\noperator:\n  replicas: 1\n"
+        "# Pass --values charts/cleave/platforms/kubeadm.yaml to Helm too.\noperator:\n  replicas: 1\n"
     );
     assert!(render(&report).unwrap().ends_with("  operator:\n    replicas: 1\n"));
     let healthy = report_of(&json!({"nodes": healthy_nodes()}));

@@ -5,14 +5,14 @@ use kube::client::Body;
 use serde_json::{Value, json};
 use tower_test::mock;
 
-use super::{FindingReason, gpu_node, problems, report_with};
+use super::{FindingReason, gpu_node, problems, report_for_node_selector};
 use crate::preflight::facts::Facts;
 use crate::preflight::read::from_cluster;
 
-/// Reads the facts from a server that answers each request by its path and query.
-async fn read(answer: impl Fn(&str, &str) -> (u16, Value)) -> anyhow::Result<Facts> {
+/// Reads the facts from a mock API server. `answer` returns the response for a path and a query.
+async fn read_facts(answer: impl Fn(&str, &str) -> (u16, Value)) -> anyhow::Result<Facts> {
     let (service, mut server) = mock::pair::<Request<Body>, Response<Body>>();
-    let reading = from_cluster_with(Client::new(service, "default"));
+    let reading = read_and_drop_client(Client::new(service, "default"));
     let serving = async move {
         while let Some((request, reply)) = server.next_request().await {
             let (status, body) = answer(request.uri().path(), request.uri().query().unwrap_or_default());
@@ -23,8 +23,8 @@ async fn read(answer: impl Fn(&str, &str) -> (u16, Value)) -> anyhow::Result<Fac
     tokio::join!(reading, serving).0
 }
 
-/// Takes the client by value to drop it after the last read, so that the server stops.
-async fn from_cluster_with(client: Client) -> anyhow::Result<Facts> {
+/// Reads the facts, and then drops the client, so that the mock server stops.
+async fn read_and_drop_client(client: Client) -> anyhow::Result<Facts> {
     from_cluster(&client, super::NAMESPACE).await
 }
 
@@ -47,14 +47,14 @@ fn healthy_response(path: &str) -> (u16, Value) {
 
 #[tokio::test]
 async fn a_healthy_cluster_is_read_without_findings() {
-    let facts = read(|path, _| healthy_response(path)).await.unwrap();
-    assert_eq!(problems(&report_with(&facts, &[])), []);
+    let facts = read_facts(|path, _| healthy_response(path)).await.unwrap();
+    assert_eq!(problems(&report_for_node_selector(&facts, &[])), []);
     assert_eq!(facts.nodes.unwrap().len(), 2);
 }
 
 #[tokio::test]
-async fn a_list_that_is_forbidden_is_unknown_and_the_others_are_read() {
-    let facts = read(|path, _| match path {
+async fn a_forbidden_list_is_unknown_and_other_lists_are_read() {
+    let facts = read_facts(|path, _| match path {
         "/apis/apps/v1/daemonsets" => {
             let message = "daemonsets.apps is forbidden";
             (
@@ -67,12 +67,12 @@ async fn a_list_that_is_forbidden_is_unknown_and_the_others_are_read() {
     .await
     .unwrap();
     assert_eq!(facts.daemon_sets.as_ref().unwrap_err(), "daemonsets.apps is forbidden");
-    assert_eq!(problems(&report_with(&facts, &[])), [FindingReason::NotChecked]);
+    assert_eq!(problems(&report_for_node_selector(&facts, &[])), [FindingReason::NotChecked]);
 }
 
 #[tokio::test]
 async fn all_pages_of_a_list_are_read() {
-    let facts = read(|path, query| match path {
+    let facts = read_facts(|path, query| match path {
         "/api/v1/nodes" if query.contains("continue=second") => {
             (200, json!({"metadata": {}, "items": [gpu_node("b"), gpu_node("c")]}))
         }
@@ -86,8 +86,8 @@ async fn all_pages_of_a_list_are_read() {
 }
 
 #[tokio::test]
-async fn lists_of_the_namespace_are_limited_to_it() {
-    let facts = read(|path, _| match path {
+async fn quotas_are_read_only_from_the_target_namespace() {
+    let facts = read_facts(|path, _| match path {
         "/api/v1/namespaces/cleave-system/resourcequotas" => {
             (200, json!({"metadata": {}, "items": [super::named_object("quota")]}))
         }

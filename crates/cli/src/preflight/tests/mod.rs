@@ -1,4 +1,4 @@
-//! Tests of preflight. Clusters are described in JSON, as the API server returns them.
+//! Tests of preflight. The tests describe clusters in JSON, as the API server returns them.
 mod files;
 mod live;
 mod namespace;
@@ -17,8 +17,8 @@ use super::report::{Finding, FindingReason, Level, Report};
 /// The namespace of the release in tests.
 const NAMESPACE: &str = "cleave-system";
 
-/// Returns the facts about a cluster with these objects, grouped by resource. A missing resource is
-/// an empty list.
+/// Returns the facts about a cluster with these objects. `objects` maps the name of a resource to a
+/// list. A missing resource has no objects.
 fn facts(objects: &Value) -> Facts {
     fn list<T: DeserializeOwned>(objects: &Value, resource: &str) -> Vec<T> {
         match &objects[resource] {
@@ -52,22 +52,22 @@ fn facts(objects: &Value) -> Facts {
     }
 }
 
-/// An object with a name.
+/// Returns an object that has only a name.
 fn named_object(name: &str) -> Value {
     json!({"metadata": {"name": name}})
 }
 
-/// The release's namespace with these labels.
+/// Returns the release's namespace with these labels.
 fn namespace(labels: &Value) -> Value {
     json!({"metadata": {"name": NAMESPACE, "labels": labels}})
 }
 
-/// Two healthy GPU nodes of a kubeadm cluster, without a device plugin.
+/// Returns two healthy GPU nodes of a kubeadm cluster, without a device plugin.
 fn healthy_nodes() -> Value {
     json!([gpu_node("gpu-1"), gpu_node("gpu-2")])
 }
 
-/// A healthy GPU node of a kubeadm cluster, with the recommended label.
+/// Returns a healthy GPU node of a kubeadm cluster, with the recommended label.
 fn gpu_node(name: &str) -> Value {
     json!({
         "metadata": {"name": name, "labels": {"cleave.dev/gpu": "true"}},
@@ -102,17 +102,17 @@ fn merge(object: &mut Value, changes: &Value) {
     }
 }
 
-/// Checks a cluster without a node selector.
+/// Checks a cluster. No node selector limits the checks to some nodes.
 fn report_of(objects: &Value) -> Report {
-    report_with(&facts(objects), &[])
+    report_for_node_selector(&facts(objects), &[])
 }
 
-fn report_with(facts: &Facts, node_selector: &[(&str, &str)]) -> Report {
+fn report_for_node_selector(facts: &Facts, node_selector: &[(&str, &str)]) -> Report {
     let node_selector = node_selector.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
     check(facts, &Target { namespace: NAMESPACE.to_owned(), node_selector })
 }
 
-/// Checks a cluster of one healthy GPU node with these changes.
+/// Checks a cluster of two GPU nodes: one with these changes, and one healthy node.
 fn report_of_node(changes: &Value) -> Report {
     report_of(&json!({"nodes": [with_changes(gpu_node("gpu-1"), changes), gpu_node("gpu-2")]}))
 }
@@ -153,7 +153,7 @@ fn a_list_that_cannot_be_read_is_reported_and_skips_only_its_checks() {
         &json!({"status": {"allocatable": {"nvidia.com/gpu": "8"}}})
     ), gpu_node("gpu-2")]}));
     facts.daemon_sets = Err("daemonsets.apps is forbidden".to_owned());
-    let report = report_with(&facts, &[]);
+    let report = report_for_node_selector(&facts, &[]);
     let unread = only_finding(&report, FindingReason::NotChecked);
     assert_eq!(unread.level, Level::Warning);
     assert!(unread.message.starts_with("Not checked: ") && unread.message.contains("is forbidden"), "{unread:?}");
@@ -178,7 +178,7 @@ fn unread_lists_cause_no_other_findings() {
         mutating_webhooks: Err("no".to_owned()),
         validating_webhooks: Err("no".to_owned()),
     };
-    let report = report_with(&facts, &[]);
+    let report = report_for_node_selector(&facts, &[]);
     assert_eq!(report.findings.len(), 12);
     assert!(
         report.findings.iter().all(|finding| finding.reason == FindingReason::NotChecked),
@@ -198,7 +198,7 @@ fn old_and_new_versions_of_kubernetes_are_reported() {
     ] {
         let mut facts = facts(&json!({"nodes": healthy_nodes()}));
         facts.server = Ok(serde_json::from_value(json!({"gitVersion": version})).unwrap());
-        assert_eq!(problems(&report_with(&facts, &[])), expected, "{version}");
+        assert_eq!(problems(&report_for_node_selector(&facts, &[])), expected, "{version}");
     }
 }
 
@@ -207,7 +207,7 @@ fn the_server_version_is_read_from_the_output_of_kubectl() {
     let mut facts = facts(&json!({"nodes": healthy_nodes()}));
     let version = json!({"clientVersion": {"gitVersion": "v1.36.0"}, "serverVersion": {"gitVersion": "v1.31.2-eks-1"}});
     facts.server = Ok(serde_json::from_value(version).unwrap());
-    let report = report_with(&facts, &[]);
+    let report = report_for_node_selector(&facts, &[]);
     assert_eq!(report.kubernetes.as_deref(), Some("v1.31.2-eks-1"));
     only_finding(&report, FindingReason::KubernetesTooOld);
 }
@@ -220,22 +220,25 @@ fn missing_admission_policies_are_reported() {
         Ok(serde_json::from_value(json!({"resources": resources})).unwrap())
     };
     facts.admission = resources(&["validatingadmissionpolicies"]);
-    let report = report_with(&facts, &[]);
+    let report = report_for_node_selector(&facts, &[]);
     assert_eq!(only_finding(&report, FindingReason::MutatingPoliciesMissing).level, Level::Warning);
     assert_eq!(report.values["admission.gate"], "webhook");
 
-    // Before Kubernetes 1.36, the chart uses the webhook regardless of the policies.
+    // Before Kubernetes 1.36, the chart always uses the webhook.
     facts.server = Ok(serde_json::from_value(json!({"gitVersion": "v1.35.1"})).unwrap());
-    assert_eq!(problems(&report_with(&facts, &[])), []);
+    assert_eq!(problems(&report_for_node_selector(&facts, &[])), []);
 
     facts.admission = resources(&["mutatingadmissionpolicies"]);
-    assert_eq!(only_finding(&report_with(&facts, &[]), FindingReason::AdmissionPoliciesMissing).level, Level::Error);
+    assert_eq!(
+        only_finding(&report_for_node_selector(&facts, &[]), FindingReason::AdmissionPoliciesMissing).level,
+        Level::Error
+    );
 }
 
 #[test]
 fn a_missing_priority_class_is_reported() {
     let mut facts = facts(&json!({"nodes": healthy_nodes()}));
     facts.priority_classes = Ok(serde_json::from_value(json!([named_object("system-node-critical")])).unwrap());
-    let report = report_with(&facts, &[]);
+    let report = report_for_node_selector(&facts, &[]);
     assert!(only_finding(&report, FindingReason::PriorityClassMissing).message.contains("system-cluster-critical"));
 }

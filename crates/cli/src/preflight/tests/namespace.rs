@@ -2,8 +2,8 @@
 use serde_json::{Value, json};
 
 use super::{
-    FindingReason, Level, NAMESPACE, facts, gpu_node, healthy_nodes, namespace, only_finding, problems, report_of,
-    report_with, with_changes,
+    FindingReason, Level, NAMESPACE, facts, gpu_node, healthy_nodes, namespace, only_finding, problems,
+    report_for_node_selector, report_of, with_changes,
 };
 use crate::preflight::report::Report;
 
@@ -60,7 +60,7 @@ fn service_meshes_are_reported() {
     assert!(only_finding(&report, FindingReason::MeshInjection).message.starts_with("Linkerd"));
 }
 
-/// A quota of the release's namespace.
+/// Returns a quota of the release's namespace.
 fn quota(spec: &Value, used: &str) -> Value {
     json!({
         "metadata": {"name": "quota", "namespace": NAMESPACE},
@@ -74,8 +74,8 @@ fn report_of_quota(quota: &Value) -> Report {
 }
 
 #[test]
-fn quotas_must_have_room_for_the_pods() {
-    // Two agents, two MPS hosts and two operators.
+fn quotas_must_allow_all_pods_of_cleave() {
+    // Cleave needs six pods: two agents, two MPS hosts and two operators.
     for (hard, used, expected) in [
         ("6", "0", vec![]),
         ("10", "4", vec![]),
@@ -113,7 +113,7 @@ fn the_scopes_of_a_quota_determine_whether_it_applies() {
 }
 
 #[test]
-fn quotas_of_limits_that_pods_do_not_have_are_errors() {
+fn quotas_for_limits_that_pods_do_not_set_are_errors() {
     for (resource, expected) in [
         ("limits.cpu", vec![FindingReason::QuotaRefusesPods]),
         ("limits.memory", vec![FindingReason::QuotaRefusesPods]),
@@ -123,7 +123,7 @@ fn quotas_of_limits_that_pods_do_not_have_are_errors() {
         let quota = quota(&json!({"hard": {resource: "100"}}), "0");
         assert_eq!(problems(&report_of_quota(&quota)), expected, "{resource}");
     }
-    // A LimitRange adds limits to containers that have none.
+    // A LimitRange adds limits to containers that set no limits.
     let range = json!({
         "metadata": {"name": "defaults", "namespace": NAMESPACE},
         "spec": {"limits": [{"type": "Container", "default": {"cpu": "1"}}]}
@@ -151,7 +151,7 @@ fn gke_needs_a_quota_for_system_priority_classes() {
     assert!(report.values.is_empty(), "{:?}", report.values);
 }
 
-/// A webhook that must answer for each new pod.
+/// Returns a webhook that the API server calls for each new pod.
 fn webhook() -> Value {
     json!({
         "name": "pods.policy.example",
@@ -194,7 +194,7 @@ fn webhooks_that_can_block_the_pods_are_reported() {
 }
 
 #[test]
-fn labels_of_the_namespace_select_webhooks_and_cleaves_own_is_ignored() {
+fn labels_of_the_namespace_select_webhooks_and_cleaves_own_webhook_is_ignored() {
     let changes = json!({"namespaceSelector": {"matchLabels": {"policy": "on"}}});
     let configuration = json!({"metadata": {"name": "policy"}, "webhooks": [with_changes(webhook(), &changes)]});
     let mut objects = json!({
@@ -207,5 +207,5 @@ fn labels_of_the_namespace_select_webhooks_and_cleaves_own_is_ignored() {
     assert!(found.message.starts_with("MutatingWebhookConfiguration policy"), "{found:?}");
 
     objects["mutatingwebhookconfigurations"][0]["metadata"]["labels"] = json!({"app.kubernetes.io/name": "cleave"});
-    assert_eq!(problems(&report_with(&facts(&objects), &[])), []);
+    assert_eq!(problems(&report_for_node_selector(&facts(&objects), &[])), []);
 }

@@ -2,11 +2,11 @@
 use serde_json::{Value, json};
 
 use super::{
-    FindingReason, Level, gpu_node, healthy_nodes, only_finding, problems, report_of, report_of_node, report_with,
-    with_changes,
+    FindingReason, Level, gpu_node, healthy_nodes, only_finding, problems, report_for_node_selector, report_of,
+    report_of_node, with_changes,
 };
 
-/// Fields of `status.nodeInfo`.
+/// Returns a node that has only this field of `status.nodeInfo`.
 fn node_info(field: &str, value: &str) -> Value {
     json!({"status": {"nodeInfo": {field: value}}})
 }
@@ -44,7 +44,7 @@ fn gpus_without_a_label_of_the_chart_are_reported() {
     let talos = json!({"metadata": {"labels": {"extensions.talos.dev/nonfree-kmod-nvidia-lts": "1"}}});
     let report = report_of_node(&with_changes(unlabelled.clone(), &talos));
     assert_eq!((report.gpu_nodes, problems(&report)), (2, vec![]));
-    // A node with GPUs of another manufacturer.
+    // A node with GPUs of another manufacturer is not a GPU node for Cleave.
     let amd = json!({"metadata": {"labels": {"karpenter.k8s.aws/instance-gpu-manufacturer": "amd"}}});
     assert_eq!(report_of_node(&with_changes(unlabelled, &amd)).gpu_nodes, 1);
 }
@@ -64,7 +64,7 @@ fn labels_that_only_feature_discovery_sets_are_reported() {
         let found = only_finding(&report, FindingReason::GpuLabelNotStable);
         assert!(found.level == Level::Warning && found.action.contains("cleave.dev/gpu=true"), "{found:?}");
         assert!(found.message.contains("gpu-1") && !found.message.contains("gpu-2"), "{found:?}");
-        // A single permanent label suffices.
+        // One permanent label is sufficient.
         assert_eq!(problems(&report_of_node(&labelled)), [], "{label}");
         let accelerator = json!({"metadata": {"labels": {"k8s.amazonaws.com/accelerator": "l4"}}});
         let report = report_of_node(&with_changes(with_changes(without.clone(), &labelled), &accelerator));
@@ -150,7 +150,7 @@ fn only_nodes_that_the_node_selector_selects_are_checked() {
     let mut nodes = healthy_nodes();
     nodes[0] = with_changes(nodes[0].clone(), &node_info("kernelVersion", "4.18.0"));
     nodes[1] = with_changes(nodes[1].clone(), &json!({"metadata": {"labels": {"gpu": "cleave"}}}));
-    let report = report_with(&super::facts(&json!({"nodes": nodes})), &[("gpu", "cleave")]);
+    let report = report_for_node_selector(&super::facts(&json!({"nodes": nodes})), &[("gpu", "cleave")]);
     assert_eq!(problems(&report), []);
     assert_eq!(report.gpu_nodes, 1);
     assert_eq!(report.nested_values(), json!({"nodes": {"nodeSelector": {"gpu": "cleave"}}}));
@@ -164,7 +164,7 @@ fn taints_that_pods_do_not_tolerate_are_reported() {
         ("sku", "PreferNoSchedule", vec![]),
         // Admission adds a toleration of this taint.
         ("nvidia.com/gpu", "NoSchedule", vec![]),
-        // Kubernetes removes this taint itself.
+        // Kubernetes removes this taint when the node is ready.
         ("node.kubernetes.io/not-ready", "NoExecute", vec![]),
     ] {
         let tainted = json!({"spec": {"taints": [{"key": key, "value": "v", "effect": effect}]}});
@@ -184,7 +184,8 @@ fn a_lack_of_nodes_for_the_operator_is_reported() {
     let tolerates = |key: &str| tolerations.contains(&json!({"key": key, "operator": "Exists"}));
     assert!(tolerates("team") && tolerates("nvidia.com/gpu"), "{tolerations:?}");
 
-    // These taints do not exclude the operator: it tolerates them, or they are temporary or soft.
+    // These taints do not exclude the operator: the operator tolerates them, or they are temporary
+    // or not binding.
     for (key, effect) in [
         ("node-role.kubernetes.io/control-plane", "NoSchedule"),
         ("nvidia.com/gpu", "NoSchedule"),

@@ -4,19 +4,20 @@ use std::path::PathBuf;
 use serde_json::{Value, json};
 
 use super::{
-    FindingReason, Level, gpu_node, healthy_nodes, only_finding, problems, report_of, report_with, with_changes,
+    FindingReason, Level, gpu_node, healthy_nodes, only_finding, problems, report_for_node_selector, report_of,
+    with_changes,
 };
 use crate::preflight::facts::Node;
 use crate::preflight::platform::Platform;
 use crate::preflight::read::from_directory;
 use crate::preflight::report::Report;
 
-fn fixture(name: &str) -> PathBuf {
+fn platform_directory(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../e2e/platforms").join(name)
 }
 
-fn report_of_fixture(name: &str) -> Report {
-    report_with(&from_directory(&fixture(name)), &[])
+fn report_of_platform(name: &str) -> Report {
+    report_for_node_selector(&from_directory(&platform_directory(name)), &[])
 }
 
 #[test]
@@ -33,7 +34,7 @@ fn each_described_platform_is_detected_with_its_values_file() {
         ("kubeadm", Platform::Kubeadm, vec!["kubeadm"]),
         ("gpu-operator", Platform::Kubeadm, vec!["kubeadm", "gpu-operator"]),
     ] {
-        let report = report_of_fixture(name);
+        let report = report_of_platform(name);
         assert_eq!(report.platforms, [platform.name()], "{name}");
         assert_eq!(only_finding(&report, FindingReason::PlatformDetected).level, Level::Info);
         let files: Vec<String> = files.iter().map(|file| format!("platforms/{file}.yaml")).collect();
@@ -50,17 +51,17 @@ fn descriptions_of_platforms_cause_only_the_findings_of_their_platform() {
         ("eks-bottlerocket", vec![]),
         // The GPU node has the taint sku=gpu, and there is one other node.
         ("aks", vec![FindingReason::TaintNotTolerated, FindingReason::OneOperatorNode]),
-        // Node feature discovery and the GPU Operator set the only labels of GPUs.
+        // Only node feature discovery and the GPU Operator set labels that identify GPU nodes.
         ("openshift", vec![FindingReason::GpuLabelNotStable]),
         // The namespace does not exist, and Talos enforces `baseline`.
         ("talos", vec![FindingReason::PodSecurityTooStrict]),
-        // The RuntimeClass exists on every cluster.
+        // The platform creates the RuntimeClass on every cluster.
         ("k3s", vec![FindingReason::RuntimeHandlerUnknown]),
         ("rke2", vec![FindingReason::GpuLabelNotStable, FindingReason::RuntimeHandlerUnknown]),
         ("kubeadm", vec![FindingReason::GpuLabelNotStable]),
         ("gpu-operator", vec![FindingReason::GpuLabelNotStable]),
     ] {
-        let mut found = problems(&report_of_fixture(name));
+        let mut found = problems(&report_of_platform(name));
         // Ignore unread lists: the descriptions of clusters omit some files.
         found.retain(|reason| *reason != FindingReason::NotChecked);
         assert_eq!(found, expected, "{name}");
@@ -78,7 +79,7 @@ fn the_drivers_location_and_runtime_class_depend_on_the_platform() {
         ("openshift", "/run/nvidia/driver", Some("nvidia")),
         ("gpu-operator", "/run/nvidia/driver", Some("nvidia")),
     ] {
-        let report = report_of_fixture(name);
+        let report = report_of_platform(name);
         assert!(only_finding(&report, FindingReason::DriverLayout).message.contains(location), "{name}");
         assert_eq!(report.values.get("driver.runtimeClassName").and_then(Value::as_str), runtime_class, "{name}");
     }
@@ -101,7 +102,7 @@ fn labels_operating_systems_and_kubelet_versions_identify_platforms() {
         (label("kubernetes.azure.com/cluster"), Some(Platform::Aks)),
         (os("Red Hat Enterprise Linux CoreOS 9.6.20251212-0 (Plow)"), Some(Platform::OpenShift)),
         (label("node.openshift.io/os_id"), Some(Platform::OpenShift)),
-        // OpenShift and Talos run on every cloud.
+        // A cluster with OpenShift or Talos also has the labels of its cloud.
         (with_changes(os("Talos (v1.11.2)"), &label("kubernetes.azure.com/cluster")), Some(Platform::Talos)),
         (kubelet("v1.34.1+k3s1"), Some(Platform::K3s)),
         (kubelet("v1.34.1+rke2r1"), Some(Platform::Rke2)),

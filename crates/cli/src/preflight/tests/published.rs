@@ -19,16 +19,16 @@ fn repository_file(path: &str) -> String {
     std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-fn yaml(path: &str) -> Value {
+fn read_yaml(path: &str) -> Value {
     serde_saphyr::from_str(&repository_file(path)).unwrap()
 }
 
 #[test]
 fn supported_versions_equal_those_of_the_chart_and_the_cluster_tests() {
-    let chart = yaml("charts/cleave/Chart.yaml");
+    let chart = read_yaml("charts/cleave/Chart.read_yaml");
     assert_eq!(chart["kubeVersion"], format!(">={OLDEST_SUPPORTED}.0-0"));
-    // All cluster tests run on the module's version. `make test-versions` adds results of other
-    // versions.
+    // All cluster tests run on the Kubernetes version in go.mod. `make test-versions` adds results
+    // of other versions.
     let module = repository_file("e2e/cluster/kube/go.mod");
     let default = module.lines().find_map(|line| line.trim().strip_prefix("k8s.io/kubernetes ")).unwrap();
     let results: Vec<Value> = serde_json::from_str(&repository_file("docs/data/kubernetes-versions.json")).unwrap();
@@ -40,7 +40,7 @@ fn supported_versions_equal_those_of_the_chart_and_the_cluster_tests() {
 
 #[test]
 fn constants_about_the_chart_equal_its_values() {
-    let values = yaml("charts/cleave/values.yaml");
+    let values = read_yaml("charts/cleave/values.read_yaml");
     let labels: Vec<Value> = GPU_LABELS
         .iter()
         .map(|(label, value)| json!(value.map_or((*label).to_owned(), |value| format!("{label}={value}"))))
@@ -57,7 +57,7 @@ fn constants_about_the_chart_equal_its_values() {
 
 #[test]
 fn the_labels_of_talos_equal_those_of_its_values_file() {
-    let file = yaml("charts/cleave/platforms/talos.yaml");
+    let file = read_yaml("charts/cleave/platforms/talos.read_yaml");
     let labels: Vec<&str> = file["nodes"]["gpuLabels"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
     let own = labels.into_iter().filter(|label| label.starts_with("extensions.talos.dev/"));
     assert_eq!(own.collect::<Vec<_>>(), TALOS_GPU_LABELS);
@@ -67,11 +67,11 @@ fn the_labels_of_talos_equal_those_of_its_values_file() {
 fn each_values_file_that_preflight_names_exists() {
     let files = Platform::ALL.into_iter().filter_map(Platform::values_file);
     for file in files.chain(["gpu-operator"]) {
-        repository_file(&format!("charts/cleave/platforms/{file}.yaml"));
+        repository_file(&format!("charts/cleave/platforms/{file}.read_yaml"));
     }
 }
 
-/// Clusters for which preflight suggests values.
+/// Returns reports of clusters for which preflight suggests values.
 fn reports_with_values() -> Vec<Report> {
     let manager = json!({"metadata": {"name": "nvidia-mig-manager"}});
     let kubelet = |version: &str| json!({"status": {"nodeInfo": {"kubeletVersion": version}}});
@@ -88,7 +88,7 @@ fn reports_with_values() -> Vec<Report> {
 
 #[test]
 fn each_suggested_value_exists_in_the_chart() {
-    let chart = yaml("charts/cleave/values.yaml");
+    let chart = read_yaml("charts/cleave/values.read_yaml");
     let reports = reports_with_values();
     let paths: BTreeSet<&String> = reports.iter().flat_map(|report| report.values.keys()).collect();
     assert!(paths.len() >= 6, "{paths:?}");
@@ -100,7 +100,7 @@ fn each_suggested_value_exists_in_the_chart() {
 
 #[test]
 fn the_role_of_the_job_allows_exactly_the_lists_that_preflight_reads() {
-    let manifest: Vec<Value> = serde_saphyr::from_multiple(&repository_file("deploy/preflight.yaml")).unwrap();
+    let manifest: Vec<Value> = serde_saphyr::from_multiple(&repository_file("deploy/preflight.read_yaml")).unwrap();
     let role = manifest.iter().find(|object| object["kind"] == "ClusterRole").unwrap();
     let mut allowed = BTreeSet::new();
     for rule in role["rules"].as_array().unwrap() {
@@ -116,12 +116,12 @@ fn the_role_of_the_job_allows_exactly_the_lists_that_preflight_reads() {
 
 #[test]
 fn the_job_satisfies_the_restricted_standard() {
-    let manifest: Vec<Value> = serde_saphyr::from_multiple(&repository_file("deploy/preflight.yaml")).unwrap();
+    let manifest: Vec<Value> = serde_saphyr::from_multiple(&repository_file("deploy/preflight.read_yaml")).unwrap();
     let of_kind = |kind: &str| manifest.iter().find(|object| object["kind"] == kind).unwrap();
     let job = of_kind("Job");
     let pod = &job["spec"]["template"]["spec"];
     assert_eq!(pod["securityContext"]["runAsNonRoot"], true);
-    // OpenShift refuses an explicit user, so the values remove it. The image sets a numeric user.
+    // OpenShift refuses an explicit user, so the Job sets none. The image sets a numeric user.
     assert!(pod["securityContext"].get("runAsUser").is_none() && pod["securityContext"].get("runAsGroup").is_none());
     assert!(repository_file("deploy/Containerfile").contains("\nUSER 65532:65532\n"));
     assert_eq!(pod["tolerations"], json!([{"operator": "Exists"}]));
@@ -131,7 +131,7 @@ fn the_job_satisfies_the_restricted_standard() {
     assert_eq!(container["securityContext"]["capabilities"], json!({"drop": ["ALL"]}));
     assert_eq!(container["command"], json!(["/usr/bin/cleave", "preflight"]));
     let image = container["image"].as_str().unwrap();
-    assert!(repository_file("deploy/manifests.yaml").contains(&format!("image: {image}\n")), "{image}");
+    assert!(repository_file("deploy/manifests.read_yaml").contains(&format!("image: {image}\n")), "{image}");
 
     let subject = &of_kind("ClusterRoleBinding")["subjects"][0];
     let account = &of_kind("ServiceAccount")["metadata"];

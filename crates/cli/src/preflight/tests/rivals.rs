@@ -2,12 +2,12 @@
 use serde_json::{Value, json};
 
 use super::{
-    FindingReason, Level, gpu_node, healthy_nodes, named_object, only_finding, problems, report_of, report_with,
-    with_changes,
+    FindingReason, Level, gpu_node, healthy_nodes, named_object, only_finding, problems, report_for_node_selector,
+    report_of, with_changes,
 };
 use crate::preflight::report::Report;
 
-/// A `DaemonSet` with one container, on all nodes.
+/// Returns a `DaemonSet` with one container, on all nodes.
 fn daemon_set(name: &str, image: &str) -> Value {
     json!({
         "metadata": {"name": name, "namespace": "gpu-tools"},
@@ -18,8 +18,8 @@ fn daemon_set(name: &str, image: &str) -> Value {
     })
 }
 
-/// A `DaemonSet` on nodes with a label.
-fn on_nodes_with(set: Value, label: &str) -> Value {
+/// Returns the `DaemonSet`, restricted to nodes with a label.
+fn restrict_to_label(set: Value, label: &str) -> Value {
     with_changes(set, &json!({"spec": {"template": {"spec": {"nodeSelector": {label: "true"}}}}}))
 }
 
@@ -68,7 +68,7 @@ fn plugins_of_gke_and_of_the_gpu_operator_are_disabled_by_a_label() {
 
     let label = "nvidia.com/gpu.deploy.device-plugin";
     let plugin = daemon_set("nvidia-device-plugin-daemonset", "nvcr.io/nvidia/k8s-device-plugin:v0.18.1");
-    let plugin = on_nodes_with(plugin, label);
+    let plugin = restrict_to_label(plugin, label);
     let labelled = with_changes(gpu_node("gpu-3"), &json!({"metadata": {"labels": {label: "true"}}}));
     let nodes = json!([gpu_node("gpu-1"), gpu_node("gpu-2"), labelled]);
     let report =
@@ -82,12 +82,12 @@ fn plugins_of_gke_and_of_the_gpu_operator_are_disabled_by_a_label() {
 #[test]
 fn a_plugin_on_other_nodes_is_only_a_fact() {
     let plugin = daemon_set("nvidia-device-plugin-daemonset", "nvcr.io/nvidia/k8s-device-plugin:v0.18.1");
-    let elsewhere = on_nodes_with(plugin.clone(), "legacy");
+    let elsewhere = restrict_to_label(plugin.clone(), "legacy");
     let report = report_of_sets(&[elsewhere]);
     assert_eq!(problems(&report), []);
     assert_eq!(only_finding(&report, FindingReason::RivalPluginElsewhere).level, Level::Info);
 
-    // A node affinity that excludes the nodes for Cleave, as docs/how-to/enable-nodes.md describes.
+    // This node affinity excludes the nodes for Cleave, as docs/how-to/enable-nodes.md describes.
     let requirement = json!({"key": "gpu", "operator": "NotIn", "values": ["cleave"]});
     let terms = json!({"nodeSelectorTerms": [{"matchExpressions": [requirement]}]});
     let affinity = json!({"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}});
@@ -95,8 +95,12 @@ fn a_plugin_on_other_nodes_is_only_a_fact() {
     let mut nodes = healthy_nodes();
     nodes[1] = with_changes(nodes[1].clone(), &json!({"metadata": {"labels": {"gpu": "cleave"}}}));
     let facts = super::facts(&json!({"nodes": nodes, "daemonsets": [plugin]}));
-    assert_eq!(problems(&report_with(&facts, &[("gpu", "cleave")])), []);
-    assert!(only_finding(&report_with(&facts, &[]), FindingReason::RivalPlugin).message.contains("runs on gpu-1."));
+    assert_eq!(problems(&report_for_node_selector(&facts, &[("gpu", "cleave")])), []);
+    assert!(
+        only_finding(&report_for_node_selector(&facts, &[]), FindingReason::RivalPlugin)
+            .message
+            .contains("runs on gpu-1.")
+    );
 }
 
 #[test]
@@ -134,7 +138,8 @@ fn gpus_that_no_known_daemon_set_serves_are_errors() {
 
 #[test]
 fn resources_of_a_removed_plugin_do_not_count_as_served() {
-    // The kubelet reports the capacity after the plugin has stopped, but no device is allocatable.
+    // The kubelet still reports the capacity after the plugin has stopped, but no device is
+    // allocatable.
     let left = json!({"status": {"capacity": {"nvidia.com/gpu": "8"}, "allocatable": {"nvidia.com/gpu": "0"}}});
     assert_eq!(problems(&report_of(&json!({"nodes": [with_changes(gpu_node("a"), &left), gpu_node("b")]}))), []);
 }
@@ -177,7 +182,7 @@ fn the_suggested_values_leave_mig_mode_to_the_mig_manager() {
     let report = report_of_sets(std::slice::from_ref(&manager));
     assert_eq!(only_finding(&report, FindingReason::MigManager).level, Level::Warning);
     assert_eq!(report.values["agent.migMode"], "Never");
-    let report = report_of_sets(&[on_nodes_with(manager, "other")]);
+    let report = report_of_sets(&[restrict_to_label(manager, "other")]);
     assert_eq!(problems(&report), []);
     assert!(report.values.is_empty());
 }
@@ -215,8 +220,8 @@ fn a_platform_whose_runtime_is_not_the_default_needs_the_runtime_class() {
     assert_eq!(only_finding(&report, FindingReason::RuntimeClassMissing).level, Level::Error);
 }
 
-/// Checks a cluster of two GPU nodes with a platform's kubelet version and operating system, and a
-/// `RuntimeClass`.
+/// Checks a cluster with a `RuntimeClass` and two GPU nodes that have this kubelet version and
+/// operating system.
 fn report_of_kubelet(version: &str, os: &str, runtime_class: &str, sets: &[Value]) -> Report {
     let info = json!({"status": {"nodeInfo": {"kubeletVersion": version, "osImage": os}}});
     let nodes = json!([with_changes(gpu_node("a"), &info), with_changes(gpu_node("b"), &info)]);
@@ -256,7 +261,7 @@ fn a_runtime_class_is_unused_if_nvidias_runtime_is_the_default() {
 fn the_gpu_operators_values_need_the_runtime_class_on_every_platform() {
     let label = "nvidia.com/gpu.deploy.container-toolkit";
     let toolkit = daemon_set("nvidia-container-toolkit-daemonset", "nvcr.io/nvidia/k8s/container-toolkit:v1.18.1");
-    let toolkit = on_nodes_with(toolkit, label);
+    let toolkit = restrict_to_label(toolkit, label);
     for version in ["v1.35.0-gke.1", "v1.35.0"] {
         let changes = json!({
             "metadata": {"labels": {label: "true"}},

@@ -1,10 +1,10 @@
-//! Amounts and weights of other quota systems, in Cleave's units.
+//! Converts amounts and weights of other quota systems to Cleave's units.
 use cleave_plan::Quantity;
 use cleave_plan::quota::{Amount, GPU, Unit};
 
 /// Why an amount is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(super) enum BadAmount {
+pub(super) enum InvalidAmount {
     /// The amount is negative, malformed, or has an unknown unit.
     #[error("{field} {written:?} is not an amount: it is negative, malformed, or has an unknown unit")]
     Malformed {
@@ -21,7 +21,7 @@ pub(super) enum BadAmount {
         /// The written text.
         written: String,
     },
-    /// The amount is finer than what a quota counts.
+    /// The amount is more precise than a quota can count.
     #[error("{field} {written:?} is too precise: thousandths of a GPU are the smallest step")]
     TooPrecise {
         /// The field and resource.
@@ -29,8 +29,8 @@ pub(super) enum BadAmount {
         /// The written text.
         written: String,
     },
-    /// The amount is absurdly large.
-    #[error("{field} {written:?} is more than 1000000 GPUs, which is the maximum")]
+    /// The amount exceeds the maximum of a quota.
+    #[error("{field} {written:?} is too large: the maximum is 1000000 GPUs, or 999999999 GiB of memory")]
     TooLarge {
         /// The field and resource.
         field: String,
@@ -47,44 +47,44 @@ const MAX_GIB: u64 = 999_999_999;
 const MAX_WEIGHT: u64 = 1000;
 
 /// Parses a number of GPUs.
-pub(super) fn parse_gpus(field: &str, written: &Quantity) -> Result<Amount, BadAmount> {
+pub(super) fn parse_gpus(field: &str, written: &Quantity) -> Result<Amount, InvalidAmount> {
     let text = written.to_string();
     let owned = || (field.to_owned(), text.clone());
     let Some(milli) = written.milli() else {
         let (field, written) = owned();
-        return Err(BadAmount::Malformed { field, written });
+        return Err(InvalidAmount::Malformed { field, written });
     };
     if milli > MAX_GPUS * 1000 {
         let (field, written) = owned();
-        return Err(BadAmount::TooLarge { field, written });
+        return Err(InvalidAmount::TooLarge { field, written });
     }
-    // Quantities are rounded up to thousandths.
-    if is_finer_than_milli(&text) {
+    // `Quantity::milli` rounds up to thousandths, so inspect the text.
+    if is_finer_than_thousandths(&text) {
         let (field, written) = owned();
-        return Err(BadAmount::TooPrecise { field, written });
+        return Err(InvalidAmount::TooPrecise { field, written });
     }
     Ok(Amount(milli * (GPU.0 / 1000)))
 }
 
-/// Parses a number of GB, which Nos counts and writes without a unit, as MiB. `size` is the size of
-/// one counted slice in GB, 1 if GB are counted.
-pub(super) fn parse_gigabytes(field: &str, written: &Quantity, size: u64) -> Result<Amount, BadAmount> {
+/// Parses an amount of GPU memory that Nos writes without a unit, and returns it in MiB. `size` is
+/// the size of one unit in GB: the size of a slice, or 1.
+pub(super) fn parse_gigabytes(field: &str, written: &Quantity, size: u64) -> Result<Amount, InvalidAmount> {
     let text = written.to_string();
     let digits = text.strip_prefix('+').unwrap_or(&text);
     if written.milli().is_none() {
-        return Err(BadAmount::Malformed { field: field.to_owned(), written: text });
+        return Err(InvalidAmount::Malformed { field: field.to_owned(), written: text });
     }
     let is_plain = digits.bytes().all(|byte| byte.is_ascii_digit());
     let Some(count) = written.count().filter(|_| is_plain) else {
-        return Err(BadAmount::NotGigabytes { field: field.to_owned(), written: text });
+        return Err(InvalidAmount::NotGigabytes { field: field.to_owned(), written: text });
     };
     match count.checked_mul(size).filter(|&gib| gib <= MAX_GIB) {
         Some(gib) => Ok(Amount(gib << 10)),
-        None => Err(BadAmount::TooLarge { field: field.to_owned(), written: text }),
+        None => Err(InvalidAmount::TooLarge { field: field.to_owned(), written: text }),
     }
 }
 
-fn is_finer_than_milli(text: &str) -> bool {
+fn is_finer_than_thousandths(text: &str) -> bool {
     let fraction = text.split_once('.').map_or("", |(_, fraction)| fraction);
     let digits = fraction.trim_end_matches(|c: char| !c.is_ascii_digit()).trim_end_matches('0').len();
     text.ends_with(['n', 'u'])
@@ -93,7 +93,7 @@ fn is_finer_than_milli(text: &str) -> bool {
         || digits > if text.ends_with('m') { 0 } else { 3 }
 }
 
-/// Writes an amount as a `GpuQuota` does: `2.5` GPUs, or `40Gi` of memory.
+/// Formats an amount for a `GpuQuota`: `2.5` for GPUs, or `40Gi` for memory.
 pub(super) fn amount_text(amount: Amount, unit: Unit) -> String {
     match unit {
         Unit::Gpus => amount.to_string(),
@@ -102,16 +102,17 @@ pub(super) fn amount_text(amount: Amount, unit: Unit) -> String {
     }
 }
 
-/// Weights in the ratio of some numbers.
+/// Weights that have the same ratio as some numbers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Weights {
     pub(super) weights: Vec<u32>,
-    /// Whether the ratios are exact. They are rounded if the largest weight would exceed 1000.
+    /// Whether the ratios are exact. The weights are rounded if the largest weight would exceed
+    /// 1000.
     pub(super) is_exact: bool,
 }
 
-/// Returns the smallest whole weights from 1 to 1000 in the ratio of `numbers`. The weight of 0 is
-/// 1.
+/// Returns the smallest whole weights from 1 to 1000 that have the same ratio as `numbers`. A
+/// number of 0 has weight 1.
 pub(super) fn scale_weights(numbers: &[u64]) -> Weights {
     let divisor = numbers.iter().copied().filter(|&number| number > 0).fold(0, greatest_common_divisor).max(1);
     let largest = numbers.iter().copied().max().unwrap_or_default() / divisor;
@@ -140,11 +141,11 @@ const fn greatest_common_divisor(mut a: u64, mut b: u64) -> u64 {
 mod tests {
     use super::*;
 
-    fn gpus(text: &str) -> Result<String, BadAmount> {
+    fn gpus(text: &str) -> Result<String, InvalidAmount> {
         parse_gpus("min x", &Quantity::new(text)).map(|amount| amount_text(amount, Unit::Gpus))
     }
 
-    fn gigabytes(text: &str, size: u64) -> Result<String, BadAmount> {
+    fn gigabytes(text: &str, size: u64) -> Result<String, InvalidAmount> {
         parse_gigabytes("min x", &Quantity::new(text), size).map(|amount| amount_text(amount, Unit::Memory))
     }
 
@@ -161,21 +162,21 @@ mod tests {
     }
 
     #[test]
-    fn bad_amounts_are_named() {
+    fn an_invalid_amount_is_refused_with_its_reason() {
         for text in ["-1", "many", "4 GPUs", "4Gb", "", "1e30"] {
-            assert!(matches!(gpus(text), Err(BadAmount::Malformed { .. })), "{text}");
+            assert!(matches!(gpus(text), Err(InvalidAmount::Malformed { .. })), "{text}");
         }
         for text in ["1000001", "1Ei", "18446744073709551615"] {
-            assert!(matches!(gpus(text), Err(BadAmount::TooLarge { .. })), "{text}");
+            assert!(matches!(gpus(text), Err(InvalidAmount::TooLarge { .. })), "{text}");
         }
         for text in ["1u", "0.0005", "1.5m"] {
-            assert!(matches!(gpus(text), Err(BadAmount::TooPrecise { .. })), "{text}");
+            assert!(matches!(gpus(text), Err(InvalidAmount::TooPrecise { .. })), "{text}");
         }
         for text in ["40Gi", "500m", "2.5", "1k"] {
-            assert!(matches!(gigabytes(text, 1), Err(BadAmount::NotGigabytes { .. })), "{text}");
+            assert!(matches!(gigabytes(text, 1), Err(InvalidAmount::NotGigabytes { .. })), "{text}");
         }
-        assert!(matches!(gigabytes("-1", 1), Err(BadAmount::Malformed { .. })));
-        assert!(matches!(gigabytes("100000000", 10), Err(BadAmount::TooLarge { .. })));
+        assert!(matches!(gigabytes("-1", 1), Err(InvalidAmount::Malformed { .. })));
+        assert!(matches!(gigabytes("100000000", 10), Err(InvalidAmount::TooLarge { .. })));
         assert_eq!(
             gpus("-1").unwrap_err().to_string(),
             "min x \"-1\" is not an amount: it is negative, malformed, or has an unknown unit"

@@ -8,7 +8,7 @@ use cleave_plan::ledger::Moment;
 use cleave_plan::quota::{Amount, Guarantee, Mode, Namespaces, Quota, QuotaSpec, Unit};
 
 use super::amounts::amount_text;
-use super::model::{Draft, Import, ImportedQuota, Refusal, Selection};
+use super::model::{Draft, Import, ImportedQuota, NamespaceSelection, Refusal};
 
 /// Maximum number of namespaces of a quota.
 const MAX_NAMESPACES: usize = 256;
@@ -17,9 +17,9 @@ const MAX_NAMESPACE_LENGTH: usize = 63;
 /// Maximum length of a quota's name.
 const MAX_NAME_LENGTH: usize = 253;
 
-/// What is known of earlier quotas.
+/// The names, namespaces and units of the quotas that were built before.
 #[derive(Default)]
-struct Earlier {
+struct EarlierQuotas {
     names: BTreeSet<String>,
     /// Owner of each namespace in each pool.
     owners: BTreeMap<(Vec<String>, String), String>,
@@ -27,9 +27,9 @@ struct Earlier {
     units: BTreeMap<Vec<String>, (Unit, String)>,
 }
 
-/// Adds the quotas of the drafts, or the reasons why a draft is refused.
+/// Builds a quota from each draft and adds it to `imported`. Adds the reason if a draft is refused.
 pub(super) fn finish(drafts: Vec<Draft>, imported: &mut Import) {
-    let mut earlier = Earlier::default();
+    let mut earlier = EarlierQuotas::default();
     let mut count: BTreeMap<String, usize> = BTreeMap::new();
     for draft in &drafts {
         *count.entry(draft.names.first().cloned().unwrap_or_default()).or_default() += 1;
@@ -47,7 +47,7 @@ pub(super) fn finish(drafts: Vec<Draft>, imported: &mut Import) {
     }
 }
 
-impl Earlier {
+impl EarlierQuotas {
     fn check(&self, draft: &Draft, name: &str) -> Result<(), String> {
         if self.names.contains(name) {
             return Err(format!("another quota is named {name}. Rename one of the two"));
@@ -57,12 +57,12 @@ impl Earlier {
         {
             let words = |unit: Unit| if unit == Unit::Gpus { "GPUs" } else { "GPU memory" };
             return Err(format!(
-                "counts {}, and {other} counts {} of the same pool. All quotas of a pool count the same",
+                "counts {}, and {other} counts {} of the same pool. All quotas of a pool must count the same resource",
                 words(draft.unit),
                 words(*unit)
             ));
         }
-        let Selection::Names(namespaces) = &draft.namespaces else { return Ok(()) };
+        let NamespaceSelection::Names(namespaces) = &draft.namespaces else { return Ok(()) };
         let owner = |namespace: &String| self.owners.get(&(draft.models.clone(), namespace.clone()));
         match namespaces.iter().find_map(|namespace| Some((namespace, owner(namespace)?))) {
             Some((namespace, owner)) => Err(format!(
@@ -73,7 +73,7 @@ impl Earlier {
     }
 
     fn add(&mut self, draft: &Draft, name: String) {
-        if let Selection::Names(namespaces) = &draft.namespaces {
+        if let NamespaceSelection::Names(namespaces) = &draft.namespaces {
             let key = |namespace: &String| ((draft.models.clone(), namespace.clone()), draft.origin.clone());
             self.owners.extend(namespaces.iter().map(key));
         }
@@ -82,25 +82,25 @@ impl Earlier {
     }
 }
 
-/// Builds the quota, and checks it by the operator's rules.
+/// Builds the quota, and checks it against the operator's rules.
 fn build(draft: &Draft, name: &str) -> Result<GpuQuota, String> {
     if !is_dns_name(name, MAX_NAME_LENGTH, true) {
-        return Err(format!("{name:?} is not a name of a Kubernetes object"));
+        return Err(format!("{name:?} is not a valid name of a Kubernetes object"));
     }
     let text = |amount: Amount| amount_text(amount, draft.unit);
     let min = (draft.min > Amount::ZERO).then(|| text(draft.min));
     let (max, lend) = (draft.max.map(text), draft.lend.map(text));
     let weight = u32::try_from(draft.weight).unwrap_or(u32::MAX);
     let (namespaces, selector) = match &draft.namespaces {
-        Selection::Names(names) => (Some(names.clone()), None),
-        Selection::Labels(labels) => (None, Some(labels.clone())),
+        NamespaceSelection::Names(names) => (Some(names.clone()), None),
+        NamespaceSelection::Labels(labels) => (None, Some(labels.clone())),
     };
     if let Some(names) = &namespaces {
         if names.len() > MAX_NAMESPACES {
             return Err(format!("has {} namespaces, and a GpuQuota has at most {MAX_NAMESPACES}", names.len()));
         }
         if let Some(bad) = names.iter().find(|name| !is_dns_name(name, MAX_NAMESPACE_LENGTH, false)) {
-            return Err(format!("{bad:?} is not a name of a namespace"));
+            return Err(format!("{bad:?} is not a valid name of a namespace"));
         }
     }
     let quantity = |text: &Option<String>| text.as_deref().map(Quantity::new);
@@ -138,7 +138,7 @@ fn build(draft: &Draft, name: &str) -> Result<GpuQuota, String> {
     ))
 }
 
-/// Returns whether a text is a name of a Kubernetes object.
+/// Returns whether a text is a valid name of a Kubernetes object.
 fn is_dns_name(name: &str, longest: usize, with_dots: bool) -> bool {
     let is_edge = |byte: Option<&u8>| byte.is_some_and(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit());
     let is_inner =

@@ -9,16 +9,17 @@ use serde_json::Value;
 
 use super::model::Refusal;
 
-/// API groups of Nos. Its first releases used the second one.
+/// API groups of Nos. The first releases of Nos used the second group.
 pub(super) const NOS_GROUPS: [&str; 2] = ["nos.nebuly.com", "nos.nebuly.ai"];
 /// API group of Kueue.
 pub(super) const KUEUE_GROUP: &str = "kueue.x-k8s.io";
-/// Maximum number of objects of the input.
+/// Maximum number of objects in the input.
 const MAX_OBJECTS: usize = 100_000;
-/// Start of the error of an object that lacks a field.
-const MISSING: &str = "missing field";
-/// Maximum number of parts of a malformed value that are searched for the cause of an error.
-const MAX_PARTS: usize = 1000;
+/// Start of the error message for a missing field.
+const MISSING_FIELD_ERROR: &str = "missing field";
+/// Maximum number of fields or elements that are searched for the cause of an error, at each level
+/// of a malformed value.
+const MAX_SEARCHED_PARTS: usize = 1000;
 
 /// Amounts by resource.
 pub(super) type Amounts = BTreeMap<String, Quantity>;
@@ -40,7 +41,7 @@ pub(super) struct Object<S> {
     pub(super) spec: S,
 }
 
-/// An `ElasticQuota` or, with namespaces, a `CompositeElasticQuota`.
+/// The spec of an `ElasticQuota`, or of a `CompositeElasticQuota`, which has namespaces.
 #[derive(Debug, Clone, Deserialize)]
 pub(super) struct NosSpec {
     #[serde(default)]
@@ -51,7 +52,8 @@ pub(super) struct NosSpec {
     pub(super) max: Option<Amounts>,
 }
 
-/// A `ClusterQueue`. Older versions name the cohort `cohort`, newer versions `cohortName`.
+/// The spec of a `ClusterQueue`. The field of the cohort is `cohort` in older versions of the API,
+/// and `cohortName` in newer versions.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct ClusterQueueSpec {
@@ -172,23 +174,23 @@ impl Objects {
     /// # Errors
     /// Returns an error if the text is not YAML, or contains something other than objects.
     pub(super) fn add_documents(&mut self, text: &str) -> Result<()> {
-        // In YAML 1.1 the name `n` is a boolean.
+        // Without this option, YAML 1.1 rules parse a name such as `n` as a boolean.
         let options = serde_saphyr::options! { strict_booleans: true };
         let documents: Vec<Value> =
             serde_saphyr::from_multiple_with_options(text, options).context("not valid YAML")?;
         for (index, document) in documents.into_iter().enumerate().filter(|(_, document)| !document.is_null()) {
-            self.add(document).with_context(|| format!("document {}", index + 1))?;
+            self.add_object(document).with_context(|| format!("document {}", index + 1))?;
         }
         Ok(())
     }
 
     /// Adds one object, or the objects of a List.
-    pub(super) fn add(&mut self, mut object: Value) -> Result<()> {
+    pub(super) fn add_object(&mut self, mut object: Value) -> Result<()> {
         let text = |pointer: &str| object.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
         let (version, kind) = (text("/apiVersion"), text("/kind"));
         let (namespace, name) = (text("/metadata/namespace"), text("/metadata/name"));
         if let Some(Value::Array(items)) = object.get_mut("items").map(Value::take) {
-            return items.into_iter().try_for_each(|item| self.add(item));
+            return items.into_iter().try_for_each(|item| self.add_object(item));
         }
         if kind.is_empty() {
             bail!("an object in the input has no kind");
@@ -206,12 +208,16 @@ impl Objects {
         let origin = format!("{kind} {full}");
         let is_nos = NOS_GROUPS.contains(&group);
         match kind.as_str() {
-            "ElasticQuota" if is_nos => push(&mut self.elastic, &mut self.malformed, origin, object),
-            "CompositeElasticQuota" if is_nos => push(&mut self.composite, &mut self.malformed, origin, object),
-            "ClusterQueue" if group == KUEUE_GROUP => {
-                push(&mut self.cluster_queues, &mut self.malformed, origin, object);
+            "ElasticQuota" if is_nos => push_parsed_object(&mut self.elastic, &mut self.malformed, origin, object),
+            "CompositeElasticQuota" if is_nos => {
+                push_parsed_object(&mut self.composite, &mut self.malformed, origin, object)
             }
-            "LocalQueue" if group == KUEUE_GROUP => push(&mut self.local_queues, &mut self.malformed, origin, object),
+            "ClusterQueue" if group == KUEUE_GROUP => {
+                push_parsed_object(&mut self.cluster_queues, &mut self.malformed, origin, object);
+            }
+            "LocalQueue" if group == KUEUE_GROUP => {
+                push_parsed_object(&mut self.local_queues, &mut self.malformed, origin, object)
+            }
             "ResourceFlavor" if group == KUEUE_GROUP => {
                 let spec = object.get_mut("spec").map(Value::take).unwrap_or_default();
                 let spec: Option<Option<FlavorSpec>> = parse(&mut self.malformed, origin, "spec", &spec);
@@ -239,7 +245,7 @@ impl Objects {
     }
 }
 
-fn push<S: DeserializeOwned>(
+fn push_parsed_object<S: DeserializeOwned>(
     into: &mut Vec<Object<S>>,
     malformed: &mut Vec<Refusal>,
     origin: String,
@@ -253,7 +259,7 @@ fn push<S: DeserializeOwned>(
     }
 }
 
-/// Parses a field of an object. A malformed field is added to `malformed`.
+/// Parses a field of an object. Adds a malformed field to `malformed`.
 fn parse<T: DeserializeOwned>(malformed: &mut Vec<Refusal>, origin: String, field: &str, value: &Value) -> Option<T> {
     match T::deserialize(value) {
         Ok(parsed) => Some(parsed),
@@ -265,15 +271,18 @@ fn parse<T: DeserializeOwned>(malformed: &mut Vec<Refusal>, origin: String, fiel
     }
 }
 
-/// Returns the path of the value that causes an error, such as `.min`. The error of a value names
-/// no path, so each part of the value is left out once: without the cause, the error differs.
+/// Returns the path of the value that causes an error, such as `.min`. The error message contains
+/// no path. The function therefore removes each part of the value in turn: without the cause, the
+/// error differs.
 fn malformed_path<T: DeserializeOwned>(value: &Value, error: &str) -> String {
-    let is_incomplete = error.starts_with(MISSING);
+    let is_incomplete = error.starts_with(MISSING_FIELD_ERROR);
     let (mut pointer, mut path) = (String::new(), String::new());
     loop {
         let children: Vec<String> = match value.pointer(&pointer) {
-            Some(Value::Object(fields)) => fields.keys().take(MAX_PARTS).cloned().collect(),
-            Some(Value::Array(items)) => (0..items.len().min(MAX_PARTS)).map(|index| index.to_string()).collect(),
+            Some(Value::Object(fields)) => fields.keys().take(MAX_SEARCHED_PARTS).cloned().collect(),
+            Some(Value::Array(items)) => {
+                (0..items.len().min(MAX_SEARCHED_PARTS)).map(|index| index.to_string()).collect()
+            }
             _ => return path,
         };
         let is_cause = |child: &String| {
@@ -283,8 +292,9 @@ fn malformed_path<T: DeserializeOwned>(value: &Value, error: &str) -> String {
                 Some(Value::Array(items)) => drop(child.parse().map(|index: usize| items.remove(index))),
                 _ => {}
             }
-            // Without any other field, an object that lacks a field lacks two.
-            let differs = |other: String| other != error && !(is_incomplete && other.starts_with(MISSING));
+            // If an object lacks a field, the removal of another field only causes a second error
+            // of this kind.
+            let differs = |other: String| other != error && !(is_incomplete && other.starts_with(MISSING_FIELD_ERROR));
             T::deserialize(&rest).err().is_none_or(|other| differs(other.to_string()))
         };
         let Some(cause) = children.into_iter().find(is_cause) else { return path };

@@ -6,22 +6,23 @@ use cleave_api::names::RESOURCE_GPU;
 use cleave_plan::quota::{Amount, Unit};
 use serde_json::Value;
 
-use super::amounts::{BadAmount, parse_gpus, scale_weights};
+use super::amounts::{InvalidAmount, parse_gpus, scale_weights};
 use super::input::{ClusterQueueSpec, FlavorQuotas, FlavorSpec, Object, Objects, ResourceQuota};
-use super::model::{Draft, Import, Refusal, Selection};
+use super::model::{Draft, Import, NamespaceSelection, Refusal};
 
-/// Label of every namespace with its name.
+/// The label that contains the name of a namespace. Every namespace has it.
 const NAMESPACE_NAME_LABEL: &str = "kubernetes.io/metadata.name";
 /// Node labels with the model of the node's GPUs.
 const MODEL_LABELS: [&str; 2] = ["nvidia.com/gpu.product", "cloud.google.com/gke-accelerator"];
-/// Models that are recognized in labels and in names of flavors.
+/// GPU models that the import recognizes in node labels and in names of flavors.
 const MODELS: [&str; 27] = [
     "A2", "A10", "A10G", "A16", "A30", "A40", "A100", "B100", "B200", "B300", "GB200", "GB300", "GH200", "H20", "H100",
     "H200", "H800", "L4", "L20", "L40", "L40S", "P4", "P40", "P100", "T4", "T4G", "V100",
 ];
-/// Fields of a `ClusterQueue` whose default has the same effect in Cleave.
-const DEFAULTS: [(&str, &str); 2] = [("queueingStrategy", "BestEffortFIFO"), ("stopPolicy", "None")];
-/// Weight of a queue that sets none, in thousandths.
+/// Default values of `ClusterQueue` fields that have the same effect in Cleave: the field and its
+/// value.
+const DEFAULTS_WITH_SAME_EFFECT: [(&str, &str); 2] = [("queueingStrategy", "BestEffortFIFO"), ("stopPolicy", "None")];
+/// Weight of a queue that sets no weight, in thousandths.
 const DEFAULT_WEIGHT: u64 = 1000;
 
 /// Why a queue is not imported.
@@ -31,8 +32,8 @@ enum Failure {
     Refused(String),
 }
 
-impl From<BadAmount> for Failure {
-    fn from(bad: BadAmount) -> Self {
+impl From<InvalidAmount> for Failure {
+    fn from(bad: InvalidAmount) -> Self {
         Self::Refused(bad.to_string())
     }
 }
@@ -73,7 +74,7 @@ fn queue_drafts(
 ) -> Result<Vec<Draft>, Failure> {
     let (name, spec) = (&queue.metadata.name, &queue.spec);
     let pools = pools(spec, &objects.flavors)?;
-    let (namespaces, mut notes) = selection(name, spec, objects)?;
+    let (namespaces, mut notes) = select_namespaces(name, spec, objects)?;
     notes.extend(loss_notes(spec));
     let is_alone = spec.cohort.as_ref().is_none_or(String::is_empty);
     let weight = match spec.fair_sharing.as_ref().and_then(|sharing| sharing.weight.as_ref()) {
@@ -124,7 +125,7 @@ fn pools(
     if pools.is_empty() { Err(Failure::NoGpus) } else { Ok(pools) }
 }
 
-fn add_limits(pool: &mut PoolLimits, flavor: &FlavorQuotas, resource: &ResourceQuota) -> Result<(), BadAmount> {
+fn add_limits(pool: &mut PoolLimits, flavor: &FlavorQuotas, resource: &ResourceQuota) -> Result<(), InvalidAmount> {
     let field = |name: &str| format!("{name} of {RESOURCE_GPU} in flavor {}", flavor.name);
     let nominal = parse_gpus(&field("nominalQuota"), &resource.nominal_quota)?;
     let optional = |name: &str, written: &Option<cleave_plan::Quantity>| {
@@ -137,14 +138,14 @@ fn add_limits(pool: &mut PoolLimits, flavor: &FlavorQuotas, resource: &ResourceQ
     Ok(())
 }
 
-/// Returns the model of a flavor's GPUs, by the labels of its nodes or by its name.
+/// Returns the model of a flavor's GPUs, from the labels of its nodes or from its name.
 fn model_of(name: &str, flavor: Option<&FlavorSpec>) -> Option<&'static str> {
     let labels = flavor.and_then(|flavor| flavor.node_labels.as_ref());
     let product = MODEL_LABELS.iter().find_map(|label| labels?.get(*label));
     only_model_in(product.map_or(name, String::as_str))
 }
 
-/// Returns the only known model that a text names. Letters may be in lower case.
+/// Returns the model that a text names, if the text names exactly one known model. Ignores case.
 fn only_model_in(text: &str) -> Option<&'static str> {
     let words: BTreeSet<String> =
         text.split(|c: char| !c.is_ascii_alphanumeric()).map(str::to_ascii_uppercase).collect();
@@ -152,15 +153,20 @@ fn only_model_in(text: &str) -> Option<&'static str> {
     found.next().filter(|_| found.next().is_none())
 }
 
-/// Returns the namespaces of a queue: those of its `LocalQueue`s, or those that it selects.
-fn selection(name: &str, spec: &ClusterQueueSpec, objects: &Objects) -> Result<(Selection, Vec<String>), Failure> {
+/// Returns the namespaces of a queue, and a note about them. The namespaces are those of the
+/// `LocalQueue`s, or else the namespaces that the queue selects.
+fn select_namespaces(
+    name: &str,
+    spec: &ClusterQueueSpec,
+    objects: &Objects,
+) -> Result<(NamespaceSelection, Vec<String>), Failure> {
     let own = objects.local_queues.iter().filter(|queue| queue.spec.cluster_queue == name);
     let namespaces: BTreeSet<String> =
         own.map(|queue| queue.metadata.namespace.clone().unwrap_or_else(|| "default".to_owned())).collect();
     if !namespaces.is_empty() {
         let note =
             "Namespaces are those of its LocalQueues. All GPU pods of a namespace count, with or without a queue.";
-        return Ok((Selection::Names(namespaces.into_iter().collect()), vec![note.to_owned()]));
+        return Ok((NamespaceSelection::Names(namespaces.into_iter().collect()), vec![note.to_owned()]));
     }
     let selector = spec.namespace_selector.clone().unwrap_or_default();
     let (labels, expressions) =
@@ -169,10 +175,10 @@ fn selection(name: &str, spec: &ClusterQueueSpec, objects: &Objects) -> Result<(
     match (labels.is_empty(), expressions.as_slice()) {
         (false, []) => {
             let selector = QuotaNamespaceSelector { match_labels: labels };
-            Ok((Selection::Labels(selector), vec![note.to_owned()]))
+            Ok((NamespaceSelection::Labels(selector), vec![note.to_owned()]))
         }
         (true, [one]) if one.key == NAMESPACE_NAME_LABEL && one.operator == "In" => {
-            Ok((Selection::Names(one.values.clone().unwrap_or_default()), vec![note.to_owned()]))
+            Ok((NamespaceSelection::Names(one.values.clone().unwrap_or_default()), vec![note.to_owned()]))
         }
         _ => Err(Failure::Refused(
             "no LocalQueue of the input uses the queue, and namespaceSelector is not a list of labels or names. Add \
@@ -182,7 +188,7 @@ fn selection(name: &str, spec: &ClusterQueueSpec, objects: &Objects) -> Result<(
     }
 }
 
-/// Returns what has no counterpart, or another effect.
+/// Returns notes about settings that have no counterpart, or a different effect, in Cleave.
 fn loss_notes(spec: &ClusterQueueSpec) -> Vec<String> {
     let mut notes = Vec::new();
     let resources = spec.resource_groups.iter().flatten().flat_map(|group| &group.flavors).flat_map(|flavor| {
@@ -197,7 +203,7 @@ fn loss_notes(spec: &ClusterQueueSpec) -> Vec<String> {
         let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
         let is_default = value.is_null()
             || value.as_array().is_some_and(Vec::is_empty)
-            || DEFAULTS.contains(&(field.as_str(), text.as_str()));
+            || DEFAULTS_WITH_SAME_EFFECT.contains(&(field.as_str(), text.as_str()));
         let text = if value.is_object() { String::new() } else { format!(" {text}") };
         (!is_default).then(|| format!("{field}{text}"))
     };
@@ -247,7 +253,7 @@ fn pool_notes(model: Option<&str>, limits: &PoolLimits) -> Vec<String> {
     notes
 }
 
-/// Sets weights in the ratio of the queues' weights.
+/// Sets weights that have the same ratio as the queues' weights.
 fn set_weights(drafts: &mut [Draft], imported: &mut Import) {
     let numbers: Vec<u64> = drafts.iter().map(|draft| draft.weight).collect();
     let scaled = scale_weights(&numbers);

@@ -8,9 +8,9 @@ use kube::{Api, discovery};
 
 use super::input::{KUEUE_GROUP, NOS_GROUPS, Objects};
 
-/// Objects per request of a list.
+/// Maximum number of objects in one page of a list.
 const PAGE_SIZE: u32 = 500;
-/// The imported kinds of both groups.
+/// The kinds that the import reads from Nos and Kueue.
 const KINDS: [&str; 6] =
     ["ElasticQuota", "CompositeElasticQuota", "ClusterQueue", "LocalQueue", "ResourceFlavor", "Cohort"];
 
@@ -28,14 +28,14 @@ pub(super) async fn read(client: &Client, objects: &mut Objects) -> Result<()> {
         };
         for (resource, _) in found.recommended_resources() {
             if KINDS.contains(&resource.kind.as_str()) {
-                list(client, &resource, objects).await?;
+                list_objects(client, &resource, objects).await?;
             }
         }
     }
     Ok(())
 }
 
-async fn list(client: &Client, resource: &ApiResource, objects: &mut Objects) -> Result<()> {
+async fn list_objects(client: &Client, resource: &ApiResource, objects: &mut Objects) -> Result<()> {
     let api = Api::<DynamicObject>::all_with(client.clone(), resource);
     let kind = GroupVersionKind::gvk(&resource.group, &resource.version, &resource.kind);
     let mut page = ListParams::default().limit(PAGE_SIZE);
@@ -45,7 +45,7 @@ async fn list(client: &Client, resource: &ApiResource, objects: &mut Objects) ->
             let mut value = serde_json::to_value(&object).context("failed to read an object")?;
             value["apiVersion"] = kind.api_version().into();
             value["kind"] = resource.kind.clone().into();
-            objects.add(value)?;
+            objects.add_object(value)?;
         }
         match list.metadata.continue_.filter(|token| !token.is_empty()) {
             None => return Ok(()),

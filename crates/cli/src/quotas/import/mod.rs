@@ -5,9 +5,9 @@
 //!                     └────[kueue]──▶┘
 //! ```
 //!
-//! Whatever has no counterpart is reported: a line of a quota in a comment above the `GpuQuota`, an
-//! object that is not imported in the report. Every printed `GpuQuota` satisfies the rules of its
-//! CRD and of the operator.
+//! The command reports everything that has no counterpart. A comment above each `GpuQuota` lists
+//! the settings that were dropped. The report lists the objects that were not imported. Every
+//! printed `GpuQuota` satisfies the rules of its CRD and of the operator.
 mod amounts;
 mod finish;
 mod input;
@@ -48,7 +48,7 @@ pub struct ImportArgs {
     /// Read the objects from the cluster.
     #[arg(long, conflicts_with = "files")]
     live: bool,
-    /// Mode of the GpuQuotas [default: Enforce for quotas of Nos, Count for those of Kueue].
+    /// Mode of the GpuQuotas [default: Enforce for quotas of Nos, Count for quotas of Kueue].
     #[arg(long, value_enum, value_name = "MODE", ignore_case = true)]
     mode: Option<ImportMode>,
     /// Connection to the cluster.
@@ -60,9 +60,9 @@ pub struct ImportArgs {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "PascalCase")]
 pub enum ImportMode {
-    /// Pods are held and evicted.
+    /// Limit pods, and evict borrowers for a guarantee.
     Enforce,
-    /// Use is counted and reported.
+    /// Only count and report usage.
     Count,
 }
 

@@ -1,4 +1,4 @@
-//! Quotas on their way from the imported objects to `GpuQuota`s, and the result of the import.
+//! Drafts of quotas, and the result of the import.
 use cleave_api::GpuQuota;
 use cleave_api::gpuquota::{QuotaMode, QuotaNamespaceSelector};
 use cleave_plan::quota::{Amount, Unit};
@@ -8,7 +8,7 @@ use cleave_plan::quota::{Amount, Unit};
 pub struct Import {
     /// The `GpuQuota`s, in the order of the input.
     pub quotas: Vec<ImportedQuota>,
-    /// Objects that limit no GPUs, and so have no counterpart.
+    /// Objects that have no counterpart because they limit no GPUs.
     pub skipped: Vec<Refusal>,
     /// Objects that could not be imported.
     pub refused: Vec<Refusal>,
@@ -16,14 +16,14 @@ pub struct Import {
     pub notes: Vec<String>,
 }
 
-/// A `GpuQuota`, and what was lost on the way.
+/// A `GpuQuota`, and notes about differences from the imported object.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ImportedQuota {
     /// Kind and name of the imported object.
     pub origin: String,
     /// The quota.
     pub quota: GpuQuota,
-    /// What has no counterpart, or differs, one sentence each.
+    /// Settings that have no counterpart or a different effect, one sentence each.
     pub notes: Vec<String>,
 }
 
@@ -36,20 +36,20 @@ pub struct Refusal {
     pub reason: String,
 }
 
-/// A quota before names, weights and units of all quotas are known.
+/// A quota before the import knows the names, weights and units of all quotas.
 #[derive(Debug, Clone)]
 pub(super) struct Draft {
     pub(super) origin: String,
-    /// Names of the quota, the preferred one first.
+    /// Possible names of the quota, the preferred name first.
     pub(super) names: Vec<String>,
-    pub(super) namespaces: Selection,
+    pub(super) namespaces: NamespaceSelection,
     /// Models of the pool. Empty if the pool is not known.
     pub(super) models: Vec<String>,
     pub(super) unit: Unit,
     pub(super) min: Amount,
     pub(super) max: Option<Amount>,
     pub(super) lend: Option<Amount>,
-    /// A number in whose ratio the weights are.
+    /// The weight before scaling. The final weights have the same ratio as these numbers.
     pub(super) weight: u64,
     pub(super) mode: QuotaMode,
     pub(super) notes: Vec<String>,
@@ -57,7 +57,7 @@ pub(super) struct Draft {
 
 /// The namespaces of a draft.
 #[derive(Debug, Clone)]
-pub(super) enum Selection {
+pub(super) enum NamespaceSelection {
     Names(Vec<String>),
     Labels(QuotaNamespaceSelector),
 }

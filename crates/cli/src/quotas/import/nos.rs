@@ -6,26 +6,26 @@ use cleave_api::names::{RESOURCE_GPU, RESOURCE_MIG_PREFIX, RESOURCE_SHARES_PREFI
 use cleave_plan::Quantity;
 use cleave_plan::quota::{Amount, Unit};
 
-use super::amounts::{BadAmount, parse_gigabytes, parse_gpus, scale_weights};
+use super::amounts::{InvalidAmount, parse_gigabytes, parse_gpus, scale_weights};
 use super::input::{Amounts, NOS_GROUPS, NosSpec, Object, Objects};
-use super::model::{Draft, Import, Refusal, Selection};
+use super::model::{Draft, Import, NamespaceSelection, Refusal};
 
-/// Name of Nos's resource of GPU memory, after its group.
+/// Name of Nos's resource for GPU memory, without its API group.
 const GPU_MEMORY: &str = "gpu-memory";
 
 /// What a quota of Nos counts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Counted {
-    /// GB of GPU memory, by this resource.
+    /// GB of GPU memory. The resource has this name.
     Memory(String),
     /// GPUs.
     Gpus,
-    /// Slices of these sizes in GB.
+    /// Slices: the size in GB of each resource.
     Slices(BTreeMap<String, u64>),
 }
 
-/// Converts the quotas. A composite that claims a namespace of another quota is refused: Nos would
-/// delete the other quota.
+/// Converts the quotas. Refuses a `CompositeElasticQuota` with a namespace of another quota: Nos
+/// would delete the other quota.
 pub(super) fn drafts(objects: &Objects, mode: QuotaMode, imported: &mut Import) -> Vec<Draft> {
     let mut owners: BTreeMap<String, String> = BTreeMap::new();
     let mut drafts = Vec::new();
@@ -73,7 +73,8 @@ fn origin_of(quota: &Object<NosSpec>, is_composite: bool) -> String {
     format!("{kind} {namespace}/{}", quota.metadata.name)
 }
 
-/// Returns the namespaces of a quota, or why another quota prevents its import.
+/// Returns the namespaces of a quota. Returns the reason as an error if the quota has no namespace,
+/// or if another quota has the same namespace.
 fn namespaces_of(
     quota: &Object<NosSpec>,
     is_composite: bool,
@@ -97,16 +98,16 @@ fn namespaces_of(
     }
 }
 
-/// Converts one quota. Returns `None` if it names no GPUs.
+/// Converts one quota. Returns `None` if the quota names no GPU resource.
 fn draft(
     quota: &Object<NosSpec>,
     origin: &str,
     namespaces: Vec<String>,
     mode: QuotaMode,
-) -> Result<Option<Draft>, BadAmount> {
+) -> Result<Option<Draft>, InvalidAmount> {
     let (min, max) = (quota.spec.min.clone().unwrap_or_default(), quota.spec.max.clone().unwrap_or_default());
     let resources: BTreeSet<&str> = min.keys().chain(max.keys()).map(String::as_str).collect();
-    let Some(counted) = what_is_counted(&resources) else { return Ok(None) };
+    let Some(counted) = counted_resources(&resources) else { return Ok(None) };
     let mut notes = Vec::new();
     let min_amount = counted.sum("min", &min)?.unwrap_or_default();
     let max_amount = match &counted {
@@ -132,7 +133,7 @@ fn draft(
     Ok(Some(Draft {
         origin: origin.to_owned(),
         names: vec![name.clone(), format!("{namespace}-{name}")],
-        namespaces: Selection::Names(namespaces),
+        namespaces: NamespaceSelection::Names(namespaces),
         models: Vec::new(),
         unit: counted.unit(),
         min: min_amount,
@@ -144,9 +145,9 @@ fn draft(
     }))
 }
 
-/// Returns what a quota counts that names these resources. Memory is preferred, then GPUs. `None`
-/// means that it names no GPUs.
-fn what_is_counted(resources: &BTreeSet<&str>) -> Option<Counted> {
+/// Returns what a quota with these resources counts: memory if it names memory, otherwise GPUs,
+/// otherwise slices. Returns `None` if the quota names no GPU resource.
+fn counted_resources(resources: &BTreeSet<&str>) -> Option<Counted> {
     if let Some(memory) = resources.iter().find(|resource| is_gpu_memory(resource)) {
         return Some(Counted::Memory((*memory).to_owned()));
     }
@@ -162,7 +163,8 @@ fn is_gpu_memory(resource: &str) -> bool {
     resource.split_once('/').is_some_and(|(group, name)| name == GPU_MEMORY && NOS_GROUPS.contains(&group))
 }
 
-/// Returns the size of a slice in GB, by its name: `nvidia.com/gpu-10gb`, `nvidia.com/mig-1g.10gb`.
+/// Returns the size of a slice in GB, from a name such as `nvidia.com/gpu-10gb` or
+/// `nvidia.com/mig-1g.10gb`.
 fn slice_gigabytes(resource: &str) -> Option<u64> {
     let mig = resource.strip_prefix(RESOURCE_MIG_PREFIX).and_then(|profile| profile.split_once("g."));
     let size = match mig {
@@ -188,8 +190,9 @@ impl Counted {
         }
     }
 
-    /// Returns the sum of the amounts that are counted. `None` if none of them is named.
-    fn sum(&self, field: &str, amounts: &Amounts) -> Result<Option<Amount>, BadAmount> {
+    /// Returns the sum of the amounts that the quota counts. Returns `None` if `amounts` contains
+    /// none of the counted resources.
+    fn sum(&self, field: &str, amounts: &Amounts) -> Result<Option<Amount>, InvalidAmount> {
         let parse = |resource: &String, written: &Quantity| {
             let name = format!("{field} {resource}");
             match self {
@@ -217,8 +220,8 @@ impl Counted {
     }
 }
 
-/// Sets weights in the ratio of the guarantees, as Nos shares what is unused. Amounts of different
-/// units have no ratio.
+/// Sets weights that have the same ratio as the guarantees, because Nos distributes unused amounts
+/// in this ratio. Scales each unit separately: amounts of different units have no ratio.
 fn set_weights(drafts: &mut [Draft], imported: &mut Import) {
     for unit in [Unit::Gpus, Unit::Memory] {
         let guarantees: Vec<u64> = drafts.iter().filter(|draft| draft.unit == unit).map(|draft| draft.weight).collect();

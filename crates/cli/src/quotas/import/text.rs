@@ -5,10 +5,11 @@ use anyhow::{Context as _, Result};
 
 use super::model::{Import, Refusal};
 
-/// Maximum length of a comment's line.
-const MAX_WIDTH: usize = 100;
+/// Maximum number of characters in a line of a comment.
+const MAX_COMMENT_LINE_CHARS: usize = 100;
 
-/// Renders the quotas as YAML. A comment above each quota names its origin and what was lost.
+/// Renders the quotas as YAML. A comment above each quota names the imported object, and lists the
+/// differences.
 ///
 /// # Errors
 /// Returns an error if the YAML writer fails.
@@ -28,7 +29,7 @@ pub fn render_yaml(import: &Import) -> Result<String> {
     Ok(text)
 }
 
-/// Renders the report: how many objects were imported, and what was not.
+/// Renders the report: how many objects were imported, and which objects were not.
 pub fn render_report(import: &Import) -> String {
     let mut text = String::new();
     let counts = [import.quotas.len(), import.skipped.len(), import.refused.len()];
@@ -49,14 +50,15 @@ pub fn render_report(import: &Import) -> String {
     text
 }
 
-/// Adds a comment, wrapped. Text of the input cannot end the comment.
+/// Adds a wrapped comment. Replaces control characters, so that text of the input cannot end the
+/// comment.
 fn comment(text: &mut String, bullet: &str, sentence: &str) {
     let sentence = one_line(sentence);
     let mut line = format!("# {bullet}");
     let indent = format!("# {}", " ".repeat(bullet.len()));
     let mut is_empty = true;
     for word in sentence.split_whitespace() {
-        if !is_empty && line.chars().count() + 1 + word.chars().count() > MAX_WIDTH {
+        if !is_empty && line.chars().count() + 1 + word.chars().count() > MAX_COMMENT_LINE_CHARS {
             let _ = writeln!(text, "{line}");
             line.clone_from(&indent);
             is_empty = true;

@@ -61,7 +61,7 @@ impl Device {
         let Some(&server) = servers.first() else { return self.start_server(uid).await.map(Some) };
         match procfs::owner_uid(server) {
             Ok(Some(owner)) if owner == uid => Ok(Some(server)),
-            // It may be the user's server. The client waits.
+            // The server may belong to this user. The client waits.
             Err(error) => {
                 tracing::warn!(device = self.name, server, %error, "failed to read the user of an MPS server");
                 Ok(None)
@@ -103,7 +103,7 @@ impl Device {
         }
     }
 
-    /// Records an expected reply to a client's handshake, after which the status no longer reports
+    /// Records an expected reply to a client's handshake. Afterwards, the status no longer reports
     /// held clients.
     pub(crate) fn record_expected_reply(&self) {
         if self.handshake.borrow_mut().record_expected_reply() {

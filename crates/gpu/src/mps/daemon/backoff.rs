@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use crate::mps::wire::DaemonState;
 
-/// Run time after which the count of a daemon's failures restarts.
+/// Run time after which a daemon's failure count is reset.
 const MIN_STABLE_RUN_TIME: Duration = Duration::from_secs(60);
 /// Delay after the second consecutive failure.
 const FIRST_RESTART_DELAY: Duration = Duration::from_millis(250);
@@ -20,8 +20,8 @@ pub(super) struct Backoff {
 }
 
 impl Backoff {
-    /// Records a failure after the daemon ran for `ran`. Returns the delay before the restart. The
-    /// first failure has no delay, because tenants are waiting.
+    /// Records a failure of a daemon that ran for `ran`. Returns the delay before the restart. The
+    /// first failure has no delay, because clients are waiting.
     pub(super) fn record_failure(&mut self, ran: Duration) -> Duration {
         if ran >= MIN_STABLE_RUN_TIME {
             self.failures = 0;
@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_failure_is_retried_at_once_and_later_ones_with_growing_delays() {
+    fn the_first_failure_is_retried_at_once_and_later_failures_with_growing_delays() {
         let mut backoff = Backoff::default();
         let waits: Vec<u128> = (0..10).map(|_| backoff.record_failure(Duration::ZERO).as_millis()).collect();
         assert_eq!(waits, [0, 250, 500, 1000, 2000, 4000, 8000, 16000, 30000, 30000]);

@@ -7,7 +7,8 @@ use tokio::time::Instant;
 use crate::mps::process::PidFd;
 use crate::mps::wire::Client;
 
-/// Maximum time from a client's exit until MPS logs the exit. MPS never logs an exit later.
+/// Maximum time from a client's exit until MPS logs the exit. After this time, MPS no longer logs
+/// the exit.
 const MAX_EXIT_LOG_DELAY: Duration = Duration::from_millis(500);
 
 /// A client that a door admitted.
@@ -93,12 +94,12 @@ impl Clients {
     }
 
     /// Marks a client as terminated by MPS.
-    pub(super) fn set_terminated(&mut self, pid: u32) {
+    pub(super) fn mark_terminated(&mut self, pid: u32) {
         self.terminated.insert(pid);
     }
 
-    /// Reverts [`Clients::set_terminated`].
-    pub(super) fn unset_terminated(&mut self, pid: u32) {
+    /// Reverts [`Clients::mark_terminated`].
+    pub(super) fn unmark_terminated(&mut self, pid: u32) {
         self.terminated.remove(&pid);
     }
 
@@ -128,7 +129,7 @@ impl Clients {
     }
 
     /// Removes a client that has exited from the clients that MPS listed at the last probe. Returns
-    /// whether it was among them.
+    /// whether MPS had listed the client.
     pub(super) fn remove_listed(&mut self, pid: u32) -> bool {
         self.listed.remove(&pid)
     }

@@ -47,8 +47,8 @@ impl EscalationStep {
     }
 }
 
-/// Time for a server without clients to recover. Recovery took 0.02 to 0.04 s on an H100 and an
-/// H200 with driver 580, and up to 1.4 s in published measurements.
+/// Time limit for a server without clients to recover. Recovery took 0.02 to 0.04 s on an H100 and
+/// an H200 with driver 580, and up to 1.4 s in published measurements.
 const IDLE_SERVER_RECOVERY_TIME: Duration = Duration::from_secs(3);
 
 /// Progress through the steps. Times count from the start of the fault.

@@ -20,7 +20,7 @@ const FAULT_CONFIRMATION_TIME: Duration = Duration::from_secs(1);
 /// Time for which a killed client is assumed to be the cause of a fault. A client that was killed
 /// while its kernels ran causes a fault after 0.1 to 0.23 s (measured on an H200).
 const MAX_TIME_FROM_KILL_TO_FAULT: Duration = Duration::from_secs(2);
-/// Maximum time after a fault's end at which its log lines may still arrive.
+/// Time after a fault's end during which the log lines of the fault may still arrive.
 const MAX_FAULT_LOG_DELAY: Duration = Duration::from_secs(1);
 
 /// A client that exited with an open context.
@@ -154,13 +154,13 @@ impl FaultTracker {
             fault.over = true;
         }
         self.ended_at = Some(now);
-        // In a fault, the server recreates its contexts, so it breaks no later client.
+        // During a fault, the server recreates its contexts, so it breaks no later client.
         self.unclean = false;
         Some(now.saturating_duration_since(current.began))
     }
 
     /// Records a client that exited with an open context. Do not call this method during a fault,
-    /// in which all clients exit with open contexts.
+    /// because all clients then exit with open contexts.
     pub(super) fn record_exit(&mut self, client: Client, now: Instant) {
         self.unclean = true;
         self.exited.retain(|exited| {

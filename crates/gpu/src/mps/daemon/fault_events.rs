@@ -75,7 +75,7 @@ impl Device {
 
     /// Records a client that exited with an open context.
     pub(super) fn record_exit(&self, pid: u32) {
-        // In a fault, all clients exit with open contexts.
+        // During a fault, all clients exit with open contexts.
         if self.faults.borrow().has_current_fault() {
             return;
         }

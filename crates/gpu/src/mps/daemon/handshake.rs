@@ -23,14 +23,14 @@ pub(super) struct HandshakeRecord {
     /// Whether the running daemon has connected a client. If so, no later reply makes the protocol
     /// unknown.
     succeeded: bool,
-    /// Number of unexpected replies of the running daemon since its last expected one.
+    /// Number of unexpected replies of the running daemon since its last expected reply.
     unexpected_replies: u32,
     /// Time of the latest unexpected reply while the MPS host reports that clients are held. `None`
     /// if the status reports no held clients. An expected reply ends the report, but a restart of
     /// the daemon does not.
     held_at: Option<Instant>,
     /// Whether the report about held clients ended because no reply arrived for
-    /// [`MAX_REPORT_TIME`], and the running daemon has sent no expected reply since.
+    /// [`MAX_REPORT_TIME`]. False again once the running daemon has sent an expected reply.
     unproven: bool,
 }
 
@@ -98,7 +98,7 @@ impl HandshakeRecord {
         self.are_latest_replies_unexpected() && !self.succeeded && self.driver == DriverEvidence::Assumed
     }
 
-    /// Returns whether at least [`MIN_UNEXPECTED_ENDS`] replies in a row are unexpected.
+    /// Returns whether the last replies, at least [`MIN_UNEXPECTED_ENDS`] in a row, are unexpected.
     fn are_latest_replies_unexpected(&self) -> bool {
         self.unexpected_replies >= MIN_UNEXPECTED_ENDS
     }

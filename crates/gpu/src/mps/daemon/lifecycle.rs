@@ -55,8 +55,8 @@ impl Device {
             if let Err(error) = compute_mode::restore_compute_mode(&self.context, &self.name).await {
                 tracing::error!(device = self.name, %error, "failed to restore compute mode");
             }
-            // A daemon that is not desired sends no replies, so doors hold no client because of
-            // unexpected replies.
+            // No daemon runs that could send replies, so the status must no longer report held
+            // clients.
             self.handshake.borrow_mut().end_report();
             self.present.set(false);
             self.context.notify_status_change();

@@ -63,7 +63,7 @@ impl Device {
             }
             LogEvent::Fault { client } => {
                 tracing::error!(device, source, pid, "{text}");
-                // In other states the server has no clients that could break.
+                // In other states, the server has no clients that a fault could break.
                 let serves = matches!(self.phase.borrow().state, DaemonState::Active | DaemonState::Fault);
                 if serves && self.record_logged_fault(client) {
                     self.set_state(DaemonState::Fault, None);

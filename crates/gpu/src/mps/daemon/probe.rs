@@ -25,8 +25,9 @@ pub(super) enum DaemonEndReason {
 }
 
 impl Device {
-    /// Probes the daemon and recovers it. Returns the reason if the MPS host has to stop or replace
-    /// this daemon, for example because it has no clients and its settings have changed.
+    /// Probes the daemon and performs the recovery steps that are due. Returns the reason if the
+    /// MPS host has to stop or replace this daemon, for example because it has no clients and its
+    /// settings have changed.
     pub(super) async fn probe_daemon(
         &self,
         settings: &DaemonSettings,

@@ -27,8 +27,9 @@ impl Device {
         let control = timeout(TERMINATE_DEADLINE, self.control.lock()).await.map_err(|_| TerminateError::Busy)?;
         let server = self.phase.borrow().server.ok_or(TerminateError::NoServer)?;
         self.terminating_since.set(Some(Instant::now()));
-        // Mark the client before the command: MPS may log the client's exit before it answers.
-        self.clients.borrow_mut().set_terminated(client);
+        // Mark the client before the command: MPS may log the client's exit before MPS answers the
+        // command.
+        self.clients.borrow_mut().mark_terminated(client);
         let output = self.send_command_within(&Command::Terminate { server, client }, TERMINATE_DEADLINE).await;
         drop(control);
         self.request_probe();
@@ -36,7 +37,7 @@ impl Device {
         self.terminating_since.set(None);
         let terminated = protocol::parse_terminate_result(&output);
         if terminated.is_err() {
-            self.clients.borrow_mut().unset_terminated(client);
+            self.clients.borrow_mut().unmark_terminated(client);
         }
         Ok(terminated?)
     }

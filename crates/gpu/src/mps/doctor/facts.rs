@@ -40,7 +40,7 @@ pub(super) struct GpuFacts {
     pub(super) memory_mib: u64,
     pub(super) compute_mode: Option<&'static str>,
     pub(super) mig: &'static str,
-    /// Number of processes on the GPU. `None` if NVML does not report it.
+    /// Number of processes on the GPU. `None` if NVML does not report the processes.
     pub(super) processes: Option<usize>,
 }
 
@@ -88,7 +88,8 @@ pub(super) fn find_program(program: &Path) -> Option<PathBuf> {
 /// Reads the version of the control program. Returns `None` if the program does not report a
 /// version in time.
 pub(super) async fn read_control_version(control: &Path, library_path: Option<&OsStr>, uuid: &str) -> Option<u32> {
-    // Use a daemon's environment. It shows another doctor that this process belongs to the GPU.
+    // Use the environment of this GPU's daemon, so that a doctor of another GPU ignores this
+    // process.
     let mut command = Command::from(tool::control_tool_command(control, library_path, Path::new("/nonexistent"), uuid));
     command.arg("-v").stdin(Stdio::null()).kill_on_drop(true);
     let output = timeout(VERSION_DEADLINE, command.output()).await.ok()?.ok()?;

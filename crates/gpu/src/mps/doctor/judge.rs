@@ -46,7 +46,7 @@ struct ExpectedBehaviour {
 }
 
 impl ExpectedBehaviour {
-    /// Compares an outcome with the expectation.
+    /// Compares the outcome of a test with the expected behaviour.
     fn judge_outcome<T>(self, outcome: &TestOutcome<T>, judge: impl FnOnce(&T) -> (bool, String)) -> CheckResult {
         let (verdict, observed) = match outcome {
             TestOutcome::NotTested(why) => (CheckVerdict::NotTested, why.clone()),
@@ -74,7 +74,7 @@ pub(super) fn judge_all_checks(seen: &Observations, gpu: TestedGpu) -> Vec<Check
     findings
 }
 
-/// Returns the results of checks of the daemon's start and protocol.
+/// Returns the results of the checks of the daemon's start and protocol.
 fn judge_daemon(seen: &Observations) -> Vec<CheckResult> {
     let start = ExpectedBehaviour {
         name: "start",
@@ -199,7 +199,7 @@ fn describe_limited_view(bound: &LimitedView) -> String {
     format!("at {} % and {} MiB: {}", bound.percent, bound.limit_mib, describe_view(bound.view))
 }
 
-/// Returns the results of checks of limits.
+/// Returns the results of the checks of limits.
 fn judge_limits(seen: &Observations, gpu: TestedGpu) -> Vec<CheckResult> {
     let bound = ExpectedBehaviour {
         name: "limits",
@@ -292,8 +292,8 @@ fn judge_known_limit_bypasses(seen: &Observations, gpu: TestedGpu) -> Vec<CheckR
     ]
 }
 
-/// Returns the results of checks of clients: who can connect, how they are listed, and how they
-/// end.
+/// Returns the results of the checks of clients: which clients can connect, how MPS and NVML list
+/// clients, and how a client is terminated.
 fn judge_clients(seen: &Observations, gpu: TestedGpu) -> Vec<CheckResult> {
     let users = ExpectedBehaviour {
         name: "users",
@@ -380,7 +380,7 @@ mod tests {
     }
 
     /// Returns the observations of an H200 under driver 580. Commands over `control` are refused,
-    /// as Cleave expects. The measured driver obeys them.
+    /// as Cleave expects, although the measured driver obeys them.
     fn measured_observations() -> Observations {
         let commands = vec![
             exchange(Command::SetDefaultThreads(50), "50.0", None),

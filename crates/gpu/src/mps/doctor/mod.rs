@@ -42,8 +42,8 @@ use crate::nvml::{DriverInfo, Gpu, Library, LibrarySearch, NvmlError, Worker};
 /// Check that this node's GPU driver enforces limits as Cleave expects.
 ///
 /// Starts its own MPS daemon on an idle GPU. On a GPU that is in use, the command starts nothing
-/// and reports only facts. Exits with 0 if all tested checks are as expected, 1 if one differs, and
-/// 2 if there is no result. Run the command as root in the node's PID namespace.
+/// and reports only facts. Exits with 0 if all tested checks are as expected, 1 if a check differs,
+/// and 2 if there is no result. Run the command as root in the node's PID namespace.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DoctorArgs {
     /// Index or UUID of the GPU. Default: the first GPU.
@@ -54,8 +54,8 @@ pub struct DoctorArgs {
     #[arg(long)]
     json: bool,
 
-    /// A CUDA program with its first arguments that shows the limits in force (see
-    /// docs/how-to/check-driver.md). Without it, limits are not tested.
+    /// A CUDA program that shows the limits in force, with its first arguments (see
+    /// docs/how-to/check-driver.md). Without this program, the doctor does not test limits.
     #[arg(long, value_name = "PROGRAM [ARGUMENT…]")]
     client: Option<String>,
 
@@ -82,7 +82,7 @@ pub enum DoctorError {
         /// The GPUs of the node.
         available: String,
     },
-    /// A signal handler could not be installed, or standard output failed.
+    /// A signal handler could not be installed, or a write to standard output failed.
     #[error("system call failed: {0}")]
     System(#[from] io::Error),
     /// The doctor received a signal, and has stopped all processes that it started.

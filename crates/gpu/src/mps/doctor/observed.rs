@@ -14,8 +14,8 @@ pub(super) enum TestOutcome<T> {
 }
 
 impl<T> TestOutcome<T> {
-    /// Returns the outcome with only a part of its observation. An outcome without an observation
-    /// does not change.
+    /// Returns the outcome with the part of the observation that `part` selects. An outcome without
+    /// an observation does not change.
     pub(super) fn map<U>(&self, part: impl FnOnce(&T) -> U) -> TestOutcome<U> {
         match self {
             Self::NotTested(why) => TestOutcome::NotTested(why.clone()),
@@ -74,7 +74,7 @@ pub(super) struct LoweredLimits {
     pub(super) requested_less: LimitedView,
 }
 
-/// Result of a CUDA call. The error is CUDA's error code.
+/// Result of an allocation. The error is CUDA's error code.
 pub(super) type AllocationResult = Result<(), i64>;
 
 /// Allocations under a limit.
@@ -113,7 +113,7 @@ pub(super) struct Observations {
     pub(super) listed_by_nvml: TestOutcome<Option<bool>>,
     /// Two programs that connected one after the other and ran side by side.
     pub(super) bound: TestOutcome<[LimitedView; 2]>,
-    /// Percentages and the SMs that programs saw under them.
+    /// Thread percentages, and the number of SMs that a program saw with each percentage.
     pub(super) rounding: TestOutcome<Vec<(u8, u32)>>,
     pub(super) lowered: TestOutcome<LoweredLimits>,
     pub(super) memory: TestOutcome<AllocationResults>,

@@ -19,7 +19,7 @@ use crate::mps::log::{LogEvent, parse_log_line};
 use crate::mps::procfs;
 use crate::mps::text::shorten;
 
-/// Poll interval of the daemon.
+/// Interval at which the doctor checks its daemon.
 const DAEMON_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The events that the daemon has logged.

@@ -22,7 +22,7 @@ pub(super) struct Preconditions {
     cleave: Option<String>,
     /// PIDs of MPS processes that may serve the GPU. `None` if the search failed.
     mps: Option<Vec<u32>>,
-    /// Number of processes on the GPU. `None` if NVML does not report it.
+    /// Number of processes on the GPU. `None` if NVML does not report the processes.
     processes: Option<usize>,
     pub(super) foreign_processes: ForeignProcesses,
 }
@@ -37,7 +37,7 @@ pub(super) enum ForeignProcesses {
 }
 
 impl Preconditions {
-    /// Returns why the doctor may not start a daemon, or `None` if it may.
+    /// Returns why the doctor may not start a daemon, or `None` if the doctor may start one.
     pub(super) fn skip_reason(&self) -> Option<String> {
         let why = match self {
             Self { control: false, .. } => "the MPS control program was not found (--mps-control)",
@@ -78,7 +78,7 @@ pub(super) async fn check_preconditions(
         root: rustix::process::geteuid().is_root(),
         mig: gpu.mig.as_ref().is_some_and(|mig| mig.enabled),
         compute_mode,
-        cleave: reason_cleave_may_use_gpu(run_dir, &gpu.uuid),
+        cleave: reason_to_assume_cleave_uses_gpu(run_dir, &gpu.uuid),
         mps: procfs::find_processes_of_gpu(&gpu.uuid)
             .await
             .inspect_err(|error| tracing::error!(%error, "failed to search for MPS processes"))
@@ -94,7 +94,7 @@ pub(super) async fn check_preconditions(
 
 /// Returns the reason to assume that Cleave uses the GPU. Returns `None` if Cleave does not use
 /// the GPU.
-fn reason_cleave_may_use_gpu(run: &Path, uuid: &str) -> Option<String> {
+fn reason_to_assume_cleave_uses_gpu(run: &Path, uuid: &str) -> Option<String> {
     let path = Paths::new(run).desired();
     let desired = match std::fs::read(&path) {
         Ok(bytes) => Desired::parse(&bytes),
@@ -174,15 +174,15 @@ mod tests {
     #[test]
     fn cleave_may_use_a_gpu_if_the_desired_file_lists_it_or_is_unreadable() {
         let run = tempfile::tempdir().unwrap();
-        assert_eq!(reason_cleave_may_use_gpu(run.path(), "GPU-1"), None);
+        assert_eq!(reason_to_assume_cleave_uses_gpu(run.path(), "GPU-1"), None);
         std::fs::create_dir(run.path().join("mps")).unwrap();
         let path = Paths::new(run.path()).desired();
         let daemon = r#"{"multiUser":true,"exclusive":false,"defaultThreads":null,"defaultMemoryMib":null}"#;
         let desired = format!(r#"{{"version":1,"daemons":{{"GPU-1":{daemon}}},"allocations":{{}}}}"#);
         std::fs::write(&path, desired).unwrap();
-        assert!(reason_cleave_may_use_gpu(run.path(), "GPU-1").unwrap().contains("Cleave shares the GPU"));
-        assert_eq!(reason_cleave_may_use_gpu(run.path(), "GPU-2"), None);
+        assert!(reason_to_assume_cleave_uses_gpu(run.path(), "GPU-1").unwrap().contains("Cleave shares the GPU"));
+        assert_eq!(reason_to_assume_cleave_uses_gpu(run.path(), "GPU-2"), None);
         std::fs::write(&path, "junk").unwrap();
-        assert!(reason_cleave_may_use_gpu(run.path(), "GPU-2").unwrap().contains("failed to determine"));
+        assert!(reason_to_assume_cleave_uses_gpu(run.path(), "GPU-2").unwrap().contains("failed to determine"));
     }
 }

@@ -1,10 +1,10 @@
 //! Runs the CUDA program that shows how the driver behaves. The doctor's user provides the program.
 //!
 //! Once the program has a context, it prints a line of JSON: `{"sms": 26, "freeMiB": 8069}`, or
-//! `{"error": 2}` with the code of the driver API. With `--allocate MIB` the program then allocates
-//! MIB MiB and prints a second line: an error, or any other line on success. With `--read-line` the
-//! program first waits for a line on its standard input, or for the end of the input. After these
-//! steps, it exits.
+//! `{"error": 2}` with the error code of the CUDA driver API. With `--allocate MIB` the program
+//! then allocates MIB MiB and prints a second line: an error, or any other line on success. With
+//! `--read-line` the program first waits for a line on its standard input, or for the end of the
+//! input. After these steps, the program exits.
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -40,7 +40,7 @@ pub(super) struct ProgramRunOptions {
     /// `CUDA_MPS_PIPE_DIRECTORY`.
     pub(super) pipe: PathBuf,
     pub(super) environment: BTreeMap<&'static str, String>,
-    /// User id to run the program as. Default: this process's user.
+    /// UID to run the program as. Default: this process's user.
     pub(super) uid: Option<u32>,
     /// Whether the program waits for a line before it allocates.
     pub(super) waits: bool,
@@ -185,7 +185,7 @@ impl RunningProgram {
     /// allocation.
     pub(super) async fn resume(&mut self) -> Result<AllocationResult, ProgramError> {
         if let Some(mut input) = self.input.take() {
-            // Ignore errors: if the program has exited, the missing answer shows the exit.
+            // Ignore errors: if the program has exited, reading its output fails.
             let _ = input.write_all(b"\n").await;
         }
         self.read_allocation_result().await

@@ -6,8 +6,8 @@ use serde::Serialize;
 use super::facts::SystemFacts;
 use super::judge::{CheckResult, CheckVerdict};
 
-/// The doctor's facts and the results of its checks. The serialized form of a report is the
-/// command's JSON output.
+/// The doctor's facts and the results of its checks. The JSON output of the command is the
+/// serialized report.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Report {
@@ -43,7 +43,7 @@ pub(super) fn format_report(report: &Report) -> String {
             CheckVerdict::Differs => "DIFFERS",
             CheckVerdict::NotTested => "-",
         };
-        // A reason that all checks have in common is stated once, above the table.
+        // The text above the table states the common reason of all checks once. Do not repeat it.
         let observed = match (&report.skip_reason, finding.verdict) {
             (Some(why), CheckVerdict::NotTested) if *why == finding.observed => "not tested".to_owned(),
             (_, CheckVerdict::NotTested) => format!("not tested: {}", finding.observed),

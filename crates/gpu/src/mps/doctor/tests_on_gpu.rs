@@ -77,7 +77,7 @@ impl From<NvmlError> for NoObservation {
     }
 }
 
-/// Runs the tests under one daemon.
+/// Runs the tests with one daemon.
 struct DriverTests<'a> {
     setup: &'a DoctorSetup,
     directory: &'a Path,
@@ -142,7 +142,7 @@ impl DriverTests<'_> {
     }
 
     /// Returns why the tests must stop: another process uses the GPU. Returns `None` if no other
-    /// process uses it.
+    /// process uses the GPU.
     async fn reason_to_stop_tests(&self) -> Option<String> {
         if !self.setup.are_others_visible {
             return None;
@@ -215,7 +215,7 @@ impl DriverTests<'_> {
 
     /// Sets the limits of the next program that connects.
     async fn set_limits(&self, percent: u8, mib: Option<u64>) -> Result<(), NoObservation> {
-        // Check for a program first: the test is not possible without a program.
+        // Check for a program first, because the tests need one.
         self.program()?;
         let server = self.server_pid()?;
         let actual = self.send_command(Command::SetThreads { server, percent }).await?;
@@ -359,7 +359,8 @@ impl DriverTests<'_> {
         })
     }
 
-    /// Allocates half of the memory limit, and then all of it.
+    /// Allocates half of the memory limit in one program, and the whole memory limit in another
+    /// program.
     async fn allocate_up_to_limit(&self) -> Result<AllocationResults, NoObservation> {
         self.set_usual_limits().await?;
         let half = self.program()?.allocate(&self.pipe_directory(), self.limit_mib / 2).await?;
@@ -442,8 +443,8 @@ impl DriverTests<'_> {
         Ok(self.view_under_usual_limits(self.view_gpu().await?))
     }
 
-    /// Returns the events that the daemon has logged. Waits for them at most
-    /// [`CLIENT_CHANGE_DEADLINE`].
+    /// Returns the events that the daemon has logged. Waits at most [`CLIENT_CHANGE_DEADLINE`] for
+    /// missing events.
     async fn wait_for_log(&self) -> LoggedEvents {
         let deadline = Instant::now() + CLIENT_CHANGE_DEADLINE;
         loop {

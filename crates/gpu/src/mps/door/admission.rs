@@ -11,7 +11,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::handshake::{IntroducedPeer, Refusal, introduce_client_to_server, run_client_handshake};
 use super::relay::relay;
-use super::{CountedConnection, Door, MAX_SERVER_CONNECTIONS};
+use super::{Door, MAX_SERVER_CONNECTIONS, WaitingConnection};
 use crate::mps::control::{self, AcceptedClient, ControlError};
 use crate::mps::daemon::{ClientLimits, ControlLock, DevicePhase};
 use crate::mps::error::DaemonError;
@@ -154,19 +154,20 @@ impl Door {
 
     /// Admits a client as soon as possible. Returns the reason if the client is refused.
     async fn admit_when_possible(&self, client: &Socket, who: Credentials) -> Option<Refusal> {
-        let waiting = CountedConnection::new(self);
-        // From here on the pidfd refers to this process, even if it exits.
+        let waiting = WaitingConnection::new(self);
+        // From here on, the pidfd refers to this process, even after the process has exited.
         let mut pidfd = loop {
             match PidFd::open(who.pid) {
                 Ok(Some(pidfd)) => break Some(pidfd),
-                // A process that has exited cannot be counted. Another process may still have its
-                // connection, and would use the GPU without the limit of clients.
+                // A process that has exited cannot be counted. Another process may still have the
+                // connection of the exited process, and would use the GPU without counting as a
+                // client.
                 Ok(None) => return self.refusal_of_exited_process(client).await,
                 // A client without a pidfd would count as exited, so the allocation's maximum of
                 // clients would not apply.
                 Err(error) => {
                     self.log_pidfd_error(who, &error);
-                    waiting.begin_connection();
+                    waiting.start_waiting();
                     tokio::select! {
                         () = self.closed.cancelled() => return None,
                         () = client.wait_until_closed_or_readable() => return None,
@@ -179,7 +180,7 @@ impl Door {
             let mut phase = self.device.subscribe_to_phase();
             let is_open = phase.borrow().is_open();
             if !is_open {
-                waiting.begin_connection();
+                waiting.start_waiting();
                 tokio::select! {
                     () = self.closed.cancelled() => return None,
                     () = client.wait_until_closed_or_readable() => return None,
@@ -199,7 +200,7 @@ impl Door {
                 AdmissionResult::Disconnected => return None,
                 AdmissionResult::Refused(refusal) => return Some(refusal),
                 AdmissionResult::Held => {
-                    waiting.begin_connection();
+                    waiting.start_waiting();
                     tokio::select! {
                         () = self.closed.cancelled() => return None,
                         () = client.wait_until_closed_or_readable() => return None,
@@ -210,8 +211,8 @@ impl Door {
         }
     }
 
-    /// Returns why the connection of a process that has exited is refused. `None` if the connection
-    /// is closed too, as usual when a program ends.
+    /// Returns why the connection of a process that has exited is refused. Returns `None` if the
+    /// connection is also closed, as usual when a program ends.
     async fn refusal_of_exited_process(&self, client: &Socket) -> Option<Refusal> {
         tokio::select! {
             biased;
@@ -338,7 +339,7 @@ impl Door {
         }
         daemon.finish(&result.unwrap_or(protocol::CLIENT_CONNECTED_PACKET)).await;
         // The daemon answers only once its server has accepted the client, regardless of the
-        // client's report. Therefore the limits that are set next do not apply to this client.
+        // client's report. Therefore, limits that are set afterwards do not apply to this client.
         let mut answer = self.device.send_command(&Command::ServerStatus(server)).await;
         let has_lied = result.is_some() && matches!(answer, Err(ControlError::Timeout { .. }));
         if has_lied {

@@ -35,7 +35,7 @@ pub(super) enum Refusal {
     Stalled,
 }
 
-/// The kind of peer that connected.
+/// The result of a peer's handshake with the door.
 pub(super) enum IntroducedPeer {
     Client(Credentials),
     /// The peer closed the connection. Each client closes its first connection, which only checks
@@ -55,8 +55,8 @@ pub(super) async fn run_client_handshake(client: &Socket, peer: Credentials) -> 
     }
     let who = match packet.credentials {
         Some(who) if who.pid == 0 => return IntroducedPeer::Refused(Refusal::ForeignNamespace),
-        // A privileged process can send the credentials of another process. The MPS host would then
-        // count and signal that other process instead.
+        // A privileged process can send the credentials of another process. Without this check, the
+        // MPS host would count and signal that other process.
         Some(who) if who.pid != peer.pid => return IntroducedPeer::Refused(Refusal::Impostor(who.pid)),
         Some(who) => who,
         None => return IntroducedPeer::Refused(Refusal::NoCredentials),

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 
-use super::{CountedConnection, Door};
+use super::{Door, WaitingConnection};
 use crate::mps::daemon::DevicePhase;
 use crate::mps::seqpacket::{Packet, Socket};
 use crate::mps::wire::Enforcement;
@@ -54,10 +54,10 @@ impl Door {
     /// handshake is known: the door can then enforce limits. Returns true once the client has
     /// disconnected.
     pub(super) async fn relay_to_advisory_daemon(&self, client: &Socket) -> bool {
-        let waiting = CountedConnection::new(self);
+        let waiting = WaitingConnection::new(self);
         let mut phase = self.device.subscribe_to_phase();
         if !phase.borrow().is_open() {
-            waiting.begin_connection();
+            waiting.start_waiting();
         }
         let enforcement = tokio::select! {
             open = phase.wait_for(DevicePhase::is_open) => match open {

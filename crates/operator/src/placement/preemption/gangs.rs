@@ -1,4 +1,5 @@
-//! Makes room for a gang: all of its waiting pods get room, or none.
+//! Selects the pods to evict for a gang. Either all waiting pods of the gang are nominated, or
+//! none.
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ use crate::placement::quota_pass::{PodAndRoom, QuotaPass, QuotaTurn};
 use crate::placement::search::{Candidate, PlacementSearch};
 use crate::placement::verdict::PreemptionProspect;
 
-/// The result of a search for a gang.
+/// The result of a search for pods to evict for a gang.
 enum GangResult<'a> {
     Exchange(Exchange<'a>),
     Impossible,
@@ -19,12 +20,11 @@ enum GangResult<'a> {
     Protected,
 }
 
-/// Pods of a gang, and the room that each gets.
+/// Pods of a gang, each with the units that it gets and the pods to evict.
 type Rooms<'a> = Vec<(&'a Candidate<'a>, Preemption)>;
 
 impl<'a> PreemptionSearch<'a> {
-    /// Does for the waiting pods of a gang what [`Self::preempt`] does for a pod: nominates all of
-    /// them, or none.
+    /// Like [`Self::preempt`], but nominates either all waiting pods of a gang or none.
     pub(in crate::placement) fn preempt_for_gang(
         &mut self,
         ledger: &mut Ledger,
@@ -42,7 +42,7 @@ impl<'a> PreemptionSearch<'a> {
         actions.preemption_searches = self.searches;
         let prospect = match result {
             GangResult::Exchange(exchange) => {
-                self.carry_out(ledger, search, (pass, turn), exchange, actions);
+                self.apply_exchange(ledger, search, (pass, turn), exchange, actions);
                 return PreemptionProspect::Nominated;
             }
             GangResult::Later if are_nominated(ledger) => {
@@ -57,7 +57,7 @@ impl<'a> PreemptionSearch<'a> {
         prospect
     }
 
-    /// Finds room for the pods of a gang, and the pods to evict.
+    /// Finds units for the pods of a gang, and the pods to evict.
     fn find_for_gang(
         &mut self,
         ledger: &Ledger,
@@ -133,7 +133,7 @@ impl<'a> PreemptionSearch<'a> {
         let Some(found) = legal_rooms(ledger, search, gang, (pass, turn), (holders, kept), kind) else {
             return GangResult::Impossible;
         };
-        let victims = pass.with_mates(turn.member, found.iter().flat_map(|(_, found)| &found.victims));
+        let victims = pass.with_gang_members(turn.member, found.iter().flat_map(|(_, found)| &found.victims));
         let (patience, head) = (pass.budget_patience(turn.member), gang.first());
         let left = patience.zip(head);
         match left.map(|(patience, head)| self.patience_left(patience, &victims, head.pod, actions)) {
@@ -146,7 +146,7 @@ impl<'a> PreemptionSearch<'a> {
     }
 }
 
-/// Finds room as [`rooms`] does, if the rules permit the evictions.
+/// Like [`rooms`], but returns `None` if the rules do not permit the evictions.
 fn legal_rooms<'a>(
     ledger: &Ledger,
     search: &mut PlacementSearch<'a>,
@@ -160,9 +160,9 @@ fn legal_rooms<'a>(
     pass.is_legal(kind, turn.member, &named).then_some(found)
 }
 
-/// Finds room for the pods of a gang, one after the other, the largest first. If a pod is evicted,
-/// the rest of its gang leaves too, and its room counts for the next pod. Returns `None` if not all
-/// pods get room. Changes nothing.
+/// Finds units for the pods of a gang, one pod after the other, the largest first. If a pod is
+/// evicted, all pods of its gang are evicted, and their units count as free for the next pod.
+/// Returns `None` if one of the pods gets no units. Changes nothing.
 fn rooms<'a>(
     ledger: &Ledger,
     search: &mut PlacementSearch<'a>,
@@ -175,11 +175,11 @@ fn rooms<'a>(
     gang.iter().for_each(|one| drop(scratch.withdraw(&one.name)));
     let mut found: Rooms<'a> = Vec::new();
     for &one in gang {
-        // The order of evictions is in the priorities of the holders.
+        // The priorities of the holders express the order of evictions.
         let pending = PendingPod { priority: i32::MAX, ..one.pending_pod() };
         let targets = search.preemption_nodes(&scratch, one, |node| may_use(one, node));
         let Some(room) = scratch.preempt(pending, targets, &holders, kept) else { break };
-        let leaving = pass.with_mates(turn.member, room.victims.iter());
+        let leaving = pass.with_gang_members(turn.member, room.victims.iter());
         let nodes: Vec<String> = holders.pods.keys().cloned().collect();
         nodes.iter().for_each(|node| holders.evict(node, &leaving));
         let (priority, node, takes) = (one.plan_pod.priority, room.node.clone(), room.takes.clone());
@@ -193,7 +193,7 @@ fn rooms<'a>(
     for (one, room) in &found {
         search.withdraw_nomination(&one.name, &room.node);
     }
-    // The resources of pods that are nominated already are kept as before.
+    // Restore the existing nominations of these pods.
     for one in gang {
         if let Some(nomination) = ledger.nominations().get(&one.name) {
             search.nominate(one, &nomination.node);

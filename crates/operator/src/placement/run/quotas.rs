@@ -10,7 +10,7 @@ use kube::Api;
 use kube::api::{Patch, PatchParams};
 
 use super::PlacementController;
-use crate::placement::actions::{Actions, KeptRoom, ProtectedPod};
+use crate::placement::actions::{Actions, NominationRecord, ProtectedPod};
 use crate::placement::cluster::{Cluster, ReconcileTime};
 use crate::placement::quota_reports::CapacityLabel;
 use crate::pod_metadata::patch_metadata;
@@ -32,7 +32,7 @@ const STATUS_RETRY_DELAY: Duration = Duration::from_secs(5);
 impl PlacementController {
     /// Returns whether quotas are listed, or the cluster does not have the resource. Without them,
     /// a pod could exceed its quota's maximum, and priorities would apply across teams.
-    pub(super) fn knows_quotas(&self) -> bool {
+    pub(super) fn are_quotas_listed(&self) -> bool {
         let stores = &self.context.stores;
         stores.has_no_quotas.load(Ordering::Acquire)
             || stores.quotas.wait_until_ready().now_or_never().is_some_and(|listed| listed.is_ok())
@@ -54,7 +54,7 @@ impl PlacementController {
             return Some(left);
         }
         let reports = self.keeper.quota_reports(cluster, &actions.waiting, now);
-        self.context.metrics.quotas.set(&reports.usages);
+        self.context.metrics.quotas.set_gauges(&reports.usages);
         self.reports_quotas = !cluster.quotas.is_empty() || !reports.labels.is_empty();
         self.quota_retries.retain(|_, until| now.up < *until);
         let due = reports.statuses.iter().filter(|(name, _)| !self.quota_retries.contains_key(name));
@@ -124,11 +124,11 @@ impl PlacementController {
 
     /// Writes the room that is kept for pods to these pods. Returns the pods for which no others
     /// may be evicted, because a write failed.
-    pub(super) async fn write_kept_room<'k>(&self, kept: &'k [KeptRoom]) -> BTreeSet<&'k str> {
+    pub(super) async fn write_nominations<'k>(&self, kept: &'k [NominationRecord]) -> BTreeSet<&'k str> {
         let client = &self.context.client;
         let writes: Vec<_> = kept
             .iter()
-            .map(|KeptRoom { pod, uid, preemptor, room }| async move {
+            .map(|NominationRecord { pod, uid, preemptor, room }| async move {
                 let text = room.to_text().unwrap_or_default();
                 let metadata = serde_json::json!({"annotations": {NOMINATION_ANNOTATION: text}});
                 (preemptor.as_str(), patch_metadata(client, (pod, uid), metadata).await)

@@ -19,7 +19,7 @@ use crate::rollout::view::MpsState;
 const OLD_HASH: &str = "old";
 const NEW_HASH: &str = "new";
 
-const fn secs(seconds: u64) -> Duration {
+const fn seconds(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
 }
 
@@ -46,7 +46,7 @@ fn pod(name: &str, node: &str, hash: &str, terminating: bool) -> Arc<AgentPod> {
 }
 
 #[test]
-fn the_newest_revision_is_the_one_with_the_highest_number() {
+fn the_newest_revision_has_the_highest_number() {
     let all = [revision("s", "a", 3), revision("s", "b", 2), revision("other", "c", 9), Revision::default()];
     let newest = NewestRevisions::of(&all);
     assert!(newest.is_outdated("s", "b") && !newest.is_outdated("s", "a"));
@@ -55,7 +55,7 @@ fn the_newest_revision_is_the_one_with_the_highest_number() {
 }
 
 #[test]
-fn the_mps_host_of_a_node_is_the_one_that_is_not_terminating() {
+fn a_terminating_mps_host_is_ignored_if_the_node_has_another_mps_host() {
     let hosts = MpsHosts {
         pods: vec![pod("z", "n", NEW_HASH, false), pod("a", "n", OLD_HASH, true), pod("b", "m", OLD_HASH, true)],
         revisions: vec![Arc::new(revision("s", OLD_HASH, 1)), Arc::new(revision("s", NEW_HASH, 2))],
@@ -160,7 +160,7 @@ struct TestCluster {
 
 impl TestCluster {
     fn with_nodes(count: usize) -> Self {
-        let mut world = Self { up: secs(100), ..Self::default() };
+        let mut world = Self { up: seconds(100), ..Self::default() };
         for at in 0..count {
             let view =
                 MpsHostView { host: Some(mps_host(&format!("n{at:02}"), "1", true, true)), ..MpsHostView::default() };
@@ -173,7 +173,7 @@ impl TestCluster {
         self.nodes.get_mut(name).unwrap()
     }
 
-    fn update(&mut self) -> Step {
+    fn update(&mut self) -> RolloutStep {
         self.rollout.update(&self.nodes, self.up)
     }
 
@@ -222,8 +222,11 @@ fn shares_of_idle_nodes_are_withheld_and_their_mps_hosts_replaced_one_by_one() {
     let step = world.update();
     assert_eq!((step.replace.len(), step.outdated, step.next), (0, 2, Some(IDLE_TIME)));
     assert!(world.rollout.is_withheld("n00") && !world.rollout.is_withheld("n01"));
-    assert!(world.nodes_to_replace_after(secs(IDLE_TIME.as_secs() - 1)).is_empty(), "not before the node has settled");
-    world.up += secs(1);
+    assert!(
+        world.nodes_to_replace_after(seconds(IDLE_TIME.as_secs() - 1)).is_empty(),
+        "not before the node has settled"
+    );
+    world.up += seconds(1);
     assert_eq!(world.delete_selected_mps_hosts(), ["n00"]);
     for (state, withheld) in [
         (None, true),
@@ -233,7 +236,7 @@ fn shares_of_idle_nodes_are_withheld_and_their_mps_hosts_replaced_one_by_one() {
     ] {
         world.view_of("n00").host = state;
         world.view_of("n00").daemon_problem = Some("its daemon is Starting".into());
-        assert!(world.nodes_to_replace_after(secs(1)).is_empty());
+        assert!(world.nodes_to_replace_after(seconds(1)).is_empty());
         assert!(!world.rollout.is_withheld("n01"), "the second node waits until the first serves");
         assert_eq!(world.rollout.is_withheld("n00"), withheld);
     }
@@ -243,7 +246,7 @@ fn shares_of_idle_nodes_are_withheld_and_their_mps_hosts_replaced_one_by_one() {
     assert_eq!(world.update().next, Some(STEADY_TIME));
     world.up += STEADY_TIME;
     let step = world.update();
-    assert_eq!((step, world.rollout.outages.len(), world.rollout.deleted.len()), (Step::default(), 0, 0));
+    assert_eq!((step, world.rollout.outages.len(), world.rollout.deleted.len()), (RolloutStep::default(), 0, 0));
 }
 
 #[test]
@@ -252,7 +255,7 @@ fn an_mps_host_in_use_is_kept_even_if_its_use_starts_while_shares_are_withheld()
     world.view_of("n00").busy = Some("team/p has 2 nvidia.com/gpu-mps".into());
     let step = world.update();
     assert_eq!(step.waiting["n00"], "team/p has 2 nvidia.com/gpu-mps");
-    assert!(world.nodes_to_replace_after(secs(3600)).is_empty() && !world.rollout.is_withheld("n00"));
+    assert!(world.nodes_to_replace_after(seconds(3600)).is_empty() && !world.rollout.is_withheld("n00"));
     world.view_of("n00").busy = None;
     world.update();
     assert!(world.rollout.is_withheld("n00"));
@@ -271,11 +274,11 @@ fn no_mps_host_is_deleted_twice_and_its_successor_is_kept() {
     let step = world.update();
     world.rollout.record_replacement(&step.replace[0], world.up);
     // The watch has not reported the deletion.
-    assert!(world.nodes_to_replace_after(secs(10)).is_empty() && world.rollout.is_withheld("n00"));
+    assert!(world.nodes_to_replace_after(seconds(10)).is_empty() && world.rollout.is_withheld("n00"));
     world.view_of("n00").host.as_mut().unwrap().terminating = true;
-    assert!(world.nodes_to_replace_after(secs(10)).is_empty() && world.rollout.is_withheld("n00"));
+    assert!(world.nodes_to_replace_after(seconds(10)).is_empty() && world.rollout.is_withheld("n00"));
     world.view_of("n00").host = Some(mps_host("n00", "2", false, true));
-    assert!(world.nodes_to_replace_after(secs(10)).is_empty() && !world.rollout.is_withheld("n00"));
+    assert!(world.nodes_to_replace_after(seconds(10)).is_empty() && !world.rollout.is_withheld("n00"));
     // Another MPS host replaces the first one while the node is closed.
     let mut world = TestCluster::with_nodes(1);
     world.update();
@@ -284,14 +287,15 @@ fn no_mps_host_is_deleted_twice_and_its_successor_is_kept() {
 }
 
 #[test]
-fn an_mps_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_its_set_changes() {
+fn an_mps_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_its_daemon_set_changes() {
     let mut world = TestCluster::with_nodes(3);
     assert_eq!(world.replace_next_mps_host(), ["n00"]);
     world.view_of("n00").host = Some(mps_host("n00", "2", false, false));
     assert!(
-        world.nodes_to_replace_after(secs(START_TIMEOUT.as_secs() - 1)).is_empty() && world.rollout.is_withheld("n00")
+        world.nodes_to_replace_after(seconds(START_TIMEOUT.as_secs() - 1)).is_empty()
+            && world.rollout.is_withheld("n00")
     );
-    world.up += secs(1);
+    world.up += seconds(1);
     let step = world.update();
     let (message, set) = step.stop_report.unwrap();
     assert!(step.stopped && message.contains("node n00: system/n00-2 is not ready"), "{message}");
@@ -300,10 +304,10 @@ fn an_mps_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_
         (Some("DaemonSet"), Some("hosts"), Some("system"))
     );
     assert!(!world.rollout.is_withheld("n00"), "from here on, the agent's report decides which shares are free");
-    world.up += secs(1);
+    world.up += seconds(1);
     let again = world.update();
     assert!(again.stopped && again.stop_report.is_none() && again.replace.is_empty(), "it is reported once");
-    assert!(world.nodes_to_replace_after(secs(3600)).is_empty() && !world.rollout.is_withheld("n01"));
+    assert!(world.nodes_to_replace_after(seconds(3600)).is_empty() && !world.rollout.is_withheld("n01"));
     // The MPS host eventually serves.
     let mut served = TestCluster { nodes: world.nodes.clone(), rollout: world.rollout.clone(), up: world.up };
     served.view_of("n00").host.as_mut().unwrap().ready = true;
@@ -321,15 +325,15 @@ fn an_mps_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_
 fn an_mps_host_that_crashes_in_a_loop_does_not_count_as_serving() {
     let mut world = TestCluster::with_nodes(3);
     assert_eq!(world.replace_next_mps_host(), ["n00"]);
-    world.up += secs(1);
+    world.up += seconds(1);
     let began = world.up;
     let mut second = 0;
     while !world.update().stopped {
-        world.up += secs(1);
+        world.up += seconds(1);
         second += 1;
         world.view_of("n00").host = Some(mps_host("n00", "2", false, second % 20 < STEADY_TIME.as_secs()));
         assert!(world.update().replace.is_empty() && !world.rollout.is_withheld("n01"), "{second}");
-        assert!(world.up < began + START_TIMEOUT + secs(20));
+        assert!(world.up < began + START_TIMEOUT + seconds(20));
     }
     // In a larger cluster, another node may already be closed. The operator reopens it.
     let mut world = TestCluster::with_nodes(20);
@@ -348,7 +352,7 @@ fn daemons_that_do_not_start_stop_replacement_and_withhold_nothing() {
     let view = world.view_of("n00");
     (view.host, view.daemon_problem) =
         (Some(mps_host("n00", "2", false, true)), Some("the MPS daemon of G is BackOff".into()));
-    assert!(world.nodes_to_replace_after(secs(1)).is_empty() && !world.rollout.is_withheld("n00"));
+    assert!(world.nodes_to_replace_after(seconds(1)).is_empty() && !world.rollout.is_withheld("n00"));
     assert!(world.nodes_to_replace_after(START_TIMEOUT).is_empty() && world.update().stopped);
 }
 
@@ -403,7 +407,7 @@ fn several_of_many_mps_hosts_are_replaced_at_a_time_after_one_has_served() {
     assert_eq!(world.replace_next_mps_host(), ["n01", "n02"]);
     world.view_of("n01").host = Some(mps_host("n01", "2", false, true));
     assert_eq!(world.replace_next_mps_host(), ["n03"]);
-    // One of two replaced MPS hosts serves, and the other does not.
+    // One of two replaced MPS hosts serves, and the other MPS host does not.
     world.view_of("n02").host = Some(mps_host("n02", "2", false, false));
     world.view_of("n03").host = Some(mps_host("n03", "2", false, true));
     world.up += START_TIMEOUT;
@@ -442,7 +446,7 @@ proptest! {
             let withheld = world.rollout.is_withheld(&name);
             let view = world.nodes.get_mut(&name).unwrap();
             match what {
-                // The gatekeeper reserves no shares on a withheld node.
+                // The gatekeeper reserves no shares on a node whose shares are withheld.
                 0 if !withheld && view.host.as_ref().is_some_and(|host| host.ready && !host.terminating) => view.busy = Some("a pod".into()),
                 1 => view.busy = None,
                 2 => world.rollout = Rollout::default(),
@@ -456,7 +460,7 @@ proptest! {
                     view.host = next;
                 }
             }
-            world.up += secs(1);
+            world.up += seconds(1);
             let step = world.update();
             for one in &step.replace {
                 prop_assert!(world.nodes[&one.node].busy.is_none() && one.host.outdated);

@@ -1,4 +1,4 @@
-//! A stream of small pods does not starve a large pod.
+//! Tests that a stream of small pods does not starve a large pod.
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -8,13 +8,13 @@ use super::config;
 use super::worlds::{QUOTAS, Run, settings, tenths};
 use crate::ledger::Moment;
 
-/// Quota of the large pod. Small pods are of this quota too.
+/// Quota of the large pod. Some small pods have this quota too.
 const OWN: &str = QUOTAS[0];
-/// Maximum number of seconds until the pods are released for which pods left already when room was
-/// reserved. A victim terminates within 1 s here. Nominated pods that are older come first.
+/// Maximum number of seconds until the pods that are nominated at the time of the reservation are
+/// released. Victims terminate within 1 s in these tests. Older nominated pods come first.
 const MAX_SETTLING: u64 = 4;
 
-/// What limits the large pod, beside room.
+/// What limits the large pod, besides free capacity.
 #[derive(Debug, Clone, Copy)]
 enum Limit {
     /// All pods borrow.
@@ -23,9 +23,9 @@ enum Limit {
     Guaranteed,
     /// All pods borrow, and the quota has a maximum.
     Max,
-    /// All pods borrow, and another quota keeps a GPU for itself.
+    /// All pods borrow, and another quota does not lend its GPU.
     Kept,
-    /// No pod borrows, and the guarantee is little more than the large pod.
+    /// No pod may borrow, and the guarantee is only slightly larger than the large pod.
     Never,
 }
 
@@ -35,13 +35,13 @@ struct Stream {
     limit: Limit,
     gpus: usize,
     large: u64,
-    /// How long a pod waits before it has waited long.
+    /// Seconds that a pod waits before it has waited long.
     ageing: u64,
-    /// How long each small pod runs.
+    /// Seconds that each small pod runs.
     runtime: u64,
-    /// Quota, size and GPU of small pods that run already.
+    /// Quota, size and GPU of small pods that run when the large pod arrives.
     running: Vec<(usize, u64, usize)>,
-    /// Quota and size of the small pods that arrive, again and again.
+    /// Quota and size of the arriving small pods. The list repeats.
     arriving: Vec<(usize, u64)>,
 }
 
@@ -91,7 +91,7 @@ impl Stream {
         }
     }
 
-    /// Returns the pool when the large pod arrives, which is the first pod.
+    /// Returns the pool at the arrival of the large pod, which is the first pod in the pool.
     fn start(&self) -> World {
         let idle = Quota::new(tenths(10)).with_lend(Some(tenths(0))).unwrap();
         let own = match self.limit {
@@ -125,9 +125,9 @@ impl Stream {
         world
     }
 
-    /// Returns after how many seconds the large pod is released, at most `limit`. Also returns
-    /// after how many seconds room is reserved for it, and the pods have been released for which
-    /// room was kept at that time.
+    /// Returns the number of seconds until the large pod is released, at most `limit`. Also returns
+    /// the seconds until capacity is reserved for the pod, and the seconds until all pods that were
+    /// nominated at that time have been released.
     fn wait(&self, limit: u64) -> (u64, Option<u64>, Option<u64>) {
         let (mut reserved, mut settled) = (None, None);
         let mut nominated: Vec<String> = Vec::new();
@@ -166,9 +166,9 @@ impl Stream {
 proptest! {
     #![proptest_config(config())]
 
-    /// Room is reserved for the large pod once it has waited long and the pods have ended that were
-    /// released before its creation. Then it waits at most until the pods are released for which
-    /// pods left already, and as long as a small pod runs.
+    /// Capacity is reserved for the large pod once it has waited long and the pods that were
+    /// released before its creation have ended. Then the pod waits at most until the already
+    /// nominated pods are released, and for the run time of a small pod.
     #[test]
     fn a_stream_of_small_pods_does_not_starve_a_large_pod(stream in stream()) {
         let start = stream.ageing.max(stream.runtime);
@@ -197,9 +197,9 @@ fn without_ageing_a_stream_starves_a_large_pod() {
     assert!(Stream { ageing: 2, ..stream }.wait(500).0 <= 7);
 }
 
-/// A pod that waits for older pods reserves nothing.
+/// No capacity is reserved for a pod that waits for older pods.
 #[test]
-fn no_room_is_reserved_beside_older_pods() {
+fn no_capacity_is_reserved_for_a_pod_that_waits_for_older_pods() {
     let stream = Stream {
         limit: Limit::Room,
         gpus: 1,
@@ -215,10 +215,10 @@ fn no_room_is_reserved_beside_older_pods() {
     assert_eq!(released, [2]);
 }
 
-/// Pods of the large pod's quota for which pods leave when room is reserved postpone neither the
-/// reservation nor, for long, the release.
+/// Nominated pods of the large pod's quota do not delay the reservation, and delay the release only
+/// briefly.
 #[test]
-fn pods_for_which_pods_leave_delay_a_large_pod_only_until_they_have_ended() {
+fn nominated_pods_delay_a_large_pod_only_until_they_have_ended() {
     let stream = Stream {
         limit: Limit::Max,
         gpus: 2,
@@ -231,9 +231,9 @@ fn pods_for_which_pods_leave_delay_a_large_pod_only_until_they_have_ended() {
     assert_eq!(stream.wait(100), (10, Some(6), Some(6)));
 }
 
-/// Pods that run beside the reserved room do not change the GPU on which room is reserved.
+/// Pods that run beside the reserved capacity do not change the GPU of the reservation.
 #[test]
-fn room_stays_reserved_on_a_gpu_that_pods_share_with_it() {
+fn a_reservation_stays_on_its_gpu_while_other_pods_run_beside_it() {
     let stream = Stream {
         limit: Limit::Max,
         gpus: 2,

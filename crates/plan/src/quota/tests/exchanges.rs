@@ -1,4 +1,4 @@
-//! R1 to R4: what each decision keeps.
+//! Tests the rules R1 to R4, which each decision follows.
 use proptest::prelude::*;
 
 use super::super::{Amount, Class, Kind, Owner};
@@ -9,8 +9,8 @@ use super::worlds::histories;
 proptest! {
     #![proptest_config(config())]
 
-    /// What a quota's pods hold, pods that leave included, never exceeds its maximum after a pod of
-    /// it is released.
+    /// After a pod of a quota is released, the quota's pods, including terminating pods, do not
+    /// exceed the quota's maximum.
     #[test]
     fn r1_no_released_pod_exceeds_its_maximum(history in histories()) {
         each_step(&history, |step| {
@@ -21,10 +21,10 @@ proptest! {
         });
     }
 
-    /// A pod that leaves for a pod of another quota borrowed before, is subject to quotas, is no
-    /// component of the system, and has run as long as it may.
+    /// A pod that is evicted for a pod of another quota was borrowing, is subject to quotas, is no
+    /// component of the system, and has run for the minimum run time.
     #[test]
-    fn r2_only_borrowers_leave_for_other_quotas(history in histories()) {
+    fn r2_only_borrowing_pods_are_evicted_for_other_quotas(history in histories()) {
         each_step(&history, |step| {
             let Some(exchange) = &step.exchange else { return };
             let (pool, taker) = (&step.before, step.before.owner(step.pod.0));
@@ -50,10 +50,10 @@ proptest! {
         });
     }
 
-    /// After a pod reclaims room, it is within the guarantee: its quota uses no more than is
-    /// guaranteed, also with its pods that leave.
+    /// After a pod reclaims GPUs, it is within the guarantee: its quota uses no more than the
+    /// guarantee, even with its terminating pods.
     #[test]
-    fn r3_reclaim_ends_within_the_guarantee(history in histories()) {
+    fn r3_a_pod_that_reclaims_is_within_the_guarantee(history in histories()) {
         each_step(&history, |step| {
             if step.exchange.as_ref().is_none_or(|exchange| exchange.kind != Kind::Reclaim) {
                 return;
@@ -68,10 +68,10 @@ proptest! {
         });
     }
 
-    /// After a borrower takes room by fair share, its quota's share, also with its pods that leave,
-    /// is at most the share of each quota that it took from.
+    /// After an eviction for fair share, the share of the pod's quota is at most the share of each
+    /// victim's quota, even with the terminating pods of the pod's quota.
     #[test]
-    fn r4_fair_share_takes_only_from_quotas_that_borrow_more_even_afterwards(history in histories()) {
+    fn r4_fair_share_evicts_only_from_quotas_that_borrow_more_even_afterwards(history in histories()) {
         each_step(&history, |step| {
             let Some(exchange) = step.exchange.as_ref().filter(|exchange| exchange.kind == Kind::FairShare) else {
                 return;

@@ -1,4 +1,4 @@
-//! Gangs: what holds for pods that are of use only together.
+//! Tests the rules for gangs.
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
@@ -16,12 +16,12 @@ use crate::ledger::Moment;
 
 const GANGS: Shape = Shape { gangs: true, pods: 4..15, ..ANY };
 
-/// Worlds without exceptions from the promises.
+/// Worlds in which the promises have no exceptions.
 const PLAIN: Shape = Shape { flags: false, counted_only: false, ..GANGS };
 
 type GangKey = (Owner, String);
 
-/// Returns the pods of each gang that do not leave. Pods without a gang are left out.
+/// Returns the pods of each gang, without terminating pods.
 fn gangs(pool: &Pool) -> BTreeMap<GangKey, Vec<usize>> {
     let mut gangs: BTreeMap<GangKey, Vec<usize>> = BTreeMap::new();
     for pod in pool.pods() {
@@ -34,7 +34,7 @@ fn gangs(pool: &Pool) -> BTreeMap<GangKey, Vec<usize>> {
 }
 
 fn size(pool: &Pool, members: &[usize]) -> usize {
-    // Pods that leave still name a size, but only present pods form a gang.
+    // Terminating pods do not belong to the gang, but the size that they state counts.
     let owner = pool.owner(members[0]);
     let name = &pool.world.pods[members[0]].gang.as_ref().unwrap().name;
     let of_gang = pool.world.pods.iter().enumerate().filter(|(pod, _)| pool.owner(*pod) == owner);
@@ -42,7 +42,7 @@ fn size(pool: &Pool, members: &[usize]) -> usize {
     sizes.map(|gang| gang.size).max().unwrap()
 }
 
-/// Returns the priority of a pod's gang, with pods that were evicted during the pass.
+/// Returns the priority of a pod's gang, including pods that were evicted during the pass.
 fn priority_at_start(pool: &Pool, pod: usize) -> i32 {
     let gang = |pod: usize| pool.world.pods[pod].gang.as_ref().map(|gang| (pool.owner(pod), &gang.name));
     let same = pool.pods().filter(|&other| other == pod || gang(pod).is_some() && gang(pod) == gang(other));
@@ -53,8 +53,8 @@ fn waits(pool: &Pool, pod: usize) -> bool {
     matches!(pool.world.pods[pod].place, Place::Waiting { .. })
 }
 
-/// Checks that a pass treats each gang as one.
-fn assert_together(pool: &Pool, outcome: &Outcome) {
+/// Checks that a pass treats the pods of each gang alike.
+fn assert_gangs_stay_together(pool: &Pool, outcome: &Outcome) {
     let show = || format!("{pool:?}{outcome:?}");
     let released: BTreeSet<usize> = outcome.released.iter().map(|released| released.pod.0).collect();
     let evicted: BTreeSet<usize> = outcome.exchanges.iter().flat_map(|one| &one.victims).map(|pod| pod.0).collect();
@@ -65,15 +65,15 @@ fn assert_together(pool: &Pool, outcome: &Outcome) {
         let starts = waiting.iter().filter(|pod| released.contains(pod)).count();
         assert!(starts == 0 || starts == waiting.len(), "some are released: {}", show());
         let kept = waiting.iter().filter(|&&pod| outcome.nominations.contains_key(&PodId(pod))).count();
-        assert!(kept == 0 || kept == waiting.len(), "some have room: {}", show());
+        assert!(kept == 0 || kept == waiting.len(), "some are nominated: {}", show());
         if starts + kept > 0 {
             assert!(members.len() >= size(pool, members), "pods are missing: {}", show());
         }
-        // Pods that wait may be enough for a gang of their own after the others have left.
+        // After the running pods were evicted, the waiting pods may be enough for the gang.
         let is_new = gone == running && starts >= size(pool, members);
-        assert!(gone == 0 || gone == running + starts || is_new, "some leave: {}", show());
+        assert!(gone == 0 || gone == running + starts || is_new, "some are evicted: {}", show());
         if kept > 0 && gone > 0 {
-            assert!(waiting.len() >= size(pool, members), "room is kept without the pods that leave: {}", show());
+            assert!(waiting.len() >= size(pool, members), "nominations are kept without the evicted pods: {}", show());
         }
     }
     for Exchange { victims, .. } in &outcome.exchanges {
@@ -82,7 +82,7 @@ fn assert_together(pool: &Pool, outcome: &Outcome) {
     }
 }
 
-/// Returns whether pods fit into the free room of GPUs: tries all combinations.
+/// Returns whether pods fit into the free capacity of GPUs. Tries all combinations.
 fn fit(pods: &[Amount], rooms: &mut Vec<Amount>) -> bool {
     let Some((first, rest)) = pods.split_first() else { return true };
     (0..rooms.len()).any(|gpu| {
@@ -97,13 +97,13 @@ fn fit(pods: &[Amount], rooms: &mut Vec<Amount>) -> bool {
     })
 }
 
-/// Returns the room of each GPU if some pods left.
+/// Returns the free capacity of each GPU without some pods.
 fn rooms(pool: &Pool, leaves: impl Fn(usize) -> bool) -> Vec<Amount> {
     let on = |gpu: usize| pool.sum(|pod| pool.counts_on(pod) == Some(gpu) && !leaves(pod));
     (0..pool.world.gpus.len()).map(|gpu| pool.world.gpus[gpu].minus(on(gpu))).collect()
 }
 
-/// Returns the gangs that wait as a whole at rest, and of which no pod runs.
+/// Returns the complete gangs whose pods all wait.
 fn whole_gangs(pool: &Pool) -> Vec<Vec<usize>> {
     let whole =
         |members: &Vec<usize>| members.iter().all(|&pod| waits(pool, pod)) && members.len() >= size(pool, members);
@@ -113,16 +113,16 @@ fn whole_gangs(pool: &Pool) -> Vec<Vec<usize>> {
 proptest! {
     #![proptest_config(config())]
 
-    /// Each pass releases all waiting pods of a gang or none, keeps room for all or none, and
-    /// evicts all or none.
+    /// Each pass releases all waiting pods of a gang or none, nominates all or none, and evicts all
+    /// running pods or none.
     #[test]
-    fn gangs_start_wait_and_leave_together(history in histories_of(&GANGS)) {
-        each_pass(&history, |run, outcome| assert_together(&Pool::at(run.world.clone(), run.now), outcome));
+    fn pods_of_a_gang_are_released_nominated_and_evicted_together(history in histories_of(&GANGS)) {
+        each_pass(&history, |run, outcome| assert_gangs_stay_together(&Pool::at(run.world.clone(), run.now), outcome));
     }
 
-    /// R1 to R4 hold with gangs.
+    /// The rules R1 to R4 also apply to gangs.
     #[test]
-    fn exchanges_with_gangs_keep_the_rules(history in histories_of(&GANGS)) {
+    fn exchanges_with_gangs_follow_the_rules(history in histories_of(&GANGS)) {
         each_step(&history, |step| {
             let owner = step.after.owner(step.pod.0);
             let quota = step.after.quota(&owner);
@@ -150,7 +150,7 @@ proptest! {
     /// Pods within a guarantee use no more than the guarantee, and the pods of a gang have one
     /// class.
     #[test]
-    fn gangs_have_one_class(history in histories_of(&GANGS)) {
+    fn all_pods_of_a_gang_have_one_class(history in histories_of(&GANGS)) {
         each_pass(&history, |run, outcome| {
             let mut run = run.clone();
             run.apply(outcome);
@@ -170,9 +170,9 @@ proptest! {
         });
     }
 
-    /// The order of the input does not matter, and the state is a function of the pods.
+    /// The order of the input does not matter, and the state depends only on the pods.
     #[test]
-    fn gangs_are_decided_by_the_pods_alone(history in histories_of(&GANGS), rotation in any::<usize>()) {
+    fn decisions_about_gangs_depend_only_on_the_pods(history in histories_of(&GANGS), rotation in any::<usize>()) {
         each_pass(&history, |run, outcome| {
             let mut other = run.world.clone();
             let length = other.pods.len().max(1);
@@ -187,12 +187,13 @@ proptest! {
         });
     }
 
-    /// The pool comes to rest within 50 passes, though evicted pods are replaced at once, and
-    /// nobody leaves more than three times. No two gangs wait for each other: a gang that waits has
-    /// no free room, and a gang within its guarantee would not fit if all borrowers left.
+    /// The pool comes to rest within 50 passes, although evicted pods are replaced at once, and no
+    /// pod is evicted more than three times. No two gangs wait for each other: a waiting gang does
+    /// not fit into the free capacity, and a waiting gang within its guarantee would not fit
+    /// without all borrowing pods.
     #[test]
     fn pools_with_gangs_come_to_rest(start in worlds(&PLAIN)) {
-        let rest = simulate(start.0.clone(), 50, |world, outcome| assert_together(&Pool::at(world.clone(), Moment(0)), outcome));
+        let rest = simulate(start.0.clone(), 50, |world, outcome| assert_gangs_stay_together(&Pool::at(world.clone(), Moment(0)), outcome));
         prop_assert!(rest.is_ok());
         let rest = rest.unwrap();
         let times = count(rest.leaves.iter().flat_map(|leave| &leave.victims));
@@ -219,10 +220,10 @@ proptest! {
         }
     }
 
-    /// An empty pool has room for a gang within its guarantee, though other gangs want the same
-    /// room.
+    /// In an empty pool, a gang within its guarantee is released, even if several gangs need the
+    /// same GPUs.
     #[test]
-    fn in_an_empty_pool_one_of_many_gangs_starts(Start(mut start) in worlds(&PLAIN)) {
+    fn in_an_empty_pool_one_of_many_gangs_is_released(Start(mut start) in worlds(&PLAIN)) {
         start.pods.iter_mut().for_each(|pod| pod.place = Place::Waiting { nominated: None });
         let rest = simulate(start, 50, |_, _| {}).unwrap();
         let pool = Pool::at(rest.world.clone(), Moment(u64::MAX / 2));
@@ -236,11 +237,11 @@ proptest! {
         }
     }
 
-    /// A gang of one pod is treated like a pod, unless it waits for pods to leave: then a gang
-    /// chooses among the pods of all GPUs. In cells, a gang prefers GPUs of which its quota may own
-    /// enough.
+    /// A gang of one pod is treated like a pod without a gang, unless pods are evicted for it: a
+    /// gang chooses victims among the pods of all GPUs. Worlds with cells are excluded, because
+    /// gangs choose GPUs differently there.
     #[test]
-    fn a_gang_of_one_is_a_pod(history in histories_of(&Shape { guarantees: Guarantees::Counts, ..ANY })) {
+    fn a_gang_of_one_pod_is_treated_like_a_pod_without_a_gang(history in histories_of(&Shape { guarantees: Guarantees::Counts, ..ANY })) {
         each_pass(&history, |run, outcome| {
             let mut world = run.world.clone();
             for pod in &mut world.pods {
@@ -282,7 +283,7 @@ fn pool(gpus: usize, mins: &[u64], pods: Vec<Pod>) -> World {
 }
 
 #[test]
-fn an_incomplete_gang_holds_nothing() {
+fn an_incomplete_gang_has_no_nominations() {
     let mut world = pool(2, &[20], vec![member("a1", 0, 10, ("g", 2), None), member("x", 0, 10, ("h", 1), None)]);
     world.pods[0].place = Place::Waiting { nominated: Some(0) };
     let outcome = look(&world, Moment(9));
@@ -305,8 +306,8 @@ fn two_gangs_that_want_the_same_gpus_do_not_block_each_other() {
 }
 
 #[test]
-fn a_gang_leaves_and_counts_as_a_whole() {
-    // b's gang borrows both GPUs. a's pod needs half of one.
+fn a_gang_is_evicted_and_counted_as_a_whole() {
+    // The gang of `b` borrows on both GPUs. The pod of `a` needs a whole GPU.
     let gang = || vec![member("b1", 1, 5, ("g", 2), Some(0)), member("b2", 1, 5, ("g", 2), Some(1))];
     let mut pods = gang();
     pods.push(member("b3", 1, 5, ("h", 1), Some(0)));
@@ -318,7 +319,7 @@ fn a_gang_leaves_and_counts_as_a_whole() {
 }
 
 #[test]
-fn pods_of_several_gpus_leave_for_a_gang_and_its_room_is_kept() {
+fn pods_on_several_gpus_are_evicted_for_a_gang_and_their_gpus_are_nominated() {
     let borrowers = (0..3).map(|at| member(&format!("b{at}"), 1, 10, (&format!("b{at}"), 1), Some(at)));
     let mut pods: Vec<Pod> = borrowers.collect();
     pods.extend((0..2).map(|at| member(&format!("a{at}"), 0, 10, ("g", 2), None)));
@@ -328,7 +329,8 @@ fn pods_of_several_gpus_leave_for_a_gang_and_its_room_is_kept() {
     assert_eq!(outcome.exchanges[0].victims, [PodId(1), PodId(2)]);
     assert_eq!(outcome.nominations.len(), 2);
     run.apply(&outcome);
-    // One of the two is gone. The gang waits for the other, and nobody gets the first's room.
+    // One of the two victims has exited. The gang waits for the other victim, and no other pod gets
+    // the freed GPU.
     run.world.pods.remove(1);
     run.world.pods.push(member("c", 2, 10, ("c", 1), None));
     let outcome = look(&run.world, run.now);

@@ -15,7 +15,7 @@ use crate::ledger::{
     Allocation, DeviceFacts, DeviceRequest, Holder, Holders, Ledger, Moment, NodeFacts, PendingPod, Units,
 };
 
-/// An outcome with names instead of positions. Pods that are not in the filter are left out.
+/// An outcome with names instead of positions, for the pods that a filter accepts.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Named {
     released: Vec<(String, usize)>,
@@ -69,11 +69,13 @@ pub(super) fn assert_rebuilt(kept: &State<'_>, pool: &Pool) {
         };
         assert_eq!(facts(kept), facts(&rebuilt), "{}", show());
     }
-    // A pod of the lowest rank sees all nominations.
+    // A pod of the lowest rank must respect all nominations.
     let lowest = Rank { account: usize::MAX, class: Class::Over, priority: i32::MIN, overriding: None };
     for (one, other) in kept.gpus.iter().zip(&rebuilt.gpus) {
         let pods = |room: &super::super::room::GpuRoom| room.pods.iter().copied().collect::<BTreeSet<PodId>>();
-        let free = |room: &super::super::room::GpuRoom| (room.unreserved(&lowest), room.unreserved_later(&lowest));
+        let free = |room: &super::super::room::GpuRoom| {
+            (room.free_with_reserved(&lowest), room.free_later_with_reserved(&lowest))
+        };
         assert_eq!(free(one), free(other), "{}", show());
         assert_eq!(pods(one), pods(other), "{}", show());
     }
@@ -117,7 +119,7 @@ fn without_quotas(world: &World, pod: &Pod) -> Option<Vec<String>> {
 proptest! {
     #![proptest_config(config())]
 
-    /// What pods within a guarantee use never exceeds the guarantee.
+    /// Pods within a guarantee never use more than the guarantee.
     #[test]
     fn r7_pods_within_a_guarantee_use_no_more_than_the_guarantee(history in histories()) {
         each_pass(&history, |run, outcome| {
@@ -136,7 +138,7 @@ proptest! {
         });
     }
 
-    /// A pass decides the same for the same pods in another order.
+    /// A pass makes the same decisions for the same pods in another order.
     #[test]
     fn r7_the_order_of_the_input_does_not_matter(history in histories(), rotation in any::<usize>()) {
         each_pass(&history, |run, outcome| {
@@ -152,9 +154,10 @@ proptest! {
         });
     }
 
-    /// After each decision, accounts and room are what another leader would compute from the pods.
+    /// After each decision, the state equals the state that another leader would compute from the
+    /// pods.
     #[test]
-    fn r8_the_state_is_a_function_of_the_pods(history in histories()) {
+    fn r8_the_state_depends_only_on_the_pods(history in histories()) {
         let mut run = Run::new(history.start.0.clone());
         for event in &history.events {
             let (_, outcome) = steps(&run.world, run.now, assert_rebuilt);
@@ -163,10 +166,10 @@ proptest! {
         }
     }
 
-    /// The pool comes to rest though its leader changes often, and each change costs a pod at most
-    /// one more eviction.
+    /// The pool comes to rest although the leader changes often, and each change causes at most one
+    /// more eviction of a pod.
     #[test]
-    fn r8_leaders_may_change(Start(start) in worlds(&ANY), changes in vec(any::<bool>(), 5)) {
+    fn r8_the_pool_comes_to_rest_although_leaders_change(Start(start) in worlds(&ANY), changes in vec(any::<bool>(), 5)) {
         let mut run = Run::new(start);
         let mut evicted = Vec::new();
         for pass in 0..60 {
@@ -190,10 +193,10 @@ proptest! {
         prop_assert!(false, "no rest: {}", describe(&run.world));
     }
 
-    /// Pods that no GPU can hold, and pods that do not borrow and are not within the guarantee,
-    /// change nothing for other pods, unless room is reserved for them because they waited long.
+    /// Two kinds of pods have no effect on other pods: pods that fit on no GPU, and pods that must
+    /// not borrow and are not within the guarantee. Pods with a reservation are an exception.
     #[test]
-    fn r9_hopeless_pods_change_nothing_for_others(history in histories()) {
+    fn r9_pods_that_cannot_be_released_have_no_effect_on_other_pods(history in histories()) {
         each_pass(&history, |run, outcome| {
             let pool = Pool::at(run.world.clone(), run.now);
             let is_hopeless = |id: &PodId, wait: &Wait| match wait {
@@ -212,8 +215,8 @@ proptest! {
         });
     }
 
-    /// Without quotas, pods leave only for pods of higher priority. Whether a pod can evict others,
-    /// and the highest priority that leaves, are as without this module.
+    /// Without quotas, pods are evicted only for pods of higher priority. The ledger's preemption
+    /// agrees whether a pod can evict others, and about the highest priority of the victims.
     #[test]
     fn r10_without_quotas_priority_alone_decides(Start(mut world) in worlds(&ANY)) {
         world.quotas.clear();
@@ -232,9 +235,9 @@ proptest! {
         prop_assert_eq!(actual, expected.and_then(|names| names.iter().filter_map(priority).max()));
     }
 
-    /// A quota with mode `Count` changes nothing: its pods are treated like exempt pods.
+    /// A quota with mode `Count` has no effect on decisions: its pods are treated like exempt pods.
     #[test]
-    fn r11_a_quota_that_only_counts_changes_nothing(history in histories()) {
+    fn r11_a_quota_that_only_counts_has_no_effect_on_decisions(history in histories()) {
         each_pass(&history, |run, outcome| {
             let mut other = run.world.clone();
             let quotas = &run.world.quotas;
@@ -254,9 +257,9 @@ proptest! {
     }
 }
 
-/// A quota that only counts has classes nevertheless.
+/// Pods of a quota that only counts have classes too.
 #[test]
-fn r11_a_quota_that_only_counts_has_classes() {
+fn r11_pods_of_a_quota_that_only_counts_have_classes() {
     let quota = super::super::Quota::new(super::worlds::tenths(5)).with_mode(Mode::Count);
     let pod = |name: &str| Pod {
         name: name.to_owned(),

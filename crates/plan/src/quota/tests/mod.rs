@@ -3,20 +3,20 @@
 //! | module | content |
 //! |---|---|
 //! | `worlds` | random pools, and random histories of them |
-//! | `naive` | sums, classes and room, computed as plainly as possible |
+//! | `naive` | sums, classes and free capacity, computed in the simplest way |
 //! | `naive_look` | a pass that tries all sets of victims |
 //! | `steps` | the pool before and after each decision of a pass |
-//! | `exchanges` | R1 to R4: what each decision keeps |
-//! | `rest` | R5, R6: what holds when nothing changes any more |
-//! | `inputs` | R7 to R11: what does not depend on what |
+//! | `exchanges` | R1 to R4: rules that each decision follows |
+//! | `rest` | R5, R6: properties of a pool at rest |
+//! | `inputs` | R7 to R11: inputs on which decisions do not depend |
 //! | `ageing` | a stream of small pods does not starve a large pod |
-//! | `overriding` | pods of high priority that do not stop at the borders of quotas |
-//! | `gangs` | pods that start, wait and leave together |
-//! | `models` | R12, R13: agreement with the naive model, and speed |
+//! | `overriding` | pods of high priority that override quotas |
+//! | `gangs` | pods that are released, counted and evicted together |
+//! | `models` | R12: agreement with the naive model |
 //!
 //! `cargo test` runs the same [`WORLDS`] worlds for each property each time, so that it never fails
-//! by chance. `make quotas` runs 100,000: `QUOTA_WORLDS` sets the number, and selects the worlds at
-//! random.
+//! by chance. `make quotas` runs 100,000 worlds. If `QUOTA_WORLDS` is set, it is the number of
+//! worlds, and the worlds are random.
 mod ageing;
 mod exchanges;
 mod gangs;
@@ -32,10 +32,10 @@ mod worlds;
 use proptest::prelude::ProptestConfig;
 use proptest::test_runner::RngSeed;
 
-/// Number of worlds of each property if `QUOTA_WORLDS` is not set.
+/// Number of worlds for each property if `QUOTA_WORLDS` is not set.
 const WORLDS: u32 = 1000;
 
-/// Returns how many worlds to try.
+/// Returns the configuration of all properties, with the number of worlds to try.
 fn config() -> ProptestConfig {
     let chosen = std::env::var("QUOTA_WORLDS").ok().and_then(|worlds| worlds.parse().ok());
     match chosen {

@@ -1,4 +1,4 @@
-//! R12, R13: agreement with the naive model, and speed.
+//! Tests the property R12: passes agree with the naive model.
 use proptest::prelude::*;
 
 use super::super::look;
@@ -9,9 +9,10 @@ use super::worlds::{Run, describe, histories};
 proptest! {
     #![proptest_config(config())]
 
-    /// Each pass of a history decides as the naive model does, which tries all sets of victims.
+    /// Each pass of a history makes the same decisions as the naive model, which tries all sets of
+    /// victims.
     #[test]
-    fn r12_the_naive_model_agrees(history in histories()) {
+    fn r12_the_naive_model_makes_the_same_decisions(history in histories()) {
         let mut run = Run::new(history.start.0.clone());
         run.world.pods.truncate(8);
         for event in &history.events {

@@ -1,4 +1,5 @@
-//! The rules of quotas, written as plainly as possible: sums are added up anew each time.
+//! The naive model: the rules of quotas, written in the simplest way. Each call computes all sums
+//! again.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -7,16 +8,16 @@ use super::super::{Amount, Class, Mode, Owner, Place, Quota, Share, World};
 use super::worlds::describe;
 use crate::ledger::Moment;
 
-/// A pool at a time.
+/// A pool at one moment.
 #[derive(Clone)]
 pub(super) struct Pool {
     pub(super) world: World,
     pub(super) now: Moment,
     /// Rank of each nominated pod.
     pub(super) ranks: BTreeMap<usize, Rank>,
-    /// Pods that have waited long: the GPU on which room is reserved for them, and their rank.
+    /// Pods with a reservation because they have waited long: the GPU and the pod's rank.
     pub(super) reserved: BTreeMap<usize, (usize, Rank)>,
-    /// All pods that have waited long, the first first.
+    /// Pods with a reservation, in the order of precedence.
     old: Vec<usize>,
 }
 
@@ -26,16 +27,16 @@ impl fmt::Debug for Pool {
     }
 }
 
-/// Account, class and priority of a pod that has or wants room, and the priority again if it
-/// overrides quotas.
+/// Owner, class and priority of a nominated or waiting pod, and the priority again if it overrides
+/// quotas.
 pub(super) type Rank = (Owner, Class, i32, Option<i32>);
 
-/// Classes of all pods, and who owns which GPU.
+/// Classes of all pods, and the owner of each GPU.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Classes {
     pub(super) of: BTreeMap<usize, Class>,
     pub(super) owner: Vec<Option<Owner>>,
-    /// What pods within a guarantee use of each GPU.
+    /// Amount of each GPU that pods within a guarantee use.
     pub(super) guaranteed: Vec<Amount>,
 }
 
@@ -50,7 +51,7 @@ pub(super) fn has_cells(quota: &Quota) -> bool {
 }
 
 impl Pool {
-    /// Returns a pool for questions that do not depend on nominations.
+    /// Creates a pool without the ranks of nominated pods, for functions that do not read ranks.
     pub(super) fn at(world: World, now: Moment) -> Self {
         Self { world, now, ranks: BTreeMap::new(), reserved: BTreeMap::new(), old: Vec::new() }
     }
@@ -66,7 +67,7 @@ impl Pool {
         pool
     }
 
-    /// Returns the quota of a pod. A pod whose quota does not exist has none.
+    /// Returns the owner of a pod. A pod whose quota does not exist has no quota.
     pub(super) fn owner(&self, pod: usize) -> Owner {
         match &self.world.pods[pod].owner {
             Owner::Quota(name) if !self.world.quotas.contains_key(name) => Owner::Unnamed,
@@ -82,7 +83,7 @@ impl Pool {
         }
     }
 
-    /// Returns whose rights a pod has. Quotas that are not enforced give none.
+    /// Returns the owner whose rights a pod has. Quotas that are not enforced grant no rights.
     pub(super) fn rights(&self, pod: usize) -> Owner {
         let owner = self.owner(pod);
         if self.quota(&owner).is_enforced() { owner } else { Owner::Outside }
@@ -121,7 +122,7 @@ impl Pool {
         }
     }
 
-    /// Returns the GPU on which a pod counts: it runs there, or room is kept for it.
+    /// Returns the GPU on which a pod runs or is nominated.
     pub(super) fn counts_on(&self, pod: usize) -> Option<usize> {
         match self.world.pods[pod].place {
             Place::Running { gpu, .. } => Some(gpu),
@@ -129,7 +130,8 @@ impl Pool {
         }
     }
 
-    /// Since when a pod counts. Nominated pods count from now on, after all others.
+    /// Returns the time since which a pod counts. Nominated pods count from now on, after all other
+    /// pods.
     pub(super) fn since(&self, pod: usize) -> (Moment, Option<Moment>) {
         match self.world.pods[pod].place {
             Place::Running { since, .. } => (since, None),
@@ -141,18 +143,18 @@ impl Pool {
         self.pods().filter(|&pod| is_counted(pod)).map(|pod| self.charge(pod)).sum()
     }
 
-    /// Returns what a quota uses, without pods that leave.
+    /// Returns the amount that a quota uses, without terminating pods.
     pub(super) fn used(&self, owner: &Owner) -> Amount {
         self.sum(|pod| self.owner(pod) == *owner && self.counts_on(pod).is_some())
     }
 
-    /// Returns what a quota holds, with pods that leave.
+    /// Returns the amount that a quota uses, with terminating pods.
     pub(super) fn held(&self, owner: &Owner) -> Amount {
         let leaves = |pod: usize| matches!(self.world.pods[pod].place, Place::Leaving { held: true, .. });
         self.used(owner).plus(self.sum(|pod| self.owner(pod) == *owner && leaves(pod)))
     }
 
-    /// Returns the class of each pod that counts.
+    /// Returns the class of each counted pod.
     pub(super) fn classes(&self) -> Classes {
         let mut classes = BTreeMap::new();
         let counting: Vec<usize> = self.pods().filter(|&pod| self.counts_on(pod).is_some()).collect();
@@ -179,7 +181,8 @@ impl Pool {
             let gpus = self.world.gpus.len();
             return Classes { of: classes, owner: vec![None; gpus], guaranteed: vec![Amount::ZERO; gpus] };
         }
-        // Quotas that are not enforced own nothing. Their pods' classes are what they would be.
+        // Quotas that are not enforced own no GPUs. Their pods have the classes that they would
+        // have if the quotas were enforced.
         let as_if = self.with_cells(&counting, classes.clone());
         let enforced: Vec<usize> =
             counting.into_iter().filter(|&pod| self.quota(&self.owner(pod)).is_enforced()).collect();
@@ -236,13 +239,14 @@ impl Pool {
         Class::In
     }
 
-    /// Returns the priority of a pod: the highest of its gang.
+    /// Returns the priority of a pod, which is the highest priority in its gang.
     pub(super) fn priority(&self, pod: usize) -> i32 {
         let members = self.pods().filter(|&other| self.are_together(pod, other));
         members.map(|other| self.world.pods[other].priority).max().unwrap()
     }
 
-    /// Returns whether two pods are the same, or of one gang. Pods that leave are of no gang.
+    /// Returns whether two pods are the same pod or belong to one gang. Terminating pods belong to
+    /// no gang.
     pub(super) fn are_together(&self, pod: usize, other: usize) -> bool {
         let gang = |pod: usize| {
             let one = &self.world.pods[pod];
@@ -252,7 +256,8 @@ impl Pool {
         pod == other || gang(pod).is_some() && gang(pod) == gang(other)
     }
 
-    /// Returns the class of a pod on a GPU after others are gone. It is the last of its priority.
+    /// Returns the class that a pod would have on a GPU without some other pods. The pod is the
+    /// last of its priority.
     pub(super) fn class_with(&self, pod: usize, gpu: usize, without: &[usize]) -> Class {
         let owner = self.owner(pod);
         let quota = self.quota(&owner);
@@ -273,7 +278,7 @@ impl Pool {
         if self.charge(pod) <= left { Class::In } else { Class::Over }
     }
 
-    /// Returns what a quota has beyond its guarantee after it uses `more` and `less`.
+    /// Returns the share of a quota after its use grows by `more` and falls by `less`.
     pub(super) fn share(&self, owner: &Owner, more: Amount, less: Amount) -> Share {
         let quota = self.quota(owner);
         let excess = if !quota.is_enforced() {
@@ -302,13 +307,13 @@ impl Pool {
         classes.cells(&owner) < limit || (0..self.world.gpus.len()).any(has_room)
     }
 
-    /// Returns all quotas, and what pods without a quota are counted against.
+    /// Returns all owners: the quotas, and the two owners of pods without a quota.
     pub(super) fn owners(&self) -> Vec<Owner> {
         let quotas = self.world.quotas.keys().cloned().map(Owner::Quota);
         quotas.chain([Owner::Unnamed, Owner::Outside]).collect()
     }
 
-    /// Returns what must stay free for other quotas after some pods have left.
+    /// Returns the amount that must stay free for other quotas, without some pods.
     pub(super) fn kept(&self, owner: &Owner, without: &[usize]) -> Amount {
         let others = self.owners().into_iter().filter(|other| other != owner && self.quota(other).is_enforced());
         let kept = |other: Owner| {
@@ -330,7 +335,8 @@ impl Pool {
         self.rank(pod, self.class_with(pod, gpu, &[]))
     }
 
-    /// Returns the room of a GPU that a pod of this rank sees: now, or after pods have left.
+    /// Returns the free capacity of a GPU for a pod of this rank. With `later`, terminating pods
+    /// count as exited.
     pub(super) fn free(&self, gpu: usize, rank: &Rank, later: bool) -> i128 {
         let takes = |pod: usize| match self.world.pods[pod].place {
             Place::Running { gpu: at, .. } => at == gpu,
@@ -340,8 +346,8 @@ impl Pool {
         i128::from(self.world.gpus[gpu]) - i128::from(self.sum(takes))
     }
 
-    /// Returns the room of a GPU that is free now for a pod that was nominated there. Nominations
-    /// of pods that come after it do not count.
+    /// Returns the capacity of a GPU that is free now for a pod that was nominated there.
+    /// Nominations of pods that come after the pod do not count.
     pub(super) fn free_for_nominee(&self, pod: usize, gpu: usize, rank: &Rank) -> i128 {
         let key = |pod: usize| (self.world.pods[pod].created, self.world.pods[pod].name.clone());
         let mut alone = self.clone();
@@ -355,13 +361,13 @@ impl Pool {
         alone.free(gpu, rank, false)
     }
 
-    /// As [`Self::free`], without room that is reserved for pods that have waited long.
+    /// Like [`Self::free`], but without capacity that is reserved for pods that have waited long.
     pub(super) fn unreserved(&self, gpu: usize, rank: &Rank, later: bool) -> i128 {
         let seen = self.reserved.iter().filter(|(_, (at, reserved))| *at == gpu && Self::sees(rank, reserved));
         self.free(gpu, rank, later) - seen.map(|(&pod, _)| i128::from(self.charge(pod))).sum::<i128>()
     }
 
-    /// Reserves room for pods that have waited long.
+    /// Reserves capacity for pods that have waited long.
     pub(super) fn reserve(&mut self, waiting: &[usize]) {
         let Some(ageing) = self.world.settings.ageing else { return };
         let pods = &self.world.pods;
@@ -406,8 +412,8 @@ impl Pool {
         may_borrow_all || size - i128::from(older) - i128::from(self.charge(pod)) >= kept
     }
 
-    /// Returns whether a pod that counts was released, or may start, before a pod that was created
-    /// earlier.
+    /// Returns whether a counted pod overtakes a waiting pod: it was released after the waiting
+    /// pod's creation, or it is nominated and was created later.
     fn has_overtaken(&self, other: usize, pod: usize) -> bool {
         let key = |pod: usize| (self.world.pods[pod].created, self.world.pods[pod].name.clone());
         match self.world.pods[other].place {
@@ -416,8 +422,8 @@ impl Pool {
         }
     }
 
-    /// Returns the GPU on which a pod was overtaken, and on which the last pod that has to end for
-    /// it was released first.
+    /// Returns the GPU on which capacity is reserved for a pod. Of the GPUs on which the pod was
+    /// overtaken, this is the GPU on which the last pod that must end was released first.
     pub(super) fn overtaken_on(&self, pod: usize) -> Option<usize> {
         let of_cells = has_cells(&self.quota(&self.rights(pod))) && self.is_within(pod);
         let possible = (0..self.world.gpus.len()).filter(|&gpu| {
@@ -426,7 +432,7 @@ impl Pool {
                 && (!of_cells || self.class_with(pod, gpu, &[]) == Class::In)
                 && self.reserved.values().all(|(other, _)| *other != gpu)
         });
-        // The pod fits once all pods have ended that were released up to this time.
+        // The pod fits once all pods that were released up to this time have ended.
         let last_to_end = |gpu: usize| {
             let times =
                 self.pods().filter(|&other| self.counts_on(other) == Some(gpu)).map(|other| self.since(other).0);
@@ -439,7 +445,8 @@ impl Pool {
         possible.min_by_key(|&gpu| (last_to_end(gpu), gpu))
     }
 
-    /// Returns whether a pod would use what a pod of its quota that has waited long needs.
+    /// Returns whether a pod must wait for a pod of the same quota that has a reservation: both
+    /// together would exceed the quota's maximum or guarantee.
     pub(super) fn overtakes(&self, pod: usize) -> bool {
         let (owner, charge) = (self.rights(pod), self.charge(pod));
         let quota = self.quota(&owner);
@@ -455,8 +462,8 @@ impl Pool {
             })
     }
 
-    /// Returns the room of a GPU that counts when a pod leaves enough for other quotas. Of the pods
-    /// that have waited long, only those before the pod count.
+    /// Returns the capacity of a GPU that counts as free when checking that enough stays free for
+    /// other quotas. Only reservations that precede the pod's own reservation are subtracted.
     pub(super) fn beside_older(&self, pod: usize, gpu: usize, rank: &Rank, later: bool) -> i128 {
         let mut pool = self.clone();
         let before: Vec<usize> = self.old.iter().copied().take_while(|&old| old != pod).collect();
@@ -464,7 +471,7 @@ impl Pool {
         pool.unreserved(gpu, rank, later)
     }
 
-    // What follows changes the pool.
+    // The following functions change the pool.
 
     pub(super) fn nominate(&mut self, pod: usize, gpu: usize, rank: &Rank, victims: &[usize]) {
         for &victim in victims {
@@ -474,7 +481,8 @@ impl Pool {
         self.place(pod, Place::Waiting { nominated: Some(gpu) }, rank, gpu);
     }
 
-    /// Returns whether nominated pods that are within a guarantee are so in another pool.
+    /// Returns whether all nominated pods that are within a guarantee in this pool are also within
+    /// a guarantee in another pool.
     pub(super) fn keeps_guarantees_in(&self, after: &Self) -> bool {
         let (before, classes) = (self.classes(), after.classes());
         let nominated = self.pods().filter(|&pod| self.nominated(pod).is_some() && after.nominated(pod).is_some());
@@ -487,7 +495,7 @@ impl Pool {
         self.world.quotas.values().any(|quota| has_cells(quota) && quota.is_enforced())
     }
 
-    /// Returns whether a pod may be released to a GPU without a loss for nominated pods.
+    /// Returns whether a pod can be released to a GPU without a nominated pod losing its guarantee.
     pub(super) fn may_release(&self, pod: usize, gpu: usize) -> bool {
         let is_near =
             |other: usize| self.nominated(other).is_some_and(|at| at == gpu || self.owner(other) == self.owner(pod));
@@ -509,7 +517,8 @@ impl Pool {
         }
     }
 
-    /// Returns the nominated pods of lower rank for which a GPU has no room after `more` is freed.
+    /// Returns the nominated pods of lower rank for which a GPU has not enough capacity after
+    /// `more` capacity becomes free.
     pub(super) fn displaced(&self, gpu: usize, rank: &Rank, more: i128) -> Vec<usize> {
         let mut unseen: Vec<usize> = self.pods().filter(|&other| self.nominated(other) == Some(gpu)).collect();
         unseen.retain(|other| !Self::sees(rank, &self.ranks[other]));
@@ -527,7 +536,8 @@ impl Pool {
         unseen
     }
 
-    /// Returns the room that is left on a GPU once pods have left and nominated pods have arrived.
+    /// Returns the free capacity of a GPU once terminating pods have exited and nominated pods have
+    /// been released.
     pub(super) fn room_after_all(&self, gpu: usize) -> i128 {
         i128::from(self.world.gpus[gpu]) - i128::from(self.sum(|pod| self.counts_on(pod) == Some(gpu)))
     }

@@ -1,4 +1,4 @@
-//! A pass by the naive model. Victims are found among all sets of pods.
+//! Runs a pass of the naive model, which tries all sets of victims.
 use std::cmp::Reverse;
 
 use super::super::{Amount, Class, Exchange, Kind, Outcome, Owner, Place, PodId, Released, Share, Wait, World};
@@ -8,7 +8,7 @@ use crate::ledger::Moment;
 /// Pods of this priority and above are never evicted.
 const SYSTEM: i32 = 2_000_000_000;
 
-/// Decides for each waiting pod, as [`look`](super::super::look) does.
+/// Decides about each waiting pod, as [`look`](super::super::look) does.
 pub(super) fn naive_look(world: &World, now: Moment) -> Outcome {
     let mut pool = Pool::new(world, now);
     let mut outcome = Outcome::default();
@@ -34,7 +34,7 @@ pub(super) fn naive_look(world: &World, now: Moment) -> Outcome {
 }
 
 impl Pool {
-    /// Returns the next pod: of the first pods of all quotas, the one with the first turn.
+    /// Returns the next pod: of the first pods of all quotas, the pod with the first turn.
     fn next(&self, waiting: &[usize]) -> Option<usize> {
         let key = |pod: usize| {
             let one = &self.world.pods[pod];
@@ -49,7 +49,7 @@ impl Pool {
             let waits = is_enforced && !one.borrows && self.nominated(pod).is_none() && !self.is_within(pod);
             waits || self.world.gpus.iter().all(|size| *size < one.charge)
         };
-        // Pods that cannot get room come first, so that they delay nobody.
+        // Pods that cannot be released come first, so that they delay no other pod.
         if let Some(pod) = firsts.iter().find(|&&pod| is_hopeless(pod)) {
             return Some(*pod);
         }
@@ -167,8 +167,8 @@ type Cost =
     (usize, bool, Reverse<Option<Share>>, Option<i32>, Amount, i128, usize, Reverse<Option<(Moment, Option<Moment>)>>);
 
 impl Pool {
-    /// Returns whether the rules hold after an exchange in a pool where quotas own GPUs.
-    fn holds_after(&self, pod: usize, kind: Kind, gpu: usize, victims: &[usize]) -> bool {
+    /// Returns whether the rules are met after an exchange in a pool where quotas own GPUs.
+    fn meets_rules_after(&self, pod: usize, kind: Kind, gpu: usize, victims: &[usize]) -> bool {
         if !self.has_cells() {
             return true;
         }
@@ -191,7 +191,7 @@ impl Pool {
                 continue;
             }
             let ways = (0..self.world.gpus.len()).filter_map(|gpu| Some((gpu, self.way(pod, kind, gpu)?)));
-            let ways = ways.filter(|(gpu, victims)| self.holds_after(pod, kind, *gpu, victims));
+            let ways = ways.filter(|(gpu, victims)| self.meets_rules_after(pod, kind, *gpu, victims));
             let Some((gpu, victims)) = ways.min_by_key(|(gpu, victims)| (self.cost(victims, kind), *gpu)) else {
                 continue;
             };
@@ -229,7 +229,7 @@ impl Pool {
         )
     }
 
-    /// Returns the pods that may leave for a pod, in the order in which they stay.
+    /// Returns the pods that may be evicted for a pod, the most important first.
     fn allowed(&self, taker: usize, kind: Kind) -> Vec<usize> {
         let (owner, classes) = (self.owner(taker), self.classes());
         let settings = &self.world.settings;
@@ -291,7 +291,7 @@ impl Pool {
             let max = quota.max().filter(|_| quota.is_enforced());
             let max = max.filter(|max| self.used(&owner).plus(self.charge(taker)) > *max);
             let way = |mut allowed: Vec<usize>| {
-                // Pods on other GPUs help only below the maximum.
+                // Evicting pods on other GPUs helps only if the quota's maximum is exceeded.
                 allowed.retain(|pod| max.is_some() || on_gpu(pod));
                 let victims = self.least_important(taker, gpu, &allowed, max)?;
                 self.is_legal(taker, kind, gpu, &victims).then_some(victims)
@@ -312,7 +312,7 @@ impl Pool {
         legal.min_by_key(|&pod| key(pod)).map(|pod| vec![pod])
     }
 
-    /// Returns whether the taker fits after these pods have left.
+    /// Returns whether the taker fits after these pods have exited.
     fn makes_room(&self, taker: usize, gpu: usize, victims: &[usize], max: Option<Amount>) -> bool {
         let sum = |of: &dyn Fn(usize) -> bool| -> i128 {
             victims.iter().filter(|&&pod| of(pod)).map(|&pod| i128::from(self.charge(pod))).sum()
@@ -324,7 +324,7 @@ impl Pool {
         freed >= charge && max.is_none_or(|max| used <= i128::from(max))
     }
 
-    /// Returns, of all sets of pods that make room, the one that spares the most important pods.
+    /// Returns the set of pods that frees enough capacity and spares the most important pods.
     /// `allowed` has the most important pod first.
     fn least_important(&self, taker: usize, gpu: usize, allowed: &[usize], max: Option<Amount>) -> Option<Vec<usize>> {
         let sets = 0..1_u32 << allowed.len();
@@ -332,7 +332,8 @@ impl Pool {
             let leaves = |at: usize| set >> (allowed.len() - 1 - at) & 1 == 1;
             (0..allowed.len()).filter(|&at| leaves(at)).map(|at| allowed[at]).collect()
         };
-        // The most important pod is the highest bit, so the smallest number spares it.
+        // The most important pod is the highest bit, so the smallest number spares the most
+        // important pods.
         sets.map(victims_of).find(|victims| self.makes_room(taker, gpu, victims, max))
     }
 

@@ -1,4 +1,4 @@
-//! Pods of high priority that do not stop at the borders of quotas.
+//! Tests the rules for pods of high priority that override quotas.
 use proptest::prelude::*;
 
 use super::super::{Exchange, Kind, Owner, Place, Pod, Quota, Settings, Wait, World, look, simulate};
@@ -9,7 +9,7 @@ use super::steps::steps;
 use super::worlds::{ANY, History, QUOTAS, Run, Start, describe, histories, settings, tenths, worlds};
 use crate::ledger::Moment;
 
-/// In random worlds, priorities are from -1 to 2.
+/// Lowest priority that overrides quotas. In random worlds, priorities are from -1 to 2.
 const LIMIT: i32 = 1;
 
 /// Returns random histories in which some pods override quotas.
@@ -23,8 +23,8 @@ fn overriding() -> impl Strategy<Value = History> {
 proptest! {
     #![proptest_config(config())]
 
-    /// Only a higher priority evicts a pod that overrides quotas, and such a pod evicts only lower
-    /// priorities of other quotas that are enforced.
+    /// Only a pod of higher priority evicts a pod that overrides quotas. A pod that overrides
+    /// quotas evicts only pods of lower priority, and of other quotas only if they are enforced.
     #[test]
     fn among_pods_that_override_quotas_priority_decides_alone(history in overriding()) {
         let mut run = Run::new(history.start.0.clone());
@@ -51,7 +51,7 @@ proptest! {
         }
     }
 
-    /// The pool comes to rest though evicted pods are replaced at once.
+    /// The pool comes to rest although evicted pods are replaced at once.
     #[test]
     fn a_pool_with_pods_that_override_quotas_comes_to_rest(Start(mut start) in worlds(&ANY)) {
         start.settings.override_priority = Some(LIMIT);
@@ -59,10 +59,10 @@ proptest! {
         prop_assert!(simulate(start, 50, |_, _| {}).is_ok(), "{text}");
     }
 
-    /// At rest, a pod that overrides quotas waits only if no GPU would have room without all pods
-    /// of lower priority that may leave.
+    /// At rest, a pod that overrides quotas waits only if it would fit on no GPU even without all
+    /// pods of lower priority that may be evicted.
     #[test]
-    fn a_pod_that_overrides_quotas_waits_for_nobody_of_lower_priority(Start(mut start) in worlds(&ANY)) {
+    fn a_pod_that_overrides_quotas_does_not_wait_for_pods_of_lower_priority(Start(mut start) in worlds(&ANY)) {
         start.settings.override_priority = Some(LIMIT);
         start.quotas.retain(|_, quota| quota.cells().is_none());
         let rest = simulate(start, 50, |_, _| {}).unwrap();
@@ -88,9 +88,9 @@ proptest! {
         }
     }
 
-    /// Each pass of a history decides as the naive model does.
+    /// Each pass of a history makes the same decisions as the naive model.
     #[test]
-    fn the_naive_model_agrees_about_pods_that_override_quotas(history in overriding()) {
+    fn the_naive_model_makes_the_same_decisions_about_pods_that_override_quotas(history in overriding()) {
         let mut run = Run::new(history.start.0.clone());
         run.world.pods.truncate(8);
         for event in &history.events {
@@ -119,7 +119,8 @@ fn pod(name: &str, quota: usize, size: u64, priority: i32, place: Place) -> Pod 
     }
 }
 
-/// Quota `a` guarantees nothing, quota `b` the only GPU. An urgent pod of `a` waits.
+/// Returns a pool in which quota `b` guarantees the only GPU, and quota `a` guarantees nothing. A
+/// pod of `b` runs on the GPU, and an urgent pod of `a` waits.
 fn contended(override_priority: Option<i32>, urgent: i32) -> World {
     let quotas = [(QUOTAS[0], Quota::new(tenths(0))), (QUOTAS[1], Quota::new(tenths(10)))];
     World {
@@ -134,7 +135,7 @@ fn contended(override_priority: Option<i32>, urgent: i32) -> World {
 }
 
 #[test]
-fn from_the_configured_priority_on_a_pod_takes_what_another_quota_is_guaranteed() {
+fn a_pod_of_the_configured_priority_evicts_a_pod_within_another_quotas_guarantee() {
     let rest = simulate(contended(Some(100), 100), 50, |_, _| {}).unwrap();
     assert_eq!(
         (rest.leaves.len(), rest.leaves[0].kind, &rest.leaves[0].victims[0][..]),

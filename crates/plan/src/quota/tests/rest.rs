@@ -1,4 +1,4 @@
-//! R5, R6: what holds when nothing changes any more.
+//! Tests the properties R5 and R6 of a pool at rest.
 use proptest::option;
 use proptest::prelude::*;
 
@@ -10,14 +10,14 @@ use crate::ledger::Moment;
 
 const SYSTEM: i32 = 2_000_000_000;
 
-/// Worlds without exceptions from the promises.
+/// Worlds in which the promises have no exceptions.
 const PLAIN: Shape = Shape { flags: false, counted_only: false, ..ANY };
 
 fn at_rest(start: World) -> Rest {
     simulate(start, 50, |_, _| {}).unwrap()
 }
 
-/// Returns the pool at rest, and the pods that wait.
+/// Returns the pool at rest, and the waiting pods.
 fn pool_of(rest: &Rest) -> (Pool, Vec<usize>) {
     let pool = Pool::at(rest.world.clone(), Moment(u64::MAX / 2));
     let waits = |pod: &usize| matches!(rest.world.pods[*pod].place, Place::Waiting { .. });
@@ -25,7 +25,7 @@ fn pool_of(rest: &Rest) -> (Pool, Vec<usize>) {
     (pool, waiting)
 }
 
-/// Returns the room of a GPU if some of its pods left.
+/// Returns the free capacity of a GPU without some of its pods.
 fn room_without(pool: &Pool, gpu: usize, leaves: impl Fn(usize) -> bool) -> Amount {
     let pods = pool.world.pods.iter().enumerate();
     let stay =
@@ -40,8 +40,8 @@ fn show(rest: &Rest) -> String {
 proptest! {
     #![proptest_config(config())]
 
-    /// The pool comes to rest within 50 passes though evicted pods are replaced at once, and nobody
-    /// leaves more than twice.
+    /// The pool comes to rest within 50 passes although evicted pods are replaced at once, and no
+    /// pod is evicted more than twice.
     #[test]
     fn r5_the_pool_comes_to_rest(Start(mut start) in worlds(&ANY), ageing in option::of(0..20_u64)) {
         start.settings.ageing = ageing;
@@ -52,8 +52,8 @@ proptest! {
         prop_assert!(times.values().all(|times| *times <= 2), "{times:?}");
     }
 
-    /// P2: if a pod waits that is within its quota's guarantee, then on no GPU would it fit if all
-    /// borrowers that may leave left.
+    /// P2: a pod within its quota's guarantee waits only if it would fit on no GPU even without all
+    /// borrowing pods that may be evicted.
     #[test]
     fn r6_a_pod_within_its_guarantee_waits_only_for_fragmentation(start in worlds(&ANY)) {
         let rest = at_rest(start.0);
@@ -79,8 +79,8 @@ proptest! {
         }
     }
 
-    /// P3: if all quotas guarantee cells, and the pool has that many healthy GPUs, no pod waits
-    /// whose quota has fewer cells than it is guaranteed.
+    /// P3: if all quotas guarantee cells, and the pool has enough healthy GPUs for all guarantees,
+    /// no pod waits whose quota owns fewer cells than its guarantee.
     #[test]
     fn r6_in_cells_no_pod_within_its_guarantee_waits(
         Start(mut start) in worlds(&Shape { guarantees: Guarantees::Cells, ..PLAIN }),
@@ -103,8 +103,8 @@ proptest! {
         }
     }
 
-    /// P6: if a borrower waits, its quota's share with it would exceed the share of each quota of
-    /// which one pod's leaving helps, without that pod.
+    /// P6: a borrowing pod waits only if an eviction would be unfair. With the pod, its quota would
+    /// have a higher share than the quota of each possible victim without the victim.
     #[test]
     fn r6_fair_share_is_fair_up_to_one_pod(start in worlds(&ANY)) {
         let rest = at_rest(start.0);

@@ -1,4 +1,4 @@
-//! The pool before and after each decision of a pass.
+//! Records the pool before and after each decision of a pass.
 use super::super::look::Pass;
 use super::super::state::State;
 use super::super::{Exchange, Outcome, Place, PodId, World, look};
@@ -10,15 +10,15 @@ use crate::ledger::Moment;
 #[derive(Debug, Clone)]
 pub(super) struct Step {
     pub(super) pod: PodId,
-    /// The pool before the decision. No room is kept for the pod.
+    /// The pool before the decision, without the pod's nomination.
     pub(super) before: Pool,
     pub(super) after: Pool,
-    /// The GPU on which the pod starts.
+    /// The GPU to which the pod is released.
     pub(super) released: Option<usize>,
     pub(super) exchange: Option<Exchange>,
 }
 
-/// Decides for each waiting pod of a pool. `check` sees the state after each decision.
+/// Decides about each waiting pod of a pool. `check` receives the state after each decision.
 pub(super) fn steps(world: &World, now: Moment, check: impl Fn(&State<'_>, &Pool)) -> (Vec<Step>, Outcome) {
     let mut pass = Pass::new(world, now);
     let mut before = world.clone();
@@ -60,7 +60,7 @@ fn situation(state: &State<'_>, previous: &World) -> World {
 }
 
 impl Run {
-    /// Applies the decisions of a pass. Evicted pods leave.
+    /// Applies the decisions of a pass. Evicted pods become terminating pods.
     pub(super) fn apply(&mut self, outcome: &Outcome) {
         for (at, pod) in self.world.pods.iter_mut().enumerate() {
             if let Place::Waiting { nominated } = &mut pod.place {
@@ -79,7 +79,7 @@ impl Run {
     }
 }
 
-/// Runs a history with a pass after each event. `check` sees each decision.
+/// Runs a history with a pass before each event. `check` receives each decision.
 pub(super) fn each_step(history: &History, mut check: impl FnMut(&Step)) {
     let mut run = Run::new(history.start.0.clone());
     for event in &history.events {
@@ -90,8 +90,8 @@ pub(super) fn each_step(history: &History, mut check: impl FnMut(&Step)) {
     }
 }
 
-/// Runs a history with a pass after each event. `check` sees the pool before each pass, and what
-/// the pass decides.
+/// Runs a history with a pass before each event. `check` receives the pool before each pass, and
+/// the decisions of the pass.
 pub(super) fn each_pass(history: &History, mut check: impl FnMut(&Run, &Outcome)) {
     let mut run = Run::new(history.start.0.clone());
     for event in &history.events {

@@ -1,7 +1,7 @@
-//! Random pools of GPUs, quotas and pods, and random histories of them.
+//! Generates random pools of GPUs, quotas and pods, and random histories of them.
 //!
 //! Amounts are tenths of a GPU. A world has up to four GPUs, five quotas and some pods. A history
-//! is a world and the events that follow.
+//! is a world and the events that follow it.
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
@@ -24,7 +24,7 @@ pub(super) const fn tenths(tenths: u64) -> Amount {
     Amount(tenths * TENTH)
 }
 
-/// What quotas of a random world guarantee.
+/// The kinds of guarantees in a random world.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Guarantees {
     Counts,
@@ -32,16 +32,16 @@ pub(super) enum Guarantees {
     Both,
 }
 
-/// Which worlds are generated.
+/// The properties of the generated worlds.
 #[derive(Debug, Clone)]
 pub(super) struct Shape {
     pub(super) pods: Range<usize>,
     pub(super) guarantees: Guarantees,
     /// Whether some quotas have mode `Count`.
     pub(super) counted_only: bool,
-    /// Whether some pods are exempt from quotas, protected, do not borrow, or evict nobody.
+    /// Whether some pods are exempt from quotas, are protected, must not borrow, or evict no pods.
     pub(super) flags: bool,
-    /// Whether some pods are of gangs.
+    /// Whether some pods belong to gangs.
     pub(super) gangs: bool,
 }
 
@@ -60,10 +60,10 @@ pub(super) struct Limits {
     mode: Mode,
 }
 
-/// A pod. It runs on `gpu` if that GPU has room for it. Otherwise it waits.
+/// A pod. It runs on `gpu` if it fits there, and otherwise waits.
 #[derive(Debug, Clone)]
 pub(super) struct Row {
-    /// Index of [`QUOTAS`]. Larger numbers mean no quota.
+    /// Index of [`QUOTAS`]. An index past the end means no quota.
     owner: usize,
     tenths: u64,
     priority: i32,
@@ -84,7 +84,7 @@ enum Flag {
     System,
 }
 
-/// Something that happens between two passes. Numbers select an object, modulo their number.
+/// An event between two passes. A number selects an object, modulo the number of objects.
 #[derive(Debug, Clone)]
 pub(super) enum Event {
     Arrive(Row),
@@ -92,19 +92,19 @@ pub(super) enum Event {
     /// A quota gets other limits.
     Edit(usize, Limits),
     Delete(usize),
-    /// A disruption budget protects a pod, or no longer does.
+    /// A disruption budget starts or stops protecting a pod.
     Protect(usize),
     /// A GPU fails, or recovers.
     Fail(usize),
-    /// Evicted pods are gone, and their replacements wait.
+    /// Evicted pods exit, and their replacements wait.
     Replace,
-    /// Another leader takes over. It knows no nominations.
+    /// Another leader takes over. The new leader knows no nominations.
     Lead,
     /// Seconds pass.
     Wait(u64),
 }
 
-/// A world and what happens to it.
+/// A world and its events.
 #[derive(Debug, Clone)]
 pub(super) struct History {
     pub(super) start: Start,
@@ -198,7 +198,7 @@ pub(super) fn histories_of(shape: &Shape) -> impl Strategy<Value = History> + us
     )
 }
 
-/// Settings without limits of time.
+/// Settings without time limits.
 pub(super) fn settings() -> Settings {
     Settings {
         min_runtime_fair_share: 0,
@@ -253,7 +253,7 @@ fn used_of(world: &World, gpu: usize) -> u64 {
     on.map(|pod| pod.charge.0 / TENTH).sum()
 }
 
-/// A world while its history happens.
+/// A world during its history.
 #[derive(Debug, Clone)]
 pub(super) struct Run {
     pub(super) world: World,
@@ -268,7 +268,7 @@ impl Run {
         Self { world: start, now: Moment(created as u64 + 1), created }
     }
 
-    /// Lets an event happen.
+    /// Applies an event.
     pub(super) fn happen(&mut self, event: &Event) {
         let Self { world, now, created } = self;
         now.0 += 1;
@@ -306,7 +306,8 @@ impl Run {
 }
 
 impl Run {
-    /// Evicted pods are gone, and their replacements wait. The replacements may keep their names.
+    /// Removes evicted pods and adds waiting replacements. With `keeps_names`, the replacements
+    /// have the same names.
     pub(super) fn replace(&mut self, keeps_names: bool) {
         self.now.0 += 1;
         let Self { world, now, created } = self;
@@ -327,7 +328,7 @@ impl Run {
         self.created += 1;
     }
 
-    /// Takes over as another leader, which knows no nominations.
+    /// Removes all nominations, as if another leader took over.
     pub(super) fn forget_nominations(&mut self) {
         for pod in &mut self.world.pods {
             if let Place::Waiting { nominated } = &mut pod.place {

@@ -18,7 +18,7 @@ use serde_json::Value;
 use sim_machine::{ComputeMode, Fault, FaultEffect, GpuDescription, Machine, MachineDescription};
 use sim_mps::handshake;
 
-/// Timeout of every step, sufficient even on a busy machine.
+/// Timeout of each step, which is sufficient even on a busy machine.
 const STEP_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A node with one GPU.
@@ -37,8 +37,8 @@ impl Node {
         let gpus = vec![GpuDescription { model: "H200-141".into(), ..GpuDescription::default() }];
         let description = MachineDescription { name: "test".into(), gpus, ..MachineDescription::default() };
         for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "cleave-client"] {
-            // The program acts as NVIDIA's programs under the first two names. Programs find each
-            // other in their common directory, which all users can access.
+            // Under the first two names, the program acts as NVIDIA's programs. The programs find
+            // each other in their common directory, which all users can access.
             let (program, path) = (env!("CARGO_BIN_EXE_cleave-client"), dir.path().join(name));
             fs::hard_link(program, &path).or_else(|_| fs::copy(program, &path).map(drop)).unwrap();
         }
@@ -46,14 +46,14 @@ impl Node {
         Self { dir, machine, daemon: None, env: Vec::new() }
     }
 
-    /// Creates a node and starts an MPS daemon with `-f` and these arguments.
+    /// Creates a node, and starts an MPS daemon with `-f` and these arguments.
     pub(crate) fn with_daemon(arguments: &[&str]) -> Self {
         let mut node = Self::without_daemon();
         node.start_daemon(arguments);
         node
     }
 
-    /// Sets a variable for daemons that start later.
+    /// Sets an environment variable for daemons that start later.
     pub(crate) fn set_daemon_env(&mut self, name: &str, value: &str) {
         self.env.push((name.to_owned(), value.to_owned()));
     }
@@ -67,7 +67,7 @@ impl Node {
         wait_until("the daemon listens", || handshake::probe_daemon(&self.socket_path("control_privileged")).is_ok());
     }
 
-    /// Returns the command `nvidia-cuda-mps-control` on this node.
+    /// Returns a command that runs `nvidia-cuda-mps-control` on this node.
     pub(crate) fn control_command(&self) -> Command {
         let mut command = Command::new(self.path("nvidia-cuda-mps-control"));
         self.set_env(&mut command);
@@ -77,7 +77,8 @@ impl Node {
         command
     }
 
-    /// Runs `nvidia-cuda-mps-control` with a command, as a user, and returns its output.
+    /// Runs `nvidia-cuda-mps-control` with these arguments, as this user if given, and returns the
+    /// output.
     pub(crate) fn run_control(&self, arguments: &[&str], uid: Option<u32>) -> String {
         let mut command = self.control_command();
         command.args(arguments).stdin(Stdio::null());
@@ -97,12 +98,12 @@ impl Node {
             .env_remove("NVIDIA_VISIBLE_DEVICES");
     }
 
-    /// Returns a path on this node.
+    /// Returns the path of a file of this node.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
-    /// Returns a socket in the pipe directory.
+    /// Returns the path of a socket in the pipe directory.
     pub(crate) fn socket_path(&self, name: &str) -> PathBuf {
         self.path("pipe").join(name)
     }
@@ -117,7 +118,7 @@ impl Node {
         fs::read_to_string(self.path("log.txt")).unwrap()
     }
 
-    /// Sends an administrator's command over `control_privileged`.
+    /// Sends an administrator's command over `control_privileged`, and returns the answer.
     pub(crate) fn send_command(&self, command: &str) -> String {
         handshake::send_command(&self.socket_path("control_privileged"), command).unwrap().unwrap()
     }
@@ -128,7 +129,7 @@ impl Node {
         let (socket, command) = (self.socket_path("control_privileged"), command.to_owned());
         thread::spawn(move || {
             if let Ok(Some(text)) = handshake::send_command(&socket, &command) {
-                // Ignore errors: the test may have dropped the receiver.
+                // Ignore errors, because the test may have dropped the receiver.
                 let _ = sender.send(text);
             }
         });
@@ -152,7 +153,7 @@ impl Node {
         pid
     }
 
-    /// Starts a program that keeps kernels of `kernel_ms` milliseconds in flight.
+    /// Starts a program that always runs a kernel of `kernel_ms` milliseconds.
     pub(crate) fn start_busy_client(&self, kernel_ms: &str) -> Client {
         self.start_busy_client_with(kernel_ms, &[])
     }
@@ -165,7 +166,7 @@ impl Node {
         client
     }
 
-    /// Returns a command for a program on this node.
+    /// Returns a command that runs a client program on this node.
     pub(crate) fn client_command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(self.dir.path().join("cleave-client"));
         self.set_env(&mut command);
@@ -178,7 +179,7 @@ impl Node {
         Client::spawn(self.client_command(arguments))
     }
 
-    /// Starts a program and waits for its first line.
+    /// Starts a program, waits for its first line, and checks that the program uses MPS.
     pub(crate) fn start_running_client(&self, arguments: &[&str]) -> Client {
         let mut client = self.start_client(arguments);
         let line = client.read_line();
@@ -186,7 +187,7 @@ impl Node {
         client
     }
 
-    /// Runs a program with these variables and returns its first line.
+    /// Runs a program with these environment variables, and returns its first line.
     pub(crate) fn run_and_read_line(&self, env: &[(&str, &str)]) -> Value {
         let mut command = self.client_command(&[]);
         command.envs(env.iter().copied());
@@ -201,7 +202,7 @@ impl Node {
     }
 
     /// Returns the PIDs of the server's clients.
-    pub(crate) fn client_list(&self, server: u32) -> Vec<u32> {
+    pub(crate) fn client_pids(&self, server: u32) -> Vec<u32> {
         self.send_command(&format!("get_client_list {server}")).lines().map(|pid| pid.parse().unwrap()).collect()
     }
 
@@ -214,8 +215,8 @@ impl Node {
         self.machine.update(set).unwrap();
     }
 
-    /// Injects a fault into a call. `remaining` limits the number of calls to which the fault
-    /// applies.
+    /// Injects a fault into a call. `remaining` is the maximum number of calls that the fault
+    /// affects, or `None` for no limit.
     pub(crate) fn inject_fault(&self, call: &str, effect: FaultEffect, remaining: Option<u32>) {
         let add = |state: &mut sim_machine::State| {
             let id = state.next_id();
@@ -225,7 +226,7 @@ impl Node {
         self.machine.update(add).unwrap();
     }
 
-    /// Returns whether every injected fault has affected its maximum number of calls.
+    /// Returns whether every injected fault has already affected its maximum number of calls.
     pub(crate) fn are_faults_consumed(&self) -> bool {
         self.machine.snapshot().unwrap().faults.iter().all(|fault| fault.remaining == Some(0))
     }
@@ -255,7 +256,7 @@ impl Node {
         daemon.wait().unwrap();
     }
 
-    /// Waits for the daemon's exit and returns its status.
+    /// Waits until the daemon exits, and returns its exit status.
     pub(crate) fn wait_for_daemon_exit(&mut self) -> ExitStatus {
         let daemon = self.daemon.as_mut().unwrap();
         wait_until("the daemon exits", || daemon.try_wait().unwrap().is_some());
@@ -270,7 +271,8 @@ impl Drop for Node {
             let _ = daemon.kill();
             let _ = daemon.wait();
         }
-        // A failed test may leave a background daemon. Another process may have reused the PID.
+        // A failed test may leave a background daemon. Check the program's path, because another
+        // process may have reused the PID.
         let pid = fs::read_to_string(self.socket_path("nvidia-cuda-mps-control.pid")).unwrap_or_default();
         let is_ours = fs::read_link(format!("/proc/{pid}/exe")).is_ok_and(|exe| exe.starts_with(self.dir.path()));
         if let (true, Some(pid)) = (is_ours, pid.parse().ok().and_then(Pid::from_raw)) {
@@ -305,12 +307,13 @@ impl Client {
         self.child.id()
     }
 
-    /// Returns the program's next line.
+    /// Waits for the program's next line, and returns it.
     pub(crate) fn read_line(&mut self) -> Value {
         serde_json::from_str(&self.lines.recv_timeout(STEP_TIMEOUT).expect("the program prints a line")).unwrap()
     }
 
-    /// Returns whether the program has printed no unread line.
+    /// Returns whether the program is running and has printed no unread line. Panics if there is an
+    /// unread line.
     pub(crate) fn has_no_output(&mut self) -> bool {
         match self.lines.try_recv() {
             Ok(line) => panic!("the program printed {line}"),
@@ -318,7 +321,7 @@ impl Client {
         }
     }
 
-    /// Returns the next error that the program prints.
+    /// Waits for the next error that the program prints, and returns its `CUresult`.
     pub(crate) fn wait_for_error(&mut self) -> i64 {
         loop {
             let line = self.read_line();
@@ -332,7 +335,7 @@ impl Client {
         rustix::process::kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
-    /// Stops the program and waits until it has stopped.
+    /// Sends SIGSTOP to the program, and waits until the program is stopped.
     pub(crate) fn suspend(&self) {
         self.signal(Signal::STOP);
         let state = || {
@@ -342,13 +345,13 @@ impl Client {
         wait_until("the program is stopped", || state() == Some('T'));
     }
 
-    /// Kills the program and waits until it has exited.
+    /// Sends a signal to the program, and waits until the program has exited.
     pub(crate) fn kill(mut self, signal: Signal) {
         self.signal(signal);
         self.wait();
     }
 
-    /// Sends the line that a program with `--read-line` waits for.
+    /// Sends a line to a program that waits for it because of `--read-line`.
     pub(crate) fn send_line(&mut self) {
         self.child.stdin.take().unwrap().write_all(b"\n").unwrap();
     }
@@ -362,7 +365,7 @@ impl Client {
 
 impl Drop for Client {
     fn drop(&mut self) {
-        // Ignore errors: the program has usually exited already.
+        // Ignore errors, because the program has usually exited already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -373,7 +376,7 @@ pub(crate) fn send_signal(pid: u32, signal: Signal) {
     rustix::process::kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), signal).unwrap();
 }
 
-/// Waits for an administrator's answer.
+/// Waits for the answer to an administrator's command.
 pub(crate) fn wait_for_answer(reply: &Receiver<String>) -> String {
     reply.recv_timeout(STEP_TIMEOUT).expect("the daemon answers")
 }

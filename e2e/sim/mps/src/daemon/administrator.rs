@@ -1,7 +1,7 @@
 //! Executes administrators' commands.
 //!
-//! A command about a server waits for the server's answer. A server that waits for a client
-//! therefore blocks the daemon.
+//! A command about a server waits for the server's answer. Therefore, a server that waits for a
+//! client also blocks the daemon.
 
 use std::fs;
 use std::process;
@@ -18,16 +18,16 @@ use crate::seqpacket::Connection;
 use crate::server::clients::CUDA_ERROR_INVALID_VALUE;
 use crate::wire::{self, ServerStatus, ToServer};
 
-/// Maximum time for which the daemon waits for its servers to exit.
+/// Maximum time that the daemon waits for its servers to exit.
 const SERVER_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Interval at which a waiting command checks its condition.
+/// Maximum interval between checks of the condition for which a command waits.
 const CONDITION_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The lines of an answer, or of an error.
 type Answer = Result<Vec<String>, Vec<String>>;
 
 impl Daemon {
-    /// Answers an administrator's commands until the last one.
+    /// Answers an administrator's commands until the administrator ends the session.
     pub(super) fn serve_administrator(self: &Arc<Self>, connection: &Connection, privileged: bool) {
         let mut quit = None;
         loop {
@@ -61,7 +61,8 @@ impl Daemon {
                 }
             }
         }
-        // Ignore errors: the administrator may have closed before the end of the answer.
+        // Ignore errors, because the administrator may have closed the connection before the end of
+        // the answer.
         let _ = connection.send(&handshake::END_OF_REPLIES);
         connection.shutdown();
         if let Some(timeout) = quit {
@@ -137,13 +138,14 @@ impl Daemon {
         }
     }
 
-    /// Reads a property of a server after the server has answered.
+    /// Waits until a server has answered, and then reads a property of the server.
     fn read_server_property<T>(&self, pid: u32, read: impl FnOnce(&ServerRecord) -> T) -> Result<T, Vec<String>> {
         self.send_to_server(pid, |request| ToServer::Ping { request })?;
         self.lock().servers.get(&pid).map(read).ok_or_else(|| no_server_error(pid))
     }
 
-    /// Changes the limits of a server's next clients.
+    /// Changes the settings for a server's next clients, and returns a value from the changed
+    /// settings.
     fn set_limits<T>(
         &self,
         pid: u32,
@@ -154,8 +156,8 @@ impl Daemon {
         let mut state = self.lock();
         let server = state.servers.get_mut(&pid).ok_or_else(|| no_server_error(pid))?;
         change(&mut server.settings);
-        // The server only logs these settings. The daemon sends each client's limits together with
-        // the client.
+        // The server only logs these settings. The daemon sends each client's settings together
+        // with the client.
         let _ = wire::try_send(&server.link, &ToServer::ClientSettings(server.settings.clone()));
         Ok(read(&server.settings))
     }
@@ -183,7 +185,7 @@ impl Daemon {
         }
     }
 
-    /// Waits until every server has answered. Fails without a server.
+    /// Waits until every server has answered. Fails if no server exists.
     fn wait_for_all_servers(&self) -> Result<(), Vec<String>> {
         let pids: Vec<u32> = self.lock().servers.keys().copied().collect();
         if pids.is_empty() {
@@ -218,12 +220,12 @@ impl Daemon {
         Ok(Vec::new())
     }
 
-    /// Stops the daemon: waits for the clients, at most `timeout`, and then stops the servers. This
-    /// function does not return.
+    /// Waits until no clients remain or until `timeout` has passed, stops the servers, and exits
+    /// the process. This function does not return.
     fn quit_daemon(&self, timeout: Option<Duration>) {
         let directory = &self.config.pipe_directory;
         for name in ["control", "control_privileged"] {
-            // Ignore errors: the file may not exist.
+            // Ignore errors, because the file may not exist.
             let _ = fs::remove_file(directory.join(name));
         }
         let mut state = self.lock();
@@ -241,12 +243,12 @@ impl Daemon {
         while !state.servers.is_empty() && Instant::now() < deadline {
             state = self.wait_for_change(state, CONDITION_CHECK_INTERVAL);
         }
-        // A server that hangs exits once it detects that the daemon has exited.
+        // Do not wait longer: a server that hangs exits when it detects that the daemon has exited.
         for name in ["nvidia-cuda-mps-control.pid", "log"] {
             let _ = fs::remove_file(directory.join(name));
         }
         self.log("Exit");
-        // Wait: the servers' last log lines may still be in the pipe.
+        // Wait a moment, because the servers' last log lines may still be in the pipe.
         thread::sleep(Duration::from_millis(10));
         process::exit(0);
     }

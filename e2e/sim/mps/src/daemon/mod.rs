@@ -1,8 +1,8 @@
-//! The control daemon: `nvidia-cuda-mps-control -d` or `-f`.
+//! Runs the control daemon: `nvidia-cuda-mps-control -d` or `-f`.
 //!
 //! Like the real daemon, this daemon serves one connection at a time and waits for each peer
-//! without a deadline. A peer that connects and sends nothing blocks all others. Only clients
-//! without a ready server are queued.
+//! without a deadline. A peer that connects and sends nothing blocks all other peers. The daemon
+//! queues only clients for which no server is ready.
 
 mod administrator;
 mod servers;
@@ -38,13 +38,13 @@ const READY_MESSAGE: &str = "ready";
 pub struct DaemonConfig {
     /// `CUDA_MPS_PIPE_DIRECTORY`.
     pub pipe_directory: PathBuf,
-    /// `CUDA_MPS_LOG_DIRECTORY`, used only in the background.
+    /// `CUDA_MPS_LOG_DIRECTORY`, which only the background daemon uses.
     pub log_directory: PathBuf,
     /// `CUDA_VISIBLE_DEVICES`.
     pub visible: Option<String>,
     /// Whether the clients of all users share one server.
     pub multi_user: bool,
-    /// The initial settings of servers.
+    /// The initial settings for the clients of new servers.
     pub defaults: ClientSettings,
 }
 
@@ -52,7 +52,7 @@ pub struct DaemonConfig {
 struct Daemon {
     config: DaemonConfig,
     log: Log,
-    /// The write end of the servers' log.
+    /// The write end of the FIFO for the servers' logs.
     server_log: File,
     faults: InjectedFaults,
     state: Mutex<DaemonState>,
@@ -61,7 +61,7 @@ struct Daemon {
     wake: OwnedFd,
 }
 
-/// Runs the daemon in the foreground until `quit` (option `-f`).
+/// Runs the daemon in the foreground until the command `quit` (option `-f`).
 ///
 /// # Errors
 /// Returns an error if the daemon cannot be started.
@@ -69,7 +69,7 @@ pub fn run_in_foreground(config: DaemonConfig) -> anyhow::Result<ExitCode> {
     run(config, &LogSinks::Stdout, || {})
 }
 
-/// Starts the daemon in the background and returns when it listens (option `-d`).
+/// Starts the daemon in the background, and returns when the daemon is listening (option `-d`).
 ///
 /// # Errors
 /// Returns an error with the daemon's message if the daemon cannot be started.
@@ -96,11 +96,11 @@ pub fn start_in_background(config: DaemonConfig) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Runs the daemon of `-d`. Until the daemon listens, the process that started it receives its
-/// messages.
+/// Runs the background process of `-d`. Until the daemon is listening, the process that started it
+/// receives the daemon's messages.
 fn run_detached(config: DaemonConfig) -> anyhow::Result<ExitCode> {
     let send = |text: &str| {
-        // Ignore errors: the parent may have exited, and the daemon continues.
+        // Ignore errors, because the daemon continues even if the parent process has exited.
         let _ = writeln!(io::stdout(), "{text}");
     };
     let sinks = LogSinks::Files(config.log_directory.clone());
@@ -111,7 +111,7 @@ fn run_detached(config: DaemonConfig) -> anyhow::Result<ExitCode> {
     outcome
 }
 
-/// The destinations of the daemon's log and the servers' log.
+/// Where the daemon writes its log and the servers' logs.
 enum LogSinks {
     Stdout,
     Files(PathBuf),
@@ -138,8 +138,8 @@ fn run(config: DaemonConfig, sinks: &LogSinks, ready: impl FnOnce()) -> anyhow::
     }
     let directory = &config.pipe_directory;
     make_directory(directory)?;
-    // The file stays locked until the daemon exits for any reason. A killed daemon therefore never
-    // blocks the next daemon.
+    // The file remains locked until the daemon exits for any reason. Therefore, a killed daemon
+    // never blocks the next daemon.
     let _lock = lock_file(&directory.join("control_lock"))?;
     let log = sinks.open("control.log")?;
     let server_log = forward_server_log(&directory.join("log"), sinks.open("server.log")?)?;
@@ -174,7 +174,7 @@ impl Daemon {
             let mut fds: Vec<PollFd<'_>> =
                 listeners.iter().map(|(listener, _)| PollFd::new(listener, PollFlags::IN)).collect();
             fds.push(PollFd::new(&self.wake, PollFlags::IN));
-            // Queued clients may disconnect, so they are checked regularly.
+            // Check queued clients regularly, because they may disconnect.
             let timeout = (!pending.is_empty()).then_some(Timespec { tv_sec: 0, tv_nsec: 50_000_000 });
             match rustix::event::poll(&mut fds, timeout.as_ref()) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -182,7 +182,7 @@ impl Daemon {
             }
             let ready: Vec<bool> = fds.iter().map(|fd| fd.revents().contains(PollFlags::IN)).collect();
             if ready.last() == Some(&true) {
-                // The value is irrelevant: reading resets `wake`.
+                // Ignore the value: reading only resets `wake`.
                 let _ = rustix::io::read(&self.wake, &mut [0; 8]);
             }
             for ((listener, privileged), _) in listeners.iter().zip(&ready).filter(|(_, ready)| **ready) {
@@ -192,8 +192,8 @@ impl Daemon {
                         pending.extend(self.serve_connection(connection, *privileged));
                     }
                     Err(error) => {
-                        // Retry later: the process probably has no free descriptors. Descriptors
-                        // become free when connected peers disconnect.
+                        // Retry later: the process probably has no free file descriptors. They
+                        // become free when peers disconnect.
                         self.log(&format!("failed to accept a connection: {error}"));
                         thread::sleep(Duration::from_millis(10));
                     }
@@ -202,7 +202,7 @@ impl Daemon {
         }
     }
 
-    /// Serves one connection. Returns a client if it must be queued.
+    /// Serves one connection. Returns the client if it must be queued.
     fn serve_connection(self: &Arc<Self>, connection: Connection, privileged: bool) -> Option<PendingClient> {
         let hello = if self.faults.apply_faults("mps:handshake").is_some() {
             handshake::HELLO_PACKET_OF_OTHER_DRIVER
@@ -230,11 +230,11 @@ impl Daemon {
         None
     }
 
-    /// Signals a change of the state.
+    /// Reports a change of the state to all waiting threads.
     fn notify(&self) {
         self.changed.notify_all();
-        // Ignore errors: the write fails only if the counter is full, and a full counter also wakes
-        // the reader.
+        // Ignore errors, because the write fails only if the counter is full, and then `wake` is
+        // already readable.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
@@ -246,7 +246,7 @@ impl Daemon {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for a change of the state, at most `timeout`.
+    /// Waits up to `timeout` for a change of the state.
     fn wait_for_change<'a>(
         &self,
         state: MutexGuard<'a, DaemonState>,
@@ -256,7 +256,7 @@ impl Daemon {
     }
 }
 
-/// Creates the pipe directory, accessible to the users of all clients.
+/// Creates the pipe directory. The users of all clients can access the directory.
 fn make_directory(directory: &Path) -> anyhow::Result<()> {
     if directory.is_dir() {
         return Ok(());
@@ -276,7 +276,8 @@ fn lock_file(path: &Path) -> anyhow::Result<File> {
     }
 }
 
-/// Creates the servers' log FIFO and copies it to the log. Returns the write end.
+/// Creates the FIFO for the servers' logs, and copies its content to the log. Returns the write end
+/// of the FIFO.
 fn forward_server_log(path: &Path, log: Log) -> anyhow::Result<File> {
     let make = || -> io::Result<(File, File)> {
         match fs::remove_file(path) {
@@ -285,8 +286,8 @@ fn forward_server_log(path: &Path, log: Log) -> anyhow::Result<File> {
         }
         let mode = rustix::fs::Mode::from_raw_mode(0o600);
         rustix::fs::mknodat(rustix::fs::CWD, path, rustix::fs::FileType::Fifo, mode, 0)?;
-        // Open the FIFO for both directions: reading then neither ends between two servers nor
-        // waits for the first.
+        // Open the FIFO for reading and writing: reading then does not wait for the first server,
+        // and does not end between two servers.
         let reader = OpenOptions::new().read(true).write(true).open(path)?;
         Ok((reader, OpenOptions::new().write(true).open(path)?))
     };

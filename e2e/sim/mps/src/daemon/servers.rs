@@ -1,4 +1,4 @@
-//! Starts servers and passes clients on to them.
+//! Starts servers, and passes clients on to them.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,11 +14,12 @@ use crate::handshake;
 use crate::seqpacket::Connection;
 use crate::wire::{self, FromServer, ServerStatus, ToServer};
 
-/// Number of failed server starts after which a waiting client is refused.
+/// Number of failed server starts that a waiting client survives. After one more failure, the
+/// daemon refuses the client.
 const MAX_FAILED_SERVER_STARTS: u32 = 5;
 
 impl Daemon {
-    /// Retries the queued clients in the order of their arrival.
+    /// Tries to serve the queued clients, in the order of their arrival.
     pub(super) fn serve_pending_clients(self: &Arc<Self>, pending: &mut VecDeque<PendingClient>) {
         for _ in 0..pending.len() {
             let waits = pending.pop_front().and_then(|client| self.serve_client(client));
@@ -26,8 +27,8 @@ impl Daemon {
         }
     }
 
-    /// Passes a client on to a server and waits for the last packet of the client's handshake.
-    /// Returns the client if it must be queued.
+    /// Passes a client on to a server, and waits for the last packet of the client's handshake.
+    /// Returns the client if no server is ready, so that the caller queues it.
     pub(super) fn serve_client(self: &Arc<Self>, mut client: PendingClient) -> Option<PendingClient> {
         let mut state = self.lock();
         let PendingClient { pid, uid, .. } = client;
@@ -65,7 +66,8 @@ impl Daemon {
         }
     }
 
-    /// Starts a user's server. The server is INITIALIZING until it reports another state.
+    /// Starts a user's server. The server's status is INITIALIZING until the server reports another
+    /// status.
     pub(super) fn start_server(self: &Arc<Self>, state: &mut DaemonState, uid: u32) -> std::io::Result<u32> {
         let (link, theirs) = Connection::pair()?;
         let mut command = Command::new(server_program());
@@ -77,7 +79,8 @@ impl Daemon {
             command.uid(uid);
         }
         let child = command.spawn()?;
-        // `command` owns the other end of the link and must not outlive the server.
+        // Drop `command`, which owns the other end of the link: the link must close when the server
+        // exits.
         drop(command);
         let pid = child.id();
         self.log.write_line("Control", pid, &format!("Starting new server {pid} for user {uid}"));
@@ -88,7 +91,7 @@ impl Daemon {
             uid,
             settings: settings.clone(),
         };
-        // Ignore errors: the thread below detects a server that has exited.
+        // Ignore errors, because the thread below detects a server that has exited.
         let _ = wire::send(&link, &start);
         let link = Arc::new(link);
         let server = ServerRecord {
@@ -106,7 +109,7 @@ impl Daemon {
         Ok(pid)
     }
 
-    /// Requests a server's exit. The server accepts no more clients.
+    /// Requests that a server exits, and marks the server so that it receives no more clients.
     pub(super) fn end_server(&self, state: &mut DaemonState, pid: u32) {
         if let Some(server) = state.servers.get_mut(&pid) {
             server.exiting = true;
@@ -123,9 +126,9 @@ impl Daemon {
             served |= matches!(message, FromServer::Status(ServerStatus::Active));
             self.process_message(pid, message);
         }
-        // The link is closed, so the server has exited or is about to.
+        // The link is closed, so the server has exited or will exit soon.
         let status = child.wait().ok();
-        // Print 0 even for a killed server, as was measured.
+        // Print 0 even for a killed server, as the real daemon does.
         let status = status.and_then(|status| status.code()).unwrap_or(0);
         self.log(&format!("Server {pid} exited with status {status}"));
         let mut state = self.lock();
@@ -168,22 +171,23 @@ impl Daemon {
     }
 }
 
-/// Sends a client and a server the two ends of a socket. The current limits apply to the client.
+/// Sends the two ends of a socket pair to a client and a server. The server's current settings
+/// apply to the client.
 fn pass_to_server(mut state: MutexGuard<'_, DaemonState>, server: u32, client: &Connection) {
     let connection = state.next_number();
     let Some(server) = state.servers.get_mut(&server) else { return };
     let Ok((theirs, servers)) = Connection::pair() else { return };
     let message = ToServer::Client { connection, settings: server.settings.clone() };
     let Ok(message) = serde_json::to_vec(&message) else { return };
-    // The kernel attests the client's messages from now on, even before the server reads them. The
-    // kernel also attests the server's messages to the client, as observed.
+    // Enable credentials on both ends, as the real daemon does. The kernel then attests all
+    // messages between client and server, even messages that are sent before the other end reads.
     let attested = servers.enable_credentials().and_then(|()| theirs.enable_credentials());
     if attested.is_err() || client.send_fd(handshake::DESCRIPTOR_PACKET, theirs.as_fd()).is_err() {
         return;
     }
     drop(theirs);
     server.clients.insert(connection, PassedClient::default());
-    // Ignore errors: the daemon and the client both detect a server that has exited.
+    // Ignore errors, because the daemon and the client detect it if the server has exited.
     let _ = server.link.send_fd(&message, servers.as_fd());
     drop(servers);
     drop(state);
@@ -191,7 +195,8 @@ fn pass_to_server(mut state: MutexGuard<'_, DaemonState>, server: u32, client: &
     let _ = client.recv(64);
 }
 
-/// Returns the path of the server program in this program's directory, or else in `PATH`.
+/// Returns the path of the server program in this program's directory. If the program is not there,
+/// returns its name, to be found in `PATH`.
 fn server_program() -> PathBuf {
     const SERVER_PROGRAM_NAME: &str = "nvidia-cuda-mps-server";
     let beside =

@@ -12,7 +12,7 @@ use crate::placement::cluster::Cluster;
 use crate::placement::gatekeeper::Gatekeeper;
 use crate::placement::queue::MISSING_TIME;
 
-/// One event in the life of a cluster.
+/// One step in the history of a cluster.
 #[derive(Debug, Clone)]
 enum Step {
     /// A pod is created. Contains the number of shares that the pod requests.

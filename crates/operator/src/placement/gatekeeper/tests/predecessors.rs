@@ -26,8 +26,8 @@ fn with_bound_pod(
     world.pod_with(name, shares, json!({"nodeName": node, "schedulingGates": [], "priority": priority}))
 }
 
-/// Returns a node with two GPUs. The pod `web-0` of high priority uses one GPU, and `batch` of low
-/// priority uses the other.
+/// Returns a node with two GPUs. The pod `web-0` of high priority uses one GPU, and the pod `batch`
+/// of low priority uses the other GPU.
 fn two_pods() -> (TestCluster, ActualAllocations) {
     let mut reality = ActualAllocations::default();
     let world =
@@ -178,8 +178,8 @@ fn a_predecessor_excludes_only_the_pod_of_its_name_from_its_node() {
 }
 
 /// The kubelet may have admitted the first pod, so its programs may use the units. No pod is
-/// evicted for units that are kept only for seconds. Units of another GPU would not help, because
-/// the node's report about the first pod would count for the second pod.
+/// evicted for units that are kept only for some seconds. Units of another GPU would not help,
+/// because the node's report about the first pod would count for the second pod.
 #[test]
 fn a_recreated_pod_waits_until_the_units_of_its_unreported_predecessor_are_reported_or_free() {
     for is_reported_later in [false, true] {

@@ -321,7 +321,7 @@ fn a_pod_whose_evictions_have_no_effect_waits_longer_each_time() {
 }
 
 #[test]
-fn a_round_of_many_evictions_counts_once_and_is_completed_after_throttling() {
+fn a_round_of_many_evictions_is_counted_once_and_completed_after_throttling() {
     let mut world = TestCluster::default().node("n1", &[0]);
     let mut reality = ActualAllocations::default();
     for index in 0..5 {
@@ -391,8 +391,8 @@ fn reconcile_until_settled(keeper: &mut Gatekeeper, world: &TestCluster) -> (Vec
     panic!("it does not end");
 }
 
-/// Returns waiting pods of high priority that no eviction helps, because no node has enough free
-/// CPUs. The pods differ, so that each needs its own search.
+/// Adds waiting pods of high priority that no eviction helps, because no node has enough free CPUs.
+/// The pods differ, so that each needs its own search.
 fn with_pods_that_no_eviction_helps(mut world: TestCluster, count: u32) -> TestCluster {
     for index in 0..count {
         let cpus = format!("{}m", 7500 + index);
@@ -460,7 +460,7 @@ fn a_nomination_is_kept_while_victims_terminate_and_many_pods_wait() {
 }
 
 #[test]
-fn a_search_without_result_is_repeated_only_after_a_change() {
+fn a_search_without_a_result_is_repeated_only_after_a_change() {
     let world = with_pods_that_no_eviction_helps(node_with_cpus_that_no_eviction_frees(), 1);
     let mut keeper = Gatekeeper::default();
     let mut cluster = world.cluster();
@@ -501,7 +501,8 @@ fn no_other_pod_is_evicted_for_shares_that_a_deleted_pod_frees() {
     assert_eq!(released(&reconcile(&mut keeper, &world, 2)), [("team/high", "reserved")]);
 }
 
-/// Deletes a pod. Its node lists the pod no longer, but still counts its shares as used.
+/// Deletes a pod. The pod's node no longer lists the pod, but still counts the pod's shares as
+/// used.
 fn delete_pod_with_unlisted_shares(world: &mut TestCluster, pod: &str) {
     world.pods.remove(pod);
     unlist(world, pod);
@@ -567,7 +568,7 @@ fn units_of_ended_pods_on_a_faulted_gpu_do_not_count_as_about_to_be_free() {
 }
 
 #[test]
-fn pods_wait_only_briefly_for_used_shares_that_no_pod_is_listed_for() {
+fn pods_wait_only_briefly_for_used_shares_of_no_listed_pod() {
     let (mut world, _) = cluster_with_two_victims_and_a_preemptor();
     let mut keeper = Gatekeeper::default();
     let first = reconcile(&mut keeper, &world, 0).evictions[0].pod.clone();

@@ -20,7 +20,7 @@ fn a_gang_is_released_by_one_reconcile_or_not_at_all() {
     let mut full = gang(1);
     let actions = full.step();
     assert!(actions.releases.is_empty() && actions.waiting.len() == 3, "{actions:?}");
-    // Room for two of three pods stays free for others.
+    // The free units suffice for two of the three pods, and remain available to other pods.
     full.waiting(&[("other", "a", 10, 0)]).expect(&[], &["other"]);
     let mut enough = gang(2);
     assert_eq!(enough.step().releases.len(), 3, "in one reconcile");
@@ -42,7 +42,7 @@ fn a_gang_waits_until_all_of_its_pods_exist() {
 }
 
 #[test]
-fn a_gang_within_its_guarantee_reclaims_room_for_all_of_its_pods() {
+fn a_gang_within_its_guarantee_reclaims_units_for_all_of_its_pods() {
     Case::new(2, &[("a", json!({"min": 20})), ("b", json!({}))])
         .running(&[(("b1", "b", 10, 0), 0), (("b2", "b", 10, 0), 1)])
         .waiting(&[("g1", "a", 10, 0), ("g2", "a", 10, 0)])
@@ -86,7 +86,7 @@ fn a_gang_waits_only_briefly_for_used_shares_that_no_pod_is_listed_for() {
 }
 
 #[test]
-fn nobody_is_evicted_for_a_gang_that_would_get_only_a_part_of_its_room() {
+fn no_pod_is_evicted_for_a_gang_that_would_get_only_part_of_its_units() {
     Case::new(2, &[("a", json!({"min": 20})), ("b", json!({"min": 10})), ("c", json!({}))])
         .running(&[(("b1", "b", 10, 0), 0), (("c1", "c", 10, 0), 1)])
         .waiting(&[("g1", "a", 10, 0), ("g2", "a", 10, 0)])
@@ -95,7 +95,7 @@ fn nobody_is_evicted_for_a_gang_that_would_get_only_a_part_of_its_room() {
 }
 
 #[test]
-fn the_pods_of_a_gang_leave_together() {
+fn all_pods_of_a_gang_are_evicted_together() {
     Case::new(3, &[("a", json!({"min": 5})), ("b", json!({}))])
         .running(&[(("g1", "b", 10, 0), 0), (("g2", "b", 10, 0), 1), (("b3", "b", 10, 7), 2)])
         .gang("b", "train", 2, &["g1", "g2"])
@@ -104,7 +104,7 @@ fn the_pods_of_a_gang_leave_together() {
 }
 
 #[test]
-fn a_budget_of_one_pod_protects_its_gang() {
+fn a_disruption_budget_of_one_pod_protects_the_whole_gang() {
     let mut case = Case::new(2, &[("a", json!({"min": 5})), ("b", json!({}))])
         .running(&[(("g1", "b", 10, 0), 0), (("g2", "b", 10, 0), 1)])
         .gang("b", "train", 2, &["g1", "g2"])
@@ -120,7 +120,7 @@ fn a_budget_of_one_pod_protects_its_gang() {
 }
 
 #[test]
-fn a_replaced_pod_of_a_running_gang_is_released_beside_the_others() {
+fn a_replacement_pod_of_a_running_gang_is_released_alone() {
     Case::new(2, &[("a", json!({}))])
         .running(&[(("g1", "a", 5, 0), 0)])
         .waiting(&[("g2", "a", 5, 0)])

@@ -1,4 +1,4 @@
-//! Tests bad and changing input of quotas.
+//! Tests invalid and changing quotas.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuQuotaStatus;
@@ -30,7 +30,7 @@ fn spec<'c>(case: &'c mut Case, quota: &str) -> &'c mut Value {
 }
 
 #[test]
-fn absent_namespaces_and_models_are_noted_and_the_quota_is_ready() {
+fn absent_namespaces_and_models_are_reported_and_the_quota_is_ready() {
     let mut case = Case::new(1, &[("a", json!({"min": 5})), ("b", json!({"min": 5, "gpus": {"models": ["B300"]}}))]);
     case.world.namespaces.push(json!({"metadata": {"name": "b"}}));
     let statuses = statuses(&mut case);
@@ -43,7 +43,7 @@ fn absent_namespaces_and_models_are_noted_and_the_quota_is_ready() {
 }
 
 #[test]
-fn more_guaranteed_than_exists_is_reported_on_each_quota_and_nobody_leaves() {
+fn overcommitted_guarantees_are_reported_on_each_quota_and_no_pod_is_evicted() {
     let mut case = Case::new(1, &[("a", json!({"min": 10})), ("b", json!({"min": 10}))])
         .running(&[(("a1", "a", 10, 0), 0)])
         .waiting(&[("b1", "b", 10, 1000)]);
@@ -58,7 +58,7 @@ fn more_guaranteed_than_exists_is_reported_on_each_quota_and_nobody_leaves() {
 }
 
 #[test]
-fn after_a_lower_min_a_deleted_quota_or_a_moved_namespace_nobody_leaves_until_somebody_asks() {
+fn a_pod_that_loses_its_guarantee_is_evicted_only_for_a_pod_within_a_guarantee() {
     let changes: [fn(&mut Case); 3] = [
         |case| spec(case, "a")["min"] = json!("0"),
         |case| case.world.quotas.retain(|quota| quota["metadata"]["name"] != "a"),
@@ -75,13 +75,13 @@ fn after_a_lower_min_a_deleted_quota_or_a_moved_namespace_nobody_leaves_until_so
         assert_eq!(case.is_running(), BTreeSet::from(["a1".to_owned()]));
         change(&mut case);
         let case = case.until_rest();
-        assert!(case.evicted.is_empty(), "a1 borrows now, and nobody wants its room: {:?}", case.evicted);
+        assert!(case.evicted.is_empty(), "a1 borrows now, and no other pod requests its units: {:?}", case.evicted);
         case.waiting(&[("c1", "c", 10, 0)]).expect(&[("Reclaim", "c1", "a1")], &["c1"]);
     }
 }
 
 #[test]
-fn a_max_below_what_is_held_evicts_nobody_and_holds_new_pods() {
+fn a_max_below_the_current_use_evicts_no_pod_and_keeps_new_pods_at_the_gate() {
     let mut case =
         Case::new(2, &[("a", json!({"max": 20}))]).waiting(&[("a1", "a", 10, 0), ("a2", "a", 5, 0)]).until_rest();
     spec(&mut case, "a")["max"] = json!("1");
@@ -93,7 +93,7 @@ fn a_max_below_what_is_held_evicts_nobody_and_holds_new_pods() {
 }
 
 #[test]
-fn a_forged_label_is_overwritten_and_protects_nobody() {
+fn a_forged_label_is_overwritten_and_protects_no_pod() {
     let mut case = Case::new(1, &[("a", json!({"min": 10})), ("b", json!({}))]).waiting(&[("b1", "b", 10, 0)]);
     case.world.change(
         |world| &mut world.pods,
@@ -130,7 +130,7 @@ fn labels_are_removed_when_the_last_quota_is_deleted() {
 }
 
 #[test]
-fn thousands_of_quotas_with_long_names_and_huge_amounts_break_nothing() {
+fn thousands_of_quotas_with_long_names_and_huge_amounts_do_not_prevent_a_release() {
     let mut case = Case::new(1, &[("a", json!({"min": 5}))]).waiting(&[("a1", "a", 5, 0)]);
     let template = case.world.quotas[0].clone();
     for at in 0..10_000 {
@@ -152,10 +152,10 @@ fn thousands_of_quotas_with_long_names_and_huge_amounts_break_nothing() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Without an enforced quota every decision is as without the resource, also beside quotas that
-    /// are not valid.
+    /// Without an enforced quota, every decision is the same as without any quota, even if invalid
+    /// quotas exist.
     #[test]
-    fn without_an_enforced_quota_every_decision_is_as_before(
+    fn without_an_enforced_quota_decisions_do_not_depend_on_quotas(
         pods in proptest::collection::vec((0_usize..3, 1_u32..9, 0_i32..3), 1..14),
         gpus in 1_usize..3,
         steps in 1_usize..6,

@@ -1,4 +1,4 @@
-//! Tests quotas at the gate: whole cases, from the objects to the pods that are left.
+//! Tests quotas at the gate: whole cases, from the API objects to the pods that finally run.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::names::{GATE, NOMINATION_ANNOTATION};
@@ -27,9 +27,10 @@ pub(super) struct Case {
     pub(super) seconds: u64,
     /// Evictions: the kind, the preemptor and the victim.
     pub(super) evicted: Vec<(String, String, String)>,
-    /// The reconciles that evicted pods for each pod, by UID.
+    /// The reconciles that evicted other pods for a waiting pod, by the UID of the waiting pod.
     rounds: BTreeMap<String, BTreeSet<u64>>,
-    /// Reconciles before which the leader is lost, as bits: the first reconcile is the lowest bit.
+    /// Bit mask of the reconciles before which another process takes over the lease. The lowest bit
+    /// is the first reconcile.
     pub(super) losses: u64,
     /// Whether promises are checked after each reconcile.
     is_checked: bool,
@@ -64,7 +65,7 @@ fn keeper_with(rules: Settings) -> Gatekeeper {
 }
 
 impl Case {
-    /// `quotas` are names and specs. The quota of this name counts the namespace of this name.
+    /// `quotas` contains names and specs. Each quota applies to the namespace with the same name.
     pub(super) fn new(gpus: usize, quotas: &[(&str, Value)]) -> Self {
         let mut world = TestCluster::default().node("n1", &vec![0; gpus]);
         for (name, spec) in quotas {
@@ -96,7 +97,7 @@ impl Case {
         }
     }
 
-    /// Reserves room for pods that have waited this number of seconds.
+    /// Enables ageing: the operator keeps units for pods that have waited this number of seconds.
     pub(super) fn with_ageing(mut self, seconds: u64) -> Self {
         self.rules.ageing = Some(seconds);
         self.keeper = keeper_with(self.rules);
@@ -117,7 +118,7 @@ impl Case {
         self
     }
 
-    /// Makes pods of a quota a gang.
+    /// Makes these pods of a quota a gang of `size` pods.
     pub(super) fn gang(mut self, quota: &str, gang: &str, size: usize, pods: &[&str]) -> Self {
         for pod in pods {
             self.world.change(
@@ -132,7 +133,7 @@ impl Case {
         self
     }
 
-    /// Ends a pod, which is not recreated.
+    /// Ends a pod without recreating it.
     pub(super) fn end(&mut self, pod: &str) {
         self.world.pods.remove(pod).unwrap();
         self.reality.given.remove(pod);
@@ -170,15 +171,15 @@ impl Case {
         self
     }
 
-    /// Reconciles until nothing changes. Evicted pods end at once, and are recreated as a
-    /// Deployment does.
+    /// Reconciles until nothing changes. Evicted pods end immediately, and are recreated like pods
+    /// of a Deployment.
     pub(super) fn until_rest(mut self) -> Self {
         let end = self.seconds + MAX_RECONCILES;
         let mut idle = 0;
         loop {
             let is_lost = self.losses & 1 == 1;
             let actions = self.step();
-            assert!(self.seconds < end, "it does not come to rest: {:?}", self.evicted);
+            assert!(self.seconds < end, "the decisions do not settle: {:?}", self.evicted);
             let is_idle = actions.releases.is_empty() && actions.evictions.is_empty();
             idle = if is_idle { idle + 1 } else { 0 };
             // After this number of reconciles, each pod has had its turn. A leader that is lost each
@@ -256,7 +257,7 @@ impl Case {
         }
     }
 
-    /// Checks that of each gang all pods run, or none.
+    /// Checks that either all pods of each gang run, or none.
     fn check_gangs(&self) {
         let mut gangs: BTreeMap<(String, String), (usize, usize)> = BTreeMap::new();
         for (name, pod) in &self.world.pods {
@@ -276,9 +277,9 @@ impl Case {
         running.map(|(name, _)| short(name)).collect()
     }
 
-    /// Checks the promises that hold after each reconcile: no quota exceeds its maximum (R1), pods
-    /// of other quotas leave only if they borrowed, and important pods of the system never do (R2),
-    /// and the quota that reclaims stays within its guarantee (R3).
+    /// Checks the promises that hold after each reconcile. No quota exceeds its maximum (R1). Pods
+    /// of other quotas are evicted only if their quota borrows (R2). A pod that reclaims fits into
+    /// the guarantee of its quota (R3).
     fn check_promises(&self, before: &BTreeMap<String, u32>, actions: &Actions) {
         let used = self.used();
         for (quota, used) in &used {
@@ -301,8 +302,8 @@ impl Case {
             if kind == Kind::Reclaim {
                 let units = TestCluster::units(&self.world.pods[&eviction.preemptor]);
                 let min = self.limit(&taker, "min").unwrap_or(0);
-                // Pods that are too large for the guarantee borrow, and leave the guarantee to
-                // others.
+                // A pod that is larger than the guarantee borrows instead, so that smaller pods can
+                // use the guarantee.
                 assert!(units <= min, "{eviction:?}: the preemptor fits into the guarantee");
             }
         }
@@ -323,8 +324,8 @@ impl Case {
         Some(text.strip_suffix('m').unwrap().parse::<u32>().unwrap() / 100)
     }
 
-    /// Checks the evictions, in order, and the pods that run at rest. The result is the same if the
-    /// leader is lost before each decision.
+    /// Checks the evictions, in order, and the pods that finally run. Repeats the check with a new
+    /// leader before each reconcile.
     pub(super) fn expect(self, evicted: &[(&str, &str, &str)], running: &[&str]) {
         let lost = Self {
             world: self.world.clone(),
@@ -344,7 +345,7 @@ impl Case {
                 .map(|(kind, taker, victim)| ((*kind).to_owned(), (*taker).to_owned(), (*victim).to_owned()))
                 .collect();
             assert_eq!(rest.evicted.iter().map(of).collect::<Vec<_>>(), expected, "in order");
-            assert_eq!(rest.is_running(), running.iter().map(|name| (*name).to_owned()).collect(), "at rest");
+            assert_eq!(rest.is_running(), running.iter().map(|name| (*name).to_owned()).collect(), "finally");
         }
     }
 }
@@ -362,7 +363,7 @@ fn a_guarantee_is_reclaimed_from_borrowers_and_the_second_pod_waits() {
 }
 
 #[test]
-fn room_that_nobody_is_guaranteed_may_be_borrowed() {
+fn units_without_a_guarantee_can_be_borrowed() {
     Case::new(2, &[("a", json!({"min": 5})), ("b", json!({"min": 5}))])
         .running(&[(("a1", "a", 5, 0), 0), (("b1", "b", 5, 0), 0)])
         .waiting(&[("a2", "a", 10, 0)])
@@ -370,7 +371,7 @@ fn room_that_nobody_is_guaranteed_may_be_borrowed() {
 }
 
 #[test]
-fn a_maximum_holds_though_room_is_free_and_a_smaller_pod_behind_passes() {
+fn a_pod_beyond_the_maximum_waits_although_units_are_free_and_a_smaller_pod_is_released() {
     Case::new(2, &[("a", json!({"min": 5, "max": 10}))])
         .running(&[(("a1", "a", 6, 0), 0)])
         .waiting(&[("a2", "a", 5, 0), ("a3", "a", 4, 0)])
@@ -386,7 +387,7 @@ fn a_namespace_without_a_quota_borrows() {
 }
 
 #[test]
-fn borrowers_share_by_weight_and_come_to_rest() {
+fn borrowers_share_units_by_weight() {
     let b = ["b1", "b2", "b3", "b4", "b5", "b6", "b7", "b8"];
     let a = ["a1", "a2", "a3", "a4", "a5", "a6", "a7", "a8"];
     let running: Vec<_> = b.iter().enumerate().map(|(at, name)| ((*name, "b", 5, 0), at / 2)).collect();
@@ -407,7 +408,7 @@ fn at_the_maximum_priority_decides_within_the_quota() {
 }
 
 #[test]
-fn priority_does_not_reach_into_the_guarantee_of_another_quota() {
+fn priority_does_not_evict_a_pod_within_the_guarantee_of_another_quota() {
     Case::new(1, &[("a", json!({"min": 2})), ("b", json!({"min": 8}))])
         .running(&[(("a1", "a", 2, 0), 0), (("b1", "b", 8, 0), 0)])
         .waiting(&[("a2", "a", 4, 1_000_000)])
@@ -415,7 +416,7 @@ fn priority_does_not_reach_into_the_guarantee_of_another_quota() {
 }
 
 #[test]
-fn reclaimed_room_is_not_taken_by_a_borrower_of_higher_priority() {
+fn reclaimed_units_are_not_used_by_a_borrower_of_higher_priority() {
     Case::new(1, &[("a", json!({"min": 5})), ("b", json!({})), ("c", json!({}))])
         .running(&[(("b1", "b", 10, 0), 0)])
         .waiting(&[("a1", "a", 5, 0), ("c1", "c", 10, 1000)])
@@ -423,7 +424,7 @@ fn reclaimed_room_is_not_taken_by_a_borrower_of_higher_priority() {
 }
 
 #[test]
-fn of_the_borrowers_those_leave_that_are_most_over_their_share() {
+fn the_borrower_that_exceeds_its_share_most_is_evicted() {
     Case::new(3, &[("a", json!({"min": 10})), ("b", json!({})), ("c", json!({}))])
         .running(&[(("b1", "b", 10, 5), 0), (("b2", "b", 10, 5), 1), (("c1", "c", 10, 0), 2)])
         .waiting(&[("a1", "a", 10, 0)])
@@ -431,7 +432,7 @@ fn of_the_borrowers_those_leave_that_are_most_over_their_share() {
 }
 
 #[test]
-fn counts_cannot_promise_a_whole_gpu_and_cells_can() {
+fn only_a_guarantee_of_cells_reclaims_a_whole_gpu() {
     let pods =
         |case: Case| case.running(&[(("b1", "b", 5, 0), 0), (("b2", "b", 5, 0), 1)]).waiting(&[("a1", "a", 10, 0)]);
     pods(Case::new(2, &[("a", json!({"min": 10})), ("b", json!({"min": 10}))])).expect(&[], &["b1", "b2"]);
@@ -440,7 +441,7 @@ fn counts_cannot_promise_a_whole_gpu_and_cells_can() {
 }
 
 #[test]
-fn what_is_not_lent_is_kept_free() {
+fn the_part_of_a_guarantee_that_is_not_lent_remains_free() {
     Case::new(2, &[("a", json!({"min": 10, "lend": 4})), ("b", json!({"min": 10}))])
         .running(&[(("b1", "b", 10, 0), 0)])
         .waiting(&[("b2", "b", 3, 0), ("b3", "b", 3, 0)])
@@ -464,7 +465,7 @@ fn a_pod_that_does_not_borrow_waits_for_its_guarantee() {
 }
 
 #[test]
-fn the_status_says_what_is_used_borrowed_and_awaited() {
+fn the_status_reports_used_held_and_requested_amounts() {
     let mut case = Case::new(1, &[("a", json!({"min": 5})), ("b", json!({"min": 5, "max": 12}))])
         .running(&[(("b1", "b", 5, 0), 0), (("b2", "b", 5, 0), 0)])
         .waiting(&[("a1", "a", 5, 0), ("b3", "b", 5, 0)]);
@@ -493,7 +494,7 @@ fn the_status_says_what_is_used_borrowed_and_awaited() {
 }
 
 #[test]
-fn quotas_that_only_count_change_nothing() {
+fn quotas_in_mode_count_do_not_change_decisions() {
     let case = |quotas: &[(&str, Value)]| {
         Case::new(1, quotas)
             .running(&[(("b1", "b", 5, 0), 0), (("b2", "b", 5, 3), 0)])
@@ -507,7 +508,7 @@ fn quotas_that_only_count_change_nothing() {
 }
 
 #[test]
-fn a_new_leader_keeps_the_room_for_which_pods_were_evicted() {
+fn a_new_leader_keeps_the_nomination_for_which_pods_were_evicted() {
     for losses in [0, u64::MAX] {
         let mut case = Case::new(2, &[("a", json!({})), ("b", json!({})), ("c", json!({}))])
             .running(&[(("b1", "b", 5, 0), 0), (("b2", "b", 5, 0), 0), (("b3", "b", 5, 0), 1), (("b4", "b", 5, 0), 1)])
@@ -515,7 +516,7 @@ fn a_new_leader_keeps_the_room_for_which_pods_were_evicted() {
         case.losses = losses;
         case.step();
         assert_eq!(case.evicted.len(), 1, "{:?}", case.evicted);
-        // Its quota has a lower share, so its turn is before that of a1.
+        // The quota of c1 has a lower share, so the turn of c1 is before the turn of a1.
         let case = case.waiting(&[("c1", "c", 4, 0)]).until_rest();
         let for_a1 = case.evicted.iter().filter(|(_, taker, _)| taker == "a1").count();
         assert_eq!(for_a1, 1, "losses {losses:x}: {:?}", case.evicted);
@@ -524,7 +525,7 @@ fn a_new_leader_keeps_the_room_for_which_pods_were_evicted() {
 }
 
 #[test]
-fn a_note_about_room_that_is_taken_or_too_old_has_no_effect() {
+fn a_nomination_that_has_expired_or_whose_units_are_in_use_is_not_restored() {
     let note = |until: u64| {
         json!({"until": until, "nodes": {"n1": [{"resource": MPS_RESOURCE, "units": 5, "device": "n1-GPU-0"}]}})
             .to_string()
@@ -540,7 +541,8 @@ fn a_note_about_room_that_is_taken_or_too_old_has_no_effect() {
             |pod| pod["metadata"]["annotations"][NOMINATION_ANNOTATION] = json!(note(until)),
         );
         case.reality.report_on(&mut case.world, 1);
-        // The pod is released if it fits, so its nomination is seen while reservations are delayed.
+        // The pod is released as soon as it fits, so the nomination is visible only while
+        // reservations are delayed.
         let mut keeper = keeper().with_settling_delay();
         keeper.reconcile(&case.world.cluster(), &BTreeMap::new(), at(1));
         assert!(keeper.ledger().unwrap().nominations().is_empty(), "nothing is decided yet");
@@ -551,14 +553,14 @@ fn a_note_about_room_that_is_taken_or_too_old_has_no_effect() {
 }
 
 #[test]
-fn a_pod_that_waits_long_is_not_starved_by_a_stream_of_small_pods() {
+fn with_ageing_a_stream_of_small_pods_does_not_starve_a_large_pod() {
     let stream = |ageing: u64| {
         let mut case = Case::new(1, &[("a", json!({}))])
             .running(&[(("s0", "a", 5, 0), 0), (("s1", "a", 5, 0), 0)])
             .waiting(&[("big", "a", 10, 0)])
             .with_ageing(ageing);
         for round in 2..12 {
-            // A small pod is always ready before the one that ends.
+            // The next small pod always waits before a running small pod ends.
             case.add((&format!("s{round}"), "a", 5, 0), None);
             case.end(&format!("a/s{}", round - 2));
             case.step();
@@ -567,7 +569,7 @@ fn a_pod_that_waits_long_is_not_starved_by_a_stream_of_small_pods() {
                 return Some(round);
             }
             if !is_running.contains(&format!("s{round}")) {
-                // The stream stops for the pod that waits: the running pods end one by one.
+                // The operator releases no further small pod, so the running pods end one by one.
                 let waits = case.world.pods.iter().filter(|(_, pod)| !pod["spec"]["nodeName"].is_string());
                 assert!(waits.count() >= 2);
                 for name in is_running {
@@ -579,11 +581,11 @@ fn a_pod_that_waits_long_is_not_starved_by_a_stream_of_small_pods() {
         }
         None
     };
-    assert_eq!(stream(1_000_000), None, "small pods take each room that becomes free");
+    assert_eq!(stream(1_000_000), None, "small pods use all units that become free");
     assert!(stream(3).is_some());
 }
 
-/// Limits of a quota in a random case: min, max beyond it, and weight.
+/// Limits of a quota in a random case: min, the difference between max and min, and weight.
 type Limits = (u32, Option<u32>, u32);
 
 fn random_quota((min, more, weight): Limits) -> Value {
@@ -597,10 +599,10 @@ fn random_quota((min, more, weight): Limits) -> Value {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Pods that are evicted come back at once, as a Deployment's do, and yet it comes to rest,
-    /// also if the leader is lost before any of the first decisions.
+    /// Evicted pods are recreated immediately, like pods of a Deployment. The decisions still
+    /// settle, even if another process takes over the lease before any of the first reconciles.
     #[test]
-    fn promises_hold_at_each_step_and_it_comes_to_rest(
+    fn promises_hold_after_each_reconcile_and_decisions_settle(
         limits in proptest::collection::vec((0_u32..12, proptest::option::of(0_u32..10), 1_u32..4), 2..4),
         pods in proptest::collection::vec((0_usize..4, 1_u32..9, 0_i32..3), 1..14),
         gpus in 1_usize..3,
@@ -629,10 +631,11 @@ proptest! {
         prop_assert!(times.values().all(|times| *times <= 2), "{:?}", case.evicted);
     }
 
-    /// Although leaders are lost, pods are evicted only once for the same pod, while others arrive.
-    /// Without guarantees and priorities, no other pod may take the room that is kept for it.
+    /// Only one reconcile evicts pods for the same pod, even if the leader changes and other pods
+    /// arrive. Without guarantees and priorities, no other pod may use the units that are kept for
+    /// the pod.
     #[test]
-    fn with_lost_leaders_nobody_is_evicted_again_for_the_same_pod(
+    fn after_a_change_of_the_leader_no_further_pods_are_evicted_for_the_same_pod(
         weights in proptest::collection::vec(1_u32..4, 3),
         pods in proptest::collection::vec((0_usize..3, 1_u32..9), 4..16),
         gpus in 1_usize..3,
@@ -651,10 +654,10 @@ proptest! {
         prop_assert!(case.rounds.values().all(|rounds| rounds.len() == 1), "{:?}: {:?}", case.rounds, case.evicted);
     }
 
-    /// Of each gang all pods run or none, at each step, although pods are evicted and come back. No
-    /// two gangs wait for each other.
+    /// After each reconcile, either all pods of a gang run or none, although pods are evicted and
+    /// recreated. No two gangs wait for each other.
     #[test]
-    fn gangs_run_as_a_whole_and_it_comes_to_rest(
+    fn all_pods_of_a_gang_run_or_none_and_decisions_settle(
         limits in proptest::collection::vec((0_u32..20, proptest::option::of(5_u32..15), 1_u32..4), 2..4),
         gangs in proptest::collection::vec((0_usize..3, 1_usize..4, 1_u32..8, 0_i32..3), 1..6),
         gpus in 1_usize..3,

@@ -35,7 +35,7 @@ fn node_without_agent() -> TestCluster {
 }
 
 #[test]
-fn no_pod_is_evicted_while_the_agent_of_a_node_with_room_is_briefly_not_ready() {
+fn no_pod_is_evicted_while_the_agent_of_a_node_with_free_units_is_briefly_not_ready() {
     let mut world = node_without_agent();
     let mut keeper = Gatekeeper::default();
     let first = reconcile(&mut keeper, &world, 0);
@@ -68,7 +68,7 @@ fn pods_are_evicted_if_the_agent_does_not_return_or_its_units_serve_another_pod(
 }
 
 #[test]
-fn a_gpu_that_waits_for_long_to_be_repartitioned_does_not_shorten_the_wait_for_an_agent() {
+fn a_gpu_that_waits_long_for_its_repartitioning_does_not_shorten_the_wait_for_an_agent() {
     let mut world = whole_gpus(TestCluster::default(), "n1", &[0, 0]).policy(10);
     let mps = json!({"multiUser": true, "computeMode": "ExclusiveProcess", "slices": [{"resource": MPS_RESOURCE, "count": 10}]});
     let gpu = json!({"uuid": "n1-GPU-0", "enforcement": "Report", "partition": {"mps": mps}});
@@ -113,7 +113,7 @@ fn a_pod_does_not_wait_for_the_agent_of_a_node_that_still_lists_its_predecessor(
 
 /// Returns a node with two GPUs, and a gatekeeper that has seen the node. The pod `batch` of low
 /// priority uses 6 shares of one GPU. The pod `kept` of high priority uses a share of the other
-/// GPU. The pod `gone` has 6 shares of that GPU, which the node has not reported.
+/// GPU. The pod `gone` has 6 shares of the other GPU, which the node has not reported.
 fn unreported_pod(is_bound: bool) -> (TestCluster, Gatekeeper) {
     let on_n1 = json!({"nodeName": "n1", "schedulingGates": [], "priority": 0});
     let kept = json!({"nodeName": "n1", "schedulingGates": [], "priority": 2000});

@@ -36,7 +36,7 @@ fn cpu_time() -> Duration {
     Duration::from_nanos(text.split(' ').next().unwrap().parse().unwrap())
 }
 
-fn device(node: usize, gpu: usize) -> String {
+fn device_name(node: usize, gpu: usize) -> String {
     format!("GPU-{node:08x}-0000-4000-8000-{gpu:012x}")
 }
 
@@ -73,21 +73,21 @@ fn pod(number: usize, shares: Option<&str>, node: Option<usize>, place: Option<P
         "status": {"phase": "Running", "conditions": conditions},
     });
     match node {
-        Some(node) => pod["spec"]["nodeName"] = json!(name(node)),
+        Some(node) => pod["spec"]["nodeName"] = json!(node_name(node)),
         None => {
             pod["spec"]["schedulingGates"] = json!([{"name": GATE}]);
             pod["status"] = json!({"phase": "Pending"});
         }
     }
     if let Some(PodLocation { node, gpu }) = place {
-        let held = json!({"until": 1_800_000_000u64, "nodes": {name(node): [
-            {"resource": MPS_RESOURCE, "units": 1, "device": device(node, gpu)}]}});
+        let held = json!({"until": 1_800_000_000u64, "nodes": {node_name(node): [
+            {"resource": MPS_RESOURCE, "units": 1, "device": device_name(node, gpu)}]}});
         pod["metadata"]["annotations"] = json!({"cleave.dev/placement": held.to_string()});
     }
     from_json(pod)
 }
 
-fn name(node: usize) -> String {
+fn node_name(node: usize) -> String {
     format!("node-{node:04}")
 }
 
@@ -107,11 +107,13 @@ impl Fleet {
         let mut fleet = Self { nodes, pods, version: 1, cluster: Cluster::default(), store, writer };
         for node in 0..nodes {
             let allocatable = json!({"cpu": "192", "memory": "2Ti", "pods": "250", MPS_RESOURCE: (GPUS_PER_NODE * UNITS_PER_GPU).to_string()});
-            let labels = json!({HOSTNAME: name(node), "kubernetes.io/os": "linux", "topology.kubernetes.io/zone": "a"});
-            let meta = json!({"name": name(node), "uid": name(node), "resourceVersion": "1", "labels": labels});
+            let labels =
+                json!({HOSTNAME: node_name(node), "kubernetes.io/os": "linux", "topology.kubernetes.io/zone": "a"});
+            let meta =
+                json!({"name": node_name(node), "uid": node_name(node), "resourceVersion": "1", "labels": labels});
             let object = json!({"metadata": meta, "spec": {}, "status": {"allocatable": allocatable}});
             fleet.cluster.nodes.push(Arc::new(from_json(object)));
-            let agent = json!({"metadata": {"name": format!("agent-{node}")}, "spec": {"nodeName": name(node)},
+            let agent = json!({"metadata": {"name": format!("agent-{node}")}, "spec": {"nodeName": node_name(node)},
                 "status": {"conditions": [{"type": "Ready", "status": "True"}]}});
             fleet.cluster.agents.push(Arc::new(from_json(agent)));
             let gpu_node = fleet.gpu_node(node);
@@ -140,21 +142,21 @@ impl Fleet {
                 if number < self.pods {
                     let meta = pod(number, None, Some(node), None).metadata;
                     allocations.push(json!({"pod": format!("{}/{}", meta.namespace.unwrap(), meta.name.unwrap()),
-                        "container": "main", "resource": MPS_RESOURCE, "device": device(node, gpu),
-                        "ids": [format!("{}::{}", device(node, gpu), slot % UNITS_PER_GPU)],
+                        "container": "main", "resource": MPS_RESOURCE, "device": device_name(node, gpu),
+                        "ids": [format!("{}::{}", device_name(node, gpu), slot % UNITS_PER_GPU)],
                         "threads": 10, "sms": 13, "memoryMib": 8155, "clients": 0}));
                 }
             }
             gpus.push(
-                json!({"uuid": device(node, gpu), "index": gpu, "model": "NVIDIA H100 80GB HBM3", "memoryMib": 81559,
+                json!({"uuid": device_name(node, gpu), "index": gpu, "model": "NVIDIA H100 80GB HBM3", "memoryMib": 81559,
                 "sms": 132, "mode": "Mps", "health": {"healthy": true},
-                "slices": [{"device": device(node, gpu), "resource": MPS_RESOURCE, "total": UNITS_PER_GPU,
+                "slices": [{"device": device_name(node, gpu), "resource": MPS_RESOURCE, "total": UNITS_PER_GPU,
                     "inUse": allocations.len(), "unhealthy": 0}],
-                "mps": [{"device": device(node, gpu), "state": "Active", "pid": 4000 + gpu, "restarts": 0}],
+                "mps": [{"device": device_name(node, gpu), "state": "Active", "pid": 4000 + gpu, "restarts": 0}],
                 "allocations": allocations}),
             );
         }
-        let meta = json!({"name": name(node), "resourceVersion": self.version.to_string(), "generation": 1});
+        let meta = json!({"name": node_name(node), "resourceVersion": self.version.to_string(), "generation": 1});
         let status = json!({"agentVersion": "1", "observedGeneration": 1, "gpus": gpus});
         let object = json!({"apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNode", "metadata": meta, "spec": {}, "status": status});
         Arc::new(from_json(object))

@@ -5,7 +5,7 @@ use cleave_api::placement::PLACEMENT_ANNOTATION;
 use cleave_plan::affinity::HOSTNAME;
 use serde_json::{Value, json};
 
-use super::operator::{Operator, has_stranded_condition, is_replaced, reserved};
+use super::operator::{Operator, has_stranded_condition, is_replaced, units_reserved_for};
 use super::pods::{Owner, require_node};
 use super::scheduler::{list, node_of, text};
 use super::simulation::{CreatedPod, Simulation};
@@ -15,11 +15,11 @@ use super::simulation::{CreatedPod, Simulation};
 /// controller are delayed by up to 600 s.
 const RESCUE_DEADLINE_SECONDS: u64 = 1000;
 
-/// Checks that the units of no GPU are reserved twice.
+/// Checks that no unit of a GPU is reserved twice.
 pub(super) fn no_units_are_reserved_twice(simulation: &Simulation) -> Result<(), String> {
     let mut units: BTreeMap<String, u32> = BTreeMap::new();
     for pod in simulation.api.pods.values() {
-        for (device, reserved) in reserved(simulation, pod) {
+        for (device, reserved) in units_reserved_for(simulation, pod) {
             *units.entry(device).or_default() += reserved;
         }
     }
@@ -32,7 +32,8 @@ pub(super) fn no_units_are_reserved_twice(simulation: &Simulation) -> Result<(),
     Ok(())
 }
 
-/// Checks that no pod that could run waits or is pinned to a node where it cannot run.
+/// Checks that each pod that could run is released, and is not pinned to a node where it cannot
+/// run.
 pub(super) fn no_runnable_pod_waits(simulation: &Simulation, operator: &Operator) -> Result<(), String> {
     for (name, pod) in &simulation.api.pods {
         let Some(original) = simulation.originals.get(text(pod, "/metadata/uid")) else { continue };
@@ -53,8 +54,9 @@ fn check_gated(simulation: &Simulation, operator: &Operator, name: &str, origina
     let Some(waiting) = operator.last.waiting.get(name) else {
         return Err(format!("nothing states why {name} waits"));
     };
-    // The operator does not know where a volume can be created. After each release of a
-    // controller's pods without effect, the operator delays their next release longer.
+    // The operator does not know where a volume can be created. Whenever the scheduler does not
+    // bind a controller's released pods, the operator increases the delay before their next
+    // release.
     if original.has_new_volume && waiting.message.contains("This pod is released later") {
         return Ok(());
     }
@@ -71,7 +73,10 @@ fn check_released(simulation: &Simulation, name: &str, pod: &Value, original: &C
         return Ok(());
     }
     if is_reserved {
-        return Err(format!("{name} ({:?}) is released since {released}, and no node accepts it", original.owner));
+        return Err(format!(
+            "{name} ({:?}) has been released since {released}, and no node accepts it",
+            original.owner
+        ));
     }
     match find_runnable_node(simulation, &original.pod) {
         Some(node) => Err(format!("{name} was released as unschedulable, but could run on {node}")),
@@ -85,7 +90,7 @@ fn find_runnable_node<'a>(simulation: &'a Simulation, pod: &Value) -> Option<&'a
     let view = simulation.view();
     let mut reserved_units: BTreeMap<String, u32> = BTreeMap::new();
     for other in simulation.api.pods.values() {
-        for (device, units) in reserved(simulation, other) {
+        for (device, units) in units_reserved_for(simulation, other) {
             *reserved_units.entry(device).or_default() += units;
         }
     }

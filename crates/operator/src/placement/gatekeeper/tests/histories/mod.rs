@@ -47,7 +47,7 @@ const QUIET_SECONDS: u64 = 3600;
 /// Maximum number of nodes.
 const MAX_NODES: usize = 6;
 
-/// One step of a history. Numbers select an object.
+/// One step of a history. A number selects an object.
 #[derive(Debug, Clone)]
 enum Step {
     Create(Template),
@@ -57,7 +57,7 @@ enum Step {
     ReportNode(usize),
     Schedule(usize),
     Admit(usize),
-    /// All parts react until nothing changes.
+    /// Every component reacts once.
     Settle,
     Wait(u64),
     Delete {
@@ -69,13 +69,13 @@ enum Step {
     Cordon(usize, bool),
     Taint(usize, usize),
     Untaint(usize),
-    /// A node becomes `NotReady`, or `Ready`.
+    /// A node becomes `NotReady` or `Ready`.
     Down(usize, bool),
     RemoveNode(usize),
     AddNode(usize),
-    /// A GPU fails, or recovers.
+    /// A GPU fails or recovers.
     Fault(usize, bool),
-    /// A node's agent stops, or starts.
+    /// A node's agent stops or starts.
     Agent(usize, bool),
     Policy(bool),
     /// A pod without GPUs is bound to a node.
@@ -175,14 +175,14 @@ struct World {
 }
 
 /// Returns the name of an object that a number selects.
-fn select<'a>(names: impl Iterator<Item = &'a String>, which: usize) -> Option<String> {
+fn select_name<'a>(names: impl Iterator<Item = &'a String>, which: usize) -> Option<String> {
     let names: Vec<&String> = names.collect();
     names.get(which.checked_rem(names.len())?).map(|name| (*name).clone())
 }
 
 impl World {
     fn node(&self, which: usize) -> Option<String> {
-        select(self.simulation.api.nodes.keys(), which)
+        select_name(self.simulation.api.nodes.keys(), which)
     }
 
     fn change_node(&mut self, which: usize, change: impl FnOnce(&mut serde_json::Value)) {
@@ -217,7 +217,7 @@ impl World {
         nodes.iter().for_each(|node| self.simulation.report_node(node));
     }
 
-    /// Runs the scheduler, the kubelets and the agents once.
+    /// Runs the scheduler, the kubelets, the agents and the controllers once.
     fn react(&mut self, which: usize) -> Result<(), String> {
         let simulation = &mut self.simulation;
         for (index, pod) in simulation.schedulable_pods().into_iter().enumerate() {
@@ -248,7 +248,7 @@ impl World {
         Ok(())
     }
 
-    fn step(&mut self, step: &Step, number: usize) -> Result<(), String> {
+    fn run_step(&mut self, step: &Step, number: usize) -> Result<(), String> {
         match *step {
             Step::Reconcile(answers) => self.reconcile(answers)?,
             Step::Report(kind) => self.operator.report(&self.simulation, kind),
@@ -261,7 +261,7 @@ impl World {
                     self.simulation.admit(&node)?;
                 }
             }
-            _ => self.change(step),
+            _ => self.apply_cluster_step(step),
         }
         self.simulation.now += 1;
         self.simulation.run_kubelets();
@@ -270,27 +270,27 @@ impl World {
     }
 
     /// Changes the cluster.
-    fn change(&mut self, step: &Step) {
+    fn apply_cluster_step(&mut self, step: &Step) {
         let simulation = &mut self.simulation;
         match step {
             Step::Create(template) => simulation.create(template),
             Step::Schedule(which) => {
-                if let Some(pod) = select(simulation.schedulable_pods().iter(), *which) {
+                if let Some(pod) = select_name(simulation.schedulable_pods().iter(), *which) {
                     simulation.schedule(&pod, *which);
                 }
             }
             Step::Delete { pod, force, seconds } => {
-                if let Some(pod) = select(simulation.api.pods.keys(), *pod) {
+                if let Some(pod) = select_name(simulation.api.pods.keys(), *pod) {
                     simulation.delete(&pod, *force, *seconds);
                 }
             }
             Step::Finish(which) => {
-                if let Some(pod) = select(simulation.api.pods.keys(), *which) {
-                    simulation.finish(&pod);
+                if let Some(pod) = select_name(simulation.api.pods.keys(), *which) {
+                    simulation.complete_pod(&pod);
                 }
             }
             Step::Fault(which, fails) => {
-                if let Some(gpu) = select(simulation.gpus.keys(), *which) {
+                if let Some(gpu) = select_name(simulation.gpus.keys(), *which) {
                     simulation.gpus.get_mut(&gpu).unwrap().healthy = !fails;
                 }
             }
@@ -331,7 +331,7 @@ impl World {
             }),
             Step::Down(which, down) => {
                 if let Some(node) = self.node(which) {
-                    self.simulation.set_down(&node, down);
+                    self.simulation.set_node_down(&node, down);
                 }
             }
             Step::Agent(which, away) => {
@@ -359,16 +359,16 @@ impl World {
         simulation.set_policy(true);
         simulation.gpus.values_mut().for_each(|gpu| gpu.healthy = true);
         for node in simulation.api.nodes.keys().cloned().collect::<Vec<_>>() {
-            simulation.set_down(&node, false);
+            simulation.set_node_down(&node, false);
             simulation.set_agent_stopped(&node, false);
             simulation.api.change(|api| &mut api.nodes, &node, |node| node["spec"] = json!({}));
         }
     }
 
-    fn run(&mut self, steps: &[Step], heals: bool) -> Result<(), String> {
+    fn run_steps(&mut self, steps: &[Step], heals: bool) -> Result<(), String> {
         for (number, step) in steps.iter().enumerate() {
             self.simulation.log(|| format!("step {number}: {step:?}"));
-            self.step(step, number)?;
+            self.run_step(step, number)?;
         }
         if heals {
             self.simulation.log(|| "all faults end".to_owned());
@@ -419,7 +419,7 @@ impl Simulation {
         }
     }
 
-    fn set_down(&mut self, node: &str, down: bool) {
+    fn set_node_down(&mut self, node: &str, down: bool) {
         const NOT_READY: &str = "node.kubernetes.io/not-ready";
         if down {
             self.down.insert(node.to_owned())
@@ -439,7 +439,7 @@ impl Simulation {
                 node["spec"]["taints"] = json!(taints);
             },
         );
-        self.set_agent(node);
+        self.report_agent_readiness(node);
     }
 
     fn set_agent_stopped(&mut self, node: &str, away: bool) {
@@ -448,15 +448,15 @@ impl Simulation {
         } else {
             self.away.remove(node)
         };
-        self.set_agent(node);
+        self.report_agent_readiness(node);
     }
 
-    fn set_agent(&mut self, node: &str) {
+    fn report_agent_readiness(&mut self, node: &str) {
         let ready = if self.down.contains(node) || self.away.contains(node) { "False" } else { "True" };
         self.api.change(|api| &mut api.agents, node, |agent| agent["status"]["conditions"][0]["status"] = json!(ready));
     }
 
-    /// Binds a pod without GPUs to a node, if the node has room.
+    /// Binds a pod without GPUs to a node, if the scheduler would not refuse the node.
     fn bind_pod_without_gpus(&mut self, node: &str, cpu: u32, app: App) {
         let uid = format!("cpu-{}", self.api.version);
         let pod = json!({"metadata": {"name": uid, "namespace": "team", "uid": uid, "labels": app.labels()},
@@ -471,11 +471,11 @@ impl Simulation {
     }
 }
 
-fn run((gpus, steps, reports, heals): &(Vec<usize>, Vec<Step>, bool, bool)) -> Result<(), String> {
+fn run_history((gpus, steps, reports, heals): &(Vec<usize>, Vec<Step>, bool, bool)) -> Result<(), String> {
     let simulation = Simulation::new(gpus);
     let operator = Operator::new(&simulation, *reports);
     let mut world = World { simulation, operator, reacted: (0, 0) };
-    world.run(steps, *heals).map_err(|error| {
+    world.run_steps(steps, *heals).map_err(|error| {
         let last = world.simulation.log.len().saturating_sub(60);
         format!("second {}: {error}\n{}", world.simulation.now, world.simulation.log[last..].join("\n"))
     })
@@ -496,13 +496,13 @@ proptest! {
     /// run. Also checks that no units are reserved twice.
     #[test]
     fn every_pod_that_can_run_runs(history in history()) {
-        run(&history).map_err(TestCaseError::fail)?;
+        run_history(&history).map_err(TestCaseError::fail)?;
     }
 
-    /// A new leader does not know of allocations that no node has reported, so it waits before it
-    /// reserves units.
+    /// A new leader does not know of allocations that no node has reported, so the leader waits
+    /// before it reserves units.
     #[test]
     fn a_new_leader_reserves_no_units_of_pods_that_were_just_deleted(history in handover_history()) {
-        run(&history).map_err(TestCaseError::fail)?;
+        run_history(&history).map_err(TestCaseError::fail)?;
     }
 }

@@ -20,7 +20,7 @@ use crate::placement::patch;
 use crate::pods::PodObject;
 
 /// Delay between a failed write and the next reconcile, as in `run`.
-const RETRY_DELAY: u64 = 1;
+const RETRY_DELAY_SECONDS: u64 = 1;
 
 /// The objects of one kind, as a watch last reported them.
 #[derive(Debug)]
@@ -221,7 +221,7 @@ impl Operator {
         }
         complete &= self.evict(simulation, &actions.evictions, &mut answers);
         complete &= actions.stranded.recreate.is_empty() && actions.stranded.placed_reports.is_empty();
-        self.handle_stranded(simulation, &actions, &mut answers);
+        self.apply_stranded_actions(simulation, &actions, &mut answers);
         for report in &actions.reports {
             let reason = if report.message.is_some() { "Unschedulable" } else { "SchedulingGated" };
             let target = (report.pod.as_str(), report.uid.as_str(), Some(report.version.as_str()));
@@ -230,13 +230,13 @@ impl Operator {
                 complete = false;
             }
         }
-        let retry = (!complete).then_some(simulation.now + RETRY_DELAY);
+        let retry = (!complete).then_some(simulation.now + RETRY_DELAY_SECONDS);
         let requeue =
             actions.requeue.map(|delay| simulation.now + delay.as_secs() + u64::from(delay.subsec_nanos() > 0));
         let more = actions.more.then_some(simulation.now);
         self.due = [retry, requeue, more].into_iter().flatten().min();
         self.last = actions;
-        self.find_dropped(simulation)
+        self.record_dropped_reservations(simulation)
     }
 
     /// Checks that a release names only nodes and devices that the operator sees.
@@ -307,7 +307,7 @@ impl Operator {
                 continue;
             }
             simulation.log(|| format!("preemption of {} for {}", eviction.pod, eviction.preemptor));
-            let owner = owner(simulation, &eviction.pod);
+            let owner = controller_uid(simulation, &eviction.pod);
             let result = evict(simulation, (&eviction.pod, &eviction.uid, None), answers.next());
             if result == EvictionResult::Done {
                 *simulation.recreations.entry(owner).or_default() += 1;
@@ -322,9 +322,9 @@ impl Operator {
 
     /// Evicts stranded pods, and writes the condition of stranded pods that no controller
     /// recreates.
-    fn handle_stranded(&mut self, simulation: &mut Simulation, actions: &Actions, answers: &mut WriteAnswers) {
+    fn apply_stranded_actions(&mut self, simulation: &mut Simulation, actions: &Actions, answers: &mut WriteAnswers) {
         for one in &actions.stranded.recreate {
-            let owner = owner(simulation, &one.pod);
+            let owner = controller_uid(simulation, &one.pod);
             simulation.log(|| format!("eviction of {}: {}", one.pod, one.message));
             match evict(simulation, (&one.pod, &one.uid, Some(&one.version)), answers.next()) {
                 EvictionResult::Done => *simulation.recreations.entry(owner).or_default() += 1,
@@ -343,7 +343,7 @@ impl Operator {
     }
 
     /// Records the pods whose reservation the operator has dropped.
-    fn find_dropped(&self, simulation: &mut Simulation) -> Result<(), String> {
+    fn record_dropped_reservations(&self, simulation: &mut Simulation) -> Result<(), String> {
         for pod in self.pods.0.values().map(|(_, pod)| pod) {
             let released = pod.node().is_none() && pod.spec.scheduling_gates.is_empty();
             let Some(placement) = pod.placement.as_ref().filter(|_| released) else { continue };
@@ -363,16 +363,16 @@ impl Operator {
     }
 }
 
-/// A pod as `namespace/name`, its UID, and its version.
-type Target<'a> = (&'a str, &'a str, Option<&'a str>);
+/// A pod as `namespace/name`, its UID, and its `resourceVersion`.
+type VersionedPod<'a> = (&'a str, &'a str, Option<&'a str>);
 
 /// Returns the UID of a pod's controller. Empty without a controller.
-fn owner(simulation: &Simulation, pod: &str) -> String {
+fn controller_uid(simulation: &Simulation, pod: &str) -> String {
     simulation.api.pods.get(pod).map_or_else(String::new, |pod| text(pod, "/metadata/ownerReferences/0/uid").to_owned())
 }
 
 /// Returns whether the API server has this version of the pod.
-fn has_version(simulation: &Simulation, (pod, uid, version): Target<'_>) -> bool {
+fn has_version(simulation: &Simulation, (pod, uid, version): VersionedPod<'_>) -> bool {
     simulation.api.pods.get(pod).is_some_and(|pod| {
         text(pod, "/metadata/uid") == uid
             && version.is_none_or(|version| text(pod, "/metadata/resourceVersion") == version)
@@ -382,7 +382,7 @@ fn has_version(simulation: &Simulation, (pod, uid, version): Target<'_>) -> bool
 /// Writes a condition of a pod: type, status and reason. Returns false if the write failed.
 fn write_condition(
     simulation: &mut Simulation,
-    target: Target<'_>,
+    target: VersionedPod<'_>,
     (kind, status, reason): (&str, &str, &str),
     answer: WriteAnswer,
 ) -> bool {
@@ -393,7 +393,7 @@ fn write_condition(
 }
 
 /// Evicts a pod as the API server does.
-fn evict(simulation: &mut Simulation, target: Target<'_>, answer: WriteAnswer) -> EvictionResult {
+fn evict(simulation: &mut Simulation, target: VersionedPod<'_>, answer: WriteAnswer) -> EvictionResult {
     if matches!(answer, WriteAnswer::Failed | WriteAnswer::LostRequest) {
         return EvictionResult::Failed("lost".to_owned());
     }
@@ -427,7 +427,8 @@ fn evict(simulation: &mut Simulation, target: Target<'_>, answer: WriteAnswer) -
     if answer == WriteAnswer::Lost { EvictionResult::Failed("lost".to_owned()) } else { EvictionResult::Done }
 }
 
-/// Returns whether the operator replaces pods of this owner.
+/// Returns whether this owner recreates evicted pods, so that the operator evicts its stranded
+/// pods.
 pub(super) fn is_replaced(owner: Owner) -> bool {
     matches!(owner, Owner::ReplicaSet | Owner::StatefulSet)
 }
@@ -437,8 +438,8 @@ pub(super) fn has_stranded_condition(pod: &Value) -> bool {
     list(pod, "/status/conditions").iter().any(|one| one["type"] == CONDITION_PLACED && one["status"] == "False")
 }
 
-/// Returns the reservation of a released pod that has no allocation yet, by node.
-pub(super) fn reserved(simulation: &Simulation, pod: &Value) -> Vec<(String, u32)> {
+/// Returns the reserved units of a released pod that has no allocation yet, each with its device.
+pub(super) fn units_reserved_for(simulation: &Simulation, pod: &Value) -> Vec<(String, u32)> {
     let uid = text(pod, "/metadata/uid");
     if simulation.allocations.contains_key(uid) || simulation.dropped.contains(uid) {
         return Vec::new();

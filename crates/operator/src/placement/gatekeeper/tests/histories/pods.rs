@@ -18,7 +18,7 @@ pub(super) const DEDICATED_TAINT: &str = "dedicated";
 pub(super) enum Owner {
     Nothing,
     ReplicaSet,
-    /// A controller whose replacement pods keep the name.
+    /// A controller that gives a replacement pod the name of the replaced pod.
     StatefulSet,
     Job,
 }
@@ -146,7 +146,7 @@ pub(super) fn template() -> impl Strategy<Value = Template> {
 }
 
 impl Template {
-    /// Returns a pod without a controller and without rules.
+    /// Returns the template of a pod without a controller and without rules.
     pub(super) fn plain() -> Self {
         Self {
             owner: Owner::Nothing,

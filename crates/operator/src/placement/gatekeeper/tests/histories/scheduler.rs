@@ -1,6 +1,6 @@
 //! A model of kube-scheduler's filters, written from the documentation of Kubernetes. The model
-//! reads the API objects and shares no code with the operator. It does not preempt and has no
-//! scores.
+//! reads the API objects and shares no code with the operator. The model does not preempt pods and
+//! does not score nodes.
 //!
 //! | plugin | rule |
 //! |---|---|
@@ -41,7 +41,7 @@ pub(super) fn list<'a>(object: &'a Value, path: &str) -> &'a [Value] {
     value_at(object, path).and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default()
 }
 
-/// Returns a text in an object. An absent text is empty.
+/// Returns a string in an object. An absent string is empty.
 pub(super) fn text<'a>(object: &'a Value, path: &str) -> &'a str {
     value_at(object, path).and_then(Value::as_str).unwrap_or_default()
 }
@@ -74,8 +74,8 @@ fn requests(pod: &Value) -> BTreeMap<&str, u64> {
     sums
 }
 
-/// Returns the host ports of a pod. All are TCP ports of every address.
-fn ports(pod: &Value) -> BTreeSet<u64> {
+/// Returns the host ports of a pod. Each port is a TCP port of every address.
+fn host_ports(pod: &Value) -> BTreeSet<u64> {
     let containers = list(pod, "/spec/containers").iter();
     containers.flat_map(|container| list(container, "/ports")).filter_map(|port| port["hostPort"].as_u64()).collect()
 }
@@ -105,7 +105,7 @@ fn accepts(requirement: &Value, value: Option<&str>) -> bool {
     }
 }
 
-/// Returns whether a node matches a node selector: at least one of its terms.
+/// Returns whether a node matches at least one term of a node selector.
 fn matches_terms(terms: &[Value], node: &Value) -> bool {
     terms.iter().any(|term| {
         let expressions = list(term, "/matchExpressions");
@@ -130,7 +130,7 @@ pub(super) fn tolerates(pod: &Value, key: &str, effect: &str) -> bool {
 }
 
 /// Returns the key of a taint of the node that the pod does not tolerate.
-fn untolerated<'a>(pod: &Value, node: &'a Value) -> Option<&'a str> {
+fn untolerated_taint<'a>(pod: &Value, node: &'a Value) -> Option<&'a str> {
     let hard = |taint: &&Value| taint["effect"] == "NoSchedule" || taint["effect"] == "NoExecute";
     let mut taints = list(node, "/spec/taints").iter().filter(hard);
     let taint = taints.find(|taint| !tolerates(pod, text(taint, "/key"), text(taint, "/effect")))?;
@@ -154,7 +154,7 @@ impl<'a> View<'a> {
         if node["spec"]["unschedulable"] == true && !tolerates(pod, "node.kubernetes.io/unschedulable", "NoSchedule") {
             return Some("cordoned".to_owned());
         }
-        if let Some(key) = untolerated(pod, node) {
+        if let Some(key) = untolerated_taint(pod, node) {
             return Some(format!("taint {key}"));
         }
         if !matches_affinity(pod, node) {
@@ -162,7 +162,7 @@ impl<'a> View<'a> {
         }
         let rules: [(&str, bool); 5] = [
             ("resources", self.has_resources(pod, node)),
-            ("host ports", self.has_ports(pod, node)),
+            ("host ports", self.has_free_ports(pod, node)),
             ("volumes", self.has_volumes(pod, node)),
             ("spread", self.is_spread(pod, node)),
             ("pod affinity", self.has_affinity(pod, node) && !self.is_repelled(pod, node)),
@@ -190,9 +190,9 @@ impl<'a> View<'a> {
         })
     }
 
-    fn has_ports(&self, pod: &Value, node: &Value) -> bool {
-        let own = ports(pod);
-        own.is_empty() || self.pods_on(node).all(|other| ports(other).is_disjoint(&own))
+    fn has_free_ports(&self, pod: &Value, node: &Value) -> bool {
+        let own = host_ports(pod);
+        own.is_empty() || self.pods_on(node).all(|other| host_ports(other).is_disjoint(&own))
     }
 
     fn has_volumes(&self, pod: &Value, node: &Value) -> bool {
@@ -218,7 +218,7 @@ impl<'a> View<'a> {
             let Some(here) = label(node, key) else { return false };
             let mut counts: BTreeMap<&str, i64> = BTreeMap::new();
             for (name, other) in &self.api.nodes {
-                let honored = constraint["nodeTaintsPolicy"] != "Honor" || untolerated(pod, other).is_none();
+                let honored = constraint["nodeTaintsPolicy"] != "Honor" || untolerated_taint(pod, other).is_none();
                 if !has_all(other) || !matches_affinity(pod, other) || !honored {
                     continue;
                 }

@@ -81,7 +81,7 @@ pub(super) struct Simulation {
     /// Pods whose reservation the operator has dropped, by UID.
     pub(super) dropped: BTreeSet<String>,
     /// Devices with units of pods without a reservation, each with the time until which the
-    /// operator may not know of them.
+    /// operator may not know of these units.
     disturbed: BTreeMap<String, u64>,
     /// Number of pods that each controller has lost to evictions by the operator, by UID.
     pub(super) recreations: BTreeMap<String, usize>,
@@ -128,7 +128,7 @@ impl Simulation {
         self.log.push(format!("{}: {what}", self.now));
     }
 
-    fn next(&mut self) -> u32 {
+    fn next_serial(&mut self) -> u32 {
         self.serial += 1;
         self.serial
     }
@@ -138,7 +138,7 @@ impl Simulation {
         let number = self.api.nodes.len();
         let free = |number: &usize| !self.api.nodes.contains_key(&format!("n{number}"));
         let name = format!("n{}", (number..=2 * number).find(free).unwrap());
-        let serial = self.next();
+        let serial = self.next_serial();
         self.api = std::mem::take(&mut self.api).node(&name, &vec![0; gpus]);
         let digit = usize::from(name.as_bytes()[1] - b'0');
         self.api.change(
@@ -168,14 +168,14 @@ impl Simulation {
         self.away.remove(name);
         let pods = self.api.pods.iter().filter(|(_, pod)| node_of(pod) == Some(name));
         for pod in pods.map(|(pod, _)| pod.clone()).collect::<Vec<_>>() {
-            self.drop_pod(&pod);
+            self.remove_pod(&pod);
         }
         self.allocations.retain(|_, parts| parts.iter().all(|part| part.node != name));
     }
 
     /// Creates a pod, or a controller that creates pods.
     pub(super) fn create(&mut self, template: &Template) {
-        let serial = self.next();
+        let serial = self.next_serial();
         if template.owner == Owner::Nothing {
             self.add_pod(template, &format!("p{serial}"), None);
         } else {
@@ -186,7 +186,7 @@ impl Simulation {
     }
 
     fn add_pod(&mut self, template: &Template, name: &str, controller: Option<&str>) {
-        let uid = format!("{name}-{}", self.next());
+        let uid = format!("{name}-{}", self.next_serial());
         let pod = template.pod(name, &uid, controller, &uid);
         let mut has_new_volume = false;
         for (index, rule) in template.rules.iter().enumerate() {
@@ -197,15 +197,15 @@ impl Simulation {
             self.zones.insert(claim, zones.map(str::to_owned).collect());
         }
         self.originals.insert(uid, CreatedPod { pod: pod.clone(), owner: template.owner, has_new_volume });
-        self.put(&format!("team/{name}"), pod);
+        self.store_pod(&format!("team/{name}"), pod);
     }
 
-    fn put(&mut self, name: &str, pod: Value) {
+    fn store_pod(&mut self, name: &str, pod: Value) {
         self.api.pods.insert(name.to_owned(), pod);
         self.api.change(|api| &mut api.pods, name, |_| ());
     }
 
-    /// Creates the pods that controllers lack.
+    /// Creates the missing pods of each controller.
     pub(super) fn run_controllers(&mut self) {
         for index in 0..self.controllers.len() {
             let Controller { uid, template, .. } = &self.controllers[index];
@@ -231,7 +231,7 @@ impl Simulation {
     }
 
     /// Removes a pod from the API server. Its containers may still run.
-    fn drop_pod(&mut self, name: &str) {
+    fn remove_pod(&mut self, name: &str) {
         self.log(|| format!("{name} is gone"));
         self.api.pods.remove(name);
         self.api.version += 1;
@@ -251,9 +251,9 @@ impl Simulation {
             return;
         }
         if !bound {
-            self.drop_pod(name);
+            self.remove_pod(name);
         } else if force {
-            self.drop_pod(name);
+            self.remove_pod(name);
             self.ending.insert(uid, self.now + 1 + seconds % 4);
         } else {
             let grace = 1 + seconds % 30;
@@ -266,15 +266,15 @@ impl Simulation {
     }
 
     /// Ends a running pod whose programs have completed.
-    pub(super) fn finish(&mut self, name: &str) {
+    pub(super) fn complete_pod(&mut self, name: &str) {
         let uid = self.uid(name).unwrap().to_owned();
         if self.allocations.remove(&uid).is_some() {
-            self.drop_pod(name);
+            self.remove_pod(name);
         }
     }
 
-    /// Ends containers of deleted pods when they are due, and pods that do not tolerate a taint
-    /// with `NoExecute`.
+    /// Ends the containers of deleted pods at their due time, and deletes pods that do not tolerate
+    /// a taint with `NoExecute`.
     pub(super) fn run_kubelets(&mut self) {
         for (name, gpu) in &self.gpus.clone() {
             if !self.can_serve(gpu) {
@@ -291,7 +291,7 @@ impl Simulation {
                 continue;
             }
             if let Some((name, _)) = pod {
-                self.drop_pod(&name);
+                self.remove_pod(&name);
             }
             self.ending.remove(&uid);
             if self.allocations.remove(&uid).is_some() {
@@ -329,7 +329,7 @@ impl Simulation {
         self.allocations.values().flatten().filter(|part| part.device == device).map(|part| part.units).sum()
     }
 
-    /// Returns whether a pod without a reservation received units of a device after another pod was
+    /// Returns whether a pod without a reservation received units of a device after this pod was
     /// released to the device. A pod whose reservation has ended has no gate, so the scheduler may
     /// bind it at any time.
     pub(super) fn is_disturbed(&self, uid: &str, device: &str) -> bool {
@@ -387,7 +387,7 @@ impl Simulation {
             if parts.is_empty() {
                 // The pod fails, and its controller recreates it.
                 self.log(|| format!("{name} is rejected by the kubelet of {node}"));
-                self.drop_pod(&name);
+                self.remove_pod(&name);
                 continue;
             }
             self.log(|| format!("{name} gets {parts:?}"));

@@ -18,7 +18,7 @@ use crate::read::{
     AgentPod, BudgetObject, LIVING_PODS, NamespaceObject, NodeObject, Observed, VolumeClaimObject, VolumeObject,
 };
 
-/// Objects per request of a list.
+/// Maximum number of objects in one response to a list request.
 const PAGE_SIZE: u32 = 500;
 
 /// The result of one pass that writes nothing.
@@ -32,7 +32,7 @@ pub struct DryRun {
     pub changes: Vec<GpuNodeChange>,
 }
 
-/// Computes the decisions of one pass. Pure.
+/// Computes the decisions of one pass. This function is pure.
 ///
 /// # Errors
 /// Returns an error if the plan violates a rule, so that the operator would not apply it.
@@ -58,7 +58,7 @@ pub struct Objects {
     pub gpu_nodes: Vec<DeserializeGuard<GpuNode>>,
     /// All `SharingPolicy`s, including malformed objects.
     pub policies: Vec<DeserializeGuard<SharingPolicy>>,
-    /// All pods that have not ended, trimmed.
+    /// All pods that have not ended, without the fields that the operator does not use.
     pub pods: Vec<PodObject>,
     /// All volume claims. The list is empty if the user may not list volume claims.
     pub volume_claims: Vec<VolumeClaimObject>,
@@ -141,7 +141,7 @@ where
     }
 }
 
-/// Returns the objects, or none if the user may not list them. Users do not need all of the
+/// Returns the objects, or an empty list if the user may not list them. Users do not need the
 /// operator's permissions.
 fn objects_if_allowed<K>(kind: &str, listed: kube::Result<Vec<K>>) -> Result<Vec<K>> {
     match listed {
