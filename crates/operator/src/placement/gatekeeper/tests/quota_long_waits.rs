@@ -6,6 +6,9 @@ use serde_json::{Value, json};
 use super::quotas::Case;
 use super::world::released;
 
+/// Changes a cluster before its first reconcile.
+type Prepare = fn(&mut Case);
+
 /// Adds a pod without GPUs to the node.
 fn add_guard(case: &mut Case, cpus: &str) {
     let guard = json!({"metadata": {"name": "guard", "namespace": "other", "uid": "guard", "labels": {"guard": "x"}},
@@ -57,7 +60,7 @@ fn room_is_reserved_for_a_pod_that_waits_only_for_pods_with_gpus() {
 
 #[test]
 fn no_room_is_reserved_for_a_pod_that_cannot_use_the_node() {
-    let cases: [(&str, fn(&mut Case)); 3] = [
+    let cases: [(&str, Prepare); 3] = [
         ("anti-affinity", |case| {
             add_guard(case, "1");
             set_rule(case, "a/p", "podAntiAffinity");
