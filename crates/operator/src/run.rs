@@ -78,14 +78,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     let mut tasks = Tasks::new();
     let wakes = Wakers::default();
     let (versions, stored) = watch::channel(Versions::default());
-    let mut watches = Watches {
-        tasks: &mut tasks,
-        wakes: &wakes,
-        metrics: &metrics,
-        versions: &versions,
-        has_no_quotas: Arc::default(),
-        stop: &stop,
-    };
+    let mut watches = Watches::new(&mut tasks, (&wakes, &metrics), &versions, &stop);
     let stores = watches.start_stores(&client, &namespace, &agent_selector);
     let hosts = args.replace_mps_hosts.map(|selector| watches.start_host_stores(&client, &namespace, &selector));
     let namespaces = webhook.is_some().then(|| watches.exempt_namespaces(&client));

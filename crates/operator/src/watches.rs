@@ -163,7 +163,17 @@ fn wake_placement<K>(wakes: &Wakers, _: Option<&K>) {
     wakes.wake_placement();
 }
 
-impl Watches<'_> {
+impl<'a> Watches<'a> {
+    /// Starts no watch yet.
+    pub(crate) fn new(
+        tasks: &'a mut JoinSet<(&'static str, Result<()>)>,
+        (wakes, metrics): (&'a Wakers, &'a Metrics),
+        versions: &'a watch::Sender<Versions>,
+        stop: &'a CancellationToken,
+    ) -> Self {
+        Self { tasks, wakes, metrics, versions, has_no_quotas: Arc::default(), stop }
+    }
+
     /// Starts the watches that fill [`Stores`].
     pub(crate) fn start_stores(&mut self, client: &Client, namespace: &str, agent_selector: &str) -> Stores {
         let agents = watch_config().labels(agent_selector);

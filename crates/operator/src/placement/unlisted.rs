@@ -132,7 +132,7 @@ mod tests {
         let (mut units, _) = unlisted(&[facts(3, &[("a", 3)]), gone, still]);
         let since = Duration::from_secs(1);
         assert_eq!(units.next_expiry(since), Some(UNLISTED_TIME));
-        units.expire(since + UNLISTED_TIME - Duration::from_millis(1));
+        units.expire(UNLISTED_TIME + Duration::from_millis(999));
         assert_eq!(units.of_node("n").count(), 1);
         units.expire(since + UNLISTED_TIME);
         assert_eq!((units.of_node("n").count(), units.next_expiry(since)), (0, None));

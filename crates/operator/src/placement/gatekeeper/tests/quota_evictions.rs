@@ -80,7 +80,7 @@ fn a_new_leader_continues_the_time_of_a_disruption_budget() {
             .waiting(&[("a1", "a", 5, 0)]);
         add_budget(&mut case, "other", 0);
         let note = |pod: &mut Value| {
-            pod["metadata"]["annotations"] = json!({"cleave.dev/protected-since": recorded.unwrap().to_string()})
+            pod["metadata"]["annotations"] = json!({"cleave.dev/protected-since": recorded.unwrap().to_string()});
         };
         if recorded.is_some() {
             case.world.change(|world| &mut world.pods, "other/x1", note);
@@ -123,7 +123,7 @@ fn a_pod_that_terminates_soon_is_not_evicted_again() {
     assert!(case.step().evictions.is_empty());
 }
 
-/// An agent restarts during an upgrade of its DaemonSet.
+/// An agent restarts during an upgrade of its `DaemonSet`.
 #[test]
 fn nobody_is_evicted_while_the_agent_of_a_node_with_room_is_briefly_not_ready() {
     for gang in [false, true] {
@@ -189,7 +189,7 @@ fn a_pod_of_several_gpus_is_never_within_a_guarantee_of_cells() {
         .waiting(&[("a1", "a", 10, 0)]);
     let limits = json!({"limits": {super::world::MPS_RESOURCE: "10"}});
     let set = |pod: &mut Value| {
-        pod["spec"]["containers"] = json!([{"name": "one", "resources": limits}, {"name": "two", "resources": limits}])
+        pod["spec"]["containers"] = json!([{"name": "one", "resources": limits}, {"name": "two", "resources": limits}]);
     };
     case.world.change(|world| &mut world.pods, "a/a1", set);
     assert!(case.step().evictions.is_empty(), "one GPU is guaranteed, and the pod needs two");
