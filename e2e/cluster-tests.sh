@@ -1,4 +1,4 @@
-# Runs the cluster tests for e2e/test: on two clusters in two groups, and on each version of
+# Runs the cluster tests for e2e/test: on three clusters in three groups, and on each version of
 # Kubernetes. Source this file after lib.sh, and do not run it. This file uses functions of
 # e2e/test.
 
@@ -45,12 +45,16 @@ run_cluster_tests() {
   (cd "$root/e2e/tests" && "$cluster_program" --test-threads=1 "$@")
 }
 
-# Modules of the second group of tests. The two groups run at the same time on two clusters, and
-# take about the same time. This saves time, because most of the time the tests wait for Kubernetes.
-second_group=(demand ending gate gate_admission health preemption quotas stranded zones)
+# Modules of the second and third group of tests. The first group has all other modules. The groups
+# run at the same time on separate clusters, and take about the same time. This saves time, because
+# most of the time the tests wait for Kubernetes.
+declare -A group_modules=(
+  [second]="ending gate gate_admission health preemption quotas"
+  [third]="bad_input clocks demand restarts stranded zones"
+)
 
 # Maximum number of inotify instances of a user. Linux allows 128 by default. A node uses about 15,
-# and two clusters need about 150 with the nodes that tests add.
+# and three clusters need about 230 with the nodes that tests add.
 watchers_file=/proc/sys/fs/inotify/max_user_instances
 watchers=512
 
@@ -63,25 +67,36 @@ raise_watchers() {
   watchers_before=$before
 }
 
-# Runs each cluster test once, on two clusters. Uses one cluster if TEST selects tests, if KEEP
+# Runs each cluster test once, on three clusters. Uses one cluster if TEST selects tests, if KEEP
 # keeps the cluster, or if the limit of inotify instances cannot be raised.
 cluster_tests() {
-  local modules=("${second_group[@]/%/::}") log=$demo_dir/second-group.log all module second failed=()
+  local all group module others=() failed=()
+  local -A processes=()
   if [ -n "${TEST:-}${KEEP:-}" ] || ! raise_watchers; then
     with_test_cluster run_cluster_tests ${TEST:-}
     return
   fi
   all=$(list_cluster_tests)
-  for module in "${modules[@]}"; do
-    grep -q "^$module" <<<"$all" || die "no cluster test is in $module"
+  say "Cluster tests in three groups; the second and third print to $(group_log '*')"
+  for group in second third; do
+    local modules=()
+    for module in ${group_modules[$group]}; do
+      grep -q "^$module::" <<<"$all" || die "no cluster test is in $module"
+      modules+=("$module::")
+    done
+    others+=("${modules[@]/#/--skip=}")
+    start "$(group_log "$group")" env CLEAVE_CLUSTER_NAME="$CLEAVE_CLUSTER_NAME-$group" e2e/test group "$cluster_program" "${modules[@]}"
+    processes[$group]=$started
   done
-  say "Cluster tests in two groups; the second prints to ${log#"$root"/}"
-  start "$log" env CLEAVE_CLUSTER_NAME="$CLEAVE_CLUSTER_NAME-2" e2e/test group "$cluster_program" "${modules[@]}"
-  second=$started
-  e2e/test group "$cluster_program" "${modules[@]/#/--skip=}" || failed+=(first)
-  finish "$second" "$log" || failed+=(second)
-  [ ${#failed[@]} = 0 ] || die "cluster tests failed in the ${failed[*]} group"
+  e2e/test group "$cluster_program" "${others[@]}" || failed+=(first)
+  for group in second third; do
+    finish "${processes[$group]}" "$(group_log "$group")" || failed+=("$group")
+  done
+  [ ${#failed[@]} = 0 ] || die "cluster tests failed in the groups ${failed[*]}"
 }
+
+# group_log GROUP: prints the path of a group's log.
+group_log() { echo "${demo_dir#"$root"/}/$1-group.log"; }
 
 # with_test_cluster COMMAND…: runs a command on a cluster with the nodes that the cluster tests
 # expect.

@@ -48,7 +48,7 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{/*
 Image of the MPS host: (list . NAME). If mpsHost.upgrade is Never, the existing DaemonSet keeps its
 image. Its pods are replaced only when they are deleted, so with a new image in its template the
-DaemonSet would never be up to date. `helm upgrade --wait`, Argo CD and Flux wait for that state.
+DaemonSet would never be up to date. Flux and `helm upgrade --wait` of Helm 4 wait for that state.
 */}}
 {{- define "cleave.mpsHostImage" -}}
 {{- $root := index . 0 -}}

@@ -304,7 +304,7 @@ mod tests {
         for (pointer, value, part) in [
             // The agent keeps the id of every slice in memory. A checkpoint with this count would
             // need four billion ids.
-            ("count", json!(u32::MAX), "GPU GPU-a: nvidia.com/gpu-mps: 4294967295 slices"),
+            ("count", json!(u32::MAX), "GPU GPU-a: nvidia.com/gpu-mps: one pool has 4294967295 slices"),
             ("first", json!(u32::MAX), "cannot be numbered from 4294967295"),
             ("resource", json!("x".repeat(100_000)), "is not the name of an extended resource"),
             ("kind/Mps/threads", json!([1]), "there are 10 shares but limits for fewer"),

@@ -101,7 +101,8 @@ impl ServedResource {
         (has_choice(pools, request) && !table.pending.expects_request(&self.resource, units)).then_some(units)
     }
 
-    fn choose(&self, request: &PreferredRequest<'_>) -> Vec<String> {
+    /// Returns the ids of the slices that the kubelet should allocate for the request.
+    fn choose_slices(&self, request: &PreferredRequest<'_>) -> Vec<String> {
         let table = self.allocator.table();
         let pools = table.pools.get(&self.resource).map(Vec::as_slice).unwrap_or_default();
         let reserved = table.pending.open_reservations(&self.resource);
@@ -152,7 +153,7 @@ impl Resource for ServedResource {
             if let Some(units) = self.units_of_unknown_pod(&request) {
                 self.allocator.wait_for_pod(&self.resource, units).await;
             }
-            let chosen = self.choose(&request);
+            let chosen = self.choose_slices(&request);
             self.metrics.observe_call(KubeletCall::PreferredAllocation, began.elapsed());
             Ok(chosen)
         })

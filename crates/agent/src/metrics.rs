@@ -330,9 +330,9 @@ impl Metrics {
         Self::with_registry(Registry::with_labels(std::iter::once((Cow::from("node"), Cow::from(name.to_owned())))))
     }
 
-    /// Registers all metrics. Metrics of GPUs have the prefix `cleave_gpu`, metrics of tenants
-    /// `cleave_tenant`, and metrics of open files `process`. All other metrics have the prefix
-    /// `cleave_agent`.
+    /// Registers all metrics. The metrics of [`GpuMetrics`] have the prefix `cleave_gpu`, those of
+    /// [`TenantMetrics`] `cleave_tenant`, and those of [`DescriptorMetrics`] `process`. All others
+    /// have the prefix `cleave_agent`, also the health of GPUs.
     fn with_registry(mut all: Registry) -> Self {
         let metrics = Self::default();
         metrics.descriptors.register(&mut all);

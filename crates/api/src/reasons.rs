@@ -165,7 +165,7 @@ pub const POLICY_CONDITIONS: &[Reason] = &[
     reason("NoGpu", "The selected nodes have no GPU.", "Correct `nodeSelector`."),
     reason("NoGpuMatches", "The selected nodes have GPUs, but `gpus` selects none of them.", "Correct `gpus`."),
     reason("UnknownModel", "No selected node has a GPU of the specified model.", "Correct `gpus.models`."),
-    reason("UnknownGpu", "No selected node has a GPU with the specified UUID or index.", "Correct `gpus`."),
+    reason("UnknownGpu", "No selected node has a GPU with the specified UUID.", "Correct `gpus.uuids`."),
     reason("GpuTooSmall", "One share does not fit on the GPU.", "Use smaller or fewer shares."),
     reason("MigNotSupported", "The GPU does not support MIG.", "Set a different mode, or select other GPUs."),
     reason("LayoutNotPossible", "The MIG layout does not fit on the GPU.", "Change `mig.layout`."),

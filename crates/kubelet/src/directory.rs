@@ -97,7 +97,7 @@ impl Directory {
         self.path.join(KUBELET_SOCKET)
     }
 
-    /// Returns the current `kubelet.sock`, if it exists.
+    /// Returns the identity of the current `kubelet.sock`, if the socket exists.
     pub(crate) fn kubelet_socket_id(&self) -> Option<SocketId> {
         SocketId::of(&self.kubelet_socket())
     }

@@ -63,7 +63,7 @@ impl Backoff {
 #[derive(Clone, Copy, Debug)]
 pub struct PluginTimings {
     /// Delay between attempts to connect to a `kubelet.sock` without a listener. The kubelet
-    /// listens about 100 µs after it binds the socket, so the first delay is short.
+    /// listens shortly after it binds the socket, so the first delay is short.
     pub dial: Backoff,
     /// Delay after a registration that the kubelet refused, and after a failure to serve. The
     /// maximum is less than 2 s, because pods wait for the resource.

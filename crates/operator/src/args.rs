@@ -116,7 +116,7 @@ pub struct OperatorArgs {
     #[arg(long, env = "POD_NAME", value_name = "NAME")]
     pub identity: String,
 
-    /// Address that serves /metrics, /healthz and /readyz. `[::]` includes IPv4.
+    /// Address on which the operator serves /metrics, /healthz and /readyz. `[::]` includes IPv4.
     #[arg(long, env = "CLEAVE_METRICS_ADDR", value_name = "ADDR", default_value = "[::]:8080")]
     pub metrics_addr: SocketAddr,
 

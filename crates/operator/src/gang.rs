@@ -8,7 +8,7 @@ use cleave_api::names::{
 /// Pods that are useful only if all of them run.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct PodGang {
-    /// Name of the gang. Pods of one namespace with the same name are one gang.
+    /// Name of the gang. Pods of one namespace with the same gang name are one gang.
     pub name: String,
     /// Minimum number of pods that are released together. At least 1.
     pub size: usize,

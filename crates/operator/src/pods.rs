@@ -167,8 +167,8 @@ impl Controller {
     }
 }
 
-/// Maximum number of claims that the operator reads from one pod. No CSI driver mounts more volumes
-/// on one node.
+/// Maximum number of claims that the operator reads from one pod. For a pod with more claims, the
+/// operator does not evaluate volumes.
 const MAX_VOLUME_CLAIMS: usize = 128;
 /// Maximum number of devices that the operator lists for one pod. No node has more devices.
 const MAX_DEVICES: u64 = 1024;

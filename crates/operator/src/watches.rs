@@ -409,8 +409,9 @@ async fn watch_objects<K>(
     }
 }
 
-/// Decides when to list in pages instead of streaming. Only the first list is streamed, because the
-/// API server streams its cache, which may be older than the store. A list in pages is current.
+/// Decides when to list in pages instead of streaming. Only the first list is streamed. The API
+/// server streams its cache, which may be older than the operator's store. A list in pages is
+/// current.
 #[derive(Debug, Default, PartialEq, Eq)]
 enum StreamedList {
     /// No list has begun.

@@ -303,8 +303,8 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
         false
     }
 
-    /// Returns whether a pod of group `group_id` could fit on the node if `other` were removed. Returns
-    /// false only if removal certainly cannot help.
+    /// Returns whether a pod of group `group_id` could fit on the node if `other` were removed.
+    /// Returns false only if removal certainly cannot help.
     fn could_removal_help(
         &mut self,
         group_id: u32,

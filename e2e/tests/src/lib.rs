@@ -19,7 +19,8 @@ pub use versions::{KubernetesVersion, SKIP_FILE_ENV, report_skipped};
 
 /// Namespace in which the chart is installed.
 pub const SYSTEM_NAMESPACE: &str = "cleave-system";
-/// Label of every object that a test creates. Cleanup selects objects by this label.
+/// Label of the namespaces, policies and quotas that tests create. Cleanup selects policies and
+/// quotas by this label, and namespaces by name.
 pub const TEST_LABEL: &str = "cleave-e2e";
 /// Default timeout of a wait. The timeout is long, because the machine may have only two busy
 /// cores.

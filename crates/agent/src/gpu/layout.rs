@@ -294,7 +294,7 @@ fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<P
     let MpsPartition { multi_user, compute_mode, enforcement, slices } = partition;
     let total: u64 = slices.iter().map(|slices| u64::from(slices.count)).sum();
     if total == 0 || total > u64::from(MAX_CLIENTS) {
-        return Err(format!("one GPU cannot have {total} MPS shares; it can have 1 to {MAX_CLIENTS}"));
+        return Err(format!("one device cannot have {total} MPS shares; it can have 1 to {MAX_CLIENTS}"));
     }
     let mut pools: Vec<Pool> = Vec::new();
     let (mut most_threads, mut most_memory) = (None, None);

@@ -114,7 +114,10 @@ fn check_placements(mig: &MigState, wanted: &[MigInstanceSpec]) -> Result<(), St
             return Err(format!("this GPU has no MIG profile {name}"));
         };
         if !profile.starts.contains(start) {
-            return Err(format!("a MIG instance {name} cannot be at {start}: NVML has {:?}", profile.starts));
+            return Err(format!(
+                "a MIG instance {name} cannot start at memory slice {start}: NVML allows only {:?}",
+                profile.starts
+            ));
         }
         let overlapping =
             |(other, size): &&(&MigInstanceSpec, u32)| placements_overlap((*start, profile.size), (other.start, *size));

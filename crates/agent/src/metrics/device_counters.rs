@@ -105,7 +105,8 @@ impl DeviceCounters {
         }
     }
 
-    /// Counts `count` if the index of its device is known, and otherwise stores `count` until the index is known.
+    /// Counts `count` if the index of its device is known, and otherwise stores `count` until the
+    /// index is known.
     fn apply_count(&self, state: &mut CounterState, count: EarlyCount) {
         let Some(label) = state.devices.get(count.device()).cloned() else {
             if state.early.len() < MAX_EARLY_COUNTS {

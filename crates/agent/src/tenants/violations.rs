@@ -13,8 +13,9 @@ use crate::cgroup::ProcessOwner;
 /// MPS and NVML count a context differently. On an H200 with driver 580, NVML shows 274 MiB for a
 /// client that has allocated nothing. For the same client, MPS counts from 57 MiB (8 SMs) to 514
 /// MiB (132 SMs) against its limit. For a client at its MPS limit, NVML therefore shows up to 217
-/// MiB more than the limit. The tolerance applies once to each container, not once to each process:
-/// the contexts of all its processes must fit into its shares, like all other memory.
+/// MiB more than the limit. The tolerance applies once to each container, not to each process. The
+/// contexts of the container's other processes must fit into the memory of its shares, like all
+/// other memory.
 pub const MEMORY_TOLERANCE_MIB: u64 = 256;
 
 const BYTES_PER_MIB: u64 = 1 << 20;

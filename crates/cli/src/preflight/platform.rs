@@ -1,8 +1,8 @@
 //! Detects the platform of a node and the location of its driver.
 use super::facts::Node;
 
-/// A Kubernetes distribution with its operating system. Distinguishes only platforms that need
-/// different chart values.
+/// A Kubernetes distribution with its operating system. Two platforms differ in their values file
+/// or in their kubelet directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Platform {
     Gke,

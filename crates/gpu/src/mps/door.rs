@@ -58,8 +58,8 @@ pub(crate) struct Door {
     admitted: Cell<u64>,
     refused: Cell<u64>,
     waiting: Cell<u32>,
-    /// Device and inode of the socket. These numbers show whether the socket was removed from the
-    /// file system.
+    /// Device number and inode number of the socket's file. These numbers show whether the socket
+    /// was removed from the file system.
     inode: Cell<Option<(u64, u64)>>,
     connections: Arc<Semaphore>,
     server_connections: Arc<Semaphore>,

@@ -1,8 +1,8 @@
 //! Finds MPS processes in `/proc` and reads their state. Kills processes of an earlier MPS host.
 //!
-//! A file that cannot be read is an error and never means that there is no process. Two cases are no
-//! errors, because they must not prevent the start or stop of other devices' daemons: a process that
-//! hangs in the driver, whose environment hangs too, and a process of another owner, whose
+//! A file that cannot be read is an error and never means that there is no process. Two cases are
+//! no errors, because they must not prevent the start or stop of other devices' daemons: a process
+//! that hangs in the driver, whose environment hangs too, and a process of another owner, whose
 //! environment may not be read.
 use std::io;
 use std::path::{Path, PathBuf};

@@ -159,7 +159,8 @@ impl Socket {
     }
 
     /// Receives a packet of any length, with the sender's credentials. If the packet carries
-    /// descriptors, the kernel drops them and attests no credentials.
+    /// descriptors, the kernel drops them and marks the control data as truncated. The returned
+    /// packet then has no credentials, because nix does not parse truncated control data.
     pub(crate) async fn recv_any_length_with_credentials(&self) -> io::Result<Option<Packet>> {
         self.read(|fd| recv_credentials(fd, next_packet_bytes(fd)?)).await
     }

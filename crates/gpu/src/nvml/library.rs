@@ -176,8 +176,8 @@ impl Library {
         kept_closed && self.0.open_sessions.load(Ordering::SeqCst) == 0
     }
 
-    /// Returns the duration of the longest call in progress, or zero if no call is in progress. A
-    /// call that hangs keeps its session open.
+    /// Returns the duration of the longest call in progress, or zero if no call is in progress.
+    /// While a call hangs, its session stays open, so the library cannot close.
     pub fn longest_call(&self) -> Duration {
         lock(&self.0.calls).since.values().min().map_or(Duration::ZERO, Instant::elapsed)
     }

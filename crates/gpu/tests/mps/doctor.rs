@@ -193,7 +193,7 @@ fn the_doctor_starts_nothing_on_a_gpu_in_use() {
     let before = node.daemon_status(0);
     let (status, report) = run_doctor_with_client(&node);
     assert_eq!((status, checks_with_verdict(&report, "notTested").len()), (Some(0), verdicts(&report).len()));
-    assert!(report["skipReason"].as_str().unwrap().contains("Cleave shares the GPU with MPS"), "{report:#}");
+    assert!(report["skipReason"].as_str().unwrap().contains("Cleave runs an MPS daemon for the GPU"), "{report:#}");
     assert_eq!(report["gpu"]["model"], "NVIDIA H200");
     // The daemon runs, but the desired file does not exist.
     fs::remove_file(node.paths.desired()).unwrap();

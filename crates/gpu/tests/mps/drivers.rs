@@ -102,7 +102,7 @@ fn a_client_that_waited_while_the_handshake_was_unknown_is_limited_once_it_is_kn
 }
 
 #[test]
-fn unknown_replies_of_a_driver_that_was_not_measured_close_its_doors() {
+fn unknown_replies_of_a_driver_that_was_not_measured_close_the_daemons_doors() {
     let node = start_node_with_fault(UNKNOWN_REPLY_FAULT, "570.124.06", false);
     node.wait_for_state(0, DaemonState::Active);
     let mut waits = node.start_client(ALLOCATION_A, &[]);

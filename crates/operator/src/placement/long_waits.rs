@@ -50,7 +50,7 @@ pub(super) fn reserve<'a>(
     let candidates: BTreeMap<&str, &Candidate<'_>> = candidates.iter().map(|one| (one.name.as_str(), one)).collect();
     let (running, futile) = (OnceCell::new(), BTreeSet::new());
     let mut waits = LongWaits { search, candidates: &candidates, input, queue, running, futile };
-    let reserved = pass.reserve_for_long_waits(ledger, |ledger, pool, id| waits.find(ledger, pool, id));
+    let reserved = pass.nominate_for_long_waits(ledger, |ledger, pool, id| waits.find(ledger, pool, id));
     for (name, node) in reserved {
         if let Some(&candidate) = candidates.get(name) {
             search.nominate(candidate, &node);

@@ -101,9 +101,9 @@ impl<'w> QuotaPass<'w> {
         }
     }
 
-    /// Reserves room for pods that have waited long; see [`reserved_for_long_waits`]. `find` finds
+    /// Nominates pods that have waited long; see [`reserved_for_long_waits`]. `find` finds
     /// the devices on which such a pod can run. Returns the pods and their nodes.
-    pub(super) fn reserve_for_long_waits(
+    pub(super) fn nominate_for_long_waits(
         &mut self,
         ledger: &mut Ledger,
         mut find: impl FnMut(&Ledger, &'w PoolWorld, PodId) -> LongWait,

@@ -19,7 +19,8 @@ pub(super) enum TurnOrder {
 }
 
 impl TurnOrder {
-    /// `names` are sorted by priority and age.
+    /// Returns the order of turns for the waiting pods with these names. `names` must be sorted by
+    /// priority and age.
     pub(super) fn new<'n>(quotas: Option<&QuotaPass<'_>>, names: impl ExactSizeIterator<Item = &'n str>) -> Self {
         match quotas {
             None => Self::Sorted(0..names.len()),

@@ -58,7 +58,9 @@ pub(crate) struct Actions {
     pub next: Option<Duration>,
 }
 
-/// Written conditions and evictions, until the watches deliver them.
+/// Remembers the last written condition and the last eviction of each pod. For [`WATCH_LAG`] after
+/// a write, a written condition takes precedence over the watched pod. An eviction is retried after
+/// [`EVICTION_RETRY_DELAY`].
 #[derive(Debug, Default)]
 pub(crate) struct FindingTracker {
     /// Written conditions and when they were written, by pod UID.

@@ -21,8 +21,8 @@ use super::world::PodId;
 pub enum Kind {
     /// The pod is within its quota's guarantee, and evicts borrowing pods of other quotas.
     Reclaim,
-    /// The pod borrows, and evicts borrowing pods of quotas that borrow more, even after the
-    /// eviction.
+    /// The pod borrows, and evicts borrowing pods of other quotas. After the eviction, the shares
+    /// of these quotas are still at least as high as the share of the pod's quota.
     FairShare,
     /// The pod evicts pods of lower priority of its own quota. If its priority overrides quotas, it
     /// evicts pods of lower priority of all enforced quotas.

@@ -54,8 +54,8 @@ pub enum Wait {
     NoGpuFits,
     /// Pods of the pod's gang are missing.
     GangIncomplete,
-    /// Other pods come first. Either the pass has searched victims for the maximum number of pods,
-    /// or an equally important pod of the same quota has waited long.
+    /// Other pods come first. Either the pass has already searched for victims for the maximum
+    /// number of pods, or a pod of the same quota that is at least as important has a reservation.
     Later,
 }
 

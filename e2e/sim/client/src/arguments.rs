@@ -43,8 +43,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "MS")]
     pub(crate) kernel_ms: Option<f64>,
 
-    /// Run kernels for this number of seconds, or "forever". Prints {"launched":true,…} at the
-    /// start, and a line at the end
+    /// Run kernels for this number of seconds, or "forever". With --kernel-ms, prints
+    /// {"launched":true,…} at the start, and {"iterations":…,…} at the end
     #[arg(long, value_name = "SECONDS")]
     pub(crate) busy: Option<StepDuration>,
 

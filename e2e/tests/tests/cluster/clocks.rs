@@ -173,8 +173,8 @@ fn clock_jumps_lose_no_share_reservation_or_grace_period_and_restart_nothing() -
         scope.wait_until_running(name)?;
         scope.client_report(name)?;
     }
-    // The operator releases this pod, but its volume does not exist, so the scheduler finds no
-    // node. The pod's reservation lasts for minutes.
+    // The operator releases this pod, but its PersistentVolumeClaim does not exist, so the
+    // scheduler finds no node. The pod's reservation lasts for minutes.
     let mut reserved = pod("reserved", &json!({SHARES_RESOURCE: 10}), HOLD_CLIENT_SCRIPT);
     reserved["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
     reserved["spec"]["volumes"] = json!([{"name": "nobody", "persistentVolumeClaim": {"claimName": "nobody"}}]);

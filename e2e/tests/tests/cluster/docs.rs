@@ -18,7 +18,7 @@ use crate::health::cleave_path;
 use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, wait_until_advertised};
 
 /// Timeout of one block, in seconds. The slowest block waits a minute for a pod.
-const BLOCK_SECONDS: u64 = 90;
+const BLOCK_TIMEOUT_SECONDS: u64 = 90;
 /// Maximum time until a block that is marked `retry` prints the output that the page shows.
 const RETRY_TIMEOUT: Duration = Duration::from_secs(30);
 /// The namespace of the demo's pods, which the commands in the tutorial use.
@@ -187,7 +187,7 @@ fn run_block(block: &CodeBlock) -> Result<()> {
     let directory = program.parent().context("cleave has no directory")?;
     let path = format!("{}:{}", directory.display(), std::env::var("PATH").unwrap_or_default());
     let output = Command::new("timeout")
-        .args([&BLOCK_SECONDS.to_string(), "bash", "-euc", &script])
+        .args([&BLOCK_TIMEOUT_SECONDS.to_string(), "bash", "-euc", &script])
         .current_dir(repository_root())
         .env("PATH", path)
         .stdin(Stdio::null())

@@ -108,8 +108,8 @@ fn a_pod_that_no_gpu_can_ever_serve_is_reported_as_unschedulable() -> Result<()>
     })?;
     ensure!(condition["status"] == "False", "{condition}");
     wait_for_event(&scope, "eleven", "the largest has 10")?;
-    // The released pod requires a node affinity that names no node, so the size of the pod object
-    // does not depend on the number of nodes.
+    // The released pod's required node affinity names no node, so the size of the pod object does
+    // not depend on the number of nodes.
     let affinity = cluster.get(&scope.pod_path("eleven"))?["spec"]["affinity"].to_string();
     ensure!(!affinity.contains("kubernetes.io/hostname") && !affinity.contains("NotIn"), "{affinity}");
     Ok(())

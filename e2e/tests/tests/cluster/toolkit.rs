@@ -1,6 +1,6 @@
 //! Tests Cleave with NVIDIA's container toolkit on node1. `e2e/toolkit/test` runs these tests once
-//! for each layout, on a cluster that the other tests cannot use, because node1 has two H100-80 and
-//! an installed driver.
+//! for each layout. The other tests cannot use this cluster, because node1 has two H100-80 and an
+//! installed driver.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Scope, pod, wait_until};
 use serde_json::{Value, json};

@@ -198,7 +198,7 @@ fn an_impossible_spec_is_refused_and_changes_nothing() {
     node.run();
     for (bad, expected) in [
         (&[("9g.90gb", 0, 0)][..], "no MIG profile 9g.90gb"),
-        (&[("3g.40gb", 2, 0)][..], "cannot be at 2"),
+        (&[("3g.40gb", 2, 0)][..], "cannot start at memory slice 2"),
         (&[("3g.40gb", 0, 0), ("1g.10gb", 3, 0)][..], "overlap"),
         (&[("1g.10gb", 3, 0), ("1g.10gb", 3, 0)][..], "overlap"),
         (&[("1g.10gb", 3, 49)][..], "49 MPS shares"),

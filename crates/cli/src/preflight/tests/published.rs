@@ -25,7 +25,7 @@ fn read_yaml(path: &str) -> Value {
 
 #[test]
 fn supported_versions_equal_those_of_the_chart_and_the_cluster_tests() {
-    let chart = read_yaml("charts/cleave/Chart.read_yaml");
+    let chart = read_yaml("charts/cleave/Chart.yaml");
     assert_eq!(chart["kubeVersion"], format!(">={OLDEST_SUPPORTED}.0-0"));
     // All cluster tests run on the Kubernetes version in go.mod. `make test-versions` adds results
     // of other versions.
@@ -40,7 +40,7 @@ fn supported_versions_equal_those_of_the_chart_and_the_cluster_tests() {
 
 #[test]
 fn constants_about_the_chart_equal_its_values() {
-    let values = read_yaml("charts/cleave/values.read_yaml");
+    let values = read_yaml("charts/cleave/values.yaml");
     let labels: Vec<Value> = GPU_LABELS
         .iter()
         .map(|(label, value)| json!(value.map_or((*label).to_owned(), |value| format!("{label}={value}"))))
@@ -57,7 +57,7 @@ fn constants_about_the_chart_equal_its_values() {
 
 #[test]
 fn the_labels_of_talos_equal_those_of_its_values_file() {
-    let file = read_yaml("charts/cleave/platforms/talos.read_yaml");
+    let file = read_yaml("charts/cleave/platforms/talos.yaml");
     let labels: Vec<&str> = file["nodes"]["gpuLabels"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
     let own = labels.into_iter().filter(|label| label.starts_with("extensions.talos.dev/"));
     assert_eq!(own.collect::<Vec<_>>(), TALOS_GPU_LABELS);
@@ -67,7 +67,7 @@ fn the_labels_of_talos_equal_those_of_its_values_file() {
 fn each_values_file_that_preflight_names_exists() {
     let files = Platform::ALL.into_iter().filter_map(Platform::values_file);
     for file in files.chain(["gpu-operator"]) {
-        repository_file(&format!("charts/cleave/platforms/{file}.read_yaml"));
+        repository_file(&format!("charts/cleave/platforms/{file}.yaml"));
     }
 }
 
@@ -88,7 +88,7 @@ fn reports_with_values() -> Vec<Report> {
 
 #[test]
 fn each_suggested_value_exists_in_the_chart() {
-    let chart = read_yaml("charts/cleave/values.read_yaml");
+    let chart = read_yaml("charts/cleave/values.yaml");
     let reports = reports_with_values();
     let paths: BTreeSet<&String> = reports.iter().flat_map(|report| report.values.keys()).collect();
     assert!(paths.len() >= 6, "{paths:?}");
@@ -100,7 +100,7 @@ fn each_suggested_value_exists_in_the_chart() {
 
 #[test]
 fn the_role_of_the_job_allows_exactly_the_lists_that_preflight_reads() {
-    let manifest: Vec<Value> = serde_saphyr::from_multiple(&repository_file("deploy/preflight.read_yaml")).unwrap();
+    let manifest: Vec<Value> = serde_saphyr::from_multiple(&repository_file("deploy/preflight.yaml")).unwrap();
     let role = manifest.iter().find(|object| object["kind"] == "ClusterRole").unwrap();
     let mut allowed = BTreeSet::new();
     for rule in role["rules"].as_array().unwrap() {
@@ -116,7 +116,7 @@ fn the_role_of_the_job_allows_exactly_the_lists_that_preflight_reads() {
 
 #[test]
 fn the_job_satisfies_the_restricted_standard() {
-    let manifest: Vec<Value> = serde_saphyr::from_multiple(&repository_file("deploy/preflight.read_yaml")).unwrap();
+    let manifest: Vec<Value> = serde_saphyr::from_multiple(&repository_file("deploy/preflight.yaml")).unwrap();
     let of_kind = |kind: &str| manifest.iter().find(|object| object["kind"] == kind).unwrap();
     let job = of_kind("Job");
     let pod = &job["spec"]["template"]["spec"];
@@ -131,7 +131,7 @@ fn the_job_satisfies_the_restricted_standard() {
     assert_eq!(container["securityContext"]["capabilities"], json!({"drop": ["ALL"]}));
     assert_eq!(container["command"], json!(["/usr/bin/cleave", "preflight"]));
     let image = container["image"].as_str().unwrap();
-    assert!(repository_file("deploy/manifests.read_yaml").contains(&format!("image: {image}\n")), "{image}");
+    assert!(repository_file("deploy/manifests.yaml").contains(&format!("image: {image}\n")), "{image}");
 
     let subject = &of_kind("ClusterRoleBinding")["subjects"][0];
     let account = &of_kind("ServiceAccount")["metadata"];

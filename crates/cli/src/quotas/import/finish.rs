@@ -97,7 +97,10 @@ fn build(draft: &Draft, name: &str) -> Result<GpuQuota, String> {
     };
     if let Some(names) = &namespaces {
         if names.len() > MAX_NAMESPACES {
-            return Err(format!("has {} namespaces, and a GpuQuota has at most {MAX_NAMESPACES}", names.len()));
+            return Err(format!(
+                "has {} namespaces, but a GpuQuota has at most {MAX_NAMESPACES}. Split the quota, or select the namespaces by label",
+                names.len()
+            ));
         }
         if let Some(bad) = names.iter().find(|name| !is_dns_name(name, MAX_NAMESPACE_LENGTH, false)) {
             return Err(format!("{bad:?} is not a valid name of a namespace"));

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::model::Refusal;
 
-/// API groups of Nos. The first releases of Nos used the second group.
+/// API groups of Nos. Nos used the second group in January 2023, before the tag 0.1.0.
 pub(super) const NOS_GROUPS: [&str; 2] = ["nos.nebuly.com", "nos.nebuly.ai"];
 /// API group of Kueue.
 pub(super) const KUEUE_GROUP: &str = "kueue.x-k8s.io";

@@ -73,8 +73,8 @@ fn origin_of(quota: &Object<NosSpec>, is_composite: bool) -> String {
     format!("{kind} {namespace}/{}", quota.metadata.name)
 }
 
-/// Returns the namespaces of a quota. Returns the reason as an error if the quota has no namespace,
-/// or if another quota has the same namespace.
+/// Returns the namespaces of a quota. Returns the reason as an error if a CompositeElasticQuota
+/// lists no namespaces, or if another quota already has one of the namespaces.
 fn namespaces_of(
     quota: &Object<NosSpec>,
     is_composite: bool,

@@ -369,9 +369,9 @@ mod tests {
     use super::*;
 
     const H200: TestedGpu = TestedGpu { sms: 132, compute_mode: Some(ComputeMode::Default) };
-    const HALF_LIMIT: LimitedView =
+    const FIFTY_PERCENT_LIMIT: LimitedView =
         LimitedView { percent: 50, limit_mib: 8192, view: GpuView { sms: 66, free_mib: 7921 } };
-    const FIFTH_LIMIT: LimitedView =
+    const TWENTY_PERCENT_LIMIT: LimitedView =
         LimitedView { percent: 20, limit_mib: 4096, view: GpuView { sms: 26, free_mib: 3973 } };
     const SERVER_PID: u32 = 17;
 
@@ -411,23 +411,26 @@ mod tests {
             log: TestOutcome::Observed(log),
             listed_by_mps: TestOutcome::Observed(true),
             listed_by_nvml: TestOutcome::Observed(Some(true)),
-            bound: TestOutcome::Observed([HALF_LIMIT, FIFTH_LIMIT]),
+            bound: TestOutcome::Observed([FIFTY_PERCENT_LIMIT, TWENTY_PERCENT_LIMIT]),
             rounding: TestOutcome::Observed(vec![(1, 8), (10, 12), (33, 42), (90, 118), (100, 132)]),
             lowered: TestOutcome::Observed(LoweredLimits {
-                set: HALF_LIMIT,
-                requested_more: HALF_LIMIT.view,
-                requested_less: FIFTH_LIMIT,
+                set: FIFTY_PERCENT_LIMIT,
+                requested_more: FIFTY_PERCENT_LIMIT.view,
+                requested_less: TWENTY_PERCENT_LIMIT,
             }),
             memory: TestOutcome::Observed(AllocationResults { limit_mib: 8192, half: Ok(()), all: Err(2) }),
-            escape: TestOutcome::Observed(LimitedView { view: GpuView { sms: 66, free_mib: 142_815 }, ..HALF_LIMIT }),
-            users: TestOutcome::Observed(HALF_LIMIT),
-            link: TestOutcome::Observed(HALF_LIMIT),
+            escape: TestOutcome::Observed(LimitedView {
+                view: GpuView { sms: 66, free_mib: 142_815 },
+                ..FIFTY_PERCENT_LIMIT
+            }),
+            users: TestOutcome::Observed(FIFTY_PERCENT_LIMIT),
+            link: TestOutcome::Observed(FIFTY_PERCENT_LIMIT),
             terminated: TestOutcome::Observed(ClientTermination {
                 answer: "0".to_owned(),
                 client: Err(810),
                 neighbour: Ok(()),
             }),
-            defaults: TestOutcome::Observed(HALF_LIMIT),
+            defaults: TestOutcome::Observed(FIFTY_PERCENT_LIMIT),
             no_control: TestOutcome::Observed(Ok(GpuView { sms: 132, free_mib: 142_575 })),
         }
     }
@@ -514,28 +517,34 @@ mod tests {
 
     #[test]
     fn limits_that_do_not_apply_differ() {
-        let more_sms = LimitedView { view: GpuView { sms: 132, ..HALF_LIMIT.view }, ..HALF_LIMIT };
-        let more_memory = LimitedView { view: GpuView { free_mib: 100_000, ..HALF_LIMIT.view }, ..HALF_LIMIT };
-        let no_memory = LimitedView { view: GpuView { free_mib: 100, ..HALF_LIMIT.view }, ..HALF_LIMIT };
+        let more_sms = LimitedView { view: GpuView { sms: 132, ..FIFTY_PERCENT_LIMIT.view }, ..FIFTY_PERCENT_LIMIT };
+        let more_memory =
+            LimitedView { view: GpuView { free_mib: 100_000, ..FIFTY_PERCENT_LIMIT.view }, ..FIFTY_PERCENT_LIMIT };
+        let no_memory =
+            LimitedView { view: GpuView { free_mib: 100, ..FIFTY_PERCENT_LIMIT.view }, ..FIFTY_PERCENT_LIMIT };
         for other in [more_sms, more_memory, no_memory] {
             assert_eq!(
-                differing_checks_after(|seen| seen.bound = TestOutcome::Observed([other, FIFTH_LIMIT])),
+                differing_checks_after(|seen| seen.bound = TestOutcome::Observed([other, TWENTY_PERCENT_LIMIT])),
                 ["limits"]
             );
             assert_eq!(
-                differing_checks_after(|seen| seen.bound = TestOutcome::Observed([FIFTH_LIMIT, other])),
+                differing_checks_after(|seen| seen.bound = TestOutcome::Observed([TWENTY_PERCENT_LIMIT, other])),
                 ["limits"]
             );
             assert_eq!(differing_checks_after(|seen| seen.defaults = TestOutcome::Observed(other)), ["defaults"]);
             assert_eq!(differing_checks_after(|seen| seen.users = TestOutcome::Observed(other)), ["users"]);
             assert_eq!(differing_checks_after(|seen| seen.link = TestOutcome::Observed(other)), ["link"]);
-            let raised = LoweredLimits { set: HALF_LIMIT, requested_more: other.view, requested_less: FIFTH_LIMIT };
+            let raised = LoweredLimits {
+                set: FIFTY_PERCENT_LIMIT,
+                requested_more: other.view,
+                requested_less: TWENTY_PERCENT_LIMIT,
+            };
             assert_eq!(differing_checks_after(|seen| seen.lowered = TestOutcome::Observed(raised)), ["lower"]);
         }
         let deaf = LoweredLimits {
-            set: HALF_LIMIT,
-            requested_more: HALF_LIMIT.view,
-            requested_less: LimitedView { view: HALF_LIMIT.view, ..FIFTH_LIMIT },
+            set: FIFTY_PERCENT_LIMIT,
+            requested_more: FIFTY_PERCENT_LIMIT.view,
+            requested_less: LimitedView { view: FIFTY_PERCENT_LIMIT.view, ..TWENTY_PERCENT_LIMIT },
         };
         assert_eq!(differing_checks_after(|seen| seen.lowered = TestOutcome::Observed(deaf)), ["lower"]);
         assert_eq!(
@@ -550,10 +559,10 @@ mod tests {
 
     #[test]
     fn a_limit_that_programs_can_no_longer_exceed_differs() {
-        assert_eq!(differing_checks_after(|seen| seen.escape = TestOutcome::Observed(HALF_LIMIT)), ["escape"]);
+        assert_eq!(differing_checks_after(|seen| seen.escape = TestOutcome::Observed(FIFTY_PERCENT_LIMIT)), ["escape"]);
         assert_eq!(differing_checks_after(|seen| seen.no_control = TestOutcome::Observed(Err(805))), ["no control"]);
         assert_eq!(
-            differing_checks_after(|seen| seen.no_control = TestOutcome::Observed(Ok(HALF_LIMIT.view))),
+            differing_checks_after(|seen| seen.no_control = TestOutcome::Observed(Ok(FIFTY_PERCENT_LIMIT.view))),
             ["no control"]
         );
         let exclusive = TestedGpu { compute_mode: Some(ComputeMode::ExclusiveProcess), ..H200 };

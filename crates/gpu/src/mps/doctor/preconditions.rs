@@ -105,7 +105,10 @@ fn reason_to_assume_cleave_uses_gpu(run: &Path, uuid: &str) -> Option<String> {
     };
     match desired {
         Ok(desired) if !desired.daemons.contains_key(uuid) => None,
-        Ok(_) => Some(format!("Cleave shares the GPU with MPS ({})", path.display())),
+        Ok(_) => Some(format!(
+            "Cleave runs an MPS daemon for the GPU ({}); remove the GPU from its policy first",
+            path.display()
+        )),
         Err(invalid) => Some(format!("failed to determine whether Cleave uses the GPU: {invalid}")),
     }
 }
@@ -180,7 +183,7 @@ mod tests {
         let daemon = r#"{"multiUser":true,"exclusive":false,"defaultThreads":null,"defaultMemoryMib":null}"#;
         let desired = format!(r#"{{"version":1,"daemons":{{"GPU-1":{daemon}}},"allocations":{{}}}}"#);
         std::fs::write(&path, desired).unwrap();
-        assert!(reason_to_assume_cleave_uses_gpu(run.path(), "GPU-1").unwrap().contains("Cleave shares the GPU"));
+        assert!(reason_to_assume_cleave_uses_gpu(run.path(), "GPU-1").unwrap().contains("Cleave runs an MPS daemon"));
         assert_eq!(reason_to_assume_cleave_uses_gpu(run.path(), "GPU-2"), None);
         std::fs::write(&path, "junk").unwrap();
         assert!(reason_to_assume_cleave_uses_gpu(run.path(), "GPU-2").unwrap().contains("failed to determine"));

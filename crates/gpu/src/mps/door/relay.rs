@@ -51,8 +51,9 @@ pub(super) async fn relay(client: &Socket, server: &Socket) {
 impl Door {
     /// Waits until the daemon serves, then relays all packets unchanged between a client and a
     /// daemon with an unknown handshake. Returns false without a relay if the serving daemon's
-    /// handshake is known: the door can then enforce limits. Returns true once the client has
-    /// disconnected.
+    /// handshake is known: the door can then enforce limits. Returns true once the connection is
+    /// finished: the client or the daemon has disconnected, the daemon cannot be reached, or no
+    /// packet arrived for a long time.
     pub(super) async fn relay_to_advisory_daemon(&self, client: &Socket) -> bool {
         let waiting = WaitingConnection::new(self);
         let mut phase = self.device.subscribe_to_phase();

@@ -62,7 +62,7 @@ fn main() -> Result<()> {
             // Wait before creating pods, because a kubelet permanently rejects pods that it
             // receives during a disruption. The cluster tests measure these rejections, and
             // docs/explanation/placement.md describes them.
-            if wait_until_idle(&scope, &mut tracker)? {
+            if wait_until_no_pod_is_in_transit(&scope, &mut tracker)? {
                 let since = Timestamp::now();
                 let disruption = chaos.disrupt(&cluster, &mut random)?;
                 let (what, node) = (&disruption.what, &disruption.node);
@@ -202,7 +202,7 @@ fn create_and_delete_pods(scope: &Scope, random: &mut Random, tracker: &mut Trac
 }
 
 /// Waits up to 5 s until no pod is in transit to a node. Returns false on timeout.
-fn wait_until_idle(scope: &Scope, tracker: &mut Tracker) -> Result<bool> {
+fn wait_until_no_pod_is_in_transit(scope: &Scope, tracker: &mut Tracker) -> Result<bool> {
     let until = Instant::now() + Duration::from_secs(5);
     loop {
         let observation = Observation::read(scope)?;

@@ -53,8 +53,8 @@ fn a_gang_within_its_guarantee_reclaims_units_for_all_of_its_pods() {
 /// The kubelet stops listing a pod before the agent reports that the pod's shares are free.
 #[test]
 fn nobody_else_is_evicted_for_a_gang_while_the_shares_of_its_victims_are_used_but_not_listed() {
-    let mut case = Case::new(3, &[("a", json!({"min": 20})), ("b", json!({}))])
-        .running(&[(("b1", "b", 10, 0), 0), (("b2", "b", 10, 0), 1), (("b3", "b", 10, 0), 2)])
+    let mut case = Case::new(4, &[("a", json!({"min": 20})), ("b", json!({}))])
+        .running(&[(("b1", "b", 10, 0), 0), (("b2", "b", 10, 0), 1), (("b3", "b", 10, 0), 2), (("b4", "b", 10, 0), 3)])
         .waiting(&[("g1", "a", 10, 0), ("g2", "a", 10, 0)])
         .gang("a", "train", 2, &["g1", "g2"]);
     case.ending = Ending::Unlisted;

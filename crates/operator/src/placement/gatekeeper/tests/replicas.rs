@@ -131,7 +131,8 @@ fn a_policy_or_an_annotation_packs_replicas() {
     assert_eq!(count_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 4, "another value has no effect");
 }
 
-/// Returns a cluster in which pods of 6 and 4 shares run on a node without free GPUs.
+/// Returns a cluster with the node `n1`, whose two GPUs have 10 and 6 free shares. 60 pods of 6 or
+/// 4 shares already run on a node that is not in the cluster.
 fn cluster_with_past_pods() -> TestCluster {
     let mut world = TestCluster::default();
     for at in 0..60 {

@@ -129,7 +129,8 @@ fn fits(wanted: &[u32], free: &[u32]) -> bool {
     })
 }
 
-/// Checks that the pods of no controller are evicted repeatedly.
+/// Checks that at most four pods of each controller were evicted since `before`. Skips controllers
+/// whose pods have new volumes.
 pub(super) fn no_controller_is_evicted_repeatedly(
     simulation: &Simulation,
     before: &BTreeMap<String, usize>,
