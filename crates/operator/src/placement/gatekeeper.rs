@@ -33,7 +33,7 @@ use super::stranded::{self, PlacedReport, StrandedActions, StrandedPods};
 use super::unanswered::UnansweredReleases;
 use super::unbound::unbound_pods;
 use super::unlisted::UnlistedUnits;
-use super::{learning, mps_hosts};
+use super::{learning, long_waits, mps_hosts};
 use crate::evict::EvictionResult;
 use crate::pod_store::PodChanges;
 use crate::pods::{PodObject, full_name};
@@ -444,6 +444,7 @@ impl Gatekeeper {
         self.claims.remove_ended_pods(ledger, &present, maybe_deleted, now.up);
         present.append(&mut successors);
         let arrived = self.queue.update(&present, &waiting, now.up);
+        self.queue.record_other_gates(unsettled);
         ledger.synchronize(&mut self.chooser);
         learning::count_arrived_pods(&mut self.chooser, &self.nodes, &arrived);
         for name in &settled {
@@ -586,7 +587,7 @@ impl Gatekeeper {
                 input.now.epoch,
             );
         }
-        let mut worlds = QuotaWorlds::new(
+        let worlds = QuotaWorlds::new(
             (input.cluster, nodes),
             (tracker, ledger),
             candidates.iter().map(|candidate| (candidate.name.as_str(), candidate.pod)),
@@ -594,22 +595,22 @@ impl Gatekeeper {
             (&self.quotas, input.now.epoch),
         )
         .filter(QuotaWorlds::are_enforced);
-        if let Some(worlds) = &mut worlds {
-            if let Some(Moment(until)) = worlds.next_gang {
-                actions.requeue_in(Duration::from_secs(until.saturating_sub(input.now.epoch)));
-            }
-            worlds.find_long_waits(input.cluster, candidates.iter().map(|one| one.for_long_wait(nodes)));
+        if let Some(Moment(until)) = worlds.as_ref().and_then(|worlds| worlds.next_gang) {
+            actions.requeue_in(Duration::from_secs(until.saturating_sub(input.now.epoch)));
         }
         let unbound = worlds.as_ref().map(|worlds| {
             unbound_pods(ledger, (tracker, claims), &evictability, |node| worlds.is_in_enforced_pool(node))
         });
         let unbound = unbound.unwrap_or_default();
-        let quotas = worlds.as_ref().map(|worlds| QuotaPass::new(worlds, ledger));
+        let mut quotas = worlds.as_ref().map(|worlds| QuotaPass::new(worlds, ledger));
+        let mut search = PlacementSearch::new(input, (nodes, tracker, &*claims), ledger, chooser);
+        if let Some(pass) = &mut quotas {
+            long_waits::reserve(pass, (ledger, &mut search), &candidates, (input, queue));
+        }
         let order = TurnOrder::new(quotas.as_ref(), candidates.iter().map(|candidate| candidate.name.as_str()));
         let offers = AllowedUnits::of_policies(input.cluster.policies.iter().map(AsRef::as_ref));
         let mut decisions = Decisions {
-            search: PlacementSearch::new(input, (nodes, tracker, &*claims), ledger, chooser)
-                .with_quotas(worlds.as_ref()),
+            search: search.with_quotas(worlds.as_ref()),
             preemption: PreemptionSearch::new((nodes, tracker, unlisted), evictability, claims, preemptors, up)
                 .with_unbound(unbound),
             returning: returning.units(nodes, (ledger, claims), up, actions),

@@ -54,6 +54,7 @@ mod gatekeeper;
 mod growth;
 mod handover;
 mod learning;
+mod long_waits;
 mod mps_hosts;
 mod nodes;
 mod other_nodes;

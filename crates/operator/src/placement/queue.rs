@@ -4,6 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use cleave_api::names::GATE;
 use cleave_plan::ledger::Ledger;
 
 use super::actions::Actions;
@@ -23,15 +24,17 @@ pub(super) const MISSING_TIME: Duration = Duration::from_secs(60);
 /// Maximum length of a reported message of the API server, in characters.
 const MAX_MESSAGE_CHARS: usize = 300;
 
-/// Pods at the gate, by name.
+/// Pods at the gate, by name, and the UIDs of pods that have scheduling gates of others.
 #[derive(Debug, Default)]
-pub(super) struct Queue(BTreeMap<String, GatedPod>);
+pub(super) struct Queue(BTreeMap<String, GatedPod>, BTreeSet<String>);
 
 /// A pod at the gate. Times are durations since the process started.
 #[derive(Debug)]
 struct GatedPod {
     uid: String,
     since: Duration,
+    /// Whether the pod had another scheduling gate until then.
+    had_other_gate: bool,
     /// When the pod became unplaceable. `None` if the pod is placeable or the obstacle is
     /// temporary.
     unplaceable_since: Option<Duration>,
@@ -68,6 +71,7 @@ impl Queue {
             let new = || GatedPod {
                 uid: uid.clone(),
                 since: up,
+                had_other_gate: self.1.contains(&uid),
                 unplaceable_since: None,
                 refused: None,
                 missing_until: None,
@@ -78,6 +82,20 @@ impl Queue {
             }
         }
         arrived
+    }
+
+    /// Records which pods have other scheduling gates too.
+    pub(super) fn record_other_gates(&mut self, pods: &[&PodObject]) {
+        let has_other_gate =
+            |pod: &&&PodObject| pod.node().is_none() && pod.spec.scheduling_gates.iter().any(|gate| gate.name != GATE);
+        self.1 = pods.iter().filter(has_other_gate).filter_map(|pod| pod.uid()).collect();
+    }
+
+    /// Returns how long ago the last other scheduling gate of a pod was removed. Returns `None` if
+    /// this process has not seen the pod with another gate.
+    pub(super) fn time_since_other_gates(&self, name: &str, up: Duration) -> Option<Duration> {
+        let gated = self.0.get(name).filter(|gated| gated.had_other_gate)?;
+        Some(up.saturating_sub(gated.since))
     }
 
     /// Returns how long a pod has waited.
@@ -190,8 +208,14 @@ mod tests {
         let mut queue = Queue::default();
         for (at, name) in ["c", "a", "b", "d"].into_iter().enumerate() {
             let since = Duration::from_secs(at as u64);
-            let gated =
-                GatedPod { uid: String::new(), since, unplaceable_since: None, refused: None, missing_until: None };
+            let gated = GatedPod {
+                uid: String::new(),
+                since,
+                had_other_gate: false,
+                unplaceable_since: None,
+                refused: None,
+                missing_until: None,
+            };
             queue.0.insert(name.to_owned(), gated);
         }
         let seconds = Duration::from_secs;

@@ -7,8 +7,9 @@ use std::time::Duration;
 use cleave_plan::ledger::{Fits, Holder, Holders, Ledger, Moment, Nomination, Preemption, Rank, Reservation};
 use cleave_plan::quota::{Amount, Book, Class, Kind, Owner, Place, Pod, PodId, Rights, Wait, reserved_for_long_waits};
 
+use super::long_waits::LongWait;
 use super::quota_reports::label_of;
-use super::quotas::{LongWait, PoolWorld, QuotaWorlds};
+use super::quotas::{PoolWorld, QuotaWorlds};
 use crate::pods::PodObject;
 use crate::quotas::charge::is_mig;
 
@@ -73,7 +74,7 @@ pub(super) struct QuotaPass<'w> {
 
 impl<'w> QuotaPass<'w> {
     /// Starts a reconcile. Sets the ranks of all nominated pods. Withdraws the nominations of
-    /// incomplete gangs. Nominates pods that have waited long.
+    /// incomplete gangs.
     pub(super) fn new(worlds: &'w QuotaWorlds, ledger: &mut Ledger) -> Self {
         let books = worlds.pools.iter().map(|pool| Book::new(&pool.world, worlds.now)).collect();
         let (long_waits, own_use) = (BTreeMap::new(), BTreeMap::new());
@@ -88,7 +89,6 @@ impl<'w> QuotaPass<'w> {
                 ledger.set_rank(&name, pass.rank_of(member, is_within));
             }
         }
-        pass.nominate_for_long_waits(ledger);
         pass
     }
 
@@ -116,11 +116,33 @@ impl<'w> QuotaPass<'w> {
         }
     }
 
-    /// Nominates pods that have waited long; see [`reserved_for_long_waits`].
-    fn nominate_for_long_waits(&mut self, ledger: &mut Ledger) {
-        for (pool, of) in self.worlds.pools.iter().enumerate().filter(|(_, of)| !of.long_waits.is_empty()) {
-            for (id, gpu) in reserved_for_long_waits(&of.world, self.worlds.now) {
-                let Some(LongWait { take, devices }) = of.long_waits.get(&id) else { continue };
+    /// Nominates pods that have waited long; see [`reserved_for_long_waits`]. `find` finds
+    /// the devices on which such a pod can run. Returns the pods and their nodes.
+    pub(super) fn nominate_for_long_waits(
+        &mut self,
+        ledger: &mut Ledger,
+        mut find: impl FnMut(&Ledger, &'w PoolWorld, PodId) -> LongWait,
+    ) -> Vec<(&'w str, String)> {
+        let mut reserved = Vec::new();
+        for (pool, of) in self.worlds.pools.iter().enumerate().filter(|(_, of)| of.is_enforced) {
+            let mut found: BTreeMap<PodId, LongWait> = BTreeMap::new();
+            let usable = |id: PodId| {
+                let (member, pod) = (Member { pool, id }, of.world.pod(id));
+                if ledger.nominations().contains_key(&pod.name) {
+                    // Room is kept for the pod in another pool.
+                    return BTreeSet::new();
+                }
+                // What the pod leaves to nominated pods depends on its rank.
+                let is_within = self.book(member).class_with(&[(id, 0)], &[]) == Class::In;
+                ledger.set_rank(&pod.name, self.rank_of(member, is_within));
+                let long_wait = find(ledger, of, id);
+                ledger.remove_rank(&pod.name);
+                let gpus = long_wait.devices.keys().copied().collect();
+                found.insert(id, long_wait);
+                gpus
+            };
+            for (id, gpu) in reserved_for_long_waits(&of.world, self.worlds.now, usable) {
+                let Some(LongWait { take: Some(take), devices }) = found.get(&id) else { continue };
                 let Some((node, device)) = devices.get(&gpu) else { continue };
                 let (member, pod) = (Member { pool, id }, of.world.pod(id));
                 let mut take = take.clone();
@@ -133,10 +155,13 @@ impl<'w> QuotaPass<'w> {
                 let turn = QuotaTurn { member, rights, was_nominated, may_use_free_room, needs_cheap_room, rank };
                 ledger.set_rank(&pod.name, rank);
                 if ledger.nominate(&pod.name, nomination.clone()).is_ok() {
+                    self.books[pool].reserve(id, gpu);
                     self.long_waits.insert(pod.name.clone(), (turn, nomination));
+                    reserved.push((pod.name.as_str(), node.clone()));
                 }
             }
         }
+        reserved
     }
 
     /// Ends the turn of a pod that still waits. If the pod has waited long, restores its

@@ -195,6 +195,10 @@ impl QuotaPass<'_> {
                 format!("the gang {name} has {pods} pods: a gang may have at most {MAX_GANG_PODS}")
             }
             Wait::Protected => "only pods that disruption budgets protect could be evicted for the pod".to_owned(),
+            _ if book.is_guaranteed(member.id) && book.awaits_leaving(member.id) > Amount::ZERO => format!(
+                "within the guarantee of {name}, whose terminating pods still use {} GPUs: the pod waits until they end",
+                book.awaits_leaving(member.id)
+            ),
             _ if book.is_guaranteed(member.id) => format!(
                 "within the guarantee of {name} ({used} of {min} GPUs used, requests {asks}): no GPU can be freed now"
             ),

@@ -5,10 +5,9 @@
 //! rules of `cleave_plan::quota` to the decisions of the reconcile.
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 
 use cleave_api::gpunode::GpuStatus;
-use cleave_plan::ledger::{DeviceAmounts, DeviceRequest, Ledger, Moment, Nomination, Reservation, UnitsOnDevice};
+use cleave_plan::ledger::{DeviceAmounts, DeviceRequest, Ledger, Moment, Nomination, UnitsOnDevice};
 use cleave_plan::quota::{Amount, GPU, Gang, Owner, Piece, Place, Pod, PodId, Settings, Unit, World, charge_per_gpu};
 use kube::Resource as _;
 
@@ -61,30 +60,10 @@ pub(crate) struct PoolWorld {
     pub(super) has_mig: bool,
     /// What waiting pods cost at least, if this depends on the GPU.
     pub(super) least: BTreeMap<PodId, Amount>,
-    /// Waiting pods that have waited so long that they may be nominated.
-    pub(super) long_waits: BTreeMap<PodId, LongWait>,
     /// Pods that terminate, but later than an evicted pod would. They count as running.
     pub(super) terminates_late: BTreeSet<PodId>,
     /// Whether a quota of the pool is enforced.
     pub(crate) is_enforced: bool,
-}
-
-/// A pod that has waited long.
-#[derive(Debug)]
-pub(super) struct LongWait {
-    /// The units that the pod requests, without a device.
-    pub(super) take: Reservation,
-    /// The devices that the pod may use, by GPU: the name of the node, and the UUID of the device.
-    pub(super) devices: BTreeMap<usize, (String, String)>,
-}
-
-/// A pod at the gate.
-pub(super) struct WaitingRequests<'n, F> {
-    /// The pod, as `namespace/name`.
-    pub(super) name: &'n str,
-    pub(super) requests: &'n [DeviceRequest],
-    /// Returns the nodes that the pod may use.
-    pub(super) eligible: F,
 }
 
 /// All pools with quotas.
@@ -210,7 +189,6 @@ impl QuotaWorlds {
                 sizes: Vec::new(),
                 has_mig: false,
                 least: BTreeMap::new(),
-                long_waits: BTreeMap::new(),
                 terminates_late: BTreeSet::new(),
                 is_enforced: quotas.is_enforced(at),
             });
@@ -279,35 +257,6 @@ impl QuotaWorlds {
                 && full.contains(&gang.name)
             {
                 *gang = Gang { name: format!("{} more", gang.name), size: 1 };
-            }
-        }
-    }
-
-    /// Finds the devices that long-waiting pods may use. Only pods with one request are nominated,
-    /// and only on GPUs with one device of the resource.
-    pub(super) fn find_long_waits<'n>(
-        &mut self,
-        cluster: &Cluster,
-        waiting: impl Iterator<Item = WaitingRequests<'n, impl Fn() -> Vec<&'n str>>>,
-    ) {
-        let now = self.now.0;
-        for WaitingRequests { name, requests, eligible } in waiting {
-            for pool in self.pools.iter_mut().filter(|pool| pool.is_enforced) {
-                let Some(&id) = pool.ids.get(name) else { continue };
-                let ageing = pool.world.settings.ageing;
-                let pod = &mut pool.world.pods[id.0];
-                if ageing.is_none_or(|ageing| pod.created.0.saturating_add(ageing) > now) {
-                    continue;
-                }
-                let devices = match requests {
-                    [request] => devices_of(cluster, &eligible(), &request.resource, &pool.gpus),
-                    _ => BTreeMap::new(),
-                };
-                pod.gpus = Some(Arc::new(devices.keys().copied().collect()));
-                if let [DeviceRequest { resource, units }] = requests {
-                    let take = Reservation { resource: resource.clone(), units: *units, device: String::new() };
-                    pool.long_waits.insert(id, LongWait { take, devices });
-                }
             }
         }
     }
@@ -599,8 +548,7 @@ impl QuotaWorlds {
             }
             _ => {}
         }
-        let released = pod.reserved_until.map(|until| until.saturating_sub(RESERVATION_TIME.as_secs()));
-        (Place::Running { gpu, since: Moment(released.unwrap_or_else(|| created(pod).0)) }, is_late)
+        (Place::Running { gpu, since: released(pod) }, is_late)
     }
 
     /// Adds a pod. Returns `None` if the pool offers nothing that the pod requests.
@@ -776,32 +724,16 @@ fn gangs_of(tracker: &PodTracker) -> Gangs<'_> {
     gangs
 }
 
+/// Returns when a pod was released. A pod that did not wait at the gate counts from its creation.
+pub(super) fn released(pod: &PodObject) -> Moment {
+    let released = pod.reserved_until.map(|until| until.saturating_sub(RESERVATION_TIME.as_secs()));
+    released.map_or_else(|| created(pod), Moment)
+}
+
 fn created(pod: &PodObject) -> Moment {
     let seconds = pod.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second());
     Moment(u64::try_from(seconds).unwrap_or(0))
 }
-
-/// Returns the devices of a resource on these nodes, by GPU. Omits GPUs with several devices of the
-/// resource.
-fn devices_of(
-    cluster: &Cluster,
-    nodes: &[&str],
-    resource: &str,
-    gpus: &BTreeMap<String, usize>,
-) -> BTreeMap<usize, (String, String)> {
-    let mut devices: BTreeMap<usize, Option<(String, String)>> = BTreeMap::new();
-    for node in cluster.gpu_nodes.iter().filter_map(|node| node.0.as_ref().ok()) {
-        let Some(name) = node.metadata.name.as_deref().filter(|name| nodes.contains(name)) else { continue };
-        let slices = node.status.iter().flat_map(|status| &status.gpus).flat_map(|gpu| &gpu.slices);
-        for slice in slices.filter(|slice| slice.resource == resource) {
-            let Some(&gpu) = gpus.get(&slice.device) else { continue };
-            let device = (name.to_owned(), slice.device.clone());
-            devices.entry(gpu).and_modify(|known| *known = None).or_insert(Some(device));
-        }
-    }
-    devices.into_iter().filter_map(|(gpu, device)| Some((gpu, device?))).collect()
-}
-
 /// Returns the nodes on which Cleave runs: those with a `GpuNode`, readable or not, or an agent.
 fn nodes_of_cleave(cluster: &Cluster) -> BTreeSet<&str> {
     let objects = cluster.gpu_nodes.iter().filter_map(|object| object.meta().name.as_deref());

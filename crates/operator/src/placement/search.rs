@@ -22,7 +22,7 @@ use super::other_nodes::{AgentLabels, without_requirement};
 use super::patch;
 use super::pod_tracker::PodTracker;
 use super::quota_pass::QuotaTurn;
-use super::quotas::{QuotaWorlds, WaitingRequests};
+use super::quotas::QuotaWorlds;
 use super::replicas::ReplicaSearch;
 use super::verdict::{AutoscalerNeed, Verdict};
 use crate::pods::PodObject;
@@ -121,12 +121,6 @@ impl<'a> Candidate<'a> {
     /// Returns the pod for the restoration of nominations.
     pub(super) fn for_handover(&self) -> handover::HandoverCandidate<'_> {
         handover::HandoverCandidate { name: &self.name, pod: self.pod, device_requests: &self.device_requests }
-    }
-
-    /// Returns the pod for reservations of pods that have waited long.
-    pub(super) fn for_long_wait<'n>(&'n self, nodes: &'n Nodes) -> WaitingRequests<'n, impl Fn() -> Vec<&'n str>> {
-        let eligible = move || nodes.eligible_nodes(&self.plan_pod);
-        WaitingRequests { name: &self.name, requests: &self.device_requests, eligible }
     }
 
     /// Returns the pod's request to the ledger.
@@ -401,11 +395,30 @@ impl<'a> PlacementSearch<'a> {
         candidate: &'a Candidate<'a>,
         is_searched: impl Fn(&str) -> bool,
     ) -> Vec<PreemptionNode<'a>> {
+        self.nodes_with_missing(ledger, candidate, |node, checker| is_searched(node) && self.allows(node, checker))
+    }
+
+    /// Returns the same of all eligible nodes that rules between pods and volumes allow, regardless
+    /// of quotas.
+    pub(super) fn nodes_allowed_by_rules(
+        &self,
+        ledger: &Ledger,
+        candidate: &'a Candidate<'a>,
+    ) -> Vec<PreemptionNode<'a>> {
+        self.nodes_with_missing(ledger, candidate, |node, checker| self.follows_rules(node, checker))
+    }
+
+    fn nodes_with_missing(
+        &self,
+        ledger: &Ledger,
+        candidate: &'a Candidate<'a>,
+        may_use: impl Fn(&str, Option<&NodeChecker<'_>>) -> bool,
+    ) -> Vec<PreemptionNode<'a>> {
         let key = self.constraints.key(candidate.pod);
         let checker = key.as_ref().and_then(|key| self.constraints.evaluate_rules(key, &candidate.plan_pod));
         let mut free = self.free.borrow_mut();
         let nodes = self.eligible_nodes(candidate).into_iter();
-        let nodes = nodes.filter(|node| is_searched(node) && self.allows(node, checker.as_ref()));
+        let nodes = nodes.filter(|node| may_use(node, checker.as_ref()));
         let nodes = nodes.filter(|node| self.will_be_free_of_predecessor(ledger, node, &candidate.name));
         nodes
             .filter_map(|name| {
@@ -488,6 +501,10 @@ impl<'a> PlacementSearch<'a> {
             (Some(worlds), None) => worlds.has_others(node),
             (None, _) => true,
         };
-        in_pool && self.nodes.0.get(node).is_some_and(|state| check_rules(checker, &state.node).is_ok())
+        in_pool && self.follows_rules(node, checker)
+    }
+
+    fn follows_rules(&self, node: &str, checker: Option<&NodeChecker<'_>>) -> bool {
+        self.nodes.0.get(node).is_some_and(|state| check_rules(checker, &state.node).is_ok())
     }
 }

@@ -216,6 +216,8 @@ fn waiting_pods(pool: &PoolView<'_>, name: &str, waits: &BTreeMap<String, Waitin
         *waiting.reasons.entry(word.to_owned()).or_default() += 1;
         let id = cleave_plan::quota::PodId(at);
         if pool.book.is_guaranteed(id) {
+            let awaits_leaving = word == "NoRoom" && pool.book.awaits_leaving(id) > Amount::ZERO;
+            let word = if awaits_leaving { "Leaving" } else { word };
             let (pods, amount) = waiting.within.entry(word).or_default();
             *pods += 1;
             *amount = amount.plus(pod.charge);
@@ -249,6 +251,7 @@ fn guaranteed_condition(pool: &PoolView<'_>, waiting: &WaitingPods) -> (bool, &'
     for (word, reason, what) in [
         ("Nominated", "Reclaiming", "wait until evicted borrowers have ended"),
         ("Protected", "Protected", "wait for borrowers that disruption budgets protect"),
+        ("Leaving", "Reclaiming", "wait until terminating pods of their own quota have ended"),
         (
             "NoRoom",
             "Fragmented",

@@ -9,7 +9,7 @@ use super::class::{Class, FirstFit, Importance, Share, Since};
 use super::gang::{Gangs, Part};
 use super::pack::fits;
 use super::spec::{Mode, Quota};
-use super::world::{Owner, PodId, World};
+use super::world::{Owner, Place, PodId, World};
 
 /// A quota and its pods. Pods without a quota have an account too.
 #[derive(Debug, Clone)]
@@ -21,6 +21,8 @@ struct Account<'w> {
     used: Amount,
     /// Sum of the charges of terminating pods.
     leaving: Amount,
+    /// GPUs that these pods still use.
+    leaving_on: BTreeSet<usize>,
     /// Sum of the charges of the members that borrow.
     over: Amount,
 }
@@ -87,6 +89,7 @@ impl<'w> Accounts<'w> {
             members: BTreeSet::new(),
             used: Amount::ZERO,
             leaving: Amount::ZERO,
+            leaving_on: BTreeSet::new(),
             over: Amount::ZERO,
         };
         Self {
@@ -158,7 +161,11 @@ impl<'w> Accounts<'w> {
     /// Counts a terminating pod against its quota's maximum.
     pub(super) fn hold_leaving(&mut self, id: PodId) {
         let account = &mut self.entries[self.account_of[id.0]];
+        let pod = self.world.pod(id);
         account.leaving = account.leaving.plus(self.charges[id.0]);
+        if let Place::Running { gpu, .. } | Place::Leaving { gpu, .. } = pod.place {
+            account.leaving_on.insert(gpu);
+        }
     }
 
     fn importance(&self, id: PodId, since: Since) -> Importance<'w> {
@@ -354,6 +361,34 @@ impl<'w> Accounts<'w> {
         used.plus(*leaving)
     }
 
+    /// Returns what pods of an account hold that leave.
+    pub(super) fn leaving(&self, account: usize) -> Amount {
+        self.entries[account].leaving
+    }
+
+    /// Returns whether an account stays within its guarantee if a unit gets GPUs before the
+    /// account's pods that leave are gone.
+    ///
+    /// Only then do pods of other quotas leave for the unit. Otherwise a quota could use a multiple
+    /// of its guarantee, if its pods are deleted and replaced again and again while the earlier ones
+    /// still terminate.
+    pub(super) fn guarantees_beside_leaving(&self, parts: &[Part]) -> bool {
+        let Some(&(id, _)) = parts.first() else { return true };
+        let account = self.account_of[id.0];
+        let Account { quota, leaving, leaving_on, .. } = &self.entries[account];
+        if *leaving == Amount::ZERO {
+            return true;
+        }
+        let (Some(limit), Some(cells)) = (quota.cells(), &self.cells) else {
+            let charge: Amount = parts.iter().map(|(id, _)| self.world.pod(*id).charge).sum();
+            return self.held(account).plus(charge) <= quota.min();
+        };
+        let mut gpus = leaving_on.clone();
+        gpus.extend(cells.ownership.owned_by(account));
+        gpus.extend(parts.iter().map(|(_, gpu)| *gpu));
+        gpus.len() <= limit
+    }
+
     /// Returns the amount that an account uses beyond its guarantee, after its use grows by `more`
     /// and falls by `less`.
     pub(super) fn excess(&self, account: usize, more: Amount, less: Amount) -> Amount {
@@ -494,6 +529,13 @@ impl<'w> Accounts<'w> {
     /// Returns whether an account owns a GPU.
     pub(super) fn owns(&self, account: usize, gpu: usize) -> bool {
         self.cells.as_ref().is_some_and(|cells| cells.ownership.owner[gpu] == Some(account))
+    }
+
+    /// Returns whether a quota other than an account's keeps a part of its guarantee from borrowers.
+    pub(super) fn has_unlent(&self, account: usize) -> bool {
+        let others = self.entries.iter().enumerate().filter(|(other, _)| *other != account);
+        let mut quotas = others.map(|(_, other)| &other.quota).filter(|quota| quota.is_enforced());
+        quotas.any(|quota| quota.unlent() > Amount::ZERO)
     }
 
     /// Returns the amount that must stay free for the other quotas if a pod of an account borrows.

@@ -17,6 +17,8 @@
 //! | one reservation on each GPU, the longest waiting pod first | reserved capacity is unused |
 //! | none if older or more important pods of the quota use its maximum | the reservation might
 //! never end |
+//! | none if older pods leave too little for the guarantees of other quotas | the same |
+//! | none on GPUs that the pod cannot use | the reserved capacity would stay unused |
 //! | none for gangs, except the last pod of a running gang | their pods need several GPUs |
 //!
 //! **Bound.** Let `E` be the time at which capacity is first reserved for the pod. Let `E + G` be
@@ -43,7 +45,8 @@
 //!
 //! Reservations depend only on the pods. No reservation is stored, so a restart changes nothing.
 use std::cmp::Reverse;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
 
 use super::amount::Amount;
 use super::class::Class;
@@ -51,28 +54,41 @@ use super::state::State;
 use super::world::PodId;
 use crate::ledger::Moment;
 
+/// The GPUs that a pod may use, as indexes. `None` means all.
+pub(super) type UsableGpus = Option<Arc<BTreeSet<usize>>>;
+
 /// Returns the pods that have waited long, and the GPUs on which capacity is reserved for them.
-/// `queues` are the waiting pods of each account, the most important first.
-pub(super) fn reservations(state: &State<'_>, queues: &[VecDeque<PodId>]) -> Vec<(PodId, usize)> {
+/// `queues` are the waiting pods of each account, the most important first. `usable` returns the
+/// GPUs that a pod may use. It is asked only about pods that would be the next with a reservation.
+pub(super) fn reservations(
+    state: &State<'_>,
+    queues: &[VecDeque<PodId>],
+    usable: &mut dyn FnMut(PodId) -> UsableGpus,
+) -> Vec<(PodId, usize)> {
     let Some(ageing) = state.world.settings.ageing else { return Vec::new() };
     let gangs = state.accounts.gangs();
     let is_alone = |id: &PodId| gangs.of(*id).is_none() || gangs.is_last(*id) && state.is_complete(*id);
     let is_old = |id: &PodId| state.world.pod(*id).created.0.saturating_add(ageing) <= state.now.0;
-    let mut old: Vec<PodId> = queues
-        .iter()
-        .filter_map(|queue| queue.iter().copied().filter(is_alone).filter(is_old).find(|&id| may_run(state, id)))
-        .collect();
-    old.retain(|&id| state.nominated(id).is_none());
+    let mut old: Vec<(PodId, UsableGpus)> = Vec::new();
+    for queue in queues {
+        // A pod that can use no GPU now does not keep the next pods of its quota from a reservation.
+        let mut may_run = queue.iter().copied().filter(is_alone).filter(is_old).filter(|&id| may_run(state, id));
+        old.extend(may_run.find_map(|id| {
+            let gpus = if state.nominated(id).is_some() { None } else { usable(id) };
+            gpus.as_ref().is_none_or(|gpus| !gpus.is_empty()).then_some((id, gpus))
+        }));
+    }
+    old.retain(|(id, _)| state.nominated(*id).is_none());
     if old.is_empty() {
         return Vec::new();
     }
-    old.sort_by_key(|&id| {
+    old.sort_by_key(|&(id, _)| {
         let pod = state.world.pod(id);
         let is_enforced = state.accounts.quota(state.accounts.rights_of(id)).is_enforced();
         (Reverse(is_enforced && state.accounts.is_within(id)), pod.created, &pod.name)
     });
     let mut gpus = AgeingGpus::new(state);
-    old.into_iter().filter_map(|id| Some((id, gpus.take(id)?))).collect()
+    old.into_iter().filter_map(|(id, usable)| Some((id, gpus.take(id, &usable)?))).collect()
 }
 
 /// A GPU, and the times at which its pods were released.
@@ -138,9 +154,10 @@ impl<'s, 'w> AgeingGpus<'s, 'w> {
 
     /// Reserves capacity for a pod on the GPU that will have enough free capacity first if pods end
     /// in the order in which they were released.
-    fn take(&mut self, id: PodId) -> Option<usize> {
+    fn take(&mut self, id: PodId, usable: &UsableGpus) -> Option<usize> {
         let (state, charge) = (self.state, self.state.charge(id));
-        let is_possible = |of: &AgeingGpu| !of.is_taken && is_overtaken_on(state, id, of.gpu);
+        let may_use = |gpu: usize| usable.as_ref().is_none_or(|gpus| gpus.contains(&gpu));
+        let is_possible = |of: &AgeingGpu| !of.is_taken && may_use(of.gpu) && is_overtaken_on(state, id, of.gpu);
         let have_room = self.by_free.iter().copied().take_while(|&at| self.gpus[at].free >= i128::from(charge));
         let mut best =
             have_room.filter(|&at| is_possible(&self.gpus[at])).map(|at| (Moment(0), self.gpus[at].gpu, at)).min();
@@ -190,13 +207,38 @@ fn may_run(state: &State<'_>, id: PodId) -> bool {
         accounts.members(account).filter(|&other| is_before(other)).map(|other| state.charge(other)).sum();
     let is_never = !pod.borrows && quota.cells().is_none();
     let limits = [quota.max(), is_never.then_some(quota.min())];
-    limits.into_iter().flatten().all(|limit| used.plus(pod.charge) <= limit)
+    limits.into_iter().flatten().all(|limit| used.plus(pod.charge) <= limit) && leaves_kept_room(state, id)
+}
+
+/// Returns whether a pod would leave enough free for the guarantees of other quotas if no pod had
+/// overtaken it. Otherwise the reserved room would stay unused until older pods end.
+fn leaves_kept_room(state: &State<'_>, id: PodId) -> bool {
+    let accounts = &state.accounts;
+    let account = accounts.rights_of(id);
+    if accounts.is_within(id) || accounts.overriding(id).is_some() || !accounts.has_unlent(account) {
+        return true;
+    }
+    let mut overtaking: BTreeMap<usize, Amount> = BTreeMap::new();
+    let mut left: i128 =
+        state.gpus.iter().map(|gpu| i128::from(gpu.size())).sum::<i128>() - i128::from(state.charge(id));
+    for other_account in 0..accounts.len() {
+        for other in accounts.members(other_account) {
+            if has_overtaken(state, other, id) {
+                let sum = overtaking.entry(other_account).or_default();
+                *sum = sum.plus(state.charge(other));
+            } else {
+                left -= i128::from(state.charge(other));
+            }
+        }
+    }
+    let kept = accounts.kept_from(account, &overtaking);
+    kept == Amount::ZERO || left >= i128::from(kept)
 }
 
 /// Returns whether a pod would fit on a GPU if no pod there had overtaken it.
 fn is_overtaken_on(state: &State<'_>, id: PodId, gpu: usize) -> bool {
     let (accounts, pod, room) = (&state.accounts, state.world.pod(id), &state.gpus[gpu]);
-    if room.size() < pod.charge || !pod.may_use(gpu) {
+    if room.size() < pod.charge {
         return false;
     }
     let is_of_cells = accounts.quota(accounts.rights_of(id)).cells().is_some();

@@ -12,7 +12,7 @@ use super::class::{Class, Share, Since};
 use super::exchange::{Kind, NEVER_EVICTED};
 use super::look::Wait;
 use super::spec::Quota;
-use super::world::{Place, PodId, World};
+use super::world::{Place, Pod, PodId, World};
 use crate::ledger::Moment;
 
 /// The accounts of one pool in the middle of a pass.
@@ -27,6 +27,8 @@ pub struct Book<'w> {
     nominated: Amount,
     /// Sum of the charges of running and nominated pods.
     counted: Amount,
+    /// Pods that have waited long, and the free room that is reserved for them, in their order.
+    reserved: Vec<(PodId, Amount)>,
 }
 
 /// The rights of a waiting pod.
@@ -73,8 +75,9 @@ impl<'w> Book<'w> {
     /// Counts the pods of a pool.
     pub fn new(world: &'w World, now: Moment) -> Self {
         let nothing = Amount::ZERO;
-        let mut book =
-            Self { world, now, accounts: Accounts::new(world), leaving: nothing, nominated: nothing, counted: nothing };
+        let accounts = Accounts::new(world);
+        let (leaving, nominated, counted, reserved) = (nothing, nothing, nothing, Vec::new());
+        let mut book = Self { world, now, accounts, leaving, nominated, counted, reserved };
         let mut counted = Vec::new();
         for (at, pod) in world.pods.iter().enumerate() {
             let id = PodId(at);
@@ -106,6 +109,7 @@ impl<'w> Book<'w> {
     pub fn release(&mut self, parts: &[(PodId, usize)]) {
         self.counted = self.counted.plus(self.cost(parts));
         self.accounts.add(parts, |_| Since { at: self.now, nominated: None });
+        self.end_reservations(parts);
     }
 
     /// Records that capacity of GPUs is nominated for a pod, or for all waiting pods of a gang.
@@ -115,6 +119,31 @@ impl<'w> Book<'w> {
         self.nominated = self.nominated.plus(cost);
         let (world, now) = (self.world, self.now);
         self.accounts.add(parts, |id| Since { at: now, nominated: Some(world.pod(id).created) });
+        self.end_reservations(parts);
+    }
+
+    /// Records that room of a GPU is reserved for a pod that has waited long. Call this for these
+    /// pods in their order, before any decision.
+    pub fn reserve(&mut self, id: PodId, gpu: usize) {
+        let uses = |pod: &&Pod| match pod.place {
+            Place::Running { gpu: at, .. } | Place::Leaving { gpu: at, .. } => at == gpu,
+            Place::Waiting { nominated } => nominated == Some(gpu),
+        };
+        let used: Amount = self.world.pods.iter().filter(uses).map(|pod| pod.charge).sum();
+        let free = self.world.gpus.get(gpu).copied().unwrap_or_default().minus(used);
+        self.reserved.push((id, free.min(self.world.pod(id).charge)));
+    }
+
+    fn end_reservations(&mut self, parts: &[(PodId, usize)]) {
+        self.reserved.retain(|(reserved, _)| parts.iter().all(|(id, _)| id != reserved));
+    }
+
+    /// Returns the free room that a waiting pod leaves to pods that have waited longer.
+    fn reserved_before(&self, id: PodId) -> Amount {
+        let is_more_important =
+            |other: PodId| self.account(other) == self.account(id) && self.priority(id) > self.priority(other);
+        let before = self.reserved.iter().take_while(|(other, _)| *other != id);
+        before.filter(|(other, _)| !is_more_important(*other)).map(|(_, free)| *free).sum()
     }
 
     fn cost(&self, parts: &[(PodId, usize)]) -> Amount {
@@ -270,6 +299,14 @@ impl<'w> Book<'w> {
         self.accounts.used(self.accounts.account_of(id))
     }
 
+    /// Returns what pods hold that leave, if no pod of another quota is evicted for a waiting pod
+    /// within its guarantee until they are gone. Returns 0 if they do not matter.
+    pub fn awaits_leaving(&self, id: PodId) -> Amount {
+        let (quota, account) = (self.quota(id), self.accounts.account_of(id));
+        let fits = self.accounts.held(account).plus(self.charge(id)) <= quota.min();
+        if fits && quota.cells().is_none() { Amount::ZERO } else { self.accounts.leaving(account) }
+    }
+
     /// Returns the share that a waiting pod's quota would have if the pod were released.
     pub fn share_with(&self, id: PodId) -> Share {
         self.accounts.share(self.accounts.account_of(id), self.charge(id), Amount::ZERO)
@@ -353,7 +390,8 @@ impl<'w> Book<'w> {
         let kept = self.kept_from(id);
         let free = i128::from(self.size())
             - i128::from(self.counted.minus(self.nominated))
-            - i128::from(self.leaving.max(self.nominated));
+            - i128::from(self.leaving.max(self.nominated))
+            - i128::from(self.reserved_before(id));
         !self.quota(id).is_enforced()
             || self.accounts.is_within(id)
             || self.overriding(id).is_some()
@@ -437,15 +475,19 @@ impl<'w> Book<'w> {
             freed = freed.plus(accounts.charge_of(victim));
         }
         match kind {
-            Kind::Reclaim => accounts.class_with(parts, victims) == Class::In || quota.cells().is_none(),
+            Kind::Reclaim => {
+                let is_within = quota.cells().is_none() || accounts.class_with(parts, victims) == Class::In;
+                is_within && (victims.is_empty() || accounts.guarantees_beside_leaving(parts))
+            }
             Kind::FairShare => {
-                let share = accounts.share(account, charge, Amount::ZERO);
+                // Its own pods that leave still use their room.
+                let share = accounts.share(account, charge.plus(accounts.leaving(account)), Amount::ZERO);
                 let after = |victim: &PodId| {
                     let other = accounts.account_of(*victim);
                     accounts.share(other, Amount::ZERO, less.get(&other).copied().unwrap_or_default())
                 };
                 victims.iter().all(|victim| share <= after(victim))
-                    && self.leaves_kept_after(account, charge, &less, freed)
+                    && self.leaves_kept_after((taker, charge), &less, freed)
             }
             Kind::Priority => {
                 let used = accounts.used(account);
@@ -457,15 +499,21 @@ impl<'w> Book<'w> {
                 }
                 is_within_max
                     && (all_over || accounts.class_with(parts, victims) == Class::In)
-                    && (after <= quota.min() || after <= used || self.leaves_kept_after(account, charge, &less, freed))
+                    && (after <= quota.min() || after <= used || self.leaves_kept_after((taker, charge), &less, freed))
             }
         }
     }
 
     /// Returns whether enough capacity is free for other quotas once these victims have exited.
-    fn leaves_kept_after(&self, account: usize, charge: Amount, less: &BTreeMap<usize, Amount>, freed: Amount) -> bool {
-        let kept = self.accounts.kept_from(account, less);
-        let free = i128::from(self.size()) - i128::from(self.counted) + i128::from(freed);
+    fn leaves_kept_after(
+        &self,
+        (taker, charge): (PodId, Amount),
+        less: &BTreeMap<usize, Amount>,
+        freed: Amount,
+    ) -> bool {
+        let kept = self.accounts.kept_from(self.accounts.account_of(taker), less);
+        let taken = self.counted.plus(self.reserved_before(taker));
+        let free = i128::from(self.size()) - i128::from(taken) + i128::from(freed);
         kept == Amount::ZERO || free - i128::from(charge) >= i128::from(kept)
     }
 }

@@ -272,7 +272,10 @@ impl<'s, 'w> Search<'s, 'w> {
                 if self.is_legal(kind, &parts, &rank, &victims) {
                     return Some(victims);
                 }
-                self.single_victim(free, &parts, &rank, &candidates)
+                match kind {
+                    Kind::FairShare => self.single_victim(free, &parts, &rank, &candidates),
+                    Kind::Reclaim | Kind::Priority => None,
+                }
             }
             Kind::Priority => {
                 let on_gpu = |one: &Candidate| Candidate { on: self.freed_on(one.id, gpu), ..*one };

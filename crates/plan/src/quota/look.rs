@@ -1,8 +1,9 @@
 //! Runs one pass over the waiting pods of a pool.
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
 
-use super::ageing::reservations;
+use super::ageing::{UsableGpus, reservations};
 use super::amount::Amount;
 use super::class::{Class, Share};
 use super::exchange::{Found, Kind, Search, Way};
@@ -104,8 +105,16 @@ pub fn look(world: &World, now: Moment) -> Outcome {
 
 /// Returns the pods that have waited long and have a reservation, with the index of the GPU, for
 /// callers that place pods themselves. The pod whose reservation takes precedence is first.
-pub fn reserved_for_long_waits(world: &World, now: Moment) -> Vec<(PodId, usize)> {
-    Pass::new(world, now).state.reservations()
+///
+/// `usable` returns the GPUs that a pod can use now or once pods have ended that overtook it. It is
+/// asked about a pod only if no earlier pod of its quota gets a reservation.
+pub fn reserved_for_long_waits(
+    world: &World,
+    now: Moment,
+    mut usable: impl FnMut(PodId) -> BTreeSet<usize>,
+) -> Vec<(PodId, usize)> {
+    let mut usable = |id: PodId| Some(Arc::new(usable(id)));
+    Pass::with_usable_gpus(world, now, &mut usable).state.reservations()
 }
 
 /// A pass.
@@ -134,6 +143,11 @@ enum Decision {
 
 impl<'w> Pass<'w> {
     pub(super) fn new(world: &'w World, now: Moment) -> Self {
+        Self::with_usable_gpus(world, now, &mut |id| world.pod(id).gpus.clone())
+    }
+
+    /// Starts a pass. `usable` returns the GPUs that a pod may use which has waited long.
+    fn with_usable_gpus(world: &'w World, now: Moment, usable: &mut dyn FnMut(PodId) -> UsableGpus) -> Self {
         let mut state = State::new(world, now);
         let mut queues = vec![VecDeque::new(); state.accounts.len()];
         let mut outcome = Outcome::default();
@@ -155,7 +169,7 @@ impl<'w> Pass<'w> {
             never_fits[id.0] = !fits_in_empty_pool(world, gangs.unit(id), largest);
             queues[state.accounts.rights_of(id)].push_back(id);
         }
-        state.reserve_all(reservations(&state, &queues));
+        state.reserve_all(reservations(&state, &queues, usable));
         Self { state, queues, outcome, never_fits, preemptors: world.settings.max_preemptors }
     }
 

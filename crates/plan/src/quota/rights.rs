@@ -13,8 +13,11 @@ impl Search<'_, '_> {
     pub(super) fn is_legal(&self, kind: Kind, parts: &[Part], rank: &Rank, victims: &[Candidate]) -> bool {
         let accounts = &self.state.accounts;
         let quota = accounts.quota(self.account);
-        if !quota.is_enforced() || kind == Kind::Reclaim {
+        if !quota.is_enforced() {
             return true;
+        }
+        if kind == Kind::Reclaim {
+            return victims.is_empty() || accounts.guarantees_beside_leaving(parts);
         }
         let mut less: BTreeMap<usize, Amount> = BTreeMap::new();
         for victim in victims {
@@ -26,7 +29,9 @@ impl Search<'_, '_> {
         match kind {
             Kind::Reclaim => true,
             Kind::FairShare => {
-                let share = accounts.share(self.account, self.charge, Amount::ZERO);
+                // Its own pods that leave still use their room.
+                let more = self.charge.plus(accounts.leaving(self.account));
+                let share = accounts.share(self.account, more, Amount::ZERO);
                 let after = |account: usize| accounts.share(account, Amount::ZERO, less[&account]);
                 victims.iter().all(|victim| share <= after(victim.account))
                     && self.keeps_enough_free(rank, &freed, &less)

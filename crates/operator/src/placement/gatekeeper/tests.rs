@@ -15,6 +15,8 @@ mod quota_devices;
 mod quota_evictions;
 mod quota_gangs;
 mod quota_input;
+mod quota_leaving;
+mod quota_long_waits;
 mod quota_order;
 mod quota_pools;
 mod quotas;

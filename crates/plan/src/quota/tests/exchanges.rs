@@ -51,7 +51,7 @@ proptest! {
     }
 
     /// After a pod reclaims GPUs, it is within the guarantee: its quota uses no more than the
-    /// guarantee.
+    /// guarantee, even with its terminating pods.
     #[test]
     fn r3_a_pod_that_reclaims_is_within_the_guarantee(history in histories()) {
         each_step(&history, |step| {
@@ -63,13 +63,13 @@ proptest! {
             assert_eq!(classes.of[&step.pod.0], Class::In, "{step:?}");
             match quota.cells() {
                 Some(cells) => assert!(classes.cells(&owner) <= cells, "{step:?}"),
-                None => assert!(step.after.used(&owner) <= quota.min(), "{step:?}"),
+                None => assert!(step.after.held(&owner) <= quota.min(), "{step:?}"),
             }
         });
     }
 
     /// After an eviction for fair share, the share of the pod's quota is at most the share of each
-    /// victim's quota.
+    /// victim's quota, even with the terminating pods of the pod's quota.
     #[test]
     fn r4_fair_share_evicts_only_from_quotas_that_borrow_more_even_afterwards(history in histories()) {
         each_step(&history, |step| {
@@ -77,8 +77,10 @@ proptest! {
                 return;
             };
             let share = |pod: usize| step.after.share(&step.after.owner(pod), Amount::ZERO, Amount::ZERO);
+            let owner = step.after.owner(step.pod.0);
+            let leaving = step.after.held(&owner).minus(step.after.used(&owner));
             for victim in &exchange.victims {
-                assert!(share(step.pod.0) <= share(victim.0), "{step:?}");
+                assert!(step.after.share(&owner, leaving, Amount::ZERO) <= share(victim.0), "{step:?}");
             }
         });
     }

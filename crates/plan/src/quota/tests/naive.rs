@@ -381,7 +381,7 @@ impl Pool {
             let used = self.sum(|other| self.rights(other) == owner && is_before(other)).plus(self.charge(pod));
             let is_never = !pods[pod].borrows && !has_cells(&quota);
             let fits = quota.max().is_none_or(|max| used <= max) && (!is_never || used <= quota.min());
-            !quota.is_enforced() || fits
+            !quota.is_enforced() || fits && self.would_leave_kept_room(pod)
         };
         let first = |owner: Owner| {
             let old = waiting.iter().copied().filter(|&pod| self.rights(pod) == owner && may_run(pod));
@@ -399,6 +399,17 @@ impl Pool {
                 self.old.push(pod);
             }
         }
+    }
+
+    /// Returns whether a pod would leave enough free for other quotas if no pod had overtaken it.
+    fn would_leave_kept_room(&self, pod: usize) -> bool {
+        let counted = || self.pods().filter(|&other| self.counts_on(other).is_some());
+        let overtaking: Vec<usize> = counted().filter(|&other| self.has_overtaken(other, pod)).collect();
+        let older = self.sum(|other| self.counts_on(other).is_some() && !overtaking.contains(&other));
+        let size: i128 = self.world.gpus.iter().map(|&size| i128::from(size)).sum();
+        let kept = i128::from(self.kept(&self.owner(pod), &overtaking));
+        let may_borrow_all = self.is_within(pod) || self.overriding(pod).is_some() || kept == 0;
+        may_borrow_all || size - i128::from(older) - i128::from(self.charge(pod)) >= kept
     }
 
     /// Returns whether a counted pod overtakes a waiting pod: it was released after the waiting

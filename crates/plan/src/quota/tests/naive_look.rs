@@ -337,6 +337,30 @@ impl Pool {
         sets.map(victims_of).find(|victims| self.makes_room(taker, gpu, victims, max))
     }
 
+    /// Returns whether a quota stays within its guarantee if a pod gets a GPU before its pods that
+    /// leave are gone.
+    fn guarantees_beside_leaving(&self, taker: usize, gpu: usize) -> bool {
+        let owner = self.owner(taker);
+        let quota = self.quota(&owner);
+        let leaving = self.pods().filter(|&pod| self.owner(pod) == owner).filter_map(|pod| {
+            let place = self.world.pods[pod].place;
+            if let Place::Leaving { gpu, held: true } = place { Some(gpu) } else { None }
+        });
+        let mut gpus: Vec<usize> = leaving.collect();
+        if gpus.is_empty() {
+            return true;
+        }
+        let Some(limit) = quota.cells() else {
+            return self.held(&owner).plus(self.charge(taker)) <= quota.min();
+        };
+        let classes = self.classes();
+        gpus.extend((0..self.world.gpus.len()).filter(|&at| classes.owner[at].as_ref() == Some(&owner)));
+        gpus.push(gpu);
+        gpus.sort_unstable();
+        gpus.dedup();
+        gpus.len() <= limit
+    }
+
     fn is_legal(&self, taker: usize, kind: Kind, gpu: usize, victims: &[usize]) -> bool {
         let (owner, charge) = (self.owner(taker), self.charge(taker));
         let quota = self.quota(&owner);
@@ -360,9 +384,10 @@ impl Pool {
         };
         match kind {
             _ if !quota.is_enforced() => true,
-            Kind::Reclaim => true,
+            Kind::Reclaim => victims.is_empty() || self.guarantees_beside_leaving(taker, gpu),
             Kind::FairShare => {
-                let share = self.share(&owner, charge, Amount::ZERO);
+                let leaving = self.held(&owner).minus(self.used(&owner));
+                let share = self.share(&owner, charge.plus(leaving), Amount::ZERO);
                 let others = victims.iter().map(|&pod| self.owner(pod));
                 others.into_iter().all(|other| share <= self.share(&other, Amount::ZERO, less(&other))) && leaves_kept()
             }
