@@ -12,11 +12,9 @@
 //!
 //! | limit | reason |
 //! |---|---|
-//! | one pod of each quota at a time: the first that has waited long | the order of the quota's
-//! pods does not change |
+//! | one pod of each quota at a time: the first that has waited long | the quota's order is kept |
 //! | one reservation on each GPU, the longest waiting pod first | reserved capacity is unused |
-//! | none if older or more important pods of the quota use its maximum | the reservation might
-//! never end |
+//! | none if older or more important pods of the quota use its maximum | it might never end |
 //! | none if older pods leave too little for the guarantees of other quotas | the same |
 //! | none on GPUs that the pod cannot use | the reserved capacity would stay unused |
 //! | none for gangs, except the last pod of a running gang | their pods need several GPUs |
