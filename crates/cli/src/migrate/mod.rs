@@ -61,7 +61,7 @@ pub struct MigrateArgs {
     /// YAML files with configurations, values, nodes and pods; `-` reads standard input.
     #[arg(required_unless_present = "from_cluster", value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// Read Nodes, ConfigMaps, ClusterPolicies and, for --preview, Pods from the cluster.
+    /// Read Nodes, `ConfigMaps`, `ClusterPolicies` and, for --preview, Pods from the cluster.
     #[arg(long)]
     from_cluster: bool,
     /// Show what each pod of the input would get from Cleave.

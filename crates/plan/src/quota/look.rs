@@ -154,9 +154,12 @@ impl<'w> Pass<'w> {
         let mut waiting: Vec<PodId> = (0..world.pods.len()).map(PodId).collect();
         waiting.retain(|id| matches!(world.pod(*id).place, Place::Waiting { .. }));
         let gangs = state.accounts.gangs();
-        let obstacle = |id: PodId| match gangs.is_too_large(id) {
-            true => Some(Wait::GangTooLarge),
-            false => (!state.is_complete(id)).then_some(Wait::GangIncomplete),
+        let obstacle = |id: PodId| {
+            if gangs.is_too_large(id) {
+                Some(Wait::GangTooLarge)
+            } else {
+                (!state.is_complete(id)).then_some(Wait::GangIncomplete)
+            }
         };
         outcome.waits.extend(waiting.iter().filter_map(|&id| Some((id, obstacle(id)?))));
         waiting.retain(|&id| obstacle(id).is_none() && gangs.unit(id).first() == Some(&id));

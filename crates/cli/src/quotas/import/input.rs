@@ -210,13 +210,13 @@ impl Objects {
         match kind.as_str() {
             "ElasticQuota" if is_nos => push_parsed_object(&mut self.elastic, &mut self.malformed, origin, object),
             "CompositeElasticQuota" if is_nos => {
-                push_parsed_object(&mut self.composite, &mut self.malformed, origin, object)
+                push_parsed_object(&mut self.composite, &mut self.malformed, origin, object);
             }
             "ClusterQueue" if group == KUEUE_GROUP => {
                 push_parsed_object(&mut self.cluster_queues, &mut self.malformed, origin, object);
             }
             "LocalQueue" if group == KUEUE_GROUP => {
-                push_parsed_object(&mut self.local_queues, &mut self.malformed, origin, object)
+                push_parsed_object(&mut self.local_queues, &mut self.malformed, origin, object);
             }
             "ResourceFlavor" if group == KUEUE_GROUP => {
                 let spec = object.get_mut("spec").map(Value::take).unwrap_or_default();

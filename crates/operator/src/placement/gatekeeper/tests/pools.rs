@@ -53,7 +53,9 @@ pub(super) fn add(
 
 #[test]
 fn a_quota_of_one_model_does_not_lock_pods_out_of_other_gpus() {
-    let cases: [(&str, fn(&mut TestCluster)); 4] = [
+    /// A name, and a change of the cluster.
+    type Case = (&'static str, fn(&mut TestCluster));
+    let cases: [Case; 4] = [
         ("no quota counts the L4", |_| {}),
         ("quotas of the L4 only count", |world| {
             quota(world, "l", &["b"], "L4", json!({"min": "1", "mode": "Count"}));
