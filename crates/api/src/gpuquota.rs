@@ -227,8 +227,8 @@ pub struct GpuQuotaStatus {
     /// Pods that wait for GPUs.
     #[serde(default)]
     pub waiting: QuotaWaiting,
-    /// What pods of namespaces without a quota use of the same GPUs. Set only on the oldest quota of
-    /// these GPUs.
+    /// What pods of namespaces without a quota use of the same GPUs. Set only on the oldest quota
+    /// of these GPUs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unnamed: Option<QuotaUnnamed>,
     /// Conditions by type: `Ready`, `Guaranteed` and `Enforced`.

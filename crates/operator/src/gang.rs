@@ -11,7 +11,8 @@ use cleave_api::placement::ReleasedGang;
 pub struct PodGang {
     /// Name of the gang. Pods of one namespace with the same gang name are one gang.
     pub name: String,
-    /// Minimum number of pods that are released together, at least 1. `None` if the pod states none.
+    /// Minimum number of pods that are released together, at least 1. `None` if the pod states
+    /// none.
     pub size: Option<usize>,
     /// Whether the gang is a pod group of Kueue, which admits the pods only once all of them exist.
     pub is_of_kueue: bool,

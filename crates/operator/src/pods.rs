@@ -69,8 +69,8 @@ pub struct PodObject {
     pub gang: Option<Shared<PodGang>>,
     /// The nomination that an earlier leader of the operator wrote to the waiting pod.
     pub nomination: Option<Shared<Placement>>,
-    /// Since when disruption budgets keep guaranteed room from the waiting pod, in seconds since the
-    /// Unix epoch.
+    /// Since when disruption budgets keep guaranteed room from the waiting pod, in seconds since
+    /// the Unix epoch.
     pub protected_since: Option<u64>,
 }
 

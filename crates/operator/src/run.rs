@@ -64,10 +64,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     // installed.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let listener = listen(metrics_addr)?;
-    let webhook = match webhook {
-        None => None,
-        Some(name) => Some((name, listen(webhook_addr)?)),
-    };
+    let webhook = webhook.map(|name| anyhow::Ok((name, listen(webhook_addr)?))).transpose()?;
     let config = find_api_server().await?;
     let client = Client::try_from(config.clone()).context("failed to create the Kubernetes client")?;
     let (stop, released) = (CancellationToken::new(), CancellationToken::new());

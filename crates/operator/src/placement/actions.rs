@@ -84,8 +84,8 @@ pub struct NominationRecord {
     pub room: Placement,
 }
 
-/// A waiting pod from which disruption budgets keep guaranteed room. The time is written to the pod,
-/// so that it does not start again with another leader.
+/// A waiting pod from which disruption budgets keep guaranteed room. The time is written to the
+/// pod, so that it does not start again with another leader.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProtectedPod {
     /// The pod, as `namespace/name`.

@@ -1,4 +1,5 @@
-//! Decides about the pods at the gate, one after the other: each is released, or waits for a reason.
+//! Decides about the pods at the gate, one after the other: each is released, or waits for a
+//! reason.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 

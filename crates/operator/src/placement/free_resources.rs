@@ -23,8 +23,8 @@ pub(super) struct FreeResources<'a> {
     tracker: &'a PodTracker,
     /// Requests of the pods that are released to each node but not bound.
     released: BTreeMap<&'a str, Vec<&'a BTreeMap<String, Quantity>>>,
-    /// Waiting pods with a nomination on each node, by name. For pods that must leave them room, the
-    /// resources that these pods request do not count as free.
+    /// Waiting pods with a nomination on each node, by name. For pods that must leave them room,
+    /// the resources that these pods request do not count as free.
     nominated: BTreeMap<String, BTreeMap<String, Nominee<'a>>>,
     /// Requests of terminating pods without units of healthy GPUs, by node. These requests count
     /// only in the scheduler's sum, and only until the pods end.

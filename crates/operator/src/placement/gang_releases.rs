@@ -1,9 +1,9 @@
 //! Releases of gangs: all pods of a gang are released, although each has a patch of its own.
 //!
-//! The API server may not apply one of the patches, for example because a controller has changed the
-//! pod. The other pods of the gang are released nevertheless. So the pod keeps its reservation, and
-//! the next reconcile releases it with a patch for its new version. Otherwise another pod could use
-//! the units, and a part of the gang would run alone.
+//! The API server may not apply one of the patches, for example because a controller has changed
+//! the pod. The other pods of the gang are released nevertheless. So the pod keeps its reservation,
+//! and the next reconcile releases it with a patch for its new version. Otherwise another pod could
+//! use the units, and a part of the gang would run alone.
 //!
 //! The reservation is not renewed. If the API server refuses all patches until then, the pod waits
 //! at the gate like the replacement of a lost pod.
@@ -46,8 +46,8 @@ impl GangReleases {
         }
     }
 
-    /// Records that the API server did not apply the release of a pod. Returns whether the pod keeps
-    /// its reservation, because it is part of a gang.
+    /// Records that the API server did not apply the release of a pod. Returns whether the pod
+    /// keeps its reservation, because it is part of a gang.
     pub(super) fn record_failure(&mut self, pod: &str) -> bool {
         let release = self.0.get_mut(pod);
         release.map(|release| release.has_failed = true).is_some()

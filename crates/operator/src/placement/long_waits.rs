@@ -1,8 +1,8 @@
 //! Finds the GPUs on which a pod that has waited long can run once other pods end.
 //!
-//! Such a pod is nominated only for these GPUs. If the pod could not use the node, for example because
-//! of its anti-affinity or because pods without GPUs use the CPU, the capacity would stay unused while
-//! the pod waits.
+//! Such a pod is nominated only for these GPUs. If the pod could not use the node, for example
+//! because of its anti-affinity or because pods without GPUs use the CPU, the capacity would stay
+//! unused while the pod waits.
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,18 +13,9 @@ use cleave_plan::quota::PodId;
 use super::amounts;
 use super::cluster::ReconcileInput;
 use super::queue::Queue;
-use super::quota_pass::QuotaPass;
+use super::quota_pass::{LongWait, QuotaPass};
 use super::quotas::{PoolWorld, released};
 use super::search::{Candidate, PlacementSearch, SearchKey};
-
-/// Where a pod that has waited long can run.
-#[derive(Debug, Default)]
-pub(super) struct LongWait {
-    /// The units that it requests, without a device. `None` if the pod is not nominated.
-    pub(super) take: Option<Reservation>,
-    /// The devices that it can use, by GPU: name of the node, and UUID.
-    pub(super) devices: BTreeMap<usize, (String, String)>,
-}
 
 /// Requests of pods with GPUs by node, each with the time of the pod's release.
 type RequestsByNode<'a> = BTreeMap<&'a str, Vec<(Moment, &'a BTreeMap<String, Quantity>)>>;

@@ -410,8 +410,8 @@ impl Nodes {
     /// pods if their node still reports their allocations. Ended or deleted pods that `is_ending`
     /// accepts count as terminating, so that no other pod is evicted for the same units. The units
     /// of other ended or deleted pods count as used. `is_ending` receives the node and the name of
-    /// the pod, because a pod of the same name may run on another node. `unlisted` contains units of
-    /// pods that the nodes have just stopped listing.
+    /// the pod, because a pod of the same name may run on another node. `unlisted` contains units
+    /// of pods that the nodes have just stopped listing.
     pub(super) fn holders<'a>(
         &self,
         tracker: &'a PodTracker,

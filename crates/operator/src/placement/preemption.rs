@@ -235,11 +235,7 @@ impl<'a> PreemptionSearch<'a> {
             return SearchResult::Impossible;
         }
         let tracker = self.tracker;
-        let kept = LazyCell::new(|| {
-            let mut kept = pods_of_affinity(tracker, pod);
-            kept.extend(search.pods_of_quotas());
-            kept
-        });
+        let kept = LazyCell::new(|| pods_to_keep(tracker, search, pod));
         if let Some(nomination) = nominated {
             let targets = search.preemption_nodes(ledger, candidate, |node| node == nomination.node);
             let found = ledger.preempt(candidate.pending_pod(), targets, self.holders(), &kept);
@@ -563,9 +559,9 @@ impl<'a> PreemptionSearch<'a> {
         all
     }
 
-    /// Returns how long disruption budgets may still keep pods from leaving for a waiting pod, or for
-    /// the waiting pods of a gang. The time belongs to the pod that waits: it does not start again
-    /// when other pods protect the room.
+    /// Returns how long disruption budgets may still keep pods from leaving for a waiting pod, or
+    /// for the waiting pods of a gang. The time belongs to the pod that waits: it does not start
+    /// again when other pods protect the room.
     fn patience_left<'p>(
         &mut self,
         patience: Duration,
@@ -636,6 +632,14 @@ impl<'a> PreemptionSearch<'a> {
             Eviction { pod, uid, preemptor: preemptor.to_owned(), quota: None }
         }));
     }
+}
+
+/// Returns the pods that are not evicted for a pod: those that its affinity needs, and those that
+/// quotas count.
+fn pods_to_keep(tracker: &PodTracker, search: &PlacementSearch<'_>, pod: &PodObject) -> BTreeSet<String> {
+    let mut kept = pods_of_affinity(tracker, pod);
+    kept.extend(search.pods_of_quotas());
+    kept
 }
 
 /// Returns the names of the pods with GPUs that the required affinity of a pod selects. The

@@ -46,7 +46,8 @@ pub(super) struct Preemptors {
     budgets: BTreeMap<String, BudgetState>,
     /// Whether another reconcile may help a waiting pod that had no turn in this reconcile.
     is_deferred: bool,
-    /// Searches by the rules of quotas, by pod and pool. Excludes pods for which victims were found.
+    /// Searches by the rules of quotas, by pod and pool. Excludes pods for which victims were
+    /// found.
     exchanges: BTreeMap<(String, usize), ExchangeSearch>,
     /// Waiting pods for which pods were evicted, by name.
     rounds: BTreeMap<String, EvictionRounds>,

@@ -22,8 +22,8 @@ pub(super) struct NodeView<'a> {
 /// Node selector, affinity and tolerations of a pod.
 type NodeRules = (BTreeMap<String, String>, Vec<NodeSelectorTerm>, Vec<Toleration>);
 
-/// What requests cost on the nodes that a pod may use, by pool. A node that no pod may use, or whose
-/// report is wrong, then makes nothing dearer for the others.
+/// What requests cost on the nodes that a pod may use, by pool. A node that no pod may use, or
+/// whose report is wrong, then makes nothing dearer for the others.
 pub(super) struct EligibleCosts<'n, 'v> {
     nodes: &'n Nodes,
     views: &'n [NodeView<'v>],

@@ -7,11 +7,19 @@ use std::time::Duration;
 use cleave_plan::ledger::{Fits, Holder, Holders, Ledger, Moment, Nomination, Preemption, Rank, Reservation};
 use cleave_plan::quota::{Amount, Book, Class, Kind, Owner, Place, Pod, PodId, Rights, Wait, reserved_for_long_waits};
 
-use super::long_waits::LongWait;
 use super::quota_reports::label_of;
 use super::quotas::{PoolWorld, QuotaWorlds};
 use crate::pods::PodObject;
 use crate::quotas::charge::is_mig;
+
+/// Where a pod that has waited long can run.
+#[derive(Debug, Default)]
+pub(super) struct LongWait {
+    /// The units that it requests, without a device. `None` if the pod is not nominated.
+    pub(super) take: Option<Reservation>,
+    /// The devices that it can use, by GPU: name of the node, and UUID.
+    pub(super) devices: BTreeMap<usize, (String, String)>,
+}
 
 /// A waiting pod in its pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -343,8 +351,8 @@ impl<'w> QuotaPass<'w> {
         (!takes.is_empty()).then_some(sum)
     }
 
-    /// Returns whether a waiting pod may use the room that a search found: the pod may use all room,
-    /// or costs little enough there.
+    /// Returns whether a waiting pod may use the room that a search found: the pod may use all
+    /// room, or costs little enough there.
     pub(super) fn may_use(&mut self, turn: QuotaTurn, fits: &Fits) -> bool {
         if !turn.needs_cheap_room {
             return true;
@@ -553,8 +561,8 @@ impl<'w> QuotaPass<'w> {
         ending
     }
 
-    /// Returns the pods that may be evicted for a waiting pod. Each gang is examined once: a gang may
-    /// have many pods.
+    /// Returns the pods that may be evicted for a waiting pod. Each gang is examined once: a gang
+    /// may have many pods.
     fn evictable(&self, kind: Kind, member: Member, all: &Holders<'_>) -> BTreeSet<PodId> {
         let (book, ids) = (self.book(member), &self.worlds.pools[member.pool].ids);
         let evictable_gangs = self.evictable_gangs(member, all);
@@ -572,8 +580,8 @@ impl<'w> QuotaPass<'w> {
         evictable
     }
 
-    /// Returns the gangs of which all pods that run can be evicted now. If one of them is protected,
-    /// all stay.
+    /// Returns the gangs of which all pods that run can be evicted now. If one of them is
+    /// protected, all stay.
     fn evictable_gangs(&self, member: Member, all: &Holders<'_>) -> BTreeSet<usize> {
         let (book, world) = (self.book(member), &self.worlds.pools[member.pool].world);
         if world.pods.iter().all(|pod| pod.gang.is_none()) {

@@ -218,8 +218,9 @@ impl QuotaWorlds {
         Some(worlds)
     }
 
-    /// Limits which running pods of a gang are counted and evicted together. Otherwise all borrowers
-    /// of a quota could become one gang, one by one. Such a gang can never leave for a smaller pod.
+    /// Limits which running pods of a gang are counted and evicted together. Otherwise all
+    /// borrowers of a quota could become one gang, one by one. Such a gang can never leave for a
+    /// smaller pod.
     ///
     /// A gang is at most as many pods as it states: those that were released first. A gang that
     /// states no size is the pods that one reconcile released.
@@ -311,7 +312,8 @@ impl QuotaWorlds {
         withheld
     }
 
-    /// Returns the pods of enforced quotas on nodes that also have GPUs that no enforced quota counts.
+    /// Returns the pods of enforced quotas on nodes that also have GPUs that no enforced quota
+    /// counts.
     pub(super) fn pods_beside_others(&self) -> BTreeSet<String> {
         if self.mixed.is_empty() {
             return BTreeSet::new();
@@ -320,8 +322,9 @@ impl QuotaWorlds {
         enforced.flat_map(|pool| pool.ids.keys().cloned()).collect()
     }
 
-    /// Adds the GPUs of all nodes, each to the pool of its model. A node whose `GpuNode` disappeared,
-    /// or is not valid now, has no room. Its pods still count, as they do on a GPU that is unhealthy.
+    /// Adds the GPUs of all nodes, each to the pool of its model. A node whose `GpuNode`
+    /// disappeared, or is not valid now, has no room. Its pods still count, as they do on a GPU
+    /// that is unhealthy.
     fn add_nodes<'a>(&mut self, gpu_nodes: &'a Nodes, quotas: &Quotas) -> Vec<NodeView<'a>> {
         let mut nodes: Vec<NodeView<'a>> = Vec::new();
         for (name, node, is_current) in gpu_nodes.with_gpus() {
@@ -435,8 +438,8 @@ impl QuotaWorlds {
             } else if !self.pools_of_node.contains_key(&node)
                 && managed.get_or_init(|| nodes_of_cleave(cluster)).contains(node.as_str())
             {
-                // Nothing is known of the node's GPUs. The pod counts in each pool in which it could
-                // be, on a GPU without room.
+                // Nothing is known of the node's GPUs. The pod counts in each pool in which it
+                // could be, on a GPU without room.
                 for (at, costs) in costs.iter().enumerate() {
                     let pool = &mut self.pools[at];
                     let dearest = |request: &DeviceRequest| costs.dearest(request, pool.unit);
@@ -526,8 +529,8 @@ impl QuotaWorlds {
         self.pools[pool].terminates_late.extend(id.filter(|_| is_late));
     }
 
-    /// Returns where a pod is, and whether it terminates later than an evicted pod would. Such a pod
-    /// counts as running: otherwise a long grace period would keep its room from a guarantee.
+    /// Returns where a pod is, and whether it terminates later than an evicted pod would. Such a
+    /// pod counts as running: otherwise a long grace period would keep its room from a guarantee.
     fn place_of(
         &self,
         pod: &PodObject,
@@ -690,8 +693,8 @@ impl PoolWorld {
 /// The GPUs of each node, by pool.
 type ViewsOfNodes<'v, 'n> = BTreeMap<&'v str, Vec<&'v NodeView<'n>>>;
 
-/// What a pod uses of a GPU: when the pod was released and created, its index, the index of its piece,
-/// and the cost.
+/// What a pod uses of a GPU: when the pod was released and created, its index, the index of its
+/// piece, and the cost.
 type PartOfGpu = (Moment, Moment, usize, usize, Amount);
 
 /// Gangs by namespace and name.

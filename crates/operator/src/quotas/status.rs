@@ -43,9 +43,8 @@ impl WaitingPods {
 
 /// Returns the status of a quota, and its waiting pods. `absent` contains the namespaces of the
 /// quota that do not exist. `pool` is `None` if the quota is in no pool, because it is not valid.
-/// `waits` contains each pod's reason to wait at the gate. `kueue` are the
-/// quota's pods that Kueue admitted. With `shows_unnamed`, the status shows what pods without a quota
-/// use of the pool.
+/// `waits` contains each pod's reason to wait at the gate. `kueue` are the quota's pods that Kueue
+/// admitted. With `shows_unnamed`, the status shows what pods without a quota use of the pool.
 pub(crate) fn status(
     quota: &GpuQuota,
     (pool, problem): (Option<&PoolView<'_>>, Option<&Problem>),

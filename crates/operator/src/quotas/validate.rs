@@ -129,7 +129,8 @@ impl Quotas {
     }
 
     /// Validates quotas. `products` are the product names of the cluster's GPUs. Nodes report them,
-    /// so they never decide whether a quota is valid: GPUs that two pools name are of the older pool.
+    /// so they never decide whether a quota is valid: GPUs that two pools name are of the older
+    /// pool.
     pub fn new<'a>(
         objects: impl Iterator<Item = &'a GpuQuota>,
         namespaces: &[LabelledNamespace<'_>],

@@ -462,12 +462,12 @@ impl Ledger {
     /// Victims are pods of strictly lower priority that are in `holders` and have allocations on
     /// the node. Victims free units of devices and the node's missing resources
     /// ([`PreemptionNode::missing`]). Reserved units remain reserved, except those of
-    /// [`Holders::unbound`]. Units that are nominated for
-    /// other pods of the same or higher priority remain nominated. A node that has too few units of
-    /// a requested resource for its claims is excluded. The units and other resources of
-    /// terminating pods count as free, so no pod is preempted for units that become free anyway. The
-    /// same applies to units of pods that have just ended ([`Holders::unlisted`]). While the victims
-    /// terminate, another call returns no further victims.
+    /// [`Holders::unbound`]. Units that are nominated for other pods of the same or higher priority
+    /// remain nominated. A node that has too few units of a requested resource for its claims is
+    /// excluded. The units and other resources of terminating pods count as free, so no pod is
+    /// preempted for units that become free anyway. The same applies to units of pods that have
+    /// just ended ([`Holders::unlisted`]). While the victims terminate, another call returns no
+    /// further victims.
     ///
     /// For each way to place the requests on devices, as many pods as possible are kept: first pods
     /// of higher priority, then pods that started earlier. The victims never exceed the evictions

@@ -370,8 +370,8 @@ impl<'w> Accounts<'w> {
     /// account's pods that leave are gone.
     ///
     /// Only then do pods of other quotas leave for the unit. Otherwise a quota could use a multiple
-    /// of its guarantee, if its pods are deleted and replaced again and again while the earlier ones
-    /// still terminate.
+    /// of its guarantee, if its pods are deleted and replaced again and again while the earlier
+    /// ones still terminate.
     pub(super) fn guarantees_beside_leaving(&self, parts: &[Part]) -> bool {
         let Some(&(id, _)) = parts.first() else { return true };
         let account = self.account_of[id.0];
@@ -494,8 +494,8 @@ impl<'w> Accounts<'w> {
             let has_room = |gpu: usize| room(gpu) >= charge;
             return ownership.cells[account] < limit || ownership.owned_by(account).any(has_room);
         }
-        // Check whether the requests of the unit fit on the quota's GPUs together with any GPUs that
-        // the quota may still acquire.
+        // Check whether the requests of the unit fit on the quota's GPUs together with any GPUs
+        // that the quota may still acquire.
         let largest = self.world.gpus.iter().copied().max().unwrap_or_default();
         let charges: Vec<Amount> = unit.iter().flat_map(|&pod| self.pieces(pod)).collect();
         let new = limit.saturating_sub(ownership.cells[account]).min(charges.len());
@@ -531,7 +531,8 @@ impl<'w> Accounts<'w> {
         self.cells.as_ref().is_some_and(|cells| cells.ownership.owner[gpu] == Some(account))
     }
 
-    /// Returns whether a quota other than an account's keeps a part of its guarantee from borrowers.
+    /// Returns whether a quota other than an account's keeps a part of its guarantee from
+    /// borrowers.
     pub(super) fn has_unlent(&self, account: usize) -> bool {
         let others = self.entries.iter().enumerate().filter(|(other, _)| *other != account);
         let mut quotas = others.map(|(_, other)| &other.quota).filter(|quota| quota.is_enforced());

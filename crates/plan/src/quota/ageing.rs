@@ -69,7 +69,8 @@ pub(super) fn reservations(
     let is_old = |id: &PodId| state.world.pod(*id).created.0.saturating_add(ageing) <= state.now.0;
     let mut old: Vec<(PodId, UsableGpus)> = Vec::new();
     for queue in queues {
-        // A pod that can use no GPU now does not keep the next pods of its quota from a reservation.
+        // A pod that can use no GPU now does not keep the next pods of its quota from a
+        // reservation.
         let mut may_run = queue.iter().copied().filter(is_alone).filter(is_old).filter(|&id| may_run(state, id));
         old.extend(may_run.find_map(|id| {
             let gpus = if state.nominated(id).is_some() { None } else { usable(id) };
@@ -177,8 +178,8 @@ impl<'s, 'w> AgeingGpus<'s, 'w> {
 }
 
 /// Returns whether a counted pod has overtaken a waiting pod: it was released after the waiting
-/// pod's creation, or it is nominated although it was created later. A pod does not overtake pods of
-/// its gang.
+/// pod's creation, or it is nominated although it was created later. A pod does not overtake pods
+/// of its gang.
 fn has_overtaken(state: &State<'_>, other: PodId, id: PodId) -> bool {
     let gangs = state.accounts.gangs();
     if gangs.of(id).is_some() && gangs.of(id) == gangs.of(other) {

@@ -57,8 +57,8 @@ pub(super) struct Since {
 }
 
 /// Position of a pod among the pods of its quota. The most important pod is first. Pods that do not
-/// borrow come before all others: they run only within the guarantee, so a pod that borrows does not
-/// push them out of it.
+/// borrow come before all others: they run only within the guarantee, so a pod that borrows does
+/// not push them out of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Importance<'w> {
     pub(super) borrows: bool,

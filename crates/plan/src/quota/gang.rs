@@ -144,7 +144,8 @@ impl Gangs {
         self.of[id.0].map_or(world.pod(id).created, |gang| self.all[gang].newest)
     }
 
-    /// Returns whether a pod may run outside its quota's guarantee. A gang may if all of its pods may.
+    /// Returns whether a pod may run outside its quota's guarantee. A gang may if all of its pods
+    /// may.
     pub(super) fn borrows(&self, world: &World, id: PodId) -> bool {
         self.of[id.0].map_or(world.pod(id).borrows, |gang| self.all[gang].borrows)
     }

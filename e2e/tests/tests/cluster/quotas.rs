@@ -409,7 +409,7 @@ fn wait_for_statuses(teams: &Teams<'_>, names: &[String], enforced: &str) -> Res
     Ok(())
 }
 
-/// The examples of Nos's documentation: ElasticQuotas and a CompositeElasticQuota.
+/// The examples of Nos's documentation: two kinds of quotas.
 #[test]
 fn the_api_server_accepts_imported_quotas_of_nos_and_the_operator_reports_their_status() -> Result<()> {
     let cluster = Cluster::connect()?;

@@ -160,8 +160,8 @@ impl PlacementController {
         results.into_iter().filter(|(_, written)| !written).map(|(preemptor, _)| preemptor).collect()
     }
 
-    /// Records since when disruption budgets keep room from waiting pods. A failed write is repeated, because a later
-    /// reconcile decides the same.
+    /// Records since when disruption budgets keep room from waiting pods. A failed write is
+    /// repeated, because a later reconcile decides the same.
     pub(super) async fn write_protected(&self, protected: &[ProtectedPod]) {
         if protected.is_empty() || !self.context.claim.is_current() {
             return;

@@ -248,7 +248,8 @@ fn pods_of_a_gang_without_gpus_count() {
     assert_eq!(case.step().releases.len(), 2);
 }
 
-/// The operator does not watch ended pods. A controller that restarts a gang creates all pods again.
+/// The operator does not watch ended pods. A controller that restarts a gang creates all pods
+/// again.
 #[test]
 fn missing_pods_of_a_running_gang_count_as_ended_after_some_time() {
     let mut case = Case::new(2, &[("a", json!({}))])

@@ -32,8 +32,8 @@ fn set_rule(case: &mut Case, pod: &str, kind: &str) {
     edit(case, pod, |pod| pod["spec"]["affinity"] = rules);
 }
 
-/// A pod of a whole GPU waits, a smaller pod has overtaken it, and another small pod arrives. Returns
-/// the pods that are released then.
+/// A pod of a whole GPU waits, a smaller pod has overtaken it, and another small pod arrives.
+/// Returns the pods that are released then.
 fn released_beside_a_long_wait(prepare: impl FnOnce(&mut Case)) -> Vec<String> {
     let mut case = Case::new(1, &[("a", json!({})), ("b", json!({}))])
         .with_ageing(3)

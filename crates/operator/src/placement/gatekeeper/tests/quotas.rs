@@ -182,8 +182,8 @@ impl Case {
             assert!(self.seconds < end, "the decisions do not settle: {:?}", self.evicted);
             let is_idle = actions.releases.is_empty() && actions.evictions.is_empty();
             idle = if is_idle { idle + 1 } else { 0 };
-            // After this number of reconciles, each pod has had its turn. A leader that is lost each
-            // time never gets to the pods whose turn comes later.
+            // After this number of reconciles, each pod has had its turn. A leader that is lost
+            // each time never gets to the pods whose turn comes later.
             if is_idle && (!actions.more || is_lost || idle > 3) {
                 return self;
             }
