@@ -73,6 +73,8 @@ def policy(mode, resource, total, /, enforcement="Report", **section):
     spec = {"mode": mode, "enforcement": enforcement}
     if section:
         spec["mps" if mode == "Mps" else "timeSlicing"] = section
+    # The drills measure one GPU. Other GPUs of the machine stay whole.
+    spec["gpus"] = {"uuids": [query_gpu("uuid").splitlines()[0]]}
     body = {"apiVersion": "cleave.dev/v1alpha1", "kind": "SharingPolicy", "metadata": {"name": "drill"}, "spec": spec}
     kubectl("apply", "-f", "-", input=json.dumps(body))
 
@@ -85,7 +87,7 @@ def policy(mode, resource, total, /, enforcement="Report", **section):
     if mode == "Mps":
         # The limits of the shares, not only their number, must be those of this policy.
         threads = {"Strict": 100 // total, "Burst": min(100, 200 // total), "Uncapped": None}[section["threads"]]
-        wait("the policy's limits are in the spec", lambda: [s.get("threads", [None])[0] for g in get("gpunode", NODE)["spec"]["gpus"] for s in g["partition"]["mps"]["slices"]] == [threads], 30)
+        wait("the policy's limits are in the spec", lambda: [s.get("threads", [None])[0] for g in get("gpunode", NODE)["spec"]["gpus"] for s in g["partition"].get("mps", {}).get("slices", [])] == [threads], 30)
         generation = get("gpunode", NODE)["metadata"]["generation"]
         wait("the agent has applied them", lambda: (n := get("gpunode", NODE)) and n["status"].get("observedGeneration", 0) >= generation and n["status"].get("planId") == n["spec"]["planId"], 30)
 
