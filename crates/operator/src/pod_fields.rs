@@ -12,6 +12,7 @@ use kube::Resource;
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Deserializer};
 
+use crate::gang::GroupInSpec;
 use crate::sums::Resources;
 
 /// A field that the operator only checks for presence.
@@ -75,6 +76,8 @@ pub struct PodSpec {
     pub resource_claims: Vec<PresentField>,
     /// The group of the pod, in clusters that schedule groups (KEP-4671).
     pub scheduling_group: Option<SchedulingGroup>,
+    /// The group of the pod in Kubernetes 1.35.
+    pub workload_ref: Option<WorkloadRef>,
     /// Groups of units. The units of each group must be on one device. Set by `PodObject::trim`.
     /// Excludes interchangeable resources.
     #[serde(skip)]
@@ -222,6 +225,32 @@ pub struct Port {
 pub struct SchedulingGroup {
     /// Name of the `PodGroup`.
     pub pod_group_name: Option<String>,
+}
+
+impl SchedulingGroup {
+    /// Returns the group that the fields name.
+    pub fn group(&self) -> Option<GroupInSpec<'_>> {
+        self.pod_group_name.as_deref().map(GroupInSpec::PodGroup)
+    }
+}
+
+/// The group of a pod that the scheduler of Kubernetes 1.35 places as a whole (KEP-4671).
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct WorkloadRef {
+    /// Name of the `Workload`.
+    pub name: String,
+    /// Name of the group in the `Workload`.
+    pub pod_group: String,
+    /// Key of the group's replica.
+    pub pod_group_replica_key: String,
+}
+
+impl WorkloadRef {
+    /// Returns the group that the fields name.
+    pub fn group(&self) -> GroupInSpec<'_> {
+        GroupInSpec::Workload { name: &self.name, group: &self.pod_group, key: &self.pod_group_replica_key }
+    }
 }
 
 /// Hashes only the fields that `PodObject::trim` keeps.

@@ -46,7 +46,8 @@ pub enum PodChanges {
 /// Which controllers a change affects.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct AffectedControllers {
-    /// A changed pod uses GPUs or waits at the placement gate.
+    /// A changed pod uses GPUs, waits at the placement gate, or is part of a gang. Pods of a gang
+    /// wait for all of its pods, also for those without GPUs.
     pub(crate) of_gpus: bool,
     /// A changed pod has the condition `WithinShare`.
     pub(crate) of_tenants: bool,
@@ -61,7 +62,7 @@ impl AffectedControllers {
     fn of(change: &PodChange) -> Self {
         let mut effect = Self::default();
         for pod in [&change.before, &change.now].into_iter().flatten() {
-            effect.of_gpus |= pod.requests_gpus() || pod.waits_at_gate();
+            effect.of_gpus |= pod.requests_gpus() || pod.waits_at_gate() || pod.gang.is_some();
             effect.of_tenants |= pod.condition(cleave_api::names::CONDITION_WITHIN_SHARE).is_some();
         }
         effect

@@ -21,10 +21,10 @@ use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use serde::Deserialize;
 
-pub use crate::gang::PodGang;
+pub use crate::gang::{GangSource, PodGang};
 pub use crate::pod_fields::{
     Affinity, Container, Gate, NodeAffinity, NodeSelector, PodCondition, PodSpec, PodStatus, PodTerms, Port, RawPod,
-    Volume, VolumeClaim,
+    SchedulingGroup, Volume, VolumeClaim, WorkloadRef,
 };
 pub use crate::sums::{Resources, Sum};
 
@@ -253,9 +253,10 @@ impl PodObject {
         self.never_borrows |= annotation(BORROW_ANNOTATION).is_some_and(|value| value == BORROW_NEVER);
         let nomination = annotation(NOMINATION_ANNOTATION).and_then(|text| Placement::parse(text).ok());
         self.nomination = nomination.map(Shared::from).or(self.nomination.take());
-        let group = self.spec.scheduling_group.take().and_then(|group| group.pod_group_name);
-        let gang = PodGang::find(self.labels(), |name| annotation(name).map(String::as_str), group.as_deref());
-        self.gang = gang.map(Shared::from).or(self.gang.take());
+        let (group, workload) = (self.spec.scheduling_group.take(), self.spec.workload_ref.take());
+        let group = group.as_ref().and_then(SchedulingGroup::group).or(workload.as_ref().map(WorkloadRef::group));
+        let gang = || PodGang::find(self.labels(), |name| annotation(name).map(String::as_str), group);
+        self.gang = self.gang.clone().or_else(|| gang().map(Shared::from));
         self.annotated = self.annotated || annotations.is_some();
         let node = self.spec.node_name.take().filter(|node| !node.is_empty());
         self.bound_to = node.map(Arc::from).or(self.bound_to.take());

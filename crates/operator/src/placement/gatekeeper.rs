@@ -14,6 +14,7 @@ use super::claims::{self, PodClaims};
 use super::cluster::{Cluster, ReconcileInput, ReconcileTime, is_released};
 use super::evictions::{Evictability, EvictionRecords};
 use super::fragments::FragmentationTaints;
+use super::gang_releases::GangReleases;
 use super::gangs;
 use super::growth::{AllowedUnits, AutoscalerReports, NeedInputs, PlacementOutlook};
 use super::handover;
@@ -69,6 +70,8 @@ pub struct Gatekeeper {
     tracker: PodTracker,
     claims: PodClaims,
     unanswered: UnansweredReleases,
+    /// Releases of pods of gangs, until the API server has applied them.
+    gang_releases: GangReleases,
     queue: Queue,
     /// Results of evictions for waiting pods.
     evictions: EvictionRecords,
@@ -108,6 +111,7 @@ impl Gatekeeper {
             tracker: PodTracker::default(),
             claims: PodClaims::default(),
             unanswered: UnansweredReleases::default(),
+            gang_releases: GangReleases::default(),
             queue: Queue::default(),
             evictions: EvictionRecords::default(),
             preemptors: Preemptors::default(),
@@ -174,6 +178,7 @@ impl Gatekeeper {
     /// Records that a pod was released.
     pub fn record_release(&mut self, pod: &str) {
         self.unanswered.remove(pod);
+        self.gang_releases.remove(pod);
     }
 
     /// Records that it is unknown whether a pod was released. `release` has the patch that was
@@ -185,9 +190,10 @@ impl Gatekeeper {
     }
 
     /// Records that a pod could not be released, and ends its reservation. If an earlier patch had
-    /// no answer, that patch may have released the pod, so the reservation is kept.
+    /// no answer, that patch may have released the pod, so the reservation is kept. A pod of a gang
+    /// also keeps its reservation; see [`super::gang_releases`].
     pub fn record_failed_release(&mut self, pod: &str) {
-        if !self.unanswered.contains(pod) {
+        if !self.unanswered.contains(pod) && !self.gang_releases.record_failure(pod) {
             self.claims.end_claim(self.ledger.as_mut(), pod);
         }
     }
@@ -196,7 +202,7 @@ impl Gatekeeper {
     /// refusals, the release is delayed.
     pub fn record_refused_release(&mut self, pod: &str, message: &str, up: Duration) {
         if !self.unanswered.contains(pod) {
-            self.claims.end_claim(self.ledger.as_mut(), pod);
+            self.record_failed_release(pod);
             self.queue.record_refusal(pod, message, up);
         }
     }
@@ -206,6 +212,7 @@ impl Gatekeeper {
     /// that other pods may fit.
     pub fn record_missing_pod(&mut self, pod: &str, uid: &str, up: Duration) -> bool {
         self.queue.record_missing(pod, uid, up);
+        self.gang_releases.remove(pod);
         !self.unanswered.contains(pod) && self.claims.end_claim(self.ledger.as_mut(), pod)
     }
 
@@ -361,6 +368,10 @@ impl Gatekeeper {
         }
         let settling = self.next_reservation.saturating_sub(now.up);
         if settling.is_zero() {
+            let parts = (&mut ledger, &mut self.claims);
+            let state = (&self.nodes, &self.queue);
+            let retried = self.gang_releases.releases_to_retry(parts, &unsettled, state, &mut actions, now);
+            actions.releases.extend(retried);
             self.update_preemption(&mut ledger, &waiting, &input, &mut actions);
             if waiting.is_empty() {
                 self.growth.add_reports(&[], now.up, &mut actions);
@@ -406,7 +417,10 @@ impl Gatekeeper {
             if pod.node().is_some() || !pod.waits_at_gate() {
                 self.unanswered.remove(&name);
             } else if self.unanswered.is_refuted_by(&name, pod) {
-                self.claims.end_claim(Some(ledger), &name);
+                self.unanswered.remove(&name);
+                if !self.gang_releases.record_failure(&name) {
+                    self.claims.end_claim(Some(ledger), &name);
+                }
             }
             if let Some(node) = pod.node() {
                 if self.claims.record_binding(ledger, &name, pod, node) {
@@ -555,7 +569,7 @@ impl Gatekeeper {
         let (expires, unschedulable_after) = (claims::expiry(input.now), self.unschedulable_after);
         let Self { agent_labels, chooser, nodes, claims, queue, rollout, stranded, .. } = self;
         let tracker = input.tracker;
-        let Self { evictions, preemptors, growth, returning, .. } = self;
+        let Self { evictions, preemptors, growth, returning, gang_releases, .. } = self;
         let mut other_nodes = LazyCell::new(|| OtherNodes::new(nodes, tracker, agent_labels, input.unsettled));
         let waiting = queue.remove_delayed(ledger, waiting, up, actions).into_iter();
         let candidate = |(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod));
@@ -639,7 +653,9 @@ impl Gatekeeper {
                         reserved.push((one.name.clone(), one.pod));
                         let placement = build_placement(&one.pod.spec.device_requests, fits, expires);
                         let waited = queue.waiting_time(&one.name, up);
-                        actions.releases.push(one.release_reserved(placement, nodes, (waited, label)));
+                        let release = one.release_reserved(placement, nodes, (waited, label));
+                        gang_releases.record(&release, label);
+                        actions.releases.push(release);
                     }
                     continue;
                 }
@@ -668,7 +684,11 @@ impl Gatekeeper {
                             .and_then(|(pass, turn)| pass.label_released(turn, &[(name, &fits)]));
                         reserved.push((name.clone(), pod));
                         let placement = build_placement(&pod.spec.device_requests, &fits, expires);
-                        actions.releases.push(candidate.release_reserved(placement, nodes, (waited, label)));
+                        let release = candidate.release_reserved(placement, nodes, (waited, label));
+                        if turn.is_some() && pod.gang.is_some() {
+                            gang_releases.record(&release, label);
+                        }
+                        actions.releases.push(release);
                     }
                     continue;
                 }

@@ -9,11 +9,11 @@
 //! | read | `cluster`, `nodes`, `facts`, `pod_tracker`, `claims` | the objects, and the facts that the ledger and the scheduler's rules need |
 //! | decide | `gatekeeper` | [`Actions`] of one reconcile |
 //! | | `queue` | order and back-off of the pods at the gate |
-//! | | `unanswered` | releases to send again |
+//! | | `unanswered`, `gang_releases` | releases to send again |
 //! | | `learning`, `replicas` | data by which the search ranks nodes |
 //! | | `search`, `constraints`, `free_resources`, `amounts`, `verdict` | a placement for a pod, or why it is not placeable |
 //! | | `quotas`, `quota_pass`, `quota_turns` | quotas: the order of the pods, the units that each pod may use, and the pods that may be evicted for it |
-//! | | `gangs` | pods that are released together |
+//! | | `gangs`, `gang_presence` | pods that are released together |
 //! | | `handover` | nominations that remain when the leader changes |
 //! | | `preemption`, `preemptors`, `evictions`, `budgets` | pods to evict for waiting pods |
 //! | | `stranded` | released pods to evict |
@@ -47,6 +47,8 @@ mod evictions;
 mod facts;
 mod fragments;
 mod free_resources;
+mod gang_presence;
+mod gang_releases;
 mod gangs;
 mod gatekeeper;
 mod growth;

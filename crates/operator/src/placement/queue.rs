@@ -134,6 +134,23 @@ impl Queue {
         Some(until.saturating_sub(up)).filter(|left| !left.is_zero())
     }
 
+    /// Returns whether a pod is not released now: it no longer exists, or the API server refused
+    /// its release several times. Reports why the release is delayed.
+    pub(super) fn delays_release(&self, name: &str, up: Duration, actions: &mut Actions) -> bool {
+        if let Some(left) = self.missing_time_left(name, up) {
+            actions.requeue_in(left);
+            return true;
+        }
+        let refused = self.0.get(name).and_then(|gated| gated.refused.as_ref());
+        let Some(Refusals { until, message, .. }) = refused.filter(|refused| refused.until > up) else {
+            return false;
+        };
+        actions.requeue_in(until.saturating_sub(up));
+        let message = format!("The API server refused the patch that releases this pod: {message}");
+        actions.waiting.insert(name.to_owned(), WaitingPod { reason: Reason::Malformed, message });
+        true
+    }
+
     /// Removes from `waiting` the pods that no longer exist, and the pods whose release is delayed.
     /// Reports why the release is delayed.
     pub(super) fn remove_delayed<'a>(
@@ -144,20 +161,11 @@ impl Queue {
         actions: &mut Actions,
     ) -> Vec<(String, &'a PodObject)> {
         waiting.retain(|(name, _)| {
-            if let Some(left) = self.missing_time_left(name, up) {
-                actions.requeue_in(left);
+            let is_delayed = self.delays_release(name, up, actions);
+            if is_delayed {
                 drop(ledger.withdraw(name));
-                return false;
             }
-            let refused = self.0.get(name).and_then(|gated| gated.refused.as_ref());
-            let Some(Refusals { until, message, .. }) = refused.filter(|refused| refused.until > up) else {
-                return true;
-            };
-            actions.requeue_in(until.saturating_sub(up));
-            drop(ledger.withdraw(name));
-            let message = format!("The API server refused the patch that releases this pod: {message}");
-            actions.waiting.insert(name.clone(), WaitingPod { reason: Reason::Malformed, message });
-            false
+            !is_delayed
         });
         waiting
     }

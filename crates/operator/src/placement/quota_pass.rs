@@ -134,8 +134,9 @@ impl<'w> QuotaPass<'w> {
         Rank { quota: book.account(member.id) + 1, is_within, priority: book.priority(member.id) }
     }
 
-    /// Returns the memberships of a pod in the enforced pools. If the pod may use several pools, a
-    /// pool in which it is within its guarantee comes first.
+    /// Returns the memberships of a pod in the enforced pools. If the pod may use several pools,
+    /// pools that all waiting pods of its gang may use come first, then pools in which it is within
+    /// its guarantee.
     pub(super) fn members(&self, name: &str) -> Vec<Member> {
         let pools = self.worlds.pools.iter().enumerate().filter(|(_, pool)| pool.is_enforced);
         let mut members: Vec<Member> =
@@ -143,10 +144,15 @@ impl<'w> QuotaPass<'w> {
         if members.len() > 1 {
             members.sort_by_key(|member| {
                 let book = self.book(*member);
-                (book.class(member.id).is_none(), book.turn(member.id).0)
+                (!self.has_whole_gang(*member), book.class(member.id).is_none(), book.turn(member.id).0)
             });
         }
         members
+    }
+
+    /// Returns whether all waiting pods of a pod's gang may use the pod's pool.
+    pub(super) fn has_whole_gang(&self, member: Member) -> bool {
+        !self.worlds.pools[member.pool].split_gangs.contains(&member.id)
     }
 
     /// Starts the turn of a waiting pod, or of all waiting pods of its gang. During the turn, the
@@ -166,6 +172,9 @@ impl<'w> QuotaPass<'w> {
         let unit = self.book(member).unit(member.id).to_vec();
         if nominated.is_some() {
             unit.iter().for_each(|id| self.books[member.pool].withdraw(*id));
+        }
+        if !self.has_whole_gang(member) {
+            return Some(Err((member, Wait::GangIncomplete)));
         }
         let book = self.book(member);
         let rights = match book.rights(member.id) {

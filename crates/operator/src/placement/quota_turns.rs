@@ -69,7 +69,9 @@ impl TurnQueues {
             };
             let book = pass.book(member);
             let key = (member.pool, book.account(member.id));
-            if let [head, _, ..] = *book.unit(member.id) {
+            if let [head, _, ..] = *book.unit(member.id)
+                && pass.has_whole_gang(member)
+            {
                 mixed.insert(key);
                 let (first, all) = units.entry(Member { id: head, ..member }).or_default();
                 all.push(at);
@@ -180,6 +182,14 @@ impl QuotaPass<'_> {
             }
             Wait::GangIncomplete => {
                 let (name, size) = pod.gang.as_ref().map_or(("", 0), |gang| (gang.name.as_str(), gang.size));
+                if !self.has_whole_gang(member) {
+                    return QuotaWait {
+                        wait,
+                        message: format!(
+                            "pods of the gang {name} request GPUs of different pools: no pool with quotas can run all waiting pods of the gang"
+                        ),
+                    };
+                }
                 format!("pods of the gang {name} are missing: none is released before {size} pods exist")
             }
             Wait::Protected => "only pods that disruption budgets protect could be evicted for the pod".to_owned(),

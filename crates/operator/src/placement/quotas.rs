@@ -11,6 +11,7 @@ use cleave_plan::quota::{Amount, GPU, Gang, Place, Pod, PodId, Settings, Unit, W
 
 use super::claims::RESERVATION_TIME;
 use super::cluster::Cluster;
+use super::gang_presence::{count_gangs, gang_name};
 use super::pod_tracker::PodTracker;
 use crate::pods::{PodObject, full_name};
 use crate::quotas::charge::NodeCosts;
@@ -39,6 +40,8 @@ pub(crate) struct PoolWorld {
     pub(super) gpus: BTreeMap<String, usize>,
     /// Waiting pods that have waited so long that they may be nominated.
     pub(super) long_waits: BTreeMap<PodId, LongWait>,
+    /// Waiting pods of gangs of which other waiting pods cannot use the pool.
+    pub(super) split_gangs: BTreeSet<PodId>,
     /// Whether a quota of the pool is enforced.
     pub(crate) is_enforced: bool,
 }
@@ -116,7 +119,8 @@ impl QuotaWorlds {
         for (at, pool) in quotas.pools.iter().enumerate() {
             let world = World { quotas: pool.quotas.clone(), settings: settings.rules, ..World::default() };
             let (ids, gpus, long_waits) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-            worlds.pools.push(PoolWorld { world, ids, gpus, long_waits, is_enforced: quotas.is_enforced(at) });
+            let (split_gangs, is_enforced) = (BTreeSet::new(), quotas.is_enforced(at));
+            worlds.pools.push(PoolWorld { world, ids, gpus, long_waits, split_gangs, is_enforced });
         }
         let nodes = worlds.add_nodes(cluster, &quotas);
         let by_name: BTreeMap<&str, &NodeView<'_>> = nodes.iter().map(|node| (node.name, node)).collect();
@@ -134,7 +138,8 @@ impl QuotaWorlds {
         }
         let mut costs: Vec<NodeCosts> = vec![NodeCosts::default(); worlds.pools.len()];
         nodes.iter().for_each(|node| costs[node.pool].extend(&node.costs));
-        for (name, pod) in waiting {
+        let waiting: Vec<(&str, &PodObject)> = waiting.collect();
+        for &(name, pod) in &waiting {
             let nominated = ledger.nominations().get(name);
             for (pool, costs) in costs.iter().enumerate() {
                 let unit = quotas.pools[pool].unit;
@@ -146,6 +151,7 @@ impl QuotaWorlds {
                 worlds.insert(&quotas, pool, name, pod, (charge, Place::Waiting { nominated }));
             }
         }
+        count_gangs(&mut worlds, (tracker, ledger), &waiting, is_evicted);
         Some(worlds)
     }
 
@@ -241,6 +247,7 @@ impl QuotaWorlds {
 
     fn insert(&mut self, quotas: &Quotas, pool: usize, name: &str, pod: &PodObject, (charge, place): (Amount, Place)) {
         let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
+        let gang = gang_name(pod).map(|name| Gang { name, size: 1 });
         let PoolWorld { world, ids, .. } = &mut self.pools[pool];
         ids.insert(name.to_owned(), PodId(world.pods.len()));
         world.pods.push(Pod {
@@ -253,13 +260,14 @@ impl QuotaWorlds {
             borrows: !pod.never_borrows,
             preempts: pod.spec.preemption_policy.as_deref() != Some("Never"),
             protected: None,
-            gang: pod.gang.as_ref().map(|gang| Gang { name: format!("{namespace}/{}", gang.name), size: gang.size }),
+            gang,
             gpus: None,
         });
     }
 }
 
-fn created(pod: &PodObject) -> Moment {
+/// Returns when a pod was created.
+pub(super) fn created(pod: &PodObject) -> Moment {
     let seconds = pod.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second());
     Moment(u64::try_from(seconds).unwrap_or(0))
 }

@@ -15,7 +15,7 @@ use crate::pods::PodObject;
 
 /// Seconds before the end of a reservation in which its release is not retried. The watch must
 /// report a release before the reservation ends.
-const RETRY_MARGIN_SECONDS: u64 = 60;
+pub(super) const RETRY_MARGIN_SECONDS: u64 = 60;
 
 /// Releases without an answer, by the pod's name. Each pod has a claim in the ledger.
 #[derive(Debug, Default)]
