@@ -31,6 +31,8 @@ pub mod dry_run;
 mod events;
 pub mod evict;
 mod gang;
+pub mod gang_sizes;
+mod gang_watch;
 mod http;
 pub mod leader;
 mod metrics;

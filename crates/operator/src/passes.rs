@@ -500,6 +500,7 @@ mod tests {
             budgets: empty_store(),
             namespaces: empty_store(),
             quotas: empty_store(),
+            pod_groups: crate::gang_sizes::GroupStore::default(),
         };
         let context = Context {
             recorder: Recorder::new(client.clone(), Reporter { controller: "test".to_owned(), instance: None }),

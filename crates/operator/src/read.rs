@@ -32,6 +32,7 @@ use kube::runtime::reflector::store::WriterDropped;
 use kube::{Resource, ResourceExt};
 use serde::Deserialize;
 
+use crate::gang_sizes::GroupStore;
 use crate::pod_store::{self, PodStore};
 use crate::pods::{self, Claimant, NodeSelector, PodObject};
 
@@ -410,6 +411,8 @@ pub struct Stores {
     pub namespaces: NamespaceStore,
     /// Stored `GpuQuota`s. Empty if the cluster does not have the CRD.
     pub quotas: QuotaStore,
+    /// Stored sizes of gangs.
+    pub pod_groups: GroupStore,
 }
 
 impl Stores {

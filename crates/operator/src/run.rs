@@ -18,6 +18,8 @@ use crate::admission::certificate::{self, CertificateManager, CertificateReceive
 use crate::admission::webhook::{self, Namespaces, Reviewer};
 use crate::args::{Label, OperatorArgs};
 use crate::catch_up::{self, Versions};
+use crate::gang_sizes::GroupStore;
+use crate::gang_watch;
 use crate::http::{Health, serve};
 use crate::leader::{self, LeaseGuard};
 use crate::metrics::Metrics;
@@ -80,6 +82,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     let (versions, stored) = watch::channel(Versions::default());
     let mut watches = Watches { tasks: &mut tasks, wakes: &wakes, metrics: &metrics, versions: &versions, stop: &stop };
     let stores = watches.start_stores(&client, &namespace, &agent_selector);
+    spawn_group_watch(&mut tasks, &client, (&stores.pod_groups, &wakes, &metrics), &stop);
     let hosts = args.replace_mps_hosts.map(|selector| watches.start_host_stores(&client, &namespace, &selector));
     let namespaces = webhook.is_some().then(|| watches.exempt_namespaces(&client));
 
@@ -134,6 +137,25 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         ("passes", passes.and(placement).and(tenants))
     });
     wait_until_stopped(tasks, stop).await
+}
+
+/// Starts the task that reads the sizes of gangs.
+fn spawn_group_watch(
+    tasks: &mut Tasks,
+    client: &Client,
+    (groups, wakes, metrics): (&GroupStore, &Wakers, &Metrics),
+    stop: &CancellationToken,
+) {
+    let watch = gang_watch::watch_groups(client.clone(), groups.clone(), wakes.clone(), metrics.clone());
+    let stop = stop.clone();
+    tasks.spawn(async move {
+        // Dropping a watch is safe: after `stop` nothing reads the store.
+        tokio::select! {
+            () = watch => {}
+            () = stop.cancelled() => {}
+        }
+        ("gang sizes", Ok(()))
+    });
 }
 
 /// Starts the thread that renews the lease, and the task that waits until the stores are as new as

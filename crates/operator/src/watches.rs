@@ -20,6 +20,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::catch_up::{StoreVersion, VersionOfKind, Versions};
+use crate::gang_sizes::GroupStore;
 use crate::metrics::{KindLabel, Metrics};
 use crate::pod_store::{self, AffectedControllers, PodStore};
 use crate::pods::RawPod;
@@ -34,7 +35,7 @@ use crate::rollout::{MpsHostStores, Revision};
 pub(crate) const WATCH_TIMEOUT_SECONDS: u32 = 30;
 
 /// Returns the configuration of all watches.
-fn watch_config() -> watcher::Config {
+pub(crate) fn watch_config() -> watcher::Config {
     watcher::Config::default().timeout(WATCH_TIMEOUT_SECONDS)
 }
 
@@ -86,7 +87,7 @@ impl Wakers {
     }
 
     /// Wakes the placement controller.
-    fn wake_placement(&self) {
+    pub(crate) fn wake_placement(&self) {
         self.placement.notify_one();
     }
 
@@ -205,6 +206,7 @@ impl Watches<'_> {
                 (Api::<VolumeObject>::all(client.clone()), watch_config()),
                 WatchRules { trim: trim_metadata, same: VolumeObject::is_same, wake: wake_placement },
             ),
+            pod_groups: GroupStore::default(),
             quotas: self.store_objects(
                 "GpuQuota",
                 (Api::<DeserializeGuard<GpuQuota>>::all(client.clone()), watch_config()),
@@ -363,13 +365,14 @@ impl Watches<'_> {
 /// Watches objects. At first, existing objects arrive as a stream, so that neither side needs
 /// memory for a whole list. If the API server refuses the stream or ends it early, this function
 /// lists objects in pages from then on. The function also uses pages for all later lists.
-async fn watch_objects<K>(
+pub(crate) async fn watch_objects<K>(
     kind: &'static str,
     api: Api<K>,
     config: watcher::Config,
     mut handle: impl FnMut(watcher::Result<Event<K>>),
 ) where
-    K: Resource<DynamicType = ()> + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
+    K: Resource + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
+    K::DynamicType: Clone,
 {
     // Without a backoff, a watcher retries a failed request immediately. The default backoff grows
     // from 0.8 s to 30 s.
@@ -424,6 +427,17 @@ impl StreamedList {
         *self = next;
         *self == Self::Paged
     }
+}
+
+/// Returns whether the cluster does not have the watched resource.
+pub(crate) fn is_absent(error: &watcher::Error) -> bool {
+    let (watcher::Error::InitialListFailed(error)
+    | watcher::Error::WatchStartFailed(error)
+    | watcher::Error::WatchFailed(error)) = error
+    else {
+        return false;
+    };
+    matches!(error, kube::Error::Api(status) if status.code == 404)
 }
 
 /// Publishes the resource version that a store has reached. A list may replace a newer store.

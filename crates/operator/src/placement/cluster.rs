@@ -8,6 +8,7 @@ use cleave_plan::snapshot::Pod as PlanPod;
 use kube::core::DeserializeGuard;
 
 use super::pod_tracker::PodTracker;
+use crate::gang_sizes::GroupSizes;
 use crate::pods::{PodObject, claimant};
 use crate::policies::demand::WaitingPod;
 use crate::read::{AgentPod, BudgetObject, NamespaceObject, NodeObject, VolumeClaimObject, VolumeObject};
@@ -36,6 +37,8 @@ pub struct Cluster {
     pub volumes: Vec<Arc<VolumeObject>>,
     /// Quotas.
     pub quotas: Vec<Arc<DeserializeGuard<GpuQuota>>>,
+    /// Sizes of gangs that other objects state.
+    pub pod_groups: GroupSizes,
     /// Disruption budgets.
     pub budgets: Vec<Arc<BudgetObject>>,
     /// Namespaces. Pod affinity can select namespaces by label.

@@ -19,6 +19,7 @@ use super::cluster::is_released;
 use super::pod_tracker::PodTracker;
 use super::quotas::{QuotaWorlds, created};
 use crate::gang::GangSource;
+use crate::gang_sizes::GroupSizes;
 use crate::pods::{PodObject, full_name};
 
 /// How long waiting pods of a gang wait for pods that are missing, after the newest of them was
@@ -75,11 +76,12 @@ pub(super) fn count_gangs(
     (tracker, ledger): (&PodTracker, &Ledger),
     waiting: &[(&str, &PodObject)],
     is_evicted: impl Fn(&str) -> bool,
+    sizes: &GroupSizes,
 ) {
     if worlds.pools.iter().flat_map(|pool| &pool.world.pods).all(|pod| pod.gang.is_none()) {
         return;
     }
-    let gangs = present_gangs((tracker, ledger), waiting, is_evicted);
+    let gangs = present_gangs((tracker, ledger), waiting, is_evicted, sizes);
     let now = worlds.now;
     for pool in &mut worlds.pools {
         let mut here: BTreeMap<String, (usize, usize)> = BTreeMap::new();
@@ -111,6 +113,7 @@ fn present_gangs(
     (tracker, ledger): (&PodTracker, &Ledger),
     waiting: &[(&str, &PodObject)],
     is_evicted: impl Fn(&str) -> bool,
+    sizes: &GroupSizes,
 ) -> BTreeMap<String, GangPresence> {
     let mut gangs: BTreeMap<String, GangPresence> = BTreeMap::new();
     let is_terminating = |pod: &PodObject| {
@@ -119,7 +122,7 @@ fn present_gangs(
     for pod in tracker.living_pods() {
         let (Some(gang), Some(name)) = (&pod.gang, gang_name(pod)) else { continue };
         let of = gangs.entry(name).or_default();
-        of.size = of.size.max(gang.size.unwrap_or(1));
+        of.size = of.size.max(sizes.size(pod.metadata.namespace.as_deref().unwrap_or_default(), gang));
         of.is_of_kueue |= gang.source == GangSource::Kueue;
         if is_terminating(pod) {
             continue;

@@ -7,6 +7,7 @@ use cleave_plan::quota::{Amount, Owner, Quota, Wait};
 
 use super::quota_pass::{Hold, Member, QuotaPass, QuotaTurn};
 use super::verdict::PreemptionProspect;
+use crate::gang_sizes::UNKNOWN_SIZE;
 use crate::policies::demand::{Reason, WaitingPod};
 
 /// The order in which waiting pods have their turns.
@@ -190,7 +191,11 @@ impl QuotaPass<'_> {
                         ),
                     };
                 }
-                format!("pods of the gang {name} are missing: none is released before {size} pods exist")
+                if size == UNKNOWN_SIZE {
+                    format!("the number of pods of the gang {name} is not known yet")
+                } else {
+                    format!("pods of the gang {name} are missing: none is released before {size} pods exist")
+                }
             }
             Wait::Protected => "only pods that disruption budgets protect could be evicted for the pod".to_owned(),
             _ if book.turn(member.id).0.is_none() => format!(

@@ -151,7 +151,7 @@ impl QuotaWorlds {
                 worlds.insert(&quotas, pool, name, pod, (charge, Place::Waiting { nominated }));
             }
         }
-        count_gangs(&mut worlds, (tracker, ledger), &waiting, is_evicted);
+        count_gangs(&mut worlds, (tracker, ledger), &waiting, is_evicted, &cluster.pod_groups);
         Some(worlds)
     }
 

@@ -256,6 +256,7 @@ impl PlacementController {
             volume_claims: stores.volume_claims.state(),
             volumes: stores.volumes.state(),
             quotas: stores.quotas.state(),
+            pod_groups: stores.pod_groups.state(),
             budgets: stores.budgets.state(),
             namespaces: stores.namespaces.state(),
         }

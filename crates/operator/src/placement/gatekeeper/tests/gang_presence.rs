@@ -1,12 +1,15 @@
 //! Tests which pods of a gang exist: pods without GPUs, pods that have ended, and pods that need
 //! other GPUs.
+use std::collections::BTreeMap;
+
+use kube::runtime::watcher::Event;
 use serde_json::{Value, json};
 
 use super::quotas::{Case, keeper};
-use super::world::{at, nodes_of, released};
+use super::world::{at, from_json, nodes_of, released};
+use crate::gang_sizes::{GroupKind, GroupStore};
 use crate::placement::gang_presence::MISSING_PODS_TIME;
 use crate::policies::demand::Reason;
-use std::collections::BTreeMap;
 
 fn change_pod(case: &mut Case, pod: &str, edit: impl FnOnce(&mut Value)) {
     case.world.change(|world| &mut world.pods, pod, edit);
@@ -146,4 +149,30 @@ fn a_gang_uses_the_pool_that_all_of_its_pods_can_use() {
         (released(&actions).len(), nodes_of(&actions)),
         (2, on_n1.map(|nodes| nodes.map(str::to_owned).to_vec()).to_vec())
     );
+}
+
+#[test]
+fn the_size_of_a_gang_comes_from_its_pod_group() {
+    let mut case = Case::new(2, &[("a", json!({}))]).waiting(&[("g1", "a", 5, 0), ("g2", "a", 5, 0)]);
+    for pod in ["a/g1", "a/g2"] {
+        change_pod(&mut case, pod, |pod| {
+            pod["metadata"]["labels"] = json!({"scheduling.x-k8s.io/pod-group": "train"});
+        });
+    }
+    let groups = GroupStore::default();
+    case.world.pod_groups = groups.state();
+    let waiting = case.step().waiting["a/g1"].clone();
+    assert!(waiting.message.contains("is not known yet"), "{}", waiting.message);
+    let group = json!({"apiVersion": "scheduling.x-k8s.io/v1alpha1", "kind": "PodGroup",
+        "metadata": {"name": "train", "namespace": "a"}, "spec": {"minMember": 3}});
+    let kind = GroupKind::Coscheduling;
+    for event in [Event::Init, Event::InitApply(from_json(group)), Event::InitDone] {
+        groups.apply(kind, event);
+    }
+    case.world.pod_groups = groups.state();
+    let waiting = case.step().waiting["a/g1"].clone();
+    assert!(waiting.message.contains("before 3 pods exist"), "{}", waiting.message);
+    groups.record_absence(kind);
+    case.world.pod_groups = groups.state();
+    assert_eq!(case.step().releases.len(), 2, "without the object, each pod may run");
 }

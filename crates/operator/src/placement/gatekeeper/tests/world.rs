@@ -8,6 +8,7 @@ use cleave_api::placement::Placement;
 use cleave_plan::affinity::HOSTNAME;
 use serde_json::{Value, json};
 
+use crate::gang_sizes::GroupSizes;
 use crate::placement::actions::{Actions, Release, ReleaseReason};
 use crate::placement::cluster::{Cluster, ReconcileTime};
 use crate::placement::gatekeeper::Gatekeeper;
@@ -39,6 +40,7 @@ pub(super) struct TestCluster {
     pub(super) budgets: BTreeMap<String, Value>,
     pub(super) namespaces: Vec<Value>,
     pub(super) quotas: Vec<Value>,
+    pub(super) pod_groups: GroupSizes,
 }
 
 impl TestCluster {
@@ -153,6 +155,7 @@ impl TestCluster {
             volume_claims: self.volume_claims.iter().map(|claim| Arc::new(from_json(claim.clone()))).collect(),
             volumes: self.volumes.iter().map(|volume| Arc::new(from_json(volume.clone()))).collect(),
             budgets: self.budgets.values().map(|budget| Arc::new(from_json(budget.clone()))).collect(),
+            pod_groups: self.pod_groups.clone(),
             quotas: self.quotas.iter().map(|quota| Arc::new(from_json(quota.clone()))).collect(),
             namespaces: self.namespaces.iter().map(|namespace| Arc::new(from_json(namespace.clone()))).collect(),
         }
