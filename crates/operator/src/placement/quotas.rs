@@ -168,7 +168,7 @@ impl QuotaWorlds {
                 let Some(&id) = pool.ids.get(name) else { continue };
                 let ageing = pool.world.settings.ageing;
                 let pod = &mut pool.world.pods[id.0];
-                if pod.gang.is_some() || ageing.is_none_or(|ageing| pod.created.0.saturating_add(ageing) > now) {
+                if ageing.is_none_or(|ageing| pod.created.0.saturating_add(ageing) > now) {
                     continue;
                 }
                 let devices = match requests {

@@ -17,7 +17,8 @@
 //! | one reservation on each GPU, the longest waiting pod first | reserved capacity is unused |
 //! | none if older or more important pods of the quota use its maximum | the reservation might
 //! never end |
-//! | none for gangs | their pods need capacity on several GPUs |
+//! | none for gangs, except for a single pod that a running gang waits for | pods of a gang need
+//! capacity on several GPUs |
 //!
 //! **Bound.** Let `E` be the time at which capacity is first reserved for the pod. Let `E + G` be
 //! the time at which all pods that were nominated at `E` have been released. If no pod of its class
@@ -55,7 +56,8 @@ use crate::ledger::Moment;
 /// `queues` are the waiting pods of each account, the most important first.
 pub(super) fn reservations(state: &State<'_>, queues: &[VecDeque<PodId>]) -> Vec<(PodId, usize)> {
     let Some(ageing) = state.world.settings.ageing else { return Vec::new() };
-    let is_alone = |id: &PodId| state.world.pod(*id).gang.is_none();
+    let gangs = state.accounts.gangs();
+    let is_alone = |id: &PodId| gangs.of(*id).is_none() || gangs.is_last(*id) && state.is_complete(*id);
     let is_old = |id: &PodId| state.world.pod(*id).created.0.saturating_add(ageing) <= state.now.0;
     let mut old: Vec<PodId> = queues
         .iter()
@@ -161,8 +163,12 @@ impl<'s, 'w> AgeingGpus<'s, 'w> {
 }
 
 /// Returns whether a counted pod has overtaken a waiting pod: it was released after the waiting
-/// pod's creation, or it is nominated although it was created later.
+/// pod's creation, or it is nominated although it was created later. A pod does not
+/// overtake pods of its gang.
 fn has_overtaken(state: &State<'_>, other: PodId, id: PodId) -> bool {
+    if state.accounts.gangs().members(id).contains(&other) {
+        return false;
+    }
     let (pod, other_pod) = (state.world.pod(id), state.world.pod(other));
     state.accounts.since(other).is_some_and(|since| match since.nominated {
         None => since.at > pod.created,
@@ -179,7 +185,7 @@ fn may_run(state: &State<'_>, id: PodId) -> bool {
     if !quota.is_enforced() {
         return true;
     }
-    let is_before = |other: PodId| !has_overtaken(state, other, id) || accounts.priority(other) > pod.priority;
+    let is_before = |other: PodId| !has_overtaken(state, other, id) || accounts.priority(other) > accounts.priority(id);
     let used: Amount =
         accounts.members(account).filter(|&other| is_before(other)).map(|other| state.charge(other)).sum();
     let is_never = !pod.borrows && quota.cells().is_none();

@@ -97,6 +97,11 @@ impl Gangs {
         self.of[id.0].map_or(&self.pods[id.0..=id.0], |gang| &self.all[gang].waiting)
     }
 
+    /// Returns whether a pod is the only waiting pod of its gang, and other pods of the gang run.
+    pub(super) fn is_last(&self, id: PodId) -> bool {
+        self.unit(id) == [id] && self.members(id).len() > 1
+    }
+
     /// Returns the number of pods of a pod's gang that must exist before any of them is released.
     pub(super) fn size(&self, id: PodId) -> usize {
         self.of[id.0].map_or(1, |gang| self.all[gang].size)

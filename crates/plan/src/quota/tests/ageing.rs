@@ -3,7 +3,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::super::look::Pass;
-use super::super::{Owner, Place, Pod, PodId, Quota, World, look};
+use super::super::{Gang, Owner, Place, Pod, PodId, Quota, World, look};
 use super::config;
 use super::worlds::{QUOTAS, Run, settings, tenths};
 use crate::ledger::Moment;
@@ -244,4 +244,41 @@ fn a_reservation_stays_on_its_gpu_while_other_pods_run_beside_it() {
     };
     let (wait, reserved, _) = stream.wait(100);
     assert!(wait <= 11 && reserved == Some(5), "{wait} {reserved:?}");
+}
+
+/// Capacity is reserved for the only pod that a running gang waits for, but not for other pods of
+/// gangs.
+#[test]
+fn capacity_is_reserved_for_the_last_pod_of_a_running_gang() {
+    let stream = Stream {
+        limit: Limit::Room,
+        gpus: 2,
+        large: 8,
+        ageing: 0,
+        runtime: 1_000_000,
+        running: vec![(1, 5, 0), (0, 5, 1)],
+        arriving: vec![(2, 5)],
+    };
+    let reserved = |gang_size: usize, runs: bool, waiting: usize| {
+        let mut world = stream.start();
+        let gang = || Some(Gang { name: "g".to_owned(), size: gang_size });
+        let large = world.pods.iter().position(|pod| matches!(pod.place, Place::Waiting { .. })).unwrap();
+        world.pods[large].gang = gang();
+        for number in 1..waiting {
+            let pod = Pod { name: format!("more{number}"), ..world.pods[large].clone() };
+            world.pods.push(pod);
+        }
+        if runs {
+            let mate = world.pods.iter().position(|pod| matches!(pod.place, Place::Running { gpu: 1, .. })).unwrap();
+            let owner = world.pods[large].owner.clone();
+            (world.pods[mate].gang, world.pods[mate].owner) = (gang(), owner);
+        }
+        // A pod that was created later overtakes the large pod if no capacity is reserved.
+        world.pods.push(Pod { place: Place::Running { gpu: 0, since: Moment(12) }, ..stream.pod(50, 2, 3, 11) });
+        Pass::new(&world, Moment(20)).state.is_reserved_for(PodId(large))
+    };
+    assert!(reserved(2, true, 1));
+    assert!(!reserved(3, true, 1), "a pod is missing");
+    assert!(!reserved(3, true, 2), "two pods wait");
+    assert!(!reserved(1, false, 2), "no pod runs");
 }
