@@ -9,11 +9,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    Cluster, Random, SYSTEM_NAMESPACE, Scope, TEST_LABEL, WAIT_TIMEOUT, kubectl, pod, text, wait_for, wait_until,
+    Cluster, Random, SYSTEM_NAMESPACE, Scope, TEST_LABEL, WAIT_TIMEOUT, apply_manifest, kubectl, pod, program_output,
+    text, wait_for, wait_until,
 };
 use serde_json::{Value, json};
 
 use crate::gate::{SLEEP_FOREVER_SCRIPT, is_gated, run_storm, wait_for_shares_of_one_gpu};
+use crate::health::cleave_path;
 use crate::leaders::LeaderKiller;
 use crate::{GPUS_PER_NODE, SHARES_RESOURCE, container_and_restarts, ten_shares};
 
@@ -360,4 +362,97 @@ fn the_documented_example_of_nos_ends_with_the_same_pods() -> Result<()> {
     let notes = reclaimed(&cluster, "e2e-quota-b")?;
     ensure!(notes.len() == 1, "{notes:?}");
     Ok(())
+}
+
+/// The quotas that `cleave quotas import` printed and the API server accepted. Dropping the value
+/// deletes them.
+struct ImportedQuotas(Vec<String>);
+
+impl ImportedQuotas {
+    /// Converts objects of another system, and applies the result. Some of the objects cannot be
+    /// imported.
+    fn apply(file: &str, objects: &str) -> Result<Self> {
+        let path = std::env::temp_dir().join(format!("cleave-e2e-{}-{file}", std::process::id()));
+        std::fs::write(&path, objects)?;
+        let output = program_output(&cleave_path(), &["quotas", "import", &path.to_string_lossy()]);
+        std::fs::remove_file(&path)?;
+        let output = output?;
+        let report = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.code() == Some(1) && report.contains("Not imported"), "{}: {report}", output.status);
+        let applied = apply_manifest(&String::from_utf8_lossy(&output.stdout))?;
+        let name = |line: &str| Some(line.strip_prefix("gpuquota.cleave.dev/")?.split_whitespace().next()?.to_owned());
+        Ok(Self(applied.lines().filter_map(name).collect()))
+    }
+
+    /// Waits until the operator has reported each quota as ready, and whether its guarantee holds.
+    fn wait_until_reported(&self, cluster: &Cluster) -> Result<()> {
+        for name in &self.0 {
+            wait_until(&format!("the operator reports the imported quota {name}"), || {
+                let quota = cluster.get(&format!("{QUOTAS_PATH}/{name}"))?;
+                let conditions = quota["status"]["conditions"].as_array().cloned().unwrap_or_default();
+                let has = |type_: &str, status: Option<&str>| {
+                    conditions
+                        .iter()
+                        .any(|one| one["type"] == type_ && status.is_none_or(|status| one["status"] == status))
+                };
+                let is_current = quota["status"]["observedGeneration"] == quota["metadata"]["generation"];
+                ensure!(is_current && has("Ready", Some("True")) && has("Guaranteed", None), "{quota}");
+                Ok(true)
+            })?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for ImportedQuotas {
+    fn drop(&mut self) {
+        for name in &self.0 {
+            if let Err(error) = kubectl(&["delete", "gpuquota", name, "--ignore-not-found"]) {
+                let _ = writeln!(std::io::stderr(), "failed to delete an imported quota: {error:#}");
+            }
+        }
+    }
+}
+
+/// The examples of Nos's documentation. The first one has a guarantee of 16 GB of GPU memory.
+#[test]
+fn imported_quotas_of_nos_are_accepted_and_count_pods() -> Result<()> {
+    const NOS: &str = include_str!("../../../../crates/cli/tests/quotas/nos.yaml");
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "quota-a")?;
+    let objects = NOS.replace("namespace: team-a}", &format!("namespace: {}}}", scope.namespace));
+    let imported = ImportedQuotas::apply("nos.yaml", &objects)?;
+    ensure!(imported.0.len() == 6, "{:?}", imported.0);
+    imported.wait_until_reported(&cluster)?;
+    // Two shares have slightly less than 16 GiB.
+    scope.create_pod("counted", &json!({SHARES_RESOURCE: 2}), SLEEP_FOREVER_SCRIPT)?;
+    scope.wait_until_running("counted")?;
+    wait_until("the quota counts the pod within its guarantee", || {
+        let status = cluster.get(&format!("{QUOTAS_PATH}/quota-a"))?["status"].clone();
+        ensure!(status["pods"]["in"] == 1, "{status}");
+        Ok(true)
+    })
+}
+
+/// The examples of Kueue's documentation. Imported queues only count, so that Kueue can still admit
+/// the pods.
+#[test]
+fn imported_queues_of_kueue_are_accepted_and_count_pods() -> Result<()> {
+    const KUEUE: &str = include_str!("../../../../crates/cli/tests/quotas/kueue.yaml");
+    let cluster = Cluster::connect()?;
+    let _shares = ten_shares(&cluster, "quota-a")?;
+    let _teams = Teams::new(&cluster, &[("quota-b", json!({"team": "research"}))])?;
+    let imported = ImportedQuotas::apply("kueue.yaml", KUEUE)?;
+    ensure!(imported.0.len() == 5, "{:?}", imported.0);
+    imported.wait_until_reported(&cluster)?;
+    // Not dropped, because dropping deletes the policies of the test.
+    let namespace = "e2e-quota-b".to_owned();
+    let research = std::mem::ManuallyDrop::new(Scope { cluster: &cluster, namespace });
+    research.create_pod("counted", &json!({SHARES_RESOURCE: SHARES}), SLEEP_FOREVER_SCRIPT)?;
+    research.wait_until_running("counted")?;
+    wait_until("the quota of the namespace's label counts the pod", || {
+        let status = cluster.get(&format!("{QUOTAS_PATH}/research-h100"))?["status"].clone();
+        ensure!(status["used"] == "1" && status["pods"]["in"] == 1, "{status}");
+        Ok(true)
+    })
 }

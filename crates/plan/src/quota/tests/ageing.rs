@@ -256,7 +256,7 @@ fn capacity_is_reserved_for_the_last_pod_of_a_running_gang() {
         large: 8,
         ageing: 0,
         runtime: 1_000_000,
-        running: vec![(1, 5, 0), (0, 5, 1)],
+        running: vec![(1, 2, 0), (0, 5, 1)],
         arriving: vec![(2, 5)],
     };
     let reserved = |gang_size: usize, runs: bool, waiting: usize| {
