@@ -1,4 +1,5 @@
-//! The `cleave` program: the commands that people run, and the components of the cluster.
+//! The `cleave` program, which contains the commands that people run and the components that run in
+//! the cluster.
 mod process;
 
 use std::process::ExitCode;
@@ -20,8 +21,8 @@ struct Cli {
     command: Command,
 }
 
-/// Help below the list of commands. clap cannot list subcommands under two headings. Therefore the
-/// list hides the components, and this text describes them.
+/// Text below the list of commands in the help. clap cannot list subcommands under two headings.
+/// The list therefore hides the components, and this text describes them.
 const AFTER_HELP: &str = "\
 Components, started by the chart:
   operator  Plan how GPUs are shared
@@ -31,7 +32,8 @@ Components, started by the chart:
 Run `cleave COMMAND --help` for its options. Installed as `kubectl-cleave`,
 the program also runs as `kubectl cleave`.";
 
-/// Commands that log while they run. The help of all other commands hides the log options.
+/// The commands whose help shows the log options. The other commands also accept these options, but
+/// rarely need them.
 const COMPONENTS: [&str; 3] = ["operator", "agent", "mps-host"];
 
 #[derive(Debug, clap::Subcommand)]
@@ -68,7 +70,8 @@ fn main() -> ExitCode {
 fn command() -> clap::Command {
     let log = process::LogArgs::augment_args(clap::Command::new("log"));
     let hidden = Cli::command().mut_args(|arg| arg.hide(true));
-    // clap adds a global option to each subcommand that does not have it.
+    // clap adds each global option only to subcommands that do not define it. The components keep
+    // the definition that is visible in the help.
     COMPONENTS.into_iter().fold(hidden, |command, name| {
         command.mut_subcommand(name, |component| component.args(log.get_arguments().cloned()))
     })

@@ -1,4 +1,5 @@
-//! Shared set-up of Cleave's programs: logging, the runtime and the exit status.
+//! Code that Cleave's programs share: it starts logging, starts the runtime and returns the exit
+//! status.
 use std::future::Future;
 use std::process::ExitCode;
 
@@ -11,7 +12,7 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 /// Options that control logging.
 #[derive(Debug, clap::Args)]
 pub(crate) struct LogArgs {
-    /// Format of log lines.
+    /// Format of the log lines.
     #[arg(
         long,
         env = "CLEAVE_LOG_FORMAT",
@@ -21,7 +22,8 @@ pub(crate) struct LogArgs {
         help_heading = "Log options"
     )]
     log_format: LogFormat,
-    /// Log level, for all modules or for each module: `info,cleave_agent=debug`.
+    /// Log level of all modules, optionally followed by the levels of single modules, for example
+    /// `info,cleave_agent=debug`.
     #[arg(
         long,
         env = "CLEAVE_LOG",
@@ -37,7 +39,7 @@ pub(crate) struct LogArgs {
 enum LogFormat {
     /// Human-readable text.
     Text,
-    /// One JSON object per line.
+    /// One JSON object on each line.
     Json,
 }
 
@@ -55,14 +57,14 @@ impl LogArgs {
     }
 }
 
-/// Runs a program on this thread. Cleave's programs mostly wait, and an additional thread would use
-/// memory on every node.
+/// Runs a program on the current thread. Cleave's programs mostly wait, so they need no more
+/// threads, and each thread would use memory on every node.
 pub(crate) fn block_on<T>(program: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.context("failed to start the runtime")?.block_on(program)
 }
 
-/// Prints an error, and returns the exit status of the program.
+/// Returns the exit status for a program's result. Prints an error first.
 pub(crate) fn exit_code(program: &str, result: anyhow::Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -10,7 +10,7 @@ fn objects_of_kind<'a>(all: &'a [Value], kind: &'a str) -> impl Iterator<Item = 
     all.iter().filter(move |object| object["kind"] == kind)
 }
 
-fn policy_selects(policy: &Value, labels: &Value) -> bool {
+fn policy_selects_labels(policy: &Value, labels: &Value) -> bool {
     let wanted = policy["spec"]["podSelector"]["matchLabels"].as_object().unwrap();
     wanted.iter().all(|(name, value)| labels[name] == *value)
 }
@@ -23,11 +23,11 @@ fn each_workload_has_one_network_policy_that_allows_exactly_its_ports() {
     assert_eq!(workloads.len(), 4);
     for workload in workloads {
         let (name, template) = (&workload["metadata"]["name"], &workload["spec"]["template"]);
-        // Network policies do not apply to pods on the host network.
+        // Network policies do not apply to pods that use the host's network.
         assert_eq!(template["spec"]["hostNetwork"], Value::Null, "{name}");
         let labels = &template["metadata"]["labels"];
         let policies: Vec<&Value> =
-            objects_of_kind(&all, "NetworkPolicy").filter(|policy| policy_selects(policy, labels)).collect();
+            objects_of_kind(&all, "NetworkPolicy").filter(|policy| policy_selects_labels(policy, labels)).collect();
         assert_eq!(policies.len(), 1, "{name}");
         let spec = &policies[0]["spec"];
         assert_eq!(policies[0]["metadata"]["namespace"], workload["metadata"]["namespace"], "{name}");
@@ -42,7 +42,7 @@ fn each_workload_has_one_network_policy_that_allows_exactly_its_ports() {
         let opened: Vec<&Value> =
             rules.iter().flat_map(|rule| rule["ports"].as_array().unwrap()).map(|port| &port["port"]).collect();
         assert_eq!(opened, ports, "{name}");
-        // A rule without peers allows every peer.
+        // A rule without `from`, or with an empty list, allows every peer.
         assert!(rules.iter().all(|rule| rule["from"].as_array().is_some_and(|peers| !peers.is_empty())), "{name}");
         let egress = spec["egress"].as_array().unwrap();
         assert!(egress.iter().all(|rule| rule["ports"].is_array()), "{name}: a rule without ports allows any port");

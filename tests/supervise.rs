@@ -1,4 +1,4 @@
-//! Tests `cleave-supervise` with shell programs.
+//! Tests `cleave-supervise` with small shell scripts as the supervised programs.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a panic fails the test")]
 use std::fs;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
@@ -6,15 +6,16 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Time limit of each wait. The limit is longer than any test needs.
+/// Time limit of each wait. Long enough for a busy machine.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
-/// Records its PID and waits until its input closes. Exits with 7 on SIGTERM.
+/// A shell script that appends its PID to the file `$PIDS` and waits until its input closes. On
+/// SIGTERM the script exits with status 7.
 const WAITING_SCRIPT: &str = r#"trap "exit 7" TERM; exec 3<&0; cat <&3 & echo $$ >>"$PIDS"; wait"#;
 
 struct RunningSupervisor {
     directory: tempfile::TempDir,
     child: Child,
-    /// Kept open, because the program exits when its input closes.
+    /// Kept open, because the script exits when its input closes.
     _stdin: Option<ChildStdin>,
 }
 
@@ -31,8 +32,9 @@ impl RunningSupervisor {
         Self { directory, child, _stdin: stdin }
     }
 
-    /// Waits until `count` programs have started. Returns their PIDs.
-    fn wait_for_programs(&self, count: usize) -> Vec<Pid> {
+    /// Waits until the supervised program was started at least `count` times. Returns the PIDs of
+    /// all starts.
+    fn wait_for_starts(&self, count: usize) -> Vec<Pid> {
         wait_until(&format!("{count} programs"), || {
             let text = fs::read_to_string(self.directory.path().join("pids")).unwrap_or_default();
             let pids: Vec<Pid> = text.lines().map(|line| Pid::from_raw(line.parse().unwrap()).unwrap()).collect();
@@ -40,7 +42,7 @@ impl RunningSupervisor {
         })
     }
 
-    /// Waits until the supervisor exits.
+    /// Waits until the supervisor exits. Returns its exit status.
     fn wait_for_exit(&mut self) -> ExitStatus {
         wait_until("the end of the supervisor", || self.child.try_wait().unwrap())
     }
@@ -53,7 +55,7 @@ impl Drop for RunningSupervisor {
     }
 }
 
-/// Polls until the condition returns a value.
+/// Polls until the condition returns a value, and returns the value. Panics after [`WAIT_TIMEOUT`].
 fn wait_until<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
     let end = Instant::now() + WAIT_TIMEOUT;
     while Instant::now() < end {
@@ -65,46 +67,50 @@ fn wait_until<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
     panic!("timed out waiting for {what}")
 }
 
-/// Returns whether a process has exited. The process may be a zombie that its new parent has not
-/// reaped yet.
+/// Returns whether a process has exited. A zombie has exited, although its new parent has not
+/// reaped it yet.
 fn has_exited(pid: Pid) -> bool {
     let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_pid())).unwrap_or_default();
     stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('Z'))
 }
 
 #[test]
-fn a_killed_program_is_restarted_and_the_supervisor_exits_when_the_program_exits() {
+fn a_killed_program_is_restarted_and_one_that_exits_is_not() {
     let mut supervised = RunningSupervisor::start(&["sh", "-c", WAITING_SCRIPT]);
-    let first = supervised.wait_for_programs(1)[0];
+    let first = supervised.wait_for_starts(1)[0];
     kill_process(first, Signal::KILL).unwrap();
-    let second = supervised.wait_for_programs(2)[1];
+    let second = supervised.wait_for_starts(2)[1];
     assert_ne!(first, second);
     kill_process(second, Signal::ABORT).unwrap();
-    let third = supervised.wait_for_programs(3)[2];
+    let third = supervised.wait_for_starts(3)[2];
     assert!(supervised.child.try_wait().unwrap().is_none());
     kill_process(Pid::from_child(&supervised.child), Signal::TERM).unwrap();
-    assert_eq!(supervised.wait_for_exit().code(), Some(7), "SIGTERM was forwarded, and the exit status passed on");
+    assert_eq!(
+        supervised.wait_for_exit().code(),
+        Some(7),
+        "the supervisor forwarded SIGTERM and exited with the program's status"
+    );
     assert!(has_exited(third));
 }
 
 #[test]
-fn a_program_that_is_killed_repeatedly_is_no_longer_restarted() {
+fn a_program_that_is_killed_repeatedly_is_restarted_twenty_times() {
     let mut supervised = RunningSupervisor::start(&["sh", "-c", r#"echo $$ >>"$PIDS"; kill -9 $$"#]);
     assert_eq!(supervised.wait_for_exit().code(), Some(137));
-    assert_eq!(supervised.wait_for_programs(21).len(), 21, "twenty restarts");
+    assert_eq!(supervised.wait_for_starts(21).len(), 21, "twenty restarts");
 }
 
 #[test]
-fn a_program_is_killed_with_its_supervisor() {
+fn a_program_is_killed_when_its_supervisor_is_killed() {
     let mut supervised = RunningSupervisor::start(&["sh", "-c", WAITING_SCRIPT]);
-    let program = supervised.wait_for_programs(1)[0];
+    let program = supervised.wait_for_starts(1)[0];
     supervised.child.kill().unwrap();
     supervised.child.wait().unwrap();
     wait_until("the end of the program", || has_exited(program).then_some(()));
 }
 
 #[test]
-fn the_exit_status_is_passed_on_and_a_failed_start_is_an_error() {
+fn the_supervisor_exits_with_the_status_of_the_program_or_with_1_if_the_program_cannot_start() {
     assert_eq!(RunningSupervisor::start(&["sh", "-c", "exit 3"]).wait_for_exit().code(), Some(3));
     assert_eq!(RunningSupervisor::start(&["sh", "-c", "exit 0"]).wait_for_exit().code(), Some(0));
     assert_eq!(RunningSupervisor::start(&["/no/such/program"]).wait_for_exit().code(), Some(1));

@@ -128,8 +128,8 @@ func firingAlerts(address string) (map[string]alert, error) {
 	return firing, nil
 }
 
-// waitUntilFiring waits until each of these alerts has fired once. The alerts need not fire at the
-// same time, because alerts about new events soon stop firing.
+// waitUntilFiring waits until each of these alerts has fired once. The alerts do not have to fire
+// at the same time, because alerts about new events soon stop firing.
 func waitUntilFiring(address string, names []string) error {
 	missing := slices.Clone(names)
 	for end := time.Now().Add(timeout); len(missing) > 0 && time.Now().Before(end); time.Sleep(500 * time.Millisecond) {

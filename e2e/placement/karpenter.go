@@ -119,8 +119,8 @@ func (p *pool) instanceTypes() []object {
 }
 
 // shareRemovalPolicy returns admission objects that remove shares from new nodes. They are
-// necessary because nodes of the kwok provider advertise shares at once. The kubelet of a real node
-// advertises shares only after Cleave's agent has registered.
+// necessary because nodes of the kwok provider advertise shares as soon as they exist. The kubelet
+// of a real node advertises shares only after Cleave's agent has registered.
 func shareRemovalPolicy() []object {
 	remove := func(field string) string {
 		return fmt.Sprintf(`(has(object.status.%[1]s) && %[2]q in object.status.%[1]s ? [JSONPatch{op: "remove", path: "/status/%[1]s/" + jsonpatch.escapeKey(%[2]q)}] : [])`, field, cleaveResource)

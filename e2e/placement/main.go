@@ -228,7 +228,7 @@ func (t *trial) run(ctx context.Context, dir string, pods int) (r result, err er
 
 // measure creates pods in three steps. The first step warms up the system, and deletes the pods of
 // this step. The second step creates pods at a fixed rate, to measure the latency without queueing.
-// The third step creates all other pods at once.
+// The third step creates all other pods at the same time.
 func (t *trial) measure(ctx context.Context, pods int) (result, error) {
 	o := t.options
 	r := result{System: t.system.name, Nodes: t.nodes}

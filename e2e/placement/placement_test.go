@@ -104,7 +104,7 @@ func TestAReservedPodGetsItsGPU(t *testing.T) {
 	if free := a.nodes[1].freeShares(5); free != 6 || a.unnoted+len(a.elsewhere)+a.refused != 0 {
 		t.Errorf("%d free, %+v", free, a)
 	}
-	// If the reserved GPU is full, the pod gets shares of another GPU, and is counted.
+	// If the reserved GPU is full, the pod receives shares of another GPU, and is counted.
 	a.recordBinding("n/q", "node-0001", note, 7)
 	if len(a.elsewhere) != 1 || !strings.HasSuffix(a.elsewhere[0], "n/q (7 shares) on node-0001, GPU 5: n/p has 4") || a.nodes[1].freeShares(5) != 6 || a.nodes[1].held["n/q"].gpu == 5 {
 		t.Errorf("%q", a.elsewhere)

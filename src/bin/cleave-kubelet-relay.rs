@@ -17,11 +17,12 @@ use tokio::signal::unix::{SignalKind, signal};
 struct Cli {
     #[command(flatten)]
     log: process::LogArgs,
-    /// The kubelet's device plugin directory. Mount the directory, not the socket: the kubelet
-    /// replaces the socket.
+    /// The kubelet's device plugin directory. Mount the directory, not the socket, because the
+    /// kubelet replaces the socket when it restarts.
     #[arg(long, env = "CLEAVE_DEVICE_PLUGIN_DIR", value_name = "DIR", default_value = DEVICE_PLUGIN_DIRECTORY)]
     device_plugin_dir: PathBuf,
-    /// The directory in which the agent registers. Use the same directory as for the agent.
+    /// The directory in which the relay serves the socket on which the agent registers. The agent
+    /// must use the same directory.
     #[arg(long, env = "CLEAVE_RELAY_DIR", value_name = "DIR", default_value = "/run/cleave/kubelet")]
     relay_dir: PathBuf,
 }

@@ -1,13 +1,14 @@
 //! `cleave-supervise PROGRAM [ARGUMENT]...`: runs a program, and restarts it at once if a signal
 //! kills it.
 //!
-//! The agent runs under this program. Without a supervisor, the container of a killed agent exits,
-//! and the kubelet restarts it with a backoff (1 s, 10 s, 20 s and so on). During the backoff, the
-//! node's shares are unhealthy and new pods fail.
+//! The agent and the kubelet relay run under this program. Without a supervisor, the container of a
+//! killed agent would exit, and the kubelet would restart it with a backoff (1 s, 10 s, 20 s and so
+//! on). During the backoff, new pods that request GPUs would wait, and after 10 s the kubelet would
+//! reject them.
 //!
-//! The supervisor runs on every node. To stay small, it has no threads, no runtime and no state.
-//! The supervisor forwards signals and exits with the program's exit status. If the supervisor is
-//! killed, the kernel also kills the program.
+//! The supervisor runs on every node. To use little memory, the supervisor has one thread and no
+//! asynchronous runtime. The supervisor forwards signals and exits with the program's exit status.
+//! If the supervisor is killed, the kernel also kills the program.
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;
@@ -18,19 +19,21 @@ use anyhow::{Context as _, bail};
 use nix::sys::signal::{SigSet, Signal};
 use rustix::process::{Pid, WaitOptions, WaitStatus};
 
-/// Prefix of the first argument of the process between the supervisor and the program. That process
-/// sets a parent death signal, which remains in effect after exec.
+/// Prefix of an argument with the supervisor's PID. With this argument, this executable does not
+/// supervise: it sets a parent death signal and replaces itself with the program. The signal
+/// remains set after exec.
 const PARENT_PID_FLAG: &str = "--under=";
 /// Signals that the supervisor forwards to the program.
 const FORWARDED_SIGNALS: [Signal; 6] =
     [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2];
-/// Maximum number of restarts within a period, and the period. After the maximum, the supervisor
-/// exits, and the kubelet restarts the container with its backoff.
+/// Maximum number of restarts within a period, and the period. If the program is killed once more
+/// within the period, the supervisor exits, and the kubelet restarts the container with its
+/// backoff.
 const RESTART_LIMIT: (usize, Duration) = (20, Duration::from_secs(60));
-/// Delay before a restart. A kubelet (up to 1.36) that still handles the end of the old
-/// `ListAndWatch` stream would also close the new stream.
+/// Delay before a restart. Without the delay, a kubelet up to 1.36 could still handle the end of
+/// the old `ListAndWatch` stream, and then also close the new stream.
 const RESTART_DELAY: Duration = Duration::from_millis(50);
-/// Offset from a signal's number to the exit status, as in a shell.
+/// Number that is added to a signal's number to form the exit status, as in a shell.
 const SIGNAL_EXIT_CODE_OFFSET: i32 = 128;
 
 fn main() -> ExitCode {
@@ -52,29 +55,29 @@ fn main() -> ExitCode {
     }
 }
 
-/// How the program exited: with an exit status, or by a signal.
+/// How the program ended: it exited with a status, or a signal with this number killed it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ProgramEnd {
     Exit(i32),
     Signal(i32),
 }
 
-/// The action after the program has exited.
+/// What the supervisor does after the program has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Reaction {
     /// Restart the program.
     Restart,
-    /// Exit the supervisor with this code.
+    /// Exit from the supervisor with this status.
     Exit(u8),
 }
 
-/// The times of recent restarts.
+/// The times of the restarts within the period of [`RESTART_LIMIT`].
 #[derive(Debug, Default)]
 struct RecentRestarts(VecDeque<Instant>);
 
 impl RecentRestarts {
-    /// Decides the action after the program has exited. `stopping` states whether a signal has
-    /// requested that the supervisor stop.
+    /// Returns what to do after the program has ended, and records a restart. `stopping` states
+    /// whether the supervisor received a signal that requests it to stop.
     fn reaction_to(&mut self, end: ProgramEnd, stopping: bool, now: Instant) -> Reaction {
         let code = |code: i32| Reaction::Exit(u8::try_from(code).unwrap_or(u8::MAX));
         let signal = match end {
@@ -91,12 +94,14 @@ impl RecentRestarts {
     }
 }
 
-/// Runs the program until it exits. Returns the exit status.
+/// Runs the program, and restarts it when a signal kills it. Returns the exit status of the
+/// supervisor.
 fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
     let Some((program, args)) = command.split_first() else { bail!("usage: cleave-supervise PROGRAM [ARGUMENT]...") };
     let awaited = awaited_signals();
-    // Blocked signals remain pending until `wait` below consumes them. This also works in process
-    // 1, to which the kernel delivers no signal without a handler.
+    // Blocked signals remain pending until `wait` below returns them. Blocking also works if the
+    // supervisor is process 1 of a container, to which the kernel delivers no signals that have no
+    // handler.
     awaited.thread_block().context("failed to block signals")?;
     let mut worker = start_program(program, args)?;
     let mut restarts = RecentRestarts::default();
@@ -106,12 +111,12 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
         if signal != Signal::SIGCHLD {
             stopping |= matches!(signal, Signal::SIGTERM | Signal::SIGINT | Signal::SIGQUIT);
             let signal = rustix::process::Signal::from_named_raw(signal as i32).context("unknown signal")?;
-            // Ignore errors: the program may have exited already, and SIGCHLD follows.
+            // Ignore errors. If the program has already exited, SIGCHLD follows.
             let _ = rustix::process::kill_process(worker, signal);
             continue;
         }
-        // One SIGCHLD can report several exited processes. PID 1 of a container also receives
-        // SIGCHLD for orphans.
+        // One SIGCHLD can report several exited processes. As process 1 of a container, the
+        // supervisor also receives SIGCHLD for orphaned processes.
         while let Some((pid, status)) = reap_child()? {
             let Some(end) = program_end(status).filter(|_| pid == worker) else { continue };
             match restarts.reaction_to(end, stopping, Instant::now()) {
@@ -131,15 +136,15 @@ fn awaited_signals() -> SigSet {
     FORWARDED_SIGNALS.into_iter().chain([Signal::SIGCHLD]).collect()
 }
 
-/// Starts the program in a new process.
+/// Starts this executable in a new process, which replaces itself with the program.
 fn start_program(program: &OsString, args: &[OsString]) -> anyhow::Result<Pid> {
     let own = rustix::process::getpid().as_raw_pid();
-    // Do not start this program by its path: an upgrade may have replaced the file.
+    // Do not start this executable by its path, because an upgrade may have replaced the file.
     let child = Command::new("/proc/self/exe").arg(format!("{PARENT_PID_FLAG}{own}")).arg(program).args(args).spawn();
     Ok(Pid::from_child(&child.with_context(|| format!("failed to start {}", program.display()))?))
 }
 
-/// Reaps one exited child. Returns `None` if no child has exited.
+/// Reaps one child that has exited. Returns its PID and status, or `None` if no child has exited.
 fn reap_child() -> anyhow::Result<Option<(Pid, WaitStatus)>> {
     match rustix::process::wait(WaitOptions::NOHANG) {
         Ok(reaped) => Ok(reaped),
@@ -148,21 +153,22 @@ fn reap_child() -> anyhow::Result<Option<(Pid, WaitStatus)>> {
     }
 }
 
-/// Returns how a child exited, or `None` if it is only stopped.
+/// Returns how a child ended, or `None` if it did not end but only stopped.
 fn program_end(status: WaitStatus) -> Option<ProgramEnd> {
     status.exit_status().map(ProgramEnd::Exit).or_else(|| status.terminating_signal().map(ProgramEnd::Signal))
 }
 
-/// Replaces this process with the program. Returns only on an error.
+/// Replaces this process with the program. Returns only if the replacement fails. `parent` is the
+/// supervisor's PID.
 fn exec_program(parent: &str, command: &[OsString]) -> anyhow::Result<u8> {
     let Some((program, args)) = command.split_first() else { bail!("no program given") };
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
         .context("failed to set the parent death signal")?;
     let is_parent = rustix::process::getppid().is_some_and(|pid| pid.as_raw_pid().to_string() == parent);
     if !is_parent {
-        bail!("the supervisor (process {parent}) has exited");
+        bail!("the supervisor (process {parent}) has already exited");
     }
-    // Unblock the signals, because the program would inherit the mask.
+    // Unblock the signals, because the program inherits the set of blocked signals.
     awaited_signals().thread_unblock().context("failed to unblock signals")?;
     let error = Command::new(program).args(args).exec();
     Err(error).with_context(|| format!("failed to start {}", program.display()))
@@ -202,7 +208,7 @@ mod tests {
         assert_eq!(
             restarts.reaction_to(KILLED_BY_SIGKILL, false, start + RESTART_LIMIT.1),
             Reaction::Restart,
-            "the first restart is a minute ago"
+            "the first restart was a minute ago"
         );
         assert_eq!(restarts.reaction_to(KILLED_BY_SIGKILL, false, start + RESTART_LIMIT.1), Reaction::Exit(137));
     }

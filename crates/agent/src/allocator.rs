@@ -125,8 +125,8 @@ impl Allocator {
         self.allocated.notify_one();
     }
 
-    /// Returns the allocation of these slices. If the allocation is unknown, creates it again,
-    /// because a reboot or a lost checkpoint may have removed it.
+    /// Returns the allocation of these slices. If the allocation is unknown, creates the allocation
+    /// again, because a reboot or the loss of the checkpoint may have removed it.
     ///
     /// # Errors
     /// Returns [`DenialReason`] if the slices cannot be allocated together.

@@ -238,7 +238,7 @@ mod tests {
         let mig = MigState { enabled: true, instances: vec![instance], ..MigState::default() };
         let (whole, with_mig) = (gpu("GPU-0", 0), Gpu { mig: Some(mig), ..gpu("GPU-1", 1) });
         let nodes = device_nodes(&[&whole, &with_mig], host.path());
-        assert_eq!(nodes["GPU-0"], ["/dev/nvidiactl", "/dev/nvidia-uvm"], "its own node does not exist");
+        assert_eq!(nodes["GPU-0"], ["/dev/nvidiactl", "/dev/nvidia-uvm"], "the GPU's own device node does not exist");
         assert_eq!(nodes["GPU-1"], ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia1"]);
         assert_eq!(
             nodes["MIG-a"],

@@ -128,13 +128,13 @@ impl Checkpoint {
             return Err(DecodeError::Version(version));
         }
         let checkpoint: Self = serde_json::from_slice(bytes).map_err(DecodeError::Damaged)?;
-        checkpoint.check().map_err(DecodeError::Invalid)?;
+        checkpoint.check_values().map_err(DecodeError::Invalid)?;
         Ok(checkpoint)
     }
 
     /// Checks the values that the agent does not check later. Numbers and names must follow the
     /// rules of [`crate::gpu::layout`].
-    fn check(&self) -> Result<(), String> {
+    fn check_values(&self) -> Result<(), String> {
         let mut desired = Desired { version: wire::FILE_FORMAT_VERSION, ..Desired::default() };
         let instances = self.gpus.iter().filter_map(|gpu| gpu.mig.as_ref()).flat_map(|mig| &mig.instances);
         let mut known = BTreeSet::new();

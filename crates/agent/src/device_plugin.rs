@@ -1,5 +1,5 @@
-//! The device plugin: a front end of [`Allocator`] for extended resources. This module translates
-//! the kubelet's calls and makes no decisions.
+//! The device plugin: a front end of [`Allocator`] for extended resources. The device plugin
+//! translates the kubelet's calls and makes no decisions.
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -300,7 +300,7 @@ mod tests {
                 &served_resource(PendingAllocations::with_watch(), two()),
                 &preferred_request(&all, &share_ids("B")[..1], 3)
             ),
-            "an init container used it"
+            "an init container used the slice"
         );
         assert!(!waits(
             &served_resource(PendingAllocations::with_watch(), pools(&["A", "B"], &PoolKind::Whole)),

@@ -23,8 +23,8 @@ pub(crate) async fn watch_directory(
             Ok(mut events) => {
                 failed = false;
                 on_change();
-                // After the directory is removed, its watch sends no more events. Watch the
-                // directory that replaces it.
+                // After the directory is removed, its watch sends no more events. Watch the new
+                // directory with the same path.
                 while let Some(Ok(event)) = events.next().await {
                     on_change();
                     if event.mask.contains(EventMask::IGNORED) {
@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
-    /// This interval is longer than the test, so only inotify can report changes.
+    /// A poll interval that is longer than any test, so that only inotify can report changes.
     const LONGER_THAN_ANY_TEST: Duration = Duration::from_secs(3600);
 
     #[tokio::test]

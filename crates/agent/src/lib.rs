@@ -28,16 +28,17 @@
 //!   and NVIDIA's container toolkit on the host, which knows the driver's files.
 //! - [`container_edits`], [`allocator`]: the changes to a container, and the service that allocates
 //!   slices.
-//! - [`device_plugin`]: the front end for extended resources. It translates the kubelet's calls for
-//!   the allocator. The earlier modules do not depend on it. However, [`allocation`] and [`node`]
-//!   assume that the kubelet allocates extended resources and lists them in PodResources.
+//! - [`device_plugin`]: the front end for extended resources. The device plugin translates the
+//!   kubelet's calls for the allocator. The earlier modules do not depend on the device plugin.
+//!   However, [`allocation`] and [`node`] assume that the kubelet allocates extended resources and
+//!   lists them in PodResources.
 //! - `run`: the tasks.
 //!
 //! Front ends answer from [`allocation::table::AllocationTable`] under a lock, and then notify the
 //! main loop. No front end holds the lock across an `await` point or during I/O. A separate task
 //! terminates the programs of terminating pods, and waits for no other task. The first device lists
 //! come from the checkpoint, because NVML, PodResources and the API server have not answered yet.
-// The unit tests share fixtures with the model tests. This alias is needed because the fixtures
+// The unit tests share fixtures with the model tests. The alias is needed because the fixtures
 // refer to this crate by its name.
 #[cfg(test)]
 extern crate self as cleave_agent;

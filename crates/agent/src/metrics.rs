@@ -487,12 +487,12 @@ impl Metrics {
 
     /// Sets the metrics of the node from its status, and removes the series of devices and pods
     /// that the status does not list.
-    pub fn set_node(&self, status: &GpuNodeStatus) {
+    pub fn set_node_status(&self, status: &GpuNodeStatus) {
         let _update = self.registry.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
         let mut known = self.lock_known();
         self.count_share_seconds(&mut known, now);
-        self.clear_node();
+        self.clear_node_status();
         known.devices = status.gpus.iter().flat_map(device_labels).collect();
         self.device_counters.set_devices(&known.devices);
         let gpus = status.gpus.iter().map(gpu_labels).collect();
@@ -527,8 +527,8 @@ impl Metrics {
         });
     }
 
-    /// Removes the series that [`Self::set_node`] sets again from the new status.
-    fn clear_node(&self) {
+    /// Removes the series that [`Self::set_node_status`] sets again from the new status.
+    fn clear_node_status(&self) {
         for family in [&self.total, &self.in_use, &self.unhealthy] {
             family.clear();
         }
@@ -748,7 +748,7 @@ mod tests {
         let gpu =
             |allocations| GpuStatus { uuid: "GPU-a".into(), index: 7, sms: 132, allocations, ..GpuStatus::default() };
         let status = |allocations| GpuNodeStatus { gpus: vec![gpu(allocations)], ..GpuNodeStatus::default() };
-        metrics.set_node(&status(vec![allocation]));
+        metrics.set_node_status(&status(vec![allocation]));
         let text = metrics.encode().unwrap();
         let labels = r#"node="n",namespace="ns",pod="p",container="c",gpu="7",uuid="MIG-a",resource="r""#;
         for line in [
@@ -763,7 +763,7 @@ mod tests {
         }
         assert!(text.contains(&format!("cleave_tenant_share_seconds_total{{{labels}}}")), "{text}");
 
-        metrics.set_node(&status(vec![]));
+        metrics.set_node_status(&status(vec![]));
         let text = metrics.encode().unwrap();
         assert!(!text.contains(r#"pod="p""#), "{text}");
         let seconds =
@@ -775,7 +775,7 @@ mod tests {
     fn unreported_values_have_no_series_and_energy_restarts_with_the_driver() {
         let metrics = Metrics::new();
         let gpu = GpuStatus { uuid: "GPU-a".into(), ..GpuStatus::default() };
-        metrics.set_node(&GpuNodeStatus { gpus: vec![gpu], ..GpuNodeStatus::default() });
+        metrics.set_node_status(&GpuNodeStatus { gpus: vec![gpu], ..GpuNodeStatus::default() });
         let value = |name: &str| {
             let text = metrics.encode().unwrap();
             let line = text.lines().find(|line| line.starts_with(&format!("{name}{{")))?;

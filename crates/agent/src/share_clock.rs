@@ -57,7 +57,7 @@ mod tests {
         let (mut clock, mut total) = (ShareClock::default(), BTreeMap::new());
         count_share_seconds(&mut clock, at(0), &mut total);
         clock.replace(BTreeMap::from([("a", 3)]));
-        // This call is a scrape between two changes of allocations.
+        // A scrape between two changes of allocations calls the clock at second 4.
         count_share_seconds(&mut clock, at(4), &mut total);
         count_share_seconds(&mut clock, at(10), &mut total);
         let ended = clock.replace(BTreeMap::from([("a", 1), ("b", 2)]));

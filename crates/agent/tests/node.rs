@@ -1,4 +1,4 @@
-//! Tests the agent as a process, with a fake kubelet, the MPS host, simulated GPUs and simulated
+//! Tests the agent's process with a fake kubelet, the real MPS host, simulated GPUs and simulated
 //! MPS.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails with a panic")]
 mod bad_gpu;
@@ -71,7 +71,7 @@ async fn a_node_serves_whole_gpus_shares_and_replicas_and_enforces_the_limits_of
 }
 
 #[tokio::test]
-async fn an_invalid_allocation_is_refused_with_a_reason_and_blocks_no_others() {
+async fn an_invalid_allocation_is_refused_with_a_reason_and_does_not_block_a_valid_one() {
     let machine = Machine::start(&["2xH200"], |gpus| vec![mps_spec(&gpus[0], 4), mps_spec(&gpus[1], 4)]);
     machine.wait_for_healthy(MPS_RESOURCE, 8).await;
     let [a, b] = [0, 1].map(|gpu| format!("{}::0", machine.uuids[gpu]));
@@ -89,7 +89,7 @@ async fn an_invalid_allocation_is_refused_with_a_reason_and_blocks_no_others() {
 }
 
 #[tokio::test]
-async fn whole_gpus_are_chosen_by_the_links_that_nvml_reports() {
+async fn whole_gpus_are_chosen_by_the_nvlinks_that_nvml_reports() {
     let mut machine = Machine::new(&["8xH100-80"]);
     machine.simgpu(&["init", "--gpus", "8xH100-80", "--topology", "hybrid-cube-mesh"]);
     machine.set_spec("first", Vec::new());
@@ -97,13 +97,14 @@ async fn whole_gpus_are_chosen_by_the_links_that_nvml_reports() {
     machine.start_agent(&[]);
     machine.wait_for_healthy(WHOLE_GPU_RESOURCE, 8).await;
     let id = |gpu: usize| format!("{}::0", machine.uuids[gpu]);
-    // Two NVLinks connect each expected pair. A choice in the order of UUIDs would select some
-    // other pairs.
+    // Two NVLinks connect each expected pair. A choice in the order of UUIDs would return different
+    // pairs in some of these cases.
     for (available, expected) in [([0, 1, 4], [0, 4]), ([0, 1, 3], [0, 3]), ([5, 6, 7], [6, 7]), ([1, 5, 7], [1, 5])] {
         let available = available.map(id);
         let available = available.each_ref().map(String::as_str);
         let deadline = Instant::now() + TEST_TIMEOUT;
-        // The agent reads the links after the GPUs.
+        // The agent serves the GPUs before it has read their links, so the first answers may ignore
+        // the links.
         loop {
             let chosen = machine.kubelet.preferred_allocation(WHOLE_GPU_RESOURCE, &available, &[], 2).await.unwrap();
             if chosen == expected.map(id) {
@@ -137,11 +138,11 @@ async fn the_preferred_allocation_is_on_the_reserved_gpu_even_if_the_agent_sees_
     assert_eq!(
         [device(&preferred), device(&other)].into_iter().collect::<std::collections::BTreeSet<_>>(),
         [first.clone(), second.clone()].into(),
-        "the two requests for three shares get the two reservations of that size, one each"
+        "each of the two requests for three shares is preferred on a different one of the two reserved GPUs"
     );
     let four = machine.kubelet.preferred_allocation(MPS_RESOURCE, &free, &[], 4).await.unwrap();
     assert_eq!(device(&four), first);
-    // No pod requests nine shares, but the kubelet must receive an answer.
+    // No pod requests nine shares, but the kubelet must receive an answer to this call too.
     let nine = machine.kubelet.preferred_allocation(MPS_RESOURCE, &all, &[], 9).await.unwrap();
     assert_eq!(nine.len(), 9);
 }
@@ -156,15 +157,18 @@ async fn an_idle_gpu_is_repartitioned_without_a_new_registration_and_one_in_use_
     machine.set_spec("second", vec![mps_spec(&machine.uuids[0], 5), mps_spec(&machine.uuids[1], 5)]);
     machine.wait_for_healthy(MPS_RESOURCE, 15).await;
     let status = machine
-        .wait_for_status("waiting", |status| status.steps.iter().any(|step| step.message.contains("ns/train")))
+        .wait_for_status("a step waits for the pod", |status| {
+            status.steps.iter().any(|step| step.message.contains("ns/train"))
+        })
         .await;
     assert_eq!(status.plan_id, "", "the plan is not applied");
     assert_eq!(status.steps.iter().find(|step| step.gpu == machine.uuids[0]).unwrap().result, "Waiting");
     machine.pods.set_devices(&[]);
     let after = machine.wait_for_healthy(MPS_RESOURCE, 10).await;
     machine.wait_for_status("applied", |status| status.plan_id == "second").await;
-    assert_eq!(after.registrations.len(), before.registrations.len(), "no resource is registered twice");
-    // The stream of the removed resource ends, and the stream of the new resource starts.
+    assert_eq!(after.registrations.len(), before.registrations.len(), "the agent did not register the resource again");
+    // The new plan has only whole GPUs. The stream of the removed resource ends, and the stream of
+    // the new resource starts.
     machine.set_spec("third", vec![]);
     machine.wait_for_healthy(WHOLE_GPU_RESOURCE, 2).await;
     machine
@@ -205,7 +209,8 @@ async fn a_restarted_agent_keeps_ids_allocations_and_daemons() {
             "missing" => fs::remove_file(&checkpoint).unwrap(),
             _ => {}
         }
-        // The API server does not answer at first: the spec arrives later.
+        // Simulate an API server that does not answer at first: the agent starts without a spec,
+        // which arrives later.
         fs::rename(machine.path("spec/spec.json"), machine.path("spec/kept.json")).unwrap();
         machine.start_agent(&[]);
         if checkpoint_state == "intact" {
@@ -234,7 +239,7 @@ async fn a_restarted_agent_keeps_ids_allocations_and_daemons() {
 }
 
 #[tokio::test]
-async fn after_a_reboot_without_an_api_server_the_last_spec_is_served_and_doors_reopen() {
+async fn after_a_reboot_without_an_api_server_the_last_spec_is_served_and_doors_are_opened_again() {
     let mut machine = Machine::start(&["2xH200"], |gpus| vec![mps_spec(&gpus[0], 10), mps_spec(&gpus[1], 10)]);
     machine.wait_for_healthy(MPS_RESOURCE, 20).await;
     let used = share_ids(&machine.uuids[0], [2, 3]);
@@ -258,13 +263,13 @@ async fn after_a_reboot_without_an_api_server_the_last_spec_is_served_and_doors_
         let endpoint = &seen.endpoints[MPS_RESOURCE];
         endpoint.connected && endpoint.devices.len() == 20
     };
-    machine.wait_for_view("the allocated shares are the same", all).await;
+    machine.wait_for_view("all shares are listed", all).await;
     machine.start_mps_host();
-    // The reboot has cleared the fault.
+    // All shares become Healthy, because a reboot clears the fault of XID 119.
     machine.wait_for_healthy(MPS_RESOURCE, 20).await;
     assert_eq!(machine.read_desired_file().unwrap(), desired, "the daemons and doors are the same");
-    // The kubelet restarts a container with its response from before the reboot. The kubelet calls
-    // only PreStartContainer.
+    // The kubelet restarts a container with the response to `Allocate` from before the reboot, so
+    // the kubelet calls only `PreStartContainer`.
     machine.kubelet.pre_start(MPS_RESOURCE, &wanted).await.unwrap();
     let seen = machine.run_client(&given, &[]);
     assert_eq!(
@@ -273,7 +278,10 @@ async fn after_a_reboot_without_an_api_server_the_last_spec_is_served_and_doors_
         "{seen}"
     );
     let text = fs::read_to_string(machine.path("agent.log")).unwrap();
-    assert!(text.contains("failed to configure a client for the API server"), "the agent found an API server");
+    assert!(
+        text.contains("failed to configure a client for the API server"),
+        "the agent logged no failure to reach an API server"
+    );
 }
 
 #[tokio::test]
@@ -297,13 +305,13 @@ async fn the_supervisor_restarts_a_killed_agent() {
 }
 
 #[tokio::test]
-async fn a_short_absence_of_a_daemon_causes_only_events_and_a_longer_one_unhealthy_shares() {
+async fn a_short_absence_of_a_daemon_causes_only_events_and_a_longer_one_makes_shares_unhealthy() {
     let mut machine = Machine::start(&["2xH200"], |gpus| vec![mps_spec(&gpus[0], 4), mps_spec(&gpus[1], 4)]);
     machine.wait_for_healthy(MPS_RESOURCE, 8).await;
     let uuid = machine.uuids[0].clone();
     let pid = machine.mps_host_status().unwrap().daemons[&uuid].pid.unwrap();
     let lists = machine.kubelet.state().borrow().endpoints[MPS_RESOURCE].lists;
-    // The next daemon starts slowly.
+    // The next daemon needs an additional second to start.
     machine.simgpu(&["hang", "mps:start", "--gpu", &uuid, "--seconds", "1"]);
     kill_pid(pid);
     machine
@@ -343,7 +351,7 @@ async fn a_container_starts_only_after_its_door_is_open() {
     let mut start = Box::pin(machine.kubelet.pre_start(MPS_RESOURCE, &ids));
     let door = machine.path("run/alloc").join(&allocation).join("control");
     tokio::select! {
-        early = &mut start => panic!("without an MPS host: {early:?}"),
+        early = &mut start => panic!("PreStartContainer returned without an MPS host: {early:?}"),
         () = machine.wait_until("the directory exists", || door.parent()?.is_dir().then_some(())) => {}
     }
     drop(start);
@@ -370,7 +378,7 @@ async fn an_allocation_without_a_pod_is_removed_with_its_directory() {
 }
 
 #[tokio::test]
-async fn a_lost_gpu_affects_no_others_and_recovers() {
+async fn a_lost_gpu_does_not_affect_other_gpus_and_recovers() {
     let machine = Machine::start(&["3xH200"], |gpus| vec![timeslice_spec(&gpus[1], 4)]);
     machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
     machine.wait_for_healthy(WHOLE_GPU_RESOURCE, 2).await;
@@ -389,7 +397,7 @@ async fn a_lost_gpu_affects_no_others_and_recovers() {
 }
 
 #[tokio::test]
-async fn an_xid_of_a_program_is_ignored_and_one_of_the_gpu_makes_all_its_slices_unhealthy() {
+async fn an_xid_caused_by_a_program_is_ignored_and_one_caused_by_the_gpu_makes_all_its_slices_unhealthy() {
     let machine = Machine::start(&["2xH200"], |gpus| vec![timeslice_spec(&gpus[0], 4), timeslice_spec(&gpus[1], 4)]);
     machine.wait_for_healthy(TIMESLICE_RESOURCE, 8).await;
     machine.simgpu(&["xid", "0", "13"]);
@@ -403,7 +411,7 @@ async fn an_xid_of_a_program_is_ignored_and_one_of_the_gpu_makes_all_its_slices_
 }
 
 #[tokio::test]
-async fn a_hanging_driver_blocks_no_allocations() {
+async fn a_hanging_driver_does_not_block_allocations() {
     let machine = Machine::start(&["H200"], |gpus| vec![timeslice_spec(&gpus[0], 4)]);
     machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
     machine.simgpu(&["hang", "nvmlDeviceGetCount", "--seconds", "3600"]);
@@ -424,7 +432,7 @@ async fn a_hanging_driver_blocks_no_allocations() {
 }
 
 #[tokio::test]
-async fn without_a_driver_the_agent_waits_for_one() {
+async fn without_a_driver_the_agent_waits_until_one_is_installed() {
     let mut machine = Machine::new(&["H200"]);
     machine.set_spec("first", vec![]);
     let later = machine.path("libnvidia-ml.so.1");
@@ -450,7 +458,7 @@ async fn on_sigterm_the_agent_exits_without_an_error() {
 }
 
 #[tokio::test]
-async fn a_driver_without_a_gpu_is_reported() {
+async fn a_driver_that_finds_no_gpu_is_reported_in_a_condition() {
     let mut machine = Machine::new(&[]);
     machine.set_spec("first", vec![]);
     machine.start_agent(&[]);

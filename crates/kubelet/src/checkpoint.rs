@@ -86,7 +86,7 @@ pub struct KubeletCheckpoint {
 }
 
 impl KubeletCheckpoint {
-    /// Creates a reader for this directory. The file need not exist.
+    /// Creates a reader for this directory. It is not an error if the file does not exist.
     pub fn in_directory(directory: &Path) -> Self {
         Self { path: directory.join(CHECKPOINT_FILE), read: None, devices: None }
     }

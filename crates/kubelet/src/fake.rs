@@ -485,10 +485,10 @@ struct SharedLists {
 }
 
 impl FakePodResources {
-    /// Removes an existing socket at this path, binds a new one and serves the API.
+    /// Removes an existing socket at this path, binds a new socket and serves the API.
     ///
     /// # Errors
-    /// Returns an error if the existing socket cannot be removed or the new one cannot be bound.
+    /// Returns an error if the existing socket cannot be removed or the new socket cannot be bound.
     pub fn start(socket: &Path) -> io::Result<Self> {
         if std::fs::symlink_metadata(socket).is_ok_and(|found| found.file_type().is_socket()) {
             std::fs::remove_file(socket)?;

@@ -573,7 +573,7 @@ impl Plugin {
         }
     }
 
-    /// Waits until the disconnected kubelet has cleaned up the old stream. Returns at once if
+    /// Waits until the disconnected kubelet has cleaned up the old stream. Returns immediately if
     /// another kubelet has started. A new kubelet can admit pods as early as 12 ms after it starts
     /// to listen, and rejects pods that request unregistered resources.
     async fn wait_for_cleanup(&mut self, kubelet: SocketId) {

@@ -120,7 +120,7 @@ pub(crate) enum RegistrationStep {
     CheckAgain(Duration),
     /// Bind Cleave's socket at its path again. The stream continues.
     Rebind,
-    /// End this session and register a new one.
+    /// End this session and register a new session.
     Register(RegistrationCause),
 }
 

@@ -42,7 +42,7 @@ use crate::resource::{
 /// Maximum size of a message from the agent, in bytes. A list of 20,000 devices fits in this size.
 const MAX_MESSAGE_BYTES: usize = 4 << 20;
 
-/// Name of a new `kubelet.sock` before it replaces the old one.
+/// Name of a new `kubelet.sock` before it replaces the old socket.
 const NEW_SOCKET_NAME: &str = "kubelet.new";
 
 /// Configuration of the relay.

@@ -35,10 +35,10 @@ pub(crate) type CurrentResource = watch::Receiver<Arc<dyn Resource>>;
 pub(crate) enum StreamMode {
     /// Send each change.
     Open,
-    /// End at once. The kubelet regards the devices as unhealthy, and keeps the resource for five
-    /// minutes.
+    /// End immediately. The kubelet regards the devices as unhealthy, and keeps the resource for
+    /// five minutes.
     End,
-    /// Send an empty list and end. The resource is removed, and its capacity becomes 0 at once.
+    /// Send an empty list and end. The resource is removed, and its capacity immediately becomes 0.
     EndWithEmptyList,
 }
 

@@ -118,8 +118,9 @@ pub struct OperatorArgs {
     #[arg(long, env = "CLEAVE_TAINT_UNHEALTHY", default_value_t = false)]
     pub taint_unhealthy: bool,
 
-    /// Label selector of MPS host pods to replace when they are outdated and no program uses MPS on
-    /// the node. Needs permission to delete pods and to list and watch controller revisions.
+    /// Label selector of MPS host pods. The operator replaces an outdated MPS host pod when no
+    /// program uses MPS on the node. Needs permission to delete pods and to list and watch
+    /// controller revisions.
     #[arg(long, env = "CLEAVE_REPLACE_MPS_HOSTS", value_name = "SELECTOR")]
     pub replace_mps_hosts: Option<String>,
 
@@ -137,7 +138,7 @@ pub struct OperatorArgs {
     #[arg(long, env = "CLEAVE_TAINT_FRAGMENTED", default_value_t = false)]
     pub taint_fragmented: bool,
 
-    /// Report pods at the placement gate that need another node as `Unschedulable`, so that
+    /// Report pods at the placement gate as `Unschedulable` if they need another node, so that
     /// cluster autoscalers add nodes.
     #[arg(
         long,

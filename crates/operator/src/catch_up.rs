@@ -1,8 +1,8 @@
 //! Delays writes after this process acquires the lease, until its stores are as new as the lease.
 //!
-//! Watches may lag. A new leader whose watches have not yet delivered the former leader's last
-//! releases would reserve the same shares again. So a new leader writes only after its watches have
-//! stored everything that was written before it acquired the lease:
+//! Watches may lag. If a new leader's watches have not yet delivered the former leader's last
+//! releases, the new leader would reserve the same shares again. So a new leader writes only after
+//! its watches have stored all objects that were written before the leader acquired the lease:
 //!
 //! - **Pods.** The process writes an annotation to its own pod. A watch delivers changes in order.
 //!   So once the watch delivers the annotation, the store contains all earlier changes of pods. One
@@ -56,7 +56,7 @@ pub(crate) struct Versions {
     pub(crate) gpu_nodes: u64,
 }
 
-/// Selects one kind of [`Versions`].
+/// Selects the version of one kind of object in [`Versions`].
 pub(crate) type VersionOfKind = fn(&mut Versions) -> &mut u64;
 
 impl Versions {
@@ -140,8 +140,8 @@ impl CatchUp {
         }
     }
 
-    /// Returns whether the process has led for too long without writing. If so, logs and counts the
-    /// late term. `before` is the number of consecutive late terms before this one.
+    /// Returns whether the process has led for too long without writing. If the term is late, logs
+    /// and counts the term. `before` is the number of consecutive late terms before this term.
     fn is_term_late(&self, before: u32, late: &Counter) -> bool {
         if self.began.elapsed() < time_until_late(before) {
             return false;
@@ -154,7 +154,7 @@ impl CatchUp {
 }
 
 /// Returns the time after which a term is late. `before` is the number of consecutive late terms
-/// before it.
+/// before that term.
 fn time_until_late(before: u32) -> Duration {
     LATE_AFTER.saturating_mul(2_u32.saturating_pow(before.min(MAX_DOUBLINGS)))
 }
@@ -226,7 +226,7 @@ enum Error {
 }
 
 /// Returns the resource versions that the stores must contain. No write before this call has a
-/// newer version.
+/// newer resource version.
 async fn read_required_versions(client: &Client, pod: &(String, String)) -> Result<Versions, Error> {
     let all = ListParams::default().limit(PAGE_SIZE);
     let pods = match annotate_own_pod(client, pod).await {
@@ -343,8 +343,8 @@ mod tests {
     }
 
     /// Returns an API server with a lease, two pages of nodes and one `GpuNode`. The server answers
-    /// the annotation of this process's pod with the status code `annotation_status`. It records
-    /// all requests except those about the lease.
+    /// the annotation of this process's pod with the status code `annotation_status`. The server
+    /// records all requests except requests about the lease.
     fn mock_server(annotation_status: u16) -> (Client, Arc<Mutex<Vec<String>>>) {
         let requests = Arc::new(Mutex::new(Vec::new()));
         let lease = Arc::new(Mutex::new(json!({"metadata": {"name": "l"}})));

@@ -1,5 +1,5 @@
-//! Decides which Events to publish about pods and nodes. Publishes each Event once, and limits the
-//! number per pass. Pure: callers pass in the time.
+//! Decides which Events to publish about pods and nodes. Selects each Event once, and limits the
+//! number of Events per pass. Pure: callers pass in the time.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ const MAX_NOTE_BYTES: usize = 1000;
 
 /// Stores the reported messages, so that each Event is published once.
 #[derive(Debug, Default)]
-pub(crate) struct EventPublisher {
+pub(crate) struct EventSelector {
     pods: BTreeMap<String, PodReport>,
     excluded_nodes: BTreeMap<String, String>,
     excluded_gpus: BTreeMap<(String, String), String>,
@@ -41,7 +41,7 @@ struct PodReport {
 /// Delay before the next check of pods that have not waited long enough for an Event.
 pub(crate) const EVENT_CHECK_DELAY: Duration = WAIT_EVENT_DELAY;
 
-impl EventPublisher {
+impl EventSelector {
     /// Returns the Events to publish now.
     pub(crate) fn events(
         &mut self,
@@ -188,7 +188,7 @@ pub(crate) fn protected_event(message: &str) -> Event {
 pub(crate) fn mps_host_replaced_event(node: &str, pod: &str, uid: &str) -> Event {
     let note = format!("replacing {pod} with a pod of the newest revision, because nothing uses MPS on node {node}");
     // The recorder merges Events that differ only in their note. A different `secondary` prevents
-    // that.
+    // the merge.
     let secondary = Some(pod_reference(pod, uid));
     Event { action: "Replace".to_owned(), secondary, ..new_event(EventType::Normal, "MpsHostReplaced", &note) }
 }
@@ -242,7 +242,7 @@ mod tests {
 
     #[test]
     fn a_pod_that_waits_gets_one_event_for_each_reason() {
-        let mut publisher = EventPublisher::default();
+        let mut publisher = EventSelector::default();
         let cluster = cluster(1);
         let full = outcome(1, Reason::NoRoom, "No eligible GPU node. n1: full.");
         assert!(publisher.events(&full, &cluster, at(0)).is_empty(), "it may still find room");
@@ -258,7 +258,7 @@ mod tests {
 
     #[test]
     fn events_of_many_pods_are_spread_over_passes() {
-        let mut publisher = EventPublisher::default();
+        let mut publisher = EventSelector::default();
         let (cluster, full) = (cluster(50), outcome(50, Reason::NoRoom, "full"));
         publisher.events(&full, &cluster, at(0));
         let published: Vec<usize> = (2..6).map(|second| publisher.events(&full, &cluster, at(second)).len()).collect();
@@ -267,7 +267,7 @@ mod tests {
 
     #[test]
     fn a_repartitioning_is_reported_immediately_and_a_wait_for_the_scheduler_is_not() {
-        let mut publisher = EventPublisher::default();
+        let mut publisher = EventSelector::default();
         let cluster = cluster(1);
         assert_eq!(publisher.events(&outcome(1, Reason::Repartitioning, "On n1"), &cluster, at(0)).len(), 1);
         assert!(publisher.events(&outcome(1, Reason::Scheduler, "On n1"), &cluster, at(1)).is_empty());
@@ -282,7 +282,7 @@ mod tests {
 
     #[test]
     fn a_node_gets_events_when_plans_exclude_it_and_include_it_again() {
-        let mut publisher = EventPublisher::default();
+        let mut publisher = EventSelector::default();
         let excluded = Outcome {
             excluded_nodes: BTreeMap::from([("n1".into(), "the agent is not ready".into())]),
             ..Outcome::default()

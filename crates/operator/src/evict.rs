@@ -1,4 +1,4 @@
-//! Evicts pods through the API that respects disruption budgets.
+//! Evicts pods through the Eviction API, which respects disruption budgets, and deletes pods.
 use std::time::Duration;
 
 use kube::Client;
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn other_answers_are_distinguished_by_their_code() {
+    fn eviction_answers_are_distinguished_by_their_status_code() {
         for (code, expected) in
             [(403, "refused"), (422, "refused"), (500, "refused"), (503, "failed"), (404, "not_found")]
         {

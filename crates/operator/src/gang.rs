@@ -69,8 +69,8 @@ impl GroupInSpec<'_> {
 
 impl PodGang {
     /// Finds the gang of a pod. `group` is the group in the pod's spec. The gang's name is the first
-    /// of these that is set: Cleave's annotation, Kueue's label, the coscheduling plugin's label, the
-    /// group in the spec.
+    /// set value of Cleave's annotation, Kueue's label, the coscheduling plugin's label, and the group
+    /// in the spec.
     pub fn find<'a>(
         labels: &'a BTreeMap<String, String>,
         annotation: impl Fn(&str) -> Option<&'a str>,

@@ -1,10 +1,10 @@
 //! Leader election: only the process that holds a lease writes to the cluster.
 //!
-//! [`evaluate`] decides and is pure. [`Elector::run`] reads the lease, decides and writes. The
-//! holder's [`LeaseGuard`] expires before another process may acquire the lease. So a holder that
-//! cannot reach the API server stops its writes before another process starts to write. Processes
-//! never compare each other's clocks: a process measures the age of a renewal from its own read of
-//! the changed lease.
+//! [`evaluate`] makes the decisions and is pure. [`Elector::run`] reads the lease, decides and
+//! writes. The holder's [`LeaseGuard`] expires before another process may acquire the lease. So a
+//! holder that cannot reach the API server stops its writes before another process starts to write.
+//! Processes never compare each other's clocks: a process measures the age of a renewal from its
+//! own read of the changed lease.
 //!
 //! [`start`] runs the elector on a separate thread. A long pass or many TLS handshakes can keep the
 //! main thread busy, but must not delay a renewal.
@@ -28,7 +28,7 @@ pub const GUARD_TIME: Duration = Duration::from_secs(10);
 /// Maximum duration of a write that starts while a [`LeaseGuard`] is valid.
 const WRITE_TIME: Duration = LEASE_TIME.saturating_sub(GUARD_TIME);
 /// Interval between renewals by the holder. A guard remains valid if one renewal fails and the next
-/// succeeds, even if both requests of the failed renewal time out.
+/// renewal succeeds, even if both requests of the failed renewal time out.
 const RENEW_INTERVAL: Duration = Duration::from_secs(3);
 /// Interval between reads of the lease by processes that do not hold it.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
@@ -143,8 +143,8 @@ impl Term {
 }
 
 impl LeaseGuard {
-    /// Returns whether the lease remains valid long enough for this process to complete a write,
-    /// and the process is ready to write.
+    /// Returns whether this process is ready to write, and the lease remains valid long enough to
+    /// complete a write.
     pub fn is_current(&self) -> bool {
         let term = self.term();
         term.is_some_and(|term| self.ready.as_ref().is_none_or(|ready| *ready.borrow() >= term))
@@ -232,8 +232,8 @@ impl LeaseGuard {
 /// Starts an elector on a separate thread. Returns the guard, and a future that resolves when the
 /// elector has ended; see [`Elector::run`] for `stop` and `released`.
 ///
-/// `connect` runs on that thread, because a client's tasks belong to the runtime that creates the
-/// client.
+/// `connect` runs on the elector's thread, because a client's tasks belong to the runtime that
+/// creates the client.
 ///
 /// # Errors
 /// Returns an error if the thread cannot be started. The future fails if the client cannot be
@@ -399,8 +399,7 @@ impl Elector {
                 self.set_term(Some(sent + GUARD_TIME));
                 Ok(RENEW_INTERVAL)
             }
-            // Another process wrote first. Another process has changed the lease: read it again
-            // after 100 ms.
+            // Another process wrote first. Read the lease again after 100 ms.
             Err(Error::Api(kube::Error::Api(status))) if status.code == 409 => Ok(Duration::from_millis(100)),
             Err(error) => Err(error),
         }
@@ -494,7 +493,7 @@ mod tests {
         assert_eq!(evaluate(Some(&observed("b", 100)), "a", at(100)), Decision::Wait(15 * SECOND));
         assert_eq!(evaluate(Some(&observed("b", 100)), "a", at(114)), Decision::Wait(SECOND));
         assert_eq!(evaluate(Some(&observed("b", 100)), "a", at(115)), Decision::Acquire);
-        // A missing or negative duration counts as the default.
+        // The default replaces a missing or negative duration.
         for seconds in [None, Some(-1)] {
             let malformed = ObservedLease { spec: lease("b", seconds), since: at(0) };
             assert_eq!(evaluate(Some(&malformed), "a", at(14)), Decision::Wait(SECOND));

@@ -22,8 +22,8 @@
 //!
 //! The GPUs of one policy can be on many nodes, so one pass plans the whole cluster. Only one pass
 //! runs at a time. If a watch fails, its store keeps the objects that it last received. Every write
-//! requires the lease. The lease expires if the operator cannot reach the API server, so a
-//! disconnected operator stops writing.
+//! requires the lease, except writes of the webhook's certificate. The lease expires if the
+//! operator cannot reach the API server, so a disconnected operator stops writing.
 pub mod admission;
 mod args;
 mod catch_up;

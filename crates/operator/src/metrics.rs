@@ -41,7 +41,7 @@ pub(crate) struct Metrics {
     /// Time to compute one plan.
     pub(crate) plan_seconds: Histogram,
     /// Time from the first observed change to the last `GpuNode` that a pass writes. Passes that
-    /// write no `GpuNode` do not count.
+    /// write no `GpuNode` are not measured.
     pub(crate) reaction_seconds: Histogram,
     /// Time from the write of a changed `GpuNode` until its agent reports that the node serves it.
     pub(crate) repartition_seconds: Histogram,
@@ -54,10 +54,10 @@ pub(crate) struct Metrics {
     /// Duration of one decision about gated pods, including reads of the stores and excluding
     /// writes.
     pub(crate) placement_seconds: Histogram,
-    /// Time from the operator's first sight of a pod at the placement gate to the patch that
+    /// Time from the operator's first reconcile with a pod at the placement gate to the patch that
     /// released the pod.
     pub(crate) gate_wait_seconds: Histogram,
-    /// Pods evicted for pods of higher priority, by result.
+    /// Pods evicted for waiting pods, by result.
     pub(crate) evictions: Family<Outcome, Counter>,
     /// Searches for preemption victims.
     pub(crate) preemption_searches: Counter,
@@ -230,7 +230,7 @@ impl Metrics {
             "Time that a pod waited at the placement gate",
             self.gate_wait_seconds.clone(),
         );
-        registry.register("evictions", "Pods evicted for pods of higher priority, by result", self.evictions.clone());
+        registry.register("evictions", "Pods evicted for waiting pods, by result", self.evictions.clone());
         registry.register("preemption_searches", "Searches for preemption victims", self.preemption_searches.clone());
         registry.register(
             "stranded_pods_recreated",

@@ -18,7 +18,7 @@ use kube::core::DeserializeGuard;
 use kube::{Api, Resource as _, ResourceExt};
 use tokio::sync::watch;
 
-use crate::events::{self, EventPublisher};
+use crate::events::{self, EventSelector};
 use crate::metrics::{self, KindLabel, Outcome, WriteLabels};
 use crate::policies::demand::{self, Reason, WaitingPod};
 use crate::policies::pace::{PlanPace, QuietPeriod};
@@ -62,7 +62,7 @@ pub(crate) struct GpuController {
     staging: Staging,
     quiet: QuietPeriod,
     pace: PlanPace,
-    publisher: EventPublisher,
+    publisher: EventSelector,
     /// The steps of each node when they were last counted.
     steps: BTreeMap<String, Vec<StepStatus>>,
     repartitions: Repartitions,
@@ -116,7 +116,7 @@ impl GpuController {
             staging: Staging::default(),
             quiet: QuietPeriod::default(),
             pace: PlanPace::default(),
-            publisher: EventPublisher::default(),
+            publisher: EventSelector::default(),
             steps: BTreeMap::new(),
             repartitions: Repartitions::default(),
             taints: taint.then(Taints::default),
@@ -137,7 +137,7 @@ impl GpuController {
         self.history = History::default();
         self.staging = Staging::default();
         self.quiet = QuietPeriod::default();
-        self.publisher = EventPublisher::default();
+        self.publisher = EventSelector::default();
         self.steps.clear();
         self.repartitions = Repartitions::default();
         self.taints = self.taints.is_some().then(Taints::default);
@@ -176,7 +176,7 @@ impl GpuController {
             DemandResult::None => {
                 self.send_waiting_pods(&BTreeMap::new());
                 self.context.metrics.reset_demand();
-                self.publisher = EventPublisher::default();
+                self.publisher = EventSelector::default();
             }
             DemandResult::Batching => {}
         }
@@ -371,9 +371,10 @@ impl GpuController {
         all
     }
 
-    /// Taints the nodes that can serve no pod, several at a time, if tainting is enabled. Each node
-    /// has its own retries, so a failed write does not fail the pass. Returns false if this process
-    /// no longer leads.
+    /// Adds the taint to nodes that can serve no pod, and removes the taint from other nodes,
+    /// several nodes at a time. Does nothing if tainting is disabled. Each node has its own
+    /// retries, so a failed write does not fail the pass. Returns false if this process no longer
+    /// leads.
     async fn update_taints(&mut self, observed: &Observed) -> bool {
         let now = self.now();
         let Some(taints) = &mut self.taints else { return true };
@@ -530,7 +531,7 @@ mod tests {
         assert!(passes.wakes.placement.notified().now_or_never().is_none(), "nothing has changed");
     }
 
-    /// Returns a node whose only GPU is lost, so that it gets a taint.
+    /// Returns a node whose only GPU is lost, so that the node gets a taint.
     fn lost_node() -> Node {
         let health = Health { class: HEALTH_LOST.to_owned(), ..Health::default() };
         let gpus = vec![GpuStatus { health, ..GpuStatus::default() }];

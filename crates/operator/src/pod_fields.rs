@@ -72,7 +72,8 @@ pub struct PodSpec {
     pub topology_spread_constraints: Vec<SpreadConstraint>,
     /// Volumes of the pod.
     pub volumes: Vec<Volume>,
-    /// Claims of dynamic resource allocation. The operator reads only whether there are any.
+    /// Claims of dynamic resource allocation. The operator only checks whether the pod has such
+    /// claims.
     pub resource_claims: Vec<PresentField>,
     /// The group of the pod, in clusters that schedule groups (KEP-4671).
     pub scheduling_group: Option<SchedulingGroup>,
@@ -105,8 +106,8 @@ pub struct PodSpec {
 pub struct PodStatus {
     /// `Pending`, `Running`, `Succeeded` or `Failed`.
     pub phase: String,
-    /// Conditions. After `PodObject::trim`, only the operator's own conditions and the
-    /// scheduler's.
+    /// Conditions. After `PodObject::trim`, contains only the conditions of the operator and of the
+    /// scheduler.
     pub conditions: Vec<PodCondition>,
     /// The node on which the scheduler preempts other pods for this pod.
     #[serde(rename = "nominatedNodeName")]

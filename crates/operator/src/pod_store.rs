@@ -231,10 +231,10 @@ impl PodStore {
 
 impl PodWriter {
     /// Stores the pods of an event. Returns the controllers that the event affects. During a list,
-    /// returns the effect of all listed pods with the last event.
+    /// only the last event returns an effect: the effect of all listed pods.
     ///
-    /// Stores each listed pod immediately. A listed pod is newer than the stored pod, and a second
-    /// copy of all pods would need much memory.
+    /// Stores each listed pod immediately. A listed pod is newer than the stored pod. A second copy
+    /// of all pods would need a lot of memory.
     pub(crate) fn apply(&mut self, event: Event<RawPod>) -> AffectedControllers {
         let mut state = lock(&self.state);
         match event {

@@ -164,8 +164,8 @@ impl Controller {
     }
 }
 
-/// Maximum number of claims that the operator reads from one pod. No CSI driver mounts more on one
-/// node.
+/// Maximum number of claims that the operator reads from one pod. No CSI driver mounts more volumes
+/// on one node.
 const MAX_VOLUME_CLAIMS: usize = 128;
 /// Maximum number of devices that the operator lists for one pod. No node has more devices.
 const MAX_DEVICES: u64 = 1024;
@@ -317,8 +317,8 @@ impl PodObject {
     }
 
     /// Returns whether the condition `PodScheduled` has the reason `Unschedulable`. The scheduler
-    /// writes it for a released pod that it could not bind. The operator writes it for a gated pod
-    /// that an additional node could serve.
+    /// writes this reason for a released pod that it could not bind. The operator writes this
+    /// reason for a gated pod that an additional node could serve.
     pub fn is_reported_unschedulable(&self) -> bool {
         let reported = |condition: &PodCondition| condition.status == "False" && condition.reason == "Unschedulable";
         self.condition(POD_SCHEDULED).is_some_and(reported)
@@ -349,7 +349,7 @@ impl PodSpec {
 }
 
 /// Returns whether all units of a resource on a node are equivalent: whole GPUs and whole MIG
-/// instances. Placement counts such units and does not choose devices for them.
+/// instances. Placement only counts these units, and does not choose devices for them.
 pub fn is_interchangeable(resource: &str) -> bool {
     resource == RESOURCE_GPU || resource.starts_with(RESOURCE_MIG_PREFIX) && !resource.ends_with(SHARED_SUFFIX)
 }

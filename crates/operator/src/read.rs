@@ -153,7 +153,7 @@ pub struct BudgetStatus {
     pub current_healthy: i32,
     /// Minimum number of pods that must be ready.
     pub desired_healthy: i32,
-    /// Pods whose eviction the API server accepted recently, each with the time.
+    /// Pods whose eviction the API server accepted recently, each with the time of the eviction.
     pub disrupted_pods: BTreeMap<String, Time>,
 }
 
@@ -363,8 +363,8 @@ impl Node {
         self.gpu_node.is_some()
     }
 
-    /// Returns the desired state in the node's `GpuNode`. Returns the default if no `GpuNode`
-    /// exists.
+    /// Returns the desired state in the node's `GpuNode`. Returns an empty desired state if no
+    /// `GpuNode` exists.
     ///
     /// # Errors
     /// Returns an error if the object is malformed.
@@ -416,8 +416,8 @@ pub struct Stores {
 }
 
 impl Stores {
-    /// Waits until each watch has listed its objects once. Does not wait for quotas: the cluster
-    /// may not have the resource, if an older chart installed the CRDs.
+    /// Waits until each watch has listed its objects once. Does not wait for quotas, because the
+    /// cluster may not have the CRD if an older chart installed the CRDs.
     ///
     /// # Errors
     /// Returns an error if a watch stops.
@@ -444,15 +444,15 @@ impl Stores {
         observed
     }
 
-    /// Adds the stored pods to an [`Observed`]. This needs much time and memory, because a cluster
-    /// has many pods.
+    /// Adds the stored pods to an [`Observed`]. This function needs a lot of time and memory,
+    /// because a cluster has many pods.
     pub fn observe_pods(&self, observed: &mut Observed) {
         observed.set_pods(self.pods.state().iter().map(AsRef::as_ref));
     }
 }
 
 impl Observed {
-    /// Adds a node. Call this before adding its agent, its `GpuNode` or its pods.
+    /// Adds a node. Call this function before you add the node's agent, `GpuNode` or pods.
     pub fn add_node(&mut self, node: &NodeObject) {
         let found = Node {
             uid: node.uid().unwrap_or_default(),

@@ -56,13 +56,13 @@ pub(crate) struct Wakers {
     pub(crate) passes: Arc<Notify>,
     pub(crate) placement: Arc<Notify>,
     pub(crate) tenants: Arc<Notify>,
-    /// Whether the last pass found that no GPU is partitioned on demand. If so, pods do not wake
-    /// passes.
+    /// Whether the last pass found that no GPU is partitioned on demand. In this case, pods do not
+    /// wake passes.
     ignore_pods: Arc<AtomicBool>,
     /// Whether no agent reports a finding about a pod, and no pod has the condition `WithinShare`.
-    /// If so, pods without the condition do not wake the tenant controller.
+    /// In this case, pods without the condition do not wake the tenant controller.
     ignore_tenants: Arc<AtomicBool>,
-    /// Whether no waiting pod may preempt others. If so, disruption budgets do not wake the
+    /// Whether no waiting pod may preempt others. In this case, disruption budgets do not wake the
     /// placement controller.
     ignore_budgets: Arc<AtomicBool>,
 }
@@ -91,8 +91,8 @@ impl Wakers {
         self.placement.notify_one();
     }
 
-    /// Wakes the controllers that plan and place. The tenant controller reads only `GpuNode`s and
-    /// pods.
+    /// Wakes the GPU controller and the placement controller. The tenant controller reads only
+    /// `GpuNode`s and pods.
     fn wake_planners(&self) {
         self.passes.notify_one();
         self.placement.notify_one();
@@ -352,7 +352,7 @@ impl Watches<'_> {
                     tracing::warn!(kind, error = &error as &dyn std::error::Error, "watch failed; retrying");
                 }
             });
-            // Dropping a watch is safe: after `stop` nothing reads the store.
+            // Dropping a watch is safe, because no task reads the store after `stop`.
             tokio::select! {
                 () = followed => {}
                 () = stop.cancelled() => {}
@@ -380,8 +380,8 @@ pub(crate) async fn watch_objects<K>(
     let (mut events, mut streamed) = (start(config.clone().streaming_lists()), StreamedList::default());
     while let Some(event) = events.next().await {
         let needs_pages = streamed.needs_pages(&event);
-        // Do not count this error. An API server without the feature refuses the stream of each
-        // kind once.
+        // Do not count this error as a watch error. An API server without the feature refuses the
+        // stream of each kind once.
         if !(needs_pages && event.is_err()) {
             handle(event);
         }

@@ -12,7 +12,7 @@ use crate::leader::LeaseGuard;
 /// acquire the lease.
 pub(crate) const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum number of writes in flight of one task.
+/// Maximum number of writes that one task has in flight.
 pub(crate) const MAX_IN_FLIGHT: usize = 16;
 
 /// Returns the result of a write, or `None` if the API server did not answer within

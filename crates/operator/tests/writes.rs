@@ -88,8 +88,8 @@ async fn a_policy_status_is_applied_without_the_spec() {
     assert_eq!(body.get("spec"), None, "users own the spec");
 }
 
-/// The API server answers with the whole object. A malformed object was still written, and must not
-/// be written again at each pass.
+/// The API server answers with the whole object. The server has stored the object even if its
+/// response is malformed, so the operator must not write the object again in each pass.
 #[tokio::test]
 async fn a_malformed_response_is_not_a_failed_write() {
     let (client, mut server) = mock_client();

@@ -1,10 +1,10 @@
-//! The open files of this process and their limit.
+//! Counts the open files of this process, and raises their limit.
 use std::io;
 
 use rustix::process::{Resource, Rlimit};
 
 /// Soft limit of open files that Cleave's programs set. Container runtimes often set a soft limit
-/// of 1024.
+/// of only 1,024.
 const WANTED_OPEN_FILES: u64 = 65_536;
 
 /// The number of open files of this process, and their limit.
@@ -17,7 +17,7 @@ pub struct Usage {
 }
 
 /// Raises the soft limit of open files to `WANTED_OPEN_FILES`, or to the hard limit if that is
-/// lower. Logs a failure and returns, because the program also works with the current limit.
+/// lower. A failure is only logged, because the program also works with the current limit.
 pub fn raise_limit() {
     let limit = rustix::process::getrlimit(Resource::Nofile);
     let Some(current) = limit.current else { return };
@@ -37,7 +37,7 @@ pub fn raise_limit() {
 /// # Errors
 /// Returns an error if `/proc/self/fd` cannot be read.
 pub fn usage() -> io::Result<Usage> {
-    // The listing itself opens one descriptor.
+    // Do not count the descriptor that is open only for this listing.
     let open = std::fs::read_dir("/proc/self/fd")?.count().saturating_sub(1);
     let limit = rustix::process::getrlimit(Resource::Nofile).current;
     Ok(Usage { open: u64::try_from(open).unwrap_or(u64::MAX), limit })

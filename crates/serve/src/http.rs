@@ -2,11 +2,13 @@
 //!
 //! A peer may connect and send nothing, or send a request slowly. Each connection therefore has a
 //! deadline for the headers of each request, and the number of connections is limited. If all
-//! connections are in use, a new connection replaces the oldest, which is idle or slow because the
-//! server answers requests within milliseconds. The server therefore answers the kubelet's probes
-//! even if thousands of silent peers connect. Peers may also connect faster than the server serves
-//! them. The server therefore yields to all open connections after each accept, and answers
-//! received requests before it replaces a connection.
+//! connections are in use, a new connection replaces the oldest one. The oldest connection is
+//! usually idle or slow, because the server answers requests within milliseconds. The server
+//! therefore answers the kubelet's probes even if thousands of silent peers connect.
+//!
+//! Peers may also connect faster than the server answers. After each accepted connection, the
+//! server therefore lets the tasks of all open connections run. So a connection with a received
+//! request gets its answer before a new connection can replace the connection.
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -22,9 +24,9 @@ use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-/// Maximum time for requests in progress to complete after the server is stopped.
+/// Maximum time for which the server completes requests after it was told to stop.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
-/// Delay after a failure to accept a connection.
+/// Delay before the server accepts connections again after a failure.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 
 /// Limits on the connections of one port.
@@ -32,25 +34,27 @@ const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 pub struct Limits {
     /// Maximum number of connections.
     pub connections: usize,
-    /// Time limit for the headers of a request. Includes the idle time before a further request on
-    /// a connection.
+    /// Time limit for the headers of a request. If a connection is used for several requests, the
+    /// time limit includes the idle time before each of them.
     pub headers: Duration,
 }
 
 impl Default for Limits {
-    /// Returns limits for a port with metrics and probes, which has few peers.
+    /// Returns limits for a port for metrics and probes, to which few peers connect.
     fn default() -> Self {
         Self { connections: 64, headers: Duration::from_secs(10) }
     }
 }
 
-/// Serves requests until `stop` is cancelled, and then completes requests in progress.
+/// Serves requests until `stop` is cancelled. Then completes requests in progress, for at most one
+/// second.
 pub async fn serve(listener: TcpListener, router: Router, limits: Limits, stop: CancellationToken) {
     let ending = GracefulShutdown::new();
     let mut connections: VecDeque<AbortOnDropHandle<()>> = VecDeque::new();
     let mut has_failed = false;
     loop {
-        // Cancel-safe: a connection that `accept` has not returned remains in the kernel's queue.
+        // `accept` is cancel-safe: a connection that it has not returned remains in the kernel's
+        // queue.
         let accepted = tokio::select! {
             () = stop.cancelled() => break,
             accepted = listener.accept() => accepted,
@@ -64,15 +68,16 @@ pub async fn serve(listener: TcpListener, router: Router, limits: Limits, stop: 
                 }
                 let served = serve_connection(stream, router.clone(), limits.headers, ending.watcher());
                 connections.push_back(AbortOnDropHandle::new(tokio::spawn(served)));
-                // Let the runtime answer received requests before a new connection replaces an old
-                // one.
+                // Let the tasks of open connections answer received requests before a new
+                // connection replaces an old one.
                 yield_now().await;
             }
             Err(error) => {
                 if !std::mem::replace(&mut has_failed, true) {
                     tracing::warn!(error = &error as &dyn std::error::Error, "failed to accept a connection");
                 }
-                // Close the oldest connection: the usual cause is too many open files.
+                // Close the oldest connection, because the usual cause is that the process has too
+                // many open files.
                 connections.pop_front();
                 sleep(ACCEPT_RETRY_DELAY).await;
             }
@@ -80,12 +85,12 @@ pub async fn serve(listener: TcpListener, router: Router, limits: Limits, stop: 
     }
     drop(listener);
     if timeout(SHUTDOWN_TIMEOUT, ending.shutdown()).await.is_err() {
-        tracing::debug!("closed connections with unanswered requests");
+        tracing::debug!("closed connections before all requests were answered");
     }
 }
 
-/// Serves HTTP/1 on one connection until it closes. `headers` limits the time for the headers of a
-/// request; see [`Limits::headers`].
+/// Serves HTTP/1 on one connection until the connection closes. `headers` is a time limit as in
+/// [`Limits::headers`].
 pub async fn serve_connection(
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     router: Router,
@@ -96,6 +101,6 @@ pub async fn serve_connection(
     http.timer(TokioTimer::new()).header_read_timeout(headers);
     let connection = http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
     if let Err(error) = watcher.watch(connection).await {
-        tracing::debug!(error = &error as &dyn std::error::Error, "connection failed");
+        tracing::debug!(error = &error as &dyn std::error::Error, "an HTTP connection failed");
     }
 }

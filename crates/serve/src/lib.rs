@@ -1,9 +1,9 @@
-//! Serves HTTP for the agent and the operator: ports with bounded resources, addresses of both IP
-//! families, and the limit of open files.
+//! Serves HTTP for the agent and the operator. The modules serve requests with bounded resources,
+//! listen on addresses of IPv4 and IPv6, and raise the limit of open files.
 //!
-//! Any peer in the cluster can connect to these ports. [`http`] limits the connections of peers, so
-//! that silent or slow peers cannot stop a program. This crate must not depend on Kubernetes or
-//! GPUs.
+//! Without a network policy, any pod in the cluster can connect to these ports. [`http`] limits the
+//! number and the idle time of connections, so silent or slow peers cannot stop a program.
+//! `cleave-serve` must not depend on Kubernetes or GPUs.
 pub mod descriptors;
 pub mod http;
 pub mod tcp;

@@ -1,7 +1,7 @@
-//! Tests that silent peers cannot block a port or exhaust the descriptors of its process.
+//! Tests that silent peers cannot block a port or exhaust the file descriptors of its process.
 //!
-//! The server runs in a child process. This test program starts itself with [`SERVER_TEST_NAME`] as
-//! the only test.
+//! The server runs in a child process with a low limit of open files. To start the child process,
+//! this test program runs itself with [`SERVER_TEST_NAME`] as the only test.
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
@@ -17,17 +17,18 @@ use tokio_util::sync::CancellationToken;
 
 /// Name of the test that runs the server.
 const SERVER_TEST_NAME: &str = "run_the_server_for_the_other_tests";
-/// Environment variable that makes [`SERVER_TEST_NAME`] serve. Its value is the header timeout in
-/// milliseconds.
+/// Environment variable that makes [`SERVER_TEST_NAME`] run a server. Without the variable, that
+/// test does nothing. The value is the time limit for the headers of a request, in milliseconds.
 const HEADER_TIMEOUT_VARIABLE: &str = "TEST_SERVE_HEADER_TIMEOUT_MS";
-/// Time limit of each read and write. Longer than any step takes on a busy machine.
+/// Time limit of each read and write. Long enough for a busy machine.
 const TEST_TIMEOUT: Duration = Duration::from_secs(60);
-/// Number of connections that the kernel queues for the server.
+/// Maximum number of connections that wait in the kernel's queue until the server accepts them.
 const LISTEN_BACKLOG: u32 = 1024;
-/// The server's limit of open files, as low as in some container runtimes.
+/// The server's limit of open files. The limit is lower than the number of connections in each
+/// test.
 const MAX_SERVER_DESCRIPTORS: u64 = 256;
 
-/// Requests the number of the server's open files.
+/// HTTP request for the number of the server's open files.
 const OPEN_FILES_REQUEST: &[u8] = b"GET /open HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n";
 
 struct ServerProcess {
@@ -79,14 +80,14 @@ fn connect(server: &ServerProcess) -> TcpStream {
     stream
 }
 
-/// Requests the number of the server's open files.
+/// Requests and returns the number of the server's open files.
 fn request_open_files(server: &ServerProcess) -> u64 {
     let mut stream = connect(server);
     stream.write_all(OPEN_FILES_REQUEST).unwrap();
     read_open_files(stream)
 }
 
-/// Reads the answer to [`OPEN_FILES_REQUEST`].
+/// Reads and returns the answer to [`OPEN_FILES_REQUEST`].
 fn read_open_files(mut stream: TcpStream) -> u64 {
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
@@ -94,7 +95,8 @@ fn read_open_files(mut stream: TcpStream) -> u64 {
     answer.lines().last().unwrap().parse().unwrap()
 }
 
-/// Returns whether the server closes a connection.
+/// Waits until the server closes a connection. Returns `false` if the server does not close it in
+/// time.
 fn is_closed(mut stream: &TcpStream) -> bool {
     match stream.read_to_end(&mut Vec::new()) {
         Ok(_) => true,
@@ -103,9 +105,9 @@ fn is_closed(mut stream: &TcpStream) -> bool {
 }
 
 #[test]
-fn thousands_of_silent_connections_delay_no_request_with_256_descriptors() {
+fn thousands_of_silent_connections_do_not_block_a_server_with_256_descriptors() {
     descriptors::raise_limit();
-    // No header timeout can close the connections during the test.
+    // The time limit for headers is longer than the test, so it closes no connections.
     let server = start_server(Duration::from_secs(3600));
     let mut silent = Vec::new();
     for round in 0..5 {
@@ -121,7 +123,7 @@ fn the_only_request_among_200_simultaneous_connections_is_answered() {
     let server = start_server(Duration::from_secs(3600));
     let pid = Pid::from_child(&server.process);
     for position in [0, 70, 135, 199] {
-        // While the server is stopped, the kernel queues connections and requests.
+        // While the server is stopped, connections and requests collect in the kernel's queue.
         kill_process(pid, Signal::STOP).unwrap();
         waitpid(Some(pid), WaitOptions::UNTRACED).unwrap();
         let mut burst: Vec<TcpStream> = (0..200).map(|_| connect(&server)).collect();

@@ -1,4 +1,4 @@
-//! Tests that peers reach a port on every address over IPv4 and over IPv6.
+//! Tests that peers can reach a port on `[::]` over IPv4 and over IPv6.
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -11,10 +11,10 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio_util::sync::CancellationToken;
 
-/// Time limit of a request. Longer than any request takes on a busy machine.
+/// Time limit of a request. Long enough for a busy machine.
 const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Sends a request. Returns the first line of the answer.
+/// Sends an HTTP request. Returns the first line of the answer.
 async fn request(address: IpAddr, port: u16) -> std::io::Result<String> {
     let mut stream = TcpStream::connect((address, port)).await?;
     stream.write_all(b"GET /healthz HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n").await?;
@@ -24,15 +24,15 @@ async fn request(address: IpAddr, port: u16) -> std::io::Result<String> {
 }
 
 #[tokio::test]
-async fn a_port_on_every_address_is_reached_over_both_families() {
+async fn a_port_on_the_unspecified_address_can_be_reached_over_ipv4_and_ipv6() {
     let listener = tcp::listen((Ipv6Addr::UNSPECIFIED, 0).into()).unwrap();
     let address = listener.local_addr().unwrap();
     let stop = CancellationToken::new();
     let router = Router::new().route("/healthz", get(|| async { "ok" }));
     let server = tokio::spawn(http::serve(listener, router, http::Limits::default(), stop.clone()));
     let mut peers = vec![IpAddr::from(Ipv4Addr::LOCALHOST)];
-    // Machines without IPv6 have only the IPv4 substitute. If a setting disables IPv6, the port is
-    // bound but no interface has an IPv6 address.
+    // On a machine without IPv6, the listener is on the IPv4 address instead. If a setting disables
+    // IPv6, the listener may be on `[::]`, but no interface has an IPv6 address.
     let has_ipv6 = std::net::TcpListener::bind((Ipv6Addr::LOCALHOST, 0)).is_ok();
     if has_ipv6 {
         assert!(address.is_ipv6(), "{address}");
@@ -47,7 +47,7 @@ async fn a_port_on_every_address_is_reached_over_both_families() {
 }
 
 #[tokio::test]
-async fn an_ipv4_address_is_used_as_given_and_a_busy_port_is_an_error() {
+async fn an_ipv4_address_is_not_replaced_and_a_port_in_use_is_an_error() {
     let listener = tcp::listen((Ipv4Addr::LOCALHOST, 0).into()).unwrap();
     let address = listener.local_addr().unwrap();
     assert_eq!(address.ip(), Ipv4Addr::LOCALHOST);

@@ -23,7 +23,7 @@ const BOX_GAP_PIXELS: (i32, i32) = (140, 66);
 const MARGIN_PIXELS: i32 = 40;
 /// Maximum number of characters in a line of a box.
 const MAX_BOX_TEXT_CHARS: usize = 27;
-/// Maximum number of characters in a line beside an arrow.
+/// Maximum number of characters in a line of text next to an arrow.
 const MAX_ARROW_TEXT_CHARS: usize = 22;
 /// Distance between lines of text.
 const LINE_HEIGHT_PIXELS: i32 = 15;

@@ -34,7 +34,8 @@ enum Command {
         /// Root of the repository.
         #[arg(long, default_value = ".")]
         root: PathBuf,
-        /// Write nothing, and fail if a committed page or diagram differs from the generated one.
+        /// Write nothing, and fail if a committed page or diagram differs from the generated page
+        /// or diagram.
         #[arg(long)]
         check: bool,
     },

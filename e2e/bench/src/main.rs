@@ -15,7 +15,7 @@ use clap::Parser;
     arg_required_else_help = true
 )]
 enum Cli {
-    /// Measure a device plugin as the kubelet sees it.
+    /// Measure a device plugin from the kubelet's side.
     Kubelet(kubelet::KubeletArgs),
     /// Measure the planner on 10 to 1,000 nodes.
     Planner(planner::PlannerArgs),

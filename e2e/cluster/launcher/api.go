@@ -132,7 +132,7 @@ func (a *api) waitNodeReady(ctx context.Context, name string) error {
 
 // prepareCluster waits for the default service account, which a first pod needs. It also creates
 // the service kube-dns at the address for which the kubelets are configured. The service has no
-// endpoints, so DNS queries fail at once.
+// endpoints, so DNS queries fail immediately.
 func (a *api) prepareCluster(ctx context.Context, dnsAddress string) error {
 	err := poll(ctx, func() error {
 		_, err := a.do(ctx, http.MethodGet, "/api/v1/namespaces/default/serviceaccounts/default", nil)

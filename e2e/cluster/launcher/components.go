@@ -105,7 +105,7 @@ func (l layout) argv(c component, built binaries) []string {
 			"--listen-client-urls=" + url, "--advertise-client-urls=" + url,
 			// Any port works, because etcd has no peers.
 			"--listen-peer-urls=http://" + l.addresses.loopback() + ":0",
-			// Do not sync to the disk, because the data need not survive a power failure.
+			// Do not sync to the disk, because the data is not needed after a power failure.
 			"--unsafe-no-fsync",
 			"--log-level=warn",
 		}
@@ -183,8 +183,8 @@ func kubeletConfig(a addresses, n node) object {
 		"healthzBindAddress":       a.node(n), // reachable from the machine
 		"containerRuntimeEndpoint": "unix://" + containerdSocket,
 		"clusterDomain":            "cluster.local",
-		// This service has no endpoints, so DNS queries fail at once. Without a DNS service, the kubelet
-		// creates a warning event for every pod.
+		// This service has no endpoints, so DNS queries fail immediately. Without a DNS service, the
+		// kubelet creates a warning event for every pod.
 		"clusterDNS":    []string{a.dnsService()},
 		"resolvConf":    "",
 		"cgroupDriver":  "cgroupfs",

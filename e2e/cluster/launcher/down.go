@@ -32,7 +32,8 @@ func (c *cluster) down(ctx context.Context) error {
 	return nil
 }
 
-// sweep removes a cluster in any state. It searches the machine instead of trusting stored state.
+// sweep removes a cluster in any state. It searches the machine, because stored state may be
+// incomplete.
 func (c *cluster) sweep(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, stopTimeout)
 	defer cancel()

@@ -15,9 +15,9 @@
 //! The engine is part of this crate. It has about 300 lines and depends only on `fastrand` and
 //! `serde_json`, which other crates of the workspace also use. The alternatives have disadvantages.
 //! Coverage feedback (libFuzzer, `fuzzcheck`) needs a nightly compiler. Without coverage feedback,
-//! `bolero` generates only random bytes. `bolero` also needs about forty more crates, and does not
-//! know JSON. `mutatis` changes Rust values, so it generates no malformed text. `mutatis` also
-//! needs a newer compiler than the workspace.
+//! `bolero` generates only random bytes. `bolero` also needs about forty more crates, and has no
+//! mutations for JSON. `mutatis` changes Rust values, so it generates no malformed text. `mutatis`
+//! also needs a newer compiler than the workspace.
 pub mod engine;
 pub mod guard;
 pub mod mutate;

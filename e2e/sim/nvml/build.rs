@@ -1,4 +1,4 @@
-//! Sets the soname under which programs load the real library.
+//! Sets the soname of the library to the name under which programs load the real library.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

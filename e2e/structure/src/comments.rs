@@ -1,7 +1,7 @@
 //! Finds comments that are too wide.
 use crate::model::{Finding, Sources};
 
-/// Maximum number of characters in a line of a comment, including its indentation.
+/// Maximum number of characters in a line of a comment, including the indentation.
 const MAX_COMMENT_WIDTH: usize = 100;
 
 /// Characters that start a comment in Rust and Go.
@@ -9,7 +9,8 @@ const SLASH_MARKER: &str = "//";
 /// Characters that start a comment in YAML, TOML, makefiles and scripts.
 const HASH_MARKER: &str = "#";
 
-/// Returns the files with comments over 100 characters wide, each with the number of such lines.
+/// Finds the files with lines of comments that are over 100 characters wide. Each finding contains
+/// the number of these lines.
 pub fn wide_comments(sources: &Sources) -> Vec<Finding> {
     let mut found: Vec<Finding> = sources
         .files
@@ -17,7 +18,7 @@ pub fn wide_comments(sources: &Sources) -> Vec<Finding> {
         .chain(&sources.other_files)
         .filter_map(|(path, text)| find_wide_comments(path, text))
         .collect();
-    found.sort_by(|a, b| a.what.cmp(&b.what));
+    found.sort_by(|a, b| a.description.cmp(&b.description));
     found
 }
 
@@ -31,11 +32,12 @@ fn find_wide_comments(path: &str, text: &str) -> Option<Finding> {
             format!("{path}:{}: {} characters, at most {MAX_COMMENT_WIDTH}", at + 1, line.chars().count())
         })
         .collect();
-    (!locations.is_empty()).then(|| Finding { what: format!("wide-comment {path} {}", locations.len()), locations })
+    (!locations.is_empty())
+        .then(|| Finding { description: format!("wide-comment {path} {}", locations.len()), locations })
 }
 
-/// Returns the start of a comment in the file. Returns `None` if the file has no comments or is
-/// generated.
+/// Returns the characters that start a comment in the file. Returns `None` if the file's format has
+/// no comments, or if the file is generated.
 pub(crate) fn comment_marker(path: &str, text: &str) -> Option<&'static str> {
     if path == "deploy/manifests.yaml" || path.starts_with("crds/") {
         return None;
@@ -49,8 +51,8 @@ pub(crate) fn comment_marker(path: &str, text: &str) -> Option<&'static str> {
     }
 }
 
-/// Returns whether the line is a comment that can be wrapped. Directives, table rows and addresses
-/// cannot be wrapped.
+/// Returns whether the line is part of a comment and can be wrapped. Directives, rows of tables and
+/// addresses cannot be wrapped.
 fn is_prose(line: &str, marker: &str) -> bool {
     let Some(comment) = line.trim_start().strip_prefix(marker) else { return false };
     if marker == SLASH_MARKER && comment.starts_with("go:") {
@@ -60,7 +62,7 @@ fn is_prose(line: &str, marker: &str) -> bool {
     if content.starts_with('|') && content.ends_with('|') {
         return false;
     }
-    // In Markdown, `[name]: address` must be one line.
+    // In Markdown, a link definition `[name]: address` must be on one line.
     let content = content.rsplit_once("]: ").map_or(content, |(_, address)| address);
     let address = content.trim_start_matches('<');
     let is_address = address.starts_with("https://") || address.starts_with("http://");

@@ -1,13 +1,13 @@
-//! Finds cycles among the files of a crate.
+//! Finds cycles of uses among the files of a crate.
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::model::Finding;
 use crate::modules::ModuleTree;
 use crate::uses::Uses;
 
-/// Finds the cycles of a crate. At least one of the returned cycles contains each use that is part
-/// of a cycle.
-pub fn module_cycles(name: &str, tree: &ModuleTree, uses: &Uses) -> Vec<Finding> {
+/// Finds cycles of uses in a crate. Each use that is part of a cycle is in at least one of the
+/// returned cycles.
+pub fn find_cycles(name: &str, tree: &ModuleTree, uses: &Uses) -> Vec<Finding> {
     let finding = |cycle: &Vec<usize>| {
         let steps = || cycle.iter().zip(cycle.iter().cycle().skip(1));
         let modules: Vec<&str> =
@@ -16,16 +16,19 @@ pub fn module_cycles(name: &str, tree: &ModuleTree, uses: &Uses) -> Vec<Finding>
             let line = uses.get(&(*from, *to)).copied().unwrap_or_default();
             format!("{}:{line} uses {}", tree.files[*from].path, tree.files[*to].module)
         };
-        Finding { what: format!("cycle {name} {}", modules.join(" -> ")), locations: steps().map(place).collect() }
+        Finding {
+            description: format!("cycle {name} {}", modules.join(" -> ")),
+            locations: steps().map(place).collect(),
+        }
     };
     let mut found: Vec<Finding> = shortest_cycles(uses).iter().map(finding).collect();
-    found.sort_by(|a, b| a.what.cmp(&b.what));
+    found.sort_by(|a, b| a.description.cmp(&b.description));
     found
 }
 
-/// Returns the shortest cycle through every use that is part of a cycle. Each cycle starts at its
-/// lowest file and appears once. A use is part of a cycle if it is within a strongly connected
-/// component.
+/// Returns the shortest cycle through every use that is part of a cycle. Each cycle starts at the
+/// file with the lowest index, and is returned only once. A use is part of a cycle if both of its
+/// files are in the same strongly connected component.
 fn shortest_cycles(uses: &Uses) -> BTreeSet<Vec<usize>> {
     let mut graph: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for &(from, to) in uses.keys() {
@@ -34,7 +37,7 @@ fn shortest_cycles(uses: &Uses) -> BTreeSet<Vec<usize>> {
     uses.keys().filter_map(|&(from, to)| shortest_path(&graph, to, from)).map(rotate_to_lowest).collect()
 }
 
-/// Returns the shortest path between two nodes, including both.
+/// Returns the shortest path between two nodes, including these two nodes.
 fn shortest_path(graph: &BTreeMap<usize, Vec<usize>>, from: usize, to: usize) -> Option<Vec<usize>> {
     let mut came_from = BTreeMap::from([(from, from)]);
     let mut queue = VecDeque::from([from]);

@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result};
 use crate::comments;
 use crate::model::{Crate, Sources};
 
-/// Path of the list of known findings in the repository.
+/// Path of the list of known findings, from the repository's root.
 pub const KNOWN_FINDINGS: &str = "e2e/structure/known.txt";
 
 /// Directories of a package that contain Rust code.
@@ -18,10 +18,10 @@ const CODE_DIRECTORIES: [&str; 4] = ["src", "tests", "benches", "examples"];
 const IGNORED_DIRECTORIES: [&str; 3] = [".git", ".gpu", "target"];
 
 /// Reads the Rust files of every member of the workspace at `root`, finds the members' libraries
-/// and programs, and reads all other files with comments.
+/// and programs, and reads all other files whose format has comments.
 ///
 /// # Errors
-/// Returns an error if a file cannot be read or a manifest names no package.
+/// Returns an error if a file cannot be read, or if a manifest contains no package name.
 pub fn read_sources(root: &Path) -> Result<Sources> {
     let mut sources = Sources::default();
     let mut members = workspace_members(&read_text(&root.join("Cargo.toml"))?);
@@ -62,8 +62,8 @@ pub fn read_sources(root: &Path) -> Result<Sources> {
         if files.contains_key(&path) {
             return Ok(());
         }
-        // Read the content, because the first line can show whether a file has comments. Binary
-        // files have none.
+        // Read the content, because the first line can show that the file's format has comments.
+        // Binary files have none.
         let Ok(content) = String::from_utf8(read_bytes(file)?) else { return Ok(()) };
         if comments::comment_marker(&path, &content).is_some() {
             other_files.insert(path, content);
@@ -73,9 +73,9 @@ pub fn read_sources(root: &Path) -> Result<Sources> {
     Ok(sources)
 }
 
-/// Calls `visit` for each file, with its path in the repository and its path on this machine.
-/// `prefix` is the path of `directory` in the repository: empty, or ending in `/`. Does not follow
-/// symbolic links.
+/// Calls `visit` for each file, with the path from the repository's root and the path on this
+/// machine. `prefix` is the path of `directory` from the repository's root: empty, or ending in
+/// `/`. Does not follow symbolic links.
 fn visit_files(directory: &Path, prefix: &str, visit: &mut impl FnMut(String, &Path) -> Result<()>) -> Result<()> {
     let failed = || format!("failed to read {}", directory.display());
     for entry in fs::read_dir(directory).with_context(failed)? {
@@ -99,14 +99,14 @@ fn read_text(path: &Path) -> Result<String> {
     fs::read_to_string(path).with_context(|| format!("failed to read {}", path.display()))
 }
 
-/// Returns the package's name in a manifest.
+/// Returns the package's name from a package's manifest.
 fn package_name(manifest: &str) -> Option<String> {
     let mut lines = manifest.lines().skip_while(|line| line.trim() != "[package]");
     let name = lines.find_map(|line| line.strip_prefix("name = "))?;
     Some(name.trim().trim_matches('"').to_owned())
 }
 
-/// Returns the members in a workspace's manifest, one on each line.
+/// Returns the members from a workspace's manifest, in which each member is on a separate line.
 fn workspace_members(manifest: &str) -> Vec<String> {
     let lines = manifest.lines().map(str::trim).skip_while(|line| *line != "members = [").skip(1);
     let names = lines.take_while(|line| *line != "]").filter(|line| line.starts_with('"'));

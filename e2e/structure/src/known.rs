@@ -1,4 +1,4 @@
-//! The list of known findings.
+//! Formats the list of known findings, and compares findings with the list.
 use crate::model::Finding;
 
 const LIST_HEADER: &str = "\
@@ -9,13 +9,13 @@ const LIST_HEADER: &str = "\
 
 /// Formats the list that allows exactly `findings`.
 pub fn format_list(findings: &[Finding]) -> String {
-    let lines = findings.iter().map(|finding| format!("{}\n", finding.what));
+    let lines = findings.iter().map(|finding| format!("{}\n", finding.description));
     LIST_HEADER.chars().chain(lines.collect::<String>().chars()).collect()
 }
 
-/// The differences between findings and the list.
+/// The differences between the findings and the list of known findings.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Difference<'a> {
+pub struct ListDifference<'a> {
     /// Findings that the list does not contain.
     pub new: Vec<&'a Finding>,
     /// Lines of the list that match no finding.
@@ -23,16 +23,16 @@ pub struct Difference<'a> {
 }
 
 /// Compares `findings` with the list `known`.
-pub fn difference<'a>(findings: &'a [Finding], known: &'a str) -> Difference<'a> {
+pub fn compare_with_list<'a>(findings: &'a [Finding], known: &'a str) -> ListDifference<'a> {
     let mut obsolete: Vec<&str> =
         known.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
     let mut new = Vec::new();
     for finding in findings {
-        // One line allows one finding: two functions with the same name need two lines.
-        match obsolete.iter().position(|line| *line == finding.what) {
+        // Each line allows one finding, so two functions with the same name need two lines.
+        match obsolete.iter().position(|line| *line == finding.description) {
             Some(at) => _ = obsolete.remove(at),
             None => new.push(finding),
         }
     }
-    Difference { new, obsolete }
+    ListDifference { new, obsolete }
 }

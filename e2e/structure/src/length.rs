@@ -8,25 +8,25 @@ use crate::parse::Parsed;
 
 /// Maximum number of lines of a file.
 const MAX_FILE_LINES: usize = 800;
-/// Maximum number of lines of a function, from its signature to its last brace.
+/// Maximum number of lines of a function, from the signature to the last brace.
 const MAX_FUNCTION_LINES: usize = 80;
-/// Prefix of a comment that states the reason for a longer file or function.
+/// Prefix of a comment that states the reason why a file or function is longer.
 const REASON_PREFIX: &str = "// long:";
 
-/// Returns the files over 800 lines without a reason at their top.
+/// Finds the files with over 800 lines that state no reason at their top.
 pub fn long_files(sources: &Sources) -> Vec<Finding> {
     let long = |(path, text): (&String, &String)| {
         let lines = text.lines().count();
         let mut top = text.lines().map(str::trim).take_while(|line| line.is_empty() || is_comment_or_attribute(line));
         (lines > MAX_FILE_LINES && !top.any(is_reason)).then(|| Finding {
-            what: format!("long-file {path}"),
+            description: format!("long-file {path}"),
             locations: vec![format!("{path}: {lines} lines, at most {MAX_FILE_LINES}")],
         })
     };
     sources.files.iter().filter_map(long).collect()
 }
 
-/// Returns the functions over 80 lines, including tests, without a reason above them.
+/// Finds the functions, including tests, with over 80 lines and without a reason above them.
 pub fn long_functions(sources: &Sources, parsed: &Parsed) -> Vec<Finding> {
     let mut found = Vec::new();
     for (path, file) in parsed {
@@ -40,7 +40,7 @@ pub fn long_functions(sources: &Sources, parsed: &Parsed) -> Vec<Finding> {
 struct FunctionVisitor<'a> {
     path: &'a str,
     lines: Vec<&'a str>,
-    /// The type or trait that contains the function.
+    /// The type or trait that contains the visited function.
     owner: Option<String>,
     found: &'a mut Vec<Finding>,
 }
@@ -55,13 +55,13 @@ impl FunctionVisitor<'_> {
         let owner = self.owner.as_ref().map(|owner| format!("{owner}::")).unwrap_or_default();
         let (path, name) = (self.path, &signature.ident);
         self.found.push(Finding {
-            what: format!("long-function {path} {owner}{name}"),
+            description: format!("long-function {path} {owner}{name}"),
             locations: vec![format!("{path}:{first}: {lines} lines, at most {MAX_FUNCTION_LINES}")],
         });
     }
 
-    /// Returns whether a comment states a reason. The comment may be above the function's
-    /// attributes, or between them and the signature.
+    /// Returns whether a comment states a reason for the function's length. The comment can be
+    /// above the function's attributes, or between the attributes and the signature.
     fn has_reason(&self, attributes: &[Attribute], first: usize) -> bool {
         let top = attributes.iter().map(|attribute| attribute.span().start().line).min().unwrap_or(first).min(first);
         let between = self.lines.get(top - 1..first - 1).unwrap_or_default();
@@ -113,7 +113,7 @@ fn is_comment_or_attribute(line: &str) -> bool {
     line.starts_with("//") || line.starts_with("#![")
 }
 
-/// Returns whether a line is a comment with a reason.
+/// Returns whether a line is a comment that states a reason.
 fn is_reason(line: &str) -> bool {
     line.strip_prefix(REASON_PREFIX).is_some_and(|reason| !reason.trim().is_empty())
 }

@@ -1,4 +1,5 @@
-//! Prints the findings about the structure of the code, and writes the list of known findings.
+//! Prints the findings about the structure of the code, and can also write the list of known
+//! findings.
 use std::fs;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -7,7 +8,7 @@ use anyhow::{Context as _, Result};
 use clap::Parser as _;
 use cleave_structure::{check, files, known};
 
-/// Finds use cycles between modules, files over 800 lines, functions over 80 lines and comments
+/// Finds cycles of uses among modules, files over 800 lines, functions over 80 lines and comments
 /// over 100 columns.
 #[derive(Debug, clap::Parser)]
 struct Options {
@@ -32,7 +33,7 @@ fn main() -> ExitCode {
 fn run(options: &Options) -> Result<()> {
     let findings = check(&files::read_sources(&options.root)?)?;
     for finding in &findings {
-        println!("{}", finding.what);
+        println!("{}", finding.description);
         for place in &finding.locations {
             println!("  {place}");
         }

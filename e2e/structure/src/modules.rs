@@ -1,4 +1,4 @@
-//! The modules of a crate: their items, their imports and the paths in their code.
+//! Reads the modules of a crate: their items, their imports and the paths in their code.
 use std::collections::{BTreeMap, BTreeSet};
 
 use proc_macro2::TokenStream;
@@ -9,7 +9,7 @@ use syn::{Attribute, Block, Expr, File, ImplItem, Item, ItemMod, ItemUse, Lit, M
 use crate::parse::{Error, Parsed, is_only_in_test_builds};
 use crate::tokens;
 
-/// The modules of one crate. The first is the crate's root.
+/// The modules of one crate. The first module is the crate's root.
 #[derive(Debug, Default)]
 pub struct ModuleTree {
     pub(crate) modules: Vec<Module>,
@@ -18,12 +18,12 @@ pub struct ModuleTree {
     pub(crate) files: Vec<SourceFile>,
 }
 
-/// A file of the crate, which is a node of the graph.
+/// A file of the crate. Each file is a node of the graph of uses.
 #[derive(Debug)]
 pub(crate) struct SourceFile {
     /// Path of the file, from the repository's root.
     pub(crate) path: String,
-    /// Path of the file's module, `crate` for the root.
+    /// Path of the file's module. For the root, the path is `crate`.
     pub(crate) module: String,
 }
 
@@ -34,7 +34,8 @@ pub(crate) struct Module {
     pub(crate) names: BTreeMap<String, Vec<ItemName>>,
     /// Indices of imports that end in `*`.
     pub(crate) globs: Vec<usize>,
-    /// Lower-case names that patterns bind. A variable with such a name is not a use of an item.
+    /// Lower-case names that patterns in the module bind. A variable with one of these names is not
+    /// a use of an item.
     pub(crate) variables: BTreeSet<String>,
 }
 
@@ -43,11 +44,11 @@ pub(crate) struct Module {
 pub(crate) enum ItemName {
     /// A child module.
     Module(usize),
-    /// A type, trait or macro defined here.
+    /// A type, trait or macro that this module defines.
     Type,
-    /// A function, constant or static defined here.
+    /// A function, constant or static that this module defines.
     Value,
-    /// An import, by its index.
+    /// An import, by the import's index.
     Import(usize),
 }
 
@@ -57,7 +58,7 @@ pub(crate) struct Import {
     pub(crate) module: usize,
     pub(crate) path: Vec<String>,
     pub(crate) glob: bool,
-    /// Whether other modules can import the name from here.
+    /// Whether other modules can import the name from this module.
     pub(crate) exported: bool,
     pub(crate) line: usize,
 }
@@ -113,12 +114,12 @@ impl TreeReader<'_> {
     }
 }
 
-/// Walks the code of one module of one file.
+/// Visits the code of one module in one file.
 struct ModuleVisitor<'r, 'a> {
     reader: &'r mut TreeReader<'a>,
     module: usize,
     directory: String,
-    /// Number of enclosing blocks. An item inside a function is not in the module's scope.
+    /// Number of enclosing blocks. An item inside a function is not an item of the module.
     blocks: usize,
 }
 
@@ -290,7 +291,7 @@ impl<'ast> Visit<'ast> for ModuleVisitor<'_, '_> {
         }
     }
 
-    /// Skips visibilities: `pub(in crate::a)` is not a use of `a`.
+    /// Ignores visibilities: `pub(in crate::a)` is not a use of `a`.
     fn visit_visibility(&mut self, _: &'ast Visibility) {}
 }
 
@@ -357,7 +358,7 @@ fn attributes(item: &Item) -> &[Attribute] {
     }
 }
 
-/// Returns the value of `#[path = "…"]`.
+/// Returns the value of the attribute `#[path = "…"]`.
 fn path_attribute(attributes: &[Attribute]) -> Option<String> {
     attributes.iter().find_map(|attribute| match &attribute.meta {
         Meta::NameValue(pair) if pair.path.is_ident("path") => match &pair.value {
@@ -371,7 +372,7 @@ fn path_attribute(attributes: &[Attribute]) -> Option<String> {
     })
 }
 
-/// Returns the directory and the name of a path.
+/// Splits a path into the directory and the name.
 fn split_path(path: &str) -> (&str, &str) {
     path.rsplit_once('/').unwrap_or((".", path))
 }

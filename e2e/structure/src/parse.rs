@@ -22,9 +22,9 @@ pub enum Error {
     /// A `mod` declaration whose file does not exist.
     #[error("{path}:{line}: module `{name}` has no file")]
     NoFile {
-        /// Path of the file with the declaration.
+        /// Path of the file that contains the declaration.
         path: String,
-        /// Line number of the declaration, from 1.
+        /// Line number of the declaration. The first line is 1.
         line: usize,
         /// Name of the module.
         name: String,
@@ -34,10 +34,10 @@ pub enum Error {
     NoRoot(String),
 }
 
-/// Syntax trees of all files, by path.
+/// Syntax trees of all Rust files, by path.
 pub type Parsed = BTreeMap<String, File>;
 
-/// Parses every file of `sources`.
+/// Parses every Rust file of `sources`.
 ///
 /// # Errors
 /// Returns the position and message of the first syntax error.
@@ -51,7 +51,7 @@ pub fn parse(sources: &Sources) -> Result<Parsed, Error> {
     sources.files.iter().map(file).collect()
 }
 
-/// Returns whether one of the attributes limits its item to test builds.
+/// Returns whether one of an item's attributes limits the item to test builds.
 pub(crate) fn is_only_in_test_builds(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         attribute.path().is_ident("test")

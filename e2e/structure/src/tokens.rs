@@ -5,14 +5,15 @@ use proc_macro2::{TokenStream, TokenTree};
 pub(crate) type PathAtLine = (Vec<String>, usize);
 
 /// Returns every path of two or more segments in `tokens`, and every single name that starts with
-/// an upper-case letter, as types do.
+/// an upper-case letter, because types have such names.
 pub(crate) fn mentioned_paths(tokens: TokenStream) -> Vec<PathAtLine> {
     let mut found = Vec::new();
     collect_paths(tokens, &mut found);
     found
 }
 
-/// Returns the paths in string literals, such as serde's `default = "crate::quantity::zero"`.
+/// Returns the paths in string literals, such as `"crate::quantity::zero"` in serde's attribute
+/// `default = "crate::quantity::zero"`.
 pub(crate) fn quoted_paths(tokens: TokenStream) -> Vec<PathAtLine> {
     let mut found = Vec::new();
     for token in tokens {
@@ -59,7 +60,8 @@ fn is_continuation(before: &[TokenTree]) -> bool {
     let punct = |token: &TokenTree, of: char| matches!(token, TokenTree::Punct(punct) if punct.as_char() == of);
     match before {
         [.., first, last] if punct(first, ':') && punct(last, ':') => true,
-        // `..Type` is a range or a struct's remaining fields.
+        // In `..Type`, the name starts a new path: the dots mean a range or the remaining fields of
+        // a struct.
         [.., first, last] if punct(last, '.') => !punct(first, '.'),
         _ => false,
     }

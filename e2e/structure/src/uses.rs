@@ -3,8 +3,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::modules::{Import, ItemName, ModuleTree};
 
-/// Uses of one file by another. Maps the indices of both files to the line of the first use. The
-/// line of a `use` item takes precedence.
+/// Uses of one file by another file. Maps the indices of both files to the line of the first use.
+/// The line of a `use` item takes precedence.
 pub type Uses = BTreeMap<(usize, usize), usize>;
 
 /// The definition to which a path resolves.
@@ -12,17 +12,17 @@ pub type Uses = BTreeMap<(usize, usize), usize>;
 enum ResolvedPath {
     /// A module itself, by index.
     Module(usize),
-    /// An item that a module defines.
+    /// An item that the module with this index defines.
     Item(usize),
 }
 
-/// Returns every use of one file by another.
+/// Returns every use of one file by another file.
 pub fn uses_between_files(tree: &ModuleTree) -> Uses {
     let mut lines: BTreeMap<(usize, usize), (bool, usize)> = BTreeMap::new();
     let resolver = Resolver { tree };
     let mut add = |from: usize, target: ResolvedPath, in_code: bool, line: usize| {
-        // A mention of a module does not use its content. Only a path through the module uses its
-        // content.
+        // A path that ends at a module does not use the module's content. Only a path through the
+        // module uses the content.
         let ResolvedPath::Item(to) = target else { return };
         let (from, to) = (tree.modules[from].file, tree.modules[to].file);
         if from != to {
@@ -54,7 +54,8 @@ struct Resolver<'a> {
 }
 
 impl Resolver<'_> {
-    /// Returns whether the import re-exports an item of a descendant of its module.
+    /// Returns whether `target`, which an import names, is an item of a descendant of the import's
+    /// module.
     fn is_in_descendant(&self, import: &Import, target: ResolvedPath) -> bool {
         let ResolvedPath::Item(mut module) = target else { return false };
         while let Some(parent) = self.tree.modules[module].parent {
@@ -66,9 +67,9 @@ impl Resolver<'_> {
         false
     }
 
-    /// Returns the definitions to which `path` resolves from `module`. Returns none if the path
-    /// leads to another crate. `followed` contains the imports on the path, so that the search of
-    /// circular imports ends.
+    /// Returns the definitions to which `path` resolves from `module`. The result is empty if the
+    /// path leads to another crate. `followed` contains the imports that the search has already
+    /// followed, so that the search ends if imports are circular.
     fn resolve_path(&self, module: usize, path: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<ResolvedPath> {
         let Some((first, mut rest)) = path.split_first() else { return BTreeSet::new() };
         let mut start = module;
@@ -90,8 +91,8 @@ impl Resolver<'_> {
         self.tree.modules[module].parent.unwrap_or(module)
     }
 
-    /// Returns the definitions to which `path` resolves within `module`. Assumes that a macro
-    /// defines a name that is not found.
+    /// Returns the definitions to which `path` resolves within `module`. If a name is not found,
+    /// assumes that a macro defines the name.
     fn resolve_within(&self, module: usize, path: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<ResolvedPath> {
         let Some((first, rest)) = path.split_first() else { return BTreeSet::from([ResolvedPath::Module(module)]) };
         let found = self.resolve_name(module, first, rest, followed);
@@ -120,8 +121,8 @@ impl Resolver<'_> {
             match *name {
                 ItemName::Module(child) => found.extend(self.resolve_within(child, rest, followed)),
                 ItemName::Type => _ = found.insert(ResolvedPath::Item(module)),
-                // A function or constant contains no items, so the path means another item of that
-                // name.
+                // A function or constant contains no items, so a longer path means another item
+                // with this name.
                 ItemName::Value if rest.is_empty() => _ = found.insert(ResolvedPath::Item(module)),
                 ItemName::Value => {}
                 ItemName::Import(import) => found.extend(self.resolve_import(import, rest, followed)),

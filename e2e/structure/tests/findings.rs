@@ -1,13 +1,14 @@
-//! Tests the findings in small sources.
+//! Tests the findings in small examples of source code.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
 use std::collections::BTreeMap;
 
-use cleave_structure::known::{self, Difference};
+use cleave_structure::known::{self, ListDifference};
 use cleave_structure::parse::Error;
 use cleave_structure::{Crate, Finding, Sources, check};
 
-/// Returns a crate named `it` with these files. The first one is its root.
+/// Returns sources with one crate named `it`, which consists of these files. The first file is the
+/// crate's root.
 fn sources(files: &[(&str, &str)]) -> Sources {
     let root = files[0].0.to_owned();
     Sources {
@@ -22,10 +23,10 @@ fn check_files(files: &[(&str, &str)]) -> Vec<Finding> {
 }
 
 fn finding_texts(files: &[(&str, &str)]) -> Vec<String> {
-    check_files(files).into_iter().map(|finding| finding.what).collect()
+    check_files(files).into_iter().map(|finding| finding.description).collect()
 }
 
-/// Returns the findings in a library of two modules with these texts.
+/// Returns the findings in a library of two modules, whose files contain these texts.
 fn findings_of_two_modules(a: &str, b: &str) -> Vec<String> {
     finding_texts(&[("src/lib.rs", "mod a;\nmod b;\n"), ("src/a.rs", a), ("src/b.rs", b)])
 }
@@ -43,7 +44,7 @@ fn a_cycle_is_found_with_the_lines_of_its_uses() {
     assert_eq!(
         found,
         [Finding {
-            what: "cycle it a -> b -> c -> a".to_owned(),
+            description: "cycle it a -> b -> c -> a".to_owned(),
             locations: vec![
                 "src/a.rs:2 uses b".to_owned(),
                 "src/b.rs:1 uses c".to_owned(),
@@ -236,7 +237,7 @@ fn nested_and_redirected_modules_are_read_from_their_files() {
     assert!(matches!(broken, Err(Error::Syntax { .. })), "{broken:?}");
 }
 
-/// Returns a function with this number of lines.
+/// Returns the text of a function with this number of lines.
 fn function_with_lines(lines: usize) -> String {
     format!("fn long() {{\n{}}}\n", "    f();\n".repeat(lines - 2))
 }
@@ -285,7 +286,7 @@ fn a_comment_over_100_characters_is_found() {
     assert!(finding_texts(&[("src/lib.rs", &comment(100))]).is_empty());
     let text = format!("/{}\nfn f() {{\n    {}\n}}\n", comment(100), comment(97));
     let expected = Finding {
-        what: "wide-comment src/lib.rs 2".to_owned(),
+        description: "wide-comment src/lib.rs 2".to_owned(),
         locations: vec![
             "src/lib.rs:1: 101 characters, at most 100".to_owned(),
             "src/lib.rs:3: 101 characters, at most 100".to_owned(),
@@ -299,7 +300,7 @@ fn wide_comments_are_found_in_other_languages() {
     let words = "word ".repeat(25);
     for path in ["a.sh", "a/b.yaml", "a.yml", "a.toml", "a.py", "Makefile", "deploy/Containerfile"] {
         let expected = format!("wide-comment {path} 1");
-        assert_eq!(findings_beside_library(path, &format!("  # {words}\nkey: {words}\n"))[0].what, expected);
+        assert_eq!(findings_beside_library(path, &format!("  # {words}\nkey: {words}\n"))[0].description, expected);
     }
     assert_eq!(findings_beside_library("a.go", &format!("\t// {words}")).len(), 1);
     assert_eq!(findings_beside_library("e2e/test", &format!("#!/bin/sh\n# {words}")).len(), 1);
@@ -327,11 +328,11 @@ fn a_line_that_is_an_address_may_be_wide() {
 
 #[test]
 fn each_line_of_the_list_allows_one_finding() {
-    let finding = |what: &str| Finding { what: what.to_owned(), locations: Vec::new() };
+    let finding = |description: &str| Finding { description: description.to_owned(), locations: Vec::new() };
     let findings = [finding("long-file a"), finding("long-file b"), finding("long-file b")];
-    let none = Difference { new: Vec::new(), obsolete: Vec::new() };
-    assert_eq!(known::difference(&findings, &known::format_list(&findings)), none);
+    let none = ListDifference { new: Vec::new(), obsolete: Vec::new() };
+    assert_eq!(known::compare_with_list(&findings, &known::format_list(&findings)), none);
     let listed = "# Comment\n\nlong-file b\nlong-file c\n";
-    let expected = Difference { new: vec![&findings[0], &findings[2]], obsolete: vec!["long-file c"] };
-    assert_eq!(known::difference(&findings, listed), expected);
+    let expected = ListDifference { new: vec![&findings[0], &findings[2]], obsolete: vec!["long-file c"] };
+    assert_eq!(known::compare_with_list(&findings, listed), expected);
 }

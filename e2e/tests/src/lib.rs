@@ -1,9 +1,9 @@
-//! The harness of the cluster tests: a client of the local Kubernetes, access to its nodes and
-//! components, and functions that wait for conditions.
+//! Provides the harness of the cluster tests: a client of the local cluster's API server, access to
+//! the cluster's nodes and components, and functions that wait for conditions.
 //!
-//! All functions are synchronous, so a test reads like a list of manual steps. Objects are JSON, as
-//! a user of the API sees them. `e2e/test cluster` starts the cluster, installs Cleave and sets
-//! `KUBECONFIG` and `PATH`.
+//! All functions are synchronous, so a test is a sequence of steps that a user could also run
+//! manually. Objects are JSON values, as users of the API see them. `e2e/test cluster` starts the
+//! cluster, installs Cleave and sets `KUBECONFIG` and `PATH`.
 mod versions;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde_json::{Value, json};
 
-pub use versions::{KubernetesVersion, SKIP_FILE_VARIABLE, report_skipped};
+pub use versions::{KubernetesVersion, SKIP_FILE_ENV, report_skipped};
 
 /// Namespace in which the chart is installed.
 pub const SYSTEM_NAMESPACE: &str = "cleave-system";
@@ -31,12 +31,12 @@ pub struct Cluster {
     client: kube::Client,
 }
 
-/// A refusal by the API server.
+/// The API server's refusal of a request.
 #[derive(Debug)]
 pub struct Refused {
-    /// HTTP status.
+    /// HTTP status code.
     pub code: u16,
-    /// Message of the `Status` object.
+    /// Message of the `Status` object in the response.
     pub message: String,
 }
 
@@ -62,11 +62,11 @@ impl Cluster {
     }
 
     /// Connects to the same API server with a token instead of the kubeconfig's credentials. If
-    /// `impersonating` is set, requests impersonate that user.
+    /// `impersonating` is set, requests impersonate the user with this name.
     pub fn by_token(token: &str, impersonating: Option<&str>) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let mut config = runtime.block_on(kube::Config::infer())?;
-        // Replace the kubeconfig's client certificate, which takes precedence over a token.
+        // Remove the kubeconfig's client certificate, which takes precedence over a token.
         config.auth_info = kube::config::AuthInfo {
             token: Some(token.into()),
             impersonate: impersonating.map(str::to_owned),
@@ -80,8 +80,8 @@ impl Cluster {
         Ok(Self { runtime, client })
     }
 
-    /// Requests a token of a service account. A token bound to a pod names the pod's node, like the
-    /// token that the kubelet mounts into that pod.
+    /// Requests a token of a service account. If `pod` is set, the token is bound to the pod and
+    /// names the pod's node, like the token that the kubelet mounts into the pod.
     pub fn token(&self, namespace: &str, account: &str, pod: Option<&Value>) -> Result<String> {
         let mut spec = json!({"expirationSeconds": 3600});
         if let Some(pod) = pod {
@@ -115,7 +115,7 @@ impl Cluster {
         self.request("GET", path, "application/json", None)
     }
 
-    /// Reads an object. Returns `None` if it does not exist.
+    /// Reads an object. Returns `None` if the object does not exist.
     pub fn find(&self, path: &str) -> Result<Option<Value>> {
         match self.get(path) {
             Ok(value) => Ok(Some(value)),
@@ -134,7 +134,7 @@ impl Cluster {
         self.request("PATCH", path, "application/merge-patch+json", Some(change))
     }
 
-    /// Deletes an object. An object that does not exist is not an error.
+    /// Deletes an object. It is not an error if the object does not exist.
     pub fn delete(&self, path: &str, grace_seconds: Option<u32>) -> Result<()> {
         let options = grace_seconds.map_or_else(|| json!({}), |seconds| json!({"gracePeriodSeconds": seconds}));
         match self.request("DELETE", path, "application/json", Some(&options)) {
@@ -154,7 +154,7 @@ impl Cluster {
         Ok(self.list("/api/v1/nodes")?.iter().map(|node| text(&node["metadata"]["name"])).collect())
     }
 
-    /// Returns a resource's count in the node's `status.allocatable`, or 0 if the resource is
+    /// Returns the count of a resource in the node's `status.allocatable`, or 0 if the resource is
     /// absent.
     pub fn allocatable(&self, node: &str, resource: &str) -> Result<u64> {
         let node = self.get(&format!("/api/v1/nodes/{node}"))?;
@@ -177,7 +177,8 @@ pub fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_owned()
 }
 
-/// Polls `probe` until it returns a value. Fails after `patience`, with the last error of `probe`.
+/// Calls `probe` repeatedly until it returns a value. Fails after `patience`, with the last error
+/// of `probe`.
 pub fn wait_for<T>(what: &str, patience: Duration, mut probe: impl FnMut() -> Result<Option<T>>) -> Result<T> {
     let deadline = Instant::now() + patience;
     loop {
@@ -193,12 +194,13 @@ pub fn wait_for<T>(what: &str, patience: Duration, mut probe: impl FnMut() -> Re
     }
 }
 
-/// Polls a condition until it is true, for at most [`WAIT_TIMEOUT`].
+/// Checks a condition repeatedly until it is true, for at most [`WAIT_TIMEOUT`].
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
     wait_for(what, WAIT_TIMEOUT, || Ok(condition()?.then_some(())))
 }
 
-/// Waits until `done` returns true. Fails at once if `violation` returns a violation before that.
+/// Waits until `done` returns true. Fails immediately if `violation` returns a violation before
+/// that.
 pub fn wait_without_violation(
     what: &str,
     mut done: impl FnMut() -> Result<bool>,
@@ -222,7 +224,8 @@ pub fn wait_without_violation(
     }
 }
 
-/// Runs a program and returns its standard output. On failure, the error contains all output.
+/// Runs a program and returns its standard output. If the program fails, the error contains all
+/// output.
 pub fn run_program(program: &str, args: &[&str]) -> Result<String> {
     let output = program_output(program, args)?;
     ensure!(
@@ -247,13 +250,13 @@ pub fn program_output(program: &str, args: &[&str]) -> Result<Output> {
 
 /// Runs the launcher of the local cluster.
 pub fn run_launcher(args: &[&str]) -> Result<String> {
-    // Use the running cluster's launcher, which is in `PATH`. The script e2e/cluster/cluster checks
-    // first whether the launcher is up to date.
+    // Use the running cluster's launcher, which is in `PATH`. The script e2e/cluster/cluster would
+    // first check whether the launcher is up to date.
     run_program("cluster", args)
 }
 
 /// Returns the directory of the simulated driver, which the cluster's nodes mount. `cluster_up` in
-/// `e2e/lib.sh` writes it to the file `env`.
+/// `e2e/lib.sh` writes the directory's path to the file `env`.
 pub fn driver_directory() -> Result<String> {
     std::env::var("CLEAVE_E2E_DRIVER").context("CLEAVE_E2E_DRIVER is not set: source target/demo/env")
 }
@@ -277,14 +280,14 @@ pub fn on_node(node: &str, command: &[&str]) -> Result<String> {
     run_launcher(&args)
 }
 
-/// The program that restarts the agent, for [`find_pid`] and [`signal_program`].
+/// The program that restarts the agent, as an argument of [`find_pid`] and [`signal_program`].
 pub const AGENT_SUPERVISOR: &str = "cleave-supervise /usr/bin/cleave-agent";
 
-/// Returns the PID of one of Cleave's programs on a node. `program` may also name the program's
+/// Returns the PID of one of Cleave's programs on a node. `program` may also contain the program's
 /// first argument. Fails unless exactly one such process runs.
 pub fn find_pid(node: &str, program: &str) -> Result<String> {
-    // Compare only the first arguments, because other processes, including this search, have the
-    // name among their later arguments.
+    // Compare only the first arguments, because the later arguments of other processes, including
+    // this search, contain the name.
     let find = "for p in $(grep -azl \"^${0%% *}\\$\" /proc/[0-9]*/cmdline 2>/dev/null); do \
         [ \"$(tr '\\0' '\\n' <$p 2>/dev/null | head -n $1 | paste -sd ' ')\" = \"$0\" ] && echo $p; done | cut -d/ -f3";
     let words = program.split(' ').count().to_string();
@@ -295,7 +298,8 @@ pub fn find_pid(node: &str, program: &str) -> Result<String> {
 }
 
 /// Waits until exactly one process of one of Cleave's programs runs on a node, and returns its PID.
-/// A forked child that has not yet executed its own program looks like a second process.
+/// A forked child that has not yet executed another program also counts as a process of the
+/// program.
 pub fn wait_for_pid(node: &str, program: &str) -> Result<String> {
     wait_for(&format!("one {program} runs on {node}"), WAIT_TIMEOUT, || find_pid(node, program).map(Some))
 }
@@ -311,12 +315,12 @@ pub struct Faults<'a> {
 }
 
 impl<'a> Faults<'a> {
-    /// Creates the value without injecting a fault.
-    pub fn on(node: &'a str) -> Self {
+    /// Returns a value for this node, without injecting a fault.
+    pub fn on_node(node: &'a str) -> Self {
         Self { node }
     }
 
-    /// Runs `simgpu` with these arguments on the node.
+    /// Runs `simgpu` on the node with these arguments.
     pub fn simgpu(&self, args: &[&str]) -> Result<String> {
         let mut command = vec!["/opt/simgpu/bin/simgpu"];
         command.extend_from_slice(args);
@@ -337,7 +341,8 @@ pub fn kubectl(args: &[&str]) -> Result<String> {
     run_program("kubectl", args)
 }
 
-/// Runs `kubectl apply` on a manifest and returns its output. A refusal is an error.
+/// Runs `kubectl apply` on a manifest and returns the output. Fails if the API server refuses the
+/// manifest.
 pub fn apply_manifest(manifest: &str) -> Result<String> {
     let mut child = Command::new("kubectl")
         .args(["apply", "-f", "-"])
@@ -353,14 +358,14 @@ pub fn apply_manifest(manifest: &str) -> Result<String> {
 
 /// The namespace and the policies of one test. Dropping this value deletes both.
 pub struct Scope<'a> {
-    /// Client of the cluster's API server.
+    /// The client of the cluster's API server.
     pub cluster: &'a Cluster,
     /// The namespace's name.
     pub namespace: String,
 }
 
 impl<'a> Scope<'a> {
-    /// Creates the namespace. First deletes the objects of an earlier run that was killed.
+    /// Creates the namespace. First deletes objects that may remain from an earlier, killed run.
     pub fn new(cluster: &'a Cluster, name: &str) -> Result<Self> {
         let scope = Self { cluster, namespace: format!("e2e-{name}") };
         scope.delete_test_objects()?;
@@ -370,7 +375,7 @@ impl<'a> Scope<'a> {
             "/api/v1/namespaces",
             &json!({"metadata": {"name": scope.namespace, "labels": {TEST_LABEL: name}}}),
         )?;
-        // Pods cannot be created before the default service account exists.
+        // The API server refuses pods until the default service account exists.
         wait_until("the namespace has its default service account", || {
             Ok(cluster.find(&format!("/api/v1/namespaces/{}/serviceaccounts/default", scope.namespace))?.is_some())
         })?;
@@ -386,8 +391,8 @@ impl<'a> Scope<'a> {
         }
         let namespace = format!("/api/v1/namespaces/{}", self.namespace);
         if self.cluster.find(&namespace)?.is_some() {
-            // Delete the namespace first, because no controller can recreate pods in a terminating
-            // namespace. Recreated pods would use GPUs of the next test.
+            // Delete the namespace first, because controllers cannot recreate pods in a terminating
+            // namespace. Recreated pods would use GPUs that the next test needs.
             self.cluster.delete(&namespace, None)?;
             wait_until("the namespace has no pods", || {
                 let pods = self.pods()?;
@@ -397,8 +402,8 @@ impl<'a> Scope<'a> {
                 Ok(pods.is_empty())
             })?;
         }
-        // The kubelet updates its node's status up to 10 s later. Without this wait, the next test
-        // could read the earlier state.
+        // The kubelet may update its node's status up to 10 s later. Without this wait, the next
+        // test could read the earlier status.
         wait_until("the nodes advertise all GPUs as whole GPUs", || {
             for node in self.cluster.nodes()? {
                 let gpus = self.cluster.gpu_node(&node)?["status"]["gpus"].as_array().map_or(0, Vec::len);
@@ -428,19 +433,20 @@ impl<'a> Scope<'a> {
         format!("/api/v1/namespaces/{}/pods/{name}", self.namespace)
     }
 
-    /// Creates a pod from [`pod`].
+    /// Creates the pod that [`pod`] returns for these arguments.
     pub fn create_pod(&self, name: &str, limits: &Value, script: &str) -> Result<Value> {
         self.cluster.create(&format!("/api/v1/namespaces/{}/pods", self.namespace), &pod(name, limits, script))
     }
 
-    /// Creates a pod from [`pod`] with a node selector for this node.
+    /// Creates the pod that [`pod`] returns for these arguments, with a node selector for this
+    /// node.
     pub fn create_pod_on_node(&self, node: &str, name: &str, limits: &Value, script: &str) -> Result<Value> {
         let mut object = pod(name, limits, script);
         object["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": node});
         self.cluster.create(&format!("/api/v1/namespaces/{}/pods", self.namespace), &object)
     }
 
-    /// Waits until a pod's container runs, and returns the pod. Fails at once if the pod fails.
+    /// Waits until a pod's container runs, and returns the pod. Fails immediately if the pod fails.
     pub fn wait_until_running(&self, name: &str) -> Result<Value> {
         let path = self.pod_path(name);
         wait_for(&format!("{name} runs"), WAIT_TIMEOUT, || {
@@ -463,7 +469,7 @@ impl<'a> Scope<'a> {
         Ok((phase, self.pod_log(name)?))
     }
 
-    /// Reads a pod's current log.
+    /// Reads the current log of a pod.
     pub fn pod_log(&self, name: &str) -> Result<String> {
         self.cluster.read(&format!("{}/log?container=main", self.pod_path(name)))
     }
@@ -477,8 +483,8 @@ impl<'a> Scope<'a> {
         })
     }
 
-    /// Runs a command in a pod's container and returns its standard output. On failure, the error
-    /// contains the output.
+    /// Runs a command in a pod's container and returns its standard output. If the command fails,
+    /// the error contains the output.
     pub fn exec_in_pod(&self, name: &str, command: &[&str]) -> Result<String> {
         let mut args = vec!["-n", &self.namespace, "exec", name, "--"];
         args.extend_from_slice(command);
@@ -508,7 +514,7 @@ impl Drop for Scope<'_> {
     }
 }
 
-/// Returns a pod with one container `main` of the test client's image, which runs a shell script.
+/// Returns a pod whose only container, `main`, runs a shell script in the image of the test client.
 pub fn pod(name: &str, limits: &Value, script: &str) -> Value {
     json!({
         "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name},
@@ -527,12 +533,12 @@ pub fn pod(name: &str, limits: &Value, script: &str) -> Value {
 pub struct Random(u64);
 
 impl Random {
-    /// Creates a generator with a seed. The seed 0 yields only zeros.
+    /// Creates a generator with a seed. With the seed 0, all numbers are 0.
     pub fn seeded(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// Returns the next number, less than `bound`.
+    /// Returns the next random number, which is less than `bound`.
     pub fn random_below(&mut self, bound: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
@@ -544,9 +550,9 @@ impl Random {
 /// Finds allocation errors in the status of a `GpuNode`. An error is a container with slices of two
 /// GPUs, a slice allocated twice, or a GPU with more than `units` slices allocated.
 ///
-/// Considers only the allocations of `pods`, as `namespace/name`. After a pod is deleted without
-/// grace, the kubelet may reallocate the pod's slices while it still lists them for the deleted
-/// pod.
+/// Considers only the allocations of `pods`, which contains `namespace/name` of each pod. After a
+/// pod is deleted with grace period 0, the kubelet may reallocate the pod's slices while it still
+/// lists them for the deleted pod.
 pub fn allocation_errors(node: &Value, pods: &BTreeSet<String>, units: Option<usize>) -> BTreeSet<String> {
     let mut errors = BTreeSet::new();
     let mut containers: BTreeMap<(String, String, String), BTreeSet<String>> = BTreeMap::new();
@@ -569,7 +575,8 @@ pub fn allocation_errors(node: &Value, pods: &BTreeSet<String>, units: Option<us
     errors
 }
 
-/// Returns the pods that nobody deletes and whose containers have not ended, as `namespace/name`.
+/// Returns `namespace/name` of each pod that is not being deleted and whose containers have not
+/// ended.
 pub fn live_pods(pods: &[Value]) -> BTreeSet<String> {
     let remains = |pod: &&Value| {
         let has_ended = matches!(text(&pod["status"]["phase"]).as_str(), "Failed" | "Succeeded");

@@ -1,4 +1,5 @@
-//! The cluster's version of Kubernetes, and tests that do not apply to it.
+//! Reads the cluster's version of Kubernetes, and reports the tests that are skipped on this
+//! version.
 use std::io::Write as _;
 
 use anyhow::{Context, Result};
@@ -6,8 +7,9 @@ use serde_json::Value;
 
 use crate::Cluster;
 
-/// Environment variable with the path of a file to which a skipped test writes its reason.
-pub const SKIP_FILE_VARIABLE: &str = "CLEAVE_E2E_SKIP_FILE";
+/// Environment variable that contains the path of a file. A skipped test writes the reason to this
+/// file.
+pub const SKIP_FILE_ENV: &str = "CLEAVE_E2E_SKIP_FILE";
 
 /// A minor version of Kubernetes, such as 1.36.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -20,18 +22,18 @@ impl KubernetesVersion {
     /// The first version with `MutatingAdmissionPolicy` in `admissionregistration.k8s.io/v1`.
     pub const MUTATING_POLICIES: Self = Self { major: 1, minor: 36 };
 
-    /// Parses the API server's answer to `/version`.
+    /// Parses the API server's response to a request of `/version`.
     fn parse(answer: &Value) -> Result<Self> {
         let number = |field: &str| -> Result<u32> {
             let text = answer[field].as_str().with_context(|| format!("/version has no field {field}"))?;
-            // Some providers append a plus sign to the number.
+            // Some providers of Kubernetes append a plus sign to the minor number.
             let digits = text.trim_end_matches('+');
             digits.parse().with_context(|| format!("the field {field} of /version is {text:?}"))
         };
         Ok(Self { major: number("major")?, minor: number("minor")? })
     }
 
-    /// Returns whether the API server can add the placement gate by a policy.
+    /// Returns whether the API server can add the placement gate with a `MutatingAdmissionPolicy`.
     pub fn has_mutating_policies(self) -> bool {
         self >= Self::MUTATING_POLICIES
     }
@@ -50,12 +52,12 @@ impl Cluster {
     }
 }
 
-/// Reports that the running test is skipped. Prints the reason, and writes the reason to the file
-/// that [`SKIP_FILE_VARIABLE`] names. The test must return after this call.
+/// Reports that the running test is skipped: prints the reason, and writes the reason to the file
+/// that [`SKIP_FILE_ENV`] names. The test must return after this call.
 pub fn report_skipped(reason: &str) -> Result<()> {
-    // libtest captures the output of macros such as `eprintln!`, but not this one.
+    // Write to stderr directly, because libtest captures the output of macros such as `eprintln!`.
     writeln!(std::io::stderr(), "skipped: {reason}")?;
-    let Some(path) = std::env::var_os(SKIP_FILE_VARIABLE) else { return Ok(()) };
+    let Some(path) = std::env::var_os(SKIP_FILE_ENV) else { return Ok(()) };
     std::fs::write(&path, reason).with_context(|| format!("failed to write {}", path.display()))
 }
 

@@ -25,7 +25,7 @@ pub struct ResourceView<'a> {
 
 impl<'a> ResourceView<'a> {
     /// Returns the pool of this resource that contains the slice with this id.
-    pub(super) fn pool(&self, id: &str) -> Option<&'a Pool> {
+    pub(super) fn pool_of_slice(&self, id: &str) -> Option<&'a Pool> {
         let (device, number) = parse_slice_id(id)?;
         self.pools.iter().find(|pool| pool.resource == self.resource && pool.contains(device, number))
     }
@@ -58,7 +58,7 @@ pub fn choose_preferred(view: &ResourceView<'_>, request: &ChoiceRequest<'_>) ->
     let must: BTreeSet<&str> = request.must_include.iter().map(String::as_str).collect();
     let mut free: BTreeMap<&str, BTreeSet<(u32, &str)>> = BTreeMap::new();
     for id in request.available {
-        if let (Some((device, number)), Some(_)) = (parse_slice_id(id), view.pool(id)) {
+        if let (Some((device, number)), Some(_)) = (parse_slice_id(id), view.pool_of_slice(id)) {
             free.entry(device).or_default().insert((number, id));
         }
     }
@@ -120,7 +120,7 @@ pub fn grant_allocation(view: &ResourceView<'_>, ids: &[String]) -> Result<Alloc
     let mut devices = BTreeSet::new();
     let mut first: Option<&Pool> = None;
     for id in ids {
-        let Some(pool) = view.pool(id) else {
+        let Some(pool) = view.pool_of_slice(id) else {
             return invalid(format!("{:?} is not a device of {resource} on this node", truncate(id)));
         };
         if !sorted.insert(id.clone()) {
@@ -332,8 +332,8 @@ mod tests {
     }
 
     proptest! {
-        /// `choose_preferred` never splits a request that fits on one GPU, and returns exactly
-        /// `size` ids. `grant_allocation` accepts these ids.
+        /// `choose_preferred` never splits a request between GPUs if one GPU has enough free
+        /// slices, and returns exactly `size` ids. `grant_allocation` accepts these ids.
         #[test]
         fn a_request_that_fits_on_one_gpu_is_never_split(
             free in prop::collection::vec(prop::collection::btree_set(0_u32..10, 0..10), 1..8),
@@ -375,7 +375,7 @@ mod tests {
             let pools = pools(&[3, 3]);
             if let Ok(granted) = grant_allocation(&resource_view(&pools), &wild) {
                 prop_assert_eq!(granted.devices.len(), 1);
-                prop_assert!(granted.ids.iter().all(|id| resource_view(&pools).pool(id).is_some()));
+                prop_assert!(granted.ids.iter().all(|id| resource_view(&pools).pool_of_slice(id).is_some()));
                 prop_assert_eq!(granted.ids.len(), wild.len());
             }
         }

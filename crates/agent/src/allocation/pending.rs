@@ -17,8 +17,8 @@ use crate::gpu::layout::parse_slice_id;
 
 /// Maximum time from an `Allocate` call until the kubelet lists the pod of the call.
 const MAX_LIST_DELAY: Duration = Duration::from_secs(2);
-/// Maximum number of answered `Allocate` calls that the agent stores before it knows their pods. A
-/// node admits fewer pods than this number before the watch reports them.
+/// Maximum number of answered `Allocate` calls that the agent stores before it knows their pods.
+/// Between a pod's admission and the watch's report of the pod, a node admits far fewer pods.
 const MAX_UNMATCHED_CALLS: usize = 128;
 
 /// A pod that is bound to this node and requests slices.
@@ -338,8 +338,8 @@ impl PendingAllocations {
     }
 
     /// Marks a request of an admitted pod as listed. If the request was still pending, the agent
-    /// had attributed its `Allocate` call to another request. That other request becomes pending
-    /// again.
+    /// had attributed its `Allocate` call to another request. The request that received the call by
+    /// mistake becomes pending again.
     fn mark_admitted(&mut self, key: &RequestKey) {
         let Some(request) = self.request_mut(key) else { return };
         let was = std::mem::replace(&mut request.state, RequestState::Listed);
@@ -446,8 +446,8 @@ impl PendingRequest {
 }
 
 impl PendingPod {
-    /// Returns a key that sorts pods in the order in which the kubelet admits them. A pod that the
-    /// kubelet has begun to admit is first.
+    /// Returns a key that sorts pods in the order in which the kubelet admits them. Pods that the
+    /// kubelet has begun to admit come first.
     fn admission_order(&self) -> (bool, u64) {
         (!self.requests.iter().any(|request| request.state != RequestState::Pending), self.order)
     }
@@ -588,7 +588,7 @@ mod tests {
         let mut pending = PendingAllocations::with_watch();
         pending.record_allocate_answer(MPS_RESOURCE, 3, "B", now);
         pending.update_pod(bound_pod("a", &[(3, "A")]), now);
-        assert!(!pending.expects_request(MPS_RESOURCE, 3), "its call was answered already");
+        assert!(!pending.expects_request(MPS_RESOURCE, 3), "the call for the pod was answered already");
         pending.update_pod(bound_pod("b", &[(3, "B")]), now);
         assert!(pending.expects_request(MPS_RESOURCE, 3));
         // The reservation on A remains, regardless of which pod made the call.
@@ -608,7 +608,7 @@ mod tests {
         let pending = pending_pods(&[admitted, terminating], now);
         assert!(reserved_units(&pending).is_empty());
         assert!(!pending.expects_request(MPS_RESOURCE, 3));
-        assert!(pending.expects_request(MPS_RESOURCE, 4), "the kubelet may still call Allocate for it");
+        assert!(pending.expects_request(MPS_RESOURCE, 4), "the kubelet may still call Allocate for the pod");
     }
 
     #[test]

@@ -106,13 +106,13 @@ impl Allocations {
     /// `requested_at`. An allocation has ended if the kubelet listed it before but not now, or did
     /// not list it within `grace`.
     ///
-    /// The function keeps an allocation while `busy` reports clients for it. It also keeps an
-    /// allocation while the kubelet's checkpoint contains one of its slices: a kubelet that
-    /// restarted now would count that slice as allocated.
+    /// The function keeps an allocation while `busy` reports clients for it. The function also
+    /// keeps an allocation while the kubelet's checkpoint contains one of the allocation's slices,
+    /// because a kubelet that restarted now would count that slice as allocated.
     ///
-    /// It also keeps an allocation while the list contains any of its slices. PodResources omits
-    /// init containers. The kubelet allocates an init container's slices again to the pod's other
-    /// containers.
+    /// The function also keeps an allocation while the list contains any of the allocation's
+    /// slices. PodResources omits init containers. The kubelet allocates an init container's slices
+    /// again to the pod's other containers.
     pub fn remove_ended(
         &mut self,
         listed: &[ContainerDevices],

@@ -21,7 +21,7 @@ pub fn choose_linked_gpus(
     let mut ids: BTreeMap<&str, &String> = BTreeMap::new();
     for id in request.available {
         // Ignore ids of devices that the agent does not serve.
-        let Some(pool) = view.pool(id) else { continue };
+        let Some(pool) = view.pool_of_slice(id) else { continue };
         if pool.kind != PoolKind::Whole {
             return None;
         }

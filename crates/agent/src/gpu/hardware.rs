@@ -73,8 +73,8 @@ pub struct KnownGpu {
 }
 
 impl Hardware {
-    /// Returns the number of GPUs that the node should have: the known GPUs that were not
-    /// forgotten, and the listed GPUs whose UUID NVML has never reported.
+    /// Returns the number of GPUs that the node should have. This number includes missing GPUs
+    /// until an administrator forgets them, and listed GPUs with an unknown UUID.
     pub fn expected_gpus(&self) -> usize {
         self.gpus.len() + self.unnamed.len()
     }
@@ -145,7 +145,7 @@ enum GpuSlot {
 
 /// Health message of a GPU that NVML no longer lists.
 const MISSING_GPU_MESSAGE: &str =
-    "NVML no longer lists the GPU. Repair or replace it. If it was removed for good, run `cleave forget`";
+    "NVML no longer lists the GPU. Repair or replace the GPU. If the GPU was removed for good, run `cleave forget`";
 
 /// Why NVML cannot query a GPU or the driver.
 #[derive(Debug, Clone)]

@@ -79,7 +79,7 @@ pub mod reason {
 pub enum FaultCause {
     /// An error with this XID.
     Xid(u64),
-    /// This number of new uncorrected memory errors.
+    /// New uncorrected memory errors, with their number.
     EccErrors(u64),
 }
 
@@ -427,7 +427,7 @@ pub(crate) mod tests {
 
         let mut counters = history.clone();
         counters.record_vitals(vitals_with_errors(0), event_time(later));
-        assert!(counters.health().healthy, "its counters start at 0 again");
+        assert!(counters.health().healthy, "the counters of the reset GPU start at 0 again");
         let mut driver = history.clone();
         driver.record_vitals(vitals_with_recovery(RecoveryAction::Reset), event_time(later));
         assert_eq!(health_class(&driver), "NeedsReset");

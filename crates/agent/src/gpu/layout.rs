@@ -170,7 +170,7 @@ impl From<Layout> for TargetLayout {
 
 /// Returns the layout that `spec` requests. Without a spec, the layout contains the whole GPU or
 /// its existing MIG instances. `was_mig` states whether an earlier spec partitioned the GPU by MIG.
-/// If so, and there is no spec, the changes remove the instances.
+/// If an earlier spec partitioned the GPU and `spec` is `None`, the changes remove the instances.
 ///
 /// # Errors
 /// Returns a clause for the step's message if the GPU cannot have the layout.

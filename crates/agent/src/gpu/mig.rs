@@ -2,8 +2,8 @@
 //!
 //! The agent computes the remaining changes each time from NVML's report. An agent that restarts
 //! between two changes therefore continues with the next change. When an agent exits, only
-//! [`MigProgress`] is lost. It records the completed changes, and how often each failed change was
-//! tried.
+//! [`MigProgress`] is lost: the record of the completed changes, and of the number of attempts at
+//! each failed change.
 use std::fmt;
 use std::time::{Duration, Instant};
 
@@ -137,18 +137,18 @@ fn placements_overlap(one: (u32, u32), other: (u32, u32)) -> bool {
 pub enum NextStep {
     /// No change remains, or the remaining changes cannot start yet.
     Nothing,
-    /// Start this change. No known condition prevents it.
+    /// Start this change, because no known condition prevents the change.
     Do(MigChange),
-    /// This change waits, for this reason.
+    /// The next change, and the reason for which it waits.
     Wait(MigChange, String),
 }
 
 /// Returns the first change that can start now.
 ///
-/// `known` states whether the users of all slices are known. Otherwise the agent must not remove
-/// instances or change MIG mode. `served` returns whether the kubelet can allocate slices of a
-/// device. `daemon_exited` returns an error with the reason while the device's MPS daemon has not
-/// exited.
+/// `known` states whether the users of all slices are known. While some users are unknown, the
+/// agent must not remove instances or change MIG mode. `served` returns whether the kubelet can
+/// allocate slices of a device. `daemon_exited` returns an error with the reason while the device's
+/// MPS daemon has not exited.
 pub fn next_step<'a>(
     changes: impl IntoIterator<Item = &'a MigChange>,
     gpu: &Gpu,
@@ -300,9 +300,9 @@ impl MigProgress {
         self.last_state = Some(now);
     }
 
-    /// Returns whether a change may start now: no change is in progress, and the retry delay of
+    /// Returns whether a change can start now: no change is in progress, and the retry delay of
     /// this change has passed.
-    pub fn may_start(&self, change: &MigChange, now: Instant) -> bool {
+    pub fn can_start(&self, change: &MigChange, now: Instant) -> bool {
         let attempt = self.attempts.iter().find(|attempt| attempt.change == *change);
         self.in_progress.is_none() && attempt.is_none_or(|attempt| attempt.not_before.is_some_and(|then| then <= now))
     }
@@ -330,7 +330,7 @@ impl MigProgress {
 
     /// Returns whether the change in progress removes or replaces a device. The agent must not
     /// allocate such a device, even if the spec includes the device again.
-    pub fn removes(&self, gpu: &str, device: &str) -> bool {
+    pub fn is_removing(&self, gpu: &str, device: &str) -> bool {
         match &self.in_progress {
             Some(MigChange::Destroy(instance)) => instance.uuid == device,
             Some(MigChange::Mode(true)) => gpu == device,
@@ -371,9 +371,9 @@ impl MigProgress {
             at.map(|at| self.attempts.remove(at)).map_or((0, 0), |attempt| (attempt.failures, attempt.busy_checks));
         let (result, why, pause, is_news) = match outcome {
             ChangeOutcome::Done => {
-                // Other changes may have failed because they needed the memory slices that are free
-                // now. An instance without a UUID is a remainder of a failed change, so its removal
-                // is no reason to retry.
+                // Earlier changes may have failed because the memory slices that are free now were
+                // in use. An instance without a UUID is a remainder of a failed change, so its
+                // removal is no reason to retry.
                 if matches!(change, MigChange::Destroy(instance) if !instance.uuid.is_empty()) {
                     self.attempts.clear();
                 }
@@ -470,6 +470,6 @@ pub struct MigOrderResult {
     pub outcome: ChangeOutcome,
     /// The GPU and its processes after the change, if NVML reported them.
     pub after: Option<(Gpu, Vec<Process>)>,
-    /// A time after NVML's report in `after`.
+    /// Time at which the result was complete, after NVML's report in `after`.
     pub at: Instant,
 }

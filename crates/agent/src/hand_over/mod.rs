@@ -13,11 +13,11 @@
 //! ```
 //!
 //! - Only a newer agent requests a hand-over from an older agent, so two agents never replace each
-//!   other repeatedly. The agent that served for the first time later is the newer agent.
+//!   other repeatedly. The newer agent is the agent that first served later.
 //! - An older standby reports the readiness that it had when it last served. Otherwise the
-//!   `DaemonSet` controller would delete its pod, even while the new pod is not ready.
-//! - A newer standby reports that it is not ready. Otherwise Kubernetes would delete the old pod
-//!   before the new agent has proved that it works.
+//!   `DaemonSet` controller would delete the standby's pod, even while the new pod is not ready.
+//! - A newer standby reports that it is not ready. If a newer standby reported that it is ready,
+//!   Kubernetes would delete the old pod before the new agent has proved that it works.
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -26,9 +26,9 @@ use serde::{Deserialize, Serialize};
 /// can take the lock.
 pub const CLAIM_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time for which an agent reports that it is ready while it starts to serve in place of a
-/// failed newer agent. Otherwise Kubernetes would delete the agent's pod, as the module's
-/// description explains.
-pub const RETURN_TIMEOUT: Duration = Duration::from_secs(60);
+/// failed newer agent. If the agent reported that it is not ready, Kubernetes would delete the
+/// agent's pod. The description of this module explains why.
+pub const RETURN_READY_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time after which the agent exits if every attempt to lock the state directory fails with an
 /// error.
 pub const LOCK_ERROR_TIMEOUT: Duration = Duration::from_secs(30);
@@ -38,7 +38,7 @@ const FIRST_RETRY_DELAY: Duration = Duration::from_secs(60);
 /// Maximum delay before the next hand-over to an agent that has failed.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(3600);
 /// Maximum number of agents in the record. The record drops the oldest agents first.
-const MAX_AGENTS: usize = 16;
+const MAX_KNOWN_AGENTS: usize = 16;
 
 /// The node's agents, and the agent that serves. Only the serving agent writes the record.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -48,8 +48,8 @@ pub struct HandOverRecord {
     agents: Vec<KnownAgent>,
     /// Id of the agent that serves now or served last.
     serving: Option<String>,
-    /// Id of the agent that takes over next. The serving agent has handed over to it, but it does
-    /// not serve yet.
+    /// Id of the agent that takes over next. The serving agent has handed over to the successor,
+    /// but the successor does not serve yet.
     successor: Option<String>,
     /// Whether the serving agent must still prove that it works.
     probation: bool,
@@ -87,7 +87,8 @@ pub struct StandbyDecision {
 }
 
 impl HandOverRecord {
-    /// Returns whether the record is empty. A serving agent writes its record at once.
+    /// Returns whether the record names no serving agent. An agent that supports hand-overs writes
+    /// the record as soon as it serves.
     pub fn is_empty(&self) -> bool {
         self.serving.is_none()
     }
@@ -103,7 +104,7 @@ impl HandOverRecord {
     }
 
     /// Returns the number of times that an older agent served again because this agent failed.
-    pub fn failures(&self, id: &str) -> u32 {
+    pub fn count_failures(&self, id: &str) -> u32 {
         self.known_agent(id).map_or(0, |known_agent| known_agent.failures)
     }
 
@@ -130,8 +131,8 @@ impl HandOverRecord {
         self.successor.as_deref().or(self.serving.as_deref())
     }
 
-    /// Records that this agent has the lock and serves from now on. A newer agent that should have
-    /// served has then failed.
+    /// Records that this agent has the lock and serves from now on. If a newer agent should have
+    /// served instead, counts this as a failure of the newer agent.
     pub fn start_serving(&mut self, id: &str) -> ServiceStart {
         let position = self.age_position(id);
         let failed = self.designated_agent().filter(|other| self.age_position(other) > position).map(str::to_owned);
@@ -149,7 +150,7 @@ impl HandOverRecord {
             failed.ready = false;
         }
         self.known_agent_mut(id);
-        while self.agents.len() > MAX_AGENTS {
+        while self.agents.len() > MAX_KNOWN_AGENTS {
             let oldest = usize::from(self.agents[0].id == id);
             self.agents.remove(oldest);
         }
@@ -173,8 +174,8 @@ impl HandOverRecord {
     }
 
     /// Decides what this agent does while another agent has the lock. If the record is empty, the
-    /// other agent's version may not support hand-overs. Such an agent exits only after the new
-    /// agent is ready.
+    /// other agent's version may not support hand-overs. An agent without support for hand-overs
+    /// exits only after the new agent is ready.
     pub fn decide_standby(&self, id: &str, waited: Duration) -> StandbyDecision {
         let Some(current) = self.designated_agent() else {
             return StandbyDecision { requests_hand_over: true, ready: waited >= CLAIM_TIMEOUT };
@@ -187,7 +188,7 @@ impl HandOverRecord {
     /// the time for which the serving agent has served without interruption. `changing` states
     /// whether a change of a GPU is in progress.
     pub fn should_hand_over(&self, own: &str, requesting: &str, served: Duration, changing: bool) -> bool {
-        let delay = retry_delay(self.failures(requesting));
+        let delay = retry_delay(self.count_failures(requesting));
         self.age_position(requesting) > self.age_position(own) && !self.probation && !changing && served >= delay
     }
 }

@@ -112,8 +112,8 @@ fn a_saved_record_is_read_back_and_fields_may_be_missing() {
 }
 
 proptest! {
-    /// Regardless of the order in which agents take the lock: at most one of two agents requests a
-    /// hand-over, the record stays small, and no agent hands over to an older agent.
+    /// The order in which agents take the lock does not matter. At most one of two agents requests
+    /// a hand-over, the record remains small, and no agent hands over to an older agent.
     #[test]
     fn two_agents_never_request_hand_overs_from_each_other(takers in prop::collection::vec((0..20_u8, any::<bool>()), 1..100)) {
         let mut record = HandOverRecord::default();
@@ -121,7 +121,7 @@ proptest! {
             let taker = taker.to_string();
             record.start_serving(&taker);
             record.set_ready(&taker, ready);
-            prop_assert!(record.agents.len() <= MAX_AGENTS);
+            prop_assert!(record.agents.len() <= MAX_KNOWN_AGENTS);
             for other in record.agents.iter().map(|known_agent| known_agent.id.clone()).filter(|other| *other != taker) {
                 let there = record.should_hand_over(&taker, &other, MAX_RETRY_DELAY, false);
                 let mut next = record.clone();

@@ -72,12 +72,12 @@ impl DeviceCounters {
 
     /// Counts an XID of a GPU.
     pub(super) fn count_xid(&self, uuid: &str, xid: u64, class: FaultClass) {
-        self.count(&mut self.lock_state(), EarlyCount::Xid { uuid: uuid.to_owned(), xid, class });
+        self.apply_count(&mut self.lock_state(), EarlyCount::Xid { uuid: uuid.to_owned(), xid, class });
     }
 
     /// Counts fatal GPU errors that broke all MPS clients of a device.
     pub(super) fn count_faults(&self, device: &str, count: u64) {
-        self.count(&mut self.lock_state(), EarlyCount::Faults { device: device.to_owned(), count });
+        self.apply_count(&mut self.lock_state(), EarlyCount::Faults { device: device.to_owned(), count });
     }
 
     /// Replaces the node's devices. Removes the series of removed devices, and adds the early
@@ -101,11 +101,12 @@ impl DeviceCounters {
             keep
         });
         for early in std::mem::take(&mut state.early) {
-            self.count(&mut state, early);
+            self.apply_count(&mut state, early);
         }
     }
 
-    fn count(&self, state: &mut CounterState, count: EarlyCount) {
+    /// Counts `count` if the index of its device is known, and otherwise stores `count` until the index is known.
+    fn apply_count(&self, state: &mut CounterState, count: EarlyCount) {
         let Some(label) = state.devices.get(count.device()).cloned() else {
             if state.early.len() < MAX_EARLY_COUNTS {
                 state.early.push(count);
@@ -146,7 +147,8 @@ mod tests {
                 uuid: (*uuid).to_owned(),
                 ..GpuStatus::default()
             };
-            metrics.set_node(&GpuNodeStatus { gpus: gpus.iter().map(gpu).collect(), ..GpuNodeStatus::default() });
+            metrics
+                .set_node_status(&GpuNodeStatus { gpus: gpus.iter().map(gpu).collect(), ..GpuNodeStatus::default() });
         };
         let series = || {
             let text = metrics.encode().unwrap();

@@ -188,7 +188,7 @@ mod tests {
                 gpu
             };
             let gpus: Vec<_> = quiesces.iter().map(gpu).collect();
-            metrics.set_node(&serde_json::from_value(serde_json::json!({"gpus": gpus})).unwrap());
+            metrics.set_node_status(&serde_json::from_value(serde_json::json!({"gpus": gpus})).unwrap());
             let text = metrics.encode().unwrap();
             let value =
                 |line: &str| Some(line.strip_prefix("cleave_agent_gpu_quiesced{")?.split_once("uuid=\"")?.1.to_owned());

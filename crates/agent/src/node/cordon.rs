@@ -2,7 +2,8 @@
 //!
 //! Slices in use remain listed as Healthy, so that a node never advertises fewer slices than are in
 //! use. Slices with a reservation for a pod on this node remain Healthy until the kubelet calls
-//! `Allocate` for the pod. Otherwise the kubelet would reject the pod permanently.
+//! `Allocate` for the pod. If a reserved slice were Unhealthy, the kubelet could reject the pod
+//! permanently.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuNodeSpec;

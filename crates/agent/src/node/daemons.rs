@@ -44,8 +44,8 @@ impl DesiredFileTracker {
             self.removed.retain(|device, sequence| *sequence > self.applied && !desired.daemons.contains_key(device));
             self.daemons.clone_from(&desired.daemons);
         }
-        // The hash covers every door and is therefore slow to compute. Compute it only while the
-        // MPS host has not applied all changes of daemons.
+        // The hash covers every door and is therefore slow to compute. Compute the hash only while
+        // the MPS host has not applied all changes of daemons.
         if self.awaits_changes() {
             let file = (self.sequence, desired.hash());
             if self.hashes.back() != Some(&file) {
@@ -135,7 +135,8 @@ impl ReportedDaemons {
                     events.push(unavailable(&why));
                     ReportedState::Unavailable
                 }
-                // A normal start causes no Event. A failure causes only one Event.
+                // A normal start causes no Event. A failure causes one Event, no matter how long
+                // the failure lasts.
                 (reported @ (ReportedState::Nothing | ReportedState::Unavailable), Err(_)) => reported,
             };
             self.0.insert(device.clone(), next);

@@ -86,8 +86,8 @@ struct ReportedFault {
     reported: bool,
     /// Number of terminated clients that Events have reported.
     reported_terminations: usize,
-    /// Pods by allocation id. They are stored here because a pod may be deleted before the agent
-    /// reports the fault.
+    /// Pods by allocation id. The fault stores its pods, because a pod may be deleted before the
+    /// agent reports the fault.
     pods: BTreeMap<String, PodRef>,
 }
 
@@ -260,8 +260,8 @@ fn cause_for_node(culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) 
     }
 }
 
-/// Returns the note of the Event for the pod of the culprit: the program that was killed, or that
-/// the log names.
+/// Returns the note of the Event for the culprit's pod. The culprit is a program that was killed,
+/// or that the MPS server's log names.
 fn note_for_culprit(killed: bool) -> &'static str {
     if killed {
         "the pod's program was killed while its kernels ran on a shared GPU, which broke the other programs on that GPU. Let programs finish their kernels after SIGTERM, and set a grace period that is long enough."

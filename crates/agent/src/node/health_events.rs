@@ -37,7 +37,7 @@ impl ReportedHealth {
 
     /// Removes a GPU and its MIG devices after an administrator has forgotten the GPU. The removal
     /// does not count as a recovery.
-    pub fn forget(&mut self, gpu: &Gpu) {
+    pub fn forget_gpu(&mut self, gpu: &Gpu) {
         let instances = gpu.mig.iter().flat_map(|mig| &mig.instances).map(|instance| &instance.uuid);
         for device in instances.chain([&gpu.uuid]) {
             self.0.remove(device);

@@ -43,8 +43,8 @@ use crate::object::GpuNodeState;
 use crate::tenants::snapshot::TenantSnapshot;
 
 /// Time for which the agent lists slices as Unhealthy before it removes them. The delay is needed
-/// because the kubelet may already be allocating such a slice. A pod that starts with a removed
-/// slice would fail permanently.
+/// because the kubelet may already be allocating a slice that the agent will remove. A pod that
+/// starts with a removed slice would fail permanently.
 pub const REMOVAL_DELAY: Duration = Duration::from_millis(300);
 
 /// Result of a reconciliation: the work for the other tasks.
@@ -359,7 +359,7 @@ impl Node {
         for (uuid, until) in removed {
             let Some(gpu) = self.tracker.known_gpu(uuid).cloned() else { continue };
             if self.tracker.forget_gpu(uuid, until) {
-                self.reported_health.forget(&gpu);
+                self.reported_health.forget_gpu(&gpu);
                 self.pending_events.push(NodeEvent {
                     warning: false,
                     reason: "GpuForgotten",

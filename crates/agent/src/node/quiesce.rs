@@ -47,7 +47,7 @@ struct QuiesceProgress {
 pub struct GpuUse {
     /// Why the GPU is or may be in use. `None` if no pod and no process uses the GPU.
     pub in_use: Option<String>,
-    /// Why the GPU's MPS daemons may still run. `None` if they have exited.
+    /// Why the GPU's MPS daemons may still run. `None` if the daemons have exited.
     pub daemons: Option<String>,
 }
 
@@ -122,7 +122,7 @@ impl Quiesces {
                 "quiesced: its MPS daemons have exited, and the agent has closed NVML. The GPU can be reset".into()
             }
             None if self.nvml_stuck => {
-                "waiting: a call to NVML hangs in the kernel, so the agent cannot close NVML. Restart the node".into()
+                "waiting: a call to NVML hangs in the kernel, so the agent cannot close NVML. Reboot the node".into()
             }
             None => "waiting: calls to NVML have not returned yet".into(),
         };
@@ -163,7 +163,7 @@ mod tests {
         BTreeSet::from(["GPU-a".to_owned()])
     }
 
-    fn unused(_: &str) -> GpuUse {
+    fn unused_gpu(_: &str) -> GpuUse {
         GpuUse::default()
     }
 
@@ -179,26 +179,26 @@ mod tests {
         assert!(!quiesces.stops_daemons("GPU-a") && !quiesces.needs_nvml_closed());
         assert!(quiesces.status("GPU-a").unwrap().message.contains("ns/p"));
 
-        quiesces.update(&requested_gpus(), unused, start);
+        quiesces.update(&requested_gpus(), unused_gpu, start);
         assert!(!quiesces.stops_daemons("GPU-a"), "the kubelet may be allocating a slice");
         let later = start + WITHDRAWAL_DELAY;
         let running = |_: &str| GpuUse { in_use: None, daemons: Some("the MPS daemon has not exited yet".into()) };
         quiesces.update(&requested_gpus(), running, later);
         assert!(quiesces.stops_daemons("GPU-a") && !quiesces.needs_nvml_closed());
 
-        quiesces.update(&requested_gpus(), unused, later);
+        quiesces.update(&requested_gpus(), unused_gpu, later);
         assert!(quiesces.needs_nvml_closed() && quiesces.is_in_progress());
         assert!(!quiesces.status("GPU-a").unwrap().quiesced && event_reasons(&mut quiesces).is_empty());
         quiesces.record_nvml_stuck(true);
         let stuck = quiesces.status("GPU-a").unwrap();
-        assert!(!stuck.quiesced && stuck.message.contains("Restart the node"), "{}", stuck.message);
+        assert!(!stuck.quiesced && stuck.message.contains("Reboot the node"), "{}", stuck.message);
         quiesces.record_nvml_stuck(false);
         quiesces.record_nvml_closed(true);
         assert!(quiesces.status("GPU-a").unwrap().quiesced && !quiesces.is_in_progress());
         assert_eq!(event_reasons(&mut quiesces), ["GpuQuiesced"]);
         assert!(event_reasons(&mut quiesces).is_empty());
 
-        quiesces.update(&BTreeSet::new(), unused, later);
+        quiesces.update(&BTreeSet::new(), unused_gpu, later);
         assert!(!quiesces.needs_nvml_closed() && quiesces.status("GPU-a").is_none());
         assert_eq!(event_reasons(&mut quiesces), ["GpuResumed"]);
     }
@@ -206,10 +206,10 @@ mod tests {
     #[test]
     fn an_allocation_at_the_last_moment_delays_the_quiesce() {
         let (mut quiesces, start) = (Quiesces::default(), Instant::now());
-        quiesces.update(&requested_gpus(), unused, start);
+        quiesces.update(&requested_gpus(), unused_gpu, start);
         let in_use = |_: &str| GpuUse { in_use: Some("in use".into()), daemons: None };
         quiesces.update(&requested_gpus(), in_use, start + WITHDRAWAL_DELAY / 2);
-        quiesces.update(&requested_gpus(), unused, start + WITHDRAWAL_DELAY);
+        quiesces.update(&requested_gpus(), unused_gpu, start + WITHDRAWAL_DELAY);
         assert!(!quiesces.stops_daemons("GPU-a"), "the delay starts again");
     }
 
@@ -218,7 +218,7 @@ mod tests {
         let now = Instant::now() + Duration::from_secs(60);
         let mut quiesces = Quiesces::restore(requested_gpus().into_iter(), now);
         assert!(quiesces.needs_nvml_closed());
-        quiesces.update(&requested_gpus(), unused, now);
+        quiesces.update(&requested_gpus(), unused_gpu, now);
         assert!(quiesces.needs_nvml_closed());
     }
 }

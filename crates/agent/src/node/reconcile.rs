@@ -307,7 +307,7 @@ impl Node {
                 let served = |device: &str| {
                     self.layouts.get(uuid).is_some_and(|layout| layout.pools.iter().any(|pool| pool.device == device))
                 };
-                let may = left.iter().filter(|change| progress.may_start(change, now));
+                let may = left.iter().filter(|change| progress.can_start(change, now));
                 next_step(may, gpu, known, served, |device| self.check_daemon_exited(device))
             } else {
                 NextStep::Nothing
@@ -356,15 +356,15 @@ impl Node {
         for (uuid, progress) in self.mig_progress.iter().filter(|(_, progress)| progress.is_in_progress()) {
             decided.applied = false;
             if let Some(layout) = decided.layouts.get_mut(uuid) {
-                layout.pools.retain(|pool| !progress.removes(uuid, &pool.device));
-                layout.daemons.retain(|device, _| !progress.removes(uuid, device));
+                layout.pools.retain(|pool| !progress.is_removing(uuid, &pool.device));
+                layout.daemons.retain(|device, _| !progress.is_removing(uuid, device));
             }
         }
         decided
     }
 
     /// Puts the old layout of a GPU into the decision again after the attempts to turn MIG mode on
-    /// have failed. Otherwise the GPU would serve no slices until the next attempt.
+    /// have failed. Without the old layout, the GPU would serve no slices until the next attempt.
     fn restore_old_layouts(&mut self, mut decided: LayoutDecision, now: Instant) -> LayoutDecision {
         let LayoutDecision { layouts, changes, .. } = &mut decided;
         let enables = |uuid: &String| changes.get(uuid).is_some_and(|changes| changes.contains(&MigChange::Mode(true)));

@@ -273,8 +273,8 @@ fn mig_status(mig: &MigState, unhealthy: &BTreeMap<String, Health>) -> MigStatus
 fn slice_status(input: &StatusInput<'_>, gpu: &Gpu, pool: &crate::gpu::layout::Pool) -> SliceStatus {
     let device = BTreeSet::from([pool.device.as_str()]);
     let of_pool = |id: &str| parse_slice_id(id).is_some_and(|(device, number)| pool.contains(device, number));
-    // While usage is unknown, all slices count as used. Otherwise the operator would release pods
-    // for slices that may be in use.
+    // While usage is unknown, all slices count as used. If the slices counted as free, the operator
+    // would release pods for slices that may be in use.
     let in_use = input.usage.map_or(pool.count as usize, |usage| {
         usage.slices_of_devices(&device).filter(|(resource, id, _)| *resource == pool.resource && of_pool(id)).count()
     });
@@ -326,7 +326,8 @@ fn allocation_statuses(input: &StatusInput<'_>, gpu: &Gpu, devices: &BTreeSet<&s
                 threads: limits.and_then(|limits| limits.threads),
                 sms: sms.map(|sms| sms.0),
                 memory_mib,
-                // Context sizes are known only for whole GPUs, because only these were measured.
+                // Context sizes are known only for whole GPUs, because contexts on MIG instances
+                // were not measured.
                 context_mib: sms
                     .filter(|_| whole && memory_mib.is_some())
                     .and_then(|sms| context_memory(gpu.compute_capability, input.hardware.driver.version()?, sms))
@@ -457,8 +458,9 @@ fn unidentified_gpu_messages(hardware: &Hardware) -> impl Iterator<Item = String
     hardware.unnamed.iter().map(|(index, why)| format!("GPU {index}: {why}"))
 }
 
-/// Returns the condition `GpusHealthy`. It ignores MPS daemons, because `Ready` reports their
-/// problems. A GPU that serves but should be reset is healthy, and the message mentions the reset.
+/// Returns the condition `GpusHealthy`. The condition ignores MPS daemons, because `Ready` reports
+/// the problems of daemons. A GPU that serves but should be reset is healthy, and the message
+/// mentions the reset.
 fn gpus_healthy_condition(input: &StatusInput<'_>) -> ConditionContent {
     if !input.inventoried {
         return condition_content(false, reason::STARTING, "NVML has not answered yet");
@@ -600,7 +602,7 @@ pub fn with_condition_times(
 }
 
 /// Returns whether the statuses differ only in new allocations or in numbers of clients. The agent
-/// may delay the write of such a change.
+/// may delay the write of a status that changed only in these respects.
 pub fn is_minor_change(reported: &GpuNodeStatus, new: &GpuNodeStatus) -> bool {
     let bare = |status: &GpuNodeStatus| {
         let mut bare = GpuNodeStatus { summary: None, ..status.clone() };

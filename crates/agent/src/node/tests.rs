@@ -350,7 +350,7 @@ fn shares_with_an_unknown_handshake_are_unhealthy_at_once() {
         assert_eq!(condition(&actions, CONDITION_READY), Some(("False".into(), "MpsUnavailable".into())));
         assert_eq!(event_reasons(&actions), ["MpsUnavailable"]);
         let metrics = crate::metrics::Metrics::new();
-        metrics.set_node(&actions.status);
+        metrics.set_node_status(&actions.status);
         let text = metrics.encode().unwrap();
         assert!(text.contains(r#"cleave_agent_mps_door{gpu="0",uuid="GPU-a",door="Unknown"} 1"#), "{text}");
     }
@@ -373,7 +373,7 @@ fn shares_whose_doors_hold_clients_are_unhealthy_until_the_daemons_replies_are_e
         assert!(!gpu.health.message.contains("Advisory"), "consent changes nothing: {}", gpu.health.message);
         assert_eq!(condition(&held, CONDITION_LIMITS_ENFORCED), Some(("False".into(), "UnknownHandshake".into())));
         let metrics = crate::metrics::Metrics::new();
-        metrics.set_node(&held.status);
+        metrics.set_node_status(&held.status);
         let text = metrics.encode().unwrap();
         assert!(text.contains(r#"cleave_agent_mps_door{gpu="0",uuid="GPU-a",door="Unknown"} 1"#), "{text}");
         node.record_mps_view(mps_host_view(DaemonState::Active, 0, &desired));

@@ -1,5 +1,5 @@
 //! Reads the node's own `GpuNode` from the API server, and writes its status and Events. The
-//! kubelet's requests never wait for the API server.
+//! kubelet's requests do not wait for these reads and writes.
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -1,6 +1,6 @@
 //! Creates a client for the API server from inside a pod. The client uses the service account's
-//! token and the cluster's CA. It rereads both files, because the kubelet and the cluster renew
-//! them.
+//! token and the cluster's CA. The client rereads the files of the token and the CA, because the
+//! kubelet renews the token and the cluster may renew the CA.
 //!
 //! `kube::Client::try_default` does the same, but also supports kubeconfig files. Its code for
 //! YAML, `JSONPath`, regular expressions and credential plugins takes 1.5 MiB of memory on each

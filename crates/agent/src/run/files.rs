@@ -78,9 +78,10 @@ fn write_files_once(
     written: &mut WrittenContents,
     next: &Arc<FileContents>,
 ) -> std::io::Result<()> {
-    // Write the checkpoint first. Otherwise, if this agent is killed between the writes, the next
-    // agent closes the door of a new allocation. A failure of the first write must not prevent the
-    // second write, because a full disk must not keep a door closed.
+    // Write the checkpoint first. If this agent wrote the MPS host's file first and were killed
+    // between the writes, the next agent would close the door of a new allocation. A failure of the
+    // first write must not prevent the second write, because a full disk must not keep a door
+    // closed.
     let is_saved = |before: &FileContents| next.checkpoint == before.checkpoint;
     let saved = write_if_changed(&mut written.checkpoint, next, is_saved, || store.save(&next.checkpoint));
     let is_desired = |before: &FileContents| next.desired == before.desired;

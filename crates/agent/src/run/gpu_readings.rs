@@ -38,16 +38,17 @@ impl GpuSensors {
     }
 
     /// Queries all GPUs, unless the last query ended less than [`MIN_QUERY_INTERVAL`] ago. The
-    /// query continues if the caller stops waiting. Otherwise a GPU that hangs would never miss its
-    /// deadline if Prometheus gave up earlier, and would delay each scrape.
+    /// query continues if the caller stops waiting. If the query ended with the caller, a GPU that
+    /// hangs would never miss its deadline when Prometheus gives up earlier, and would delay each
+    /// scrape.
     pub(super) async fn refresh(self: &Arc<Self>) {
         let sensors = Arc::clone(self);
-        if let Err(error) = tokio::spawn(async move { sensors.query().await }).await {
+        if let Err(error) = tokio::spawn(async move { sensors.query_gpus().await }).await {
             tracing::warn!(%error, "failed to query the sensors of GPUs");
         }
     }
 
-    async fn query(&self) {
+    async fn query_gpus(&self) {
         let mut state = self.state.lock().await;
         if state.queried_at.is_some_and(|at| at.elapsed() < MIN_QUERY_INTERVAL) {
             return;
@@ -110,7 +111,7 @@ mod tests {
     }
 
     /// Returns the values of a metric by UUID.
-    fn values(metrics: &Metrics, name: &str) -> BTreeMap<String, String> {
+    fn metric_values(metrics: &Metrics, name: &str) -> BTreeMap<String, String> {
         let text = metrics.encode().unwrap();
         let value = |line: &str| {
             let (labels, value) = line.strip_prefix(name)?.strip_prefix('{')?.split_once("} ")?;
@@ -131,7 +132,7 @@ mod tests {
         let metrics = Metrics::new();
         let gpu = |index: u32, uuid: &str| GpuStatus { index, uuid: uuid.into(), ..GpuStatus::default() };
         let status = |gpus| GpuNodeStatus { gpus, ..GpuNodeStatus::default() };
-        metrics.set_node(&status(vec![gpu(0, "GPU-a"), gpu(1, "GPU-b")]));
+        metrics.set_node_status(&status(vec![gpu(0, "GPU-a"), gpu(1, "GPU-b")]));
         let sensors = Arc::new(GpuSensors::new(library.clone(), metrics.clone()));
         let refresh = async || {
             sensors.state.lock().await.queried_at = None;
@@ -139,38 +140,39 @@ mod tests {
         };
         // Prometheus gives up before the deadline of the GPU that hangs.
         let never_waits = async {
-            while !values(&metrics, "cleave_gpu_up").contains_key("GPU-b") {
+            while !metric_values(&metrics, "cleave_gpu_up").contains_key("GPU-b") {
                 let _ = tokio::time::timeout(GPU_CALL_TIMEOUT / 10, sensors.refresh()).await;
             }
         };
         tokio::time::timeout(Duration::from_secs(60), never_waits).await.unwrap();
-        assert_eq!(values(&metrics, "cleave_gpu_up"), by_uuid(&[("GPU-a", "1"), ("GPU-b", "0")]));
-        assert_eq!(values(&metrics, "cleave_gpu_utilization_ratio"), by_uuid(&[("GPU-a", "0.25")]));
+        assert_eq!(metric_values(&metrics, "cleave_gpu_up"), by_uuid(&[("GPU-a", "1"), ("GPU-b", "0")]));
+        assert_eq!(metric_values(&metrics, "cleave_gpu_utilization_ratio"), by_uuid(&[("GPU-a", "0.25")]));
         refresh().await;
-        assert_eq!(values(&metrics, "cleave_gpu_up"), by_uuid(&[("GPU-a", "1"), ("GPU-b", "0")]));
+        assert_eq!(metric_values(&metrics, "cleave_gpu_up"), by_uuid(&[("GPU-a", "1"), ("GPU-b", "0")]));
         // `GPU-b` answers all further queries.
         for _ in 0..1000 {
             answer.send(()).unwrap();
         }
         let answers_again = async {
-            while values(&metrics, "cleave_gpu_up")["GPU-b"] == "0" {
+            while metric_values(&metrics, "cleave_gpu_up")["GPU-b"] == "0" {
                 refresh().await;
                 tokio::task::yield_now().await;
             }
         };
         tokio::time::timeout(Duration::from_secs(60), answers_again).await.unwrap();
         let both = [("GPU-a", "40"), ("GPU-b", "40")];
-        assert_eq!(values(&metrics, "cleave_gpu_temperature_celsius"), by_uuid(&both));
+        assert_eq!(metric_values(&metrics, "cleave_gpu_temperature_celsius"), by_uuid(&both));
 
-        // While NVML is closed, all readings are unknown. After that, a removed GPU has no series.
+        // While NVML is closed, all readings are unknown. After NVML was opened again, a removed
+        // GPU has no series.
         let closed = library.close();
         refresh().await;
-        assert!(values(&metrics, "cleave_gpu_up").is_empty());
+        assert!(metric_values(&metrics, "cleave_gpu_up").is_empty());
         drop(closed);
-        metrics.set_node(&status(vec![gpu(0, "GPU-a")]));
+        metrics.set_node_status(&status(vec![gpu(0, "GPU-a")]));
         refresh().await;
-        assert_eq!(values(&metrics, "cleave_gpu_up"), by_uuid(&[("GPU-a", "1")]));
-        metrics.set_node(&status(vec![]));
+        assert_eq!(metric_values(&metrics, "cleave_gpu_up"), by_uuid(&[("GPU-a", "1")]));
+        metrics.set_node_status(&status(vec![]));
         assert!(!metrics.encode().unwrap().contains("GPU-a"));
     }
 }

@@ -39,13 +39,13 @@ struct HandOverFiles {
 }
 
 impl HandOverFiles {
-    fn path(&self, name: &str) -> PathBuf {
+    fn file_path(&self, name: &str) -> PathBuf {
         self.directory.join(name)
     }
 
     /// Reads the record. Returns an empty record if the file does not exist or cannot be read.
     fn load(&self) -> HandOverRecord {
-        let record = match std::fs::read(self.path("hand-over.json")) {
+        let record = match std::fs::read(self.file_path("hand-over.json")) {
             Ok(bytes) => serde_json::from_slice(&bytes).map_err(io::Error::from),
             Err(error) if error.kind() == io::ErrorKind::NotFound => return HandOverRecord::default(),
             Err(error) => Err(error),
@@ -57,13 +57,13 @@ impl HandOverFiles {
     }
 
     fn save(&self, record: &HandOverRecord) -> io::Result<()> {
-        write_json_atomically(&self.path("hand-over.json"), record)
+        write_json_atomically(&self.file_path("hand-over.json"), record)
     }
 
     /// Requests a hand-over from the serving agent. Dropping the returned file ends the request.
     /// Returns `None` while another agent requests a hand-over.
     fn request_hand_over(&self, id: &str) -> io::Result<Option<File>> {
-        let mut file = open(&self.path("successor"))?;
+        let mut file = open(&self.file_path("successor"))?;
         if !try_flock(&file, FlockOperation::NonBlockingLockExclusive)? {
             return Ok(None);
         }
@@ -74,7 +74,7 @@ impl HandOverFiles {
 
     /// Returns the id of the agent that requests a hand-over, if any.
     fn requesting_agent(&self) -> io::Result<Option<String>> {
-        let mut file = match File::open(self.path("successor")) {
+        let mut file = match File::open(self.file_path("successor")) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(error),
@@ -92,13 +92,13 @@ impl HandOverFiles {
     /// Marks this agent as waiting until the returned file is dropped. Returns `None` if the file
     /// is locked for the moment, so that the caller must retry.
     fn mark_waiting(&self) -> io::Result<Option<File>> {
-        let file = open(&self.path("waiting"))?;
+        let file = open(&self.file_path("waiting"))?;
         Ok(try_flock(&file, FlockOperation::NonBlockingLockShared)?.then_some(file))
     }
 
     /// Returns whether at least one agent waits.
     fn is_awaited(&self) -> io::Result<bool> {
-        try_flock(&open(&self.path("waiting"))?, FlockOperation::NonBlockingLockExclusive).map(|free| !free)
+        try_flock(&open(&self.file_path("waiting"))?, FlockOperation::NonBlockingLockExclusive).map(|free| !free)
     }
 }
 
@@ -149,7 +149,7 @@ struct WaitingAgent {
 
 impl WaitingAgent {
     /// Reads the record every [`POLL_INTERVAL`]. Requests a hand-over if
-    /// [`HandOverRecord::decide_standby`] decides to.
+    /// [`HandOverRecord::decide_standby`] decides that this agent should serve.
     fn poll(&mut self) {
         if self.last_poll.is_none_or(|last_poll| last_poll.elapsed() >= POLL_INTERVAL) {
             self.last_poll = Some(Instant::now());
@@ -254,7 +254,7 @@ pub(super) struct SuccessorWatch {
 }
 
 impl SuccessorWatch {
-    /// Sends the id of each agent to hand over to. Otherwise never returns.
+    /// Sends the id of each agent to hand over to. Never returns without an error.
     ///
     /// # Errors
     /// Returns an error if this agent took over from a ready agent and is not ready in time while
@@ -319,7 +319,12 @@ impl SuccessorWatch {
             requesting => (None, requesting),
         };
         if let Some(requesting) = refused.as_ref().filter(|_| refused != self.refused) {
-            tracing::info!(requesting, failures = self.record.failures(requesting), changing, "does not hand over yet");
+            tracing::info!(
+                requesting,
+                failures = self.record.count_failures(requesting),
+                changing,
+                "does not hand over yet"
+            );
         }
         self.refused = refused;
         next

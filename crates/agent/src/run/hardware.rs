@@ -301,7 +301,8 @@ mod tests {
         let (_nvml, counted, mut received, watching) = start_watching_links(|number| {
             Ok(match number {
                 0 => topology(3, |_, _| true),
-                // This read omits the last GPU, and lacks the link between the other two GPUs.
+                // The second read omits the last GPU, and lacks the link between the other two
+                // GPUs.
                 1 => topology(2, |_, _| false),
                 _ => topology(2, |_, _| true),
             })

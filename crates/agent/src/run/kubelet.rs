@@ -57,7 +57,8 @@ pub(super) struct ListSchedule {
     /// Number of allocations. Each allocation triggers an early request.
     pub(super) allocated: u64,
     /// Number of times that the agent resent device lists, so that the kubelet writes its
-    /// checkpoint. Each time triggers a request at once.
+    /// checkpoint. When this number increases, the task requests the list soon after the kubelet
+    /// should have written its checkpoint.
     pub(super) resent: u64,
 }
 

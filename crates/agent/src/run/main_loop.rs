@@ -256,7 +256,7 @@ impl MainLoop {
         if resent.map(|served| served.resend_list()).count() > 0 {
             self.listing.send_modify(|listing| listing.resent += 1);
         }
-        self.queue_files(FileContents { desired, checkpoint, nodes, sweep: actions.sweep_directories });
+        self.queue_file_writes(FileContents { desired, checkpoint, nodes, sweep: actions.sweep_directories });
         for (device, faults) in &faults {
             self.metrics.count_faults(device, *faults);
         }
@@ -308,7 +308,7 @@ impl MainLoop {
 
     /// Publishes the status and the Events. Logs new steps and all Events.
     fn report_status_and_events(&mut self, status: GpuNodeStatus, events: impl Iterator<Item = NodeEvent>) {
-        self.metrics.set_node(&status);
+        self.metrics.set_node_status(&status);
         for step in status.steps.iter().filter(|step| !self.steps.contains(step)) {
             tracing::info!(gpu = step.gpu, action = step.action, result = step.result, message = step.message, "step");
         }
@@ -370,7 +370,7 @@ impl MainLoop {
     }
 
     /// Passes new contents to the task that writes the files, if the contents changed.
-    fn queue_files(&self, next: FileContents) {
+    fn queue_file_writes(&self, next: FileContents) {
         self.written.send_if_modified(|last| {
             let changed = **last != next;
             if changed {

@@ -58,7 +58,7 @@ async fn run_order_unless_hanging(
             tokio::time::timeout(CLOSE_TIMEOUT, wait_until_closed(&library)).await.is_err()
         };
         if cannot_close {
-            let why = "a call to NVML does not return, so the agent cannot close NVML. Restart the node";
+            let why = "a call to NVML does not return, so the agent cannot close NVML. Reboot the node";
             return report(result(ChangeOutcome::Busy(why.into()), None)).await;
         }
     }

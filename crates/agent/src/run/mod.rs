@@ -48,7 +48,7 @@ use crate::allocator::Allocator;
 use crate::args::{AgentArgs, DeviceListStrategy, MigMode};
 use crate::checkpoint::CheckpointStore;
 use crate::container_edits::ContainerSettings;
-use crate::hand_over::RETURN_TIMEOUT;
+use crate::hand_over::RETURN_READY_TIMEOUT;
 use crate::metrics::Metrics;
 use crate::mps::link::HostLink;
 use crate::node::Node;
@@ -155,7 +155,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
         tasks.spawn(specification::write_specification(Arc::clone(&args), to_write.clone(), metrics.clone()));
     }
     tasks.spawn(files::write_files(store, link, to_write, completed, metrics.clone()));
-    let ready_until = serving.start.returns_ready.then(|| now + RETURN_TIMEOUT);
+    let ready_until = serving.start.returns_ready.then(|| now + RETURN_READY_TIMEOUT);
     tasks.spawn(serving.watch.run(heartbeats.clone(), plugin_states.clone(), successor));
     let (sources, events) = ((metrics.clone(), Some(library)), (to_publish, pod_events_to_publish));
     tasks.spawn(http::serve_endpoints(args.metrics_addr, sources, heartbeats, plugin_states, ready_until));

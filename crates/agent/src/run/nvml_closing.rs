@@ -3,8 +3,8 @@
 //! A call that hangs keeps its NVML session open, and with the session the device files of all
 //! GPUs. Only the end of this program closes the files. The agent therefore restarts itself: it
 //! starts from the checkpoint and with NVML closed, as after an upgrade. However, a thread that
-//! hangs in the kernel cannot end, and a restart would wait for the thread forever. In this case,
-//! only a restart of the node closes the files.
+//! hangs in the kernel cannot end, and a restart would wait for the thread forever. If such a
+//! thread exists, only a reboot of the node closes the files.
 use std::fs;
 use std::io;
 use std::path::Path;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 /// Time after which the agent restarts itself if calls in progress have not returned. The
 /// initialization of a GPU takes seconds.
-const RETURN_TIMEOUT: Duration = Duration::from_secs(10);
+const CALLS_RETURN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The next step of a quiesce that needs NVML closed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,7 +46,7 @@ impl NvmlClosing {
             return ClosingStep::Wait;
         }
         let since = *self.since.get_or_insert(now);
-        if now.saturating_duration_since(since) < RETURN_TIMEOUT {
+        if now.saturating_duration_since(since) < CALLS_RETURN_TIMEOUT {
             ClosingStep::Wait
         } else if can_end_threads() {
             ClosingStep::Restart
@@ -87,7 +87,7 @@ mod tests {
     #[test]
     fn the_agent_restarts_only_if_calls_hang_and_their_threads_can_end() {
         let begin = Instant::now();
-        let late = begin + RETURN_TIMEOUT;
+        let late = begin + CALLS_RETURN_TIMEOUT;
         let mut closing = NvmlClosing::default();
         assert_eq!(closing.next_step(true, || true, begin), ClosingStep::Wait);
         assert_eq!(closing.next_step(true, || false, late), ClosingStep::Stuck);

@@ -41,8 +41,8 @@ impl OfflineDirectory {
         }
     }
 
-    /// Returns whether the directory contains a list of pods. The agent checks this only once, when
-    /// it starts.
+    /// Returns whether the directory contains a list of pods. The agent looks for the list only
+    /// once, when it starts.
     pub(super) fn has_pods(&self) -> bool {
         self.pods_path().exists()
     }
@@ -215,7 +215,7 @@ mod tests {
         let spec = |plan: &str| fs::write(files.path().join("spec.json"), format!(r#"{{"planId":"{plan}"}}"#)).unwrap();
         spec("a");
         let first = directory.read_spec(1);
-        // This change happens before the watch starts, and must not be missed.
+        // Change the spec before the watch starts. The agent must not miss the change.
         spec("b");
         let (objects, mut read) = mpsc::channel(4);
         let (changes, spec_changes) = watch::channel(());

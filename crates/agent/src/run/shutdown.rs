@@ -14,8 +14,8 @@ const SHUTDOWN_RECORD_FILE: &str = "graceful_node_shutdown_state";
 /// Interval between reads of the record while inotify does not work.
 const SHUTDOWN_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Follows shutdowns of the node if `periods` contains the kubelet's settings. Otherwise returns at
-/// once.
+/// Follows shutdowns of the node. Returns at once if `periods` is empty, because the kubelet's
+/// settings are unknown.
 pub(super) async fn watch_shutdowns(
     args: &AgentArgs,
     periods: ShutdownPeriods,
@@ -46,7 +46,7 @@ async fn follow_shutdown_record(
     let read = || {
         let uptime = uptime(&proc).unwrap_or_default();
         let record = std::fs::read(kubelet.join(SHUTDOWN_RECORD_FILE)).unwrap_or_default();
-        last = ShutdownStart::read(record, last.take(), (Instant::now(), Timestamp::now()), uptime, &periods);
+        last = ShutdownStart::interpret(record, last.take(), (Instant::now(), Timestamp::now()), uptime, &periods);
         let since = last.as_ref().map(|start| start.at);
         began.send_if_modified(|began| {
             // Keep the first computed time, because the computed time differs slightly with each

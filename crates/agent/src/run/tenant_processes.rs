@@ -1,5 +1,5 @@
-//! Lists the processes on shared devices, on a separate thread for each GPU. A round omits a GPU
-//! that hangs. Such a GPU delays the other GPUs only once, by [`ROUND_TIMEOUT`].
+//! Lists the processes on shared devices, on a separate thread for each GPU. A GPU that hangs
+//! delays the other GPUs only in one round, by [`ROUND_TIMEOUT`]. Later rounds omit the GPU.
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -248,7 +248,8 @@ mod tests {
         let second = observer.run_round(&snapshot, &devices).await.unwrap();
         assert_eq!(sampled_devices(&second), ["GPU-a", "GPU-c"]);
         assert!(begun.elapsed() < ROUND_TIMEOUT, "the second round does not wait for the GPU that hangs");
-        // After the deadline, the call fails. Even then, only one thread queries the GPU.
+        // After the deadline, the call fails. Even after the deadline, only one thread queries the
+        // GPU.
         let unreachable = loop {
             let round = observer.run_round(&snapshot, &devices).await.unwrap();
             assert_eq!(sampled_devices(&round), ["GPU-a", "GPU-c"]);

@@ -117,8 +117,8 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
     }
 }
 
-/// Logs once when NVML stops to report the processes of a GPU, and once when NVML reports them
-/// again.
+/// Logs once when NVML stops reporting the processes of a GPU, and once when NVML reports the
+/// processes again.
 fn log_unreachable_gpus(
     round: &SampleRound,
     snapshot: &TenantSnapshot,
@@ -142,8 +142,8 @@ fn log_unreachable_gpus(
     }
 }
 
-/// Terminates an MPS client's contexts, which frees their memory. After that, a signal to the
-/// process interrupts no kernel.
+/// Terminates an MPS client's contexts, which frees the client's GPU memory. After the termination,
+/// a signal to the process interrupts no kernel.
 async fn terminate_client(link: HostLink, device: String, process: ProcessId) {
     let request = Request::Terminate { device: device.clone(), pid: process.pid };
     let pid = process.pid;

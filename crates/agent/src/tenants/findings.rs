@@ -12,8 +12,9 @@ use k8s_openapi::jiff::Timestamp;
 use super::names::PodNames;
 use super::violations::{Assessment, ProcessId, Violation, ViolationKey};
 
-/// Time for which the agent reports a finding after the last sample that shows its violation. In
-/// this time, the operator notices the finding, and an intermittent violation remains one finding.
+/// Time for which the agent reports a finding after the last sample that shows its violation. The
+/// time is long enough for the operator to notice the finding, and for an intermittent violation to
+/// remain one finding.
 pub const FINDING_RETENTION: Duration = Duration::from_secs(10);
 /// Time for which the agent reports a finding after the last sample that shows its violation, if
 /// later samples do not contain its device.

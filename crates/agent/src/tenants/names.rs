@@ -19,8 +19,8 @@ pub struct PodNames {
     pods: BTreeMap<String, PodName>,
     /// UIDs in the current list, while the watch reads it.
     listing: Option<BTreeSet<String>>,
-    /// Whether the watch has read a complete list. After that, a pod that is not in `pods` no
-    /// longer exists.
+    /// Whether the watch has read a complete list. If the list is complete, a pod that is not in
+    /// `pods` no longer exists.
     complete: bool,
 }
 

@@ -93,7 +93,7 @@ mod tests {
         assert_eq!(read_process(proc.path(), 7).unwrap(), None);
         fs::create_dir(proc.path().join("7")).unwrap();
         fs::write(proc.path().join("7/stat"), PROC_STAT_LINE).unwrap();
-        assert_eq!(read_process(proc.path(), 7).unwrap(), None, "it ended between two reads");
+        assert_eq!(read_process(proc.path(), 7).unwrap(), None, "the process ended between two reads");
         fs::write(proc.path().join("7/cgroup"), "\u{fffd}\n0::/\n").unwrap();
         assert_eq!(read_process(proc.path(), 7).unwrap(), Some(ProcessInfo { start: 987_654, parent: 7, owner: None }));
         fs::write(proc.path().join("7/stat"), "nonsense").unwrap();

@@ -70,8 +70,7 @@ pub struct SnapshotInputs<'a> {
     pub rows: Option<&'a [ContainerDevices]>,
     /// The agent's allocations.
     pub allocations: &'a Allocations,
-    /// Processes on each GPU except MPS daemons and servers and their clients, from NVML's last
-    /// list.
+    /// Processes on each GPU in NVML's last list, except MPS daemons, MPS servers and MPS clients.
     pub foreign: &'a BTreeMap<String, Vec<Process>>,
 }
 

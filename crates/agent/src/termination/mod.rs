@@ -1,14 +1,14 @@
 //! Decides when to terminate the MPS clients of terminating pods through MPS. A client must be
-//! terminated before a signal can kill its program while a kernel runs. Such a kill would break the
-//! programs of neighbours.
+//! terminated before a signal can kill its program while a kernel runs. If a signal killed the
+//! program while a kernel runs, the programs of neighbours would fail.
 //!
 //! - [`pods`] tracks the terminating pods and their deadlines.
 //! - [`shutdown`] predicts which pods terminate because the node shuts down.
 //! - `process` reads the state of a client's process from `/proc`.
 //! - [`Terminations`] decides which clients to terminate now.
 //!
-//! All of these except `process` are pure. A task in `run` sends the requests to the MPS host.
-//! Changes of the node's pods and of the MPS host's status wake the task.
+//! All of these modules and types except `process` are pure. A task in `run` sends the requests to
+//! the MPS host. Changes of the node's pods and of the MPS host's status wake the task.
 pub mod pods;
 pub(crate) mod process;
 pub mod shutdown;
@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use self::pods::TerminationDeadlines;
 
-/// Time from a client's deadline until the agent reports that the client still runs. This time is
+/// Time from a client's deadline until the agent reports that the client still runs. The delay is
 /// shorter than a `preStop` sleep of one second, so that the report precedes SIGTERM.
 const LATE_CLIENT_REPORT_DELAY: Duration = Duration::from_millis(500);
 /// First and maximum backoff after a failed attempt.
@@ -46,8 +46,8 @@ pub struct Client {
     pub deadlines: TerminationDeadlines,
     /// Whether the process continues after SIGTERM.
     pub survives_sigterm: bool,
-    /// Whether the process is stopped. If the agent requested the termination of such a client, MPS
-    /// would wait for the process, and all other clients would wait for MPS.
+    /// Whether the process is stopped. If the agent requested the termination of a stopped client,
+    /// MPS would wait for the process, and all other clients would wait for MPS.
     pub stopped: bool,
 }
 
@@ -269,7 +269,7 @@ mod tests {
         assert_eq!(attempts, [0, 100, 300, 700]);
         assert_eq!(reports, [(one.clone(), "busy".to_owned())]);
         assert_eq!(terminations.decide(Vec::new(), now), TerminationDecision::default());
-        // The earlier attempts do not apply to a new process with the same PID.
+        // Attempts at an earlier process do not count for a new process with the same PID.
         assert_eq!(pids_to_terminate(&terminations.decide(vec![one], now)), [1]);
     }
 
@@ -306,7 +306,7 @@ mod tests {
         }
     }
 
-    /// An event on a node. There are 100 ms between two events.
+    /// An event on a node. Events occur at intervals of 100 ms.
     #[derive(Debug, Clone)]
     enum NodeStep {
         Delete {
@@ -322,7 +322,7 @@ mod tests {
         Continue {
             client: usize,
         },
-        /// The device's daemon answers in this way from now on.
+        /// The behaviour of the device's daemon from now on.
         Daemon {
             device: usize,
             behaviour: DaemonBehaviour,

@@ -44,8 +44,8 @@ pub struct PodObservation {
 pub struct Deletion {
     /// Grace period that the deletion requested.
     pub grace: Duration,
-    /// Remaining grace period. It is computed from times of the API server, whose clock may differ
-    /// from the node's clock.
+    /// Remaining grace period. The remaining period is computed from times of the API server,
+    /// because the node's clock may differ from the API server's clock.
     pub left: Duration,
 }
 
@@ -56,8 +56,8 @@ pub struct TerminationDeadlines {
     pub since: Instant,
     /// Estimated time at which the kubelet kills the remaining programs.
     pub end: Instant,
-    /// Times at which the agent terminates the clients that SIGTERM ends, and the clients that
-    /// survive SIGTERM.
+    /// Two times at which the agent terminates clients: first those that SIGTERM ends, and later
+    /// those that survive SIGTERM.
     due: (Instant, Instant),
     grace: Duration,
 }
@@ -79,8 +79,8 @@ impl TerminationDeadlines {
     }
 
     /// Returns the time at which the agent must terminate a client. If SIGTERM ends the client, the
-    /// time is before the kubelet sends SIGTERM. Otherwise the time is shortly before the end of
-    /// the grace period.
+    /// time is before the kubelet sends SIGTERM. If the client survives SIGTERM, the time is
+    /// shortly before the end of the grace period.
     pub fn termination_time(&self, survives_sigterm: bool) -> Instant {
         if survives_sigterm { self.due.1 } else { self.due.0 }
     }
@@ -126,7 +126,8 @@ impl TerminatingPods {
             (Some(_), Some(was)) => Some(was),
             (Some(Deletion { grace, left }), None) => {
                 // If the agent has observed the pod before, the deletion is new, regardless of the
-                // clocks. Otherwise the grace period of the pod may be almost over.
+                // clocks. If the agent sees the pod for the first time, the grace period of the pod
+                // may be almost over.
                 let left = if before.is_some() { grace } else { left.min(grace) };
                 Some(TerminationDeadlines::new(now, now + left, grace, sleep))
             }
@@ -160,8 +161,8 @@ impl TerminatingPods {
         self.by_uid.remove(uid).is_some()
     }
 
-    /// Replaces the pods of allocations with those in the kubelet's list. Returns whether they
-    /// changed.
+    /// Replaces the pods of allocations with those in the kubelet's list. Returns whether the pod
+    /// of any allocation changed.
     pub fn set_holders(&mut self, rows: &[ContainerDevices]) -> bool {
         let of_row =
             |row: &ContainerDevices| (allocation_id(&row.resource, &row.ids), format!("{}/{}", row.namespace, row.pod));
@@ -183,8 +184,8 @@ impl TerminatingPods {
     /// same name is not terminating.
     pub fn find_terminating(&self, uids: &[String], allocation: Option<&str>) -> Option<(&str, TerminationDeadlines)> {
         if !uids.is_empty() {
-            // Do not search by allocation if no pod is found: the client's pod may be a static pod
-            // or a new pod that is not tracked, and the search could find another pod.
+            // Do not search by allocation if no tracked pod has one of these UIDs. The client's pod
+            // may be a static pod or a new pod, and the search could find another pod.
             let pod = uids.iter().find_map(|uid| self.by_uid.get(uid))?;
             return Some((&pod.name, pod.deadlines?));
         }

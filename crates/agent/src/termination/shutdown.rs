@@ -1,10 +1,10 @@
 //! Predicts when the kubelet terminates pods during a graceful shutdown of the node
 //! (`shutdownGracePeriod` and related settings). Pure.
 //!
-//! The kubelet does not delete these pods, and updates the status of each pod only after the pod
-//! has ended. Before the kubelet terminates the first pod, it records the start of the shutdown in
-//! a file. The kubelet's settings determine when it terminates each pod. The agent receives these
-//! settings as arguments.
+//! During a shutdown, the kubelet deletes no pods in the API server, and updates the status of each
+//! pod only after the pod has ended. Before the kubelet terminates the first pod, it records the
+//! start of the shutdown in a file. The settings of the kubelet determine when it terminates each
+//! pod. The agent receives the kubelet's settings as arguments.
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
 use std::time::{Duration, Instant};
@@ -24,8 +24,8 @@ const MAX_SHUTDOWN_OVERRUN: Duration = Duration::from_secs(60);
 pub struct ShutdownPeriod {
     /// The lowest priority of the pods in this group.
     pub priority: i32,
-    /// Maximum number of seconds until the kubelet terminates the next group. It is also the
-    /// maximum grace period of the pods in this group.
+    /// Maximum number of seconds until the kubelet terminates the next group. This number is also
+    /// the maximum grace period of the pods in this group.
     pub seconds: u32,
 }
 
@@ -72,13 +72,13 @@ impl ShutdownPeriods {
     }
 
     /// Returns the length of the period in which a group of pods must terminate.
-    fn duration(&self, group: usize) -> Duration {
+    fn group_duration(&self, group: usize) -> Duration {
         self.0.get(group).map_or(Duration::ZERO, |period| Duration::from_secs(period.seconds.into()))
     }
 
     /// Returns the sum of the periods of all groups.
     fn total_duration(&self) -> Duration {
-        (0..self.0.len()).map(|group| self.duration(group)).sum()
+        (0..self.0.len()).map(|group| self.group_duration(group)).sum()
     }
 }
 
@@ -119,8 +119,8 @@ impl Shutdown {
         Self { periods, ..Self::default() }
     }
 
-    /// Adds or updates a pod. Returns the observation of the pod. It contains a deletion if the
-    /// shutdown terminates the pod now.
+    /// Adds or updates a pod. Returns the observation of the pod. The observation contains a
+    /// deletion if the shutdown terminates the pod now.
     pub fn observe(&mut self, uid: &str, pod: ShutdownPod, now: Instant) -> Option<PodObservation> {
         let observation = self.observation(&pod, now);
         if !self.periods.is_empty() {
@@ -173,7 +173,7 @@ impl Shutdown {
             if group + 1 >= periods.0.len() {
                 return None;
             }
-            let end = start + periods.duration(group);
+            let end = start + periods.group_duration(group);
             if pods.values().any(|pod| periods.group_index(pod.priority) == group) {
                 progress.had_pods = true;
                 if now < end {
@@ -196,7 +196,7 @@ impl Shutdown {
         let shutdown = || {
             let group = self.periods.group_index(pod.priority);
             let start = *self.progress.as_ref().filter(|_| self.listed)?.starts.get(group)?;
-            let grace = pod.grace.min(self.periods.duration(group));
+            let grace = pod.grace.min(self.periods.group_duration(group));
             Some(Deletion { grace, left: (start + grace).saturating_duration_since(now) })
         };
         let deletion = match (observation.deletion, shutdown()) {
@@ -242,7 +242,7 @@ impl ShutdownStart {
     ///
     /// The start of an unchanged record remains the same until the record is too old, because the
     /// wall clock may have been changed between two reads.
-    pub(crate) fn read(
+    pub(crate) fn interpret(
         record: Vec<u8>,
         previous: Option<Self>,
         (now, wall): (Instant, Timestamp),
@@ -289,7 +289,7 @@ pub(crate) mod tests {
         let noon: Timestamp = "2026-11-22T12:00:00Z".parse().unwrap();
         let record = br#"{"startTime":"2026-11-22T11:59:55Z","endTime":"0001-01-01T00:00:00Z"}"#.to_vec();
         let read = |record: &[u8], previous: Option<&ShutdownStart>, after: u64, wall: Timestamp| {
-            ShutdownStart::read(record.to_vec(), previous.cloned(), (start + secs(after), wall), up, &periods)
+            ShutdownStart::interpret(record.to_vec(), previous.cloned(), (start + secs(after), wall), up, &periods)
         };
         let hour = secs(3_600);
         for set in [noon + hour, noon - hour] {

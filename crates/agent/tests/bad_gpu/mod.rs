@@ -14,7 +14,7 @@ use crate::machine::{MPS_RESOURCE, Machine, container_devices, kill_child, mps_s
 
 const GPU_COUNT: usize = 8;
 const SHARES_PER_GPU: u32 = 10;
-/// Index of the bad GPU. There are good GPUs before and after it.
+/// Index of the bad GPU. Good GPUs have lower and higher indices.
 const BAD_GPU: usize = 3;
 /// Index of the bad GPU, as an argument of `simgpu`.
 const BAD_GPU_ARGUMENT: &str = "3";
@@ -92,7 +92,7 @@ impl SevenGpus {
     }
 
     /// Starts pods on all good GPUs in several rounds. Checks that each pod gets its GPU.
-    async fn check_new_pods(&self, what: &str) {
+    async fn assert_new_pods_run(&self, what: &str) {
         for round in 0..NEW_PODS_PER_GPU {
             // List the pods of a round only while they run. The agent removes the allocations of
             // pods that the kubelet no longer lists.
@@ -128,7 +128,7 @@ impl SevenGpus {
     }
 
     /// Checks that no good GPU had Unhealthy shares, and that all programs still run.
-    async fn check_uninterrupted(mut self) -> Machine {
+    async fn assert_uninterrupted(mut self) -> Machine {
         for program in &mut self.programs {
             assert_eq!(program.try_wait().unwrap(), None, "a program on a good GPU has ended");
             kill_child(program);
@@ -149,9 +149,9 @@ async fn seven_gpus_serve_without_interruption_while_the_eighth_hangs_is_lost_an
     let simgpu = |arguments: &[&str]| drop(seven.machine.simgpu(arguments));
 
     simgpu(&["hang", "nvmlDevice*", "--gpu", BAD_GPU_ARGUMENT]);
-    seven.check_new_pods("one GPU hangs").await;
+    seven.assert_new_pods_run("one GPU hangs").await;
     seven.wait_for_bad_gpu_reason("GpuUnreachable").await;
-    seven.check_new_pods("one GPU has hung").await;
+    seven.assert_new_pods_run("one GPU has hung").await;
     simgpu(&["clear"]);
     let all = |seen: &FakeKubeletState| gpus_with_unhealthy_shares(seen, &seven.machine.uuids).is_empty();
     seven.machine.wait_for_view("the GPU has recovered", all).await;
@@ -159,7 +159,7 @@ async fn seven_gpus_serve_without_interruption_while_the_eighth_hangs_is_lost_an
     simgpu(&["lose", BAD_GPU_ARGUMENT]);
     simgpu(&["xid", BAD_GPU_ARGUMENT, "79"]);
     seven.wait_for_bad_gpu_reason("GpuLost").await;
-    seven.check_new_pods("one GPU is lost").await;
+    seven.assert_new_pods_run("one GPU is lost").await;
     simgpu(&["restore", BAD_GPU_ARGUMENT]);
     trigger_gpu_reads(&seven.machine);
     seven.machine.wait_for_view("the GPU has recovered", all).await;
@@ -170,9 +170,9 @@ async fn seven_gpus_serve_without_interruption_while_the_eighth_hangs_is_lost_an
             tokio::task::yield_now().await;
         }
     };
-    tokio::join!(looping, seven.check_new_pods("one GPU repeats XIDs"));
+    tokio::join!(looping, seven.assert_new_pods_run("one GPU repeats XIDs"));
     seven.wait_for_bad_gpu_reason("ResetRequired").await;
-    seven.check_uninterrupted().await;
+    seven.assert_uninterrupted().await;
 }
 
 #[tokio::test]
@@ -182,7 +182,7 @@ async fn seven_gpus_serve_while_nvml_cannot_describe_the_eighth_from_the_start()
     machine.start_mps_host();
     machine.start_agent(&[]);
     let seven = SevenGpus::start(machine).await;
-    seven.check_new_pods("one GPU cannot be described").await;
+    seven.assert_new_pods_run("one GPU cannot be described").await;
     let reported = |status: &GpuNodeStatus| {
         status.conditions.iter().any(|condition| {
             (condition.type_.as_str(), condition.reason.as_str()) == ("GpusHealthy", "GpuUnhealthy")
@@ -192,7 +192,7 @@ async fn seven_gpus_serve_while_nvml_cannot_describe_the_eighth_from_the_start()
     let status = seven.machine.wait_for_status("the GPU is reported by its index", reported).await;
     let [row] = &status.unidentified_gpus[..] else { panic!("{:?}", status.unidentified_gpus) };
     assert_eq!((row.index, row.message.is_empty(), status.expected_gpus), (3, false, 8));
-    let machine = seven.check_uninterrupted().await;
+    let machine = seven.assert_uninterrupted().await;
     machine.simgpu(&["clear"]);
     trigger_gpu_reads(&machine);
     machine.wait_for_healthy(MPS_RESOURCE, GPU_COUNT * SHARES_PER_GPU as usize).await;
@@ -210,8 +210,8 @@ async fn seven_gpus_serve_after_a_reboot_without_the_eighth_gpu() {
     machine.start_mps_host();
     machine.start_agent(&[]);
     let seven = SevenGpus::start(machine).await;
-    seven.check_new_pods("one GPU is gone after a reboot").await;
-    let machine = seven.check_uninterrupted().await;
+    seven.assert_new_pods_run("one GPU is gone after a reboot").await;
+    let machine = seven.assert_uninterrupted().await;
     let reported = |status: &GpuNodeStatus| {
         let is = |type_: &str, reason: &str| {
             status.conditions.iter().any(|condition| {

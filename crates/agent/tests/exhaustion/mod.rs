@@ -11,8 +11,9 @@ use crate::machine::{MPS_RESOURCE, Machine, container_devices, kill_child, mps_s
 
 /// Total number of shares of the node's GPUs.
 const TOTAL_SHARES: usize = 20;
-/// Number of failed write attempts that a test waits for. There is one attempt each second. The
-/// tests thus last longer than the 10 s after which shares of an absent daemon become Unhealthy.
+/// Number of failed write attempts that a test waits for. The agent makes one attempt each second.
+/// The tests thus last longer than the 10 s after which shares of an absent daemon become
+/// Unhealthy.
 const FAILED_WRITE_ATTEMPTS: usize = 13;
 const WRITE_FAILURE_LOG_WORDS: &[&str] = &["failed to write files"];
 
@@ -36,7 +37,7 @@ fn node_with_shares() -> Machine {
     machine
 }
 
-/// Watches the kubelet's view in a task. The task panics if a share is not Healthy.
+/// Starts a task that watches the kubelet's view. The task panics if a share is not Healthy.
 fn expect_healthy_from_now_on(machine: &Machine) -> JoinHandle<()> {
     let mut state = machine.kubelet.state();
     tokio::spawn(async move {
@@ -51,14 +52,14 @@ fn expect_healthy_from_now_on(machine: &Machine) -> JoinHandle<()> {
 }
 
 /// Ends the watch, and checks that all shares have been Healthy.
-async fn check_stayed_healthy(watching: JoinHandle<()>) {
+async fn assert_stayed_healthy(watching: JoinHandle<()>) {
     watching.abort();
     let ended = watching.await.unwrap_err();
     assert!(ended.is_cancelled(), "{ended}");
 }
 
 /// Allocates a share as for a new pod, and checks that a program can use the share.
-async fn check_new_pod_works(machine: &Machine, share: &str) {
+async fn assert_new_pod_works(machine: &Machine, share: &str) {
     let given = machine.kubelet.allocate(MPS_RESOURCE, &[share]).await.unwrap();
     machine.kubelet.pre_start(MPS_RESOURCE, &[share]).await.unwrap();
     assert!(machine.run_client(&given, &[])["uuid"].is_string(), "the program has no GPU");
@@ -107,12 +108,12 @@ async fn with_256_descriptors_five_thousand_silent_connections_make_no_share_unh
     assert!(open_descriptors(machine.agent_pid()) < 256);
 
     for number in 0..3 {
-        check_new_pod_works(&machine, &share_ids(&machine.uuids[0], [number])[0]).await;
+        assert_new_pod_works(&machine, &share_ids(&machine.uuids[0], [number])[0]).await;
     }
-    check_stayed_healthy(watching).await;
+    assert_stayed_healthy(watching).await;
     machine.kubelet.restart().unwrap();
     machine.wait_for_healthy(MPS_RESOURCE, TOTAL_SHARES).await;
-    check_new_pod_works(&machine, &share_ids(&machine.uuids[1], [0])[0]).await;
+    assert_new_pod_works(&machine, &share_ids(&machine.uuids[1], [0])[0]).await;
     assert!(machine.agent_is_running());
     drop(silent);
 }
@@ -142,7 +143,7 @@ async fn a_client_that_connects_while_the_mps_host_has_no_free_descriptor_waits_
     set_descriptor_limit(host, before);
     machine.wait_until("the client is attributed to its allocation", || (clients()? == 1).then_some(())).await;
     // After another client has connected and ended, the status must still contain the first client.
-    check_new_pod_works(&machine, &share_ids(&machine.uuids[0], [1])[0]).await;
+    assert_new_pod_works(&machine, &share_ids(&machine.uuids[0], [1])[0]).await;
     machine.wait_until("only the first client is left, and attributed", || (clients()? == 1).then_some(())).await;
     assert_eq!(client.try_wait().unwrap(), None);
     kill_child(&mut client);
@@ -155,14 +156,14 @@ async fn without_inotify_instances_agent_and_mps_host_notice_changes_by_polling(
     machine.start_agent_under(&RUN_WITHOUT_INOTIFY);
     machine.wait_for_healthy(MPS_RESOURCE, TOTAL_SHARES).await;
     let watching = expect_healthy_from_now_on(&machine);
-    check_new_pod_works(&machine, &share_ids(&machine.uuids[0], [1])[0]).await;
-    check_stayed_healthy(watching).await;
+    assert_new_pod_works(&machine, &share_ids(&machine.uuids[0], [1])[0]).await;
+    assert_stayed_healthy(watching).await;
     machine.kubelet.restart().unwrap();
     let registered_again = |seen: &FakeKubeletState| {
         seen.endpoints[MPS_RESOURCE].healthy_ids().len() == TOTAL_SHARES && seen.registrations.len() > 1
     };
     machine.wait_for_view("the agent registers with the new kubelet", registered_again).await;
-    check_new_pod_works(&machine, &share_ids(&machine.uuids[1], [1])[0]).await;
+    assert_new_pod_works(&machine, &share_ids(&machine.uuids[1], [1])[0]).await;
     assert!(machine.count_logged(&["inotify"]) > 0 || machine.count_logged(&["polling"]) > 0, "inotify worked");
 }
 
@@ -182,7 +183,7 @@ async fn a_full_disk_makes_no_share_unhealthy_and_prevents_no_container_from_sta
         fs::read_to_string(state.join("agent.json")).is_ok_and(|text| text.contains(&format!("\"{share}\"")))
     };
     let [kept] = <[String; 1]>::try_from(share_ids(&machine.uuids[0], [0])).unwrap();
-    check_new_pod_works(&machine, &kept).await;
+    assert_new_pod_works(&machine, &kept).await;
     set_pods(&machine, &[&kept]);
     machine.wait_until("the allocation is saved", || saved(&kept).then_some(())).await;
 
@@ -190,12 +191,12 @@ async fn a_full_disk_makes_no_share_unhealthy_and_prevents_no_container_from_sta
     let error = fs::write(state.join("filler"), vec![1; 256 << 10]).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::StorageFull);
     let [meanwhile] = <[String; 1]>::try_from(share_ids(&machine.uuids[1], [3])).unwrap();
-    check_new_pod_works(&machine, &meanwhile).await;
+    assert_new_pod_works(&machine, &meanwhile).await;
     set_pods(&machine, &[&kept, &meanwhile]);
     let failed = || (machine.count_logged(WRITE_FAILURE_LOG_WORDS) >= FAILED_WRITE_ATTEMPTS).then_some(());
     machine.wait_until("writes fail for longer than a daemon may be absent", failed).await;
     assert!(saved(&kept) && !saved(&meanwhile), "the last complete checkpoint remains");
-    check_stayed_healthy(watching).await;
+    assert_stayed_healthy(watching).await;
 
     fs::remove_file(state.join("filler")).unwrap();
     machine.wait_until("the new allocation is saved", || saved(&meanwhile).then_some(())).await;
@@ -214,7 +215,7 @@ async fn an_agent_that_cannot_open_any_file_keeps_all_shares_healthy_and_loses_n
     machine.start_agent(&[]);
     machine.wait_for_healthy(MPS_RESOURCE, TOTAL_SHARES).await;
     let [kept] = <[String; 1]>::try_from(share_ids(&machine.uuids[0], [0])).unwrap();
-    check_new_pod_works(&machine, &kept).await;
+    assert_new_pod_works(&machine, &kept).await;
     set_pods(&machine, &[&kept]);
     machine.wait_until("the allocation is saved", || checkpoint_contains(&machine, &kept).then_some(())).await;
 
@@ -228,7 +229,7 @@ async fn an_agent_that_cannot_open_any_file_keeps_all_shares_healthy_and_loses_n
     let failed = || (machine.count_logged(WRITE_FAILURE_LOG_WORDS) >= FAILED_WRITE_ATTEMPTS).then_some(());
     machine.wait_until("writes fail for longer than a daemon may be absent", failed).await;
     assert!(!checkpoint_contains(&machine, &meanwhile));
-    check_stayed_healthy(watching).await;
+    assert_stayed_healthy(watching).await;
 
     set_descriptor_limit(machine.agent_pid(), before);
     machine.wait_until("the new allocation is saved", || checkpoint_contains(&machine, &meanwhile).then_some(())).await;

@@ -1,5 +1,5 @@
-//! Tests that the agent reports a fatal GPU error to the kubelet and in Events on the pods and the
-//! node, and that the shares become healthy again.
+//! Tests that the agent reports a fatal GPU error to the kubelet, and in Events on the pods and the
+//! node. Also tests that the shares become healthy again.
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Stdio};

@@ -35,7 +35,7 @@ async fn wait_until_serving(machine: &Machine, agent: &str, count: usize) {
 }
 
 /// Checks that the kubelet receives healthy shares, and that a container with one share can start.
-async fn check_serves(machine: &Machine, share: u32) {
+async fn assert_serves(machine: &Machine, share: u32) {
     machine.wait_for_view("an agent serves", |seen| seen.endpoints[MPS_RESOURCE].connected).await;
     machine.wait_for_healthy(MPS_RESOURCE, 10).await;
     let ids = share_ids(&machine.uuids[0], [share]);
@@ -47,7 +47,7 @@ async fn check_serves(machine: &Machine, share: u32) {
 #[tokio::test]
 async fn a_new_agent_takes_over_with_all_allocations_and_the_old_agent_waits() {
     let mut machine = node_with_old_agent().await;
-    check_serves(&machine, 2).await;
+    assert_serves(&machine, 2).await;
     let desired = machine.read_desired_file().unwrap();
     assert_eq!(desired.allocations.len(), 1);
     let registrations = machine.kubelet.state().borrow().registrations.len();
@@ -67,7 +67,7 @@ async fn a_new_agent_takes_over_with_all_allocations_and_the_old_agent_waits() {
     assert_eq!(machine.read_desired_file().unwrap(), desired);
     assert_eq!(machine.agent_pids()[0], old, "the old agent is the same process");
     assert!(machine.stop_first_agent().success(), "a waiting agent exits without an error on SIGTERM");
-    check_serves(&machine, 3).await;
+    assert_serves(&machine, 3).await;
     assert_eq!(machine.count_logged(&["handing over to another agent"]), 1);
 }
 
@@ -87,7 +87,7 @@ async fn check_failing_agent(machine: &mut Machine, faulty: &[&str]) {
         }
     };
     assert!(!exit.success(), "{exit}");
-    check_serves(machine, 1).await;
+    assert_serves(machine, 1).await;
     // As after a restart of the container by the kubelet, the new agent could serve now. However,
     // the old agent still refuses the hand-over.
     machine.start_agent(&NEW_AGENT_ARGUMENTS);
@@ -99,7 +99,7 @@ async fn check_failing_agent(machine: &mut Machine, faulty: &[&str]) {
     assert!(is_ok(old.as_ref()), "{old:?}");
     assert!(new.is_some_and(|new| new.starts_with("HTTP/1.1 503") && new.contains("another agent")));
     assert_eq!(machine.count_logged(&["handing over to another agent"]), 1);
-    check_serves(machine, 2).await;
+    assert_serves(machine, 2).await;
 }
 
 #[tokio::test]
@@ -139,7 +139,7 @@ async fn if_one_agent_is_killed_at_any_step_the_other_agent_serves() {
             };
             machine.wait_for_view(&format!("{survivor} serves after {step:?}"), again).await;
         }
-        check_serves(&machine, 1).await;
+        assert_serves(&machine, 1).await;
         let ready = || is_ok(machine.readiness()[1 - victim].as_ref()).then_some(());
         machine.wait_until(&format!("{survivor} is ready after {step:?}"), ready).await;
     }
@@ -160,7 +160,7 @@ async fn a_killed_old_agent_does_not_request_a_hand_over_again() {
         "the old agent has requested no hand-over"
     );
     assert_eq!(machine.count_logged(&["handing over to another agent"]), 1);
-    check_serves(&machine, 1).await;
+    assert_serves(&machine, 1).await;
 }
 
 #[tokio::test]

@@ -344,7 +344,7 @@ async fn a_removed_gpu_remains_in_the_status_until_an_administrator_forgets_it()
         let endpoint = &seen.endpoints[MPS_RESOURCE];
         (endpoint.devices.len(), endpoint.healthy_ids().len()) == (20, 20)
     };
-    machine.wait_for_view("its shares are no longer listed", unlisted).await;
+    machine.wait_for_view("the forgotten GPU's shares are no longer listed", unlisted).await;
     machine.wait_until("the Event", || machine.events().contains(&"GpuForgotten".to_owned()).then_some(())).await;
 
     machine.simgpu(&["restore", "1"]);

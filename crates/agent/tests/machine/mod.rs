@@ -16,7 +16,7 @@ use cleave_kubelet::ContainerDevices;
 use cleave_kubelet::fake::{FakeKubelet, FakeKubeletState, FakePodResources};
 use serde_json::Value;
 
-/// Timeout of each wait. It is long enough for a busy machine.
+/// Timeout of each wait. Long enough for a busy machine.
 pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 pub(crate) const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 pub(crate) const TIMESLICE_RESOURCE: &str = "nvidia.com/gpu-timeslice";
@@ -175,7 +175,7 @@ impl Machine {
         [&self.first_agent, &self.agent].map(|agent| agent.as_ref().unwrap().id())
     }
 
-    /// Returns the answers of the first and the second agent to `/readyz`. An answer is `None` if
+    /// Returns the answers of the first and the second agent to `/readyz`. An entry is `None` if
     /// the agent does not answer.
     pub(crate) fn readiness(&self) -> [Option<String>; 2] {
         [self.first_agent_port, self.agent_port].map(|port| request_readyz(port).ok())
@@ -184,7 +184,7 @@ impl Machine {
     /// Returns the value of the agent's metric for the first series with all of `labels`, such as
     /// `uuid="GPU-a"`. Returns `None` if no such series exists.
     pub(crate) fn metric(&self, name: &str, labels: &[&str]) -> Option<f64> {
-        let text = request(self.agent_port, "/metrics").ok()?;
+        let text = request_path(self.agent_port, "/metrics").ok()?;
         let mut series = text.lines().filter_map(|line| line.strip_prefix(name)?.strip_prefix('{')?.rsplit_once("} "));
         let (_, value) = series.find(|(found, _)| labels.iter().all(|label| found.contains(label)))?;
         value.parse().ok()
@@ -197,7 +197,7 @@ impl Machine {
 
     /// Stops the first of two agents with SIGTERM. Returns its exit status.
     pub(crate) fn stop_first_agent(&mut self) -> std::process::ExitStatus {
-        terminate(self.first_agent.take().unwrap())
+        stop_with_sigterm(self.first_agent.take().unwrap())
     }
 
     /// Returns the exit status of the last started agent. Returns `None` while the agent runs.
@@ -311,7 +311,7 @@ impl Machine {
 
     /// Stops the last started agent with SIGTERM. Returns its exit status.
     pub(crate) fn stop_agent(&mut self) -> std::process::ExitStatus {
-        terminate(self.agent.take().unwrap())
+        stop_with_sigterm(self.agent.take().unwrap())
     }
 
     pub(crate) fn agent_is_running(&mut self) -> bool {
@@ -326,8 +326,8 @@ impl Machine {
         fs::rename(new, self.path("spec/spec.json")).unwrap();
     }
 
-    /// Sets the pods that the API server lists for the node. Tests with pods must call this before
-    /// the agent starts.
+    /// Sets the pods that the API server lists for the node. Tests with pods must call this
+    /// function before the agent starts.
     pub(crate) fn set_pods(&self, pods: &[Value]) {
         let new = self.path("spec/pods.json.new");
         fs::write(&new, serde_json::to_vec(pods).unwrap()).unwrap();
@@ -460,7 +460,7 @@ impl Drop for Machine {
 }
 
 /// Stops an agent with SIGTERM. Returns its exit status.
-fn terminate(mut agent: Child) -> std::process::ExitStatus {
+fn stop_with_sigterm(mut agent: Child) -> std::process::ExitStatus {
     let pid = rustix::process::Pid::from_child(&agent);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
     agent.wait().unwrap()
@@ -473,11 +473,11 @@ fn free_port() -> u16 {
 
 /// Requests `/readyz` from an agent. Returns the whole HTTP response.
 fn request_readyz(port: u16) -> std::io::Result<String> {
-    request(port, "/readyz")
+    request_path(port, "/readyz")
 }
 
 /// Requests a path from an agent. Returns the whole HTTP response.
-fn request(port: u16, path: &str) -> std::io::Result<String> {
+fn request_path(port: u16, path: &str) -> std::io::Result<String> {
     let mut agent = std::net::TcpStream::connect(("127.0.0.1", port))?;
     agent.set_read_timeout(Some(TEST_TIMEOUT))?;
     write!(agent, "GET {path} HTTP/1.1\r\nHost: agent\r\nConnection: close\r\n\r\n")?;

@@ -156,8 +156,7 @@ async fn a_gpu_is_partitioned_by_mig_repartitioned_around_a_pod_and_made_whole_a
     }
     machine.wait_until("the daemon exits", || machine.mps_host_status()?.daemons.is_empty().then_some(())).await;
 
-    // The change that would destroy the instance must wait for the pod, and its step must name the
-    // pod.
+    // The pod still uses the 3g instance, so the change must wait, and its step must name the pod.
     machine.set_spec("whole", vec![]);
     machine.wait_for_message("in use by ns/train").await;
     machine.wait_until("the free instances are destroyed", || (machine.instances(0).len() == 1).then_some(())).await;

@@ -218,8 +218,8 @@ impl AdmissionTest {
     }
 
     fn list_allocations(&mut self) {
-        // The kubelet does not list shares of init containers. By the time of this list, it has
-        // reported the status of pods that have only init containers to the API server.
+        // The kubelet does not list shares of init containers. Before it requests this list, the
+        // agent learns from the API server which pods with only init containers were admitted.
         let unlisted = |pod: &&TestPod| pod.containers.iter().all(|container| container.kind == When::Init);
         for pod in self.running.iter().filter(unlisted) {
             self.pending.update_pod(BoundPod { admitted: true, ..pod.bound.clone() }, self.now);

@@ -48,7 +48,7 @@ async fn metrics_report_the_sensors_of_each_gpu_and_the_shares_of_each_container
 }
 
 #[tokio::test]
-async fn a_gpu_whose_sensors_hang_hides_no_other_gpu_and_keeps_serving() {
+async fn a_gpu_whose_sensors_hang_keeps_serving_and_does_not_hide_the_metrics_of_other_gpus() {
     let machine = Machine::start(&["2xH200"], |gpus| vec![mps_spec(&gpus[0], 10), mps_spec(&gpus[1], 10)]);
     machine.wait_for_healthy(MPS_RESOURCE, 20).await;
     machine.simgpu(&["hang", "nvmlDeviceGetPowerUsage", "--gpu", "1"]);
@@ -57,7 +57,8 @@ async fn a_gpu_whose_sensors_hang_hides_no_other_gpu_and_keeps_serving() {
     assert_eq!(up(0), Some(1.0));
     assert_eq!(machine.metric("cleave_gpu_power_watts", &["gpu=\"1\""]), None);
     assert!(machine.metric("cleave_gpu_power_watts", &["gpu=\"0\""]).is_some());
-    // The sensors have a separate thread, so the GPU's shares stay Healthy.
+    // A separate thread reads the sensors, so the hang does not delay the poll that follows this
+    // XID, and all shares remain Healthy.
     machine.simgpu(&["xid", "0", "13"]);
     machine.wait_for_healthy(MPS_RESOURCE, 20).await;
     machine.simgpu(&["clear"]);
@@ -73,7 +74,7 @@ async fn an_agent_does_not_query_sensors_without_scrapes() {
         shown["faults"][0]["remaining"].as_u64().unwrap()
     };
     machine.wait_for_healthy(MPS_RESOURCE, 10).await;
-    // An XID causes a poll of the GPU.
+    // An XID makes the agent poll the GPU's health, but not its sensors.
     machine.simgpu(&["xid", "0", "79"]);
     machine.wait_for_healthy(MPS_RESOURCE, 0).await;
     assert_eq!(remaining(), 1000);

@@ -1,5 +1,6 @@
 //! Tests that the agent reports tenants that exceed their limits on simulated GPUs. The processes
-//! are real, but files replace their cgroups in `/proc`.
+//! are real. The agent reads their cgroups from files that the tests write to a directory that
+//! replaces `/proc`.
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;
@@ -12,14 +13,14 @@ use serde_json::{Value, json};
 
 use crate::machine::{MPS_RESOURCE, Machine, container_devices, kill_child, mps_spec};
 
-/// Name and UID of each pod, and the letter that its container's id repeats.
+/// Name and UID of each pod, and the letter that is repeated to form the ID of its container.
 const PODS: [(&str, &str, char); 2] =
     [("p", "11111111-2222-4333-8444-555555555555", 'a'), ("q", "99999999-2222-4333-8444-555555555555", 'b')];
 
 /// A node with two pods. Each pod has one share of 1,000 MiB, and each GPU has ten shares.
 struct NodeWithTenants {
     machine: Machine,
-    /// The kubelet's response for each pod.
+    /// The agent's response to `Allocate` for each pod.
     responses: Vec<ContainerAllocateResponse>,
     programs: Vec<Child>,
 }
@@ -40,19 +41,20 @@ fn container_id(letter: char) -> String {
 fn shares_spec(uuid: &str, enforcement: Enforcement) -> GpuSpec {
     let mut spec = mps_spec(uuid, 10);
     if let Some(mps) = &mut spec.partition.mps {
-        // Permit programs outside MPS, because the agent must report them.
+        // Permit programs that use the GPU outside MPS. The tests check that the agent reports
+        // them.
         mps.compute_mode = ComputeMode::Default;
     }
     GpuSpec { enforcement, ..spec }
 }
 
 impl NodeWithTenants {
-    /// Returns a node with both pods on one GPU.
+    /// Starts a node with both pods on one GPU.
     async fn new(enforcement: Enforcement) -> Self {
         Self::with_gpus(1, enforcement).await
     }
 
-    /// Returns a node with the pods on `gpus` GPUs.
+    /// Starts a node with one or two GPUs. With two GPUs, each pod has a share of a different GPU.
     async fn with_gpus(gpus: usize, enforcement: Enforcement) -> Self {
         let mut machine = Machine::new(&[&format!("{gpus}xH200")]);
         machine.set_spec("first", machine.uuids.iter().map(|gpu| shares_spec(gpu, enforcement)).collect());
@@ -95,7 +97,8 @@ impl NodeWithTenants {
         let directory = self.machine.path("proc").join(pid.to_string());
         fs::create_dir(&directory).unwrap();
         let (_, uid, letter) = PODS[pod];
-        // A program may create cgroups with any name below its container's cgroup.
+        // A program can create cgroups with any name below its container's cgroup, for example one
+        // that looks like another pod's. The agent must ignore such a name.
         let cgroup = format!(
             "0::/kubepods/burstable/pod{uid}/{}/kubepods/pod{}/{}\n",
             container_id(letter),
@@ -107,7 +110,7 @@ impl NodeWithTenants {
         pid
     }
 
-    /// Waits for a finding of this kind.
+    /// Waits until the agent's status contains a finding of this kind. Returns the finding.
     async fn wait_for_finding(&self, kind: &str) -> FindingStatus {
         let has = |finding: &FindingStatus| finding.kind == kind;
         let status = self.machine.wait_for_status(kind, |status| status.findings.iter().any(has)).await;
@@ -118,7 +121,7 @@ impl NodeWithTenants {
         self.machine.wait_for_status("no findings", |status| status.findings.is_empty()).await;
     }
 
-    /// Returns the pod and reason of each Event on pods.
+    /// Returns the pod and the reason of each Event that the agent published on a pod.
     fn pod_events(&self) -> Vec<(String, String)> {
         let text = |value: &Value| value.as_str().unwrap().to_owned();
         let lines = fs::read_to_string(self.container_spec_path("pod-events.jsonl")).unwrap_or_default();
@@ -133,7 +136,7 @@ impl NodeWithTenants {
         self.machine.path("spec").join(name)
     }
 
-    async fn exit_status(&mut self, index: usize) -> Option<i32> {
+    async fn wait_for_exit(&mut self, index: usize) -> Option<i32> {
         let program = &mut self.programs[index];
         self.machine.wait_until("the program exits", || program.try_wait().unwrap()).await.code()
     }
@@ -148,9 +151,11 @@ fn pod(name: &str, uid: &str, letter: char) -> Value {
     })
 }
 
-/// Disables the memory limit of a program: MPS ignores a value that it cannot parse.
+/// Environment variable that disables the memory limit of a program, because MPS ignores a value
+/// that it cannot parse.
 const UNLIMITED_MEMORY_ENV: (&str, &str) = ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "junk");
-/// Makes a program use the GPU outside MPS.
+/// Environment variable that makes a program use the GPU outside MPS, because no MPS daemon uses
+/// this directory.
 const OUTSIDE_MPS_ENV: (&str, &str) = ("CUDA_MPS_PIPE_DIRECTORY", "/nowhere");
 
 #[tokio::test]
@@ -184,7 +189,8 @@ async fn a_program_outside_mps_is_reported_even_if_its_container_has_a_share() {
     let pid = node.start_program(0, &[OUTSIDE_MPS_ENV], &["--hold", "forever"]);
     let finding = node.wait_for_finding("OutsideMps").await;
     assert_eq!((finding.pod.as_str(), finding.pid), ("p", Some(pid)));
-    // The program may also exceed the memory limit of its share.
+    // The program may also cause a finding about memory, because nothing enforces its limit outside
+    // MPS.
     let all = node.machine.wait_for_status("findings", |status| !status.findings.is_empty()).await.findings;
     assert!(all.iter().all(|finding| finding.pod == "p"), "{all:?}");
 }
@@ -193,7 +199,7 @@ async fn a_program_outside_mps_is_reported_even_if_its_container_has_a_share() {
 async fn a_client_that_uses_the_door_of_another_pod_is_reported_as_without_a_share() {
     let mut node = NodeWithTenants::new(Enforcement::Report).await;
     let row = container_devices("q", MPS_RESOURCE, &[format!("{}::1", node.machine.uuids[0])]);
-    // Pod p no longer has a share, and its program uses the door of pod q.
+    // Pod p no longer has a share. The program of pod p uses the door of pod q.
     node.machine.pods.set_devices(&[row]);
     node.machine
         .wait_until("the pod's share is removed", || {
@@ -207,13 +213,13 @@ async fn a_client_that_uses_the_door_of_another_pod_is_reported_as_without_a_sha
 }
 
 #[tokio::test]
-async fn under_evict_a_client_over_its_limit_is_terminated_and_reported_until_its_pod_is_removed() {
+async fn with_evict_a_client_over_its_limit_is_terminated_and_reported_until_its_pod_is_removed() {
     let mut node = NodeWithTenants::new(Enforcement::Evict).await;
     node.start_program(1, &[], &["--hold", "forever"]);
     node.start_program(0, &[UNLIMITED_MEMORY_ENV], &["--allocate", "5000", "--hold", "forever"]);
     node.wait_for_finding("MemoryExceeded").await;
-    // CUDA_ERROR_MPS_CLIENT_TERMINATED: 810 % 256.
-    assert_eq!(node.exit_status(1).await, Some(42));
+    // The program exits with its CUDA error modulo 256. CUDA_ERROR_MPS_CLIENT_TERMINATED is 810.
+    assert_eq!(node.wait_for_exit(1).await, Some(42));
     assert!(node.programs[0].try_wait().unwrap().is_none(), "the neighbour continues");
     assert_eq!(node.wait_for_finding("MemoryExceeded").await.pod, "p");
     let (name, uid, letter) = PODS[1];
@@ -222,7 +228,7 @@ async fn under_evict_a_client_over_its_limit_is_terminated_and_reported_until_it
 }
 
 #[tokio::test]
-async fn with_a_hanging_driver_nothing_is_reported_until_it_answers_again() {
+async fn while_the_driver_hangs_no_tenant_is_reported() {
     let mut node = NodeWithTenants::new(Enforcement::Evict).await;
     node.machine.simgpu(&["hang", "nvmlDeviceGetMPSComputeRunningProcesses", "--seconds", "3600"]);
     node.start_program(0, &[UNLIMITED_MEMORY_ENV], &["--allocate", "5000", "--hold", "forever"]);
@@ -233,11 +239,11 @@ async fn with_a_hanging_driver_nothing_is_reported_until_it_answers_again() {
     assert!(node.programs[0].try_wait().unwrap().is_none());
     node.machine.simgpu(&["clear"]);
     node.wait_for_finding("MemoryExceeded").await;
-    assert_eq!(node.exit_status(0).await, Some(42));
+    assert_eq!(node.wait_for_exit(0).await, Some(42));
 }
 
 #[tokio::test]
-async fn tenants_of_other_gpus_are_watched_while_one_gpu_hangs() {
+async fn tenants_of_other_gpus_are_checked_while_one_gpu_hangs() {
     let mut node = NodeWithTenants::with_gpus(2, Enforcement::Report).await;
     node.machine.simgpu(&["hang", "nvmlDeviceGetMPSComputeRunningProcesses", "--gpu", "1"]);
     node.start_program(1, &[UNLIMITED_MEMORY_ENV], &["--allocate", "5000", "--hold", "forever"]);

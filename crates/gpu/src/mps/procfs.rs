@@ -1,8 +1,9 @@
 //! Finds MPS processes in `/proc` and reads their state. Kills processes of an earlier MPS host.
 //!
-//! A file that cannot be read is an error and never means that there is no process. A process that
-//! hangs in the driver is not an error. Reading its environment hangs too, and must not prevent the
-//! start or stop of other devices' daemons.
+//! A file that cannot be read is an error and never means that there is no process. Two cases are no
+//! errors, because they must not prevent the start or stop of other devices' daemons: a process that
+//! hangs in the driver, whose environment hangs too, and a process of another owner, whose
+//! environment may not be read.
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
@@ -48,8 +49,30 @@ enum EnvironmentState {
     Known(Vec<u8>),
     /// The process exited.
     Gone,
-    /// Reading the environment hangs, or the environment is still empty.
+    /// Reading the environment hangs or is not permitted, or the environment is still empty.
     Unknown,
+}
+
+/// Whether another read may find the environment of a process.
+enum EnvironmentRead {
+    Done(EnvironmentState),
+    Empty,
+}
+
+impl EnvironmentRead {
+    /// Interprets the result of one read. A process whose environment this process may not read
+    /// belongs to someone else: this MPS host can read the environments of its own daemons.
+    fn of_result(result: Result<Option<Vec<u8>>, ProcessSearchError>) -> Result<Self, ProcessSearchError> {
+        match result {
+            Ok(None) => Ok(Self::Done(EnvironmentState::Gone)),
+            Ok(Some(environment)) if environment.is_empty() => Ok(Self::Empty),
+            Ok(Some(environment)) => Ok(Self::Done(EnvironmentState::Known(environment))),
+            Err(ProcessSearchError::Read { source, .. }) if source.kind() == io::ErrorKind::PermissionDenied => {
+                Ok(Self::Done(EnvironmentState::Unknown))
+            }
+            Err(error) => Err(error),
+        }
+    }
 }
 
 /// Finds the MPS daemons and servers whose pipe directory is `pipe`. This MPS host or an earlier
@@ -162,9 +185,8 @@ fn is_mps_process(proc: &Path, pid: u32) -> Result<bool, ProcessSearchError> {
 fn read_environment(proc: &Path, pid: u32) -> Result<EnvironmentState, ProcessSearchError> {
     // A process briefly has no environment while it starts, and none once it has exited.
     for _ in 0..MAX_EMPTY_ENVIRONMENT_READS {
-        let Some(environment) = read_proc(proc, pid, "environ")? else { return Ok(EnvironmentState::Gone) };
-        if !environment.is_empty() {
-            return Ok(EnvironmentState::Known(environment));
+        if let EnvironmentRead::Done(state) = EnvironmentRead::of_result(read_proc(proc, pid, "environ"))? {
+            return Ok(state);
         }
         if process_state(proc, pid)?.is_none_or(|state| matches!(state, 'Z' | 'X')) {
             return Ok(EnvironmentState::Gone);
@@ -193,7 +215,10 @@ fn find_processes(proc: &Path, pipe: &Path, own: Option<u32>) -> Result<Vec<(u32
         EnvironmentState::Gone => false,
         EnvironmentState::Unknown if own == Some(pid) => true,
         EnvironmentState::Unknown => {
-            tracing::warn!(pid, "the environment of an MPS process cannot be read in time; another device's?");
+            tracing::warn!(
+                pid,
+                "failed to read the environment of an MPS process: ignored as the process of another device"
+            );
             false
         }
     };
@@ -304,6 +329,17 @@ mod tests {
         let proc = tempfile::tempdir().unwrap();
         fs::create_dir(proc.path().join("7")).unwrap();
         assert!(find_processes(proc.path(), pipe, None).unwrap().is_empty());
+    }
+
+    #[test]
+    fn an_environment_that_may_not_be_read_is_unknown_and_not_an_error() {
+        let read = |kind: io::ErrorKind| {
+            let path = PathBuf::from("/proc/7/environ");
+            EnvironmentRead::of_result(Err(ProcessSearchError::Read { path, source: kind.into() }))
+        };
+        let denied = read(io::ErrorKind::PermissionDenied).unwrap();
+        assert!(matches!(denied, EnvironmentRead::Done(EnvironmentState::Unknown)));
+        assert!(read(io::ErrorKind::Other).is_err());
     }
 
     #[test]

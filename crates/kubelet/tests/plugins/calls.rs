@@ -191,7 +191,8 @@ async fn hostile_connections_do_not_affect_the_kubelet() {
         // Test both a connection that closes after the input and one that remains open.
         for stays in [false, true] {
             let mut connection = UnixStream::connect(&socket).await.expect("a connection");
-            // Ignore errors: the server can close the connection before everything is written.
+            // Ignore errors, because the server can close the connection before everything is
+            // written.
             let _ = connection.write_all(input).await;
             if stays {
                 open.push(connection);

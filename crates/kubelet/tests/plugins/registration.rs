@@ -288,7 +288,7 @@ async fn the_plugin_registers_with_a_new_kubelet_while_the_old_one_hangs() {
 }
 
 /// Up to Kubernetes 1.36, the end of an old stream disconnects the resource's current client, even
-/// a new one.
+/// if this is a new client.
 #[tokio::test]
 async fn the_plugin_registers_again_only_after_the_kubelet_disconnects() {
     let mut fixture = Fixture::new();
@@ -341,7 +341,7 @@ async fn adding_or_removing_a_resource_does_not_affect_other_resources() {
         plugins.set(resources_by_name(&[(MPS_RESOURCE, &mps)]));
         let gone = |seen: &FakeKubeletState| !seen.endpoints[TIMESLICE_RESOURCE].connected;
         let seen = wait_for_kubelet(&kubelet, "the stream ends", gone).await;
-        assert!(seen.endpoints[TIMESLICE_RESOURCE].devices.is_empty(), "the capacity is 0 at once");
+        assert!(seen.endpoints[TIMESLICE_RESOURCE].devices.is_empty(), "the capacity is immediately 0");
         assert_eq!(count_registrations(&kubelet, TIMESLICE_RESOURCE), round);
     }
     wait_for_state(&plugins, "one resource", |state| state.resources.len() == 1).await;

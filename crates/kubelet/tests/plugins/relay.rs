@@ -101,7 +101,7 @@ async fn an_agent_restart_ends_no_stream_and_fails_no_call() {
     let mut agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
     kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a", "b"])).await.expect("a list");
     for round in 0..10 {
-        // Dropping the plugins ends their connections at once, as SIGKILL does.
+        // Dropping the plugins immediately ends their connections, as SIGKILL does.
         if round % 2 == 0 {
             drop(agent);
         } else {
@@ -151,7 +151,7 @@ async fn devices_of_an_absent_agent_become_unhealthy_and_healthy_again_when_it_r
     let (agent, started) = tokio::join!(returns, kubelet.pre_start(MPS_RESOURCE, &["a"]));
     started.expect("the agent returned");
     kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("the list again");
-    // The relay disconnects at once, so the agent does not wait for the relay.
+    // The relay disconnects immediately, so the agent does not wait for the relay.
     let begun = std::time::Instant::now();
     agent.shutdown().await;
     assert!(begun.elapsed() < fixture.agent.config.timings.hang_up, "the agent waited for the relay");

@@ -3,10 +3,10 @@
 //!
 //! Each certificate has its own CA. The operator discards the CA's key after signing, so the CA
 //! cannot sign another certificate. The Secret contains the certificate, its key, and the CAs that
-//! API servers must trust: the certificate's own CA and the previous one. API servers therefore
-//! also trust a replica that still serves the previous certificate. [`next_step`] selects the next
-//! action and is pure. It detects an expired certificate by verifying the certificate as a client
-//! does.
+//! API servers must trust: the certificate's own CA and the previous CA. API servers therefore also
+//! trust a replica that still serves the previous certificate. [`next_step`] selects the next
+//! action and is pure. The function detects an expired certificate by verifying the certificate as
+//! a client does.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -206,7 +206,7 @@ fn crypto_provider() -> Arc<CryptoProvider> {
 pub(crate) enum CertificateStep {
     /// Serve the stored certificate.
     Serve,
-    /// Create a new certificate, and serve the new certificate once API servers trust it.
+    /// Create a new certificate, and serve it once API servers trust it.
     Renew,
     /// The stored certificate is not trusted: create a new certificate immediately.
     Create,

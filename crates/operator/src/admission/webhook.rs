@@ -50,7 +50,7 @@ const MAX_BODY_BYTES: usize = 4 << 20;
 /// Maximum number of bodies that are read at the same time. Together with [`MAX_BODY_BYTES`], this
 /// limits the memory that unknown clients can use.
 const MAX_CONCURRENT_BODIES: usize = 16;
-/// Maximum number of open connections. This limits the memory that unknown clients can use.
+/// Maximum number of open connections. The maximum limits the memory that unknown clients can use.
 const MAX_CONNECTIONS: usize = 256;
 /// Time limit of a TLS handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -747,7 +747,7 @@ mod tests {
         async fn malformed_requests_do_not_affect_other_clients() {
             let current = new_certificate(None);
             let server = Server::start(Some(&current)).await;
-            // One client sends no bytes, and another stops in the middle of a request.
+            // One client sends no bytes, and another client stops in the middle of a request.
             let idle = TcpStream::connect(server.addr).await.unwrap();
             let mut halting = server.connect(&current).await.unwrap();
             halting.write_all(b"POST /gate HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{").await.unwrap();

@@ -198,7 +198,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_series_of_a_quota_end_with_the_quota() {
+    fn the_series_of_a_deleted_quota_are_removed() {
         let (metrics, mut registry) = (QuotaMetrics::default(), Registry::default());
         metrics.register(&mut registry);
         let text = || {

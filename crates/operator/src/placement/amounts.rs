@@ -38,8 +38,8 @@ pub(super) fn requested_with_gpus(requests: &Requests) -> impl Iterator<Item = (
     amounts.filter(|(_, amount)| *amount > 0)
 }
 
-/// Returns the amount that a pod uses of one resource of a node. A malformed or too large number of
-/// GPUs fits no node. Malformed amounts of other resources do not count.
+/// Returns the amount that a pod uses of one resource of a node. If the number of GPUs is malformed
+/// or too large, the pod fits no node. Malformed amounts of other resources are ignored.
 pub(super) fn amount(requests: &Requests, resource: &str) -> i128 {
     if resource == PODS_RESOURCE {
         return 1000;

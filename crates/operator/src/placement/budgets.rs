@@ -12,7 +12,7 @@ const ALWAYS_ALLOW: &str = "AlwaysAllow";
 #[derive(Clone)]
 pub(super) struct DisruptionBudgets<'a> {
     all: Vec<&'a BudgetObject>,
-    /// Indices in `all` of the budgets of each namespace.
+    /// Indices in `all`, by the namespace of the budget.
     of_namespace: BTreeMap<&'a str, Vec<usize>>,
 }
 
@@ -94,8 +94,8 @@ impl BudgetObject {
         self.spec.selector.as_ref().is_some_and(|selector| selector.matches(labels))
     }
 
-    /// Returns whether the API server has accepted an eviction of the pod. An entry of an earlier
-    /// pod with the same name does not count.
+    /// Returns whether the API server has accepted an eviction of the pod. Ignores an entry of an
+    /// earlier pod with the same name.
     fn has_evicted(&self, pod: &PodObject) -> bool {
         let evicted = pod.metadata.name.as_ref().and_then(|name| self.status.disrupted_pods.get(name));
         let created = pod.metadata.creation_timestamp.as_ref();

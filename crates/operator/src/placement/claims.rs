@@ -46,7 +46,7 @@ pub(super) struct PodClaims {
     /// Ended or deleted pods that may still use shares, each with the time at which its claim ends.
     lingering: BTreeMap<String, Duration>,
     /// Pods that ended or were deleted less than [`LISTED_TIME`] ago, by name and node, each with
-    /// the time of its end. A new pod may have the name of such a pod.
+    /// the time of its end. A new pod may have the same name.
     ended: BTreeMap<String, BTreeMap<String, Duration>>,
     /// When the ledger was built. Pods that are not in `ended` count as ended at this time.
     built: Duration,
@@ -139,7 +139,7 @@ impl PodClaims {
     }
 
     /// Records that a pod is bound to a node. Returns true if the node has reported all allocations
-    /// of the pod and the pod is not terminating. Such a pod needs no further checks.
+    /// of the pod and the pod is not terminating. In this case, the pod needs no further checks.
     pub(super) fn record_binding(&mut self, ledger: &mut Ledger, name: &str, pod: &PodObject, node: &str) -> bool {
         let terminating = pod.metadata.deletion_timestamp.is_some();
         if terminating && self.allocated.contains(name) {
@@ -250,8 +250,8 @@ impl PodClaims {
 
     /// Ends the expired reservations of pods that the scheduler refuses.
     ///
-    /// Other expired reservations are renewed. The scheduler may be slow or may wait for a volume,
-    /// or a temporary obstacle on the node may end. [`super::stranded`] limits the total time.
+    /// Renews other expired reservations. The scheduler may be slow or may wait for a volume, or a
+    /// temporary obstacle on the node may end. [`super::stranded`] limits the total time.
     pub(super) fn expire_reservations(&mut self, ledger: &mut Ledger, unsettled: &[&PodObject], now: ReconcileTime) {
         let mut due: BTreeSet<String> = ledger.pods_with_expired_claims(Moment(now.epoch)).into_iter().collect();
         for pod in unsettled.iter().filter(|pod| is_released(pod)) {

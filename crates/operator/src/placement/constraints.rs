@@ -49,7 +49,7 @@ struct ReservedPod<'a> {
     nodes: Vec<String>,
 }
 
-/// Requirements of a pod's volumes for the pod's node.
+/// Requirements that a pod's volumes have for the pod's node.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Volumes {
     /// The required node affinity of each bound volume.
@@ -115,8 +115,8 @@ impl<'a> Constraints<'a> {
         self.reserved.push(ReservedPod { pod, nodes });
     }
 
-    /// Returns the key of a pod. Returns `None` if neither its own rules nor other pods' rules
-    /// restrict it.
+    /// Returns the key of a pod. Returns `None` if neither the pod's own rules nor other pods'
+    /// rules restrict the pod.
     pub(super) fn key<'p>(&self, pod: &'p PodObject) -> Option<ConstraintKey<'p>> {
         let rules = &pod.spec.rules;
         let repelled = || self.terms.iter().any(|(own, term)| term.may_select(own, namespace(pod), labels(pod)));
@@ -126,7 +126,7 @@ impl<'a> Constraints<'a> {
         Some((namespace(pod), labels(pod), rules, self.volumes(pod)))
     }
 
-    /// Returns the requirements of a pod's volumes for the pod's node.
+    /// Returns the requirements that a pod's volumes have for the pod's node.
     fn volumes(&self, pod: &PodObject) -> Volumes {
         let mut found = Volumes::default();
         if pod.spec.volume_claims.is_empty() {

@@ -29,7 +29,7 @@ pub(super) struct Availability<'a> {
     pub(super) ready: bool,
     /// Whether MPS shares are withheld, because the operator is replacing the node's MPS host.
     pub(super) withheld: bool,
-    /// Absences that count as if they had ended.
+    /// Absences that are treated as if they had ended.
     pub(super) over: &'a BTreeSet<Absence>,
 }
 

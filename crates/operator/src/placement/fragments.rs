@@ -3,8 +3,8 @@
 //!
 //! Autoscalers sum the free units of a node's GPUs. If two GPUs together have six free shares, an
 //! autoscaler assumes that a pod with five shares fits, and adds no node. Karpenter treats the
-//! effect `PreferNoSchedule` as a strict rule when it searches for a node, so it skips tainted
-//! nodes. The scheduler may still use tainted nodes, so the taint does not affect pods that Cleave
+//! effect `PreferNoSchedule` as a strict rule, so it skips tainted nodes when it searches for a
+//! node. The scheduler may still use tainted nodes, so the taint does not affect pods that Cleave
 //! releases to these nodes.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -42,7 +42,8 @@ impl FragmentationTaints {
         self.enabled
     }
 
-    /// Records whether a node's taint was written. If not, a later reconcile retries the write.
+    /// Records whether a node's taint was written. If the write failed, a later reconcile retries
+    /// it.
     pub(super) fn record_write(&mut self, node: &str, written: bool, up: Duration) {
         self.backoff.record_write(node, written, up);
         if !written {

@@ -39,7 +39,7 @@ struct Nominee<'a> {
     requests: &'a BTreeMap<String, Quantity>,
 }
 
-/// The properties of a pod that decide whether a node has enough resources for the pod.
+/// The properties of a pod that determine whether a node has enough resources for the pod.
 #[derive(Clone, Copy)]
 pub(super) struct Requester<'r> {
     /// The pod, as `namespace/name`.

@@ -135,8 +135,8 @@ impl Gatekeeper {
 
     /// Delays reservations for some seconds after each build of the ledger from the cluster.
     ///
-    /// A pod that was deleted without a grace period shortly before may still use shares that its
-    /// node has not reported. A gatekeeper that saw the pod keeps its claim; see
+    /// A pod that was recently deleted without a grace period may still use shares that its node
+    /// has not reported. A gatekeeper that saw the pod keeps its claim; see
     /// [`claims::UNREPORTED_CLAIM_TIME`]. A new gatekeeper did not see the pod, so it must delay
     /// reservations by the same duration.
     #[must_use]
@@ -452,8 +452,8 @@ impl Gatekeeper {
         waiting
     }
 
-    /// Decides which MPS hosts to replace, if that is enabled and due. A node whose MPS host is
-    /// about to be replaced receives no reservations.
+    /// Decides which MPS hosts to replace, if replacement is enabled and due. A node whose MPS host
+    /// is about to be replaced receives no reservations.
     fn plan_rollout(&mut self, cluster: &Cluster, ledger: &mut Ledger, up: Duration) -> Option<RolloutStep> {
         let hosts = cluster.hosts.as_ref().filter(|_| self.next_rollout <= up)?;
         self.next_rollout = up.saturating_add(rollout::UPDATE_INTERVAL);

@@ -42,7 +42,7 @@ pub(super) const FULL_AFTER: Duration = Duration::from_secs(10);
 /// for example while agents start.
 pub(super) const NO_NODE_AFTER: Duration = Duration::from_secs(30);
 /// How long a pod that is too large for every GPU is not reported again. If an autoscaler added a
-/// node for the pod, the node did not help, and the autoscaler must not add another one.
+/// node for the pod, the node did not help, and the autoscaler must not add another node.
 const TOO_LARGE_BACKOFF: Duration = Duration::from_secs(3600);
 /// How long a pod must be too large before it counts as too large. A GPU may temporarily have fewer
 /// units, for example while its policy changes.
@@ -50,7 +50,7 @@ pub(super) const TOO_LARGE_AFTER: Duration = Duration::from_secs(30);
 /// Maximum time for which evictions for a pod are delayed because the pod is about to get units
 /// without evictions.
 pub(super) const MAX_PREEMPTION_PAUSE: Duration = Duration::from_secs(60);
-/// Delay before the operator writes a report again that the watch has not delivered.
+/// Delay before the operator repeats a report that the watch has not delivered.
 const WRITE_AGAIN_AFTER: Duration = Duration::from_secs(10);
 /// Maximum number of reports in one reconcile.
 const MAX_REPORTS: usize = 64;
@@ -116,7 +116,7 @@ impl AllowedUnits {
         *most = units.max(*most);
     }
 
-    /// Returns the policies' support for the least supported of these requests.
+    /// Returns the lowest support that the policies have for one of these requests.
     fn least_support(&self, requests: &[DeviceRequest]) -> PolicySupport {
         let support = |request: &DeviceRequest| match self.units.get(&request.resource) {
             Some(units) if *units >= request.units.get() => PolicySupport::Enough,
@@ -225,7 +225,7 @@ struct UnplaceablePod {
     too_large: Option<Duration>,
     /// When the pod was first about to get units without evictions.
     room_since: Option<Duration>,
-    /// Whether the last write reported the pod, and when.
+    /// Whether the last write reported the pod, and the time of the write.
     written: Option<(bool, Duration)>,
 }
 

@@ -28,8 +28,8 @@ pub(super) struct HandoverCandidate<'a> {
     pub(super) device_requests: &'a [DeviceRequest],
 }
 
-/// Nominates the waiting pods again that an earlier leader had nominated, if the units are free or
-/// about to be free. `waiting` is in order of priority. `now` is in seconds since the Unix epoch.
+/// Nominates the pods that an earlier leader had nominated, if their units are free or about to be
+/// free. `waiting` is in order of priority. `now` is in seconds since the Unix epoch.
 pub(super) fn restore_nominations<'a>(
     ledger: &mut Ledger,
     waiting: impl Iterator<Item = HandoverCandidate<'a>>,

@@ -185,13 +185,13 @@ impl NodeState {
         free
     }
 
-    /// Returns the units that the scheduler counts as free, by resource, in thousandths. These are
-    /// the healthy units minus the requests of all bound pods. An amount is negative if pods
-    /// request more units.
+    /// Returns the units that the scheduler counts as free, by resource, in thousandths. The
+    /// scheduler subtracts the requests of all bound pods from the healthy units. An amount is
+    /// negative if pods request more units.
     ///
-    /// The scheduler also counts pods on a faulted GPU, whose units are no longer allocatable, and
-    /// terminating pods that no longer use units. The result ignores the kubelet's report of
-    /// allocatable units, which is some seconds late.
+    /// The scheduler also counts pods on a faulted GPU, although the units of the GPU are no longer
+    /// allocatable, and terminating pods that no longer use units. The result ignores the kubelet's
+    /// report of allocatable units, which is some seconds late.
     pub(super) fn units_free_for_scheduler(&self, tracker: &PodTracker) -> FreeAmounts<'_> {
         let requested = tracker.requested(&self.node.name);
         let free = |(resource, counts): (&'_ String, &UnitCounts)| {
@@ -369,7 +369,7 @@ impl Nodes {
     }
 
     /// Returns why a node does not accept a released pod now. Returns `None` if the node accepts
-    /// the pod. Other pods that are released to the node but not bound to it do not count.
+    /// the pod. Ignores other pods that are released to the node but not bound to it.
     pub(super) fn refusal(&self, node: &str, pod: &PlanPod, tracker: &PodTracker) -> Option<String> {
         let Some(state) = self.0.get(node) else { return Some("the node no longer exists".to_owned()) };
         if !state.managed {
@@ -387,11 +387,11 @@ impl Nodes {
             .or_else(|| lacks_units().then(|| TOO_FEW_UNITS_IN_SUM.to_owned()))
     }
 
-    /// Returns the pods with allocations that preemption can evict, and ended or deleted pods whose
-    /// node still reports their allocations. Ended or deleted pods that `is_ending` accepts count
-    /// as terminating, so that no other pod is evicted for the same units. The units of other ended
-    /// or deleted pods count as used. `is_ending` receives the node and the name of the pod,
-    /// because a pod of the same name may run on another node.
+    /// Returns the pods with allocations that preemption can evict. Also returns ended or deleted
+    /// pods if their node still reports their allocations. Ended or deleted pods that `is_ending`
+    /// accepts count as terminating, so that no other pod is evicted for the same units. The units
+    /// of other ended or deleted pods count as used. `is_ending` receives the node and the name of
+    /// the pod, because a pod of the same name may run on another node.
     pub(super) fn holders<'a>(
         &self,
         tracker: &'a PodTracker,
@@ -446,8 +446,8 @@ impl Nodes {
         {
             return Verdict::Waits(why.to_string());
         }
-        // Search again, including the nodes that only temporary obstacles exclude. On such a node,
-        // the pod fits after a wait.
+        // Search again, including the nodes that only temporary obstacles exclude. The pod may fit
+        // on these nodes after a wait.
         let is_possible = |state: &&NodeState| {
             state.may_admit_later(pod)
                 && (checks.conflict)(&state.node).map_or_else(|conflict| conflict.is_temporary(), |()| true)
@@ -487,12 +487,11 @@ impl Nodes {
     }
 
     /// Returns which component serves a resource, for a pod that may run on any node. If several
-    /// providers serve the resource, returns the provider that the pod waits for the longest. Nodes
-    /// that are not ready and show no sign of Cleave count only if no other node reports the
-    /// resource.
+    /// providers serve the resource, returns the provider that the pod waits for the longest.
+    /// If another node reports the resource, ignores `NotReady` nodes that show no sign of Cleave.
     ///
     /// The kubelet of a node that has just lost its `GpuNode` or its policy may still report
-    /// Cleave's resources. Such a report alone does not prove that another plugin serves the
+    /// Cleave's resources. The kubelet's report alone does not prove that another plugin serves the
     /// resources.
     pub(super) fn provider(&self, resource: &str) -> ResourceProvider {
         if self.0.values().any(|state| state.offers.contains(resource)) {
@@ -524,13 +523,13 @@ pub(super) const OUTDATED_TAINTS: [&str; 2] = ["node.kubernetes.io/not-ready", "
 pub(super) enum ResourceProvider {
     /// No node serves the resource.
     Nothing,
-    /// Only kubelets of nodes that are not ready and where Cleave never ran report the resource.
-    /// Their reports may be old.
+    /// Only the kubelets of `NotReady` nodes on which Cleave never ran report the resource. These
+    /// reports may be old.
     Outdated,
     /// Another device plugin, on nodes where Cleave does not run.
     Another,
-    /// Kubelets report the resource on nodes where Cleave runs but does not serve it, or on nodes
-    /// that are not ready and where Cleave ran before. Either another plugin serves the resource,
+    /// Kubelets report the resource on nodes where Cleave runs but does not serve the resource, or
+    /// on `NotReady` nodes on which Cleave ran before. Either another plugin serves the resource,
     /// or the kubelet's report is old.
     Unclear,
     /// Cleave served the resource on a node, or its agent may serve it, but the `GpuNode` or its

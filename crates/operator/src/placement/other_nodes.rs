@@ -56,7 +56,7 @@ impl<'a> OtherNodes<'a> {
         };
         let mut found = Self(others.into_iter().filter_map(other).collect());
         for pod in unsettled.iter().filter(|pod| pod.to_other_nodes && is_released(pod)) {
-            found.place(&to_plan_pod(pod));
+            found.place_pod(&to_plan_pod(pod));
         }
         found
     }

@@ -15,8 +15,8 @@ const VERSION_POINTER: &str = "/0/value";
 /// Returns the JSON Patch that narrows the pod, annotates it with its reservation and removes its
 /// only gate.
 ///
-/// The patch applies as a whole or not at all, and only to the version of the pod that the decision
-/// was based on.
+/// The patch applies completely or not at all, and only to the version of the pod on which the
+/// decision is based.
 pub(super) fn release_patch(pod: &PodObject, reason: &ReleaseReason, destination: Destination<'_>) -> Value {
     let mut operations =
         vec![json!({"op": "test", "path": "/metadata/resourceVersion", "value": pod.metadata.resource_version})];
@@ -86,7 +86,7 @@ fn existing_affinity(pod: &PodObject) -> ExistingAffinity<'_> {
 ///
 /// Only autoscalers' node templates and administrators set the label of the requirement. The
 /// requirement names no node, so any node with the label may serve the pod. Returns `None` for
-/// whole GPUs and whole MIG instances: the scheduler counts them correctly.
+/// whole GPUs and whole MIG instances, because the scheduler counts these units correctly.
 fn larger_gpus_requirement(device_requests: &[DeviceRequest]) -> Option<Requirement> {
     let request = device_requests
         .iter()

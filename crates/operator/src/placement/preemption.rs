@@ -21,12 +21,13 @@ use crate::pods::{PodObject, full_name};
 
 mod gangs;
 
-/// Maximum number of waiting pods per reconcile with their first search for preemption victims.
-/// Each search scans every device.
+/// Maximum number of waiting pods per reconcile for which the operator searches for preemption
+/// victims for the first time. Each search scans every device.
 const MAX_NEW_PREEMPTORS: usize = 4;
 
-/// Maximum number of waiting pods per reconcile for which victims are searched by the rules of
-/// quotas. The turns are in the order of the quotas, so pods within a guarantee come first.
+/// Maximum number of waiting pods per reconcile for which the operator searches for victims by the
+/// rules of quotas. The turns are in the order of the quotas, so pods within a guarantee come
+/// first.
 const MAX_EXCHANGES: usize = 8;
 
 /// Searches for pods to evict, within one reconcile.
@@ -73,7 +74,7 @@ enum SearchResult {
     Impossible,
     /// It is not this pod's turn, or the pod is about to get units without evictions.
     Later,
-    /// The same as `Preempt`, by the rules of quotas. `force` deletes pods that disruption budgets
+    /// Like `Preempt`, but by the rules of quotas. `force` deletes pods that disruption budgets
     /// protect.
     Exchange { kind: Kind, found: Preemption, force: bool },
     /// Only evictions of pods that disruption budgets protect would free enough units.
@@ -178,7 +179,7 @@ impl<'a> PreemptionSearch<'a> {
         let nominated = ledger.nominations().get(name);
         let scope = self.preemptors.search_scope(name, self.up);
         let key = search.key(candidate);
-        // The scheduler may refuse the node, because the volume cannot be created there. The
+        // The scheduler may refuse the node, because the volume cannot be created on the node. The
         // evictions would have no effect.
         if key.has_unbound_volume() {
             return SearchResult::Impossible;

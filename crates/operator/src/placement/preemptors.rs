@@ -8,9 +8,10 @@ use super::actions::Actions;
 use crate::pods::PodObject;
 use crate::read::BudgetObject;
 
-/// Maximum number of waiting pods per reconcile with a repeated search for preemption victims.
+/// Maximum number of waiting pods per reconcile for which the operator repeats the search for
+/// preemption victims.
 const MAX_REPEATED_SEARCHES: usize = 8;
-/// Time after which a search without result is repeated even if nothing has changed. After this
+/// Time after which a search without a result is repeated even if nothing has changed. After this
 /// time, changes that this module does not track, such as another pod's labels, take effect.
 pub(super) const RECHECK_TIME: Duration = Duration::from_secs(60);
 /// Time after which a search is repeated for a pod with rules about other pods or volumes. A change
@@ -46,7 +47,7 @@ pub(super) struct Preemptors {
     /// Victims of the last evictions for each waiting pod, with their node.
     victims: BTreeMap<String, (String, Vec<String>)>,
     /// Pods that disruption budgets protect although their units are guaranteed to other pods, by
-    /// UID. Each value contains the times at which this was first and last found.
+    /// UID. Each value contains the times at which the operator first and last found this state.
     protected: BTreeMap<String, (Duration, Duration)>,
 }
 
@@ -159,8 +160,8 @@ impl Preemptors {
         self.budgets = now;
     }
 
-    /// Returns the waiting pods whose turn it is. These are the pods with the oldest searches,
-    /// among the pods that another search may help.
+    /// Returns the waiting pods whose turn it is. Among the pods that another search may help, the
+    /// pods with the oldest searches have their turn.
     pub(super) fn pods_in_turn(&self, up: Duration) -> BTreeSet<String> {
         let due = self.waiting.iter().filter(|(_, one)| self.scope_of(one, up) != SearchScope::Nothing);
         let mut due: Vec<(u64, &String)> = due.map(|(name, one)| (one.turn, name)).collect();

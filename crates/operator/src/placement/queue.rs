@@ -17,8 +17,8 @@ pub(super) const MAX_REFUSALS: u32 = 3;
 pub(super) const FIRST_BACKOFF: Duration = Duration::from_secs(1);
 /// Maximum delay before a refused release is attempted again.
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
-/// How long a pod that no longer exists is not released again, if the watch still has it. A watch
-/// is stale for at most 35 s.
+/// How long a pod that no longer exists is not released again, if the watch still shows the pod. A
+/// watch is stale for at most 35 s.
 pub(super) const MISSING_TIME: Duration = Duration::from_secs(60);
 /// Maximum length of a reported message of the API server, in characters.
 const MAX_MESSAGE_CHARS: usize = 300;
@@ -32,7 +32,7 @@ pub(super) struct Queue(BTreeMap<String, GatedPod>);
 struct GatedPod {
     uid: String,
     since: Duration,
-    /// When the pod became unplaceable. `None` if the pod is placeable or its obstacle is
+    /// When the pod became unplaceable. `None` if the pod is placeable or the obstacle is
     /// temporary.
     unplaceable_since: Option<Duration>,
     refused: Option<Refusals>,

@@ -128,8 +128,8 @@ impl<'w> QuotaPass<'w> {
     }
 
     fn rank_of(&self, member: Member, is_within: bool) -> Rank {
-        // Different pools may use the same account number. That does no harm, because pods of
-        // different pools use different GPUs.
+        // Different pools may use the same account number. Equal numbers have no effect, because
+        // pods of different pools use different GPUs.
         let book = self.book(member);
         Rank { quota: book.account(member.id) + 1, is_within, priority: book.priority(member.id) }
     }
@@ -403,9 +403,9 @@ impl<'w> QuotaPass<'w> {
         self.book(member).is_legal(kind, &self.gpus_of_found(member, found), &victims)
     }
 
-    /// Returns the least important pods of a waiting pod's own quota whose eviction keeps the quota
-    /// within its maximum. The waiting pod then uses the free units of `found`. Returns `None` if
-    /// no such eviction is possible or permitted.
+    /// Selects the least important pods of the waiting pod's quota, until their eviction keeps the
+    /// quota within its maximum. The waiting pod then uses the free units of `found`. Returns
+    /// `None` if no such eviction is possible or permitted.
     pub(super) fn victims_for_max(&self, member: Member, all: &Holders<'_>, found: Preemption) -> Option<Preemption> {
         let (book, pool) = (self.book(member), &self.worlds.pools[member.pool]);
         let max = book.quota(member.id).max()?;

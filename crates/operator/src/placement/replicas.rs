@@ -106,7 +106,7 @@ fn avoided_controller(pod: &PodObject) -> Option<ControllerId> {
     pod.controller_id.filter(|_| pod.replica_placement != Some(ReplicaPlacement::Pack))
 }
 
-/// Adds the devices of a pod, except those of policies that pack.
+/// Adds the devices of a pod, except devices whose policy packs replicas.
 fn add_devices(
     siblings: &mut Siblings,
     nodes: &Nodes,

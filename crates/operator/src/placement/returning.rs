@@ -1,7 +1,7 @@
 //! Tracks units that are briefly unavailable, because an agent restarts, a GPU is being
-//! repartitioned, or a pod was deleted before its node reported it. A pod that these units can
-//! serve needs no other node yet, and the operator delays evictions for the pod. Pure: callers pass
-//! in the time.
+//! repartitioned, or a pod was deleted before its node reported it. If these units can serve a pod,
+//! the pod needs no other node yet, and the operator delays evictions for the pod. Pure: callers
+//! pass in the time.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;

@@ -20,7 +20,7 @@ use super::patch;
 use super::quota_reports::CapacityLabel;
 use super::quotas::QuotaSettings;
 use super::stranded::{PlacedReport, Recreation, StrandedActions};
-use crate::events::{self, EventPublisher};
+use crate::events::{self, EventSelector};
 use crate::evict::{self, EvictionOptions, EvictionResult};
 use crate::metrics::{NO_QUOTA, Outcome};
 use crate::pod_condition::{self, ConditionTarget, WriteResult};
@@ -160,7 +160,7 @@ pub(crate) struct PlacementController {
     reports_quotas: bool,
     /// When the capacity label of each pod was written, by the pod's UID.
     labelled: BTreeMap<String, Duration>,
-    publisher: EventPublisher,
+    publisher: EventSelector,
     started: Instant,
     clock: SteadyClock,
 }
@@ -229,7 +229,7 @@ impl PlacementController {
             next_quota_reports: Duration::ZERO,
             reports_quotas: true,
             labelled: BTreeMap::new(),
-            publisher: EventPublisher::default(),
+            publisher: EventSelector::default(),
             started: Instant::now(),
             clock: SteadyClock::read(),
         }
@@ -539,7 +539,7 @@ impl PlacementController {
     }
 
     /// Evicts stranded pods so that their controllers recreate them, and writes the condition of
-    /// other stranded pods. After a failed write, a later reconcile decides again.
+    /// other stranded pods. After a failed write, a later reconcile repeats the decision.
     async fn apply_stranded_actions(&mut self, stranded_actions: &StrandedActions) {
         for recreation in &stranded_actions.recreate {
             if !self.context.claim.is_current() {
@@ -679,8 +679,7 @@ impl PlacementController {
         publish_all(&self.context.recorder, &self.context.claim, all).await;
     }
 
-    /// Updates the gauges of pods at the gate. The reason of a pod in `demand` is the plan's
-    /// reason.
+    /// Updates the gauges of pods at the gate. For a pod in `demand`, uses the reason in `demand`.
     fn set_gauges(&self, actions: &Actions, demand: &BTreeMap<String, WaitingPod>, up: Duration) {
         let reason = |pod: &str, gated: &WaitingPod| demand.get(pod).map_or(gated.reason, |planned| planned.reason);
         let mut gated = BTreeMap::new();

@@ -45,8 +45,8 @@ pub(super) struct Candidate<'a> {
     avoided: Option<&'a BTreeSet<String>>,
     /// Whether Cleave serves at least one of the requested resources.
     offered: bool,
-    /// Whether kubelets report all requested resources on nodes where Cleave runs but does not
-    /// serve the resources, or on nodes that are not ready.
+    /// Whether kubelets report all requested resources on `NotReady` nodes, or on nodes on which
+    /// Cleave runs but does not serve the resources.
     unclear: bool,
     /// A requested resource that Cleave may serve on a node whose `GpuNode` is missing.
     missing: Option<String>,
@@ -87,7 +87,7 @@ impl<'a> Candidate<'a> {
     }
 
     /// Returns the reason in the plan for GPUs that are partitioned on demand. Returns `None` if
-    /// the pod requests more GPUs than a node has, because the plan does not consider that.
+    /// the pod requests more GPUs than a node has, because the plan does not consider this case.
     pub(super) fn planned_wait<'w>(&self, demand: Option<&'w WaitingPod>) -> Option<&'w WaitingPod> {
         demand.filter(|_| !self.too_many_gpus)
     }
@@ -413,8 +413,8 @@ impl<'a> PlacementSearch<'a> {
             .collect()
     }
 
-    /// Returns the given nodes that rules between pods and volumes allow, and that have enough CPU,
-    /// memory and other resources for the pod.
+    /// Returns those of the given nodes that the rules of pods and volumes allow, and that have
+    /// enough CPU, memory and other resources for the pod.
     pub(super) fn nodes_with_room<'n>(
         &self,
         ledger: &Ledger,
@@ -459,7 +459,7 @@ impl<'a> PlacementSearch<'a> {
     }
 
     /// Returns whether an earlier pod with the same name excludes the pod from one of these nodes.
-    /// If so, the result of a search does not apply to otherwise equal pods.
+    /// In this case, the result of a search does not apply to otherwise equal pods.
     pub(super) fn has_lasting_predecessor<'n>(
         &self,
         ledger: &Ledger,

@@ -2,9 +2,9 @@
 //! callers pass in the time.
 //!
 //! A scheduling gate cannot be added again. So if a pod has lost its reservation, or its nodes no
-//! longer accept it, the pod's controller must recreate it. The operator evicts the pod, and the
-//! replacement waits at the gate. The operator never deletes a pod that no controller recreates.
-//! Instead, a condition and an Event state how to resolve the problem.
+//! longer accept it, the pod's controller must recreate the pod. The operator evicts the pod, and
+//! the replacement waits at the gate. The operator never deletes a pod that no controller
+//! recreates. Instead, a condition and an Event state how to resolve the problem.
 //!
 //! | a released pod that is not bound | is stranded |
 //! |---|---|
@@ -48,7 +48,7 @@ pub(super) enum Reason {
     Expired(Vec<String>),
     /// All nodes that the pod was released to were deleted. Contains their names.
     Gone(Vec<String>),
-    /// Every node that the pod was released to refuses it. Contains each node's reason.
+    /// Every node that the pod was released to refuses the pod. Contains each node's reason.
     Refused(String),
     /// The pod was released as unschedulable, but may fit a GPU now.
     Possible,
@@ -100,7 +100,7 @@ impl Reason {
                 format!("The nodes to which this pod was released no longer accept it: {refusals}")
             }
             Self::OtherNodesFull => {
-                "This pod was released to nodes of another device plugin, which have no room for it. It would fit on a GPU that Cleave serves now".to_owned()
+                "This pod was released to nodes of another device plugin, which have too few free resources for it. It would fit on a GPU that Cleave serves now".to_owned()
             }
             Self::Possible => "This pod was released as unschedulable, but it would fit on a GPU now".to_owned(),
         }
@@ -114,8 +114,8 @@ pub struct Recreation {
     pub pod: String,
     /// UID of the pod.
     pub uid: String,
-    /// The `resourceVersion` that the decision is based on. If the pod was bound after this
-    /// version, it is not evicted.
+    /// The `resourceVersion` that the decision is based on. A pod that was bound after this version
+    /// is not evicted.
     pub version: String,
     /// The explanation for the pod's owner.
     pub message: String,
@@ -273,7 +273,7 @@ impl StrandedPods {
     }
 
     /// Records that a pod could not be evicted. The operator evicts other pods before it retries
-    /// this one.
+    /// this pod.
     pub(super) fn record_failed_eviction(&mut self, uid: &str, up: Duration) {
         self.failed.insert(uid.to_owned(), up.saturating_add(EVICTION_RETRY_DELAY));
     }
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_of_a_controller_is_recreated_and_a_bare_pod_gets_advice_once() {
+    fn a_pod_of_a_controller_is_recreated_and_a_bare_pod_gets_a_condition_once() {
         let (owned, bare) = (replica("owned"), PodObject { controller: None, ..replica("bare") });
         let mut stranded = StrandedPods::default();
         let stranded_actions =

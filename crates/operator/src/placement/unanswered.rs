@@ -43,7 +43,7 @@ impl UnansweredReleases {
     }
 
     /// Returns whether a pod at the gate shows that its release was not and will not be applied.
-    /// This is the case if the pod is newer than the version that the patch applies to.
+    /// The pod shows this if it is newer than the version that the patch applies to.
     pub(super) fn is_refuted_by(&self, name: &str, pod: &PodObject) -> bool {
         let number = |version: Option<&str>| version.and_then(|version| version.parse::<u64>().ok());
         let sent = self.0.get(name).and_then(|release| number(patch::resource_version(&release.patch)));

@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn plans_are_less_frequent_under_load_and_frequent_again_after_it() {
+    fn plans_are_less_frequent_under_load_and_frequent_again_afterwards() {
         let mut pace = PlanPace::default();
         let mut now = milliseconds(0);
         let mut waits = Vec::new();

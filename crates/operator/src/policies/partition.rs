@@ -222,11 +222,11 @@ fn mps_partition(
     })
 }
 
-/// Returns the memory limits and thread limits of k slices of a resource, for each k.
+/// Returns the memory limits and thread limits for each number k of slices of a resource.
 ///
 /// The list covers the maximum number of slices of the GPU, and its last entry is the whole GPU.
-/// The length must not depend on the current number of slices. Otherwise a change of that number
-/// would change the limits of slices in use, and the last entries, which are the daemon's defaults.
+/// The length must not depend on the current number of slices. Otherwise, a new slice would change
+/// the limits of slices in use, and the last entries, which are the daemon's defaults.
 fn limits_by_count(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>, Vec<u8>), String> {
     let MpsRules { threads, limited, memory_parts, .. } = demand.mps;
     let total = Mebibytes(gpu.memory_mib);

@@ -33,7 +33,7 @@ pub struct Plan {
     /// The report about each policy, by name. Includes malformed and invalid policies.
     pub policies: BTreeMap<String, PolicyReport>,
     /// GPUs that are partitioned on demand, by node and UUID. In `nodes`, these GPUs keep their
-    /// partition until [`crate::policies::demand`] decides.
+    /// partition until [`crate::policies::demand`] decides about them.
     pub demand: BTreeMap<String, BTreeMap<String, OnDemandGpu>>,
 }
 

@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_repartition_lasts_from_the_first_write_until_the_node_serves_the_newest_plan() {
+    fn a_repartitioning_lasts_from_the_first_write_until_the_node_serves_the_newest_plan() {
         let seconds = Duration::from_secs;
         let mut repartitions = Repartitions::default();
         repartitions.record_write("n", "p1", seconds(10));

@@ -140,7 +140,8 @@ fn blocking_pods_message(node: &Node, gpu: &GpuStatus) -> String {
     step.map(|step| format!(": {}", step.message)).unwrap_or_default()
 }
 
-/// Returns whether the partition contains all slices in use. If so, no pod blocks the change.
+/// Returns whether the partition contains all slices in use. In this case, no pod blocks the
+/// change.
 fn contains_all_slices_in_use(partition: &Partition, gpu: &GpuStatus) -> bool {
     let all = |slices: &[SliceGroup]| {
         let mut counts: BTreeMap<(Option<u32>, String), u32> = BTreeMap::new();

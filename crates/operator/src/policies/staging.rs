@@ -76,7 +76,7 @@ struct PolicyChange {
     affected: BTreeMap<String, AffectedNode>,
     /// Whether a former leader may have begun the change.
     is_inherited: bool,
-    /// Whether the previous change was incomplete. Nodes of that change may have the newest
+    /// Whether the previous change was incomplete. Nodes of the previous change may have the newest
     /// partition.
     follows_incomplete: bool,
 }
@@ -148,7 +148,7 @@ pub struct Staging {
     /// Nodes that failed and have not served since.
     failing: BTreeMap<PolicyAndNode, NodeFailure>,
     /// Changing nodes whose agent does not report. Each value is the last generation that the agent
-    /// read, and when the agent stopped reporting.
+    /// read, and the time at which the agent stopped reporting.
     not_reporting: BTreeMap<PolicyAndNode, (i64, Duration)>,
     /// Nodes that failed or were lost with an older partition, until they serve.
     failed_before: BTreeSet<PolicyAndNode>,
@@ -363,8 +363,8 @@ impl Staging {
         Some(left).filter(|left| !left.is_zero())
     }
 
-    /// Counts a node that does not serve as serving. The node has served the newest partition, and
-    /// no change is in progress, so no change caused the outage.
+    /// Makes a node that does not serve count as serving. The node has served the newest partition,
+    /// and no change is in progress, so no change caused the outage.
     fn hide_outage(&mut self, key: &PolicyAndNode, view: &mut NodeView) {
         if matches!(view.state, NodeState::Failed(_)) {
             self.failed_before.insert(key.clone());
@@ -386,9 +386,9 @@ impl Staging {
         }
     }
 
-    /// Applies the recorded failures of a node to its view. Returns the time until a failure
-    /// counts. A failure lasts until the policy's GPUs serve, wait for pods, or get other
-    /// partitions.
+    /// Applies the recorded failures of a node to its view. Returns the time until a failure has
+    /// lasted for [`FAILURE_TIME`]. A failure lasts until the policy's GPUs serve, wait for pods,
+    /// or get other partitions.
     fn update_failure(
         &mut self,
         key: &PolicyAndNode,

@@ -172,8 +172,8 @@ fn policy_status(
             reason: verdict.reason.to_owned(),
             message: verdict.message,
             observed_generation: Some(generation),
-            // As in Kubernetes, this is the time at which `status` changed. A changed message does
-            // not count.
+            // As in Kubernetes, the transition time is the time at which `status` changed. A
+            // changed message does not change the time.
             last_transition_time: before
                 .filter(|before| before.status == status)
                 .map_or(Time(now), |before| before.last_transition_time.clone()),
@@ -569,8 +569,7 @@ fn unsupported_message(report: &PolicyReport) -> String {
     join_items(sentences.into_iter().collect(), "; ")
 }
 
-/// Joins the distinct sentences to one sentence, which contains at most [`MAX_LISTED_ITEMS`] of
-/// them.
+/// Joins the distinct sentences into one sentence. Lists at most [`MAX_LISTED_ITEMS`] sentences.
 fn join_sentences(sentences: Vec<String>) -> Vec<String> {
     let distinct: BTreeSet<String> = sentences.into_iter().collect();
     vec![join_items(distinct.into_iter().collect(), "; ")]

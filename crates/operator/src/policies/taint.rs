@@ -190,7 +190,7 @@ pub(crate) fn remove_patch((key, effect): &(&str, &str), index: usize) -> Value 
 /// The result of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TaintWriteResult {
-    /// The node has the change.
+    /// The change was written.
     Done,
     /// The node changed after the decision, so the API server refused the patch. The next decision
     /// reads the node again.

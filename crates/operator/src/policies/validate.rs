@@ -252,8 +252,8 @@ pub enum Error {
     Shape(&'static str),
 }
 
-/// Returns the part of a text that an error quotes. If the CRD lacked the rules, a stored text may
-/// have any length.
+/// Returns the part of a text that an error quotes. A text that was stored under a CRD without the
+/// rules may have any length.
 fn quoted_part(text: &str) -> String {
     text.chars().take(100).collect()
 }

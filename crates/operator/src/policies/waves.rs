@@ -4,8 +4,8 @@
 //! served the newest partition for some time:
 //!
 //! - A canary that can never serve, such as one with cordoned GPUs, also holds back all nodes that
-//!   are cordoned or failed. A node that can serve replaces this canary. A canary that an
-//!   administrator cordons after its change began holds back no node.
+//!   are cordoned or failed. A node that can serve replaces this canary. If an administrator
+//!   cordons a canary after its change began, the canary holds back no node.
 //! - At most `maxUnavailable` nodes are repartitioned at a time.
 //! - Nodes whose GPUs are in use wait for their pods after their spec is written. These nodes count
 //!   separately, so they do not delay unused nodes.
@@ -26,7 +26,8 @@ use crate::policies::validate::RolloutRules;
 pub enum NodeState {
     /// The GPUs serve the partition.
     Serving,
-    /// GPUs wait for pods that use slices that must be removed. The other GPUs serve the partition.
+    /// Some GPUs wait because pods use slices that must be removed. The other GPUs serve the
+    /// partition.
     WaitingForPods,
     /// GPUs are being repartitioned.
     Changing,
@@ -100,10 +101,10 @@ pub struct RolloutProgress {
     pub failed: BTreeMap<String, String>,
     /// Nodes that keep an older partition until their wave begins.
     pub pending: BTreeSet<String>,
-    /// Changed nodes that have not served for long enough. Other fields also count these nodes.
+    /// Changed nodes that have not served long enough. Other fields also count these nodes.
     pub unsteady: BTreeSet<String>,
-    /// Cordoned nodes that changed, do not serve, and hold back other nodes. Other fields also
-    /// count these nodes.
+    /// Cordoned nodes that changed, do not serve, and prevent changes of other nodes. Other fields
+    /// also count these nodes.
     pub cordoned: BTreeSet<String>,
 }
 
@@ -170,7 +171,7 @@ fn proves_change(view: &NodeView) -> bool {
     view.has_newest && view.is_steady && is_serving(view)
 }
 
-/// Returns whether a node that the change has reached serves, but not for long enough.
+/// Returns whether a node that the change has reached serves, but has not served long enough.
 fn is_unsteady(view: &NodeView) -> bool {
     view.has_newest && view.affected && !view.is_steady && is_serving(view)
 }
@@ -244,14 +245,14 @@ fn withheld_by(rules: RolloutRules, view: &NodeView) -> Option<WithheldNodes> {
         NodeState::Changing => (is_canary || !view.excused).then_some(WithheldNodes::All),
         NodeState::WaitingForPods => (is_canary || !view.excused).then_some(WithheldNodes::InUse),
         NodeState::Serving => is_canary.then_some(WithheldNodes::Unfit),
-        // Depending on `onFailure`, a failure that is not excused stops all nodes or none.
+        // Depending on `onFailure`, a failure that is not excused stops all nodes or no node.
         NodeState::Failed(_) => {
             (is_canary && view.excused && rules.on_failure == OnFailure::Stop).then_some(WithheldNodes::Unfit)
         }
     }
 }
 
-/// Returns whether a pending node is a poor test of the change.
+/// Returns whether a pending node is unlikely to prove the change.
 const fn is_unfit(view: &NodeView) -> bool {
     view.excused || view.cordoned || matches!(view.state, NodeState::Failed(_))
 }

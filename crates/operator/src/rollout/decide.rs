@@ -224,8 +224,8 @@ impl Rollout {
         let max_replacing = if proven { (hosts().count() / BATCH_DIVISOR).max(1) } else { 1 };
         let excused = |name: &String| nodes.get(name).is_some_and(|view| view.excused);
         let replacing = self.outages.keys().filter(|name| self.deleted.contains_key(*name) || !excused(name)).count();
-        // Reopen nodes if too many are closed. This happens when MPS hosts stop serving after nodes
-        // were closed.
+        // Reopen nodes if too many are closed. Too many nodes are closed when MPS hosts stop
+        // serving after nodes were closed.
         while !self.closed.is_empty() && replacing.saturating_add(self.closed.len()) > max_replacing {
             self.closed.pop_last();
         }
@@ -234,8 +234,9 @@ impl Rollout {
                 host.outdated && !host.terminating && view.busy.is_none() && !self.closed.contains_key(*name)
             })
             .filter(|(name, _, _)| !self.outages.contains_key(*name))
-            // Replace MPS hosts that do not serve last. If such a node's new MPS host also fails,
-            // the failure does not show whether the new release works.
+            // First replace the MPS hosts that serve, then the other MPS hosts. If a new MPS host
+            // fails on a node whose old MPS host did not serve, the failure does not show whether
+            // the new release works.
             .map(|(name, view, host)| (!host.ready || view.daemon_problem.is_some(), name.clone(), host.uid.clone()))
             .collect();
         next.sort();

@@ -132,7 +132,7 @@ impl MpsHost {
 }
 
 /// Returns the MPS hosts by node. If a node has two MPS hosts and one is being deleted, the map
-/// contains the other.
+/// contains the other MPS host.
 pub(crate) fn mps_hosts_by_node<'a>(hosts: &'a MpsHosts, newest: &NewestRevisions) -> BTreeMap<&'a str, MpsHost> {
     let mut found: BTreeMap<&str, MpsHost> = BTreeMap::new();
     for pod in &hosts.pods {

@@ -104,8 +104,8 @@ pub(crate) struct MpsHostView {
     pub daemon_problem: Option<String>,
     /// A pod or program that uses MPS on the node, or has a reservation for MPS shares.
     pub busy: Option<String>,
-    /// Whether the node is unreachable or cordoned. Failures on such a node do not count against a
-    /// release.
+    /// Whether the node is unreachable or cordoned. If it is, its failures are not attributed to
+    /// a release.
     pub excused: bool,
 }
 

@@ -16,7 +16,7 @@ use crate::pods::{PodCondition, PodObject, full_name};
 /// Delay before the operator retries an eviction that a disruption budget refused or that had no
 /// effect.
 pub(crate) const EVICTION_RETRY_DELAY: Duration = Duration::from_secs(5);
-/// How long a written condition counts before the watch delivers it.
+/// How long the operator assumes that a written condition exists before the watch delivers it.
 const WATCH_LAG: Duration = Duration::from_secs(10);
 /// Maximum length of a condition's message, in characters.
 const MAX_MESSAGE_CHARS: usize = 1000;
@@ -100,7 +100,7 @@ impl FindingTracker {
             let uid = pod.metadata.uid.as_deref().unwrap_or_default();
             let findings = pod.node().and_then(|node| found.get(&(node, uid))).map_or(&[][..], Vec::as_slice);
             let has = pod.status.conditions.iter().find(|condition| condition.type_ == CONDITION_WITHIN_SHARE);
-            // This skips most pods, because no agent ever reported them.
+            // This check skips most pods, because no agent ever reported them.
             if findings.is_empty() && has.is_none() && !self.written.contains_key(uid) {
                 continue;
             }

@@ -14,7 +14,7 @@ use crate::write::publish;
 /// Time to wait for further changes after the first one.
 const BATCH_WINDOW: Duration = Duration::from_millis(200);
 
-/// Writes the conditions of pods and evicts pods, as [`FindingTracker`] decides.
+/// Writes the conditions of pods and evicts pods, according to the decisions of [`FindingTracker`].
 pub(crate) struct TenantController {
     context: Context,
     wakes: Wakers,
@@ -195,7 +195,7 @@ mod tests {
         let (evicted, (line, _, body)) = tokio::join!(evict, answer_request(&mut server, 409));
         assert_eq!(line, "POST /api/v1/namespaces/team/pods/p/eviction");
         assert_eq!(body["deleteOptions"]["preconditions"], json!({"uid": "u", "resourceVersion": "7"}));
-        assert_eq!(evicted, EvictionResult::NotFound, "a pod that was bound meanwhile is not evicted");
+        assert_eq!(evicted, EvictionResult::NotFound, "a pod that was bound since the decision is not evicted");
     }
 
     #[tokio::test]

@@ -15,8 +15,8 @@ fn a_node_gets_no_second_change_while_it_changes() {
     world.pod("first", SLICE_10GB_RESOURCE, 1);
     world.run_pass();
     let written = world.object("n1").spec.clone();
-    // The node has not read its spec. A pod that another GPU of the node could serve waits, and the
-    // operator starts no second change.
+    // The node has not read its spec. Another GPU of the node could serve the pod, but the pod
+    // waits, and the operator starts no second change.
     world.pod("second", MIG_1G_RESOURCE, 1);
     world.now += Duration::from_secs(1);
     let (_, outcome) = world.run_pass();
@@ -38,7 +38,7 @@ fn a_node_gets_no_second_change_while_it_changes() {
 }
 
 #[test]
-fn a_written_spec_counts_before_the_watch_returns_it() {
+fn a_written_spec_is_used_before_the_watch_returns_it() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1);
     world.pod("first", SLICE_10GB_RESOURCE, 1);
     let old = world.object("n1").clone();

@@ -160,7 +160,8 @@ fn faults_of_nodes_that_changed_before_do_not_stop_the_next_change() {
         world.serve_all();
     }
     assert_eq!(world.condition("RolledOut").0, "True");
-    // The nodes of `q` follow `p`, whose partition the first change has brought to other nodes.
+    // The nodes of policy `q` now follow policy `p`. The first change has already brought the
+    // partition of `p` to other nodes.
     world.set_policy("q", &spec("pool: none", 5));
     world.set_policy("p", &spec("zone: a", 10));
     assert_eq!(world.run_pass(), ["n4"], "the canary");
@@ -212,7 +213,8 @@ fn only_gpus_that_the_change_affects_prove_the_change() {
     world.run_pass();
     world.serve_all();
     (0..3).for_each(|at| world.use_slice(&format!("n{at}")));
-    // The first GPU of each node follows `p`, whose partition the second GPU already serves.
+    // The first GPU of each node now follows policy `p`. The second GPU already serves the
+    // partition of `p`.
     world.observed.policies.remove("q");
     assert_eq!(world.run_pass(), ["n0"]);
     world.apply("n0");

@@ -242,7 +242,8 @@ fn nodes_that_the_change_does_not_affect_are_not_canaries() {
     world.run_pass();
     world.serve_all();
     assert!(world.run_pass().is_empty());
-    // The nodes of `q` follow `p`, whose partition other nodes already serve.
+    // The nodes of policy `q` now follow policy `p`. Other nodes already serve the partition of
+    // `p`.
     world.set_policy("q", &spec("pool: none", 5));
     world.set_policy("p", &spec("zone: a", 10));
     assert_eq!(world.run_pass(), ["n10"]);
@@ -317,7 +318,7 @@ fn a_paused_policy_changes_no_gpu() {
 }
 
 #[test]
-fn a_pause_in_the_middle_keeps_both_partitions() {
+fn a_pause_during_a_rollout_keeps_both_partitions() {
     let mut world = World::with_policy(3, FIVE_SHARES_YAML);
     world.set_policy("p", TEN_SHARES_YAML);
     world.run_pass();
@@ -375,7 +376,7 @@ fn a_failing_node_holds_back_other_nodes_immediately_and_under_a_new_leader() {
 }
 
 #[test]
-fn a_write_for_another_gpu_does_not_begin_a_node() {
+fn a_write_for_another_gpu_does_not_begin_the_change_of_a_node() {
     let mut world = World::with_policy(10, FIVE_SHARES_YAML);
     world.set_policy("p", TEN_SHARES_TWO_NODES_YAML);
     world.run_pass();

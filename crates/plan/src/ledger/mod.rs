@@ -100,7 +100,7 @@ impl Ledger {
     ) -> Self {
         let mut ledger = Self::default();
         for (pod, claim) in claims {
-            ledger.insert(pod, claim);
+            ledger.insert_claim(pod, claim);
         }
         for (name, observed) in nodes {
             ledger.observe(&name, observed);

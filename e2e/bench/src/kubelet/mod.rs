@@ -20,7 +20,7 @@ use process::Launcher;
 use report::BenchmarkReport;
 use simulated::Sharing;
 
-/// Measures a device plugin as the kubelet sees it, and compares it with NVIDIA's plugin.
+/// Measures a device plugin from the kubelet's side, and compares the plugin with NVIDIA's plugin.
 #[derive(clap::Args)]
 pub(crate) struct KubeletArgs {
     /// Measure the agent of this `cleave` program, on simulated GPUs. The simulated NVML and MPS

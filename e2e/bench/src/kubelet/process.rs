@@ -191,7 +191,7 @@ impl Plugin {
         self.relay.as_ref().and_then(Child::id)
     }
 
-    /// Returns the endpoint of the resource, as the kubelet sees it now.
+    /// Returns the endpoint that the kubelet currently has for the resource.
     pub(super) fn endpoint(&self) -> Endpoint {
         self.kubelet.state().borrow().endpoints.get(&self.resource).cloned().unwrap_or_default()
     }

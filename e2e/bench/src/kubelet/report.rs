@@ -1,4 +1,4 @@
-//! Formats measured figures beside published figures and goals, as a table or as JSON.
+//! Formats measured figures together with published figures and goals, as a table or as JSON.
 use std::fmt;
 
 use serde::Serialize;

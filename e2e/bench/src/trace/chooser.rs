@@ -1,4 +1,4 @@
-//! The placement policies of the benchmark, and how each one learns and places pods.
+//! Defines the placement policies of the benchmark, and how each policy learns and places pods.
 use cleave_plan::placement::{LearnedScore, ObservedDemands, Score, THOUSANDTHS_PER_GPU};
 
 use super::cluster::{Cluster, MPS_RESOURCE, PodPlacement, device_requests};

@@ -14,8 +14,8 @@ use super::random::Rng;
 
 /// Number of arrivals in a run.
 const ARRIVALS: usize = 200_000;
-/// Maximum lifetime, in seconds. A few pods of the trace live for months, and a run with them never
-/// reaches a steady state.
+/// Maximum lifetime, in seconds. A few pods of the trace run for months. A simulation with these
+/// pods never reaches a steady state.
 const MAX_LIFETIME_SECONDS: f64 = 6.0 * 3600.0;
 /// Mean GPU demand relative to the capacity.
 const OFFERED_LOAD_PER_CAPACITY: f64 = 1.05;

@@ -75,8 +75,8 @@ impl<S: Score + Default> Cluster<S> {
         &self.hosts
     }
 
-    /// Decides where to place a pod, and reserves its units. Returns `None` if the pod fits
-    /// nowhere.
+    /// Decides where to place a pod, and reserves its units. Returns `None` if the pod fits on no
+    /// node.
     pub(super) fn place_pod(&mut self, pod: &Pod) -> Option<PodPlacement> {
         if pod.demand.gpus == 0 {
             let (_, node) =

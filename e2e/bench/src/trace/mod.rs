@@ -3,7 +3,7 @@
 //!
 //! The workload consists of all pods of a list, and pods drawn from the list at random. Drawing
 //! ends before the GPU demand exceeds 130 % of the cluster's capacity. The benchmark shuffles the
-//! pods and places them one by one. It drops a pod that fits nowhere.
+//! pods and places them one by one. It drops a pod that fits on no node.
 mod chooser;
 mod churn;
 mod cluster;
@@ -52,8 +52,9 @@ pub(crate) struct TraceArgs {
     /// How the benchmark places pods without GPUs. In a real cluster, Cleave does not place them.
     #[arg(long, value_enum, default_value_t = CpuPodPlacement::Policy)]
     without_gpus: CpuPodPlacement,
-    /// Simulate departures: pods end after their lifetime in the trace, and pods that fit nowhere
-    /// wait. Requests drift from small shares to large shares. Prints allocation and waiting times.
+    /// Simulate departures: pods end after their lifetime in the trace, and pods that fit on no
+    /// node wait. Requests drift from small shares to large shares. Prints allocation and waiting
+    /// times.
     #[arg(long)]
     departures: bool,
 }

@@ -17,7 +17,7 @@ It prints one line, {"sms":…,"freeMiB":…,"totalMiB":…,"viaMps":…,"uuid":
 actions of its flags, in this order: --read-line, --allocate, --fault or --busy, --hold. Without flags it exits.
 
 A CUDA error prints {"error":700,"name":"CUDA_ERROR_ILLEGAL_ADDRESS"}. The exit status is the code modulo 256 (700 is 188,
-806 is 38, 808 is 40, 810 is 42), or 1 if that is 0. By default a signal kills the program at once, and its MPS server
+806 is 38, 808 is 40, 810 is 42), or 1 if that is 0. By default, a signal kills the program immediately, and its MPS server
 detects that the client disconnected without closing its contexts.
 
 Its GPUs are those of NVIDIA_VISIBLE_DEVICES. If that is unset or `void`, they are those whose /dev/nvidia<n> exists. If
@@ -69,11 +69,11 @@ pub(crate) struct Arguments {
     #[arg(long)]
     pub(crate) read_line: bool,
 
-    /// Handle SIGTERM and SIGINT: finish the kernel in flight, close the contexts, exit with 0
+    /// Handle SIGTERM and SIGINT: finish the running kernel, close the contexts, exit with 0
     #[arg(long)]
     pub(crate) handle_sigterm: bool,
 
-    /// Number of contexts to create. The program uses the first one
+    /// Number of contexts to create. The program uses the first context
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) contexts: usize,
 

@@ -76,7 +76,7 @@ fn run_processes(count: usize, terminated: &AtomicBool) -> anyhow::Result<ExitCo
     while !children.is_empty() {
         if terminated.load(Ordering::Relaxed) && !std::mem::replace(&mut signalled, true) {
             for child in &children {
-                // Ignore errors: the process may have exited.
+                // Ignore errors, because the process may have exited.
                 let _ =
                     Pid::from_raw(child.id().try_into()?).map(|pid| rustix::process::kill_process(pid, Signal::TERM));
             }

@@ -120,7 +120,7 @@ impl ProgramRun<'_> {
         if let Err(StopReason::Error(code)) = waited {
             return Err(StopReason::Error(code));
         }
-        // Wait until the kernel in flight has finished.
+        // Wait until the running kernel has finished.
         let kernel = Duration::try_from_secs_f64(kernel_ms / 1000.0).unwrap_or_default();
         let begun = since.elapsed().as_secs_f64() / kernel.as_secs_f64();
         let left = if begun.is_finite() { kernel.mul_f64(begun.ceil() - begun) } else { Duration::ZERO };

@@ -278,7 +278,7 @@ fn a_socket_of_another_protocol_is_not_mps() {
     let listener = Listener::bind(&node.socket_path("control"), 0o666).unwrap();
     let talk = move || {
         while let Ok(connection) = listener.accept() {
-            // Ignore errors: the first connection closes before it reads the packet.
+            // Ignore errors, because the first connection closes before it reads the packet.
             let _ = connection.send(b"HTTP/1.1 200 OK");
         }
     };

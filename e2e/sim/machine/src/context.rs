@@ -180,7 +180,7 @@ impl Drop for Context {
     fn drop(&mut self) {
         // Unlock explicitly: a forked child inherits the lock, so closing the file is not enough.
         let _ = flock(&self.lock, FlockOperation::Unlock);
-        // Ignore errors: other processes ignore contexts with unlocked leases.
+        // Ignore errors, because other processes ignore contexts with unlocked leases.
         let _ = self.machine.update::<_, Error>(|state| {
             if state.boot == self.boot {
                 state.processes.retain(|p| p.id != self.id);

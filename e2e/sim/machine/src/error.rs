@@ -33,7 +33,7 @@ pub enum Error {
 /// The error that a CUDA program receives when it cannot create a context or allocate memory.
 #[derive(Debug, thiserror::Error)]
 pub enum ContextError {
-    /// CUDA sees no device: the driver is not loaded, or the GPU is in MIG mode.
+    /// CUDA finds no device: the driver is not loaded, or the GPU is in MIG mode.
     #[error("no CUDA-capable device: {0}")]
     NoDevice(String),
     /// No device has this UUID.

@@ -70,8 +70,8 @@ impl PidRef {
         Self { pid, namespace: own_namespace(), start: start_time(pid).unwrap_or(0) }
     }
 
-    /// Returns whether the process is known to be dead. Returns false for a process in another
-    /// namespace, because this process cannot determine its state.
+    /// Returns whether the process has certainly exited. Returns false for a process in another
+    /// namespace, because this process cannot determine whether that process has exited.
     pub(crate) fn is_dead(&self) -> bool {
         self.namespace == own_namespace() && start_time(self.pid).is_none_or(|s| self.start != 0 && s != self.start)
     }

@@ -52,7 +52,7 @@ impl Machine {
             let locked = |file: File| flock(&file, FlockOperation::NonBlockingLockShared).is_err();
             let open = File::open(&path).is_ok_and(locked);
             if !open {
-                // Ignore errors: a leftover file is harmless.
+                // Ignore errors, because a file that remains has no effect.
                 let _ = fs::remove_file(&path);
             }
             open
@@ -86,7 +86,7 @@ fn create_shared_directory(path: &Path) -> Result<(), Error> {
         return Ok(());
     }
     fs::create_dir_all(path).map_err(io_error("create", path))?;
-    // Ignore errors: another user may have created the directory at the same time.
+    // Ignore errors, because another user may have created the directory at the same time.
     let _ = fs::set_permissions(path, fs::Permissions::from_mode(0o777));
     Ok(())
 }

@@ -372,8 +372,8 @@ impl State {
     /// The entries of the value are indices, GPU UUIDs, MIG UUIDs or unambiguous prefixes of a
     /// UUID. The result ends before the first entry that names no device. If two entries name the
     /// same device, the result is empty. Lost GPUs are invisible. A GPU in MIG mode appears as its
-    /// first MIG device. If the result would contain a MIG device, it contains only the first one:
-    /// CUDA uses one MIG device per process.
+    /// first MIG device. CUDA uses only one MIG device per process, so a result with MIG devices
+    /// contains only the first MIG device.
     #[must_use]
     pub fn visible_devices(&self, value: Option<&str>) -> Vec<DeviceRef<'_>> {
         let whole: Vec<DeviceRef<'_>> = (self.gpus.iter())

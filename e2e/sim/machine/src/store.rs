@@ -246,7 +246,7 @@ impl Machine {
         state.processes.retain(|p| {
             let alive = self.is_alive(p);
             if let (false, Some(lease)) = (alive, &p.lease) {
-                // Ignore errors: a leftover file is harmless.
+                // Ignore errors, because a file that remains has no effect.
                 let _ = fs::remove_file(self.path(LEASES_DIRECTORY).join(lease));
             }
             alive
@@ -355,8 +355,8 @@ impl Machine {
     }
 }
 
-/// Opens a file for reading and writing. All users may write to a new file, regardless of the
-/// umask.
+/// Opens a file for reading and writing. Permits all users to write to a new file. The umask would
+/// otherwise prevent this.
 pub(crate) fn open_shared(path: &Path, new: bool) -> std::io::Result<File> {
     let create = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o666).open(path);
     let file = if new {

@@ -21,7 +21,7 @@ pub enum BreakageRule {
         /// Number of exits with kernels of 1 to 100 ms, plus the seed.
         counted: u64,
     },
-    /// Every exit with a kernel in flight.
+    /// Every exit during a running kernel.
     Always,
     /// No exit.
     Never,

@@ -143,7 +143,7 @@ impl MpsConnection {
 
 impl Drop for MpsConnection {
     fn drop(&mut self) {
-        // Ignore errors: the server may have exited.
+        // Ignore errors, because the server may have exited.
         let _ = wire::send(&self.channel, &ToContext::Goodbye);
     }
 }
@@ -224,8 +224,8 @@ impl MpsContext {
         Ok(())
     }
 
-    /// Starts kernels of `kernel_ms` milliseconds each. The kernels remain in flight until a call
-    /// of [`synchronize`](Self::synchronize).
+    /// Starts kernels of `kernel_ms` milliseconds each. The kernels run until a call of
+    /// [`synchronize`](Self::synchronize).
     ///
     /// # Errors
     /// Returns the `CUresult` of the failure.
@@ -297,7 +297,7 @@ impl MpsContext {
 
 impl Drop for MpsContext {
     fn drop(&mut self) {
-        // Ignore errors: the server may have exited.
+        // Ignore errors, because the server may have exited.
         let _ = wire::send(&self.channel, &ToContext::Goodbye);
         self.channel.shutdown();
     }
@@ -334,7 +334,7 @@ fn read_messages(socket: &Connection, state: &FirstError, answers: &Sender<FromC
                 }
             }
             Ok(Some(answer)) => {
-                // Ignore errors: the context may have been dropped.
+                // Ignore errors, because the context may have been dropped.
                 let _ = answers.send(answer);
             }
             Ok(None) | Err(_) => break CUDA_ERROR_MPS_RPC_FAILURE,

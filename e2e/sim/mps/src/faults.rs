@@ -1,4 +1,5 @@
-//! Faults that tests inject through the simulated machine (`simgpu fail`, `simgpu hang`), by name:
+//! Applies faults that tests inject through the simulated machine (`simgpu fail`, `simgpu hang`),
+//! by name:
 //!
 //! | name | `fail` (code) | `hang` |
 //! |---|---|---|
@@ -11,14 +12,14 @@
 //! | `mps:server` | the server exits with the code at its start | it remains INITIALIZING |
 //! | `mps:heal` | the server remains in FAULT after its last broken client has exited | it hangs at that time |
 //!
-//! The daemon applies all of them except `mps:server` and `mps:heal`. A fault for a GPU applies to
-//! the daemon that serves it.
+//! The server applies `mps:server` and `mps:heal`, and the daemon applies all other faults. A fault
+//! for a GPU applies to the daemon that serves this GPU.
 
 use std::sync::OnceLock;
 
 use sim_machine::Machine;
 
-/// The faults of one daemon or server.
+/// The injected faults of one daemon or server.
 #[derive(Debug)]
 pub struct InjectedFaults {
     machine: OnceLock<Machine>,
@@ -26,24 +27,25 @@ pub struct InjectedFaults {
 }
 
 impl InjectedFaults {
-    /// Returns the faults of the process that sees these devices.
+    /// Returns the faults of a process with this value of `CUDA_VISIBLE_DEVICES`.
     pub fn new(visible: Option<String>) -> Self {
         Self { machine: OnceLock::new(), visible }
     }
 
-    /// Waits if the call must hang, and returns the code if it must fail.
+    /// Applies the faults for a call. Waits if the call must hang, and returns a code if the call
+    /// must fail.
     pub fn apply_faults(&self, call: &str) -> Option<i32> {
         let machine = self.machine()?;
         let device = machine.snapshot().ok().and_then(|state| {
             state.visible_devices(self.visible.as_deref()).first().map(|device| device.uuid().to_owned())
         });
-        // Without a machine there are no faults.
+        // Ignore errors, because without a machine, no faults exist.
         machine.apply_faults(call, device.as_deref()).ok().flatten()
     }
 
     fn machine(&self) -> Option<&Machine> {
         if self.machine.get().is_none() {
-            // Ignore errors: another thread may have stored a handle of this machine first.
+            // Ignore errors, because another thread may have stored a handle of this machine first.
             let _ = self.machine.set(Machine::open_default().ok()?);
         }
         self.machine.get()

@@ -1,5 +1,5 @@
-//! The protocol on the `control` sockets and on the sockets that they pass on, as observed on
-//! driver 580.
+//! Implements the handshake on the `control` sockets and on the sockets that the daemon passes on,
+//! as observed on driver 580.
 //!
 //! 1. daemon to client, on connect: `OUTBHELL\0`
 //! 2. client to daemon: `OUTBCRED\0` with `SCM_CREDENTIALS`
@@ -11,15 +11,15 @@
 //! 7. server to client: 4 bytes, a `CUresult`
 //! 8. client to daemon: the same 4 bytes, then close
 //!
-//! After step 3 an administrator continues differently:
+//! After step 3, the protocol of an administrator is different:
 //!
 //! 1. administrator to daemon, for each command: 8 bytes with the length, then the text with
 //!    newline and NUL; after the last command 8 bytes 0
 //! 2. daemon to administrator, for each line: 4 bytes 0 and the line in one packet; after the 8
 //!    bytes 0, 8 bytes 1, then close
 //!
-//! The daemon serves one peer at a time and the server one client at a time, both without
-//! deadlines.
+//! The daemon serves one peer at a time. The server performs the handshake with one client at a
+//! time. Both wait without deadlines.
 
 use std::fs::File;
 use std::io;
@@ -30,10 +30,10 @@ use crate::seqpacket::{Connection, Credentials, Packet};
 
 /// The daemon's greeting.
 pub const HELLO_PACKET: &[u8; 9] = b"OUTBHELL\0";
-/// The greeting of another driver's daemon. That driver's tool and CUDA library accept this
-/// greeting. A door for driver 580 does not.
+/// A different greeting, as of another driver's daemon. The simulated tool and CUDA library accept
+/// it. A door for driver 580 does not.
 pub const HELLO_PACKET_OF_OTHER_DRIVER: &[u8; 9] = b"OUTBHEL2\0";
-/// The reply of another driver's daemon to a client. Doors do not accept this reply.
+/// A different reply to a client, as of another driver's daemon. Doors do not accept this reply.
 pub const REPLY_PACKET_OF_OTHER_DRIVER: &[u8; 9] = b"OUTBCUF2\0";
 /// The packet that carries the client's credentials.
 pub const CREDENTIALS_PACKET: &[u8; 9] = b"OUTBCRED\0";
@@ -48,11 +48,11 @@ pub const END_OF_COMMANDS: [u8; 8] = [0; 8];
 /// The packet that ends the daemon's replies.
 pub const END_OF_REPLIES: [u8; 8] = 1_u64.to_le_bytes();
 
-/// The number of descriptors that the server sends to a client.
+/// Number of descriptors that the server sends to a client.
 const MAX_DESCRIPTORS: usize = 4;
-/// The maximum length of an administrator's command.
+/// Maximum length of an administrator's command, in bytes.
 pub const MAX_COMMAND_BYTES: usize = 4096;
-/// The maximum length of a reply's line, in bytes.
+/// Maximum length of a line of an answer, in bytes.
 const MAX_LINE_BYTES: usize = 64 * 1024;
 
 /// The peer of a connection, after its introduction.
@@ -60,22 +60,22 @@ const MAX_LINE_BYTES: usize = 64 * 1024;
 pub enum IntroducedPeer {
     /// A CUDA program that requests a socket to the server.
     Client(Credentials),
-    /// An administrator with commands.
+    /// An administrator, who sends commands.
     Administrator(Credentials),
 }
 
 /// The subject of an introduction to the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IntroductionSubject {
-    /// The process. The introduction of the process comes first and fixes the limits of the
-    /// process.
+    /// The process. A process introduces itself before its contexts, and this first introduction
+    /// determines its limits.
     Process,
     /// A context of the process.
     Context,
 }
 
 impl IntroductionSubject {
-    /// Returns the two words that introduce the subject to the server.
+    /// Returns the two 4-byte words that introduce the subject to the server.
     pub fn introduction_words(self) -> [[u8; 4]; 2] {
         match self {
             Self::Process => [0_u32.to_le_bytes(), 0xff_u32.to_le_bytes()],
@@ -87,7 +87,7 @@ impl IntroductionSubject {
 /// Why a handshake failed, as seen by the daemon or the server.
 #[derive(Debug)]
 pub enum HandshakeFailure {
-    /// The peer closed early, as the first connection of every client does.
+    /// The peer closed the connection early. The CUDA library does so with its first connection.
     Closed,
     /// The peer violated the protocol.
     Malformed(&'static str),
@@ -101,7 +101,8 @@ impl From<io::Error> for HandshakeFailure {
     }
 }
 
-/// Performs the daemon's side up to the kind: greets and reads the peer's kind.
+/// Performs the first steps of the daemon's side: sends the greeting, and reads the peer's
+/// credentials and kind.
 ///
 /// # Errors
 /// Returns [`HandshakeFailure`] if the peer closes the connection or violates the protocol.
@@ -121,8 +122,8 @@ pub fn read_peer_kind(connection: &Connection, hello: &[u8]) -> Result<Introduce
     }
 }
 
-/// Performs the daemon's side: reads an administrator's next command. Returns `None` if no
-/// command follows.
+/// Performs the daemon's side: reads an administrator's next command. Returns `None` after the last
+/// command.
 ///
 /// # Errors
 /// Returns [`HandshakeFailure`] if the peer closes the connection or violates the protocol.
@@ -153,11 +154,10 @@ pub fn send_answer_line(connection: &Connection, line: &str) -> io::Result<()> {
     connection.send(&[&[0; 4], line.as_bytes()].concat())
 }
 
-/// Performs the server's side: sends a client its descriptors, of which `channel` is the first, and
-/// reads the client's introduction.
+/// Performs the server's side: sends the descriptors to a client, and reads the client's
+/// introduction. The first descriptor is `channel`.
 ///
-/// The server reads the three packets of the introduction before it checks the packets, like the
-/// real server.
+/// Reads all three packets of the introduction before checking them, as the real server does.
 ///
 /// # Errors
 /// Returns [`HandshakeFailure`] if the client closes the connection or violates the protocol.
@@ -183,7 +183,8 @@ pub fn receive_introduction(
     subject.zip(credentials).ok_or(HandshakeFailure::Malformed("the introduction is invalid"))
 }
 
-/// Checks for a daemon: connects and closes immediately, as the CUDA library does first.
+/// Checks whether a daemon is listening: connects and closes the connection immediately, as the
+/// CUDA library does first.
 ///
 /// # Errors
 /// Returns an error if no daemon listens at the socket.
@@ -191,11 +192,11 @@ pub fn probe_daemon(control: &Path) -> io::Result<()> {
     Connection::connect(control).map(drop)
 }
 
-/// Performs the client's side up to the kind. Returns `None` if the daemon closed the connection or
-/// speaks another protocol.
+/// Performs the first steps of the client's side: reads the greeting, and sends credentials and the
+/// kind. Returns `None` if the daemon closes the connection or uses another protocol.
 ///
 /// # Errors
-/// Returns an error if no daemon listens at the socket, or the socket fails.
+/// Returns an error if no daemon listens at the socket, or if the socket fails.
 pub fn introduce_to_daemon(control: &Path, kind: u32) -> io::Result<Option<Connection>> {
     let connection = Connection::connect(control)?;
     match connection.recv(64)? {
@@ -215,16 +216,16 @@ pub fn introduce_to_daemon(control: &Path, kind: u32) -> io::Result<Option<Conne
 /// A client's connections during the handshake.
 #[derive(Debug)]
 pub struct ClientSockets {
-    /// The connection to the daemon, which waits for the last packet of the handshake.
+    /// The connection to the daemon. The daemon waits for the last packet of the handshake.
     pub daemon: Connection,
-    /// The socket to the server. The client keeps it open until it exits.
+    /// The socket to the server. The client keeps this socket open until the client exits.
     pub server: Connection,
 }
 
 /// Why a client could not connect.
 #[derive(Debug)]
 pub enum ConnectError {
-    /// No daemon exists, or it refused the client. The CUDA library does not treat either case as
+    /// No daemon exists, or the daemon refused the client. The CUDA library treats neither case as
     /// an error.
     ByDaemon,
     /// The server exited during the handshake.
@@ -233,7 +234,8 @@ pub enum ConnectError {
     Refused(i32),
 }
 
-/// Performs the client's side up to the socket to the server. The client waits without a deadline.
+/// Performs the client's side until the client has received the socket to the server. Waits without
+/// a deadline.
 ///
 /// # Errors
 /// Returns [`ConnectError::ByDaemon`] if no daemon exists or the daemon refuses the client.
@@ -245,12 +247,13 @@ pub fn connect_to_server(control: &Path) -> Result<ClientSockets, ConnectError> 
 }
 
 impl ClientSockets {
-    /// Receives the server's descriptors. The first one is the channel between client and server.
+    /// Receives the server's descriptors, and returns the first descriptor: the channel between
+    /// client and server.
     ///
     /// # Errors
     /// Returns [`ConnectError::ByServer`] if the server exits before it has sent all descriptors.
     pub fn receive_channel(&self) -> Result<Connection, ConnectError> {
-        // Turns off attestation: credentials would use the space of the descriptors.
+        // Turn off credentials, because they would use the buffer space of the descriptors.
         rustix::net::sockopt::set_socket_passcred(&self.server, false).map_err(|_| ConnectError::ByServer)?;
         let mut channel = None;
         for _ in 0..MAX_DESCRIPTORS {
@@ -262,9 +265,9 @@ impl ClientSockets {
         channel.ok_or(ConnectError::ByServer)
     }
 
-    /// Performs the rest of the client's side: introduces `subject` to the server, reads the
-    /// answer, and sends the same answer to the daemon as the last packet. Returns the channel to
-    /// the server and the socket of the handshake.
+    /// Performs the remaining steps of the client's side: introduces `subject` to the server, reads
+    /// the answer, and sends the same answer to the daemon as the last packet. Returns the channel
+    /// to the server and the socket of the handshake.
     ///
     /// # Errors
     /// Returns [`ConnectError`] if the server exits or refuses the client.
@@ -272,8 +275,8 @@ impl ClientSockets {
         self.introduce_to_server_as(subject, own_credentials())
     }
 
-    /// Introduces a client as [`introduce_to_server`](Self::introduce_to_server) does, with the
-    /// credentials of another process. The caller must be root.
+    /// Like [`introduce_to_server`](Self::introduce_to_server), but with the credentials of another
+    /// process. The caller must be root.
     ///
     /// # Errors
     /// Returns the errors of [`introduce_to_server`](Self::introduce_to_server).
@@ -293,25 +296,26 @@ impl ClientSockets {
         let answer = self.server.recv(64).ok().flatten().ok_or(ConnectError::ByServer)?;
         let result =
             packet_to_u32(&answer).and_then(|result| i32::try_from(result).ok()).ok_or(ConnectError::ByServer)?;
-        // Ignore errors: the daemon may have closed its connection, but the server has already
-        // decided.
+        // Ignore errors, because the daemon may have closed the connection, but the server has
+        // already decided.
         let _ = self.daemon.send(&answer.data);
         if result == 0 { Ok((channel, self.server)) } else { Err(ConnectError::Refused(result)) }
     }
 }
 
-/// Performs the administrator's side: sends one command and returns the lines of the answer.
-/// Returns `None` if the daemon closed the connection without an answer.
+/// Performs the administrator's side: sends one command, and returns the lines of the answer.
+/// Returns `None` if the daemon closes the connection without an answer.
 ///
 /// # Errors
-/// Returns an error if no daemon listens at the socket, or the socket fails.
+/// Returns an error if no daemon listens at the socket, or if the socket fails.
 pub fn send_command(control: &Path, command: &str) -> io::Result<Option<String>> {
     let Some(connection) = introduce_to_daemon(control, KIND_ADMINISTRATOR)? else { return Ok(None) };
     let text = format!("{}\n\0", command.trim());
     let length = u64::try_from(text.len()).unwrap_or(u64::MAX).to_le_bytes();
     for packet in [length.as_slice(), text.as_bytes(), END_OF_COMMANDS.as_slice()] {
         match connection.send(packet) {
-            // The answer may have arrived before the daemon closed the connection.
+            // Continue to read: the daemon may have sent the answer before it closed the
+            // connection.
             Err(error) if is_closed_error(&error) => break,
             other => other?,
         }
@@ -327,7 +331,7 @@ pub fn send_command(control: &Path, command: &str) -> io::Result<Option<String>>
     Ok(None)
 }
 
-/// Returns this process's credentials in its own namespaces.
+/// Returns this process's credentials, as its own namespaces identify it.
 pub fn own_credentials() -> Credentials {
     Credentials {
         pid: rustix::process::getpid().as_raw_nonzero().get(),
@@ -340,7 +344,7 @@ fn packet_to_u32(packet: &Packet) -> Option<u32> {
     <[u8; 4]>::try_from(packet.data.as_slice()).ok().map(u32::from_le_bytes)
 }
 
-/// Returns whether the error means that the peer has closed.
+/// Returns whether the error means that the peer has closed the connection.
 fn is_closed_error(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset | io::ErrorKind::NotConnected)
 }
@@ -419,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn a_complete_introduction_ends_the_servers_wait_after_a_partial_one() {
+    fn a_complete_introduction_after_a_partial_one_ends_the_servers_wait() {
         for said in 0..3 {
             let (client, server) = Connection::pair().unwrap();
             server.enable_credentials().unwrap();

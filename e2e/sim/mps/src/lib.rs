@@ -1,9 +1,8 @@
-//! Simulated `nvidia-cuda-mps-control` and MPS server for the simulated machine.
+//! Simulates `nvidia-cuda-mps-control` and the MPS server on the simulated machine.
 //!
-//! The simulated programs behave like NVIDIA's programs, as measured on one H200 under driver 580
-//! with CUDA 13.0 (protocol v2): handshake, commands, limits, users and faults. Behaviour that was
-//! not measured follows NVIDIA's documentation. Comments mark assumptions that neither source
-//! covers.
+//! Handshake, commands, limits, users and faults are as measured with NVIDIA's programs, on one
+//! H200 with driver 580 and CUDA 13.0 (protocol v2). Behaviour that was not measured follows
+//! NVIDIA's documentation. Comments mark assumptions that neither source covers.
 //!
 //! | module | content |
 //! |---|---|

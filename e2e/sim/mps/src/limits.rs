@@ -1,17 +1,16 @@
-//! Thread percentages and memory limits: their syntax, their precedence, and their effect on
-//! clients.
+//! Parses thread percentages and memory limits, and determines the limits that apply to a client.
 
 use serde::{Deserialize, Serialize};
 
-/// The maximum number of client contexts of a server on this driver. The server refuses further
+/// Maximum number of client contexts of a server with driver 580. The server refuses further
 /// contexts with error 808.
 pub const MAX_CLIENT_CONTEXTS: usize = 48;
-/// The memory that NVML reports for the server process, in bytes.
+/// Memory that NVML reports for the server process, in bytes.
 pub const SERVER_MEMORY_BYTES: u64 = 66 << 20;
-/// The memory that NVML reports for a client without allocations, in bytes.
+/// Memory that NVML reports for a client without allocations, in bytes.
 pub const CLIENT_MEMORY_BYTES: u64 = 274 << 20;
 
-/// The names of a device in limits.
+/// The names by which a memory limit can refer to a device.
 #[derive(Debug, Clone, Copy)]
 pub struct DeviceName<'a> {
     /// The device's ordinal among the visible devices.
@@ -30,21 +29,22 @@ impl DeviceName<'_> {
     }
 }
 
-/// The limits that a server applies to clients when they connect.
+/// The limits that a server applies to a client when the client connects.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ClientSettings {
     /// The active thread percentage.
     pub threads: f64,
-    /// Memory limits in the order in which they were set. The last one that names a device applies.
+    /// Memory limits in the order in which they were set. The last limit that names a device
+    /// applies to it.
     pub memory: Vec<MemoryLimit>,
     /// The priority: 0 is normal, 1 is below normal.
     pub priority: u8,
 }
 
-/// A memory limit as an administrator wrote it. Neither field is validated.
+/// A memory limit, as an administrator entered it. Neither field is validated.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryLimit {
-    /// The device's ordinal, UUID or a prefix of the UUID.
+    /// The device's ordinal, its UUID or a prefix of its UUID.
     pub device: String,
     /// The value, `<whole number>G` or `<whole number>M`.
     pub value: String,
@@ -68,8 +68,8 @@ impl ClientSettings {
         settings
     }
 
-    /// Sets a device's limit and replaces an existing limit with the same name. 0 removes the
-    /// limit.
+    /// Sets the memory limit for a device name, and replaces an existing limit for the same name.
+    /// The value 0 removes the limit.
     pub fn set_memory_limit(&mut self, device: &str, value: &str) {
         self.memory.retain(|limit| limit.device != device);
         if parse_bytes(value) != Some(0) {
@@ -77,15 +77,16 @@ impl ClientSettings {
         }
     }
 
-    /// Returns the limit that was set for a name, as the daemon prints it. Limits from 1 G are in
-    /// whole G, rounded down, and lower limits are in whole M.
+    /// Returns the memory limit for a device name, as the daemon prints it. Limits of at least 1 G
+    /// are printed in G, and lower limits in M, both rounded down.
     pub fn format_memory_limit(&self, device: &str) -> Option<String> {
         let limit = self.memory.iter().find(|limit| limit.device == device)?;
         let mib = parse_bytes(&limit.value)? >> 20;
         Some(if mib >= 1024 { format!("{}G", mib / 1024) } else { format!("{mib}M") })
     }
 
-    /// Returns the memory limit of a device in bytes. Returns `None` if the device has no limit.
+    /// Returns the memory limit of a device, in bytes. Returns `None` if no limit applies to the
+    /// device.
     pub fn memory_limit_of(&self, device: DeviceName<'_>) -> Option<u64> {
         self.memory
             .iter()
@@ -100,7 +101,8 @@ pub fn parse_percentage(text: &str) -> Option<f64> {
     text.trim().parse::<f64>().ok().filter(|percent| *percent > 0.0 && percent.is_finite()).map(|p| p.min(100.0))
 }
 
-/// Parses a limit to bytes. A unit applies only to whole numbers: `8.5G` means 8 bytes.
+/// Parses a memory limit, and returns it in bytes. MPS accepts units only after whole numbers:
+/// `8.5G` means 8 bytes.
 pub fn parse_bytes(text: &str) -> Option<u64> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let number: u64 = text[..digits].parse().ok()?;
@@ -118,13 +120,14 @@ pub enum ClientMemoryLimit {
     Unset,
     /// Lowers the limit to this number of bytes. Cannot raise the limit.
     Lowered(u64),
-    /// Removes all limits, including the server's. A single entry that names no visible device has
-    /// this effect.
+    /// Removes all memory limits, including the server's. A single invalid entry, such as an entry
+    /// that names no visible device, has this effect.
     Escaped,
 }
 
 /// Returns the effect of a client's `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT` on one device. `devices` are
-/// the devices that the client sees, and `used` is the index of the device that it uses.
+/// the devices that are visible to the client, and `used` is the index of the device that the
+/// client uses.
 pub fn parse_client_memory_limit(text: Option<&str>, devices: &[DeviceName<'_>], used: usize) -> ClientMemoryLimit {
     let Some(text) = text.filter(|text| !text.is_empty()) else { return ClientMemoryLimit::Unset };
     let mut outcome = ClientMemoryLimit::Unset;
@@ -141,8 +144,8 @@ pub fn parse_client_memory_limit(text: Option<&str>, devices: &[DeviceName<'_>],
     outcome
 }
 
-/// Returns the memory limit of a client in bytes, from the server's limit and the client's
-/// environment. Returns `None` if the client has no limit.
+/// Returns the effective memory limit of a client in bytes, from the server's limit and the
+/// client's environment. Returns `None` if no limit applies.
 pub fn effective_memory_limit(server: Option<u64>, client: ClientMemoryLimit) -> Option<u64> {
     match client {
         ClientMemoryLimit::Unset => server,
@@ -151,16 +154,17 @@ pub fn effective_memory_limit(server: Option<u64>, client: ClientMemoryLimit) ->
     }
 }
 
-/// Returns the thread percentage of a client. The client's own value can only lower the server's.
+/// Returns the effective thread percentage of a client. The client's value can lower the server's
+/// value, but cannot raise it.
 pub fn effective_thread_percentage(server: f64, client: Option<f64>) -> f64 {
     client.map_or(server, |own| own.min(server))
 }
 
-/// Returns the overhead of a context in bytes, by its number of SMs. The overhead counts against
+/// Returns the overhead of a context with this number of SMs, in bytes. The overhead counts against
 /// the memory limit.
 ///
-/// Measured on an H200 with driver 580, as limit minus free memory: 123 MiB at 26 SMs, 271 at 66,
-/// 514 at 132. The function is the line through these three points.
+/// On an H200 with driver 580, the overhead (limit minus free memory) was 123 MiB with 26 SMs, 271
+/// MiB with 66 SMs, and 514 MiB with 132 SMs. The function is the line through these three points.
 pub fn context_overhead(sms: u32) -> u64 {
     (27 + (u64::from(sms) * 369 + 50) / 100) << 20
 }
@@ -173,7 +177,7 @@ mod tests {
     const ONE_DEVICE: [DeviceName<'_>; 1] = [DeviceName { ordinal: 0, uuid: GPU_UUID }];
 
     #[test]
-    fn free_memory_under_a_limit_matches_the_measurements() {
+    fn the_context_overhead_matches_the_measurements() {
         for (limit, sms, free) in [(8192, 132, 7678), (8192, 26, 8069), (20480, 66, 20209)] {
             assert_eq!((limit << 20) - context_overhead(sms), free << 20, "{limit} MiB, {sms} SMs");
         }
@@ -205,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn one_invalid_entry_removes_every_memory_limit() {
+    fn an_invalid_entry_removes_all_memory_limits() {
         for text in ["0=2G,1=4G", "1=8G", "8G", "junk", "0=", "0=junk", "0=2G,", "GPU-ffff=8G", "GPU-=8G"] {
             assert_eq!(parse_client_memory_limit(Some(text), &ONE_DEVICE, 0), ClientMemoryLimit::Escaped, "{text}");
             assert_eq!(

@@ -1,4 +1,5 @@
-//! Log lines in the format of the real tools: `[2026-11-21 10:15:39.123 Control  1234] text`.
+//! Writes log lines in the format of the real tools:
+//! `[2026-11-21 10:15:39.123 Control  1234] text`.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -19,12 +20,12 @@ enum LogDestination {
 }
 
 impl Log {
-    /// Logs to standard output.
+    /// Returns a log that writes to standard output.
     pub fn stdout() -> Self {
         Self(Mutex::new(LogDestination::Stdout))
     }
 
-    /// Appends to a log file.
+    /// Returns a log that appends to a file.
     ///
     /// # Errors
     /// Returns an error if the file cannot be opened.
@@ -32,14 +33,14 @@ impl Log {
         Ok(Self(Mutex::new(LogDestination::File(OpenOptions::new().create(true).append(true).open(path)?))))
     }
 
-    /// Writes a line of a component (`Control`, `Server`, `Other`) with a PID.
+    /// Formats and writes a line of a component (`Control`, `Server` or `Other`) with a PID.
     pub fn write_line(&self, component: &str, pid: u32, text: &str) {
         self.write_raw(format!("{}\n", format_line(Timestamp::now(), component, pid, text)).as_bytes());
     }
 
-    /// Writes a formatted line.
+    /// Writes a line that is already formatted.
     pub fn write_raw(&self, line: &[u8]) {
-        // Ignore errors: a log without a reader must not stop the daemon.
+        // Ignore errors, because a log that nobody reads must not stop the daemon.
         let _ = match &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner) {
             LogDestination::Stdout => {
                 let mut out = io::stdout().lock();

@@ -1,4 +1,4 @@
-//! Unix SEQPACKET sockets that carry credentials and file descriptors.
+//! Wraps Unix SEQPACKET sockets, which can transfer credentials and file descriptors.
 
 use std::fs;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -35,21 +35,21 @@ pub struct Connection(OwnedFd);
 /// The result of one receive.
 #[derive(Debug)]
 pub struct Packet {
-    /// The bytes, at most as many as requested.
+    /// The received bytes, at most the requested number.
     pub data: Vec<u8>,
-    /// Whether the packet was longer than requested. In this case, the kernel has discarded the
-    /// remaining bytes.
+    /// Whether the packet was longer than the requested number of bytes. The kernel then discards
+    /// the remaining bytes.
     pub truncated: bool,
-    /// The sender, if the message carried its credentials.
+    /// The sender, if the packet carried credentials.
     pub credentials: Option<Credentials>,
-    /// The first file descriptor of the message.
+    /// The first file descriptor in the packet, if any.
     pub fd: Option<OwnedFd>,
 }
 
-/// The poll flags of a connection that the peer has closed.
+/// Poll flags, any of which means that the peer has closed the connection.
 const CLOSED_POLL_FLAGS: PollFlags = PollFlags::RDHUP.union(PollFlags::HUP).union(PollFlags::ERR);
 
-/// The ancillary data for which a receive provides space. The kernel drops all other data.
+/// The kind of ancillary data that a call receives. The kernel drops all other ancillary data.
 enum AncillaryData {
     Credentials,
     Descriptor,
@@ -59,14 +59,14 @@ impl Connection {
     /// Connects to the socket at `path`.
     ///
     /// # Errors
-    /// Returns an error if nothing listens at the socket.
+    /// Returns an error if no process listens at the socket.
     pub fn connect(path: &Path) -> io::Result<Self> {
         let socket = new_socket()?;
         rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
         Ok(Self(socket))
     }
 
-    /// Creates two connected ends.
+    /// Creates a pair of connected sockets.
     ///
     /// # Errors
     /// Returns an error if the sockets cannot be created.
@@ -75,26 +75,27 @@ impl Connection {
         Ok((Self(a), Self(b)))
     }
 
-    /// Wraps a descriptor, which must be a SEQPACKET socket.
+    /// Wraps a file descriptor, which must be a SEQPACKET socket.
     pub fn from_fd(fd: OwnedFd) -> Self {
         Self(fd)
     }
 
-    /// Makes the kernel attest the sender of every received message.
+    /// Makes the kernel attach the sender's credentials to every received message.
     ///
     /// # Errors
-    /// Returns an error if the option of the socket cannot be set.
+    /// Returns an error if the socket option cannot be set.
     pub fn enable_credentials(&self) -> io::Result<()> {
         Ok(rustix::net::sockopt::set_socket_passcred(&self.0, true)?)
     }
 
-    /// Sends one packet. A closed peer causes an error, never a signal.
+    /// Sends one packet. If the peer has closed the connection, returns an error and does not raise
+    /// SIGPIPE.
     pub fn send(&self, data: &[u8]) -> io::Result<()> {
         rustix::net::send(&self.0, data, SendFlags::NOSIGNAL)?;
         Ok(())
     }
 
-    /// Sends one packet, or fails with `WouldBlock` if the peer does not read.
+    /// Sends one packet. Fails with `WouldBlock` if the peer does not read.
     pub fn try_send(&self, data: &[u8]) -> io::Result<()> {
         rustix::net::send(&self.0, data, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?;
         Ok(())
@@ -118,7 +119,7 @@ impl Connection {
     /// Sends one packet with credentials. Credentials of another process require `CAP_SYS_ADMIN`.
     ///
     /// # Errors
-    /// Returns an error if the packet cannot be sent, or the kernel refuses the credentials.
+    /// Returns an error if the packet cannot be sent, or if the kernel refuses the credentials.
     pub fn send_credentials(&self, data: &[u8], credentials: Credentials) -> io::Result<()> {
         let ucred = UnixCredentials::from(nix::libc::ucred {
             pid: credentials.pid,
@@ -135,7 +136,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Waits for one packet of at most `most` bytes. Returns `None` if the peer has closed.
+    /// Waits for one packet, and returns at most `most` bytes of it. Returns `None` if the peer has
+    /// closed the connection.
     ///
     /// # Errors
     /// Returns an error if the socket fails.
@@ -154,7 +156,7 @@ impl Connection {
         }
     }
 
-    /// Waits for one packet like [`recv`](Self::recv), or fails with `TimedOut` at `deadline`.
+    /// Like [`recv`](Self::recv), but fails with `TimedOut` at `deadline`.
     pub fn recv_until(&self, most: usize, deadline: Instant) -> io::Result<Option<Packet>> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -169,8 +171,8 @@ impl Connection {
         }
     }
 
-    /// Waits for one packet with the sender's credentials. A packet with descriptors has no
-    /// credentials.
+    /// Waits for one packet, with the sender's credentials if [`Self::enable_credentials`] was
+    /// called. Drops descriptors in the packet.
     ///
     /// # Errors
     /// Returns an error if the socket fails.
@@ -178,8 +180,8 @@ impl Connection {
         self.recv_with(most, &AncillaryData::Credentials)
     }
 
-    /// Waits for one packet with a descriptor. Do not call this method after
-    /// [`Self::enable_credentials`]: the buffer has no space for both.
+    /// Waits for one packet that can carry a descriptor. Do not call this method after
+    /// [`Self::enable_credentials`]: the buffer has no space for a descriptor and credentials.
     ///
     /// # Errors
     /// Returns an error if the socket fails.
@@ -204,7 +206,7 @@ impl Connection {
         }
     }
 
-    /// Receives a packet with its sender's credentials. Uses nix, because rustix's credentials
+    /// Receives a packet with the sender's credentials. Uses nix, because the credentials of rustix
     /// cannot represent PID 0 (a sender outside the PID namespace).
     fn recvmsg_credentials(&self, data: &mut [u8]) -> io::Result<(usize, Option<Credentials>, Option<OwnedFd>)> {
         let mut space = nix::cmsg_space!(nix::libc::ucred);
@@ -247,7 +249,7 @@ impl Connection {
         Ok((received.bytes, None, fd))
     }
 
-    /// Waits for data on this connection. Returns false once the peer has closed `other`.
+    /// Waits for data on this connection. Returns false as soon as the peer has closed `other`.
     pub fn wait_readable_unless_closed(&self, other: &Self) -> bool {
         loop {
             let mut fds = [PollFd::new(&self.0, PollFlags::IN), PollFd::new(&other.0, PollFlags::RDHUP)];
@@ -260,21 +262,21 @@ impl Connection {
         }
     }
 
-    /// Waits until the peer has closed.
+    /// Waits until the peer has closed the connection.
     pub fn wait_closed(&self) {
         let mut fds = [PollFd::new(&self.0, PollFlags::RDHUP)];
         while matches!(rustix::event::poll(&mut fds, None), Err(rustix::io::Errno::INTR)) {}
     }
 
-    /// Returns whether a receive would return immediately, with data or because the peer has
-    /// closed.
+    /// Returns whether [`recv`](Self::recv) would return immediately, because data is available or
+    /// the peer has closed the connection.
     pub fn is_readable(&self) -> bool {
         let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0)
     }
 
-    /// Returns whether the peer has closed. Never waits and reads nothing.
+    /// Returns whether the peer has closed the connection. Does not wait, and reads no data.
     pub fn is_closed(&self) -> bool {
         let mut fds = [PollFd::new(&self.0, PollFlags::RDHUP)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -282,9 +284,9 @@ impl Connection {
             && fds[0].revents().intersects(CLOSED_POLL_FLAGS)
     }
 
-    /// Closes the connection for both ends and wakes their waiting threads.
+    /// Closes the connection for both ends, and wakes the threads that wait on it.
     pub fn shutdown(&self) {
-        // Ignore errors: the peer may have closed already.
+        // Ignore errors, because the peer may have closed the connection already.
         let _ = rustix::net::shutdown(&self.0, rustix::net::Shutdown::Both);
     }
 }
@@ -306,7 +308,8 @@ impl From<Connection> for OwnedFd {
 pub struct Listener(OwnedFd);
 
 impl Listener {
-    /// Listens at `path` with this file mode, and replaces the socket of a daemon that has exited.
+    /// Replaces an existing socket file at `path`, and listens there. The new socket file has this
+    /// mode.
     ///
     /// # Errors
     /// Returns an error if the existing file cannot be removed or the socket cannot be bound.
@@ -316,7 +319,7 @@ impl Listener {
             _ => {}
         }
         let socket = new_socket()?;
-        // Accepted connections inherit this option, so the kernel attests even their first message.
+        // Accepted connections inherit this option, so even their first message has credentials.
         rustix::net::sockopt::set_socket_passcred(&socket, true)?;
         rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
         fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
@@ -352,7 +355,7 @@ fn new_socket() -> io::Result<OwnedFd> {
     Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
 }
 
-/// Returns `None` if the error means that the peer has exited, and any other error unchanged.
+/// Returns `None` if the error means that the peer has exited. Returns any other error unchanged.
 fn end_or_error(error: io::Error) -> io::Result<Option<Packet>> {
     if error.kind() == io::ErrorKind::ConnectionReset { Ok(None) } else { Err(error) }
 }
@@ -400,7 +403,7 @@ mod tests {
         let (kept, sent) = Connection::pair().unwrap();
         a.send_fd(b"fd", sent.as_fd()).unwrap();
         drop(sent);
-        // nix returns no ancillary data if the buffer had too little space for all of the data.
+        // nix returns no ancillary data if the buffer was too small for all of the data.
         assert_eq!(b.recv_credentials(16).unwrap().unwrap().credentials, None);
         assert!(kept.is_closed());
     }

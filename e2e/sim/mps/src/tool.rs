@@ -1,4 +1,4 @@
-//! The command line of `nvidia-cuda-mps-control`.
+//! Implements the command line of `nvidia-cuda-mps-control`.
 
 use std::io::{self, BufRead, Write};
 use std::path::{Path, PathBuf};
@@ -78,7 +78,7 @@ fn parse_arguments(arguments: &[String]) -> RequestedAction {
     let mut command: Vec<&str> = Vec::new();
     for argument in arguments {
         match argument.as_str() {
-            // A command's options follow its name.
+            // The options of a command follow its name.
             word if !command.is_empty() => command.push(word),
             "-d" => daemon = Some(true),
             "-f" => daemon = Some(false),
@@ -111,7 +111,7 @@ fn daemon_config_from_environment(multi_user: bool) -> DaemonConfig {
     }
 }
 
-/// Returns `CUDA_MPS_PIPE_DIRECTORY` of this process, or the default.
+/// Returns the pipe directory from `CUDA_MPS_PIPE_DIRECTORY`, or the default.
 pub fn pipe_directory() -> PathBuf {
     directory_from_environment("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_MPS_PIPE_DIRECTORY)
 }
@@ -120,7 +120,7 @@ fn directory_from_environment(variable: &str, default: &str) -> PathBuf {
     std::env::var_os(variable).filter(|value| !value.is_empty()).map_or_else(|| PathBuf::from(default), PathBuf::from)
 }
 
-/// Sends each command over a separate connection and prints the answers.
+/// Sends each command over a separate connection, and prints the answers.
 fn send_commands(commands: impl IntoIterator<Item = io::Result<String>>) -> ExitCode {
     for command in commands {
         let Ok(command) = command else { break };
@@ -131,7 +131,7 @@ fn send_commands(commands: impl IntoIterator<Item = io::Result<String>>) -> Exit
             Ok(Some(answer)) => {
                 print(&answer);
             }
-            // Expected after `quit`: the daemon accepted the command and has exited.
+            // After `quit`, this error is expected: the daemon has accepted the command and exited.
             Ok(None) => {
                 eprintln!("The MPS control daemon closed the connection");
                 return ExitCode::FAILURE;
@@ -145,7 +145,8 @@ fn send_commands(commands: impl IntoIterator<Item = io::Result<String>>) -> Exit
     ExitCode::SUCCESS
 }
 
-/// Sends a command over `control_privileged` if accessible, else over `control`.
+/// Sends a command over `control_privileged`, or over `control` if this process cannot access
+/// `control_privileged`.
 fn send_command(directory: &Path, command: &str) -> io::Result<Option<String>> {
     match handshake::send_command(&directory.join("control_privileged"), command) {
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied) => {

@@ -1,6 +1,5 @@
-//! Messages between daemon, server and client library after the handshake.
-//!
-//! NVIDIA's protocol is private and was not examined. Here each packet is one JSON object.
+//! Defines the messages between daemon, server and client library after the handshake. NVIDIA's
+//! protocol is private and was not examined. The simulation sends one JSON object per packet.
 
 use std::io;
 
@@ -10,17 +9,17 @@ use serde::{Deserialize, Serialize};
 use crate::limits::ClientSettings;
 use crate::seqpacket::Connection;
 
-/// The maximum length of a packet, in bytes.
+/// Maximum length of a packet, in bytes.
 pub const MAX_PACKET_BYTES: usize = 64 * 1024;
 
-/// A server's state, as `get_server_status` prints it.
+/// A server's status, as `get_server_status` prints it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ServerStatus {
     /// The server is starting.
     Initializing,
     /// The server serves clients.
     Active,
-    /// The server waits until all clients that a fatal error broke have exited, and refuses new
+    /// A fatal error occurred. Until all broken clients have exited, the server refuses new
     /// clients.
     Fault,
 }
@@ -43,30 +42,30 @@ pub enum ToServer {
     Start {
         /// `CUDA_VISIBLE_DEVICES` of the daemon.
         visible: Option<String>,
-        /// The pipe directory. The server's user must be able to access it.
+        /// The pipe directory. The server's user must have access to this directory.
         pipe_directory: String,
         /// The server's user id.
         uid: u32,
         /// The server's initial limits.
         settings: ClientSettings,
     },
-    /// A new client, sent with the socket of its introduction.
+    /// A new client. The packet carries the socket for the client's introduction.
     Client {
         /// The daemon's number for the connection.
         connection: u64,
-        /// The limits of the client's process, if this is its first connection.
+        /// The settings for the client's process, if this is its first connection.
         settings: ClientSettings,
     },
-    /// The limits of the next clients. The server only logs them.
+    /// The settings for the next clients. The server only logs these settings.
     ClientSettings(ClientSettings),
-    /// Requests an answer once all earlier messages are handled.
+    /// Requests an answer. The server answers after it has processed all earlier messages.
     Ping {
-        /// The request's number, which the answer repeats.
+        /// The request's number. The answer has the same number.
         request: u64,
     },
-    /// Terminates a client's contexts (`terminate_client`).
+    /// Terminates the contexts of a client (`terminate_client`).
     Terminate {
-        /// The request's number, which the answer repeats.
+        /// The request's number. The answer has the same number.
         request: u64,
         /// The client's PID.
         pid: u32,
@@ -80,22 +79,22 @@ pub enum ToServer {
 pub enum FromServer {
     /// The server's new state.
     Status(ServerStatus),
-    /// The server accepted a process.
+    /// The server accepted the connection of a process.
     Process {
         /// The daemon's number for the connection.
         connection: u64,
-        /// The PID in the server's PID namespace.
+        /// The client's PID in the server's PID namespace.
         pid: u32,
     },
     /// A process created a context.
     Context {
         /// The daemon's number for the connection.
         connection: u64,
-        /// The PID in the server's PID namespace.
+        /// The client's PID in the server's PID namespace.
         pid: u32,
         /// The device's UUID.
         device: String,
-        /// The inode of the client's PID namespace, as reported by the client.
+        /// The inode of the client's PID namespace, as the client reports it.
         namespace: u64,
         /// Name of the client's program.
         command: String,
@@ -119,7 +118,7 @@ pub enum FromServer {
 pub enum ToContext {
     /// Requests the devices. Answered with [`FromContext::Devices`].
     Devices,
-    /// Requests a context. Answered with [`FromContext::Created`] or an error.
+    /// Requests a context. The server answers with [`FromContext::Created`] or an error.
     Create {
         /// The device's UUID.
         device: String,
@@ -130,19 +129,19 @@ pub enum ToContext {
         /// The inode of the client's PID namespace.
         namespace: u64,
     },
-    /// Allocates bytes. Answered with [`FromContext::Memory`] or an error.
+    /// Allocates bytes. The server answers with [`FromContext::Memory`] or an error.
     Allocate(u64),
     /// Frees bytes. Answered with [`FromContext::Memory`].
     Free(u64),
     /// Requests the free memory. Answered with [`FromContext::Memory`].
     Query,
-    /// Kernels of this duration in milliseconds are in flight. Not answered.
+    /// Kernels of this duration, in milliseconds, are running. Not answered.
     Busy(f64),
-    /// No kernel is in flight. Not answered.
+    /// No kernel is running. Not answered.
     Idle,
-    /// An illegal access. Not answered, because all clients receive the error.
+    /// An illegal access. The server does not answer, because all clients receive the error.
     IllegalAccess,
-    /// The context has ended, as [`FromContext::Terminate`] requested.
+    /// The client has ended the context, as [`FromContext::Terminate`] requested.
     Terminated,
     /// The client closed the context cleanly. Not answered.
     Goodbye,
@@ -153,9 +152,9 @@ pub enum ToContext {
 pub struct Device {
     /// The UUID of the GPU or MIG device.
     pub uuid: String,
-    /// The device's number of SMs.
+    /// Number of SMs of the device.
     pub sms: u32,
-    /// The device's memory in bytes.
+    /// Memory of the device, in bytes.
     pub memory: u64,
 }
 
@@ -174,16 +173,16 @@ pub enum FromContext {
         /// The device's free memory in bytes.
         free: u64,
     },
-    /// Success, with the device's free memory.
+    /// The request succeeded. The answer contains the device's free memory.
     Memory {
         /// The device's free memory in bytes.
         free: u64,
     },
     /// Failure, with a `CUresult`.
     Error(i32),
-    /// Notification: the context is permanently broken with this `CUresult`.
+    /// Notification: an error with this `CUresult` has permanently broken the context.
     Broken(i32),
-    /// Notification: end the context and answer [`ToContext::Terminated`].
+    /// Request to end the context and to answer with [`ToContext::Terminated`].
     Terminate,
 }
 
@@ -195,15 +194,15 @@ pub fn send<T: Serialize>(connection: &Connection, message: &T) -> io::Result<()
     connection.send(&serde_json::to_vec(message)?)
 }
 
-/// Sends a message, or fails if the peer does not read.
+/// Sends a message. Fails if the peer does not read.
 pub fn try_send<T: Serialize>(connection: &Connection, message: &T) -> io::Result<()> {
     connection.try_send(&serde_json::to_vec(message)?)
 }
 
-/// Waits for a message. Returns `None` if the peer has closed.
+/// Waits for a message. Returns `None` if the peer has closed the connection.
 ///
 /// # Errors
-/// Returns an error if the socket fails or the packet is not a valid message.
+/// Returns an error if the socket fails, or if the packet is not a valid message.
 pub fn recv<T: DeserializeOwned>(connection: &Connection) -> io::Result<Option<T>> {
     connection
         .recv(MAX_PACKET_BYTES)?

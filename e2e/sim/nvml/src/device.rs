@@ -1,4 +1,4 @@
-//! Reads the properties of a device, and the processes that use it.
+//! Reads the properties of a device, and lists the processes that use it.
 
 use nvml_wrapper_sys::bindings as sys;
 use sim_machine::{
@@ -7,7 +7,7 @@ use sim_machine::{
 
 use crate::library::{Code, Handle, HandleTarget, MachineView, Result, handle_of};
 
-/// Instance id of a process or an event that belongs to a whole GPU.
+/// Instance id that NVML reports for processes and events of a whole GPU.
 pub(crate) const NO_INSTANCE: u32 = u32::MAX;
 
 /// A device's memory in bytes, as NVML reports it.
@@ -27,7 +27,7 @@ pub(crate) fn memory_use(view: &MachineView, device: &DeviceRef<'_>) -> DeviceMe
     DeviceMemory { total, reserved: total.saturating_sub(usable), used, free: usable - used }
 }
 
-/// Returns the product name, with the profile for a MIG device.
+/// Returns the product name. For a MIG device, the name includes the profile.
 pub(crate) fn product_name(device: &DeviceRef<'_>) -> String {
     let profile = device.mig.and_then(|(gi, ci)| device.model.compute_profile(gi.profile, ci.profile));
     match profile {
@@ -36,7 +36,7 @@ pub(crate) fn product_name(device: &DeviceRef<'_>) -> String {
     }
 }
 
-/// Returns the `NVML_DEVICE_ARCH_…` of an architecture.
+/// Returns the `NVML_DEVICE_ARCH_…` constant of an architecture.
 pub(crate) fn architecture(name: &str) -> u32 {
     match name {
         "Turing" => sys::NVML_DEVICE_ARCH_TURING,
@@ -56,7 +56,8 @@ pub(crate) fn compute_mode(mode: ComputeMode) -> sys::nvmlComputeMode_t {
     }
 }
 
-/// Converts NVML's constant to a compute mode. No current driver supports `EXCLUSIVE_THREAD`.
+/// Converts an NVML constant to a compute mode. `EXCLUSIVE_THREAD` is not supported, as with
+/// current drivers.
 pub(crate) fn parse_compute_mode(mode: sys::nvmlComputeMode_t) -> Result<ComputeMode> {
     match mode {
         sys::nvmlComputeMode_enum_NVML_COMPUTEMODE_DEFAULT => Ok(ComputeMode::Default),
@@ -67,7 +68,7 @@ pub(crate) fn parse_compute_mode(mode: sys::nvmlComputeMode_t) -> Result<Compute
     }
 }
 
-/// Returns the `NVML_TOPOLOGY_…` of two GPUs.
+/// Returns the `NVML_TOPOLOGY_…` constant for the common ancestor of two GPUs.
 pub(crate) fn topology_level(ancestor: CommonAncestor) -> sys::nvmlGpuTopologyLevel_t {
     match ancestor {
         CommonAncestor::OneSwitch => sys::nvmlGpuLevel_enum_NVML_TOPOLOGY_SINGLE,
@@ -78,8 +79,8 @@ pub(crate) fn topology_level(ancestor: CommonAncestor) -> sys::nvmlGpuTopologyLe
     }
 }
 
-/// Returns the other end of an NVLink, or `None` if the link is inactive because the GPU at that
-/// end is lost. A GPU without NVLinks supports no query of any link.
+/// Returns the other end of an NVLink. Returns `None` if the link is inactive because the GPU at
+/// that end is lost. A GPU without NVLinks does not support this query.
 pub(crate) fn nvlink_peer(view: &MachineView, gpu: &Gpu, link: u32) -> Result<Option<NvLinkEnd>> {
     if gpu.nvlinks.is_empty() {
         return Err(Code::NOT_SUPPORTED);
@@ -98,12 +99,13 @@ pub(crate) fn nvlink_peer_pci(view: &MachineView, end: NvLinkEnd) -> Result<PciA
             let gpu = view.state.gpus.iter().find(|gpu| gpu.index == index).ok_or(Code::NOT_FOUND)?;
             Ok(gpu.pci)
         }
-        // NVSwitches have higher bus numbers than the GPUs.
+        // NVSwitches have higher PCI bus numbers than the GPUs.
         NvLinkEnd::Switch(number) => Ok(PciAddress { domain: 0, bus: 0xf0 + number, device: 0 }),
     }
 }
 
-/// Returns the handle of a GPU. A lost GPU has no handle.
+/// Returns the handle of the first GPU that `find` selects. Fails with `none` if no GPU matches,
+/// and fails if the GPU is lost.
 pub(crate) fn gpu_handle(view: &MachineView, find: impl Fn(&sim_machine::Gpu) -> bool, none: Code) -> Result<Handle> {
     let gpu = view.state.gpus.iter().find(|g| find(g)).ok_or(none)?;
     view.gpu(&gpu.uuid)?;
@@ -117,12 +119,12 @@ pub(crate) fn handle_by_uuid(view: &MachineView, uuid: &str) -> Result<Handle> {
     Ok(handle_of(HandleTarget::Device(uuid.to_owned())))
 }
 
-/// Returns whether a caller's text is this PCI address, with a domain of 4 or 8 digits.
+/// Returns whether a text is this PCI address. The domain may have 4 or 8 digits.
 pub(crate) fn is_bus_id(pci: sim_machine::PciAddress, text: &str) -> bool {
     pci.bus_id().eq_ignore_ascii_case(text) || pci.short_bus_id().eq_ignore_ascii_case(text)
 }
 
-/// The kind of processes that an NVML list contains.
+/// Which processes an NVML process list contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ProcessList {
     /// All compute processes, including MPS clients and servers.
@@ -133,7 +135,7 @@ pub(crate) enum ProcessList {
     Graphics,
 }
 
-/// A process in NVML's lists.
+/// An entry of an NVML process list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ListedProcess {
     pub(crate) pid: u32,
@@ -142,9 +144,10 @@ pub(crate) struct ListedProcess {
     pub(crate) compute_instance: u32,
 }
 
-/// Lists the processes on a device, each once with all of its memory there. A GPU's list includes
-/// the processes of its MIG devices. Processes outside this process's PID namespace are omitted.
-pub(crate) fn processes(view: &MachineView, device: &DeviceRef<'_>, list: ProcessList) -> Vec<ListedProcess> {
+/// Lists the processes on a device, with the memory that each process uses there. A GPU's list
+/// includes the processes on its MIG devices. Omits processes that are not visible in this
+/// process's PID namespace.
+pub(crate) fn list_processes(view: &MachineView, device: &DeviceRef<'_>, list: ProcessList) -> Vec<ListedProcess> {
     let mut listed: Vec<ListedProcess> = Vec::new();
     for process in processes_on_gpu(&view.machine, &view.state, &device.gpu.uuid) {
         let wanted = match list {
@@ -170,14 +173,14 @@ pub(crate) fn processes(view: &MachineView, device: &DeviceRef<'_>, list: Proces
     listed
 }
 
-/// Returns the processes on a GPU and in its MIG devices.
+/// Returns the contexts on a GPU and on its MIG devices.
 pub(crate) fn processes_on_gpu(machine: &Machine, state: &State, gpu: &str) -> Vec<Process> {
     let here = |p: &Process| state.device(&p.device).is_some_and(|d| d.gpu.uuid == gpu);
     machine.live_processes_where(state, here)
 }
 
-/// Returns the percentage of time in which kernels run: the configured value, or a value that
-/// increases with each process that may launch kernels.
+/// Returns the percentage of time in which kernels run. This is the configured value, or 20 % for
+/// each context that can launch kernels.
 pub(crate) fn utilization_percent(view: &MachineView, device: &DeviceRef<'_>) -> u32 {
     if let Some(percent) = device.gpu.utilization {
         return percent.min(100);
@@ -187,37 +190,40 @@ pub(crate) fn utilization_percent(view: &MachineView, device: &DeviceRef<'_>) ->
     u32::try_from(programs * 20).unwrap_or(100).min(100)
 }
 
-/// Returns the power in milliwatts, between idle and limit in proportion to the utilization.
+/// Returns the power in milliwatts. The power increases with the utilization, from the idle power
+/// to the limit.
 pub(crate) fn power_milliwatts(view: &MachineView, device: &DeviceRef<'_>) -> u32 {
     let (limit, idle) = device.model.power_watts;
     (idle + limit.saturating_sub(idle) * utilization_percent(view, device) / 100) * 1000
 }
 
-/// The reasons that the driver can report, as bits.
+/// Mask of the throttle reasons that the driver can report.
 pub(crate) const SUPPORTED_THROTTLE_REASONS: u64 = 0x1ff;
-/// Reasons with which the hardware halves the clocks of the SMs.
+/// Mask of the throttle reasons for which the hardware halves the clocks, except the memory clock.
 const HARDWARE_SLOWDOWN_REASONS: u64 = (sys::nvmlClocksThrottleReasonHwSlowdown
     | sys::nvmlClocksThrottleReasonHwThermalSlowdown
     | sys::nvmlClocksThrottleReasonHwPowerBrakeSlowdown) as u64;
-/// Clocks of an idle H200 in MHz, for all models: graphics, SM, memory, video.
+/// Clocks of an idle GPU in MHz: graphics, SM, memory, video. All models have the clocks of an
+/// H200.
 const IDLE_CLOCKS_MHZ: [u32; 4] = [345, 345, 3201, 765];
-/// Highest clocks of an H200 in MHz, for all models: graphics, SM, memory, video.
+/// Maximum clocks in MHz: graphics, SM, memory, video. All models have the clocks of an H200.
 const MAX_CLOCKS_MHZ: [u32; 4] = [1980, 1980, 3201, 1545];
 
-/// Returns the reasons why the clocks are not higher: the injected reasons, and idleness if the GPU
-/// is idle.
+/// Returns the reasons for reduced clocks: the injected reasons, and also idleness if the GPU is
+/// idle.
 pub(crate) fn throttle_reasons(view: &MachineView, device: &DeviceRef<'_>) -> u64 {
     let idle = utilization_percent(view, device) == 0;
     device.gpu.throttling | if idle { u64::from(sys::nvmlClocksThrottleReasonGpuIdle) } else { 0 }
 }
 
-/// Returns the highest clock of a kind. `NVML_CLOCK_COUNT` is not a kind: an H200 with driver 580
-/// answers it with `NVML_ERROR_NOT_SUPPORTED`.
+/// Returns the maximum clock of a kind. For `NVML_CLOCK_COUNT`, which is not a kind of clock, fails
+/// with `NVML_ERROR_NOT_SUPPORTED`, as an H200 with driver 580 does.
 pub(crate) fn max_clock_mhz(kind: u32) -> Result<u32> {
     MAX_CLOCKS_MHZ.get(kind as usize).copied().ok_or(Code::NOT_SUPPORTED)
 }
 
-/// Returns the current clock of a kind: low if the GPU is idle, half if the hardware slows it down.
+/// Returns the current clock of a kind: the idle clock if the GPU is idle, or half of the maximum
+/// if the hardware slows down the clock.
 pub(crate) fn clock_mhz(view: &MachineView, device: &DeviceRef<'_>, kind: u32) -> Result<u32> {
     let max = max_clock_mhz(kind)?;
     let reasons = throttle_reasons(view, device);
@@ -231,8 +237,8 @@ pub(crate) fn clock_mhz(view: &MachineView, device: &DeviceRef<'_>, kind: u32) -
     })
 }
 
-/// Converts a list such as `0-3,8` to words of bits, the least significant first. An empty list
-/// sets the first `all` bits.
+/// Converts a list such as `0-3,8` to a bit mask of 64-bit words, the least significant word first.
+/// For an empty list, sets the first `all` bits.
 pub(crate) fn to_bit_words(list: &str, words: usize, all: usize) -> Vec<u64> {
     let mut set = vec![0_u64; words];
     let mut add = |bit: usize| {

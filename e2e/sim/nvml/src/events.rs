@@ -1,4 +1,4 @@
-//! NVML's event sets.
+//! Implements NVML's event sets.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,19 +9,20 @@ use sim_machine::{Event, EventKind, State};
 
 use crate::library::{Code, Handle, HandleTarget, MachineView, Result, handle_of, object_of_handle};
 
-/// The event types that a recent driver supports on a data center GPU.
+/// Mask of the event types that a recent driver supports on a data center GPU.
 pub(crate) const SUPPORTED_EVENT_TYPES: u64 = sys::nvmlEventTypeAll as u64;
 
 /// An event set.
 #[derive(Debug, Default)]
 struct EventSet {
-    /// The registered event types and the last event before the registration, by GPU.
+    /// By GPU: the mask of registered event types, and the last number that was assigned before the
+    /// registration.
     registered: HashMap<String, (u64, u64)>,
-    /// The number of the event that was delivered last.
+    /// Number of the last delivered event.
     seen: u64,
 }
 
-/// The number of the newest set, and all sets by number.
+/// The number of the newest event set, and all event sets by number.
 static EVENT_SETS: Mutex<Option<(u64, HashMap<u64, EventSet>)>> = Mutex::new(None);
 
 fn lock_event_sets() -> MutexGuard<'static, Option<(u64, HashMap<u64, EventSet>)>> {
@@ -67,7 +68,7 @@ pub(crate) fn wait_for_event(view: &MachineView, set: Handle, timeout: Duration)
             if let Some(event) = &next {
                 set.seen = event.seq;
             }
-            // Pending events are delivered before the error that the GPU is lost.
+            // Deliver pending events before the error that the GPU is lost.
             next.map(Ok).or_else(|| has_lost_gpu(set, &state).then_some(Err(Code::GPU_IS_LOST)))
         })?;
         if let Some(next) = next {
@@ -82,7 +83,7 @@ pub(crate) fn wait_for_event(view: &MachineView, set: Handle, timeout: Duration)
     }
 }
 
-/// Runs `body` with the set behind a handle.
+/// Runs `body` with the event set of a handle.
 fn with_set<T>(set: Handle, body: impl FnOnce(&mut EventSet) -> T) -> Result<T> {
     let HandleTarget::EventSet(number) = object_of_handle(set)? else { return Err(Code::INVALID_ARGUMENT) };
     let mut sets = lock_event_sets();
@@ -90,7 +91,7 @@ fn with_set<T>(set: Handle, body: impl FnOnce(&mut EventSet) -> T) -> Result<T> 
     Ok(body(set))
 }
 
-/// Returns the first event that the set registered and that was not delivered.
+/// Returns the first registered event that has not been delivered to the set.
 fn next_event(set: &EventSet, state: &State) -> Option<Event> {
     let wanted = |e: &&Event| {
         let is_registered = set
@@ -112,7 +113,7 @@ fn has_lost_gpu(set: &EventSet, state: &State) -> bool {
     state.gpus.iter().any(|g| g.lost && set.registered.contains_key(&g.uuid))
 }
 
-/// Returns the `nvmlEventType…` of an event.
+/// Returns the `nvmlEventType…` bit of an event.
 pub(crate) fn event_type_bit(kind: EventKind) -> u64 {
     u64::from(match kind {
         EventKind::Xid => sys::nvmlEventTypeXidCriticalError,

@@ -1,24 +1,24 @@
-//! A simulated `libnvidia-ml.so.1`: NVML's C ABI for the simulated machine, loaded like the real
-//! library.
+//! Simulates `libnvidia-ml.so.1`: provides NVML's C functions for the simulated machine. Programs
+//! load it like the real library.
 //!
 //! The build produces `libnvidia_ml.so`, which is installed as `libnvidia-ml.so.1` (its soname).
-//! The library uses the machine in `$SIMGPU_STATE`, or in `/var/lib/simgpu`. Without a machine,
-//! `nvmlInit` reports that the driver is not loaded.
+//! The library uses the machine in `$SIMGPU_STATE`, or in `/var/lib/simgpu`. If the directory
+//! contains no machine, `nvmlInit` reports that the driver is not loaded.
 //!
-//! Return codes, two-call conventions and the calls that MIG devices support follow a real H200
-//! with driver 580, measured with MIG off. All other behaviour follows NVIDIA's documentation. The
-//! library also exports functions that are not simulated. They return `NVML_ERROR_NOT_SUPPORTED`.
-//! Errors and hangs that `simgpu fail` and `simgpu hang` inject take precedence.
+//! Return codes and calls that return lists behave as measured on a real H200 with driver 580 and
+//! MIG off. All other behaviour follows NVIDIA's documentation. The library also exports functions
+//! that are not simulated, and these return `NVML_ERROR_NOT_SUPPORTED`. Errors and hangs that
+//! `simgpu fail` and `simgpu hang` inject take precedence over all other behaviour.
 //!
-//! As with the real library, several calls report the number of SMs. For a MIG device,
-//! `nvmlDeviceGetAttributes` returns it. For a whole GPU, divide `nvmlDeviceGetNumGpuCores` by the
-//! cores of an SM. Alternatively, if the largest GPU instance profile has all SMs (Hopper), use the
-//! number of that profile.
+//! As with the real library, programs can determine the number of SMs in several ways. For a MIG
+//! device, `nvmlDeviceGetAttributes` returns the number. For a whole GPU, divide the result of
+//! `nvmlDeviceGetNumGpuCores` by the number of cores per SM. If the largest GPU instance profile
+//! has all SMs (Hopper), the number in that profile is also correct.
 
-// This crate is a C ABI with raw pointers and unmangled symbols. Only `abi::raw` dereferences
-// pointers.
+// This crate exports C functions, which have raw pointers and unmangled names. Only `abi::raw`
+// dereferences pointers.
 #![allow(unsafe_code)]
-// The exported names are those of C.
+// The exported functions have NVML's names.
 #![allow(non_snake_case)]
 
 mod abi;

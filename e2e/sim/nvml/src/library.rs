@@ -1,4 +1,4 @@
-//! The library's state: its initialization count, and the objects behind its handles.
+//! Manages the library's state: the initialization count, and the objects of the handles.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -46,8 +46,9 @@ impl From<MigError> for Code {
 
 pub(crate) type Result<T, E = Code> = std::result::Result<T, E>;
 
-/// The object behind a handle. An object is a name or number, not an address. A handle outlives its
-/// object, and calls with it then report that the object no longer exists.
+/// The object that a handle refers to, identified by names and numbers. A handle remains valid
+/// after its object no longer exists. Calls with the handle then report that the object no longer
+/// exists.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum HandleTarget {
     /// A GPU or a MIG device, by UUID.
@@ -60,8 +61,8 @@ pub(crate) enum HandleTarget {
     EventSet(u64),
 }
 
-/// A handle as C programs receive it. A handle is never an address, so the library detects an
-/// invalid handle.
+/// A handle, as C programs receive it. A handle is a number and not an address, so the library can
+/// detect an invalid handle.
 pub(crate) type Handle = usize;
 
 /// The state between `nvmlInit` and `nvmlShutdown`.
@@ -70,26 +71,27 @@ struct InitializedLibrary {
     users: usize,
     machine: Option<Machine>,
     objects: Vec<HandleTarget>,
-    /// Objects that the library keeps open between the first `nvmlInit` and the last
-    /// `nvmlShutdown`: the driver and every GPU. With driver 580 and one H200, `nvmlInit` opens the
-    /// GPU before any handle exists, and the last `nvmlShutdown` closes it.
+    /// Sessions of the driver and of every GPU, from the first `nvmlInit` to the last
+    /// `nvmlShutdown`. The real library also opens each GPU in `nvmlInit`, before any handle exists
+    /// (measured with driver 580 on one H200).
     open: Vec<SessionLease>,
 }
 
 static LIBRARY: Mutex<InitializedLibrary> =
     Mutex::new(InitializedLibrary { users: 0, machine: None, objects: Vec::new(), open: Vec::new() });
 
-// Handles are large numbers, so that the library does not mistake a zero or a count for a handle.
+// Handles start at a large number, so that the library does not mistake 0 or a count for a handle.
 const FIRST_HANDLE: usize = 0x4e56_0000;
 
 fn lock_library() -> MutexGuard<'static, InitializedLibrary> {
     LIBRARY.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Implements `nvmlInit`. Each call requires an `nvmlShutdown`.
+/// Implements `nvmlInit`. Each successful call requires a call of `nvmlShutdown`.
 pub(crate) fn init(name: &str) -> sys::nvmlReturn_t {
     catch_panic(|| {
-        // The first call reopens the machine, because `simgpu init` may have replaced it.
+        // Open the machine again at the first `nvmlInit`, because `simgpu init` may have replaced
+        // it.
         let known = lock_library().machine.clone();
         let machine = match known {
             Some(machine) => machine,
@@ -129,7 +131,7 @@ pub(crate) fn shutdown() -> sys::nvmlReturn_t {
     })
 }
 
-/// Returns the handle of an object. Equal objects have the same handle.
+/// Returns the handle of an object. The handles of equal objects are equal.
 pub(crate) fn handle_of(object: HandleTarget) -> Handle {
     let mut library = lock_library();
     let at = library.objects.iter().position(|o| *o == object).unwrap_or_else(|| {
@@ -145,7 +147,7 @@ pub(crate) fn object_of_handle(handle: Handle) -> Result<HandleTarget> {
     lock_library().objects.get(offset / 16).cloned().ok_or(Code::INVALID_ARGUMENT)
 }
 
-/// The machine's state during one call.
+/// The machine, and its state during one call.
 #[derive(Debug)]
 pub(crate) struct MachineView {
     pub(crate) machine: Machine,
@@ -167,7 +169,7 @@ impl MachineView {
         Ok(Self { machine, state })
     }
 
-    /// Returns a GPU that is not lost.
+    /// Returns a GPU and its model. Fails if the GPU is lost.
     pub(crate) fn gpu(&self, uuid: &str) -> Result<(&Gpu, &Model)> {
         let gpu = self.state.gpus.iter().find(|g| g.uuid == uuid).ok_or(Code::NOT_FOUND)?;
         if gpu.lost {
@@ -177,20 +179,20 @@ impl MachineView {
     }
 }
 
-/// Applies the injected faults to a call. Returns the state that the call uses.
+/// Applies the injected faults for a call. Returns the state that the call uses.
 fn begin_call(machine: &Machine, name: &str, device: Option<&str>) -> Result<Arc<State>> {
     let begun = machine.begin_call(name, device)?;
     match begun.code {
-        // A fault may inject a code that NVML does not define. Callers must handle such a code.
+        // A fault may inject a code that NVML does not define. Programs must tolerate such codes.
         Some(code) => Err(Code(code.unsigned_abs())),
         None => Ok(begun.state),
     }
 }
 
-/// Runs the body of a call. A panic must not unwind into C.
+/// Runs the body of a call. Catches panics, because a panic must not unwind into C.
 pub(crate) fn catch_panic(body: impl FnOnce() -> Result<()>) -> sys::nvmlReturn_t {
-    // Tables remain consistent after a panic, because every entry is written at once. Therefore the
-    // library ignores poisoned locks.
+    // The library ignores poisoned locks: its tables remain consistent after a panic, because each
+    // change of an entry is a single write.
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => sys::nvmlReturn_enum_NVML_SUCCESS,
         Ok(Err(code)) => code.0,
@@ -198,13 +200,13 @@ pub(crate) fn catch_panic(body: impl FnOnce() -> Result<()>) -> sys::nvmlReturn_
     }
 }
 
-/// Runs an NVML function that concerns no single GPU.
+/// Runs a call that is not about a particular GPU.
 pub(crate) fn call(name: &str, body: impl FnOnce(&MachineView) -> Result<()>) -> sys::nvmlReturn_t {
     catch_panic(|| body(&MachineView::new(name, None)?))
 }
 
-/// Runs a call about a GPU's instance. Faults of the GPU apply.
-pub(crate) fn call_on(name: &str, gpu: &str, body: impl FnOnce(&MachineView) -> Result<()>) -> Result<()> {
+/// Runs a call about an instance of a GPU. Faults of the GPU apply to the call.
+pub(crate) fn call_about_instance(name: &str, gpu: &str, body: impl FnOnce(&MachineView) -> Result<()>) -> Result<()> {
     body(&MachineView::new(name, Some(gpu))?)
 }
 
@@ -223,7 +225,7 @@ pub(crate) fn call_on_device(
     })
 }
 
-/// Runs a call that MIG devices do not support.
+/// Runs a call about a GPU. MIG devices do not support the call.
 pub(crate) fn call_on_gpu(
     name: &str,
     device: Handle,
@@ -247,7 +249,7 @@ pub(crate) fn call_on_gpu_as_root(
     })
 }
 
-/// Returns an error unless the caller is root: only root may change a GPU.
+/// Returns an error unless the program runs as root: only root may change a GPU.
 pub(crate) fn require_root() -> Result<()> {
     if rustix::process::geteuid().is_root() { Ok(()) } else { Err(Code::NO_PERMISSION) }
 }

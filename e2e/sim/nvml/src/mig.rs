@@ -1,4 +1,4 @@
-//! MIG through NVML: handles of instances, and changes to instances.
+//! Implements NVML's MIG calls: handles of instances, and changes to instances.
 
 use nvml_wrapper_sys::bindings as sys;
 use sim_machine::{
@@ -9,18 +9,18 @@ use crate::device;
 use crate::events;
 use crate::library::{Code, Handle, HandleTarget, MachineView, Result, handle_of, object_of_handle};
 
-/// Returns a GPU's MIG devices in the order of NVML: by GPU instance, then by compute instance.
+/// Returns a GPU's MIG devices in NVML's order: by GPU instance, and then by compute instance.
 pub(crate) fn mig_devices(gpu: &Gpu) -> Vec<(&GpuInstance, &ComputeInstance)> {
     gpu.instances.iter().flat_map(|gi| gi.compute.iter().map(move |ci| (gi, ci))).collect()
 }
 
-/// Returns the maximum number of MIG devices on the GPU, or 0 with MIG off.
-pub(crate) fn max_devices(gpu: &Gpu, model: &Model) -> u32 {
+/// Returns the maximum number of MIG devices on the GPU, or 0 if MIG is off.
+pub(crate) fn max_mig_devices(gpu: &Gpu, model: &Model) -> u32 {
     if gpu.mig { model.gpu_profiles.iter().map(|p| p.instances).max().unwrap_or(0) } else { 0 }
 }
 
-/// Returns a GPU instance profile by NVML's index. An index that exists in NVML but not for this
-/// model is not supported. Other indices are invalid.
+/// Returns a GPU instance profile by NVML's index. If the index exists in NVML but not for this
+/// model, the error is "not supported". Other indices are invalid arguments.
 pub(crate) fn profile_by_index(model: &Model, index: u32) -> Result<&GpuProfile> {
     if index >= sys::NVML_GPU_INSTANCE_PROFILE_COUNT {
         return Err(Code::INVALID_ARGUMENT);
@@ -54,17 +54,17 @@ pub(crate) fn compute_profile_by_id(model: &Model, gi: &GpuInstance, id: u32) ->
     model.compute_profile(gi.profile, id).ok_or(Code::INVALID_ARGUMENT)
 }
 
-/// Returns the GPU's UUID and the instance's id for the handle of a GPU instance.
-pub(crate) fn gpu_instance(instance: Handle) -> Result<(String, u32)> {
+/// Returns the GPU's UUID and the instance id for the handle of a GPU instance.
+pub(crate) fn gpu_instance_of_handle(instance: Handle) -> Result<(String, u32)> {
     match object_of_handle(instance)? {
         HandleTarget::GpuInstance(gpu, id) => Ok((gpu, id)),
         _ => Err(Code::INVALID_ARGUMENT),
     }
 }
 
-/// Returns the GPU's UUID, the GPU instance's id and the instance's id for the handle of a compute
-/// instance.
-pub(crate) fn compute_instance(instance: Handle) -> Result<(String, u32, u32)> {
+/// Returns the GPU's UUID, the GPU instance id and the compute instance id for the handle of a
+/// compute instance.
+pub(crate) fn compute_instance_of_handle(instance: Handle) -> Result<(String, u32, u32)> {
     match object_of_handle(instance)? {
         HandleTarget::ComputeInstance(gpu, gi, id) => Ok((gpu, gi, id)),
         _ => Err(Code::INVALID_ARGUMENT),
@@ -82,14 +82,14 @@ pub(crate) fn find_gpu_instance<'v>(
     Ok((gpu, model, found))
 }
 
-/// Switches MIG mode. An error means that NVML refused the request. The return code reports whether
-/// the mode is already active.
+/// Switches MIG mode. The returned code tells whether the new mode is active. An error means that
+/// NVML refused the request.
 pub(crate) fn set_mig_mode(view: &MachineView, uuid: &str, on: bool) -> Result<sys::nvmlReturn_t> {
     view.machine.update(|state| {
         let processes = device::processes_on_gpu(&view.machine, state, uuid);
         let is_ampere = state.model(state.gpu(uuid)?)?.architecture == "Ampere";
-        // The caller's own session does not count as a user, but an event registration opens the
-        // GPU a second time.
+        // The program's own session does not count, but its event registrations count, because they
+        // open the GPU a second time.
         let sessions = || view.machine.open_sessions(Some(uuid), true) > 0 || events::is_registered(uuid);
         let busy = !processes.is_empty() || (is_ampere && sessions());
         let (gpu, model) = gpu_to_change(state, uuid)?;
@@ -133,7 +133,8 @@ pub(crate) fn create_compute_instance(
 
 /// Destroys a compute instance that no process uses.
 pub(crate) fn destroy_compute_instance(view: &MachineView, uuid: &str, gi: u32, id: u32) -> Result<()> {
-    // Processes register under the same lock, so none can appear before the instance is destroyed.
+    // Processes register under the same lock, so no process can appear before the instance is
+    // destroyed.
     view.machine.update(|state| {
         let processes = view.machine.live_processes(state);
         let (gpu, _) = gpu_to_change(state, uuid)?;
@@ -143,7 +144,7 @@ pub(crate) fn destroy_compute_instance(view: &MachineView, uuid: &str, gi: u32, 
     })
 }
 
-/// Changes a GPU's instances and records an event.
+/// Changes the instances of a GPU, and records an event.
 fn change_gpu<T>(machine: &Machine, uuid: &str, change: impl FnOnce(&mut Gpu, &Model) -> Result<T>) -> Result<T> {
     machine.update(|state| {
         let (gpu, model) = gpu_to_change(state, uuid)?;
@@ -153,7 +154,7 @@ fn change_gpu<T>(machine: &Machine, uuid: &str, change: impl FnOnce(&mut Gpu, &M
     })
 }
 
-/// Returns the GPU that a call changes, and its model. Fails if the GPU is lost.
+/// Returns the GPU to change, and its model. Fails if the GPU is lost.
 fn gpu_to_change<'s>(state: &'s mut State, uuid: &str) -> Result<(&'s mut Gpu, Model)> {
     let model = state.model(state.gpu(uuid)?)?.clone();
     let gpu = state.gpu_mut(uuid)?;

@@ -1,11 +1,12 @@
-//! Functions that are not simulated. The functions are exported so that programs can look them up,
-//! and return `NVML_ERROR_NOT_SUPPORTED`.
+//! Exports the functions that are not simulated, so that programs can look them up. These functions
+//! return `NVML_ERROR_NOT_SUPPORTED`.
 
-/// Defines functions that accept any arguments. In Linux's C calling conventions the caller removes
-/// the arguments, so callers can pass any arguments to a function without parameters.
+/// Defines functions that accept any arguments. In the C calling conventions of Linux, the caller
+/// removes the arguments. Therefore, callers can pass any arguments to a function without
+/// parameters.
 macro_rules! unsupported {
     ($($name:ident)*) => {$(
-        // SAFETY: the name is one of NVML's. A program loads either NVML or this library.
+        // SAFETY: the name belongs to NVML, and a program loads either NVML or this library.
         #[unsafe(no_mangle)]
         extern "C" fn $name() -> nvml_wrapper_sys::bindings::nvmlReturn_t {
             $crate::library::Code::NOT_SUPPORTED.0

@@ -1,9 +1,10 @@
-//! Tests of the built library, loaded by nvml-wrapper like the real one.
+//! Tests the built library, which nvml-wrapper loads like the real library.
 //!
-//! A process has one NVML and one machine, so each test runs again in a process with its own
-//! machine.
+//! A process can have only one NVML and one machine, so each test runs itself in a separate process
+//! with its own machine.
 
-// MIG instances are created through the raw functions of nvml-wrapper-sys.
+// The tests create MIG instances with the raw functions of nvml-wrapper-sys, because nvml-wrapper
+// has no functions for this.
 #![allow(unsafe_code)]
 // Tests fail by panicking.
 #![allow(clippy::unwrap_used, clippy::panic)]
@@ -29,12 +30,12 @@ use sim_machine::{
     STATE_DIRECTORY_ENV, State,
 };
 
-/// Runs a test's body in a separate process, on a machine with these GPUs.
+/// Runs the body of a test in a separate process, on a machine with these GPUs.
 fn run_in_separate_process(name: &str, gpus: &[&str], body: impl FnOnce(&Machine)) {
     run_on_linked_gpus(name, gpus, None, body);
 }
 
-/// Runs a test's body in a separate process, on a machine with these GPUs and this topology.
+/// Runs the body of a test in a separate process, on a machine with these GPUs and this topology.
 fn run_on_linked_gpus(name: &str, gpus: &[&str], topology: Option<MachineTopology>, body: impl FnOnce(&Machine)) {
     if std::env::var_os(STATE_DIRECTORY_ENV).is_some() {
         return body(&Machine::open_default().unwrap());
@@ -58,10 +59,10 @@ fn test_command(name: &str) -> Command {
     command
 }
 
-/// A process that uses memory of a GPU until killed.
-struct Holder(Child);
+/// A process that uses GPU memory until it is killed.
+struct GpuUser(Child);
 
-impl Holder {
+impl GpuUser {
     fn new(machine: &Machine, device: &str) -> Self {
         let before = machine.processes().unwrap().len();
         let mut command = test_command("hold_gpu_memory");
@@ -76,7 +77,7 @@ impl Holder {
     }
 }
 
-impl Drop for Holder {
+impl Drop for GpuUser {
     fn drop(&mut self) {
         self.kill();
     }
@@ -126,14 +127,15 @@ fn change_state(machine: &Machine, change: impl FnOnce(&mut State)) {
 /// Calls a raw function of the library.
 macro_rules! raw {
     ($nvml:expr, $name:ident($($argument:expr),*)) => {
-        // SAFETY: the arguments are the library's handles, numbers, and pointers to variables that
-        // outlive the call and have the size that NVML requires.
+        // SAFETY: the arguments are handles of the library, numbers, and pointers to variables. The
+        // variables outlive the call, and have the size that NVML requires.
         unsafe { $nvml.lib().$name($($argument),*) }
     };
 }
 
 fn raw_handle(device: &Device<'_>) -> sys::nvmlDevice_t {
-    // SAFETY: the handle is only passed to the library that returned it, which remains loaded.
+    // SAFETY: the handle is passed only to the library that returned it, and this library remains
+    // loaded.
     unsafe { device.handle() }
 }
 
@@ -258,8 +260,8 @@ fn a_removed_gpu_is_not_listed_and_the_indices_of_later_gpus_move_down() {
 }
 
 #[test]
-fn gpus_without_nvlinks_support_no_query_of_a_link() {
-    run_in_separate_process("gpus_without_nvlinks_support_no_query_of_a_link", &["H200-141", "T4"], |_| {
+fn a_gpu_without_nvlinks_does_not_support_queries_of_links() {
+    run_in_separate_process("a_gpu_without_nvlinks_does_not_support_queries_of_links", &["H200-141", "T4"], |_| {
         let nvml = nvml();
         let h200 = nvml.device_by_index(0).unwrap();
         assert!(matches!(h200.link_wrapper_for(0).is_active(), Err(NvmlError::NotSupported)));
@@ -279,7 +281,8 @@ fn the_largest_profile_of_a_hopper_gpu_has_all_its_sms() {
         assert_eq!((info.id, info.multiprocessor_count, info.instance_count, info.memory_size_mb), (15, 26, 4, 33_280));
         assert!(matches!(h200.profile_info(sys::NVML_GPU_INSTANCE_PROFILE_8_SLICE), Err(NvmlError::NotSupported)));
         assert!(matches!(h200.profile_info(17), Err(NvmlError::InvalidArg)));
-        // nvml-wrapper 0.13 returns an empty list, because it loses the length.
+        // nvml-wrapper 0.13 returns an empty list, because of an error in its handling of the
+        // length.
         let (mut list, mut count) = ([zeroed::<sys::nvmlGpuInstancePlacement_t>(); 8], 0);
         let none = std::ptr::null_mut();
         assert_eq!(
@@ -293,7 +296,7 @@ fn the_largest_profile_of_a_hopper_gpu_has_all_its_sms() {
             0
         );
         assert_eq!(list[..4].iter().map(|p| (p.start, p.size)).collect::<Vec<_>>(), [(0, 2), (2, 2), (4, 2), (6, 2)]);
-        // With MIG off, the capacity is that of an empty GPU.
+        // If MIG is off, NVML reports the capacity of an empty GPU.
         let mut capacity = 0;
         assert_eq!(raw!(nvml, nvmlDeviceGetGpuInstanceRemainingCapacity(raw_handle(&h200), 9, &raw mut capacity)), 0);
         assert_eq!(capacity, 2);
@@ -311,7 +314,8 @@ fn the_largest_profile_of_a_hopper_gpu_has_all_its_sms() {
 }
 
 fn zeroed<T>() -> T {
-    // SAFETY: used only for NVML's structures of integers and arrays, for which zero is valid.
+    // SAFETY: the function is used only for NVML structures of integers and arrays, for which zero
+    // is valid.
     unsafe { std::mem::zeroed() }
 }
 
@@ -359,7 +363,7 @@ fn mig_instances_are_created_used_and_destroyed() {
         assert!(matches!(gpu.attributes(), Err(NvmlError::NotSupported)));
         assert!(gpu.set_compute_mode(ComputeMode::ExclusiveProcess).is_err());
 
-        let mut user = Holder::new(machine, &uuid);
+        let mut user = GpuUser::new(machine, &uuid);
         let listed = mig.running_compute_processes().unwrap();
         assert_eq!((listed.len(), listed[0].pid), (1, user.0.id()));
         let on_gpu = gpu.running_compute_processes().unwrap();
@@ -370,7 +374,7 @@ fn mig_instances_are_created_used_and_destroyed() {
         assert_eq!(set_mig_mode(&nvml, &gpu, 0), (0, 19), "pending: in use");
         assert_eq!(gpu.mig_mode().unwrap(), MigMode { current: 1, pending: 0 });
         user.kill();
-        // Faults of a GPU apply to calls about its instances.
+        // A fault for a GPU also applies to calls about its instances.
         let gpu_uuid = gpu.uuid().unwrap();
         let call = "nvmlComputeInstanceDestroy".to_owned();
         let fault = Fault { id: 1, call, gpu: Some(gpu_uuid), effect: FaultEffect::Code(999), remaining: Some(1) };
@@ -402,15 +406,15 @@ fn invalid_handles_are_refused() {
     });
 }
 
-fn xid_of(event: &EventData<'_>) -> u64 {
+fn expect_xid(event: &EventData<'_>) -> u64 {
     match event.event_data {
         Some(XidError::Value(code)) => code,
         Some(XidError::Unknown) | None => panic!("no XID"),
     }
 }
 
-fn next_xid(set: &EventSet<'_>) -> u64 {
-    xid_of(&set.wait(60_000).unwrap())
+fn wait_for_xid(set: &EventSet<'_>) -> u64 {
+    expect_xid(&set.wait(60_000).unwrap())
 }
 
 #[test]
@@ -461,20 +465,20 @@ fn events_reach_registered_sets() {
         change_state(machine, |s| s.push_event(&uuids[1], EventKind::DoubleBitEcc, 0, None));
         change_state(machine, |s| s.push_event(&uuids[1], EventKind::Xid, 94, Some((3, 0))));
         let got = set.wait(60_000).unwrap();
-        assert_eq!((got.device.uuid().unwrap(), xid_of(&got)), (uuids[0].clone(), 79));
+        assert_eq!((got.device.uuid().unwrap(), expect_xid(&got)), (uuids[0].clone(), 79));
         let got = set.wait(60_000).unwrap();
         assert_eq!(got.device.uuid().unwrap(), uuids[1]);
         assert_eq!(got.event_type, EventTypes::DOUBLE_BIT_ECC_ERROR);
-        assert_eq!(next_xid(&set), 94);
-        // The event arrives during the wait.
+        assert_eq!(wait_for_xid(&set), 94);
+        // The event must arrive during the wait.
         std::thread::scope(|scope| {
             scope.spawn(|| xid(0, 31));
-            assert_eq!(next_xid(&set), 31);
+            assert_eq!(wait_for_xid(&set), 31);
         });
-        // A GPU's last event is delivered before the error that it is lost.
+        // The last event of a GPU must be delivered before the error that the GPU is lost.
         xid(1, 79);
         change_state(machine, |s| s.gpus[1].lost = true);
-        assert_eq!(next_xid(&set), 79);
+        assert_eq!(wait_for_xid(&set), 79);
         assert!(matches!(set.wait(60_000), Err(NvmlError::GpuLost)));
         change_state(machine, |s| s.gpus[1].lost = false);
         assert!(matches!(set.wait(0), Err(NvmlError::Timeout)));
@@ -482,8 +486,8 @@ fn events_reach_registered_sets() {
 }
 
 #[test]
-fn a_lost_gpu_does_not_affect_others() {
-    run_in_separate_process("a_lost_gpu_does_not_affect_others", &["A100-80", "A100-80"], |machine| {
+fn a_lost_gpu_does_not_affect_other_gpus() {
+    run_in_separate_process("a_lost_gpu_does_not_affect_other_gpus", &["A100-80", "A100-80"], |machine| {
         let nvml = nvml();
         let (lost, well) = (nvml.device_by_index(0).unwrap(), nvml.device_by_index(1).unwrap());
         let uuid = lost.uuid().unwrap();
@@ -496,7 +500,7 @@ fn a_lost_gpu_does_not_affect_others() {
         assert_eq!(set_mig_mode(&nvml, &lost, 1).0, 15);
         assert_eq!(nvml.device_count().unwrap(), 2);
         well.memory_info().unwrap();
-        // A program that starts now sees the same devices.
+        // A program that starts now must see the same devices.
         drop(nvml);
         let nvml = self::nvml();
         assert!(matches!(nvml.device_by_index(0), Err(NvmlError::GpuLost)));
@@ -512,7 +516,7 @@ fn processes_are_listed_with_their_memory_until_killed() {
         let gpu = nvml.device_by_index(0).unwrap();
         let uuid = gpu.uuid().unwrap();
         assert!(gpu.running_compute_processes().unwrap().is_empty());
-        let mut other = Holder::new(machine, &uuid);
+        let mut other = GpuUser::new(machine, &uuid);
         let server = machine.open_context(&uuid, ContextKind::MpsServer, 66 << 20).unwrap();
         let client = machine.register_client(&uuid, other.0.id(), 274 << 20).unwrap();
         let listed = |list: Vec<nvml_wrapper::struct_wrappers::device::ProcessInfo>| {
@@ -553,7 +557,7 @@ fn settings_are_visible_to_other_processes() {
         let mut gpu = nvml.device_by_index(0).unwrap();
         gpu.set_compute_mode(ComputeMode::ExclusiveProcess).unwrap();
         assert_eq!(machine.snapshot().unwrap().gpus[0].compute_mode, sim_machine::ComputeMode::ExclusiveProcess);
-        let _holder = Holder::new(machine, &gpu.uuid().unwrap());
+        let _holder = GpuUser::new(machine, &gpu.uuid().unwrap());
         assert!(machine.open_context(&gpu.uuid().unwrap(), ContextKind::Compute, 0).is_err());
         change_state(machine, |s| s.gpus[0].compute_mode = sim_machine::ComputeMode::Prohibited);
         assert_eq!(gpu.compute_mode().unwrap(), ComputeMode::Prohibited);
@@ -572,7 +576,7 @@ fn clocks_and_throttling_depend_on_utilization_and_a_gpu_in_mig_mode_reports_non
         let reasons = || gpu.current_throttle_reasons().unwrap();
         let clocks =
             || [Clock::Graphics, Clock::SM, Clock::Memory, Clock::Video].map(|kind| gpu.clock_info(kind).unwrap());
-        // Measured on an idle H200 with driver 580.
+        // These values were measured on an idle H200 with driver 580.
         assert_eq!((clocks(), reasons()), ([345, 345, 3201, 765], ThrottleReasons::GPU_IDLE));
         let mut clock = 0;
         assert_eq!(raw!(nvml, nvmlDeviceGetClockInfo(raw_handle(&gpu), 4, &raw mut clock)), 3, "a count, not a clock");
@@ -606,7 +610,7 @@ fn only_root_can_change_a_gpu() {
         let nvml = nvml();
         let mut gpu = nvml.device_by_index(0).unwrap();
         if rustix::process::geteuid().is_root() {
-            // The system call changes this thread only. The change ends with this process.
+            // The system call affects only this thread, and only until the process exits.
             rustix::thread::set_thread_res_uid(
                 rustix::process::Uid::from_raw(1000),
                 rustix::process::Uid::from_raw(1000),
@@ -638,7 +642,7 @@ fn injected_errors_and_hangs_take_precedence() {
         std::thread::scope(|scope| {
             let hanging = scope.spawn(|| one.name().unwrap());
             wait_until(machine, |s| s.faults.iter().any(|f| f.remaining == Some(0)));
-            // The library is not locked during the hang, so other threads continue.
+            // The library must not be locked during the hang, so that other threads continue.
             two.memory_info().unwrap();
             assert!(!hanging.is_finished());
             change_state(machine, |s| s.faults.clear());

@@ -1,13 +1,14 @@
-//! The command line of `simgpu`.
+//! Defines the command line of `simgpu`.
 
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
 use sim_machine::{DEFAULT_STATE_DIRECTORY, MachineTopology, STATE_DIRECTORY_ENV};
 
-/// Creates, shows and changes the GPUs that the simulated NVML, MPS and CUDA programs see.
+/// Creates, shows and changes the simulated GPUs of the machine, which the simulated NVML, MPS and
+/// CUDA programs see.
 ///
-/// Changes apply immediately to all running programs. GPU is an index or a UUID.
+/// Changes apply immediately to all running programs. GPU is the index or the UUID of a GPU.
 #[derive(Debug, Parser)]
 #[command(
     version,
@@ -21,7 +22,7 @@ use sim_machine::{DEFAULT_STATE_DIRECTORY, MachineTopology, STATE_DIRECTORY_ENV}
     simgpu set 0 compute-mode=EXCLUSIVE_PROCESS temperature=90"
 )]
 pub(crate) struct Arguments {
-    /// The machine's directory.
+    /// The directory of the machine's state.
     #[arg(long, global = true, env = STATE_DIRECTORY_ENV, default_value = DEFAULT_STATE_DIRECTORY, value_name = "DIR")]
     pub(crate) state: PathBuf,
     #[command(subcommand)]
@@ -30,20 +31,20 @@ pub(crate) struct Arguments {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Create a machine, and replace an existing one.
+    /// Create a machine, and replace an existing machine.
     Init {
         /// GPUs as `COUNTxMODEL` or `MODEL`, in the order of their indices. Repeatable.
         /// `simgpu models` lists the models.
         #[arg(long, value_name = "COUNTxMODEL")]
         gpus: Vec<String>,
-        /// A JSON file that describes the machine. Unlike --gpus it can set UUIDs, NUMA nodes, PCI
-        /// addresses and additional models.
+        /// A JSON file that describes the machine. Unlike --gpus, the file can set UUIDs, NUMA
+        /// nodes, PCI addresses and additional models.
         #[arg(long, value_name = "FILE", conflicts_with_all = ["gpus", "machine"])]
         file: Option<PathBuf>,
         /// How the GPUs are linked: hybrid-cube-mesh, nv-switch or two-sockets.
         #[arg(long, value_name = "TOPOLOGY", conflicts_with = "file")]
         topology: Option<MachineTopology>,
-        /// The machine's name, from which UUIDs are derived.
+        /// The machine's name. The UUIDs of the GPUs depend on the name.
         #[arg(long, default_value = "simulated", value_name = "NAME")]
         machine: String,
     },
@@ -61,19 +62,20 @@ pub(crate) enum Command {
         #[arg(short, long, value_enum, default_value_t)]
         output: OutputFormat,
     },
-    /// Make the driver report an XID.
+    /// Make the driver report an XID error.
     Xid {
-        /// Index or UUID of the GPU.
+        /// The index or UUID of the GPU.
         gpu: String,
-        /// The XID, such as 79.
+        /// The number of the XID error, such as 79.
         code: u64,
-        /// The MIG device concerned, as GPU instance and compute instance.
+        /// The MIG device that reports the error, as the numbers of its GPU instance and compute
+        /// instance.
         #[arg(long, value_name = "GI,CI", value_parser = parse_instance)]
         instance: Option<(u32, u32)>,
     },
-    /// Add ECC errors to the counters, and report them as events.
+    /// Add ECC errors to the GPU's counters, and report the errors as events.
     Ecc {
-        /// Index or UUID of the GPU.
+        /// The index or UUID of the GPU.
         gpu: String,
         /// Number of uncorrected errors.
         #[arg(long, default_value_t = 0)]
@@ -82,65 +84,68 @@ pub(crate) enum Command {
         #[arg(long, default_value_t = 0)]
         corrected: u64,
     },
-    /// Make a GPU fall off the bus: every call about it fails with `GPU_IS_LOST`. The GPU reports
-    /// no XID (see `xid`).
+    /// Make a GPU fall off the bus: every call about the GPU fails with `GPU_IS_LOST`. The GPU
+    /// reports no XID error (see `xid`).
     Lose {
-        /// Index or UUID of the GPU.
+        /// The index or UUID of the GPU.
         gpu: String,
     },
-    /// Take a GPU out of the machine: NVML no longer lists it, and the indices of later GPUs move
-    /// down. `restore` puts it back. Other commands name GPUs by their index with all GPUs.
+    /// Remove a GPU from the machine: NVML no longer lists the GPU, and decreases the indices of
+    /// the later GPUs by one. `restore` restores the GPU. The other commands of simgpu still count
+    /// removed GPUs in the indices.
     Remove {
-        /// Index or UUID of the GPU.
+        /// The index or UUID of the GPU.
         gpu: String,
     },
-    /// Restore a lost or removed GPU in its previous state.
+    /// Restore a lost or removed GPU to its previous state.
     Restore {
-        /// Index or UUID of the GPU.
+        /// The index or UUID of the GPU.
         gpu: String,
     },
-    /// Reset a GPU: activate a pending MIG mode, clear ECC counts and requested recovery, destroy
-    /// MIG instances and restore a lost GPU. Fails while a working GPU is in use by a process, and
-    /// while any program has an NVML session open, because a session opens every GPU.
+    /// Reset a GPU: activate a pending MIG mode, clear the ECC counts and the requested recovery
+    /// action, destroy the MIG instances and restore a lost GPU. Fails while a process uses the
+    /// GPU, unless the GPU is lost, and while any program has an NVML session open, because a
+    /// session opens every GPU.
     Reset {
-        /// Index or UUID of the GPU.
+        /// The index or UUID of the GPU.
         gpu: String,
         /// Ignore open NVML sessions, like a reset from outside the machine (by a hypervisor).
         #[arg(long)]
         from_outside: bool,
     },
-    /// Make calls fail, by the NVML function's name with or without its version, or by a prefix
-    /// with `*`.
+    /// Make calls of an NVML function fail. CALL is the function's name with or without its
+    /// version, or a prefix of names followed by `*`.
     Fail {
-        /// The call, such as `nvmlDeviceGetUUID` or `nvmlDevice*`.
+        /// The name or prefix, such as `nvmlDeviceGetUUID` or `nvmlDevice*`.
         call: String,
-        /// Apply only to calls about this GPU and its MIG devices, or about this MIG device.
+        /// Apply the fault only to calls about this GPU and its MIG devices, or about this MIG
+        /// device.
         #[arg(long)]
         gpu: Option<String>,
-        /// The return code, by NVML's name or number.
+        /// The return code of the calls, as NVML's name or number.
         #[arg(long, default_value = "UNKNOWN", value_parser = parse_nvml_code)]
         code: i32,
-        /// Apply only to this number of calls.
+        /// Apply the fault only to this number of calls.
         #[arg(long)]
         count: Option<u32>,
     },
-    /// Make calls hang and then work.
+    /// Make calls of an NVML function hang, and then succeed.
     Hang {
-        /// Name of the NVML function.
+        /// The name of the NVML function.
         call: String,
-        /// Apply only to calls about this GPU.
+        /// Apply the fault only to calls about this GPU.
         #[arg(long)]
         gpu: Option<String>,
-        /// Time in seconds for which calls hang. Default: until the fault is cleared.
+        /// Seconds for which calls hang. By default, calls hang until the fault is cleared.
         #[arg(long)]
         seconds: Option<f64>,
-        /// Apply only to this number of calls.
+        /// Apply the fault only to this number of calls.
         #[arg(long)]
         count: Option<u32>,
     },
-    /// Remove all injected faults, or those with these numbers (see `show`).
+    /// Remove all injected faults, or only the faults with these numbers (see `show`).
     Clear {
-        /// The numbers of the faults.
+        /// The numbers of the faults to remove.
         ids: Vec<u64>,
     },
     /// Change a GPU: compute-mode, mig, mig-needs-reset, persistence, numa, cpus, temperature,
@@ -148,7 +153,7 @@ pub(crate) enum Command {
     /// energy (millijoules), remap-pending, remap-failed, recovery (the action that the driver
     /// requests: none, reset, reboot or drain-and-reset).
     Set {
-        /// Index or UUID of the GPU.
+        /// The index or UUID of the GPU.
         gpu: String,
         /// The changes as KEY=VALUE. An empty value restores the model's default.
         #[arg(required = true, value_name = "KEY=VALUE")]
@@ -159,50 +164,50 @@ pub(crate) enum Command {
         /// Whether the driver is loaded.
         #[arg(long)]
         present: Option<bool>,
-        /// Version of the driver, such as 580.159.04.
+        /// The version of the driver, such as 580.159.04.
         #[arg(long)]
         version: Option<String>,
-        /// CUDA's version as NVML encodes it: 13000 is 13.0.
+        /// The CUDA version as NVML encodes it: 13000 means 13.0.
         #[arg(long)]
         cuda: Option<i32>,
     },
-    /// Create or destroy MIG devices, like an administrator with nvidia-smi.
+    /// Create or destroy MIG devices, as an administrator does with nvidia-smi.
     #[command(subcommand)]
     Mig(MigCommand),
-    /// Use a GPU without MPS, until killed.
+    /// Use a GPU without MPS until simgpu is killed.
     Hold {
-        /// The GPU, or a MIG device by its UUID.
+        /// The index or UUID of the GPU, or the UUID of a MIG device.
         gpu: String,
         /// The memory to allocate.
         #[arg(long, default_value_t = 500, value_name = "MIB")]
         memory: u64,
-        /// Register as a graphics process.
+        /// Register simgpu as a graphics process.
         #[arg(long)]
         graphics: bool,
     },
-    /// Unload the driver, like rmmod. Fails while a process uses a GPU or has an NVML session open.
-    /// `driver --present true` loads it again.
+    /// Unload the driver, as rmmod does. Fails while a process uses a GPU or has an NVML session
+    /// open. `driver --present true` loads the driver again.
     Unload,
-    /// Reboot the machine. This clears processes, MIG instances, events, ECC counts and compute
-    /// modes, and restores lost GPUs. Injected faults remain. MIG mode remains if the board stores
-    /// it (Ampere).
+    /// Reboot the machine. A reboot clears processes, MIG instances, events, ECC counts and compute
+    /// modes, and restores lost GPUs. Injected faults remain. The MIG mode remains if the board
+    /// stores the mode (Ampere).
     Reboot,
 }
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum MigCommand {
-    /// Create a GPU instance with one compute instance of its size, and print the MIG device's
-    /// UUID.
+    /// Create a GPU instance with one compute instance of the same size, and print the UUID of the
+    /// MIG device.
     Create {
-        /// Index or UUID of the GPU.
+        /// The index or UUID of the GPU.
         gpu: String,
-        /// The profile, such as 3g.40gb.
+        /// The profile of the GPU instance, such as 3g.40gb.
         profile: String,
         /// The first memory slice.
         #[arg(long)]
         at: Option<u32>,
     },
-    /// Destroy a MIG device and its GPU instance. Fails while a process uses it.
+    /// Destroy a MIG device and its GPU instance. Fails while a process uses the MIG device.
     Destroy {
         /// The MIG device's UUID.
         uuid: String,
@@ -218,7 +223,7 @@ pub(crate) enum OutputFormat {
     Json,
 }
 
-/// Parses an NVML return code, by name or number.
+/// Parses the name or number of an NVML return code.
 pub(crate) fn parse_nvml_code(text: &str) -> Result<i32, String> {
     let name = text.to_ascii_uppercase();
     let name = name.strip_prefix("NVML_ERROR_").unwrap_or(&name);
@@ -248,7 +253,7 @@ pub(crate) fn parse_nvml_code(text: &str) -> Result<i32, String> {
     Ok(code)
 }
 
-/// Parses `1,0` as GPU instance and compute instance.
+/// Parses the numbers of a GPU instance and of its compute instance, such as `1,0`.
 pub(crate) fn parse_instance(text: &str) -> Result<(u32, u32), String> {
     let parts = text.split_once(',').and_then(|(gi, ci)| Some((gi.parse().ok()?, ci.parse().ok()?)));
     parts.ok_or_else(|| format!("{text} is not GI,CI"))

@@ -7,7 +7,7 @@ use sim_machine::{
 
 use crate::arguments::Command;
 
-/// Applies a command that only changes the state.
+/// Applies a command that only changes the machine's state.
 pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
     machine.update(|state| match command {
         Command::Xid { gpu, code, instance } => {
@@ -29,7 +29,7 @@ pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
             Ok(())
         }),
         Command::Reset { gpu, from_outside } => {
-            let busy = !processes_on(machine, state, &gpu)?.is_empty();
+            let busy = !context_numbers_on(machine, state, &gpu)?.is_empty();
             let sessions = machine.open_sessions(Some(&state.gpu(&gpu)?.uuid), false);
             change_gpu(state, &gpu, |g, _| {
                 ensure!(!busy || g.lost, "GPU {} is in use by processes", g.index);
@@ -37,8 +37,8 @@ pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
                 g.reset();
                 Ok(())
             })?;
-            // A reset also ends the contexts of a lost GPU.
-            let gone = processes_on(machine, state, &gpu)?;
+            // A lost GPU is reset even if processes use it, so end their contexts.
+            let gone = context_numbers_on(machine, state, &gpu)?;
             state.processes.retain(|p| !gone.contains(&p.id));
             Ok(())
         }
@@ -54,7 +54,7 @@ pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
         Command::Set { gpu, values } => {
             let is_ampere = state.model(state.gpu(&gpu)?)?.architecture == "Ampere";
             let sessions = machine.open_sessions(Some(&state.gpu(&gpu)?.uuid), false);
-            let busy = !processes_on(machine, state, &gpu)?.is_empty() || (is_ampere && sessions > 0);
+            let busy = !context_numbers_on(machine, state, &gpu)?.is_empty() || (is_ampere && sessions > 0);
             change_gpu(state, &gpu, |g, model| values.iter().try_for_each(|v| set_property(g, model, v, busy)))
         }
         Command::Driver { present, version, cuda } => {
@@ -79,8 +79,8 @@ pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
     })
 }
 
-/// Returns the numbers of the contexts on a GPU and its MIG devices.
-fn processes_on(machine: &Machine, state: &State, gpu: &str) -> Result<Vec<u64>> {
+/// Returns the numbers of the contexts on a GPU and on its MIG devices.
+fn context_numbers_on(machine: &Machine, state: &State, gpu: &str) -> Result<Vec<u64>> {
     let uuid = &state.gpu(gpu)?.uuid;
     let here = |device: &str| state.device(device).is_some_and(|d| d.gpu.uuid == *uuid);
     Ok(machine.live_processes_where(state, |p| here(&p.device)).into_iter().map(|p| p.id).collect())
@@ -121,7 +121,7 @@ fn add_fault(
     Ok(())
 }
 
-/// Returns the UUID of a GPU or MIG device.
+/// Returns the UUID of the GPU or MIG device that `name` identifies.
 fn device_uuid(state: &State, name: &str) -> Result<String, Error> {
     match state.device(name) {
         Some(device) => Ok(device.uuid().to_owned()),
@@ -180,7 +180,8 @@ fn parse_switch(key: &str, value: &str) -> Result<bool> {
     }
 }
 
-/// Parses a list of reasons to the bits of `nvmlClocksThrottleReason…`. An empty list clears them.
+/// Parses a list of reasons for low clocks to the bits `nvmlClocksThrottleReason…`. An empty list
+/// sets no bits.
 fn parse_throttle_reasons(list: &str) -> Result<u64> {
     list.split(',').filter(|name| !name.is_empty()).try_fold(0, |all, name| {
         let bit = match name {

@@ -25,22 +25,22 @@ fn main() -> ExitCode {
 
 fn run(arguments: Arguments) -> Result<()> {
     if let Command::Models = arguments.command {
-        print!("{}", show::models_table()?);
+        print!("{}", show::format_models()?);
         return Ok(());
     }
     if let Command::Init { gpus, file, topology, machine } = &arguments.command {
         let mut description = build_description(gpus, file.as_ref(), machine)?;
         description.topology = topology.or(description.topology);
         let machine = Machine::init(&arguments.state, &description)?;
-        print!("{}", show::machine_table(&machine)?);
+        print!("{}", show::format_machine_table(&machine)?);
         return Ok(());
     }
     let open = || format!("no machine in {} (simgpu init creates one)", arguments.state.display());
     let machine = Machine::open(&arguments.state).with_context(open)?;
     match arguments.command {
-        Command::Show { output: OutputFormat::Table } => print!("{}", show::machine_table(&machine)?),
-        Command::Show { output: OutputFormat::Json } => println!("{}", show::machine_json(&machine)?),
-        Command::Processes { output } => print!("{}", show::processes(&machine, output == OutputFormat::Json)?),
+        Command::Show { output: OutputFormat::Table } => print!("{}", show::format_machine_table(&machine)?),
+        Command::Show { output: OutputFormat::Json } => println!("{}", show::format_machine_json(&machine)?),
+        Command::Processes { output } => print!("{}", show::format_processes(&machine, output == OutputFormat::Json)?),
         Command::Hold { gpu, memory, graphics } => change::use_gpu(&machine, &gpu, memory, graphics)?,
         Command::Mig(MigCommand::Create { gpu, profile, at }) => {
             println!("{}", change::create_mig_device(&machine, &gpu, &profile, at)?);
@@ -61,7 +61,8 @@ fn build_description(gpus: &[String], file: Option<&PathBuf>, name: &str) -> Res
     Ok(MachineDescription { name: name.to_owned(), gpus, ..MachineDescription::default() })
 }
 
-/// Parses `4xH100-80`, or `T4` for one GPU. No model's name begins with digits and an x.
+/// Parses a number of GPUs and their model, such as `4xH100-80`, or only a model, such as `T4`, for
+/// one GPU. No model's name begins with digits and an x.
 fn parse_gpu_group(entry: &str) -> Result<GpuDescription> {
     let counted = entry.split_once(['x', 'X']).filter(|(n, _)| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()));
     let (count, model) = match counted {

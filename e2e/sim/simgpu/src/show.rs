@@ -6,8 +6,9 @@ use anyhow::Result;
 use serde_json::{Value, json};
 use sim_machine::{FaultEffect, Machine, Process, State, builtin_models};
 
-/// Returns the whole state as JSON, with live processes only and their PIDs in this namespace.
-pub(crate) fn machine_json(machine: &Machine) -> Result<String> {
+/// Formats the whole state as JSON. Lists only processes that still exist, with their PIDs in the
+/// caller's PID namespace.
+pub(crate) fn format_machine_json(machine: &Machine) -> Result<String> {
     let mut state = State::clone(&*machine.snapshot()?);
     state.processes = machine.processes()?;
     let mut value = serde_json::to_value(&state)?;
@@ -21,8 +22,8 @@ fn process_json(machine: &Machine, process: &Process) -> Result<Value> {
     Ok(value)
 }
 
-/// Returns a table or JSON of the processes.
-pub(crate) fn processes(machine: &Machine, as_json: bool) -> Result<String> {
+/// Formats the processes as a table or as JSON.
+pub(crate) fn format_processes(machine: &Machine, as_json: bool) -> Result<String> {
     let processes = machine.processes()?;
     if as_json {
         let values: Vec<Value> = processes.iter().map(|p| process_json(machine, p)).collect::<Result<_>>()?;
@@ -36,8 +37,8 @@ pub(crate) fn processes(machine: &Machine, as_json: bool) -> Result<String> {
     Ok(out)
 }
 
-/// Returns a table of the machine, its GPUs and their processes and faults.
-pub(crate) fn machine_table(machine: &Machine) -> Result<String> {
+/// Formats the machine, its GPUs, their processes and their faults as a table.
+pub(crate) fn format_machine_table(machine: &Machine) -> Result<String> {
     let (state, processes) = (machine.snapshot()?, machine.processes()?);
     let mut out = String::new();
     let driver = if state.driver.present { state.driver.version.as_str() } else { "not loaded" };
@@ -100,7 +101,7 @@ pub(crate) fn machine_table(machine: &Machine) -> Result<String> {
         writeln!(out, "fault {}: {}{place} {effect}{left}", fault.id, fault.call)?;
     }
     if !processes.is_empty() {
-        out.push_str(&self::processes(machine, false)?);
+        out.push_str(&format_processes(machine, false)?);
     }
     Ok(out)
 }
@@ -109,8 +110,8 @@ fn format_cuda_version(version: i32) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
 }
 
-/// Returns a table of the models that descriptions may name.
-pub(crate) fn models_table() -> Result<String> {
+/// Formats a table of the models that a description of a machine can name.
+pub(crate) fn format_models() -> Result<String> {
     let mut out = String::new();
     for model in builtin_models() {
         let names = model.aliases.join(", ");

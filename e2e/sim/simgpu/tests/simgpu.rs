@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use sim_machine::{ComputeMode, EventKind, FaultEffect, Machine};
 
-/// A machine's directory, with commands for it.
+/// A temporary directory of a machine, on which tests run `simgpu`.
 struct Simgpu(tempfile::TempDir);
 
 impl Simgpu {
@@ -32,7 +32,7 @@ impl Simgpu {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Runs a command that must fail without a change, and returns its error text.
+    /// Runs a command that must fail and must not change the machine, and returns the error text.
     fn run_refused(&self, arguments: &[&str]) -> String {
         let before = self.machine().snapshot().unwrap().generation;
         let output = self.command(arguments).output().unwrap();
@@ -46,21 +46,21 @@ impl Simgpu {
     }
 }
 
-/// A `simgpu hold` process, killed at the end of the test.
-struct Holder(Child);
+/// A `simgpu hold` process. Dropping this value kills the process.
+struct GpuUser(Child);
 
-impl Drop for Holder {
+impl Drop for GpuUser {
     fn drop(&mut self) {
         self.0.kill().unwrap();
         self.0.wait().unwrap();
     }
 }
 
-fn start_holder(simgpu: &Simgpu, device: &str) -> Holder {
+fn start_gpu_user(simgpu: &Simgpu, device: &str) -> GpuUser {
     let machine = simgpu.machine();
     let before = machine.processes().unwrap().len();
     let command = simgpu.command(&["hold", device, "--memory", "700"]).stdout(Stdio::null()).spawn();
-    let held = Holder(command.unwrap());
+    let held = GpuUser(command.unwrap());
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
         let seen = machine.snapshot().unwrap().generation;
@@ -151,7 +151,7 @@ fn settings_of_a_gpu_can_be_changed() {
     simgpu.run_successfully(&["set", "0", "compute-mode=exclusive-process", "temperature=91", "numa=1", "cpus=0-3"]);
     let gpu = simgpu.machine().snapshot().unwrap().gpus[0].clone();
     assert_eq!((gpu.compute_mode, gpu.temperature, gpu.numa_node), (ComputeMode::ExclusiveProcess, Some(91), Some(1)));
-    // The changes are atomic: the first of the two is not applied.
+    // A command applies all of its changes or none, so the first change is not applied.
     assert!(simgpu.run_refused(&["set", "0", "temperature=50", "speed=9"]).contains("speed"));
     assert_eq!(simgpu.machine().snapshot().unwrap().gpus[0].temperature, Some(91));
     simgpu.run_successfully(&["driver", "--present", "false", "--version", "570.1"]);
@@ -167,7 +167,7 @@ fn processes_are_listed_and_keep_their_devices() {
     let uuid = simgpu.run_successfully(&["mig", "create", "0", "3g.20gb", "--at", "0"]).trim().to_owned();
     assert!(simgpu.run_refused(&["mig", "create", "0", "3g.20gb", "--at", "0"]).contains("insufficient resources"));
     assert!(simgpu.run_refused(&["mig", "create", "0", "9g.90gb"]).contains("no profile"));
-    let held = start_holder(&simgpu, &uuid);
+    let held = start_gpu_user(&simgpu, &uuid);
     let listed: serde_json::Value =
         serde_json::from_str(&simgpu.run_successfully(&["processes", "-o", "json"])).unwrap();
     assert_eq!((&listed[0]["visiblePid"], &listed[0]["used"]), (&held.0.id().into(), &(700_u64 << 20).into()));
@@ -204,7 +204,7 @@ fn an_open_nvml_session_prevents_a_reset_an_unload_and_mig_mode_on_ampere() {
 #[test]
 fn a_reboot_ends_processes() {
     let simgpu = Simgpu::new(&["--gpus", "T4"]);
-    let mut held = start_holder(&simgpu, "0");
+    let mut held = start_gpu_user(&simgpu, "0");
     simgpu.run_successfully(&["reboot"]);
     assert!(!held.0.wait().unwrap().success());
     assert!(simgpu.machine().processes().unwrap().is_empty());

@@ -1,5 +1,5 @@
-//! Tests that admission policies refuse pods that would break a promise, with an explanation, and
-//! do not affect other pods.
+//! Tests that the admission policies refuse pods for which Cleave could not keep its promises, that
+//! the messages explain the refusals, and that the policies do not affect other pods.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Refused, Scope, kubectl, pod, text, wait_until};
 use serde_json::{Value, json};
@@ -8,12 +8,12 @@ use crate::{NODE, SHARES_RESOURCE};
 
 /// API path of the policies and their bindings.
 const REGISTRATIONS_PATH: &str = "/apis/admissionregistration.k8s.io/v1";
-/// Options of `kubectl` that impersonate the operator's service account. The administrators' group
-/// grants all rights, because these tests do not cover the operator's role.
+/// Options of `kubectl` that impersonate the operator's service account. The group of
+/// administrators grants all permissions, because these tests do not test the operator's role.
 const AS_OPERATOR_ARGUMENTS: [&str; 2] =
     ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];
 
-/// Returns a pod with these limits, after `change` has modified its spec.
+/// Returns a pod with these limits, after `change` has modified the pod's spec.
 pub(crate) fn pod_with(limits: &Value, change: impl FnOnce(&mut Value)) -> Value {
     let mut pod = pod("t", limits, "true");
     change(&mut pod["spec"]);
@@ -35,14 +35,14 @@ pub(crate) fn extra_container(name: &str, env: &Value) -> Value {
     json!({"name": name, "image": "localhost/cleave-client:dev", "imagePullPolicy": "Never", "env": [env]})
 }
 
-/// Creates a pod in a dry run. Returns the message of the refusal, or `None` if the pod is
-/// admitted.
+/// Requests the creation of a pod as a dry run. Returns the message of the refusal, or `None` if
+/// the API server admits the pod.
 fn refusal_message(scope: &Scope, pod: &Value) -> Result<Option<String>> {
-    refusal_of(scope.cluster.create(&format!("/api/v1/namespaces/{}/pods?dryRun=All", scope.namespace), pod))
+    refusal_in_result(scope.cluster.create(&format!("/api/v1/namespaces/{}/pods?dryRun=All", scope.namespace), pod))
 }
 
-/// Returns the message of a refusal, or `None` if the request succeeded.
-fn refusal_of(result: Result<Value>) -> Result<Option<String>> {
+/// Returns the message of the API server's refusal, or `None` if the request succeeded.
+fn refusal_in_result(result: Result<Value>) -> Result<Option<String>> {
     match result {
         Ok(_) => Ok(None),
         Err(error) => match error.downcast_ref::<Refused>() {
@@ -52,17 +52,17 @@ fn refusal_of(result: Result<Value>) -> Result<Option<String>> {
     }
 }
 
-/// Checks that a pod is refused, with a message that contains all of these texts.
-fn check_refused(scope: &Scope, pod: &Value, says: &[&str]) -> Result<()> {
+/// Checks that the API server refuses a pod, with a message that contains all of `texts`.
+fn check_refused(scope: &Scope, pod: &Value, texts: &[&str]) -> Result<()> {
     let message = refusal_message(scope, pod)?.with_context(|| format!("admitted: {pod}"))?;
     ensure!(
-        says.iter().all(|part| message.contains(part)),
-        "{pod} is refused with {message:?}, which does not contain {says:?}"
+        texts.iter().all(|part| message.contains(part)),
+        "{pod} is refused with {message:?}, which does not contain {texts:?}"
     );
     Ok(())
 }
 
-/// Checks that a pod is admitted.
+/// Checks that the API server admits a pod.
 fn check_admitted(scope: &Scope, pod: &Value) -> Result<()> {
     let message = refusal_message(scope, pod)?;
     ensure!(message.is_none(), "{pod} is refused: {message:?}");
@@ -140,11 +140,12 @@ fn a_pod_with_shares_cannot_set_what_cleave_sets() -> Result<()> {
 fn an_ephemeral_container_cannot_set_what_cleave_sets() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "ephemeral")?;
-    // No node advertises shares, so the pod remains Pending, which is sufficient for this test.
+    // No node advertises shares, so the pod remains Pending. A running pod is not necessary for
+    // this test.
     scope.create_pod("waits", &json!({SHARES_RESOURCE: 1}), "true")?;
     let path = format!("{}/ephemeralcontainers", scope.pod_path("waits"));
     let debug = |env: &Value| json!({"spec": {"ephemeralContainers": [extra_container("debug", env)]}});
-    let message = refusal_of(cluster.patch(&path, &debug(&env_for_all_gpus())))?
+    let message = refusal_in_result(cluster.patch(&path, &debug(&env_for_all_gpus())))?
         .context("the ephemeral container was admitted")?;
     ensure!(message.contains("container \"debug\" sets NVIDIA_VISIBLE_DEVICES"), "{message}");
     cluster.patch(&path, &debug(&json!({"name": "A", "value": "b"})))?;
@@ -161,7 +162,7 @@ fn more_shares_than_any_gpu_has_are_refused() -> Result<()> {
         let at_most = format!("one GPU has at most {most}");
         check_refused(&scope, &pod("t", &json!({resource: most + 1}), "true"), &[&asked, &at_most, "Request fewer"])?;
     }
-    // MIG instances and whole GPUs may span several GPUs.
+    // A request of MIG instances or whole GPUs may be larger than any one GPU.
     check_admitted(&scope, &pod("t", &json!({"nvidia.com/mig-1g.10gb": 100, "nvidia.com/gpu": 100}), "true"))
 }
 
@@ -202,7 +203,7 @@ fn only_the_operator_writes_annotations_below_cleave_dev() -> Result<()> {
     let annotate = |value: &Value| json!({"metadata": {"annotations": {"cleave.dev/slice": value}}});
     let path = scope.pod_path("t");
     for path in [path.clone(), format!("{path}/status")] {
-        let message = refusal_of(cluster.patch(&path, &annotate(&json!("forged"))))?
+        let message = refusal_in_result(cluster.patch(&path, &annotate(&json!("forged"))))?
             .context("a forged annotation was accepted")?;
         ensure!(message.contains("(cleave.dev/slice)"), "{message}");
     }
@@ -212,7 +213,7 @@ fn only_the_operator_writes_annotations_below_cleave_dev() -> Result<()> {
     )?;
     for value in [json!("changed"), Value::Null] {
         let message =
-            refusal_of(cluster.patch(&path, &annotate(&value)))?.context("a changed annotation was accepted")?;
+            refusal_in_result(cluster.patch(&path, &annotate(&value)))?.context("a changed annotation was accepted")?;
         ensure!(message.contains("(cleave.dev/slice)"), "{message}");
     }
     // Other annotations can still be changed.
@@ -238,8 +239,8 @@ fn pods_without_shares_are_not_affected() -> Result<()> {
     {
         check_admitted(&scope, &anything(limits))?;
     }
-    // CUDA images request all GPUs by default, so a container without shares may explicitly request
-    // none.
+    // CUDA images request all GPUs by default, so a container without shares is allowed to
+    // explicitly request no GPU.
     for value in ["", "void", "none"] {
         let env = json!({"name": "NVIDIA_VISIBLE_DEVICES", "value": value});
         let pod = pod_with(&json!({SHARES_RESOURCE: 1}), |spec| {
@@ -269,7 +270,7 @@ fn a_label_on_the_namespace_excepts_its_pods_from_the_named_rules() -> Result<()
         set_exceptions(&scope, allow)?;
         for (word, pod) in &broken {
             let excepted = allow == "all" || allow.split('.').any(|allowed| allowed == *word);
-            // The API server applies a label with a short delay.
+            // The API server applies a changed label after a short delay.
             wait_until(&format!("{word} under {allow:?} is excepted: {excepted}"), || {
                 let message = refusal_message(&scope, pod)?;
                 ensure!(message.is_none() == excepted, "{message:?}");

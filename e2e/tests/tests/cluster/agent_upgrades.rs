@@ -1,5 +1,5 @@
-//! Tests rollouts of the agents. An old agent hands over to the new agent on its node, and serves
-//! again if the new agent fails.
+//! Tests rollouts of the agents. A new agent takes over from the old agent on its node, and the old
+//! agent serves again if the new agent fails.
 use std::collections::BTreeMap;
 use std::io::Write as _;
 
@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 use crate::restarts::is_ready;
 use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, ten_shares, wait_until_advertised};
 
-/// The `DaemonSet` of the agents. Dropping this value restores the containers, and waits until all
-/// agents match.
+/// The `DaemonSet` of the agents. Dropping this value restores the containers of the template, and
+/// waits until all agents match the template.
 struct AgentDaemonSet<'a> {
     cluster: &'a Cluster,
     path: String,
@@ -32,7 +32,7 @@ impl<'a> AgentDaemonSet<'a> {
         self.cluster.patch(&self.path, &change).map(drop)
     }
 
-    /// Sets environment variables of the agents.
+    /// Sets environment variables in the agents' template.
     fn set_env(&self, values: &[(&str, &str)]) -> Result<()> {
         let mut containers = self.containers.clone();
         let env = containers[0]["env"].as_array_mut().context("the agent has no environment")?;
@@ -57,7 +57,7 @@ impl<'a> AgentDaemonSet<'a> {
         wait_until("all agents are of the newest revision", || self.is_rolled_out())
     }
 
-    /// Returns the agents' pods by UID, except terminating pods.
+    /// Returns the agents' pods that are not terminating, by UID.
     fn pods(&self) -> Result<BTreeMap<String, Value>> {
         let selector = "labelSelector=app.kubernetes.io/component=agent";
         let pods = self.cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods?{selector}"))?;
@@ -79,7 +79,7 @@ impl Drop for AgentDaemonSet<'_> {
 fn a_rollout_of_agents_that_fail_after_they_take_over_stops_at_the_first_node() -> Result<()> {
     let cluster = Cluster::connect()?;
     let agents = AgentDaemonSet::read(&cluster)?;
-    // The rollout may begin on any node.
+    // The rollout may start on any node.
     let scope = Scope::new(&cluster, "broken-agents")?;
     let spec = json!({"nodeSelector": {"kubernetes.io/os": "linux"}, "mode": "Mps", "mps": {"units": 10}});
     scope.create_policy("shares-on-all-nodes", &spec)?;
@@ -87,7 +87,7 @@ fn a_rollout_of_agents_that_fail_after_they_take_over_stops_at_the_first_node() 
     for node in old.values().map(|pod| text(&pod["spec"]["nodeName"])) {
         wait_until(&format!("{node} advertises shares"), || Ok(cluster.allocatable(&node, SHARES_RESOURCE)? > 0))?;
     }
-    // With this setting, an agent takes over but never serves.
+    // With this value, a new agent takes over from the old agent but never serves.
     agents.set_env(&[("CLEAVE_RELAY_DIR", "/run/none"), ("CLEAVE_PROBATION", "5")])?;
     let new_pods = || -> Result<Vec<Value>> {
         Ok(agents.pods()?.into_iter().filter(|(uid, _)| !old.contains_key(uid)).map(|(_, pod)| pod).collect())

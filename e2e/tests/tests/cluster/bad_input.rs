@@ -1,5 +1,5 @@
 //! Tests that unusual pods, hundreds of pods that cannot run, and an unusual node do not delay
-//! other pods. Unit tests of the gatekeeper have the same cases with more objects.
+//! other pods. Unit tests of the gatekeeper test the same cases with more objects.
 use std::io::Write as _;
 
 use anyhow::{Result, ensure};
@@ -13,7 +13,7 @@ use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, ten_shares};
 const WAITING_POD_COUNT: usize = 500;
 const HOSTNAME_LABEL: &str = "kubernetes.io/hostname";
 
-/// Creates [`WAITING_POD_COUNT`] pods on [`NODE`], each of which requests this number of shares.
+/// Creates [`WAITING_POD_COUNT`] pods on [`NODE`]. Each pod requests `shares` shares.
 fn create_many_pods(scope: &Scope, shares: u32) -> Result<()> {
     for index in 0..WAITING_POD_COUNT {
         scope.create_pod_on_node(
@@ -27,7 +27,7 @@ fn create_many_pods(scope: &Scope, shares: u32) -> Result<()> {
 }
 
 /// Creates a pod with one share on [`NODE`], and checks that the pod runs soon.
-fn check_another_pod(scope: &Scope, name: &str) -> Result<()> {
+fn check_new_pod_runs(scope: &Scope, name: &str) -> Result<()> {
     scope.create_pod_on_node(NODE, name, &json!({SHARES_RESOURCE: 1}), SLEEP_FOREVER_SCRIPT)?;
     check_runs_soon(scope, name)
 }
@@ -54,7 +54,7 @@ fn a_pod_with_twenty_containers_300_topology_terms_or_a_long_annotation_runs() -
     for pod in [&twenty, &terms, &long] {
         cluster.create(&pods, pod)?;
     }
-    check_another_pod(&scope, "other")?;
+    check_new_pod_runs(&scope, "other")?;
     for name in ["twenty", "terms", "long"] {
         scope.wait_until_running(name)?;
     }
@@ -62,14 +62,14 @@ fn a_pod_with_twenty_containers_300_topology_terms_or_a_long_annotation_runs() -
 }
 
 #[test]
-fn five_hundred_pods_that_can_never_run_delay_no_pod_that_can() -> Result<()> {
+fn five_hundred_pods_that_can_never_run_do_not_delay_other_pods() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "never-many")?;
     create_many_pods(&scope, 11)?;
-    check_another_pod(&scope, "first")?;
+    check_new_pod_runs(&scope, "first")?;
     wait_for_event(&scope, "many-0", "the largest has 10")?;
-    // The operator releases all of these pods as unschedulable. The size of each release's patch
-    // does not depend on the cluster's size.
+    // The operator releases all of these pods as unschedulable. The size of the patch that releases
+    // a pod does not depend on the number of nodes.
     let last = format!("many-{}", WAITING_POD_COUNT - 1);
     wait_until("the last of them is released", || Ok(!is_gated(&cluster.get(&scope.pod_path(&last))?)))?;
     wait_until("the scheduler has examined the last of them", || {
@@ -77,7 +77,7 @@ fn five_hundred_pods_that_can_never_run_delay_no_pod_that_can() -> Result<()> {
         let conditions = pod["status"]["conditions"].as_array().cloned().unwrap_or_default();
         Ok(conditions.iter().any(|condition| condition["reason"] == "Unschedulable"))
     })?;
-    check_another_pod(&scope, "second")?;
+    check_new_pod_runs(&scope, "second")?;
     let released = cluster.get(&scope.pod_path(&last))?;
     let affinity = released["spec"]["affinity"].to_string();
     ensure!(affinity.len() < 1000 && !affinity.contains("NotIn"), "{affinity}");
@@ -97,7 +97,7 @@ fn a_policy_that_is_deleted_while_five_hundred_pods_wait_delays_no_other_pod() -
     }
     create_many_pods(&scope, 10)?;
     cluster.delete(&format!("{POLICIES_PATH}/ten-shares"), None)?;
-    // The idle GPU becomes a whole GPU, although hundreds of pods wait for its shares.
+    // The idle GPU becomes a whole GPU again, although hundreds of pods wait for its shares.
     scope.create_pod_on_node(NODE, "whole", &json!({"nvidia.com/gpu": 1}), SLEEP_FOREVER_SCRIPT)?;
     wait_until("the operator has planned without the policy", || {
         let gpus = cluster.gpu_node(NODE)?["spec"]["gpus"].as_array().cloned().unwrap_or_default();
@@ -117,15 +117,15 @@ fn a_policy_that_is_deleted_while_five_hundred_pods_wait_delays_no_other_pod() -
 }
 
 /// A hostname label that differs from the node's name. Dropping this value restores the label.
-struct OtherHostname<'a>(&'a Cluster, &'a str);
+struct ChangedHostname<'a>(&'a Cluster, &'a str);
 
-impl OtherHostname<'_> {
+impl ChangedHostname<'_> {
     fn set(&self, hostname: &str) -> Result<()> {
         self.0.patch(&node_path(self.1), &json!({"metadata": {"labels": {HOSTNAME_LABEL: hostname}}})).map(drop)
     }
 }
 
-impl Drop for OtherHostname<'_> {
+impl Drop for ChangedHostname<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.set(self.1) {
             let _ = writeln!(std::io::stderr(), "{} keeps its other hostname: {error:#}", self.1);
@@ -139,7 +139,7 @@ fn a_node_whose_hostname_label_differs_from_its_name_serves_pods() -> Result<()>
     let scope = Scope::new(&cluster, "hostname")?;
     scope.create_policy("ten-shares", &json!({"mode": "Mps", "mps": {"units": 10}}))?;
     wait_until("node2 advertises shares", || advertises_shares(&cluster, "node2"))?;
-    let hostname = OtherHostname(&cluster, "node2");
+    let hostname = ChangedHostname(&cluster, "node2");
     hostname.set("ip-10-0-0-2")?;
     scope.create_pod_on_node("ip-10-0-0-2", "runs", &json!({SHARES_RESOURCE: 2}), SLEEP_FOREVER_SCRIPT)?;
     let runs = scope.wait_until_running("runs")?;

@@ -1,4 +1,4 @@
-//! Helpers that change chart values while Cleave runs.
+//! Changes values of the chart while Cleave runs.
 use std::io::Write as _;
 
 use anyhow::Result;
@@ -6,12 +6,12 @@ use cleave_e2e::{SYSTEM_NAMESPACE, run_program};
 use serde_json::Value;
 
 /// A changed chart value. Dropping this setting restores the earlier value.
-pub(crate) struct Setting {
+pub(crate) struct ChartSetting {
     earlier_values: Vec<(&'static str, Value)>,
 }
 
-impl Setting {
-    /// Changes a value. `path` is a path of `helm --set`, without lists. Returns when all changed
+impl ChartSetting {
+    /// Changes a value. `path` is a path of `helm --set`, without lists. Waits until all changed
     /// objects are ready.
     pub(crate) fn change(path: &'static str, value: impl Into<Value>) -> Result<Self> {
         let mut setting = Self { earlier_values: Vec::new() };
@@ -19,13 +19,13 @@ impl Setting {
         Ok(setting)
     }
 
-    /// Changes further values in one upgrade. Dropping the setting restores all values in one
-    /// upgrade.
+    /// Changes additional values in one upgrade. Dropping the setting restores all of its values in
+    /// one upgrade.
     pub(crate) fn change_also(&mut self, changes: &[(&'static str, Value)]) -> Result<()> {
         let values = run_program("helm", &["get", "values", "cleave", "-n", SYSTEM_NAMESPACE, "--all", "-o", "json"])?;
         let values: Value = serde_json::from_str(&values)?;
-        // Record the values first, so that dropping the setting also undoes a change that fails
-        // halfway.
+        // Record the earlier values first, so that dropping the setting also reverts an upgrade
+        // that fails after it has changed objects.
         for (path, _) in changes {
             if self.earlier_values.iter().all(|(known, _)| known != path) {
                 let value = path.split('.').fold(&values, |values, key| &values[key]).clone();
@@ -36,7 +36,7 @@ impl Setting {
     }
 }
 
-/// Upgrades the release with these values, and waits until the release is ready.
+/// Upgrades the chart's release with these values, and waits until the release is ready.
 fn upgrade(values: &[(&'static str, Value)]) -> Result<()> {
     let chart = concat!(env!("CARGO_MANIFEST_DIR"), "/../../charts/cleave");
     let set: Vec<String> = values.iter().map(|(path, value)| format!("--set-json={path}={value}")).collect();
@@ -46,7 +46,7 @@ fn upgrade(values: &[(&'static str, Value)]) -> Result<()> {
     run_program("helm", &arguments).map(drop)
 }
 
-impl Drop for Setting {
+impl Drop for ChartSetting {
     fn drop(&mut self) {
         if let Err(error) = upgrade(&self.earlier_values) {
             let _ = writeln!(std::io::stderr(), "failed to restore {:?}: {error:#}", self.earlier_values);

@@ -1,9 +1,10 @@
-//! Tests jumps of the clock. The tests set the time that Cleave's programs read an hour ahead, then
-//! an hour back, and then to the correct time. The machine's clock does not change.
+//! Tests sudden changes of the clock. The tests change the time that Cleave's programs read: to one
+//! hour ahead, then to one hour behind, and then to the correct time. The machine's clock does not
+//! change.
 //!
 //! The programs read the time through `libsim_clock.so` (e2e/sim/clock), which is in the image of
-//! the local cluster. The clock can go back one hour at most: the API server's certificate becomes
-//! valid one hour before the creation of the cluster.
+//! the local cluster. The clock can be at most one hour behind, because the API server's
+//! certificate becomes valid one hour before the creation of the cluster.
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
@@ -14,7 +15,7 @@ use cleave_e2e::{
 };
 use serde_json::{Value, json};
 
-use crate::chart::Setting;
+use crate::chart::ChartSetting;
 use crate::gate::is_gated;
 use crate::health::{RepairGuard, cleave_path, gpu_status, wait_for_health};
 use crate::restarts::{component_pod, is_ready};
@@ -27,20 +28,22 @@ const CLOCK_LIBRARY_PATH: &str = "/usr/lib/libsim_clock.so";
 /// Cleave's workloads.
 const WORKLOADS: [&str; 3] = ["daemonset/cleave-agent", "daemonset/cleave-mps-host", "deployment/cleave-operator"];
 const HOUR_SECONDS: i64 = 3600;
-/// Script of a client that ignores SIGTERM, so that it uses its whole grace period.
+/// Script of a client that ignores SIGTERM, so that the client runs until the end of its grace
+/// period.
 const IGNORE_SIGTERM_SCRIPT: &str = "trap '' TERM; exec cleave-client --hold forever";
 
-/// Sets the clock that Cleave's programs read. Dropping this value restores the machine's clock.
+/// Sets the clock that Cleave's programs read. When this value is dropped, the programs read the
+/// machine's clock again.
 struct Clocks<'a> {
     cluster: &'a Cluster,
-    /// Limits the operator to one replica, because tests find a process by its node, and two
-    /// operators may be on one node. Restored after the clock.
-    _operators: Setting,
+    /// Reduces the operator to one replica, because the tests find a process by its node, and two
+    /// operators may run on one node. Restored after the clock.
+    _operators: ChartSetting,
 }
 
 impl<'a> Clocks<'a> {
     fn new(cluster: &'a Cluster) -> Result<Self> {
-        let clocks = Self { cluster, _operators: Setting::change("operator.replicas", 1)? };
+        let clocks = Self { cluster, _operators: ChartSetting::change("operator.replicas", 1)? };
         clocks.change_environment(&format!("LD_PRELOAD={CLOCK_LIBRARY_PATH}"))?;
         for (node, pid) in clocks.processes()? {
             on_node(&node, &["grep", "-q", CLOCK_LIBRARY_PATH, &format!("/proc/{pid}/maps")])
@@ -49,13 +52,14 @@ impl<'a> Clocks<'a> {
         Ok(clocks)
     }
 
-    /// Changes the environment of all programs, and waits until they have restarted with it.
+    /// Changes the environment of all programs, and waits until they have restarted with the
+    /// changed environment.
     fn change_environment(&self, change: &str) -> Result<()> {
         for workload in WORKLOADS {
             kubectl(&["-n", SYSTEM_NAMESPACE, "set", "env", workload, change])?;
         }
-        // The update strategy is OnDelete, so delete the MPS hosts. The MPS daemons exit with their
-        // MPS hosts.
+        // The update strategy is OnDelete, so delete the MPS hosts. The MPS daemons exit together
+        // with their MPS hosts.
         kubectl(&["-n", SYSTEM_NAMESPACE, "delete", "pod", "-l", "app.kubernetes.io/component=mps-host", "--wait"])?;
         for workload in [WORKLOADS[0], WORKLOADS[2]] {
             kubectl(&["-n", SYSTEM_NAMESPACE, "rollout", "status", workload, "--timeout=120s"])?;
@@ -65,14 +69,15 @@ impl<'a> Clocks<'a> {
             let is_settled = |pod: &Value| pod["metadata"]["deletionTimestamp"].is_null() && is_ready(pod);
             let settled = pods.len() == 3 * self.cluster.nodes()?.len() + 1 && pods.iter().all(is_settled);
             // Check the revision, because the DaemonSet's controller may have recreated a pod from
-            // the former template.
+            // the earlier template.
             let hosts =
                 self.cluster.get(&format!("/apis/apps/v1/namespaces/{SYSTEM_NAMESPACE}/daemonsets/cleave-mps-host"))?;
             let (status, nodes) = (&hosts["status"], self.cluster.nodes()?.len());
             let is_current = status["observedGeneration"] == hosts["metadata"]["generation"]
                 && status["updatedNumberScheduled"].as_u64() == u64::try_from(nodes).ok();
-            // An operator that does not lead is also ready. It acquires the lease at most 2 s after
-            // the former operator has released it, or 17 s after that operator was killed.
+            // An operator that is not the leader is also ready. This operator acquires the lease at
+            // most 2 s after the earlier leader has released the lease, or 17 s after the earlier
+            // leader was killed.
             Ok(settled && is_current && component_pod(self.cluster, "operator").map(|_| true)?)
         })
     }
@@ -93,8 +98,8 @@ impl<'a> Clocks<'a> {
     /// Sets the clock of all programs to this number of seconds ahead of the correct time.
     fn set_offset(&self, seconds: i64) -> Result<()> {
         for (node, pid) in self.processes()? {
-            // Write atomically, because a program that reads a partial number would use a wrong
-            // time.
+            // Write the file atomically, because a program that reads an incomplete number would
+            // use a wrong time.
             let write = "printf '%s' \"$1\" >\"$0.new\" && mv \"$0.new\" \"$0\"";
             let file = format!("/proc/{pid}/root/dev/shm/sim-clock");
             on_node(&node, &["sh", "-c", write, &file, &seconds.to_string()])?;
@@ -105,14 +110,14 @@ impl<'a> Clocks<'a> {
 
 impl Drop for Clocks<'_> {
     fn drop(&mut self) {
-        // Kubernetes deletes the file with the offset together with the pods.
+        // The file with the offset is deleted together with the pods.
         if let Err(error) = self.change_environment("LD_PRELOAD-") {
             let _ = writeln!(std::io::stderr(), "failed to restore the clock of Cleave's programs: {error:#}");
         }
     }
 }
 
-/// Returns the holder and number of transitions of each lease.
+/// Returns the holder of each lease, and how often the holder has changed.
 fn lease_holders(cluster: &Cluster) -> Result<Vec<Value>> {
     let leases = cluster.list(&format!("/apis/coordination.k8s.io/v1/namespaces/{SYSTEM_NAMESPACE}/leases"))?;
     let of = |lease: &Value| {
@@ -131,7 +136,7 @@ fn restart_counts(cluster: &Cluster) -> Result<Vec<Value>> {
         .collect())
 }
 
-/// Returns the state that must not depend on the clock.
+/// Returns the state that a change of the clock must not change.
 fn invariant_state(clocks: &Clocks, scope: &Scope, pods: &[&str]) -> Result<Value> {
     let cluster = scope.cluster;
     let pods: Vec<_> = pods.iter().map(|name| container_and_restarts(cluster, scope, name)).collect::<Result<_>>()?;
@@ -168,8 +173,8 @@ fn clock_jumps_lose_no_share_reservation_or_grace_period_and_restart_nothing() -
         scope.wait_until_running(name)?;
         scope.client_report(name)?;
     }
-    // This pod is released, but its volume does not exist, so the scheduler finds no node. The
-    // pod's reservation lasts for minutes.
+    // The operator releases this pod, but its volume does not exist, so the scheduler finds no
+    // node. The pod's reservation lasts for minutes.
     let mut reserved = pod("reserved", &json!({SHARES_RESOURCE: 10}), HOLD_CLIENT_SCRIPT);
     reserved["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
     reserved["spec"]["volumes"] = json!([{"name": "nobody", "persistentVolumeClaim": {"claimName": "nobody"}}]);
@@ -198,8 +203,8 @@ fn clock_jumps_lose_no_share_reservation_or_grace_period_and_restart_nothing() -
             "{leaving} got {took:?} of its grace of {GRACE_SECONDS} s while the clock is off by {off} s"
         );
         wait_until(&format!("{leaving} no longer exists"), || Ok(cluster.find(&scope.pod_path(&leaving))?.is_none()))?;
-        // A pod that is released and runs shows that the operator and the agent work after the
-        // jump.
+        // A new pod that is released and runs shows that the operator and the agent still work
+        // after the change of the clock.
         let probe = format!("probe-{at}");
         scope.create_pod_on_node(NODE, &probe, &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
         scope.wait_until_running(&probe)?;
@@ -235,7 +240,8 @@ fn a_fault_after_an_uncordon_lasts_although_the_clock_was_set_back() -> Result<(
     wait_for_health(&cluster, 2, "NeedsReset")?;
     let now = text(&gpu_status(&cluster, 2)?["health"]["last"]);
     ensure!(now < ahead, "the clock was not set back: it was {ahead} and is {now}");
-    // Both uncordon requests are in one object, so uncordoning GPU 2 repeats the request for GPU 3.
+    // One object contains both uncordon requests, so uncordoning GPU 2 also repeats the request for
+    // GPU 3.
     run_program(&cleave_path(), &["uncordon", NODE, "2"])?;
     wait_for_health(&cluster, 2, "")?;
     wait_for_health(&cluster, 3, "NeedsReset")?;

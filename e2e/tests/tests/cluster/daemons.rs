@@ -1,5 +1,5 @@
-//! Tests failures of MPS daemons. Clients and pods wait for the restarted daemon, no client runs
-//! without limits, no pod is refused, and the node reports the failure.
+//! Tests failures of MPS daemons. Clients and pods must wait for the restarted daemon, no client
+//! may run without limits, no pod may be refused, and the node must report the failure.
 use std::collections::BTreeSet;
 
 use anyhow::{Context, Result, ensure};
@@ -23,9 +23,9 @@ fn a_killed_daemon_restarts_with_its_limits_and_clients_wait_for_it() -> Result<
     wait_until("the node reports the allocation", || Ok(!allocations(&cluster, &scope, "two")?.is_empty()))?;
     let device = text(&allocations(&cluster, &scope, "two")?[0]["device"]);
     let (_, daemon) = daemon_pids(&cluster)?.into_iter().find(|(of, _)| *of == device).context("no daemon for it")?;
-    let events_before = mps_events(&cluster, &device)?;
-    // The daemon cannot start until this fault is cleared, so new clients wait.
-    let faults = Faults::on(NODE);
+    let events_before = mps_event_versions(&cluster, &device)?;
+    // The daemon cannot start until this fault is cleared, so new clients have to wait.
+    let faults = Faults::on_node(NODE);
     faults.simgpu(&["fail", "mps:start", "--gpu", &device])?;
     on_node(NODE, &["kill", "-9", &daemon.to_string()])?;
     wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
@@ -40,16 +40,16 @@ fn a_killed_daemon_restarts_with_its_limits_and_clients_wait_for_it() -> Result<
     ensure!(report["viaMps"] == true && report["sms"] == 26, "the client reports {report}");
     wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     wait_until("an Event reports that the daemon does not serve", || {
-        Ok(mps_events(&cluster, &device)?.difference(&events_before).next().is_some())
+        Ok(mps_event_versions(&cluster, &device)?.difference(&events_before).next().is_some())
     })?;
     scope.create_pod("next", &json!({SHARES_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;
     ensure!(scope.client_report("next")?["sms"] == 12);
     Ok(())
 }
 
-/// Returns the resource versions of the Events about a device's MPS daemon. A repeated Event has a
-/// new version.
-fn mps_events(cluster: &Cluster, device: &str) -> Result<BTreeSet<String>> {
+/// Returns the resource versions of the Events about the MPS daemon of a device. If an Event is
+/// repeated, its version changes.
+fn mps_event_versions(cluster: &Cluster, device: &str) -> Result<BTreeSet<String>> {
     let events = cluster.list("/api/v1/events")?;
     let of_device = events
         .iter()
@@ -57,24 +57,25 @@ fn mps_events(cluster: &Cluster, device: &str) -> Result<BTreeSet<String>> {
     Ok(of_device.map(|event| text(&event["metadata"]["resourceVersion"])).collect())
 }
 
-/// Returns whether a client waits at a door.
+/// Returns whether a client waits at a door (the socket through which a pod's clients reach MPS).
 fn is_client_waiting() -> Result<bool> {
     let status = mps_host_status()?;
     Ok(status["allocations"].as_object().is_some_and(|all| all.values().any(|door| door["waiting"].as_u64() > Some(0))))
 }
 
-/// Returns the status file of the MPS host of [`NODE`].
+/// Reads the status file of the MPS host on [`NODE`].
 fn mps_host_status() -> Result<Value> {
     Ok(serde_json::from_str(&on_node(NODE, &["cat", "/run/cleave/mps/status.json"])?)?)
 }
 
-/// Reads one field of each daemon of [`NODE`], by device.
+/// Reads one field of the status of each MPS daemon on [`NODE`]. Returns each value with the
+/// daemon's device.
 fn read_daemon_fields(field: &str) -> Result<Vec<(String, Value)>> {
     let daemons = mps_host_status()?["daemons"].as_object().cloned().unwrap_or_default();
     Ok(daemons.into_iter().map(|(device, daemon)| (device, daemon[field].clone())).collect())
 }
 
-/// Creates six pods, and returns their names.
+/// Creates six pods with shares, and returns their names.
 fn create_pods(scope: &Scope) -> Result<Vec<String>> {
     let names: Vec<String> = (0..6).map(|number| format!("comes-{number}")).collect();
     names.iter().try_for_each(|name| {
@@ -83,14 +84,14 @@ fn create_pods(scope: &Scope) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Describes a failed pod. Returns `None` if no pod has failed.
+/// Describes the state of a failed pod. Returns `None` if no pod has failed.
 fn describe_failed_pod(scope: &Scope) -> Result<Option<String>> {
     let pods = scope.pods()?;
     let failed = pods.iter().find(|pod| pod["status"]["phase"] == "Failed");
     Ok(failed.map(|pod| format!("{} failed: {}", text(&pod["metadata"]["name"]), pod["status"])))
 }
 
-/// Checks that all pods run with the limits of their share, and deletes them.
+/// Checks that all pods run with the limits of their shares, and deletes the pods.
 fn check_limits_and_delete(scope: &Scope, names: &[String]) -> Result<()> {
     for name in names {
         scope.wait_until_running(name)?;
@@ -105,12 +106,12 @@ fn pods_created_while_daemons_or_servers_restart_wait_and_are_not_refused() -> R
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "away")?;
     for (field, late) in [("pid", "mps:start"), ("serverPid", "mps:server")] {
-        // The replacement of an earlier pod's server may still be in progress.
+        // The daemon may still be replacing the MPS server of an earlier pod.
         let before = wait_for(&format!("each daemon has a {field}"), WAIT_TIMEOUT, || {
             let pids = read_daemon_fields(field)?;
             Ok((pids.len() as u64 == GPUS_PER_NODE && pids.iter().all(|(_, pid)| pid.is_u64())).then_some(pids))
         })?;
-        let faults = Faults::on(NODE);
+        let faults = Faults::on_node(NODE);
         faults.simgpu(&["hang", late, "--seconds", "1"])?;
         let pids: Vec<String> = before.iter().map(|(_, pid)| pid.to_string()).collect();
         let mut kill = vec!["sh", "-c", "kill -9 \"$@\"; true", "sh"];

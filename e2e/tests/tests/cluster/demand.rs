@@ -1,4 +1,4 @@
-//! Tests that Cleave repartitions GPUs as pods request slices, and does not change allocated
+//! Tests that Cleave repartitions GPUs when pods request slices, and does not change allocated
 //! slices.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -14,19 +14,20 @@ use serde_json::{Value, json};
 use crate::HOLD_CLIENT_SCRIPT;
 use crate::stranded::AddedNodes;
 
-/// The node with two A100 of 40 GB.
+/// The node with two GPUs of model A100-40.
 const NODE: &str = "node2";
 const WHOLE_GPU_RESOURCE: &str = "nvidia.com/gpu";
 const SLICE_10GB_RESOURCE: &str = "nvidia.com/gpu-10gb";
 const SLICE_20GB_RESOURCE: &str = "nvidia.com/gpu-20gb";
 
-/// Creates a namespace, and a policy with which the operator repartitions these GPUs of [`NODE`] as
-/// pods request slices. `rest` contains the policy's other fields.
+/// Creates a namespace, and a policy for the GPUs of [`NODE`] with these indices. With the policy,
+/// the operator repartitions the GPUs when pods request slices. `rest` contains the policy's other
+/// fields.
 fn dynamic_scope<'a>(cluster: &'a Cluster, name: &str, indices: &[u32], rest: &Value) -> Result<Scope<'a>> {
     dynamic_scope_on_node(cluster, NODE, name, indices, rest)
 }
 
-/// Returns a [`dynamic_scope`] whose policy selects another node.
+/// Does the same as [`dynamic_scope`], but the policy selects `node`.
 fn dynamic_scope_on_node<'a>(
     cluster: &'a Cluster,
     node: &str,
@@ -41,12 +42,12 @@ fn dynamic_scope_on_node<'a>(
     Ok(scope)
 }
 
-/// Returns a [`dynamic_scope`] with mode `Auto`.
+/// Does the same as [`dynamic_scope`], with mode `Auto` in the policy.
 fn auto_scope<'a>(cluster: &'a Cluster, name: &str, indices: &[u32]) -> Result<Scope<'a>> {
     dynamic_scope(cluster, name, indices, &json!({"mode": "Auto"}))
 }
 
-/// Creates a pod on [`NODE`] that keeps its allocation.
+/// Creates a pod on [`NODE`] that runs until it is deleted, and so keeps its allocation.
 fn create_pod(scope: &Scope, name: &str, resource: &str, count: u32) -> Result<()> {
     scope.create_pod_on_node(NODE, name, &json!({resource: count}), HOLD_CLIENT_SCRIPT).map(drop)
 }
@@ -55,7 +56,7 @@ fn read_gpu(cluster: &Cluster, index: usize) -> Result<Value> {
     Ok(cluster.gpu_node(NODE)?["status"]["gpus"][index].clone())
 }
 
-/// Returns the devices of [`NODE`] on which a pod has an allocation, without duplicates.
+/// Returns the devices of [`NODE`] on which a pod has an allocation. Each device appears once.
 fn devices_of_pod(cluster: &Cluster, scope: &Scope, name: &str) -> Result<Vec<String>> {
     let name = format!("{}/{name}", scope.namespace);
     let gpus = cluster.gpu_node(NODE)?["status"]["gpus"].as_array().cloned().unwrap_or_default();
@@ -64,7 +65,7 @@ fn devices_of_pod(cluster: &Cluster, scope: &Scope, name: &str) -> Result<Vec<St
     Ok(mine.into_iter().collect())
 }
 
-/// Waits until the node reports an allocation of a pod, and returns its devices.
+/// Waits until the node reports an allocation of a pod, and returns the pod's devices.
 fn allocated_devices(cluster: &Cluster, scope: &Scope, name: &str) -> Result<Vec<String>> {
     wait_until(&format!("the node reports the allocation of {name}"), || {
         Ok(!devices_of_pod(cluster, scope, name)?.is_empty())
@@ -72,7 +73,7 @@ fn allocated_devices(cluster: &Cluster, scope: &Scope, name: &str) -> Result<Vec
     devices_of_pod(cluster, scope, name)
 }
 
-/// Container id, restarts and devices, by pod.
+/// The container id, the number of restarts and the devices of each pod, by name.
 type PodStates = BTreeMap<String, (String, u64, Vec<String>)>;
 
 fn pod_states(cluster: &Cluster, scope: &Scope, names: &[&str]) -> Result<PodStates> {
@@ -129,7 +130,8 @@ fn pods_of_mixed_mig_profiles_are_served_by_partitioning() -> Result<()> {
         held.extend(devices);
     }
     ensure!(held.iter().collect::<BTreeSet<_>>().len() == wanted.len(), "two pods are on the same instance: {held:?}");
-    // The agent creates another instance beside the allocated instances.
+    // The agent creates another MIG instance on the GPU, and does not change the allocated
+    // instances.
     let before = pod_states(&cluster, &scope, &["a", "b", "c", "d", "e"])?;
     create_pod(&scope, "f", "nvidia.com/mig-1g.5gb", 1)?;
     scope.wait_until_running("f")?;
@@ -186,7 +188,7 @@ fn sized_slices_are_split_and_merged_and_a_waiting_pod_gets_an_event() -> Result
         "the client reports {report}, and its limit is {limit} MiB"
     );
     ensure!(before == pod_states(&cluster, &scope, &stay)?, "a running pod was disturbed");
-    // Then two small slices replace the large slice.
+    // Then the large slice is split into two small slices.
     scope.delete_pod("twenty", 0)?;
     for name in ["again-0", "again-1"] {
         create_pod(&scope, name, SLICE_10GB_RESOURCE, 1)?;
@@ -228,7 +230,7 @@ fn an_instance_that_nvml_refuses_is_rolled_back_and_retried() -> Result<()> {
     let scope = auto_scope(&cluster, "refused", &[0])?;
     let uuid = text(&read_gpu(&cluster, 0)?["uuid"]);
     let before = event_notes(&cluster, "Node", NODE, "GpuExcluded")?;
-    let faults = Faults::on(NODE);
+    let faults = Faults::on_node(NODE);
     faults.simgpu(&["fail", "nvmlDeviceCreateGpuInstance*", "--gpu", &uuid, "--code", "INSUFFICIENT_RESOURCES"])?;
     create_pod(&scope, "mig", "nvidia.com/mig-3g.20gb", 1)?;
     wait_for_new_event(&cluster, ("Node", NODE, "GpuExcluded"), &before, &uuid)?;
@@ -245,7 +247,7 @@ struct StoppedAgent;
 
 impl Drop for StoppedAgent {
     fn drop(&mut self) {
-        // The signal is harmless if the kubelet has already restarted the agent.
+        // The signal has no effect if the kubelet has already restarted the agent.
         if let Err(error) = signal_program(NODE, "cleave-agent", "CONT") {
             eprintln!("failed to continue the agent: {error:#}");
         }
@@ -261,8 +263,8 @@ fn a_node_whose_agent_is_stopped_delays_no_other_pod_and_is_used_again_later() -
     let included = event_notes(&cluster, "Node", NODE, "GpuNodeIncluded")?;
     let stopped = StoppedAgent;
     signal_program(NODE, "cleave-agent", "STOP")?;
-    // Both nodes could serve these pods. The pods must run on the node with the running agent, even
-    // if a plan first places them on the other node.
+    // Both nodes have GPUs for these pods. The pods must run on the node whose agent runs, even if
+    // a plan first places the pods on the other node.
     for index in 0..2 {
         scope.create_pod(&format!("any-{index}"), &json!({SLICE_20GB_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;
     }
@@ -270,8 +272,8 @@ fn a_node_whose_agent_is_stopped_delays_no_other_pod_and_is_used_again_later() -
         let running = scope.wait_until_running(&format!("any-{index}"))?;
         ensure!(running["spec"]["nodeName"] != NODE, "a node without a running agent got a pod");
     }
-    // Only the stopped node can serve this pod. The operator plans for the node, receives no
-    // response, and excludes the node.
+    // Only the node with the stopped agent can run this pod. The operator writes a plan for the
+    // node, receives no response, and excludes the node.
     create_pod(&scope, "there", SLICE_10GB_RESOURCE, 1)?;
     wait_for_new_event(&cluster, ("Node", NODE, "GpuNodeExcluded"), &excluded, "exclude")?;
     drop(stopped);
@@ -279,14 +281,14 @@ fn a_node_whose_agent_is_stopped_delays_no_other_pod_and_is_used_again_later() -
     scope.wait_until_running("there").map(drop)
 }
 
-/// The component to kill.
+/// The component that a test kills.
 #[derive(Debug, Clone, Copy)]
 enum KilledComponent {
     Agent,
     Operator,
 }
 
-/// The step of a repartitioning at which to kill the component.
+/// The step of a repartitioning at which a test kills the component.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum RepartitioningStep {
     /// The pod exists.
@@ -299,9 +301,9 @@ enum RepartitioningStep {
     Applied,
 }
 
-/// Kills a component: the operator's pod, or the agent's supervisor and with it the agent. Also
-/// deletes the agent's pod, because the kubelet delays restarts of an often-killed container by
-/// minutes.
+/// Kills a component: the operator's pod, or the agent's supervisor and with it the agent. For the
+/// agent, also deletes the pod, because the kubelet delays the restart of a container by minutes if
+/// the container was killed often.
 fn kill_component(cluster: &Cluster, victim: KilledComponent) -> Result<()> {
     let component = match victim {
         KilledComponent::Agent => {
@@ -322,8 +324,8 @@ fn kill_component(cluster: &Cluster, victim: KilledComponent) -> Result<()> {
     Ok(())
 }
 
-/// Waits until the repartitioning of [`NODE`] that follows the plan in `before` reaches a step or
-/// finishes, or until `pod` is bound without a repartitioning.
+/// Waits until a new repartitioning of [`NODE`] reaches a step or finishes, or until `pod` is bound
+/// without a repartitioning. `before` is the `GpuNode` before the new repartitioning.
 fn wait_for_step(scope: &Scope, pod: &str, step: RepartitioningStep, before: &Value) -> Result<()> {
     let cluster = scope.cluster;
     let plan = |node: &Value| text(&node["spec"]["planId"]);
@@ -351,7 +353,7 @@ fn agent_or_operator_killed_at_any_step_of_a_repartitioning_loses_no_allocation(
     create_pod(&scope, "holder", SLICE_10GB_RESOURCE, 1)?;
     scope.wait_until_running("holder")?;
     let before = pod_states(&cluster, &scope, &["holder"])?;
-    // Each repartitioning has a different target: MIG, MPS, or a whole GPU.
+    // Successive pods need different partitionings: MIG, MPS, or a whole GPU.
     let wants = ["nvidia.com/mig-3g.20gb", "nvidia.com/gpu-30gb", "nvidia.com/mig-1g.5gb", WHOLE_GPU_RESOURCE];
     let mut resources = wants.iter().cycle();
     for victim in [KilledComponent::Agent, KilledComponent::Operator] {
@@ -401,7 +403,7 @@ struct StartDurations {
     running: Duration,
 }
 
-/// Creates a pod on a node, and measures its times until it runs.
+/// Creates a pod on a node, and measures the durations of its start.
 fn measure_start(scope: &Scope, node_name: &str, name: &str, resource: &str) -> Result<StartDurations> {
     let cluster = scope.cluster;
     let before = text(&cluster.gpu_node(node_name)?["spec"]["planId"]);
@@ -427,13 +429,14 @@ fn measure_start(scope: &Scope, node_name: &str, name: &str, resource: &str) -> 
     Ok(times)
 }
 
-/// Prints the measured times. Fails if the pod does not run, or runs without a repartitioning.
+/// Prints the measured durations. Fails if the pod does not run, or if it runs without a
+/// repartitioning.
 #[test]
 fn a_pod_that_needs_a_repartitioning_runs_and_its_start_times_are_printed() -> Result<()> {
     const ADDED_NODE: &str = "node3";
     let cluster = Cluster::connect()?;
-    // This node's kubelet reports at Kubernetes' default interval. The kubelets of other nodes
-    // report more often.
+    // The kubelet of the added node reports the node's status at the default interval of
+    // Kubernetes. The kubelets of the other nodes report more often.
     let _added = AddedNodes::new(&cluster, &[ADDED_NODE])?;
     let scope = dynamic_scope_on_node(&cluster, ADDED_NODE, "times", &[0], &json!({"mode": "Auto"}))?;
     wait_until("the added node has a GPU", || {

@@ -1,7 +1,8 @@
-//! Tests that the commands on the tutorial and how-to pages run on this cluster and print the
+//! Tests that the commands on the tutorial and how-to pages succeed on this cluster and print the
 //! output that the pages show.
 //!
-//! Comments on the pages mark the blocks to run. `cleave_docs_commands` parses these comments.
+//! Comments on the pages mark the code blocks that the tests run. `cleave_docs_commands` parses
+//! these comments.
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -16,15 +17,16 @@ use serde_json::json;
 use crate::health::cleave_path;
 use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, wait_until_advertised};
 
-/// Timeout of one block, in seconds. The longest block waits a minute for a pod.
+/// Timeout of one block, in seconds. The slowest block waits a minute for a pod.
 const BLOCK_SECONDS: u64 = 90;
-/// Maximum time until a block marked `retry` prints the output that the page shows.
+/// Maximum time until a block that is marked `retry` prints the output that the page shows.
 const RETRY_TIMEOUT: Duration = Duration::from_secs(30);
-/// The namespace of the demo's pods, which the tutorial uses.
+/// The namespace of the demo's pods, which the commands in the tutorial use.
 const DEMO_NAMESPACE: &str = "demo";
 /// The namespace in which the pages' placeholder commands run: `e2e-` and the scope's name.
 const SCOPE_NAME: &str = "docs";
-/// The guides, in the order in which they run. The last one deletes all policies.
+/// The how-to guides, in the order in which the test runs them. The last guide deletes all
+/// policies.
 const GUIDES: [&str; 21] = [
     "preflight",
     "install",
@@ -53,12 +55,12 @@ const GUIDES: [&str; 21] = [
 fn commands_of_the_pages_run_and_print_what_the_pages_show() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, SCOPE_NAME)?;
-    let _cleanup = Cleanup::new(&cluster);
+    let _cleanup = CreatedObjects::new(&cluster);
     start_demo(&cluster)?;
     run_page("tutorial/first-shares.md")?;
     delete_demo(&cluster)?;
-    // A pod for `cleave explain`. The pod waits until the first guide applies a policy to all
-    // nodes.
+    // Create a pod for the guides' command `cleave explain`. The pod waits until the first guide
+    // applies a policy to all nodes.
     scope.create_pod_on_node("node2", "waits", &json!({SHARES_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;
     for guide in GUIDES {
         run_page(&format!("how-to/{guide}.md"))?;
@@ -97,12 +99,13 @@ fn commands_of_each_guide_run_and_print_what_the_guide_shows() -> Result<()> {
     Ok(())
 }
 
-/// Deletes objects that the pages' commands create. Construction deletes the objects of an earlier,
-/// killed run. Dropping this value deletes the objects of this run. Declare the value after the
-/// scope, so that it is dropped first, because dropping the scope waits until all GPUs are whole.
-struct Cleanup<'a>(&'a Cluster);
+/// Deletes objects that the pages' commands create. Creating this value deletes the objects of an
+/// earlier, killed run. Dropping this value deletes the objects of this run. A test must declare
+/// this value after the scope, so that this value is dropped first, because dropping the scope
+/// waits until all GPUs are whole.
+struct CreatedObjects<'a>(&'a Cluster);
 
-impl<'a> Cleanup<'a> {
+impl<'a> CreatedObjects<'a> {
     fn new(cluster: &'a Cluster) -> Self {
         let cleanup = Self(cluster);
         cleanup.remove();
@@ -124,7 +127,7 @@ impl<'a> Cleanup<'a> {
     }
 }
 
-impl Drop for Cleanup<'_> {
+impl Drop for CreatedObjects<'_> {
     fn drop(&mut self) {
         self.remove();
     }
@@ -137,12 +140,12 @@ fn start_demo(cluster: &Cluster) -> Result<()> {
     apply_manifest(&format!("{}\n  nodeSelector: {{kubernetes.io/hostname: {NODE}}}\n", policy.trim_end()))?;
     wait_until_advertised(cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     let pods = repository_root().join("e2e/demo-pods.yaml");
-    // Pods can be created only when the new namespace has its service account.
+    // The API server refuses pods until the new namespace has its default service account.
     wait_until("the demo's pods are created", || kubectl(&["apply", "-f", &pods.to_string_lossy()]).map(|_| true))?;
     kubectl(&["-n", DEMO_NAMESPACE, "wait", "--for=condition=Ready", "pod", "--all", "--timeout=90s"]).map(drop)
 }
 
-/// Deletes the demo's namespace and its pods, without their grace periods.
+/// Deletes the demo's pods with grace period 0, and the demo's namespace.
 fn delete_demo(cluster: &Cluster) -> Result<()> {
     let namespace = format!("/api/v1/namespaces/{DEMO_NAMESPACE}");
     if cluster.find(&namespace)?.is_none() {
@@ -156,7 +159,7 @@ fn delete_demo(cluster: &Cluster) -> Result<()> {
     wait_until("the namespace of the demo no longer exists", gone)
 }
 
-/// Runs the blocks of a page in order, each in a separate shell.
+/// Runs the marked blocks of a page in order. Each block runs in a separate shell.
 fn run_page(page: &str) -> Result<()> {
     let path = repository_root().join("docs").join(page);
     let text = std::fs::read_to_string(&path).with_context(|| format!("failed to read {}", path.display()))?;
@@ -177,8 +180,7 @@ fn run_page(page: &str) -> Result<()> {
     Ok(())
 }
 
-/// Runs a block once. The block's exit status must be 0, and the block's output must match the
-/// page.
+/// Runs a block once. The exit status must be 0, and the output must match the page.
 fn run_block(block: &CodeBlock) -> Result<()> {
     let script = block.script();
     let program = PathBuf::from(cleave_path());
@@ -208,7 +210,7 @@ fn policies_and_quotas_in(page: &str) -> Vec<&str> {
     blocks.map(|(text, _)| text).filter(is_complete).collect()
 }
 
-/// Returns the pages in a directory of the documentation.
+/// Lists the pages in a directory of the documentation.
 fn list_pages(directory: &str) -> Result<Vec<PathBuf>> {
     let entries = std::fs::read_dir(repository_root().join("docs").join(directory))?;
     entries.map(|entry| Ok(entry?.path())).collect()

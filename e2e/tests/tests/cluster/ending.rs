@@ -1,6 +1,7 @@
-//! Tests that the termination of one pod does not break its neighbours. Cleave adds a `preStop`
-//! hook to containers with shares. The hook sleeps before SIGTERM. During the sleep, the agent
-//! terminates the containers' GPU programs through MPS.
+//! Tests that the termination of one pod does not break its neighbours (other pods that use the
+//! same GPU). Cleave adds a `preStop` hook to containers with shares. The hook is a sleep, so the
+//! kubelet sends SIGTERM only after the sleep. During the sleep, the agent terminates the
+//! containers' GPU programs through MPS.
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
@@ -8,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 use cleave_e2e::{Cluster, Refused, Scope, WAIT_TIMEOUT, on_node, pod, signal_program, text, wait_for, wait_until};
 use serde_json::{Value, json};
 
-use crate::chart::Setting;
+use crate::chart::ChartSetting;
 use crate::gate_admission::{
     GATE_VALUE, REGISTRATIONS_PATH, admit_in_dry_run, set_exceptions, skips_without_mutating_policies,
 };
@@ -16,33 +17,33 @@ use crate::{NODE, SHARES_RESOURCE, allocations, ten_shares, ten_shares_of};
 
 /// Number of pods deleted for each combination of grace period and program.
 const DELETION_ROUNDS: usize = 2;
-/// Script of a program with long kernels. Killing the program during a kernel always breaks its
-/// neighbours.
+/// Script of a program with long kernels. If the program is killed during a kernel, its neighbours
+/// always break.
 const BUSY_SCRIPT: &str = "exec cleave-client --kernel-ms 1000 --busy-forever";
 /// Script of a program with long kernels that exits cleanly on SIGTERM.
 const BUSY_UNTIL_SIGTERM_SCRIPT: &str = "exec cleave-client --kernel-ms 1000 --busy-forever --handle-sigterm";
 /// Script of a program with short kernels.
 const NEIGHBOUR_SCRIPT: &str = "exec cleave-client --kernel-ms 1 --busy-forever";
-/// Chart value: seconds that an injected `preStop` hook sleeps.
+/// The chart value that sets the sleep of an injected `preStop` hook, in seconds.
 const PRE_STOP_VALUE: &str = "admission.preStopSeconds";
 
-/// Returns a pod with these limits and the default grace period.
+/// Returns a pod with one container that has these limits, and with the default grace period.
 fn pod_requesting(limits: &Value) -> Value {
     let mut pod = pod("t", limits, "true");
     pod["spec"]["terminationGracePeriodSeconds"] = json!(30);
     pod
 }
 
-/// Returns the sleep of each `preStop` hook in seconds: first the containers', then the init
-/// containers'.
+/// Returns the seconds that the `preStop` hook of each container sleeps: first of the containers,
+/// then of the init containers.
 fn prestop_sleep_seconds(pod: &Value) -> Vec<Option<i64>> {
     let all = ["containers", "initContainers"].map(|list| pod["spec"][list].as_array().cloned().unwrap_or_default());
     all.concat().iter().map(|container| container["lifecycle"]["preStop"]["sleep"]["seconds"].as_i64()).collect()
 }
 
-/// Waits until a pod is admitted with these sleeps, and returns the admitted pod. The API server
-/// applies changes of policies, webhooks and labels with a short delay. If one call of the webhook
-/// fails, the API server admits the pod without a sleep.
+/// Waits until the API server admits a pod with these sleeps, and returns the admitted pod. The API
+/// server applies changes of policies, webhooks and labels after a short delay. If one call of the
+/// webhook fails, the API server admits the pod without a sleep.
 fn wait_for_prestop_sleeps(scope: &Scope, pod: &Value, expected: &[Option<i64>]) -> Result<Value> {
     wait_for(&format!("{expected:?} on {pod}"), WAIT_TIMEOUT, || {
         let admitted = admit_in_dry_run(scope, pod)?;
@@ -52,7 +53,7 @@ fn wait_for_prestop_sleeps(scope: &Scope, pod: &Value, expected: &[Option<i64>])
     })
 }
 
-/// Checks which containers get a hook. The policy and the webhook follow the same rules.
+/// Checks which containers receive a hook. The policy and the webhook follow the same rules.
 fn check_which_containers_get_sleeps(scope: &Scope) -> Result<()> {
     wait_for_prestop_sleeps(scope, &pod_requesting(&json!({SHARES_RESOURCE: 2})), &[Some(1)])?;
     for limits in
@@ -70,7 +71,7 @@ fn check_which_containers_get_sleeps(scope: &Scope) -> Result<()> {
     ] {
         wait_for_prestop_sleeps(scope, &pod_requesting(&limits), &[None])?;
     }
-    // The pod has several containers with and without hooks, and init containers.
+    // This pod has several containers with and without hooks of their own, and init containers.
     let mut pod = pod_requesting(&json!({SHARES_RESOURCE: 1}));
     let main = pod["spec"]["containers"][0].clone();
     let container = |name: &str, change: Value| {
@@ -88,7 +89,7 @@ fn check_which_containers_get_sleeps(scope: &Scope) -> Result<()> {
         container("own", json!({"lifecycle": {"preStop": command}})),
         container("sleeper", json!({"lifecycle": {"preStop": {"sleep": {"seconds": 7}}}})),
         container("starter", json!({"lifecycle": {"postStart": command}})),
-        // The API server accepts duplicate variables with a warning.
+        // The API server accepts duplicate environment variables with a warning.
         container("twice", json!({"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]})),
     ]);
     pod["spec"]["initContainers"] =
@@ -102,9 +103,9 @@ fn check_which_containers_get_sleeps(scope: &Scope) -> Result<()> {
     check_which_pods_get_no_sleeps(scope)
 }
 
-/// Checks which pods with shares get no hook, and which invalid pods are refused.
+/// Checks which pods with shares receive no hook, and which invalid pods the API server refuses.
 fn check_which_pods_get_no_sleeps(scope: &Scope) -> Result<()> {
-    // Cleave injects no hook whose sleep would consume the whole grace period.
+    // Cleave injects no hook if its sleep would use the whole grace period.
     for (grace, expected) in [(0, None), (1, None), (2, Some(1))] {
         let mut pod = pod_requesting(&json!({SHARES_RESOURCE: 1}));
         pod["spec"]["terminationGracePeriodSeconds"] = json!(grace);
@@ -120,7 +121,7 @@ fn check_which_pods_get_no_sleeps(scope: &Scope) -> Result<()> {
     let refused =
         admit_in_dry_run(scope, &forged).err().context("an unknown annotation was accepted")?.downcast::<Refused>()?;
     ensure!(refused.message.contains("cleave.dev/pre-stopped"), "{refused}");
-    // Validation, not the policy, refuses an invalid pod.
+    // The API server's validation, not the policy, refuses an invalid pod.
     let mut empty = pod_requesting(&json!({SHARES_RESOURCE: 1}));
     empty["spec"]["containers"] = Value::Null;
     let refused = admit_in_dry_run(scope, &empty)
@@ -144,11 +145,11 @@ fn the_admission_policy_injects_sleeps_into_containers_with_shares() -> Result<(
         return Ok(());
     }
     let scope = Scope::new(&cluster, "ending-policy")?;
-    let mut setting = Setting::change(GATE_VALUE, "policy")?;
+    let mut setting = ChartSetting::change(GATE_VALUE, "policy")?;
     let policy = cluster.get(&format!("{REGISTRATIONS_PATH}/mutatingadmissionpolicies/cleave-pre-stop"))?;
     ensure!(policy["spec"]["failurePolicy"] == "Ignore", "{}", policy["spec"]);
     check_which_containers_get_sleeps(&scope)?;
-    // The sleep does not depend on the gate.
+    // The injection of the sleep does not depend on the placement gate.
     setting.change_also(&[(GATE_VALUE, json!("none")), (PRE_STOP_VALUE, json!(3))])?;
     wait_for_prestop_sleeps(&scope, &pod_requesting(&json!({SHARES_RESOURCE: 1})), &[Some(3)])?;
     setting.change_also(&[(PRE_STOP_VALUE, json!(0))])?;
@@ -160,14 +161,14 @@ fn the_admission_policy_injects_sleeps_into_containers_with_shares() -> Result<(
 fn the_webhook_injects_the_same_sleeps() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "ending-webhook")?;
-    let _gating = Setting::change(GATE_VALUE, "webhook")?;
+    let _gating = ChartSetting::change(GATE_VALUE, "webhook")?;
     let path = format!("{REGISTRATIONS_PATH}/mutatingadmissionpolicies/cleave-pre-stop");
     ensure!(cluster.find(&path)?.is_none(), "the admission policy is installed too");
     check_which_containers_get_sleeps(&scope)
 }
 
-/// A kind of deletion: grace in seconds, the pod's program, and whether the pod opts out of the
-/// hook.
+/// A kind of deletion: the grace period in seconds, the script of the pod, and whether an
+/// annotation of the pod prevents the hook.
 #[derive(Clone, Copy)]
 struct Deletion {
     grace: u32,
@@ -175,15 +176,15 @@ struct Deletion {
     without_hook: bool,
 }
 
-/// Number of deletions, and number of deletions that broke the neighbour.
+/// The number of deletions, and the number of deletions that broke the neighbour.
 #[derive(Default)]
 struct DeletionCount {
     deletions: usize,
     broken: usize,
 }
 
-/// Creates the neighbour unless a working neighbour exists. Returns whether the existing neighbour
-/// was broken.
+/// Creates the neighbour if it does not exist, and recreates the neighbour if it is broken. Returns
+/// whether it was broken.
 fn ensure_neighbour(scope: &Scope) -> Result<bool> {
     let broken = neighbour_error(scope)?.is_some();
     if broken || scope.cluster.find(&scope.pod_path("neighbour"))?.is_none() {
@@ -194,7 +195,7 @@ fn ensure_neighbour(scope: &Scope) -> Result<bool> {
     Ok(broken)
 }
 
-/// Waits until a pod's program has a kernel in flight.
+/// Waits until a pod's program has launched a kernel.
 fn wait_until_busy(scope: &Scope, name: &str) -> Result<()> {
     scope.wait_until_running(name)?;
     wait_until(&format!("{name} has launched a kernel"), || {
@@ -206,7 +207,7 @@ fn wait_until_busy(scope: &Scope, name: &str) -> Result<()> {
     })
 }
 
-/// Returns the neighbour's error, if it is broken.
+/// Returns the neighbour's error if the neighbour is broken.
 fn neighbour_error(scope: &Scope) -> Result<Option<String>> {
     if scope.cluster.find(&scope.pod_path("neighbour"))?.is_none() {
         return Ok(None);
@@ -215,12 +216,14 @@ fn neighbour_error(scope: &Scope) -> Result<Option<String>> {
     Ok(log.lines().find(|line| line.contains("\"error\"")).map(str::to_owned))
 }
 
-/// Creates a namespace and ten shares of one GPU, so that all pods are neighbours.
+/// Creates a namespace, and divides one GPU into ten shares. All pods with shares are then on the
+/// same GPU.
 fn ten_shares_of_one_gpu<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'a>> {
     ten_shares_of(cluster, name, Some(&[0]))
 }
 
-/// Creates and deletes busy pods on the neighbour's GPU, one after another.
+/// Creates and deletes busy pods on the neighbour's GPU, one after another, and counts the
+/// deletions that break the neighbour.
 fn delete_busy_pods(scope: &Scope, deletion: Deletion) -> Result<DeletionCount> {
     let Deletion { grace, script, without_hook } = deletion;
     let mut count = DeletionCount::default();
@@ -247,14 +250,14 @@ fn delete_busy_pods(scope: &Scope, deletion: Deletion) -> Result<DeletionCount> 
             Ok(all.find(|allocation| text(&allocation["pod"]) == own).unwrap_or(Value::Null))
         };
         scope.cluster.delete(&path, Some(grace))?;
-        // After a deletion with grace 0, the program outlives the object.
+        // After a deletion with grace period 0, the program runs longer than the object exists.
         wait_until(&format!("{name} and its client no longer exist"), || {
             Ok(scope.cluster.find(&path)?.is_none() && allocation()?["clients"].as_u64().unwrap_or(0) == 0)
         })?;
         count.deletions += 1;
         // Run a command in the neighbour's container to wait. A broken neighbour reports its error
-        // within milliseconds of the client's death, before the command ends. Ignore errors: the
-        // command fails if the neighbour has exited.
+        // within milliseconds after the end of the deleted pod's client, before the command ends.
+        // Ignore errors, because the command fails if the neighbour has exited.
         let _ = scope.exec_in_pod("neighbour", &["true"]);
         count.broken += usize::from(ensure_neighbour(scope)?);
     }
@@ -310,8 +313,8 @@ fn without_the_agent_deleting_a_busy_pod_breaks_its_neighbours() -> Result<()> {
     for round in 0..2 {
         let _ = ensure_neighbour(&scope)?;
         let name = format!("busy-{round}");
-        // A process with PID 1 and no handler ignores SIGTERM, so the kubelet kills it after the
-        // grace period.
+        // A process with PID 1 ignores SIGTERM if it has no handler, so the kubelet kills the
+        // process after the grace period.
         let mut object = pod(&name, &json!({SHARES_RESOURCE: 2}), BUSY_SCRIPT);
         object["spec"]["terminationGracePeriodSeconds"] = json!(2);
         cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &object)?;
@@ -327,19 +330,19 @@ fn without_the_agent_deleting_a_busy_pod_breaks_its_neighbours() -> Result<()> {
     Ok(())
 }
 
-/// File in which a kubelet records that it terminates pods for a node shutdown.
+/// The file in which the kubelet records that it terminates pods because the node shuts down.
 const SHUTDOWN_STATE_PATH: &str = "/var/lib/kubelet/graceful_node_shutdown_state";
 
-/// Configures the agents with shutdown periods. Dropping this value restores the configuration, and
-/// ends the simulated shutdown.
-struct ShutdownPeriods(#[expect(dead_code, reason = "dropped with this value")] Setting);
+/// Configures the agents with grace periods for a node shutdown. Dropping this value restores the
+/// configuration, and ends the simulated shutdown.
+struct ShutdownPeriods(#[expect(dead_code, reason = "dropped with this value")] ChartSetting);
 
 impl ShutdownPeriods {
     fn set(periods: &[(i32, u32)]) -> Result<Self> {
         let entry =
             |(priority, seconds): &(i32, u32)| json!({"priority": priority, "shutdownGracePeriodSeconds": seconds});
         let periods: Vec<Value> = periods.iter().map(entry).collect();
-        Ok(Self(Setting::change("agent.shutdownGracePeriodByPodPriority", periods)?))
+        Ok(Self(ChartSetting::change("agent.shutdownGracePeriodByPodPriority", periods)?))
     }
 }
 
@@ -351,13 +354,13 @@ impl Drop for ShutdownPeriods {
     }
 }
 
-/// Returns the number of MPS clients that the node reports for a pod.
+/// Returns the number of MPS clients of a pod, as the node reports it.
 fn count_clients(scope: &Scope, name: &str) -> Result<u64> {
     Ok(allocations(scope.cluster, scope, name)?.iter().filter_map(|held| held["clients"].as_u64()).sum())
 }
 
-/// Writes the kubelet's file instead of shutting the node down, which would require systemd on the
-/// node. The kubelet therefore kills no pod, and only the agent terminates programs.
+/// Simulates a shutdown: the test writes the kubelet's file, because a real shutdown would require
+/// systemd on the node. The kubelet therefore kills no pod, and only the agent terminates programs.
 #[test]
 fn at_a_node_shutdown_pods_are_terminated_through_mps_in_order_of_priority() -> Result<()> {
     const PRIORITY_CLASSES_PATH: &str = "/apis/scheduling.k8s.io/v1/priorityclasses";
@@ -388,7 +391,8 @@ fn at_a_node_shutdown_pods_are_terminated_through_mps_in_order_of_priority() -> 
     on_node(NODE, &["sh", "-c", write, SHUTDOWN_STATE_PATH])?;
     wait_until("the program without a SIGTERM handler is terminated", || Ok(count_clients(&scope, "first")? == 0))?;
     let took = begun.elapsed();
-    // A program with a handler is terminated no earlier than 9 s after the start of the shutdown.
+    // The agent terminates a program with a handler no earlier than 9 s after the start of the
+    // shutdown.
     ensure!(took < Duration::from_secs(8), "the program was terminated after {took:?}");
     ensure!(
         count_clients(&scope, "polite")? == 1 && count_clients(&scope, "later")? == 1,
@@ -403,8 +407,8 @@ fn at_a_node_shutdown_pods_are_terminated_through_mps_in_order_of_priority() -> 
     })?;
     let took = begun.elapsed();
     ensure!(took > Duration::from_secs(7), "the program was terminated after {took:?} of 12 s");
-    // The kubelet terminates the next group when the period ends, or when no pod of the first group
-    // remains.
+    // The kubelet terminates the next group of pods when the period of the first group ends, or
+    // when no pod of the first group remains.
     wait_until("the pod of the next group is terminated", || Ok(count_clients(&scope, "later")? == 0))?;
     let took = begun.elapsed();
     ensure!(took > Duration::from_secs(9), "the program was terminated after {took:?}");

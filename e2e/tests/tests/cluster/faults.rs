@@ -1,5 +1,5 @@
-//! Tests a fatal GPU error, which breaks every program on the GPU. Each pod gets an Event, the
-//! agent kills programs that do not exit, and the GPU then serves new pods.
+//! Tests a fatal GPU error, which breaks every program on the GPU. Each pod must receive an Event,
+//! the agent must kill programs that do not exit, and new pods must then run on the GPU.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Scope, text, wait_for, wait_until};
 use serde_json::{Value, json};
@@ -9,7 +9,7 @@ use crate::{HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, wait_until_advertised};
 /// Script of a program that ignores SIGTERM and CUDA errors.
 const IGNORE_SIGTERM_AND_ERRORS_SCRIPT: &str = "trap '' TERM; exec cleave-client --hold forever --linger forever";
 
-/// Waits for an Event of this reason on a pod, and returns its message.
+/// Waits for an Event about a pod with this reason, and returns the message of the Event.
 fn event_message(scope: &Scope, pod: &str, reason: &str) -> Result<String> {
     let uid = text(&scope.cluster.get(&scope.pod_path(pod))?["metadata"]["uid"]);
     wait_for(&format!("{pod} has an Event {reason}"), cleave_e2e::WAIT_TIMEOUT, || {
@@ -24,7 +24,7 @@ fn an_illegal_access_is_reported_on_each_affected_pod_and_programs_that_do_not_e
     let cluster = Cluster::connect()?;
     let other = Scope::new(&cluster, "fault-far")?;
     let scope = Scope::new(&cluster, "fault")?;
-    // Only one GPU has shares, so that all pods are on it.
+    // Divide only one GPU into shares, so that all pods are on this GPU.
     scope.create_policy(
         "one-gpu",
         &json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": [0]}, "mode": "Mps", "mps": {"units": 10, "threads": "Strict"}}),
@@ -42,7 +42,7 @@ fn an_illegal_access_is_reported_on_each_affected_pod_and_programs_that_do_not_e
     let far = cluster.get(&other.pod_path("far"))?;
     let exit = far["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"].as_u64();
     ensure!(exit == Some(137), "the container was not killed: {}", far["status"]);
-    // All shares are healthy, and the next pod has the limits of its share.
+    // All shares must be healthy, and the next pod must have the limits of its share.
     wait_until_advertised(&cluster, SHARES_RESOURCE, 10)?;
     scope.create_pod("next", &json!({SHARES_RESOURCE: 5}), HOLD_CLIENT_SCRIPT)?;
     ensure!(scope.client_report("next")?["sms"] == 66);
@@ -67,7 +67,7 @@ fn an_illegal_access_is_reported_on_each_affected_pod_and_programs_that_do_not_e
             .context("no GpuFault Event names the culprit")?;
         Ok(event.contains(&format!("{}/near", scope.namespace)) && event.contains(&format!("{}/far", other.namespace)))
     })?;
-    // Delete this pod first, because dropping `scope` deletes the policy, and then waits until no
+    // Delete this pod here, because dropping `scope` deletes the policy, and then waits until no
     // pod has shares.
     other.delete_pod("far", 0)
 }

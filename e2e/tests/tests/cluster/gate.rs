@@ -1,5 +1,5 @@
-//! Tests the placement gate. The operator releases a pod once the pod has a reservation on one GPU,
-//! and delays no pod that can run.
+//! Tests the placement gate. The operator must release a pod only when the pod has a reservation on
+//! one GPU, and must not delay a pod that can run.
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
 use std::time::{Duration, Instant};
@@ -15,8 +15,8 @@ use crate::gate_admission::GATE_NAME;
 use crate::leaders::LeaderKiller;
 use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, allocations, ten_shares, wait_until_advertised};
 
-/// Script of a pod that keeps its shares without using the GPU. Hundreds of clients would overload
-/// the machine.
+/// Script of a pod that keeps its shares without using the GPU, because hundreds of MPS clients
+/// would overload the machine.
 pub(crate) const SLEEP_FOREVER_SCRIPT: &str = "exec sleep 1000000";
 
 /// Returns whether a pod has the placement gate.
@@ -24,14 +24,14 @@ pub(crate) fn is_gated(pod: &Value) -> bool {
     pod["spec"]["schedulingGates"].as_array().is_some_and(|gates| gates.iter().any(|gate| gate["name"] == GATE_NAME))
 }
 
-/// Returns the events of a pod, as `REASON: NOTE`.
+/// Returns the Events about a pod, as `REASON: NOTE`.
 fn pod_events(scope: &Scope, pod: &str) -> Result<Vec<String>> {
     let events = scope.cluster.list(&format!("/apis/events.k8s.io/v1/namespaces/{}/events", scope.namespace))?;
     let of_pod = events.iter().filter(|event| event["regarding"]["name"] == pod);
     Ok(of_pod.map(|event| format!("{}: {}", text(&event["reason"]), text(&event["note"]))).collect())
 }
 
-/// Waits until an Event of a pod contains this text.
+/// Waits until an Event about a pod contains this text.
 pub(crate) fn wait_for_event(scope: &Scope, pod: &str, words: &str) -> Result<()> {
     wait_until(&format!("an Event of {pod} contains {words:?}"), || {
         let events = pod_events(scope, pod)?;
@@ -40,9 +40,14 @@ pub(crate) fn wait_for_event(scope: &Scope, pod: &str, words: &str) -> Result<()
     })
 }
 
-/// Waits until a pod has an allocation. Checks that the allocation consists of this number of
-/// shares of one GPU, and returns that GPU.
-pub(crate) fn wait_for_shares_of_one_gpu(cluster: &Cluster, scope: &Scope, pod: &str, shares: usize) -> Result<String> {
+/// Waits until a pod has an allocation, and checks that the allocation consists of this number of
+/// shares of one GPU. Returns the GPU.
+pub(crate) fn wait_for_allocation_on_one_gpu(
+    cluster: &Cluster,
+    scope: &Scope,
+    pod: &str,
+    shares: usize,
+) -> Result<String> {
     wait_for(&format!("{pod} has an allocation"), WAIT_TIMEOUT, || {
         let allocated = allocations(cluster, scope, pod)?;
         if allocated.is_empty() {
@@ -65,27 +70,27 @@ fn a_pod_waits_until_one_gpu_has_enough_free_shares() -> Result<()> {
     for index in 0..GPUS_PER_NODE {
         let name = format!("seven-{index}");
         scope.wait_until_running(&name)?;
-        devices.insert(wait_for_shares_of_one_gpu(&cluster, &scope, &name, 7)?);
+        devices.insert(wait_for_allocation_on_one_gpu(&cluster, &scope, &name, 7)?);
     }
     ensure!(devices.len() as u64 == GPUS_PER_NODE, "two pods of 7 of 10 shares are on one GPU: {devices:?}");
-    // Twelve shares are free, three on each GPU. Without the gate, the scheduler sums the shares
-    // and binds the pod.
+    // Twelve shares are free, three on each GPU. Without the gate, the scheduler would compare the
+    // request with the sum of the free shares, and would bind the pod.
     scope.create_pod("five", &json!({SHARES_RESOURCE: 5}), SLEEP_FOREVER_SCRIPT)?;
     wait_for_event(&scope, "five", "no device has 5 nvidia.com/gpu-mps free: the emptiest has 3")?;
     let waiting = cluster.get(&scope.pod_path("five"))?;
     ensure!(is_gated(&waiting) && waiting["spec"]["nodeName"].is_null(), "{waiting}");
     scope.create_pod("three", &json!({SHARES_RESOURCE: 3}), SLEEP_FOREVER_SCRIPT)?;
     scope.wait_until_running("three")?;
-    let taken = wait_for_shares_of_one_gpu(&cluster, &scope, "three", 3)?;
+    let taken = wait_for_allocation_on_one_gpu(&cluster, &scope, "three", 3)?;
     let sevens = (0..GPUS_PER_NODE).map(|index| format!("seven-{index}"));
     let deleted = sevens
-        .map(|name| Ok((wait_for_shares_of_one_gpu(&cluster, &scope, &name, 7)?, name)))
+        .map(|name| Ok((wait_for_allocation_on_one_gpu(&cluster, &scope, &name, 7)?, name)))
         .find(|found: &Result<_>| found.as_ref().is_ok_and(|(device, _)| *device != taken))
         .context("all pods are on one GPU")??;
     scope.delete_pod(&deleted.1, 0)?;
     scope.wait_until_running("five")?;
     ensure!(
-        wait_for_shares_of_one_gpu(&cluster, &scope, "five", 5)? == deleted.0,
+        wait_for_allocation_on_one_gpu(&cluster, &scope, "five", 5)? == deleted.0,
         "the pod is not on the GPU with free shares"
     );
     Ok(())
@@ -103,14 +108,14 @@ fn a_pod_that_no_gpu_can_ever_serve_is_reported_as_unschedulable() -> Result<()>
     })?;
     ensure!(condition["status"] == "False", "{condition}");
     wait_for_event(&scope, "eleven", "the largest has 10")?;
-    // The released pod has a node affinity requirement that names no node, so its size does not
-    // depend on the cluster's size.
+    // The released pod requires a node affinity that names no node, so the size of the pod object
+    // does not depend on the number of nodes.
     let affinity = cluster.get(&scope.pod_path("eleven"))?["spec"]["affinity"].to_string();
     ensure!(!affinity.contains("kubernetes.io/hostname") && !affinity.contains("NotIn"), "{affinity}");
     Ok(())
 }
 
-/// Autoscalers read the pod's condition and not its gates.
+/// Autoscalers read the pod's condition `PodScheduled`, but not its gates.
 #[test]
 fn a_pod_that_needs_another_node_is_reported_to_autoscalers_and_stays_gated() -> Result<()> {
     let cluster = Cluster::connect()?;
@@ -127,8 +132,8 @@ fn a_pod_that_needs_another_node_is_reported_to_autoscalers_and_stays_gated() ->
     }
     scope.create_pod("eleven", &json!({SHARES_RESOURCE: 11}), SLEEP_FOREVER_SCRIPT)?;
     scope.create_pod("more", &json!({SHARES_RESOURCE: 5}), SLEEP_FOREVER_SCRIPT)?;
-    // A node of the same kind does not help "eleven", so autoscalers must not add a node for this
-    // pod. The operator may have released the pod meanwhile.
+    // The pod "eleven" cannot run on another node of the same kind either, so autoscalers must not
+    // add a node for this pod. The operator may have released the pod by now.
     let reported = (true, "Unschedulable".to_owned());
     wait_without_violation(
         "the pod is reported",
@@ -139,12 +144,12 @@ fn a_pod_that_needs_another_node_is_reported_to_autoscalers_and_stays_gated() ->
     scope.wait_until_running("more").map(drop)
 }
 
-/// Resource that only one test uses. The operator learns from earlier pods of the same resource, so
-/// no earlier pod affects its choice of GPUs in this test.
+/// A resource that only one test uses. The operator's choice of GPUs depends on earlier pods of the
+/// same resource, so the pods of other tests do not affect the choice in this test.
 const REPLICAS_RESOURCE: &str = "nvidia.com/gpu-replicas";
 
-/// Creates a Deployment with two replicas of half a GPU each. Checks that the replicas use this
-/// number of GPUs.
+/// Creates a Deployment with two replicas that request half a GPU each, and checks that the two
+/// replicas use `gpus` GPUs in total.
 fn check_gpus_of_two_replicas(scope: &Scope, name: &str, gpus: usize, annotations: &Value) -> Result<()> {
     let mut template = pod_template(name, 5);
     template["spec"]["containers"][0]["resources"]["limits"] = json!({REPLICAS_RESOURCE: 5});
@@ -182,7 +187,7 @@ fn replicas_use_different_gpus_unless_an_annotation_packs_them() -> Result<()> {
     check_gpus_of_two_replicas(&scope, "spread", 2, &json!({}))
 }
 
-/// Returns a pod template with one container.
+/// Returns a pod template with one container that requests shares.
 fn pod_template(app: &str, shares: u32) -> Value {
     let spec = pod(app, &json!({SHARES_RESOURCE: shares}), SLEEP_FOREVER_SCRIPT)["spec"].take();
     json!({"metadata": {"labels": {"app": app}}, "spec": spec})
@@ -221,7 +226,7 @@ fn create_controllers(scope: &Scope) -> Result<()> {
 }
 
 /// Creates a pod `several` with two containers that request shares, a sidecar, and an init
-/// container whose shares the other containers reuse.
+/// container. The other containers reuse the shares of the init container.
 fn create_pod_with_several_containers(scope: &Scope) -> Result<()> {
     let mut several = pod("several", &json!({SHARES_RESOURCE: 4}), SLEEP_FOREVER_SCRIPT);
     let container = |name: &str, shares: u32, script: &str| {
@@ -239,11 +244,11 @@ fn create_pod_with_several_containers(scope: &Scope) -> Result<()> {
     scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &several).map(drop)
 }
 
-/// Containers and their numbers of shares, by the pod's `app` label, or by its name without such a
-/// label.
+/// The containers of each pod and their numbers of shares. The key is the pod's label `app`, or the
+/// pod's name if the pod has no such label.
 type SharesByApp = BTreeMap<String, Vec<(String, usize)>>;
 
-/// Reads the allocations of these pods.
+/// Reads the allocations of `pods`.
 fn shares_by_app(scope: &Scope, pods: &[Value]) -> Result<SharesByApp> {
     let mut shares = SharesByApp::new();
     for pod in pods {
@@ -298,8 +303,8 @@ fn count_shares_in_use(cluster: &Cluster) -> Result<u64> {
 }
 
 /// The kubelet writes its device checkpoint only when it allocates devices or receives a device
-/// list, so the checkpoint may list deleted pods. A starting kubelet admits pods before it removes
-/// such entries.
+/// list, so the checkpoint may list deleted pods. When the kubelet starts, it admits pods before it
+/// removes deleted pods from the checkpoint.
 #[test]
 fn shares_that_a_stale_kubelet_checkpoint_lists_are_not_reserved_for_another_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
@@ -312,7 +317,8 @@ fn shares_that_a_stale_kubelet_checkpoint_lists_are_not_reserved_for_another_pod
     wait_until("all shares are in use", || Ok(count_shares_in_use(&cluster)? == 10 * GPUS_PER_NODE))?;
     scope.delete_pod(&names[0], 0)?;
     wait_until("a GPU is free", || Ok(count_shares_in_use(&cluster)? == 10 * (GPUS_PER_NODE - 1)))?;
-    // The kubelet exits while the pod is in transit to it.
+    // Kill the kubelet after the pod is bound to its node and before the kubelet has received the
+    // pod.
     let kubelet = format!("kubelet@{NODE}");
     signal_component(&kubelet, "STOP")?;
     scope.create_pod("next", &json!({SHARES_RESOURCE: 10}), SLEEP_FOREVER_SCRIPT)?;
@@ -320,7 +326,7 @@ fn shares_that_a_stale_kubelet_checkpoint_lists_are_not_reserved_for_another_pod
     run_launcher(&["kill", &kubelet])?;
     run_launcher(&["start", &kubelet])?;
     scope.wait_until_running("next")?;
-    wait_for_shares_of_one_gpu(&cluster, &scope, "next", 10).map(drop)
+    wait_for_allocation_on_one_gpu(&cluster, &scope, "next", 10).map(drop)
 }
 
 /// Observations during a storm of pods.
@@ -328,20 +334,23 @@ fn shares_that_a_stale_kubelet_checkpoint_lists_are_not_reserved_for_another_pod
 pub(crate) struct StormObservations {
     pub(crate) created: u64,
     pub(crate) ran: BTreeSet<String>,
-    /// Pods that the kubelet permanently rejected, with the reason.
+    /// The reason and message of each pod that the kubelet permanently rejected, by name.
     pub(crate) rejected: BTreeMap<String, String>,
-    /// Pods that nobody deleted and whose container ended, with the container's state. Every
-    /// container sleeps, so only a failure ends it.
+    /// The container statuses of each pod whose container ended although the pod was not deleted,
+    /// by name. Every container sleeps forever, so only a failure ends a container.
     pub(crate) ended: BTreeMap<String, String>,
-    /// Descriptions of pods with shares of two GPUs, and of GPUs with too many shares allocated.
+    /// Descriptions of errors in allocations, such as a pod with shares of two GPUs, or a GPU with
+    /// too many allocated shares.
     pub(crate) errors: BTreeSet<String>,
 }
 
-/// Maximum time from the end of a container until the API server and the `GpuNode` show it.
+/// Maximum time from the end of a container until the API server and the `GpuNode` show that the
+/// container has ended.
 const END_REPORT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Returns the allocation errors of `pods` that last while nobody deletes pods. The kubelet reuses
-/// the slices of a container that ended by itself before it reports the end. An error of Cleave
+/// Returns the allocation errors of `pods` that remain for [`END_REPORT_TIMEOUT`], apart from pods
+/// that are deleted or end during this time. Other errors are not Cleave's: if a container ends by
+/// itself, the kubelet reuses the container's slices before it reports the end. An error of Cleave
 /// lasts as long as the containers.
 fn lasting_allocation_errors(scope: &Scope, pods: &[Value]) -> Result<BTreeSet<String>> {
     let start = Instant::now();
@@ -357,19 +366,20 @@ fn lasting_allocation_errors(scope: &Scope, pods: &[Value]) -> Result<BTreeSet<S
     }
 }
 
-/// Reads all pods and their allocations, and adds them to `observed`.
+/// Reads all pods and their allocations, and adds what it finds to `observed`. Returns the pods.
 fn observe(scope: &Scope, observed: &mut StormObservations) -> Result<Vec<Value>> {
     let pods = scope.pods()?;
     for pod in &pods {
         let name = text(&pod["metadata"]["name"]);
         match text(&pod["status"]["phase"]).as_str() {
             "Running" => drop(observed.ran.insert(name)),
-            // A pod that the kubelet rejected has a reason.
+            // Only a pod that the kubelet rejected has a reason.
             "Failed" if !text(&pod["status"]["reason"]).is_empty() => {
                 let why = format!("{}: {}", text(&pod["status"]["reason"]), text(&pod["status"]["message"]));
                 observed.rejected.insert(name, why);
             }
-            // A deleted pod with a killed container is also `Failed` briefly.
+            // A pod that is being deleted is also `Failed` for a short time after its container was
+            // killed.
             "Failed" if pod["metadata"]["deletionTimestamp"].is_null() => {
                 observed.ended.insert(name, pod["status"]["containerStatuses"].to_string());
             }
@@ -380,12 +390,12 @@ fn observe(scope: &Scope, observed: &mut StormObservations) -> Result<Vec<Value>
     Ok(pods)
 }
 
-/// Number of pods created between two kills.
+/// Number of pods that are created between two kills.
 const PODS_BETWEEN_KILLS: u64 = 12;
 
-/// Creates and deletes pods of 1 to 10 shares in bursts. Calls `kill` after every
-/// [`PODS_BETWEEN_KILLS`] pods, with the number of earlier calls. At the end, waits until each
-/// remaining pod has run.
+/// Creates `count` pods of 1 to 10 shares in bursts, and deletes some of them. Calls `kill` after
+/// every [`PODS_BETWEEN_KILLS`] pods, with the number of earlier calls. At the end, waits until
+/// each remaining pod has run.
 pub(crate) fn run_storm(
     scope: &Scope,
     count: u64,
@@ -398,7 +408,7 @@ pub(crate) fn run_storm(
         |pod: &Value, grace| scope.cluster.delete(&scope.pod_path(&text(&pod["metadata"]["name"])), Some(grace));
     while observed.created < count {
         let living = observe(scope, &mut observed)?.len() as u64;
-        // The kubelet accepts at most 110 pods. Limit the test to 70 at a time.
+        // The kubelet accepts at most 110 pods. Limit the test to 70 pods at a time.
         for _ in 0..(1 + random.random_below(16)).min(count - observed.created).min(70_u64.saturating_sub(living)) {
             let shares = 1 + random.random_below(10);
             scope.create_pod(
@@ -415,8 +425,8 @@ pub(crate) fn run_storm(
         let pods = observe(scope, &mut observed)?;
         for pod in &pods {
             let ended = text(&pod["status"]["phase"]) == "Failed";
-            // Delete mostly running pods, and a few pending ones. While no operator leads, pods
-            // stay pending, and most of them must run later.
+            // Delete many of the running pods and few of the pending pods. Pods remain pending
+            // while no operator leads, and most of these pods must run later.
             let is_chosen = if text(&pod["status"]["phase"]) == "Running" {
                 random.random_below(3) == 0
             } else {
@@ -428,7 +438,7 @@ pub(crate) fn run_storm(
         }
         std::thread::sleep(Duration::from_millis(random.random_below(300)));
     }
-    // Delete every pod that has run, so that the remaining pods can run.
+    // Delete every pod that runs or has run, so that the remaining pods can run.
     wait_for("all remaining pods have run", WAIT_TIMEOUT * 4, || {
         let pods = observe(scope, &mut observed)?;
         for pod in pods.iter().filter(|pod| text(&pod["status"]["phase"]) != "Pending") {
@@ -441,10 +451,10 @@ pub(crate) fn run_storm(
     Ok(observed)
 }
 
-/// Kills the agent with SIGKILL, even while the agent handles a request. Its supervisor restarts
-/// the agent.
+/// Kills the agent with SIGKILL, even while the agent handles a request. The agent's supervisor
+/// restarts the agent.
 fn kill_agent() -> Result<()> {
-    // Retry, because a replaced agent starts within seconds.
+    // Retry, because no agent runs for up to some seconds during a replacement.
     wait_until("an agent is killed", || Ok(signal_program(NODE, "cleave-agent", "KILL").is_ok()))
 }
 
@@ -460,12 +470,12 @@ fn wait_for_rollout() -> Result<()> {
 }
 
 /// Intervals at which the leading operator is killed: in a storm of the default size, and in a
-/// storm whose size `STORM` sets. A new leader makes no reservations for 5 s, so kills make a storm
-/// longer.
+/// storm whose size `STORM` sets. A new leader makes no reservations for 5 s, so frequent kills
+/// make a storm longer.
 const LEADER_KILL_INTERVALS: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(10));
 
-/// The environment variable `STORM` sets the number of pods. A run with 1,000 pods finds more
-/// errors, but is too slow for every run of the tests.
+/// The environment variable `STORM` sets the number of pods. A storm of 1,000 pods finds more
+/// errors, but takes too long for every run of the tests.
 #[test]
 fn no_pod_of_a_storm_is_rejected_or_split_when_components_are_killed() -> Result<()> {
     let size = std::env::var("STORM").ok().map(|count| count.parse().context("STORM")).transpose()?;
@@ -491,7 +501,7 @@ fn no_pod_of_a_storm_is_rejected_or_split_when_components_are_killed() -> Result
     let leaders = leader_killer.stop()?;
     let gated = gated?;
     wait_for_rollout()?;
-    // Runs the same storm without the gate, in a namespace that an administrator has exempted.
+    // Run the same storm without the gate. A label on the namespace exempts its pods from the gate.
     cluster.patch(
         &format!("/api/v1/namespaces/{}", scope.namespace),
         &json!({"metadata": {"labels": {"cleave.dev/allow": "placement"}}}),

@@ -1,8 +1,8 @@
 //! Tests that pods that request GPUs are gated at their creation, and that other pods are not
 //! affected. The admission policy and the webhook must behave in the same way.
 //!
-//! Most tests create pods in dry runs, so they check each pod as admitted, before the operator can
-//! release it.
+//! Most tests create pods in dry runs. They check the pod that the API server admits, which the
+//! operator cannot release.
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
@@ -11,23 +11,23 @@ use cleave_e2e::{
 };
 use serde_json::{Value, json};
 
-use crate::chart::Setting;
+use crate::chart::ChartSetting;
 use crate::{NODE, SHARES_RESOURCE};
 
 /// Cleave's placement gate.
 pub(crate) const GATE_NAME: &str = "cleave.dev/placement";
-/// A scheduling gate of another controller.
+/// The name of a scheduling gate of another controller.
 pub(crate) const OTHER_GATE_NAME: &str = "example.com/hold";
 pub(crate) const REGISTRATIONS_PATH: &str = "/apis/admissionregistration.k8s.io/v1";
-/// Options of `kubectl` that impersonate the operator's service account. The administrators' group
-/// grants all rights, because these tests do not cover the operator's role.
+/// Options of `kubectl` that impersonate the operator's service account. The group of
+/// administrators grants all permissions, because these tests do not test the operator's role.
 const AS_OPERATOR_ARGUMENTS: [&str; 2] =
     ["--as=system:serviceaccount:cleave-system:cleave-operator", "--as-group=system:masters"];
 
-/// Chart value that selects the mechanism that gates pods.
+/// The chart value that selects the mechanism that adds the placement gate to pods.
 pub(crate) const GATE_VALUE: &str = "admission.gate";
 
-/// Returns whether the cluster lacks `MutatingAdmissionPolicy`, and if so, reports that the running
+/// Returns whether the cluster has no `MutatingAdmissionPolicy`. If so, reports that the running
 /// test is skipped.
 pub(crate) fn skips_without_mutating_policies(cluster: &Cluster) -> Result<bool> {
     let skipped = !cluster.version()?.has_mutating_policies();
@@ -38,7 +38,7 @@ pub(crate) fn skips_without_mutating_policies(cluster: &Cluster) -> Result<bool>
     Ok(skipped)
 }
 
-/// Returns a pod as the API server admits it in a dry run.
+/// Requests the creation of a pod as a dry run, and returns the pod that the API server admits.
 pub(crate) fn admit_in_dry_run(scope: &Scope, pod: &Value) -> Result<Value> {
     scope.cluster.create(&format!("/api/v1/namespaces/{}/pods?dryRun=All", scope.namespace), pod)
 }
@@ -78,8 +78,8 @@ pub(crate) fn set_exceptions(scope: &Scope, allow: &str) -> Result<()> {
     scope.cluster.patch(&format!("/api/v1/namespaces/{}", scope.namespace), &change).map(drop)
 }
 
-/// Waits until a pod is admitted with these gates. The API server applies changes of policies,
-/// webhooks and labels with a short delay.
+/// Waits until the API server admits a pod with these gates. The API server applies changes of
+/// policies, webhooks and labels after a short delay.
 fn wait_for_gates(scope: &Scope, pod: &Value, expected: &[&str]) -> Result<()> {
     wait_until(&format!("{expected:?} on {pod}"), || {
         let gates = gate_names(&admit_in_dry_run(scope, pod)?);
@@ -88,14 +88,15 @@ fn wait_for_gates(scope: &Scope, pod: &Value, expected: &[&str]) -> Result<()> {
     })
 }
 
-/// Checks that a pod is admitted with these gates.
+/// Checks that the API server admits a pod with these gates.
 fn check_gates(scope: &Scope, pod: &Value, expected: &[&str]) -> Result<()> {
     let gates = gate_names(&admit_in_dry_run(scope, pod)?);
     ensure!(gates == expected, "{pod} has {gates:?}, not {expected:?}");
     Ok(())
 }
 
-/// Checks that exactly the pods that request GPUs are gated. Both mechanisms follow the same rules.
+/// Checks that pods that request GPUs receive the gate, and that other pods do not. Both mechanisms
+/// follow the same rules.
 fn check_which_pods_are_gated(scope: &Scope) -> Result<()> {
     let two = json!({SHARES_RESOURCE: 2});
     wait_for_gates(scope, &pod_requesting(&two), &[GATE_NAME])?;
@@ -115,7 +116,7 @@ fn check_which_pods_are_gated(scope: &Scope) -> Result<()> {
     check_gates(scope, &both, &[GATE_NAME])?;
     check_gates(scope, &pod_requesting_in_init_container(&two, false), &[GATE_NAME])?;
     check_gates(scope, &pod_requesting_in_init_container(&two, true), &[GATE_NAME])?;
-    // The gate is added once, and other gates are kept.
+    // The gate is added only once, and other gates remain.
     for (given, expected) in [
         (&[GATE_NAME][..], &[GATE_NAME][..]),
         (&[OTHER_GATE_NAME], &[OTHER_GATE_NAME, GATE_NAME]),
@@ -138,7 +139,7 @@ fn check_which_pods_are_gated(scope: &Scope) -> Result<()> {
     let mut pinned = pod_requesting(&json!({}));
     pinned["spec"]["nodeName"] = json!(NODE);
     check_gates(scope, &pinned, &[])?;
-    // Validation, not the policy, refuses an invalid pod.
+    // The API server's validation, not the policy, refuses an invalid pod.
     let mut empty = pod_requesting(&two);
     empty["spec"]["containers"] = Value::Null;
     let refused = admit_in_dry_run(scope, &empty)
@@ -150,7 +151,7 @@ fn check_which_pods_are_gated(scope: &Scope) -> Result<()> {
     check_exceptions(scope)
 }
 
-/// Checks which pods get a toleration of taints with the key `nvidia.com/gpu`.
+/// Checks which pods receive a toleration of taints with the key `nvidia.com/gpu`.
 fn check_tolerations(scope: &Scope) -> Result<()> {
     let added = json!({"key": "nvidia.com/gpu", "operator": "Exists"});
     let other = json!({"key": "team", "operator": "Equal", "value": "a", "effect": "NoSchedule"});
@@ -171,7 +172,7 @@ fn check_tolerations(scope: &Scope) -> Result<()> {
         }
         let admitted = admit_in_dry_run(scope, &pod)?;
         let tolerations = admitted["spec"]["tolerations"].as_array().cloned().unwrap_or_default();
-        // The API server adds tolerations of its own.
+        // The API server adds other tolerations itself, so compare only tolerations with this key.
         let default = |toleration: &Value| text(&toleration["key"]).starts_with("node.kubernetes.io/");
         let tolerations: Vec<&Value> = tolerations.iter().filter(|toleration| !default(toleration)).collect();
         ensure!(tolerations == expected, "{limits} with {given:?}: {tolerations:?}");
@@ -194,7 +195,7 @@ fn check_exceptions(scope: &Scope) -> Result<()> {
         set_exceptions(scope, allow)?;
         wait_for_gates(scope, &pod_requesting(&two), expected)?;
     }
-    // The scheduler ignores a pod with an explicit node, so the pod is not gated.
+    // The scheduler ignores a pod whose spec names a node, so the pod is not gated.
     let mut pinned = pod_requesting(&two);
     pinned["spec"]["nodeName"] = json!(NODE);
     set_exceptions(scope, "node-name")?;
@@ -212,7 +213,7 @@ fn check_gate_is_protected(scope: &Scope) -> Result<()> {
         change
     };
     let create = |name: &str, limits: &Value| {
-        // The operator does not release a pod that also has another gate.
+        // The other gate prevents that the operator releases the pod.
         let mut pod = pod(name, limits, "true");
         set_gates(&mut pod, &[OTHER_GATE_NAME, GATE_NAME]);
         scope.cluster.create(&pods, &pod)
@@ -228,13 +229,13 @@ fn check_gate_is_protected(scope: &Scope) -> Result<()> {
             ensure!(refused.message.contains(part), "{refused} does not contain {part:?}");
         }
     }
-    // Other fields of the pod can still be changed.
+    // Users can still change other fields of the pod.
     scope.cluster.patch(&path, &json!({"metadata": {"labels": {"mine": "yes"}}}))?;
     let change = keep(&[OTHER_GATE_NAME]).to_string();
     let args = ["-n", &scope.namespace, "patch", "pod", "waits", "--type=merge", "-p", &change];
     kubectl(&[&AS_OPERATOR_ARGUMENTS[..], &args].concat())?;
     ensure!(gate_names(&scope.cluster.get(&path)?) == [OTHER_GATE_NAME], "the operator failed to remove the gate");
-    // Any user may remove the gate from a pod without shares.
+    // Any user can remove the gate from a pod without shares.
     create("plain", &json!({}))?;
     scope.cluster.patch(&scope.pod_path("plain"), &keep(&[OTHER_GATE_NAME]))?;
     create("allowed", &json!({SHARES_RESOURCE: 1}))?;
@@ -256,7 +257,7 @@ fn the_admission_policy_gates_pods_that_request_shares() -> Result<()> {
         return Ok(());
     }
     let scope = Scope::new(&cluster, "gate-policy")?;
-    let gating = Setting::change(GATE_VALUE, "policy")?;
+    let gating = ChartSetting::change(GATE_VALUE, "policy")?;
     let path = format!("{REGISTRATIONS_PATH}/mutatingwebhookconfigurations/cleave-webhook");
     ensure!(cluster.find(&path)?.is_none(), "the webhook is installed too");
     let policy = cluster.get(&format!("{REGISTRATIONS_PATH}/mutatingadmissionpolicies/cleave-gate"))?;
@@ -270,9 +271,9 @@ fn the_admission_policy_gates_pods_that_request_shares() -> Result<()> {
 #[test]
 fn the_policy_that_protects_gates_has_no_type_errors() -> Result<()> {
     let cluster = Cluster::connect()?;
-    // Both mechanisms need the same protection.
+    // With both mechanisms, the same policy protects the gate.
     let mechanism = if cluster.version()?.has_mutating_policies() { "policy" } else { "webhook" };
-    let _gating = Setting::change(GATE_VALUE, mechanism)?;
+    let _gating = ChartSetting::change(GATE_VALUE, mechanism)?;
     let path = format!("{REGISTRATIONS_PATH}/validatingadmissionpolicies/cleave-gate");
     wait_until("the policy was type-checked", || {
         let policy = cluster.get(&path)?;
@@ -287,15 +288,15 @@ fn the_policy_that_protects_gates_has_no_type_errors() -> Result<()> {
 fn with_gating_off_no_pod_is_gated() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-none")?;
-    let _gating = Setting::change(GATE_VALUE, "none")?;
+    let _gating = ChartSetting::change(GATE_VALUE, "none")?;
     wait_for_gates(&scope, &pod_requesting(&json!({SHARES_RESOURCE: 2})), &[])?;
-    // Users may remove gates that they have set themselves.
+    // Users can remove gates that they have set themselves.
     let mut pod = pod_requesting(&json!({SHARES_RESOURCE: 2}));
     set_gates(&mut pod, &[OTHER_GATE_NAME, GATE_NAME]);
     scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &pod)?;
     let change = json!({"spec": {"schedulingGates": [{"name": OTHER_GATE_NAME}]}});
     // The API server observes the deletion of each policy separately. The policy that protects the
-    // gate may therefore outlast the policy that adds the gate.
+    // gate may therefore remain in effect longer than the policy that adds the gate.
     wait_until("a user removes the gate", || {
         scope.cluster.patch(&scope.pod_path("t"), &change)?;
         Ok(true)
@@ -307,7 +308,7 @@ fn with_gating_off_no_pod_is_gated() -> Result<()> {
 fn the_webhook_gates_the_same_pods() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-webhook")?;
-    let gating = Setting::change(GATE_VALUE, "webhook")?;
+    let gating = ChartSetting::change(GATE_VALUE, "webhook")?;
     let policy = format!("{REGISTRATIONS_PATH}/mutatingadmissionpolicies/cleave-gate");
     ensure!(cluster.find(&policy)?.is_none(), "the admission policy is installed too");
     let path = format!("{REGISTRATIONS_PATH}/mutatingwebhookconfigurations/cleave-webhook");
@@ -323,14 +324,14 @@ fn the_webhook_gates_the_same_pods() -> Result<()> {
 fn replacing_the_webhooks_certificate_refuses_no_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "gate-certificate")?;
-    let _gating = Setting::change(GATE_VALUE, "webhook")?;
+    let _gating = ChartSetting::change(GATE_VALUE, "webhook")?;
     let pod = pod_requesting(&json!({SHARES_RESOURCE: 2}));
     wait_for_gates(&scope, &pod, &[GATE_NAME])?;
     let secret = format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/secrets/cleave-webhook");
     let certificate = || Ok::<_, anyhow::Error>(text(&cluster.get(&secret)?["data"]["tls.crt"]));
     let before = certificate()?;
     ensure!(!before.is_empty(), "the Secret is empty");
-    // The operator treats an invalid certificate like a certificate that expires soon.
+    // The operator replaces an invalid certificate, as it replaces a certificate that expires soon.
     cluster.patch(&secret, &json!({"data": {"tls.crt": "bm9uZQ=="}}))?;
     wait_without_violation(
         "the Secret has another certificate",
@@ -345,7 +346,7 @@ fn replacing_the_webhooks_certificate_refuses_no_pod() -> Result<()> {
             Err(error) => Ok(Some(format!("refused: {error:#}"))),
         },
     )?;
-    // The operator restores a removed CA bundle.
+    // If the CA bundle is removed, the operator restores it.
     let path = format!("{REGISTRATIONS_PATH}/mutatingwebhookconfigurations/cleave-webhook");
     let change = json!([{"op": "remove", "path": "/webhooks/0/clientConfig/caBundle"}]).to_string();
     kubectl(&["patch", "mutatingwebhookconfiguration", "cleave-webhook", "--type=json", "-p", &change])?;

@@ -1,5 +1,5 @@
 //! Tests GPUs that fail and GPUs that an administrator cordons: which shares become unhealthy,
-//! which pods continue, and which event makes the GPU schedulable again.
+//! which pods continue to run, and what makes the GPU schedulable again.
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -9,19 +9,20 @@ use cleave_e2e::{
 };
 use serde_json::{Value, json};
 
-use crate::chart::Setting;
+use crate::chart::ChartSetting;
 use crate::restarts::wait_until_agent_serves;
 use crate::{
     GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, allocations, container_and_restarts, daemon_pids,
     gpus_without_ten_shares, ten_shares, wait_until_advertised,
 };
 
-/// Quiet time of a suspect GPU: `agent.suspectQuietSeconds` in e2e/values.yaml.
+/// Time without an XID error after which a suspect GPU is healthy again:
+/// `agent.suspectQuietSeconds` in e2e/values.yaml.
 const QUIET_TIME: Duration = Duration::from_secs(20);
 
-/// Returns the path of the `cleave` program, which an administrator uses.
+/// Returns the path of the `cleave` command.
 pub(crate) fn cleave_path() -> String {
-    // Choose the build profile as e2e/lib.sh does.
+    // Use the same build profile as e2e/lib.sh.
     let profile = match std::env::var("CLEAVE_PROFILE").as_deref() {
         Ok("dev") => "debug".to_owned(),
         Ok(profile) => profile.to_owned(),
@@ -38,7 +39,7 @@ pub(crate) struct RepairGuard<'a> {
 
 impl<'a> RepairGuard<'a> {
     pub(crate) fn new(cluster: &'a Cluster) -> Self {
-        Self { cluster, faults: Faults::on(NODE) }
+        Self { cluster, faults: Faults::on_node(NODE) }
     }
 }
 
@@ -59,14 +60,14 @@ impl Drop for RepairGuard<'_> {
     }
 }
 
-/// Returns the status of a GPU of [`NODE`].
+/// Reads the status of a GPU of [`NODE`].
 pub(crate) fn gpu_status(cluster: &Cluster, index: u64) -> Result<Value> {
     let node = cluster.gpu_node(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();
     gpus.into_iter().find(|gpu| gpu["index"] == index).with_context(|| format!("{NODE} reports no GPU {index}"))
 }
 
-/// Waits until a GPU has this health class. An empty class means healthy.
+/// Waits until a GPU has this health class. An empty class means that the GPU is healthy.
 pub(crate) fn wait_for_health(cluster: &Cluster, index: u64, class: &str) -> Result<()> {
     wait_until(&format!("GPU {index} has health class {class:?}"), || {
         let health = gpu_status(cluster, index)?["health"].clone();
@@ -75,8 +76,7 @@ pub(crate) fn wait_for_health(cluster: &Cluster, index: u64, class: &str) -> Res
     })
 }
 
-/// Creates a pod with ten shares, and checks that the pod runs on a GPU other than the unhealthy
-/// one.
+/// Creates a pod with ten shares, and checks that the pod runs on a GPU other than `unhealthy`.
 fn check_runs_elsewhere(cluster: &Cluster, scope: &Scope, name: &str, unhealthy: u64) -> Result<()> {
     scope.create_pod_on_node(NODE, name, &json!({SHARES_RESOURCE: 10}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running(name)?;
@@ -95,8 +95,9 @@ fn xids_of_each_class_withdraw_shares_and_recover_as_documented() -> Result<()> 
     scope.wait_until_running("stays")?;
     let before = container_and_restarts(&cluster, &scope, "stays")?;
 
-    // XID 31 is an application error: all shares remain healthy. The agent handles XIDs in order,
-    // so the effect of the second one shows that it has handled the first.
+    // XID 31 is an error of an application, so all shares remain healthy. The agent handles XID
+    // errors in order, so the effect of the second error shows that the agent has also handled the
+    // first error.
     repair.faults.simgpu(&["xid", "0", "31"])?;
     repair.faults.simgpu(&["xid", "1", "999"])?;
     wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
@@ -104,7 +105,7 @@ fn xids_of_each_class_withdraw_shares_and_recover_as_documented() -> Result<()> 
     let message = text(&gpu_status(&cluster, 1)?["health"]["message"]);
     ensure!(message.contains(&format!("after {} s without another", QUIET_TIME.as_secs())), "{message}");
     wait_for_health(&cluster, 0, "")?;
-    // Each further XID restarts the quiet time.
+    // Each additional XID error restarts the quiet time.
     repair.faults.simgpu(&["xid", "1", "999"])?;
     check_runs_elsewhere(&cluster, &scope, "beside-suspect", 1)?;
 
@@ -115,7 +116,7 @@ fn xids_of_each_class_withdraw_shares_and_recover_as_documented() -> Result<()> 
     wait_for_health(&cluster, 2, "NeedsReset")?;
     check_runs_elsewhere(&cluster, &scope, "beside-unhealthy", 2)?;
 
-    // GPU 1 recovers after the quiet time, when NVML answers.
+    // GPU 1 recovers after the quiet time, if NVML answers.
     wait_for_health(&cluster, 1, "")?;
     ensure!(quiet.elapsed() >= QUIET_TIME, "GPU 1 was healthy again after {:?}", quiet.elapsed());
     wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
@@ -135,7 +136,8 @@ fn a_restart_of_the_agent_keeps_faults_and_uncordon_clears_them() -> Result<()> 
     let old = find_pid(NODE, "cleave-agent")?;
     signal_program(NODE, "cleave-agent", "KILL")?;
     wait_until("another agent runs", || Ok(find_pid(NODE, "cleave-agent").is_ok_and(|pid| pid != old)))?;
-    // The agent registers for events before it is ready. NVML reports no earlier XIDs.
+    // The agent registers for NVML's events before it is ready. NVML does not report XID errors
+    // from before the registration.
     wait_until_agent_serves(&cluster)?;
     repair.faults.simgpu(&["xid", "1", "48"])?;
     wait_for_health(&cluster, 1, "NeedsReset")?;
@@ -162,7 +164,7 @@ fn one_lost_gpu_fails_no_pod_on_another_gpu_and_recovers_by_itself() -> Result<(
     for (at, shares) in [10, 1, 5, 3].into_iter().enumerate() {
         let name = format!("p{at}");
         scope.create_pod_on_node(NODE, &name, &json!({SHARES_RESOURCE: shares}), HOLD_CLIENT_SCRIPT)?;
-        // This wait fails at once if the pod fails.
+        // This wait fails immediately if the pod fails.
         scope.wait_until_running(&name)?;
     }
     wait_for_health(&cluster, 1, "Lost")?;
@@ -211,8 +213,8 @@ fn a_gpu_that_is_taken_out_is_missing_until_an_administrator_forgets_it() -> Res
     Ok(())
 }
 
-/// Time for which one GPU hangs while the test watches the other GPUs. This time exceeds the
-/// deadline of NVML calls and includes several later health checks.
+/// Time for which one GPU hangs while the test watches the other GPUs. This time is longer than the
+/// deadline of NVML calls, and the agent checks the GPUs' health several times after the deadline.
 const HANG_DURATION: Duration = Duration::from_secs(40);
 
 #[test]
@@ -227,7 +229,7 @@ fn only_a_hanging_gpu_is_unreachable_and_it_recovers_by_itself() -> Result<()> {
 
     repair.faults.simgpu(&["hang", "nvmlDeviceGetMemoryInfo*", "--gpu", "3"])?;
     let begun = Instant::now();
-    // Check this condition repeatedly during the hang.
+    // The test checks this condition repeatedly while the GPU hangs.
     let violation = || {
         let advertised = cluster.allocatable(NODE, SHARES_RESOURCE)?;
         if advertised < 10 * (GPUS_PER_NODE - 1) {
@@ -246,7 +248,7 @@ fn only_a_hanging_gpu_is_unreachable_and_it_recovers_by_itself() -> Result<()> {
     wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
 
     scope.create_pod_on_node(NODE, "new", &json!({SHARES_RESOURCE: 5}), HOLD_CLIENT_SCRIPT)?;
-    // This wait fails at once if the pod fails.
+    // This wait fails immediately if the pod fails.
     scope.wait_until_running("new")?;
     ensure!(text(&scope.client_report("new")?["uuid"]) != uuid, "the new pod is on the GPU that hangs");
     wait_without_violation(
@@ -254,7 +256,7 @@ fn only_a_hanging_gpu_is_unreachable_and_it_recovers_by_itself() -> Result<()> {
         || Ok(begun.elapsed() >= HANG_DURATION && unreachable()?),
         violation,
     )?;
-    // The agent still receives XIDs of other GPUs.
+    // The agent must still receive XID errors of other GPUs.
     repair.faults.simgpu(&["xid", "2", "48"])?;
     wait_for_health(&cluster, 2, "NeedsReset")?;
     run_program(&cleave_path(), &["uncordon", NODE, "2"])?;
@@ -282,7 +284,7 @@ fn a_cordoned_gpu_gets_no_new_pod_a_drain_empties_it_and_uncordon_makes_it_sched
     let printed = run_program(&cleave_path(), &["cordon", NODE, &device, "--reason", "new fan"])?;
     ensure!(printed.contains("is cordoned"), "{printed}");
     ensure!(run_program(&cleave_path(), &["cordon", NODE, &device])?.contains("already"));
-    // Shares in use on the cordoned GPU still count as allocatable.
+    // Shares in use on the cordoned GPU must still count as allocatable.
     wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1) + 3)?;
     let index = gpu_index(&cluster, &device)?;
     for name in ["one", "two"] {
@@ -292,8 +294,8 @@ fn a_cordoned_gpu_gets_no_new_pod_a_drain_empties_it_and_uncordon_makes_it_sched
     ensure!(daemons == daemon_pids(&cluster)?, "an MPS daemon was restarted");
     let status = run_program(&cleave_path(), &["status"])?;
     ensure!(status.contains("Healthy,Cordoned") && status.contains("is cordoned: new fan"), "{status}");
-    // The pods request more shares than the other GPUs have. One pod must wait, and `explain` must
-    // report the reason.
+    // The four pods request more shares than the other GPUs have. One pod must wait, and `explain`
+    // must report the reason.
     for name in ["a", "b", "c"] {
         scope.create_pod_on_node(NODE, name, &json!({SHARES_RESOURCE: 10}), HOLD_CLIENT_SCRIPT)?;
         scope.wait_until_running(name)?;
@@ -326,17 +328,17 @@ fn gpu_index(cluster: &Cluster, uuid: &str) -> Result<u64> {
     found.with_context(|| format!("{NODE} reports no GPU {uuid}"))
 }
 
-/// Makes the operator taint nodes on which all GPUs are unhealthy. Dropping this value disables the
-/// taint.
-struct TaintSetting(#[expect(dead_code, reason = "dropped with this value")] Setting);
+/// Configures the operator to taint nodes on which all GPUs are unhealthy. Dropping this value
+/// reverts the configuration and removes the taint.
+struct TaintUnhealthyNodes(#[expect(dead_code, reason = "dropped with this value")] ChartSetting);
 
-impl TaintSetting {
+impl TaintUnhealthyNodes {
     fn enable() -> Result<Self> {
-        Ok(Self(Setting::change("operator.taintUnhealthyNodes", true)?))
+        Ok(Self(ChartSetting::change("operator.taintUnhealthyNodes", true)?))
     }
 }
 
-impl Drop for TaintSetting {
+impl Drop for TaintUnhealthyNodes {
     fn drop(&mut self) {
         // Remove the taint here, because the operator might remove it only after the next test has
         // started.
@@ -355,7 +357,7 @@ fn a_node_without_a_healthy_gpu_is_tainted_if_enabled_and_other_taints_stay() ->
     let cluster = Cluster::connect()?;
     let _scope = ten_shares(&cluster, "taints")?;
     let other = ["taint", "node", NODE, "e2e.cleave.dev/other=x:PreferNoSchedule", "--overwrite"];
-    let tainting = TaintSetting::enable()?;
+    let tainting = TaintUnhealthyNodes::enable()?;
     let repair = RepairGuard::new(&cluster);
     kubectl(&other)?;
     for index in 0..GPUS_PER_NODE {

@@ -1,9 +1,9 @@
 //! Tests attempts by hostile tenants, by hostile programs in their pods and by a compromised agent.
 //! `docs/explanation/attempts.md` lists the same attempts.
 //!
-//! An attempt with the expected outcome `NoEffect` must describe the state that did not change. No
-//! attempt may affect Cleave's pods and programs, an MPS daemon, or a neighbour that computes on
-//! the same GPU.
+//! An attempt with the expected outcome `NoEffect` must return a description of the state that did
+//! not change. No attempt may affect Cleave's pods and programs, an MPS daemon, or a neighbour that
+//! computes on the same GPU.
 mod floods;
 mod programs;
 mod requests;
@@ -17,13 +17,13 @@ use serde_json::{Value, json};
 use crate::policies::cleave_pods;
 use crate::{NODE, container_and_restarts, daemon_pids};
 
-/// The expected outcome of an attempt.
+/// The outcome that is expected of an attempt.
 #[derive(Debug, Clone, Copy)]
 enum ExpectedOutcome {
     /// Cleave, Kubernetes or the kernel refuses the attempt. Each refusal contains all of these
     /// texts.
     Refused(&'static [&'static str]),
-    /// The attempt is permitted, but has no effect.
+    /// The attempt is not refused, but has no effect.
     NoEffect,
     /// The attempt succeeds, and the agent reports this finding on the pod.
     Found(&'static str),
@@ -34,24 +34,24 @@ enum ExpectedOutcome {
 enum Outcome {
     /// The attempt was refused. Contains the message of each refusal.
     Refused(Vec<String>),
-    /// The attempt had no effect. Contains a description of the unchanged state.
+    /// The attempt had no effect. Contains a description of the state that did not change.
     NoEffect(String),
     /// The agent reported this finding on the pod.
     Found(&'static str),
-    /// The attempt succeeded. Contains a description of its effect.
+    /// The attempt succeeded. Contains a description of the effect.
     Succeeded(String),
 }
 
 /// One attempt.
 struct Attempt {
-    /// Name in the documentation.
+    /// Name of the attempt in the documentation.
     name: &'static str,
     expected: ExpectedOutcome,
     run: fn(&TestBed<'_>) -> Result<Outcome>,
 }
 
 impl ExpectedOutcome {
-    /// Returns the first words of the result in the documentation.
+    /// Returns the words with which the result of the attempt starts in the documentation.
     const fn outcome_words(self) -> &'static str {
         match self {
             Self::Refused(_) => "refused",
@@ -82,21 +82,22 @@ impl Attempt {
     }
 }
 
-/// The namespace and the accounts that make the attempts.
+/// The namespace of the attempts, and the credentials with which the attempts are made.
 struct TestBed<'a> {
     scope: Scope<'a>,
-    /// A client with the rights of the namespace's owner: the role `admin`, and all verbs on pods.
+    /// A client with the permissions of the namespace's owner: the role `admin`, and all verbs on
+    /// pods.
     tenant: Cluster,
-    /// Token of the owner.
+    /// Token of the namespace's owner.
     token: String,
 }
 
-/// Service account of the owner.
+/// Name of the service account of the namespace's owner.
 const TENANT_NAME: &str = "tenant";
 
 impl<'a> TestBed<'a> {
     fn new(scope: Scope<'a>) -> Result<Self> {
-        // Grant more rights than any built-in role has, so that Cleave, not RBAC, refuses the
+        // Grant more permissions than any built-in role has, so that Cleave, not RBAC, refuses the
         // attempts.
         let pods = ["pods", "pods/status", "pods/ephemeralcontainers", "pods/resize", "pods/binding", "bindings"];
         let rules = json!([{"apiGroups": [""], "resources": pods, "verbs": ["*"]}]);
@@ -106,7 +107,7 @@ impl<'a> TestBed<'a> {
         Ok(Self { tenant: Cluster::by_token(&token, None)?, token, scope })
     }
 
-    /// Returns the API path of the pods.
+    /// Returns the API path of the namespace's pods.
     fn pods_path(&self) -> String {
         format!("/api/v1/namespaces/{}/pods", self.scope.namespace)
     }
@@ -124,7 +125,7 @@ impl<'a> TestBed<'a> {
         })
     }
 
-    /// Runs all attempts and prints their outcomes. Fails if an outcome is not the expected one.
+    /// Runs all attempts and prints their outcomes. Fails if an outcome is not as expected.
     fn run(&self, attempts: &[Attempt]) -> Result<()> {
         let mut out = std::io::stderr();
         // The state does not show a restart of the agent by its supervisor, so also compare PIDs.
@@ -156,8 +157,8 @@ impl<'a> TestBed<'a> {
     }
 }
 
-/// Identities of Cleave's pods, of the MPS daemons and of the neighbour's container. A disturbance
-/// changes these identities.
+/// Identities of Cleave's pods, of the MPS daemons and of the neighbour's container, with the
+/// numbers of restarts. If an attempt causes one of them to restart, these values change.
 #[derive(Debug, PartialEq)]
 struct State {
     pods: Vec<(String, u64)>,
@@ -165,7 +166,8 @@ struct State {
     neighbour: Option<(String, u64)>,
 }
 
-/// Creates a service account with the rights of an owner, and returns its token.
+/// Creates a service account with the permissions of the namespace's owner, and returns the
+/// account's token.
 fn create_owner(scope: &Scope, account: &str) -> Result<String> {
     let (cluster, ns) = (scope.cluster, &scope.namespace);
     cluster.create(&format!("/api/v1/namespaces/{ns}/serviceaccounts"), &json!({"metadata": {"name": account}}))?;
@@ -179,8 +181,8 @@ fn create_owner(scope: &Scope, account: &str) -> Result<String> {
     }
     let token = cluster.token(ns, account, None)?;
     let owner = Cluster::by_token(&token, None)?;
-    // The API server applies roles with a short delay. Wait for the role, because the API server
-    // refuses attempts for lack of rights before the role applies.
+    // The API server applies roles after a short delay. Wait for the roles, because until they
+    // apply, the API server refuses the attempts for lack of permissions.
     for (resource, subresource) in [("configmaps", ""), ("pods", "binding")] {
         let attributes = json!({"namespace": ns, "verb": "create", "resource": resource, "subresource": subresource});
         let review = json!({
@@ -195,7 +197,8 @@ fn create_owner(scope: &Scope, account: &str) -> Result<String> {
     Ok(token)
 }
 
-/// Collects refusals by the API server. A request that succeeds makes the outcome `Succeeded`.
+/// Collects the API server's refusals of requests. If a request succeeds, the outcome is
+/// `Succeeded`.
 fn refusals(answers: impl IntoIterator<Item = Result<Value>>) -> Result<Outcome> {
     let mut refusals = Vec::new();
     for answer in answers {
@@ -207,12 +210,12 @@ fn refusals(answers: impl IntoIterator<Item = Result<Value>>) -> Result<Outcome>
     Ok(Outcome::Refused(refusals))
 }
 
-/// Returns the JSON objects in the output of programs, one per line.
+/// Parses the JSON objects in the output of programs. Each object is on a separate line.
 fn parse_json_lines(said: &str) -> Vec<Value> {
     said.lines().filter_map(|line| serde_json::from_str(line).ok()).filter(Value::is_object).collect()
 }
 
-/// Shortens a text to 160 characters in one line.
+/// Shortens a text to at most 160 characters, and joins its lines.
 fn shorten(said: &str) -> String {
     said.split_whitespace().collect::<Vec<_>>().join(" ").chars().take(160).collect()
 }

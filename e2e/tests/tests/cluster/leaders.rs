@@ -9,7 +9,8 @@ use cleave_e2e::{Cluster, SYSTEM_NAMESPACE, text};
 
 use crate::restarts::component_pod;
 
-/// Kills the leading operator at an interval, on a separate thread. The other replica takes over.
+/// Kills the leading operator at regular intervals, on a separate thread. After each kill, the
+/// other replica takes over.
 pub(crate) struct LeaderKiller {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<Result<u32>>,
@@ -22,14 +23,14 @@ impl LeaderKiller {
         Self { stop, thread: std::thread::spawn(move || Self::run(interval, &stopped)) }
     }
 
-    /// Kills leaders until `stopped` is set. Returns the number of killed leaders.
+    /// Kills leaders until `stopped` is true. Returns the number of killed leaders.
     fn run(interval: Duration, stopped: &AtomicBool) -> Result<u32> {
         let cluster = Cluster::connect()?;
         let mut kills = 0;
         let mut last_kill = Instant::now();
         while !stopped.load(Ordering::Relaxed) {
             if last_kill.elapsed() >= interval
-                // If the other replica does not lead yet, no leader exists to kill.
+                // While the other replica does not lead yet, no leader exists.
                 && let Ok(leader) = component_pod(&cluster, "operator")
             {
                 last_kill = Instant::now();

@@ -1,8 +1,8 @@
-//! Tests of Cleave's promises on a real Kubernetes with simulated GPUs: node1 has 4 H100-80, node2
-//! has 2 A100-40.
+//! Tests Cleave's promises on a real Kubernetes cluster with simulated GPUs: node1 has four
+//! H100-80, and node2 has two A100-40.
 //!
 //! Run one test at a time (`--test-threads=1`), because the tests share the cluster. Each test
-//! restores the cluster.
+//! reverts its changes to the cluster.
 mod admission;
 mod agent_upgrades;
 mod bad_input;
@@ -41,11 +41,11 @@ use serde_json::{Value, json};
 /// The node that most tests use, and the number of its simulated GPUs.
 const NODE: &str = "node1";
 const GPUS_PER_NODE: u64 = 4;
-/// SMs of an H100.
+/// Number of SMs of an H100.
 const SMS_PER_GPU: u32 = 132;
-/// Resource of MPS shares, unless a policy sets another name.
+/// The resource of MPS shares, unless a policy sets another name.
 const SHARES_RESOURCE: &str = "nvidia.com/gpu-mps";
-/// Script of an MPS client that reports its view of the GPU, and keeps running.
+/// Script of an MPS client that reports what it sees of the GPU, and then runs until it is killed.
 const HOLD_CLIENT_SCRIPT: &str = "exec cleave-client --hold forever";
 
 /// Creates a namespace, and a policy that divides each GPU of [`NODE`] into ten strict shares.
@@ -54,7 +54,8 @@ fn ten_shares<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'a>> {
     ten_shares_of(cluster, name, None)
 }
 
-/// Like [`ten_shares`], but divides only the GPUs with these indices, unless `indices` is `None`.
+/// Does the same as [`ten_shares`], but divides only the GPUs with these indices, unless `indices`
+/// is `None`.
 fn ten_shares_of<'a>(cluster: &'a Cluster, name: &str, indices: Option<&[u64]>) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
     let mut spec = json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "mode": "Mps", "mps": {"units": 10, "threads": "Strict"}});
@@ -65,7 +66,8 @@ fn ten_shares_of<'a>(cluster: &'a Cluster, name: &str, indices: Option<&[u64]>) 
     let count = indices.map_or(GPUS_PER_NODE, |indices| indices.len() as u64);
     wait_until_advertised(cluster, SHARES_RESOURCE, 10 * count)?;
     let is_selected = |gpu: &Value| indices.is_none_or(|indices| indices.iter().any(|index| gpu["index"] == *index));
-    // The agent updates the kubelet first, and the `GpuNode`'s status up to 0.2 s later.
+    // The agent first sends the devices to the kubelet, and updates the `GpuNode`'s status up to
+    // 0.2 s later.
     wait_until("the node reports ten shares of each GPU", || {
         Ok(gpus_without_ten_shares(cluster, is_selected)?.is_empty())
     })?;
@@ -91,7 +93,7 @@ fn wait_until_advertised(cluster: &Cluster, resource: &str, count: u64) -> Resul
     })
 }
 
-/// Returns a pod's allocations in the status of [`NODE`], one for each container and device.
+/// Returns a pod's allocations from the status of [`NODE`]: one for each container and device.
 fn allocations(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<Vec<Value>> {
     let name = format!("{}/{pod}", scope.namespace);
     let node = cluster.gpu_node(NODE)?;
@@ -100,7 +102,7 @@ fn allocations(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<Vec<Value>
     Ok(all.filter(|allocation| text(&allocation["pod"]) == name).collect())
 }
 
-/// Returns the device and PID of the MPS daemons of [`NODE`].
+/// Returns the device and the PID of each MPS daemon of [`NODE`].
 fn daemon_pids(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
     let node = cluster.gpu_node(NODE)?;
     let gpus = node["status"]["gpus"].as_array().cloned().unwrap_or_default();

@@ -1,16 +1,16 @@
-//! Tests the chart's network policies on a network that enforces them: which pods can read metrics,
-//! and to which addresses Cleave can connect. Cleave must work with the policies.
+//! Tests the chart's network policies on a cluster whose network enforces them: which pods can read
+//! metrics, and to which addresses Cleave can connect. Cleave must work with the policies.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, SYSTEM_NAMESPACE, Scope, on_node, text, wait_for_pid, wait_until};
 use serde_json::{Value, json};
 
-use crate::chart::Setting;
+use crate::chart::ChartSetting;
 use crate::restarts::{component_pod, is_ready};
 use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, ten_shares, wait_until_advertised};
 
-/// Port of `/metrics`.
+/// The port on which Cleave's programs serve `/metrics`.
 const METRICS_PORT: &str = "8080";
-/// Script of a server on port 8081 that accepts every connection and closes it.
+/// Script of a server on port 8081 that accepts every connection and then closes the connection.
 const LISTEN_ON_8081_SCRIPT: &str = "exec busybox nc -ll -p 8081 -e true";
 
 fn pod_address(pod: &Value) -> Result<String> {
@@ -19,21 +19,22 @@ fn pod_address(pod: &Value) -> Result<String> {
     Ok(address)
 }
 
-/// Returns a shell command that prints `yes` if it can connect to an address, and `no` otherwise.
+/// Returns a shell command that prints `yes` if it could connect to an address, and `no` otherwise.
 fn connect_command(address: &str, port: &str) -> String {
-    // Send a request, so that a server of any protocol answers and closes the connection.
+    // Send a request, so that a server that does not use HTTP also answers and closes the
+    // connection.
     format!(
         "printf 'GET / HTTP/1.0\\r\\n\\r\\n' | busybox nc -w 2 {address} {port} >/dev/null 2>&1 && echo yes || echo no"
     )
 }
 
-/// Returns whether a pod of the scope can connect to an address.
+/// Returns whether a pod of the scope's namespace can connect to an address.
 fn can_connect(scope: &Scope, pod: &str, address: &str, port: &str) -> Result<bool> {
     Ok(scope.exec_in_pod(pod, &["sh", "-c", &connect_command(address, port)])?.trim() == "yes")
 }
 
-/// Returns whether a program of Cleave on [`NODE`] can connect to an address, from the network of
-/// its pod.
+/// Returns whether a program of Cleave on [`NODE`] can connect to an address from the network
+/// namespace of its pod.
 fn can_program_connect(program: &str, address: &str, port: &str) -> Result<bool> {
     let pid = wait_for_pid(NODE, program)?;
     let printed =
@@ -67,7 +68,7 @@ fn only_labelled_namespaces_can_read_metrics_and_cleave_connects_only_to_the_api
     let cluster = Cluster::connect()?;
     let stranger = scope_for_caller(&cluster, "network-stranger", false)?;
     let reader = scope_for_caller(&cluster, "network-reader", true)?;
-    // This server is not protected by a policy.
+    // No network policy protects this server.
     stranger.create_pod_on_node("node2", "listener", &json!({}), LISTEN_ON_8081_SCRIPT)?;
     let listener = pod_address(&stranger.wait_until_running("listener")?)?;
     wait_until("the listener accepts connections", || can_connect(&reader, "caller", &listener, "8081"))?;
@@ -91,27 +92,27 @@ fn only_labelled_namespaces_can_read_metrics_and_cleave_connects_only_to_the_api
     }
     let host = wait_for_pid(NODE, "cleave-mps-host")?;
     let listens = on_node(NODE, &["cat", &format!("/proc/{host}/net/tcp"), &format!("/proc/{host}/net/tcp6")])?;
-    // State 0A is LISTEN.
+    // The state 0A means LISTEN.
     let open: Vec<&str> = listens.lines().filter(|line| line.split_whitespace().nth(3) == Some("0A")).collect();
     ensure!(open.is_empty(), "the MPS host listens on ports: {open:?}");
     wait_until_all_ready(&cluster)?;
     drop((stranger, reader));
-    // The kubelet still allocates shares to pods.
+    // The kubelet must still allocate shares to pods.
     let scope = ten_shares(&cluster, "network")?;
     scope.create_pod("two", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
     ensure!(scope.client_report("two")?["sms"] == 26, "the client reports {}", scope.client_report("two")?);
     wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)
 }
 
-/// Shows that the policies cause the refusals of the other test. Without the policies, all
-/// connections succeed.
+/// Shows that the policies cause the failed connections in the other test: without the policies,
+/// all connections succeed.
 #[test]
 fn without_the_policies_every_namespace_reads_metrics_and_the_agent_connects_anywhere() -> Result<()> {
     let cluster = Cluster::connect()?;
     let stranger = scope_for_caller(&cluster, "network-open", false)?;
     stranger.create_pod_on_node("node2", "listener", &json!({}), LISTEN_ON_8081_SCRIPT)?;
     let listener = pod_address(&stranger.wait_until_running("listener")?)?;
-    let without = Setting::change("networkPolicy.enabled", false)?;
+    let without = ChartSetting::change("networkPolicy.enabled", false)?;
     let metrics = pod_address(&component_pod(&cluster, "agent").context("no agent")?)?;
     wait_until("every namespace can read the agent's metrics", || {
         can_connect(&stranger, "caller", &metrics, METRICS_PORT)

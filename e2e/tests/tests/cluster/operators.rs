@@ -1,10 +1,10 @@
-//! Tests the replicas of the operator: their nodes, and the change of the leader. Also tests which
-//! changes the tokens of the operator and the agents permit.
+//! Tests the replicas of the operator: on which nodes they run, and how the leader changes. Also
+//! tests which changes are possible with the tokens of the operator and of the agents.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Refused, SYSTEM_NAMESPACE, Scope, pod, text, wait_until};
 use serde_json::{Value, json};
 
-use crate::chart::Setting;
+use crate::chart::ChartSetting;
 use crate::gate_admission::{GATE_NAME, GATE_VALUE, OTHER_GATE_NAME, REGISTRATIONS_PATH};
 use crate::restarts::{component_pod, is_ready, leader_identity};
 use crate::{HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, ten_shares};
@@ -15,7 +15,7 @@ fn operator_pods(cluster: &Cluster) -> Result<Vec<Value>> {
     Ok(cluster.list(&path)?.into_iter().filter(|pod| pod["metadata"]["deletionTimestamp"].is_null()).collect())
 }
 
-/// Waits until two operators are ready and one of them leads.
+/// Waits until two operators are ready and one of them is the leader.
 fn wait_for_two_operators(cluster: &Cluster) -> Result<()> {
     wait_until("two operators are ready and one leads", || {
         let (pods, leader) = (operator_pods(cluster)?, leader_identity(cluster)?);
@@ -53,10 +53,11 @@ fn the_other_operator_takes_over_when_the_leader_is_killed() -> Result<()> {
     scope.wait_until_running("before")?;
     let old = leader_identity(&cluster)?;
     cluster.delete(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{old}"), Some(0))?;
-    // The new leader must count the shares of both pods, regardless of which replica releases them.
+    // The new leader must count the shares of both pods, although the earlier leader may have
+    // released a pod.
     scope.create_pod("first", &json!({SHARES_RESOURCE: 7}), HOLD_CLIENT_SCRIPT)?;
     scope.create_pod("second", &json!({SHARES_RESOURCE: 7}), HOLD_CLIENT_SCRIPT)?;
-    // The new leader is the standby, or the replica that replaces the old leader.
+    // The new leader is the other replica, or the replica that replaces the old leader.
     wait_until("another operator leads", || {
         let leader = leader_identity(&cluster)?;
         Ok(!leader.is_empty() && leader != old)
@@ -64,7 +65,7 @@ fn the_other_operator_takes_over_when_the_leader_is_killed() -> Result<()> {
     for name in ["first", "second"] {
         scope.wait_until_running(name)?;
     }
-    // The old leader may have released the pods, because it leads until its containers end.
+    // The old leader may have released the pods, because it is the leader until its container ends.
     wait_until("the new leader has marked its pod before it waits for its watch of pods", || {
         let leader = leader_identity(&cluster)?;
         let marked = cluster.get(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{leader}"))?;
@@ -73,10 +74,10 @@ fn the_other_operator_takes_over_when_the_leader_is_killed() -> Result<()> {
     wait_for_two_operators(&cluster)
 }
 
-/// Checks that a request is forbidden by a policy, with this text.
-fn check_forbidden(result: Result<Value>, says: &str) -> Result<()> {
-    let refused = result.err().with_context(|| format!("not refused: {says}"))?.downcast::<Refused>()?;
-    ensure!(refused.code == 403 && refused.message.contains(says), "{refused} does not contain {says:?}");
+/// Checks that a policy forbids a request, with a message that contains this text.
+fn check_forbidden(result: Result<Value>, expected: &str) -> Result<()> {
+    let refused = result.err().with_context(|| format!("not refused: {expected}"))?.downcast::<Refused>()?;
+    ensure!(refused.code == 403 && refused.message.contains(expected), "{refused} does not contain {expected:?}");
     Ok(())
 }
 
@@ -85,7 +86,7 @@ fn the_operators_token_changes_only_what_placement_needs() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "operator-token")?;
     let mut waits = pod("waits", &json!({SHARES_RESOURCE: 1}), "true");
-    // The operator itself does not release a pod that also has another gate.
+    // Because of the other gate, the operator itself does not release the pod.
     waits["spec"]["schedulingGates"] = json!([{"name": OTHER_GATE_NAME}, {"name": GATE_NAME}]);
     cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &waits)?;
     let path = scope.pod_path("waits");
@@ -123,7 +124,7 @@ fn the_operators_token_changes_only_what_placement_needs() -> Result<()> {
     check_forbidden(operator.patch(&status, &with("Ready")), "status.conditions[Ready]")?;
     check_forbidden(operator.patch(&status, &json!({"status": {"phase": "Failed"}})), "status.phase")?;
     operator.patch(&status, &with("cleave.dev/Placed"))?;
-    // These are the changes that a release makes to a pod.
+    // This patch contains the changes that a release makes to a pod.
     operator.patch(
         &path,
         &json!({
@@ -147,10 +148,10 @@ fn the_operators_token_changes_only_what_placement_needs() -> Result<()> {
 #[test]
 fn the_operators_token_changes_only_taints_of_cleave_on_a_node() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let _taints = Setting::change("operator.taintUnhealthyNodes", true)?;
+    let _taints = ChartSetting::change("operator.taintUnhealthyNodes", true)?;
     let operator = Cluster::by_token(&cluster.token(SYSTEM_NAMESPACE, "cleave-operator", None)?, None)?;
     let path = format!("/api/v1/nodes/{NODE}?dryRun=All");
-    // The API server evaluates new rights and policies with a short delay.
+    // The API server applies new permissions and policies after a short delay.
     let annotation = json!({"metadata": {"annotations": {"cleave.dev/test": "a"}}});
     let only = "may change only the taints";
     wait_until("the policy is in effect", || Ok(check_forbidden(operator.patch(&path, &annotation), only).is_ok()))?;
@@ -169,13 +170,13 @@ fn the_operators_token_changes_only_taints_of_cleave_on_a_node() -> Result<()> {
 #[test]
 fn the_operators_token_changes_only_ca_bundles_of_the_webhook() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let _gating = Setting::change(GATE_VALUE, "webhook")?;
+    let _gating = ChartSetting::change(GATE_VALUE, "webhook")?;
     let operator = Cluster::by_token(&cluster.token(SYSTEM_NAMESPACE, "cleave-operator", None)?, None)?;
     let webhook = format!("{REGISTRATIONS_PATH}/mutatingwebhookconfigurations/cleave-webhook");
     let path = format!("{webhook}?dryRun=All");
     let only = "may change only the CA bundles";
     let label = json!({"metadata": {"labels": {"a": "b"}}});
-    // The API server evaluates new rights and policies with a short delay.
+    // The API server applies new permissions and policies after a short delay.
     wait_until("the policy is in effect", || Ok(check_forbidden(operator.patch(&path, &label), only).is_ok()))?;
     let before = cluster.get(&webhook)?["webhooks"].as_array().cloned().unwrap_or_default();
     ensure!(before.len() == 2, "not the gate and the preStop hook: {before:?}");
@@ -213,7 +214,7 @@ fn the_operators_token_changes_only_ca_bundles_of_the_webhook() -> Result<()> {
         check_forbidden(operator.patch(&path, &change), only)?;
         check_forbidden(operator.patch(&path, &change), field)?;
     }
-    // The operator itself adds and replaces CA bundles.
+    // The operator itself adds and replaces CA bundles, so this change is permitted.
     let without_ca = with(&|webhooks| {
         webhooks[0]["clientConfig"].as_object_mut().map(|client| client.remove("caBundle"));
     });

@@ -1,5 +1,5 @@
 //! Tests that an invalid sharing policy is refused with an explanation, and that a valid policy is
-//! applied without a restart.
+//! applied without a restart of Cleave.
 use anyhow::{Result, ensure};
 use cleave_e2e::{Cluster, POLICIES_PATH, Refused, Scope, text, wait_until, wait_without_violation};
 use serde_json::{Value, json};
@@ -9,8 +9,8 @@ use crate::{
     gpus_without_ten_shares, ten_shares, wait_until_advertised,
 };
 
-/// Reads the status, reason and message of a policy's condition. Returns `None` if the condition is
-/// absent.
+/// Reads the status, the reason and the message of a policy's condition. Returns `None` if the
+/// condition is absent.
 fn read_condition(cluster: &Cluster, policy: &str, kind: &str) -> Result<Option<(String, String, String)>> {
     let policy = cluster.get(&format!("{POLICIES_PATH}/{policy}"))?;
     let conditions = policy["status"]["conditions"].as_array().cloned().unwrap_or_default();
@@ -35,8 +35,8 @@ fn units_change_on_idle_gpus_without_a_restart() -> Result<()> {
     Ok(())
 }
 
-/// Returns the UID and restart count of each of Cleave's pods. Omits terminating pods, because they
-/// may disappear at any time.
+/// Returns the UID and the restart count of each of Cleave's pods. Omits terminating pods, because
+/// they may disappear at any time.
 pub(crate) fn cleave_pods(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
     let pods = cluster.list("/api/v1/namespaces/cleave-system/pods")?;
     let staying = pods.iter().filter(|pod| pod["metadata"]["deletionTimestamp"].is_null());
@@ -182,8 +182,8 @@ fn a_change_of_one_gpu_does_not_affect_other_gpus() -> Result<()> {
         "last-gpu",
         &json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": [3]}, "mode": "Mps", "mps": {"units": 20}}),
     )?;
-    // Check the `GpuNode`, which shows the kubelet's device list at once. The kubelet updates the
-    // Node later.
+    // Check the `GpuNode`, which shows the devices immediately after the agent has sent them to the
+    // kubelet. The kubelet updates the Node later.
     wait_without_violation(
         "the last GPU has twenty shares",
         || Ok(cluster.allocatable(NODE, SHARES_RESOURCE)? == 50),
@@ -194,7 +194,8 @@ fn a_change_of_one_gpu_does_not_affect_other_gpus() -> Result<()> {
     )
 }
 
-/// Returns the number of shares per GPU in the spec of each node, in order of the nodes' names.
+/// Returns the number of shares per GPU in the spec of each node's `GpuNode`, in the order of
+/// `nodes`.
 fn shares_in_specs(cluster: &Cluster, nodes: &[String]) -> Result<Vec<Value>> {
     let shares = |node: &String| {
         let gpus = cluster.gpu_node(node)?["spec"]["gpus"].as_array().cloned().unwrap_or_default();
@@ -203,7 +204,8 @@ fn shares_in_specs(cluster: &Cluster, nodes: &[String]) -> Result<Vec<Value>> {
     nodes.iter().map(shares).collect()
 }
 
-/// Waits until a policy reports this reason in its condition `RolledOut`, and these counts.
+/// Waits until a policy has this reason in its condition `RolledOut`, and these counts in its
+/// status.
 fn wait_for_rollout(cluster: &Cluster, policy: &str, reason: &str, counts: &Value) -> Result<()> {
     wait_until(&format!("{policy} reports {reason} and {counts}"), || {
         let object = cluster.get(&format!("{POLICIES_PATH}/{policy}"))?;
@@ -243,8 +245,8 @@ fn a_changed_policy_reaches_one_node_after_another_and_can_be_paused_and_changed
     wait_for_rollout(&cluster, "staged", "RolloutPaused", &counts(0, 0, 2))?;
     ensure!(shares_in_specs(&cluster, &nodes)? == [json!(5), json!(5)], "a paused policy changed a node");
 
-    // Both nodes are in use, so the first node waits for its pod, and the second node waits for the
-    // first.
+    // Pods use both nodes, so the first node waits until its pod ends, and the second node waits
+    // until the first node has changed.
     cluster.patch(&path, &json!({"spec": {"rollout": {"paused": false}}}))?;
     wait_for_rollout(&cluster, "staged", "RollingOut", &counts(0, 1, 1))?;
     ensure!(shares_in_specs(&cluster, &nodes)? == [json!(10), json!(5)], "not one node changed");

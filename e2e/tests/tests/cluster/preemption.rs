@@ -1,5 +1,5 @@
-//! Tests preemption: the operator evicts pods of lower priority for a pod of higher priority, on
-//! one GPU and within disruption budgets.
+//! Tests preemption: for a pod of higher priority, the operator evicts pods of lower priority from
+//! one GPU, and does not violate disruption budgets.
 use std::io::Write as _;
 use std::time::Duration;
 
@@ -7,15 +7,15 @@ use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Scope, pod, text, wait_until};
 use serde_json::{Value, json};
 
-use crate::gate::{SLEEP_FOREVER_SCRIPT, is_gated, wait_for_event, wait_for_shares_of_one_gpu};
+use crate::gate::{SLEEP_FOREVER_SCRIPT, is_gated, wait_for_allocation_on_one_gpu, wait_for_event};
 use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, container_and_restarts, ten_shares};
 
-/// Two priority classes, `e2e-high` and `e2e-patient`. Dropping this value deletes both.
-struct Priorities<'a>(&'a Cluster);
+/// Two priority classes, `e2e-high` and `e2e-patient`. Dropping this value deletes both classes.
+struct PriorityClasses<'a>(&'a Cluster);
 
 const PRIORITY_CLASSES_PATH: &str = "/apis/scheduling.k8s.io/v1/priorityclasses";
 
-impl<'a> Priorities<'a> {
+impl<'a> PriorityClasses<'a> {
     fn new(cluster: &'a Cluster) -> Result<Self> {
         let priorities = Self(cluster);
         priorities.delete()?;
@@ -33,7 +33,7 @@ impl<'a> Priorities<'a> {
     }
 }
 
-impl Drop for Priorities<'_> {
+impl Drop for PriorityClasses<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.delete() {
             let _ = writeln!(std::io::stderr(), "failed to delete the PriorityClasses: {error:#}");
@@ -44,7 +44,7 @@ impl Drop for Priorities<'_> {
 #[test]
 fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let _priorities = Priorities::new(&cluster)?;
+    let _priorities = PriorityClasses::new(&cluster)?;
     let scope = ten_shares(&cluster, "preempt")?;
     let ns = &scope.namespace;
     let pods = format!("/api/v1/namespaces/{ns}/pods");
@@ -54,8 +54,9 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
             pod["metadata"]["labels"] = json!({"keep": "me"});
         }
         cluster.create(&pods, &pod)?;
-        // Among pods with equal priority, the operator evicts the youngest first. Wait, because the
-        // protected pods must be younger than the other pods, and start times are whole seconds.
+        // Among pods of equal priority, the operator first evicts the youngest pod. Wait, because
+        // the pods with a budget must be younger than the pod without a budget, and start times are
+        // in whole seconds.
         std::thread::sleep(Duration::from_millis(1100));
     }
     cluster.create(
@@ -66,7 +67,7 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
         .map(|index| {
             let name = format!("seven-{index}");
             scope.wait_until_running(&name)?;
-            wait_for_shares_of_one_gpu(&cluster, &scope, &name, 7)?;
+            wait_for_allocation_on_one_gpu(&cluster, &scope, &name, 7)?;
             container_and_restarts(&cluster, &scope, &name)
         })
         .collect::<Result<_>>()?;
@@ -79,13 +80,13 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
         pod["spec"]["priorityClassName"] = json!(class);
         pod
     };
-    // A pod with the preemption policy `Never` waits, whatever its priority.
+    // A pod with the preemption policy `Never` waits, although it has a higher priority.
     cluster.create(&pods, &with("patient", "e2e-patient"))?;
     wait_for_event(&scope, "patient", "the emptiest has 3")?;
     cluster.delete(&scope.pod_path("patient"), Some(0))?;
     cluster.create(&pods, &with("high", "e2e-high"))?;
     scope.wait_until_running("high")?;
-    // The node reports free shares before the API server deletes the pod.
+    // Wait, because the node reports the free shares before the API server deletes the pod.
     wait_until("the pod without a budget no longer exists", || {
         Ok(cluster.find(&scope.pod_path("seven-0"))?.is_none())
     })?;
@@ -98,7 +99,7 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
     wait_for_event(&scope, "seven-0", "Preempted")
 }
 
-/// Returns a pod on [`NODE`] with this number of shares and these thousandths of a CPU.
+/// Returns a pod on [`NODE`] that requests `shares` shares and `milli` thousandths of a CPU.
 fn pod_with_cpu(name: &str, shares: u64, milli: u64) -> Value {
     let mut pod = pod(name, &json!({SHARES_RESOURCE: shares}), SLEEP_FOREVER_SCRIPT);
     pod["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
@@ -115,7 +116,7 @@ fn pod_with_high_priority(mut pod: Value) -> Value {
     pod
 }
 
-/// Returns a quantity of CPU in thousandths.
+/// Parses a quantity of CPU. Returns thousandths of a CPU.
 fn parse_millicores(quantity: &Value) -> Result<u64> {
     let quantity = text(quantity);
     match quantity.strip_suffix('m') {
@@ -125,7 +126,7 @@ fn parse_millicores(quantity: &Value) -> Result<u64> {
     }
 }
 
-/// Returns the CPU of [`NODE`] in thousandths that no pod requests.
+/// Returns how many thousandths of a CPU of [`NODE`] no pod requests.
 fn free_cpu(cluster: &Cluster) -> Result<u64> {
     let node = cluster.get(&format!("/api/v1/nodes/{NODE}"))?;
     let mut free = parse_millicores(&node["status"]["allocatable"]["cpu"])?;
@@ -140,15 +141,16 @@ fn free_cpu(cluster: &Cluster) -> Result<u64> {
 #[test]
 fn a_pod_preempts_on_a_node_with_too_little_free_cpu() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let _priorities = Priorities::new(&cluster)?;
+    let _priorities = PriorityClasses::new(&cluster)?;
     let scope = ten_shares(&cluster, "preempt-cpu")?;
     let free = free_cpu(&cluster)?;
     create_pod(&scope, &pod_with_cpu("low", 1, free * 3 / 4))?;
     scope.wait_until_running("low")?;
-    wait_for_shares_of_one_gpu(&cluster, &scope, "low", 1)?;
+    wait_for_allocation_on_one_gpu(&cluster, &scope, "low", 1)?;
     create_pod(&scope, &pod_with_high_priority(pod_with_cpu("high", 1, free / 2)))?;
     scope.wait_until_running("high")?;
-    // Wait for the deletion, because a pod whose containers have exited still exists briefly.
+    // Accept a pod that is being deleted, because a pod exists for a short time after its
+    // containers have exited.
     let low = cluster.find(&scope.pod_path("low"))?;
     let is_evicted = low.is_none_or(|low| !low["metadata"]["deletionTimestamp"].is_null());
     ensure!(is_evicted, "both pods fit, so the test proves nothing");
@@ -158,19 +160,20 @@ fn a_pod_preempts_on_a_node_with_too_little_free_cpu() -> Result<()> {
 #[test]
 fn eight_waiting_pods_that_no_eviction_helps_do_not_block_the_ninth() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let _priorities = Priorities::new(&cluster)?;
+    let _priorities = PriorityClasses::new(&cluster)?;
     let scope = ten_shares(&cluster, "preempt-turns")?;
     let free = free_cpu(&cluster)?;
-    // This pod cannot be evicted and uses half of the CPU.
+    // The operator cannot evict this pod, which uses half of the CPU.
     let mut fixed = pod_with_high_priority(pod_with_cpu("fixed", 1, free / 2));
     fixed["metadata"]["labels"] = json!({"app": "fixed"});
     create_pod(&scope, &fixed)?;
     create_pod(&scope, &pod_with_cpu("low", 1, free / 4))?;
     for name in ["fixed", "low"] {
         scope.wait_until_running(name)?;
-        wait_for_shares_of_one_gpu(&cluster, &scope, name, 1)?;
+        wait_for_allocation_on_one_gpu(&cluster, &scope, name, 1)?;
     }
-    // Each pod requests a different amount, so that the operator needs a separate search for each.
+    // Each pod requests a different amount, so that the operator needs a separate search for each
+    // pod.
     for index in 0..8 {
         let name = format!("hopeless-{index}");
         create_pod(&scope, &pod_with_high_priority(pod_with_cpu(&name, 1, free * 3 / 4 + 50 + index)))?;
@@ -188,7 +191,7 @@ fn eight_waiting_pods_that_no_eviction_helps_do_not_block_the_ninth() -> Result<
 #[test]
 fn a_pod_with_two_disruption_budgets_does_not_block_preemption() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let _priorities = Priorities::new(&cluster)?;
+    let _priorities = PriorityClasses::new(&cluster)?;
     let scope = ten_shares(&cluster, "preempt-budgets")?;
     let budgets = format!("/apis/policy/v1/namespaces/{}/poddisruptionbudgets", scope.namespace);
     for name in ["one", "two"] {
@@ -201,18 +204,18 @@ fn a_pod_with_two_disruption_budgets_does_not_block_preemption() -> Result<()> {
             pod["metadata"]["labels"] = json!({"app": "twice"});
         }
         create_pod(&scope, &pod)?;
-        // Among pods with equal priority, the operator evicts the youngest first. Wait, because
-        // creation times are whole seconds. Only the first pod has no budget.
+        // Among pods of equal priority, the operator first evicts the youngest pod. Wait, because
+        // creation times are in whole seconds. Only the first pod has no budget.
         std::thread::sleep(Duration::from_millis(1100));
     }
     for index in 0..GPUS_PER_NODE {
         let name = format!("seven-{index}");
         scope.wait_until_running(&name)?;
-        wait_for_shares_of_one_gpu(&cluster, &scope, &name, 7)?;
+        wait_for_allocation_on_one_gpu(&cluster, &scope, &name, 7)?;
     }
     create_pod(&scope, &pod_with_high_priority(pod("high", &json!({SHARES_RESOURCE: 6}), SLEEP_FOREVER_SCRIPT)))?;
     scope.wait_until_running("high")?;
-    // The node reports free shares before the API server deletes the pod.
+    // Wait, because the node reports the free shares before the API server deletes the pod.
     wait_until("the pod without a budget no longer exists", || {
         Ok(cluster.find(&scope.pod_path("seven-0"))?.is_none())
     })?;

@@ -1,5 +1,6 @@
-//! Tests GPUs that are quiesced for a reset and nodes that are quiesced for a driver upgrade. The
-//! simulated driver refuses both while a program of Cleave has a GPU open.
+//! Tests GPUs that are quiesced before a reset, and nodes that are quiesced before a driver
+//! upgrade. The simulated driver refuses the reset or the upgrade while a program of Cleave has a
+//! GPU open.
 use anyhow::{Context as _, Result, ensure};
 use cleave_e2e::{Cluster, Faults, GPU_NODES_PATH, Scope, run_program, text, wait_until};
 use serde_json::{Value, json};
@@ -7,13 +8,14 @@ use serde_json::{Value, json};
 use crate::health::cleave_path;
 use crate::{HOLD_CLIENT_SCRIPT, SHARES_RESOURCE, container_and_restarts};
 
-/// The node that fewer tests use, and the number of its simulated GPUs.
+/// The node of these tests, which few other tests use, and the number of its simulated GPUs.
 const NODE: &str = "node2";
 const GPU_COUNT: u64 = 2;
-/// The label with which the GPU Operator starts and pauses programs that use GPUs.
+/// The label with which the GPU Operator starts and stops programs that use GPUs.
 const DEPLOY_LABEL: &str = "nvidia.com/gpu.deploy.device-plugin";
 
-/// Returns [`NODE`] to service when dropped.
+/// Dropping this value loads the driver of [`NODE`] and reverts the label, the cordon and the
+/// quiesce.
 struct ServiceGuard<'a> {
     cluster: &'a Cluster,
     simulator: Faults<'a>,
@@ -21,10 +23,11 @@ struct ServiceGuard<'a> {
 
 impl<'a> ServiceGuard<'a> {
     fn new(cluster: &'a Cluster) -> Self {
-        Self { cluster, simulator: Faults::on(NODE) }
+        Self { cluster, simulator: Faults::on_node(NODE) }
     }
 
-    /// Checks that the driver refuses a change of the hardware, with an error that contains `why`.
+    /// Checks that the simulated driver refuses a `simgpu` command, with an error that contains
+    /// `why`.
     fn check_refused(&self, args: &[&str], why: &str) -> Result<()> {
         match self.simulator.simgpu(args) {
             Ok(_) => anyhow::bail!("simgpu {args:?} succeeded"),
@@ -46,7 +49,7 @@ impl Drop for ServiceGuard<'_> {
 }
 
 /// Creates a namespace, and a policy that divides each GPU of [`NODE`] into ten shares.
-fn shares_of_node<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'a>> {
+fn ten_shares_of_node<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
     let selector = json!({"kubernetes.io/hostname": NODE});
     scope.create_policy("quiesce", &json!({"nodeSelector": selector, "mode": "Mps", "mps": {"units": 10}}))?;
@@ -63,7 +66,7 @@ fn wait_until_advertised(cluster: &Cluster, count: u64) -> Result<()> {
     })
 }
 
-/// Creates a pod on [`NODE`], and returns the UUID of its GPU when it runs.
+/// Creates a pod on [`NODE`], waits until the pod runs, and returns the UUID of its GPU.
 fn run_pod(scope: &Scope, name: &str, shares: u64) -> Result<String> {
     scope.create_pod_on_node(NODE, name, &json!({SHARES_RESOURCE: shares}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running(name)?;
@@ -77,11 +80,11 @@ fn gpu_statuses(cluster: &Cluster) -> Result<Vec<Value>> {
 #[test]
 fn a_quiesced_gpu_is_reset_while_pods_run_and_start_on_the_other_gpu() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let scope = shares_of_node(&cluster, "reset")?;
+    let scope = ten_shares_of_node(&cluster, "reset")?;
     let service = ServiceGuard::new(&cluster);
     let kept = run_pod(&scope, "stays", 3)?;
     let before = container_and_restarts(&cluster, &scope, "stays")?;
-    // Only the other GPU has ten free shares.
+    // Only the other GPU has ten free shares, so the pod runs on that GPU.
     let gpu = run_pod(&scope, "leaves", 10)?;
     ensure!(gpu != kept, "both pods are on GPU {gpu}");
     let drain = |options: &[&str]| {
@@ -114,7 +117,8 @@ fn a_quiesced_gpu_is_reset_while_pods_run_and_start_on_the_other_gpu() -> Result
     Ok(())
 }
 
-/// Reloads the driver of a quiesced node, and checks that pods run when the quiesce has ended.
+/// Reloads the driver of a quiesced node, ends the quiesce with `resume`, and checks that pods run
+/// again.
 fn check_driver_reload(service: &ServiceGuard, scope: &Scope, resume: impl FnOnce() -> Result<()>) -> Result<()> {
     service.simulator.simgpu(&["unload"])?;
     service.simulator.simgpu(&["driver", "--present", "true"])?;
@@ -129,7 +133,7 @@ fn check_driver_reload(service: &ServiceGuard, scope: &Scope, resume: impl FnOnc
 #[test]
 fn the_label_of_the_driver_manager_quiesces_a_node_for_a_driver_reload() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let scope = shares_of_node(&cluster, "reload")?;
+    let scope = ten_shares_of_node(&cluster, "reload")?;
     let service = ServiceGuard::new(&cluster);
     let label = |value: &str| {
         let labels = json!({"metadata": {"labels": {DEPLOY_LABEL: value}}});
@@ -147,7 +151,7 @@ fn the_label_of_the_driver_manager_quiesces_a_node_for_a_driver_reload() -> Resu
 #[test]
 fn a_drained_node_is_quiesced_for_a_driver_reload() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let scope = shares_of_node(&cluster, "drain")?;
+    let scope = ten_shares_of_node(&cluster, "drain")?;
     let service = ServiceGuard::new(&cluster);
     run_pod(&scope, "leaves", 2)?;
     service.check_refused(&["unload"], "in use")?;

@@ -1,5 +1,6 @@
-//! Tests elastic quotas: guarantees that hold, borrowers that leave and do not come back in
-//! circles, and leaders that are lost meanwhile.
+//! Tests elastic quotas: guarantees are kept, borrowers (pods beyond their quota's guarantee) are
+//! evicted and not endlessly replaced and evicted again, and this also holds when the leading
+//! operator is killed.
 use std::collections::BTreeMap;
 use std::io::Write as _;
 use std::sync::Arc;
@@ -14,23 +15,25 @@ use cleave_e2e::{
 };
 use serde_json::{Value, json};
 
-use crate::gate::{SLEEP_FOREVER_SCRIPT, is_gated, run_storm, wait_for_shares_of_one_gpu};
+use crate::gate::{SLEEP_FOREVER_SCRIPT, is_gated, run_storm, wait_for_allocation_on_one_gpu};
 use crate::health::cleave_path;
 use crate::leaders::LeaderKiller;
 use crate::{GPUS_PER_NODE, SHARES_RESOURCE, container_and_restarts, ten_shares};
 
 const QUOTAS_PATH: &str = "/apis/cleave.dev/v1alpha1/gpuquotas";
-/// Shares of one GPU.
-const SHARES: u64 = 10;
-/// Grace period of borrowers. Their script ignores SIGTERM, so they use all of it.
-const GRACE: u64 = 5;
-/// Time that the promise P8 allows the operator, in addition to the grace period.
-const OPERATOR_TIME: Duration = Duration::from_secs(2);
-/// Additional time on a machine that runs a cluster and its tests.
-const SLACK: Duration = Duration::from_secs(20);
+/// Number of shares of one GPU.
+const SHARES_PER_GPU: u64 = 10;
+/// Grace period of borrowers, in seconds. Their script ignores SIGTERM, so they run until the end
+/// of the grace period.
+const GRACE_SECONDS: u64 = 5;
+/// The time, in addition to the grace period, within which promise P8 requires the operator to
+/// release a guaranteed pod.
+const MAX_OPERATOR_DELAY: Duration = Duration::from_secs(2);
+/// Additional time, because the machine also runs the cluster and other tests.
+const ADDITIONAL_TIME: Duration = Duration::from_secs(20);
 
-/// Namespaces of teams, beside the one of a [`Scope`], and the quotas of all. Dropping the value
-/// deletes them.
+/// Namespaces of teams, in addition to the namespace of a [`Scope`], and the quotas of all
+/// namespaces. Dropping this value deletes these namespaces and quotas.
 struct Teams<'a> {
     cluster: &'a Cluster,
     namespaces: Vec<String>,
@@ -57,8 +60,8 @@ impl<'a> Teams<'a> {
         Ok(created)
     }
 
-    /// Creates a quota of the H100 GPUs for a namespace, and waits until it is in effect.
-    fn quota(&self, name: &str, namespace: &str, mut spec: Value) -> Result<()> {
+    /// Creates a quota of H100 GPUs for a namespace, and waits until the quota is in effect.
+    fn create_quota(&self, name: &str, namespace: &str, mut spec: Value) -> Result<()> {
         spec["namespaces"] = json!([namespace]);
         spec["gpus"] = json!({"models": ["H100"]});
         let object = json!({"apiVersion": "cleave.dev/v1alpha1", "kind": "GpuQuota",
@@ -105,12 +108,13 @@ impl Drop for Teams<'_> {
     }
 }
 
-/// Creates a Deployment of borrowers, each with these shares. Its pods come back at once.
+/// Creates a Deployment of borrowers that request `shares` shares each. The Deployment immediately
+/// replaces an evicted pod.
 fn create_borrowers(cluster: &Cluster, namespace: &str, replicas: u64, shares: u64) -> Result<()> {
     let mut template = json!({"metadata": {"labels": {"app": "borrower"}}});
     template["spec"] = pod("borrower", &json!({SHARES_RESOURCE: shares}), SLEEP_FOREVER_SCRIPT)["spec"].take();
     template["spec"]["restartPolicy"] = json!("Always");
-    template["spec"]["terminationGracePeriodSeconds"] = json!(GRACE);
+    template["spec"]["terminationGracePeriodSeconds"] = json!(GRACE_SECONDS);
     let spec = json!({"replicas": replicas, "selector": {"matchLabels": {"app": "borrower"}}, "template": template});
     cluster
         .create(
@@ -120,24 +124,24 @@ fn create_borrowers(cluster: &Cluster, namespace: &str, replicas: u64, shares: u
         .map(drop)
 }
 
-/// Returns the pods of a namespace that were released and are not being deleted.
-fn released(cluster: &Cluster, namespace: &str) -> Result<Vec<Value>> {
+/// Returns the pods of a namespace that have been released and are not being deleted.
+fn released_pods(cluster: &Cluster, namespace: &str) -> Result<Vec<Value>> {
     let pods = cluster.list(&format!("/api/v1/namespaces/{namespace}/pods"))?;
     Ok(pods.into_iter().filter(|pod| !is_gated(pod) && pod["metadata"]["deletionTimestamp"].is_null()).collect())
 }
 
 fn wait_for_running(cluster: &Cluster, namespace: &str, count: u64) -> Result<()> {
     wait_until(&format!("{count} pods of {namespace} run"), || {
-        let pods = released(cluster, namespace)?;
+        let pods = released_pods(cluster, namespace)?;
         let running = pods.iter().filter(|pod| text(&pod["status"]["phase"]) == "Running").count();
         ensure!(running as u64 == count, "{running} run");
         Ok(true)
     })
 }
 
-/// Returns the Events `Reclaimed` of a namespace, each as the evicted pod and the note: one for
-/// each eviction by the rules of quotas.
-fn reclaimed(cluster: &Cluster, namespace: &str) -> Result<Vec<String>> {
+/// Returns the name of the evicted pod and the note of each Event `Reclaimed` in a namespace. Each
+/// eviction because of a quota causes one such Event.
+fn reclaim_events(cluster: &Cluster, namespace: &str) -> Result<Vec<String>> {
     let events = cluster.list(&format!("/apis/events.k8s.io/v1/namespaces/{namespace}/events"))?;
     let reclaimed = events.iter().filter(|event| event["reason"] == "Reclaimed");
     let describe = |event: &Value| format!("{}: {}", text(&event["regarding"]["name"]), text(&event["note"]));
@@ -149,48 +153,49 @@ fn a_guarantee_is_met_within_the_grace_period_of_borrowers() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "quota-a")?;
     let teams = Teams::new(&cluster, &[("quota-b", json!({}))])?;
-    teams.quota("e2e-a", &scope.namespace, json!({"min": "2"}))?;
-    teams.quota("e2e-b", "e2e-quota-b", json!({}))?;
-    create_borrowers(&cluster, "e2e-quota-b", GPUS_PER_NODE, SHARES)?;
+    teams.create_quota("e2e-a", &scope.namespace, json!({"min": "2"}))?;
+    teams.create_quota("e2e-b", "e2e-quota-b", json!({}))?;
+    create_borrowers(&cluster, "e2e-quota-b", GPUS_PER_NODE, SHARES_PER_GPU)?;
     wait_for_running(&cluster, "e2e-quota-b", GPUS_PER_NODE)?;
     wait_until("the borrowers have their label", || {
-        let pods = released(&cluster, "e2e-quota-b")?;
+        let pods = released_pods(&cluster, "e2e-quota-b")?;
         Ok(pods.iter().all(|pod| pod["metadata"]["labels"]["cleave.dev/capacity"] == "over-quota"))
     })?;
     let began = Instant::now();
-    scope.create_pod("guaranteed", &json!({SHARES_RESOURCE: SHARES}), SLEEP_FOREVER_SCRIPT)?;
-    let bound = Duration::from_secs(GRACE) + OPERATOR_TIME;
-    let waited = wait_for("the pod within the guarantee is released", bound + SLACK, || {
+    scope.create_pod("guaranteed", &json!({SHARES_RESOURCE: SHARES_PER_GPU}), SLEEP_FOREVER_SCRIPT)?;
+    let bound = Duration::from_secs(GRACE_SECONDS) + MAX_OPERATOR_DELAY;
+    let waited = wait_for("the pod within the guarantee is released", bound + ADDITIONAL_TIME, || {
         Ok((!is_gated(&cluster.get(&scope.pod_path("guaranteed"))?)).then(|| began.elapsed()))
     })?;
     let _ = writeln!(
         std::io::stderr(),
-        "a pod within its guarantee waited {:.2} s for borrowers with a grace period of {GRACE} s; P8 allows {} s",
+        "a pod within its guarantee waited {:.2} s for borrowers with a grace period of {GRACE_SECONDS} s; P8 allows {} s",
         waited.as_secs_f64(),
         bound.as_secs()
     );
     scope.wait_until_running("guaranteed")?;
-    wait_for_shares_of_one_gpu(&cluster, &scope, "guaranteed", usize::try_from(SHARES)?)?;
+    wait_for_allocation_on_one_gpu(&cluster, &scope, "guaranteed", usize::try_from(SHARES_PER_GPU)?)?;
     wait_until("the pod has its label", || {
         Ok(cluster.get(&scope.pod_path("guaranteed"))?["metadata"]["labels"]["cleave.dev/capacity"] == "in-quota")
     })?;
-    let notes = reclaimed(&cluster, "e2e-quota-b")?;
+    let notes = reclaim_events(&cluster, "e2e-quota-b")?;
     ensure!(notes.len() == 1 && notes[0].contains("quota e2e-a is guaranteed 2 GPUs"), "{notes:?}");
     Ok(())
 }
 
 #[test]
-fn borrowers_of_a_deployment_that_comes_back_at_once_do_not_loop() -> Result<()> {
-    /// Number of pods whose arrival and end makes the operator decide again.
-    const DECISIONS: usize = 20;
+fn borrowers_that_a_deployment_replaces_immediately_are_not_evicted_repeatedly() -> Result<()> {
+    /// Number of pods that the test creates and deletes. After each creation and deletion, the
+    /// operator decides again.
+    const DECISION_COUNT: usize = 20;
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "quota-a")?;
     let teams = Teams::new(&cluster, &[("quota-b", json!({}))])?;
-    teams.quota("e2e-a", &scope.namespace, json!({"min": "1", "max": "1"}))?;
-    teams.quota("e2e-b", "e2e-quota-b", json!({}))?;
-    create_borrowers(&cluster, "e2e-quota-b", GPUS_PER_NODE, SHARES)?;
+    teams.create_quota("e2e-a", &scope.namespace, json!({"min": "1", "max": "1"}))?;
+    teams.create_quota("e2e-b", "e2e-quota-b", json!({}))?;
+    create_borrowers(&cluster, "e2e-quota-b", GPUS_PER_NODE, SHARES_PER_GPU)?;
     wait_for_running(&cluster, "e2e-quota-b", GPUS_PER_NODE)?;
-    scope.create_pod("guaranteed", &json!({SHARES_RESOURCE: SHARES}), SLEEP_FOREVER_SCRIPT)?;
+    scope.create_pod("guaranteed", &json!({SHARES_RESOURCE: SHARES_PER_GPU}), SLEEP_FOREVER_SCRIPT)?;
     scope.wait_until_running("guaranteed")?;
     let waits = || {
         let status = teams.status("e2e-b")?;
@@ -198,7 +203,7 @@ fn borrowers_of_a_deployment_that_comes_back_at_once_do_not_loop() -> Result<()>
         Ok(true)
     };
     wait_until("the replaced borrower waits", waits)?;
-    for index in 0..DECISIONS {
+    for index in 0..DECISION_COUNT {
         // The quota is at its maximum, so this pod waits.
         let name = format!("decision-{index}");
         scope.create_pod(&name, &json!({SHARES_RESOURCE: 1}), SLEEP_FOREVER_SCRIPT)?;
@@ -211,12 +216,13 @@ fn borrowers_of_a_deployment_that_comes_back_at_once_do_not_loop() -> Result<()>
         })?;
     }
     wait_until("the replaced borrower still waits", waits)?;
-    let notes = reclaimed(&cluster, "e2e-quota-b")?;
+    let notes = reclaim_events(&cluster, "e2e-quota-b")?;
     ensure!(notes.len() == 1, "one eviction makes room: {notes:?}");
     Ok(())
 }
 
-/// Checks on a separate thread that a quota never holds more than its maximum (R1).
+/// Checks, on a separate thread, that the pods of a quota never hold more than the quota's maximum
+/// (promise R1).
 struct MaxChecker {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<Result<u64>>,
@@ -229,14 +235,16 @@ impl MaxChecker {
         Self { stop, thread: std::thread::spawn(move || Self::run(&namespace, max, &stopped)) }
     }
 
-    /// Returns the largest number of shares that released pods held.
+    /// Checks until `stopped` is true. Returns the largest number of shares that released pods held
+    /// at the same time.
     fn run(namespace: &str, max: u64, stopped: &AtomicBool) -> Result<u64> {
         let cluster = Cluster::connect()?;
         let mut most = 0;
         while !stopped.load(Ordering::Relaxed) {
             if let Ok(pods) = cluster.list(&format!("/api/v1/namespaces/{namespace}/pods")) {
                 let has_ended = |pod: &&Value| matches!(text(&pod["status"]["phase"]).as_str(), "Failed" | "Succeeded");
-                let held = pods.iter().filter(|pod| !is_gated(pod) && !has_ended(pod)).map(shares).sum::<u64>();
+                let held =
+                    pods.iter().filter(|pod| !is_gated(pod) && !has_ended(pod)).map(requested_shares).sum::<u64>();
                 ensure!(held <= max, "pods of {namespace} hold {held} shares, and the maximum is {max}");
                 most = most.max(held);
             }
@@ -251,40 +259,40 @@ impl MaxChecker {
     }
 }
 
-fn shares(pod: &Value) -> u64 {
+fn requested_shares(pod: &Value) -> u64 {
     text(&pod["spec"]["containers"][0]["resources"]["limits"][SHARES_RESOURCE]).parse().unwrap_or(0)
 }
 
-/// Promises R1 to R4 in short: no quota exceeds its maximum, only borrowers of other quotas leave,
-/// and pods of exempt namespaces never do.
+/// Tests the promises R1 to R4. In summary: no quota exceeds its maximum, only borrowers of other
+/// quotas are evicted, and pods of exempt namespaces are never evicted.
 #[test]
 fn no_promise_is_broken_when_leaders_are_killed_in_a_storm_with_quotas() -> Result<()> {
-    const MAX_SHARES: u64 = 3 * SHARES;
+    const MAX_SHARES: u64 = 3 * SHARES_PER_GPU;
     let seed = std::env::var("SEED").map_or(Ok(42), |seed| seed.parse().context("SEED"))?;
     let count = std::env::var("STORM").map_or(Ok(60), |count| count.parse().context("STORM"))?;
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "quota-a")?;
     let exempt = json!({"cleave.dev/allow": "quota"});
     let teams = Teams::new(&cluster, &[("quota-b", json!({})), ("quota-steady", json!({})), ("quota-exempt", exempt)])?;
-    teams.quota("e2e-a", &scope.namespace, json!({"min": "2", "max": "3"}))?;
-    teams.quota("e2e-steady", "e2e-quota-steady", json!({"min": "500m"}))?;
+    teams.create_quota("e2e-a", &scope.namespace, json!({"min": "2", "max": "3"}))?;
+    teams.create_quota("e2e-steady", "e2e-quota-steady", json!({"min": "500m"}))?;
     let undisturbed = [("e2e-quota-steady", 5), ("e2e-quota-exempt", 2)];
     let in_team = |namespace: &str| Scope { cluster: &cluster, namespace: namespace.to_owned() };
     let mut before = BTreeMap::new();
     for (namespace, count) in undisturbed {
-        // Not dropped, because dropping deletes the policies of the test.
+        // Do not drop this value, because dropping a scope deletes the test's policies.
         let team = std::mem::ManuallyDrop::new(in_team(namespace));
         team.create_pod("stays", &json!({SHARES_RESOURCE: count}), SLEEP_FOREVER_SCRIPT)?;
         team.wait_until_running("stays")?;
         before.insert(namespace, container_and_restarts(&cluster, &team, "stays")?);
     }
-    create_borrowers(&cluster, "e2e-quota-b", GPUS_PER_NODE + 1, SHARES / 2)?;
+    create_borrowers(&cluster, "e2e-quota-b", GPUS_PER_NODE + 1, SHARES_PER_GPU / 2)?;
     let checker = MaxChecker::start(scope.namespace.clone(), MAX_SHARES);
     let killer = LeaderKiller::start(Duration::from_secs(10));
     let storm = run_storm(&scope, count, &mut Random::seeded(seed), |_| Ok(()));
     let (leaders, most) = (killer.stop()?, checker.stop()?);
     let storm = storm?;
-    let notes = reclaimed(&cluster, "e2e-quota-b")?;
+    let notes = reclaim_events(&cluster, "e2e-quota-b")?;
     let _ = writeln!(
         std::io::stderr(),
         "storm with quotas, seed {seed}: {} pods, {} ran, {} evictions of borrowers, at most {most} of {MAX_SHARES} shares, killed {leaders} leading operators",
@@ -296,16 +304,16 @@ fn no_promise_is_broken_when_leaders_are_killed_in_a_storm_with_quotas() -> Resu
     for (namespace, before) in before {
         let team = std::mem::ManuallyDrop::new(in_team(namespace));
         ensure!(container_and_restarts(&cluster, &team, "stays")? == before, "the pod of {namespace} was disturbed");
-        ensure!(reclaimed(&cluster, namespace)?.is_empty(), "a pod of {namespace} was evicted");
+        ensure!(reclaim_events(&cluster, namespace)?.is_empty(), "a pod of {namespace} was evicted");
     }
     let foreign = notes.iter().filter(|note| !note.contains(&format!("evicted for {}/", scope.namespace)));
     ensure!(foreign.count() == 0, "only pods of the other quota reclaim: {notes:?}");
     wait_for("the borrowers that are left run again", WAIT_TIMEOUT, || {
-        Ok((released(&cluster, "e2e-quota-b")?.len() as u64 == GPUS_PER_NODE + 1).then_some(()))
+        Ok((released_pods(&cluster, "e2e-quota-b")?.len() as u64 == GPUS_PER_NODE + 1).then_some(()))
     })
 }
 
-/// A setting of the operator whose default is 300. Dropping the value restores the default.
+/// A setting of the operator whose default is 300. Dropping this value restores the default.
 struct OperatorSetting(&'static str);
 
 impl OperatorSetting {
@@ -330,9 +338,10 @@ impl Drop for OperatorSetting {
     }
 }
 
-/// The example of Nos's documentation: three quotas guarantee 40, 10 and 30, and B uses all of the
-/// 30 that C leaves unused. Here half of that, in tenths of GPUs: A may take one pod from B, since
-/// A is entitled to a larger part of the unused amount, and not a second.
+/// Tests an example from the documentation of Nos: the quotas A, B and C guarantee 40, 10 and 30,
+/// and B uses all of the 30 that C does not use. This test uses half of each number, in tenths of
+/// GPUs. A is entitled to a larger part of the unused amount than B, so one pod of B must be
+/// evicted for a pod of A, but no second pod.
 #[test]
 fn the_documented_example_of_nos_ends_with_the_same_pods() -> Result<()> {
     let cluster = Cluster::connect()?;
@@ -342,7 +351,7 @@ fn the_documented_example_of_nos_ends_with_the_same_pods() -> Result<()> {
     for (name, namespace, min) in
         [("e2e-a", scope.namespace.as_str(), "2"), ("e2e-b", "e2e-quota-b", "500m"), ("e2e-c", "e2e-quota-c", "1500m")]
     {
-        teams.quota(name, namespace, json!({"min": min}))?;
+        teams.create_quota(name, namespace, json!({"min": min}))?;
     }
     for index in 0..4 {
         scope.create_pod(&format!("a{index}"), &json!({SHARES_RESOURCE: 5}), SLEEP_FOREVER_SCRIPT)?;
@@ -359,7 +368,7 @@ fn the_documented_example_of_nos_ends_with_the_same_pods() -> Result<()> {
         ensure!(b["used"] == "1.5" && b["waiting"]["pods"] == 1 && b["pods"]["in"] == 1, "B: {b}");
         Ok(true)
     })?;
-    let notes = reclaimed(&cluster, "e2e-quota-b")?;
+    let notes = reclaim_events(&cluster, "e2e-quota-b")?;
     ensure!(notes.len() == 1, "{notes:?}");
     Ok(())
 }

@@ -1,9 +1,9 @@
 //! Tests a node that reboots after a power cut. The node loses the state that a boot clears, but
-//! keeps the files on its disk.
+//! the files on its disk remain.
 //!
 //! The test cannot change the machine's boot id. The agent compares the machine's boot id with the
-//! one in its checkpoint, so the test changes the checkpoint while the node is down. The kubelet
-//! also reads the boot id, but these tests do not depend on the kubelet's use of it.
+//! boot id in its checkpoint, so the test changes the checkpoint while the node is down. The
+//! kubelet also reads the machine's boot id, but this has no effect on these tests.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::Write as _;
@@ -28,11 +28,12 @@ use crate::{
 const OTHER_NODE: &str = "node2";
 /// [`NODE`]'s first process. All other processes of the node exit with it.
 const NODE_COMPONENT: &str = "node@node1";
-/// Pods of the Deployment, and the shares that each requests.
+/// The number of the Deployment's pods, and the number of shares that each pod requests.
 const REPLICA_COUNT: usize = 3;
 const SHARES_PER_REPLICA: u64 = 3;
 
-/// Returns the path of a node's file on the machine. The file can be read while the node is down.
+/// Returns the path on this machine of a file of [`NODE`]. The file can be read while the node is
+/// down.
 fn node_file(path: &str) -> Result<PathBuf> {
     let kubeconfig = std::env::var_os("KUBECONFIG").context("KUBECONFIG is not set")?;
     let state = Path::new(&kubeconfig).parent().context("KUBECONFIG has no parent directory")?;
@@ -43,8 +44,8 @@ fn node_file(path: &str) -> Result<PathBuf> {
 struct PowerCut;
 
 impl PowerCut {
-    /// Cuts the power of [`NODE`], and changes its simulated GPUs and its checkpoint as a reboot
-    /// would.
+    /// Kills [`NODE`], and changes its simulated GPUs and its checkpoint as a reboot would change
+    /// them.
     fn new() -> Result<Self> {
         let guard = Self;
         run_launcher(&["kill", NODE_COMPONENT])?;
@@ -110,7 +111,7 @@ fn belongs_to_deployment(pod: &Value) -> bool {
     text(&pod["metadata"]["labels"]["app"]) == "deployed"
 }
 
-/// Returns whether a pod runs in a container that is not one of `before`.
+/// Returns whether a pod runs in a container that is not in `before`.
 fn runs_in_new_container(pod: &Value, before: &BTreeSet<String>) -> bool {
     let container = &pod["status"]["containerStatuses"][0];
     text(&pod["status"]["phase"]) == "Running"
@@ -119,8 +120,8 @@ fn runs_in_new_container(pod: &Value, before: &BTreeSet<String>) -> bool {
         && !before.contains(&text(&container["containerID"]))
 }
 
-/// Waits until all pods of the Deployment run, in containers that are not among `before`. Returns
-/// their names.
+/// Waits until all pods of the Deployment run in containers that are not in `before`. Returns the
+/// names of the pods.
 fn wait_until_deployed(scope: &Scope, before: &BTreeSet<String>) -> Result<Vec<String>> {
     wait_for("the Deployment's pods run", 2 * WAIT_TIMEOUT, || {
         let pods = scope.pods()?;
@@ -161,13 +162,14 @@ fn wait_for_outcome(scope: &Scope, name: &str, before: &BTreeSet<String>) -> Res
     })
 }
 
-/// Returns whether a pod's reason means that the kubelet's admission rejected the pod, because of
-/// the device manager or for lack of a resource.
+/// Returns whether the reason of a failed pod means that the kubelet rejected the pod at admission:
+/// because of an error of the device manager, or because a resource was missing.
 fn is_rejection(reason: &str) -> bool {
     reason == "UnexpectedAdmissionError" || reason.starts_with("OutOf")
 }
 
-/// Returns the shares in the kubelet's device checkpoint, by UID of the pod.
+/// Reads the shares of each pod from the kubelet's device checkpoint. Returns them by the UID of
+/// the pod.
 fn kubelet_allocations() -> Result<BTreeMap<String, BTreeSet<String>>> {
     let file: Value =
         serde_json::from_slice(&fs::read(node_file("/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint")?)?)?;
@@ -182,9 +184,9 @@ fn kubelet_allocations() -> Result<BTreeMap<String, BTreeSet<String>>> {
     Ok(shares)
 }
 
-/// Waits until the kubelet, the agent and the MPS host agree. The node's status must list exactly
-/// the kubelet's allocations of its running pods, without an allocation error. Each allocation must
-/// have a door.
+/// Waits until the kubelet, the agent and the MPS host agree. The status of the `GpuNode` must list
+/// exactly the allocations that the kubelet has for the node's running pods, without an allocation
+/// error. Each allocation must have a door.
 fn wait_until_consistent(scope: &Scope) -> Result<()> {
     wait_until("kubelet, agent and MPS host agree about allocations", || {
         let mut running = scope.pods()?;
@@ -221,9 +223,9 @@ fn wait_until_consistent(scope: &Scope) -> Result<()> {
     })
 }
 
-/// Returns the number of SMs of an allocation with `shares` of a GPU's ten shares.
+/// Returns the number of SMs that a pod can use with `shares` of a GPU's ten shares.
 fn sms_of_shares(shares: u64) -> u64 {
-    // Limits are whole TPCs, of two SMs each.
+    // A limit consists of whole TPCs, and each TPC has two SMs.
     match shares {
         2 => 26,
         3 => 38,
@@ -232,30 +234,30 @@ fn sms_of_shares(shares: u64) -> u64 {
     }
 }
 
-/// Pods without a controller, and the shares that each requests.
+/// The names of pods without a controller, and the number of shares that each pod requests.
 const BARE_POD_SHARES: [(&str, u64); 2] = [("two", 2), ("five", 5)];
 
 /// Makes two GPUs unhealthy. A reboot clears the fault of GPU 3, but not the fault of GPU 2.
 fn break_gpus(cluster: &Cluster, repair: &RepairGuard) -> Result<()> {
-    // A boot clears a fault that needs a reset, but does not repair failed hardware.
+    // A boot clears a fault that only requires a reset, but does not repair failed hardware.
     repair.faults.simgpu(&["set", "2", "remap-failed=on"])?;
-    // After an XID, the agent reads all of NVML's health information, so the agent also finds the
-    // fault of GPU 2.
+    // After an XID error, the agent reads all of NVML's health information, so the agent also
+    // detects the fault of GPU 2.
     repair.faults.simgpu(&["xid", "3", "48"])?;
     wait_until_advertised(cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 2))?;
     wait_for_health(cluster, 3, "NeedsReset")?;
     wait_for_health(cluster, 2, "NeedsReset")
 }
 
-/// Checks that a pod's program has the limits of its shares.
+/// Checks that a pod's program has the limits of the pod's shares.
 fn check_limits(scope: &Scope, name: &str, shares: u64) -> Result<()> {
     let report = scope.client_report(name)?;
     ensure!(report["sms"] == sms_of_shares(shares), "{name} has other limits: {report}");
     Ok(())
 }
 
-/// Creates the pods of [`BARE_POD_SHARES`] on [`NODE`]. The kubelet may restart the containers of
-/// these pods.
+/// Creates the pods of [`BARE_POD_SHARES`] on [`NODE`]. The restart policy of these pods permits
+/// the kubelet to restart their containers.
 fn create_bare_pods(scope: &Scope) -> Result<()> {
     for (name, shares) in BARE_POD_SHARES {
         let mut object = pod(name, &json!({SHARES_RESOURCE: shares}), HOLD_CLIENT_SCRIPT);
@@ -274,8 +276,8 @@ fn share_ids(scope: &Scope, name: &str) -> Result<Vec<Value>> {
     Ok(allocated.into_iter().map(|allocation| allocation["ids"].clone()).collect())
 }
 
-/// Waits until each pod of [`BARE_POD_SHARES`] is restarted with its earlier shares and limits, or
-/// is rejected. Returns the number of restarted pods.
+/// Waits until each pod of [`BARE_POD_SHARES`] has been restarted with its earlier shares and
+/// limits, or has been rejected. Returns the number of restarted pods.
 fn check_bare_pods(
     scope: &Scope,
     containers: &BTreeSet<String>,
@@ -294,8 +296,9 @@ fn check_bare_pods(
     Ok(restarted)
 }
 
-/// Waits until the Deployment's pods run again, restarted or replaced, with their limits. Prints
-/// the number of each, and fails if the kubelet rejected too many.
+/// Waits until the Deployment's pods have been restarted or replaced and run with their limits.
+/// Prints the numbers of restarted, replaced and rejected pods, and fails if the kubelet rejected
+/// too many pods.
 fn check_deployment(scope: &Scope, first: &[String], containers: &BTreeSet<String>, bare: usize) -> Result<()> {
     let now = wait_until_deployed(scope, containers)?;
     for name in &now {
@@ -316,8 +319,8 @@ fn check_deployment(scope: &Scope, first: &[String], containers: &BTreeSet<Strin
         REPLICA_COUNT - restarted,
         BARE_POD_SHARES.len() - bare,
     )?;
-    // The operator releases no replacement pods to the node until the node's agent serves, so few
-    // pods are rejected.
+    // The operator does not release replacement pods to the node until the node's agent serves, so
+    // the number of rejected pods must be small.
     ensure!(rejected <= 3 * REPLICA_COUNT, "the kubelet rejected {rejected} pods for {REPLICA_COUNT} replicas");
     Ok(())
 }
@@ -378,16 +381,16 @@ fn a_rebooted_node_starts_no_pod_until_the_api_server_is_back() -> Result<()> {
     let power_cut = PowerCut::new()?;
     let api_server_down = ApiServerDown::new()?;
     let old = identity(&socket);
-    // Run this command in the background, because it waits for the node to be Ready, which requires
-    // the API server. No other `cluster start` can run until the command exits.
+    // Run this command in the background, because it waits until the node is Ready, which requires
+    // the API server. No other `cluster start` can run until this command exits.
     let mut starting = Command::new("cluster").args(["start", NODE_COMPONENT]).spawn()?;
     let started =
         wait_until("the kubelet accepts device plugins", || Ok(identity(&socket).is_some_and(|new| Some(new) != old)));
     starting.kill()?;
     starting.wait()?;
     started?;
-    // The kubelet reads its pods, including the agent's, from the API server. Without the API
-    // server no plugin registers and no pod is rejected.
+    // The kubelet reads the node's pods, including the agent's pod, from the API server. Without
+    // the API server, no device plugin can register, and the kubelet cannot reject a pod.
     let tasks = on_node(NODE, &["ctr", "tasks", "list", "--quiet"])?;
     ensure!(tasks.trim().is_empty(), "without an API server the kubelet has started {tasks}");
     drop(api_server_down);
@@ -405,7 +408,7 @@ fn a_rebooted_node_starts_no_pod_until_the_api_server_is_back() -> Result<()> {
     Ok(())
 }
 
-/// Returns the names of Cleave's pods that a kubelet rejected.
+/// Returns the names of those pods of Cleave that a kubelet rejected.
 fn rejected_pods_of_cleave(cluster: &Cluster) -> Result<BTreeSet<String>> {
     let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods"))?;
     let rejected = pods.iter().filter(|pod| is_rejection(&text(&pod["status"]["reason"])));

@@ -1,5 +1,5 @@
-//! Tests that a restart, upgrade or kill of a component of Cleave, or of the kubelet, disturbs no
-//! running pod.
+//! Tests that running pods are not disturbed when a component of Cleave or the kubelet is
+//! restarted, upgraded or killed.
 use std::io::Write as _;
 
 use anyhow::{Context, Result, ensure};
@@ -14,7 +14,8 @@ use crate::{
     wait_until_advertised,
 };
 
-/// The state that must not change: two pods with seven shares in total, and the MPS daemons.
+/// The state that must not change: the containers of two pods with seven shares in total, and the
+/// PIDs of the MPS daemons.
 struct RunningState {
     pods: Vec<(String, u64)>,
     daemons: Vec<(String, u64)>,
@@ -33,14 +34,14 @@ fn start_pods(cluster: &Cluster, scope: &Scope) -> Result<RunningState> {
     Ok(RunningState { pods: container_restarts(cluster, scope)?, daemons: daemon_pids(cluster)? })
 }
 
-/// Returns the container id and restarts of each pod.
+/// Returns the container id and the number of restarts of each pod.
 fn container_restarts(cluster: &Cluster, scope: &Scope) -> Result<Vec<(String, u64)>> {
     POD_NAMES.iter().map(|name| container_and_restarts(cluster, scope, name)).collect()
 }
 
 impl RunningState {
-    /// Checks that the containers and daemons are the same, that the daemons still run, and that a
-    /// new pod starts.
+    /// Checks that the containers and the daemons have not changed, that the daemons still run, and
+    /// that a new pod starts.
     fn check_unchanged(&self, cluster: &Cluster, scope: &Scope) -> Result<()> {
         ensure!(self.pods == container_restarts(cluster, scope)?, "a running pod was disturbed");
         wait_until("the node reports its daemons", || Ok(!daemon_pids(cluster)?.is_empty()))?;
@@ -57,7 +58,8 @@ impl RunningState {
     }
 }
 
-/// Returns a check that reports a violation if the node advertises fewer shares than are in use.
+/// Returns a check for [`wait_without_violation`]. The check reports a violation if the node
+/// advertises fewer shares than are in use.
 fn check_for_fewer_shares_than_in_use(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
     || {
         let advertised = cluster.allocatable(NODE, SHARES_RESOURCE)?;
@@ -91,14 +93,15 @@ pub(crate) fn component_pod(cluster: &Cluster, component: &str) -> Result<Value>
         .with_context(|| format!("no {component} pod"))
 }
 
-/// Requests a path from the agent's HTTP server on [`NODE`].
+/// Sends a request for a path to the HTTP server of the agent on [`NODE`], and returns the
+/// response.
 pub(crate) fn query_agent(cluster: &Cluster, path: &str) -> Result<String> {
     let name = text(&component_pod(cluster, "agent")?["metadata"]["name"]);
     kubectl(&["get", "--raw", &format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{name}:8080/proxy/{path}")])
 }
 
-/// Waits until the agent on [`NODE`] serves. Queries the agent, because the pod's readiness and the
-/// kubelet's report may describe an earlier process.
+/// Waits until the agent on [`NODE`] serves. Sends a request to the agent, because the readiness
+/// that Kubernetes reports may be that of an earlier process.
 pub(crate) fn wait_until_agent_serves(cluster: &Cluster) -> Result<()> {
     wait_until("the agent serves", || query_agent(cluster, "readyz").map(|_| true))
 }
@@ -123,8 +126,9 @@ fn a_killed_kubelet_disturbs_no_pod() -> Result<()> {
     running.check_unchanged(&cluster, &scope)
 }
 
-/// Returns a check that reports a violation if the node does not advertise all of its shares. The
-/// kubelet relay serves the shares even while no agent runs.
+/// Returns a check for [`wait_without_violation`]. The check reports a violation if the node does
+/// not advertise all of its shares. The kubelet relay must serve the shares even while no agent
+/// runs.
 fn check_for_missing_shares(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
     || {
         let advertised = cluster.allocatable(NODE, SHARES_RESOURCE)?;
@@ -159,8 +163,8 @@ fn a_killed_agent_restarts_at_once_and_its_shares_stay_advertised() -> Result<()
     Ok(())
 }
 
-/// A second agent on [`NODE`]. During an upgrade, two agents overlap. With a wrong configuration,
-/// they overlap for longer. Dropping this value deletes the second agent.
+/// A second agent on [`NODE`]. Two agents run at the same time during an upgrade, or for a longer
+/// time if the configuration is wrong. Dropping this value deletes the second agent.
 struct SecondAgent<'a> {
     cluster: &'a Cluster,
     path: String,
@@ -169,8 +173,8 @@ struct SecondAgent<'a> {
 impl<'a> SecondAgent<'a> {
     fn start(cluster: &'a Cluster) -> Result<Self> {
         let pods = format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods");
-        // Omit the labels of the DaemonSet, because the DaemonSet would delete a pod with its
-        // labels.
+        // Omit the labels of the DaemonSet's pods, because the DaemonSet would delete an additional
+        // pod with these labels.
         let spec = component_pod(cluster, "agent")?["spec"].take();
         let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "second-agent"}, "spec": spec});
         let second = Self { cluster, path: format!("{pods}/second-agent") };
@@ -232,7 +236,7 @@ fn a_second_agent_on_a_node_takes_over_and_the_first_serves_again_after_its_dele
 fn a_killed_container_of_the_agent_disturbs_no_pod() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "container")?;
-    // Replace the pod first, because the kubelet's back-off grows with each restart of a container,
+    // Replace the pod first, because the kubelet waits longer before each restart of a container,
     // and other tests have restarted this container.
     let uid = |pod: &Value| text(&pod["metadata"]["uid"]);
     let old = component_pod(&cluster, "agent")?;
@@ -277,8 +281,8 @@ fn an_upgrade_of_the_chart_disturbs_no_pod() -> Result<()> {
     let host = text(&component_pod(&cluster, "mps-host")?["metadata"]["uid"]);
     let relay = text(&component_pod(&cluster, "kubelet-relay")?["metadata"]["uid"]);
     let old = text(&component_pod(&cluster, "agent")?["metadata"]["uid"]);
-    // `mpsHost.upgrade=Never` keeps the DaemonSet unchanged. Otherwise `--wait` waits for pods that
-    // use MPS.
+    // With `mpsHost.upgrade=Never`, the upgrade does not change the DaemonSet. Otherwise `--wait`
+    // would wait until no pod uses MPS.
     let helm = |tag: &str, upgrade: &str| {
         let chart = concat!(env!("CARGO_MANIFEST_DIR"), "/../../charts/cleave");
         run_program(

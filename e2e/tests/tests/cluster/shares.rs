@@ -1,5 +1,5 @@
-//! Tests that `nvidia.com/gpu-mps: N` allocates N shares of one GPU, with the limits of N shares,
-//! and that a tenant cannot raise the limits or administer MPS.
+//! Tests that a pod with `nvidia.com/gpu-mps: N` receives N shares of one GPU and the limits of N
+//! shares, and that a tenant cannot increase the limits or administer MPS.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, pod, text, wait_until};
 use cleave_plan::mps::{self, Threads};
@@ -9,11 +9,11 @@ use serde_json::json;
 use crate::gate::wait_for_event;
 use crate::{HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, SMS_PER_GPU, allocations, ten_shares};
 
-/// Upper bound of the memory of a CUDA context, in MiB. A client reports its limit minus the memory
-/// of its context as free.
+/// Upper bound of the memory of a CUDA context, in MiB. The free memory that a client reports is
+/// its limit minus the memory of its context.
 const MAX_CONTEXT_MIB: u64 = 600;
 
-/// Returns the limits of `shares` of ten shares, on a GPU with `total` MiB.
+/// Returns the limits of `shares` of ten shares of a GPU with `total` MiB of memory.
 pub(crate) fn limits_of_shares(shares: u32, total: u64) -> (Sms, Mebibytes) {
     let threads = mps::thread_percentage(shares, 10, Threads::Strict);
     (mps::usable_sms(threads, Sms(SMS_PER_GPU)), mps::memory_limit(shares, 10, Mebibytes(total)))
@@ -86,7 +86,7 @@ fn a_tenant_sees_only_its_door_and_cannot_administer_or_raise_its_limits() -> Re
     let lowered: serde_json::Value =
         serde_json::from_str(shell("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=10 cleave-client --once")?.trim())?;
     ensure!(lowered["sms"] == limits_of_shares(1, 1).0.0, "with lowered limits the client reports {lowered}");
-    // The daemons still serve after these attempts.
+    // The daemons must still serve after these attempts.
     let after: serde_json::Value = serde_json::from_str(shell("cleave-client --once")?.trim())?;
     ensure!(after["sms"] == sms.0 && after["viaMps"] == true, "afterwards the client reports {after}");
     Ok(())

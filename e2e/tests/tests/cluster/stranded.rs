@@ -1,5 +1,6 @@
-//! Tests that no pod is stranded. A temporary condition keeps a pod gated only while the condition
-//! lasts. The operator releases a pod only to a node that the scheduler accepts.
+//! Tests that no pod waits forever although it could run. A temporary condition may keep a pod
+//! gated only while the condition lasts. The operator must release a pod only to a node that the
+//! scheduler accepts.
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
 use std::time::{Duration, Instant};
@@ -15,7 +16,7 @@ use crate::gate::{is_gated, wait_for_event};
 use crate::{NODE, SHARES_RESOURCE, ten_shares};
 
 const SLEEP_FOREVER_SCRIPT: &str = "exec sleep 1000000";
-/// Maximum time from a node's acceptance of a pod until the operator releases the pod. A failed
+/// Maximum time from when a node can accept a pod until the operator releases the pod. A failed
 /// probe of an MPS host delays the release by 10 s.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -61,8 +62,8 @@ pub(crate) fn check_stays_gated(scope: &Scope, pod: &str, time: Duration) -> Res
     Ok(())
 }
 
-/// Checks that a pod is released within [`RELEASE_TIMEOUT`], and waits until it runs. The scheduler
-/// and the kubelet may be busy with other pods.
+/// Checks that a pod is released within [`RELEASE_TIMEOUT`], and waits until the pod runs. Running
+/// may take longer, because the scheduler and the kubelet may be busy with other pods.
 pub(crate) fn check_runs_soon(scope: &Scope, pod: &str) -> Result<()> {
     wait_for(&format!("{pod} is released"), RELEASE_TIMEOUT, || {
         let object = scope.cluster.get(&scope.pod_path(pod))?;
@@ -98,7 +99,7 @@ fn a_pod_that_waits_while_its_policy_is_deleted_and_applied_again_runs() -> Resu
     check_runs_soon(&scope, "waits")
 }
 
-/// Nodes that a test adds, each with one GPU. Dropping this value removes the nodes.
+/// Nodes that a test adds. Each node has one GPU. Dropping this value removes the nodes.
 pub(crate) struct AddedNodes<'a> {
     cluster: &'a Cluster,
     names: Vec<String>,
@@ -119,8 +120,8 @@ impl<'a> AddedNodes<'a> {
 }
 
 impl AddedNodes<'_> {
-    /// Removes the nodes and their pods. Otherwise Kubernetes would keep the pods for a minute, and
-    /// a later test would count an MPS host without a node.
+    /// Removes the nodes and their pods. If the pods remained, Kubernetes would keep them for a
+    /// minute, and a later test would count an MPS host without a node.
     fn remove_all(&mut self) -> Result<()> {
         while let Some(name) = self.names.pop() {
             run_launcher(&["node", "remove", &name])?;
@@ -159,7 +160,7 @@ pub(crate) fn advertises_shares(cluster: &Cluster, node: &str) -> Result<bool> {
     Ok(cluster.find(&node_path(node))?.is_some() && cluster.allocatable(node, SHARES_RESOURCE)? > 0)
 }
 
-/// Returns a Deployment with replicas that must run on different nodes.
+/// Returns a Deployment whose replicas must run on different nodes.
 fn deployment_on_different_nodes(name: &str, replicas: u32) -> Value {
     let labels = json!({"app": name});
     let mut template = pod(name, &json!({SHARES_RESOURCE: 2}), SLEEP_FOREVER_SCRIPT);
@@ -203,8 +204,8 @@ fn replicas_with_required_anti_affinity_run_on_different_nodes() -> Result<()> {
     Ok(())
 }
 
-/// Keeps the scheduler stopped until this value is dropped. A scheduler that starts lists the nodes
-/// before it binds a pod.
+/// Keeps the scheduler stopped until this value is dropped. When the scheduler starts, it lists the
+/// nodes before it binds a pod.
 struct StoppedScheduler;
 
 impl StoppedScheduler {
@@ -222,7 +223,7 @@ impl Drop for StoppedScheduler {
     }
 }
 
-/// Waits until a pod is not gated. Returns the node to which it was released, and the pod.
+/// Waits until a pod is not gated. Returns the node to which the pod was released, and the pod.
 fn wait_until_released(scope: &Scope, find: impl Fn() -> Result<Option<Value>>) -> Result<(String, Value)> {
     wait_for(&format!("a pod of {} is released", scope.namespace), RELEASE_TIMEOUT, || {
         let Some(pod) = find()?.filter(|pod| !is_gated(pod)) else { return Ok(None) };
@@ -250,7 +251,7 @@ fn a_released_pod_whose_node_is_cordoned_before_binding_is_recreated() -> Result
     let cordon = Cordon::new(&cluster, node)?;
     let other = if node == NODE { None } else { Some(Cordon::new(&cluster, NODE)?) };
     drop(stopped);
-    // The scheduler binds the replacement pod to the other node, unless both are cordoned.
+    // The scheduler binds the replacement pod to the other node, unless both nodes are cordoned.
     if let Some(other) = other {
         wait_for_advice(&scope, "bare")?;
         // Uncordon the other node, so that the scheduler can bind the pod.
@@ -265,7 +266,7 @@ fn a_released_pod_whose_node_is_cordoned_before_binding_is_recreated() -> Result
     if node == NODE {
         wait_for_advice(&scope, "bare")?;
     }
-    // The node accepts the pod again, which shows that no decision was permanent.
+    // After the uncordon, the pod runs on the node, which shows that no decision was permanent.
     cordon.set(false)?;
     scope.wait_until_running("bare")?;
     wait_until("the condition is True", || {
@@ -302,13 +303,14 @@ fn a_released_pod_whose_node_is_deleted_before_binding_is_recreated() -> Result<
     wait_for_advice(&scope, "bare")
 }
 
-/// Returns the condition of a pod that reports whether the pod can be bound.
+/// Returns the condition `cleave.dev/Placed` of a pod, which reports whether the pod can be bound.
 fn placed_condition(scope: &Scope, pod: &str) -> Result<Option<Value>> {
     let conditions = scope.cluster.get(&scope.pod_path(pod))?["status"]["conditions"].as_array().cloned();
     Ok(conditions.unwrap_or_default().into_iter().find(|condition| condition["type"] == "cleave.dev/Placed"))
 }
 
-/// Waits until the condition of a stranded pod without a controller names the required action.
+/// Waits until the condition of a pod that cannot be bound and has no controller names the required
+/// action.
 fn wait_for_advice(scope: &Scope, pod: &str) -> Result<()> {
     wait_until(&format!("the condition of {pod} names the required action"), || {
         let condition = placed_condition(scope, pod)?;

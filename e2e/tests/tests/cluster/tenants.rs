@@ -1,6 +1,7 @@
-//! Tests tenants that use more memory than their shares permit, or compute outside MPS. Cleave sets
-//! a condition, writes an Event, and evicts the pod if the policy requires eviction. Neighbours are
-//! not affected. Programs can evade the simulated MPS in the same ways as the real MPS.
+//! Tests tenants that use more memory than their shares permit, or that compute outside MPS. Cleave
+//! must set a condition, write an Event, and evict the pod if the policy requires eviction.
+//! Neighbours are not affected. Programs can bypass the limits of the simulated MPS in the same
+//! ways as the limits of the real MPS.
 use anyhow::{Result, ensure};
 use cleave_e2e::{Cluster, Scope, WAIT_TIMEOUT, text, wait_for, wait_until};
 use serde_json::{Value, json};
@@ -12,11 +13,11 @@ use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, wait_until
 /// memory.
 const ESCAPE_MEMORY_LIMIT_SCRIPT: &str =
     "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=junk exec cleave-client --allocate 20000 --hold forever";
-/// Script of a program that does not find its door, and therefore runs without MPS.
+/// Script of a program that does not find its pod's door, and therefore runs without MPS.
 const RUN_OUTSIDE_MPS_SCRIPT: &str = "CUDA_MPS_PIPE_DIRECTORY=/nowhere exec cleave-client --hold forever";
 
-/// Creates a policy with ten shares of each GPU, about 8 GiB each. The policy's compute mode
-/// permits programs outside MPS.
+/// Creates a namespace, and a policy that divides each GPU into ten shares of about 8 GiB each. The
+/// policy's compute mode permits programs outside MPS.
 fn scope_with_enforcement<'a>(cluster: &'a Cluster, name: &str, enforcement: &str) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
     let spec = json!({
@@ -28,7 +29,7 @@ fn scope_with_enforcement<'a>(cluster: &'a Cluster, name: &str, enforcement: &st
     Ok(scope)
 }
 
-/// Returns the status and reason of the pod's condition `cleave.dev/WithinShare`.
+/// Returns the status and the reason of a pod's condition `cleave.dev/WithinShare`.
 fn within_share_condition(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<Option<(String, String)>> {
     let Some(pod) = cluster.find(&scope.pod_path(pod))? else { return Ok(None) };
     let conditions = pod["status"]["conditions"].as_array().cloned().unwrap_or_default();
@@ -36,7 +37,7 @@ fn within_share_condition(cluster: &Cluster, scope: &Scope, pod: &str) -> Result
     Ok(ours.map(|condition| (text(&condition["status"]), text(&condition["reason"]))))
 }
 
-/// Returns the events of a pod with this reason.
+/// Returns the Events about a pod with this reason.
 fn events_with_reason(cluster: &Cluster, scope: &Scope, pod: &str, reason: &str) -> Result<Vec<Value>> {
     let all = cluster.list(&format!("/apis/events.k8s.io/v1/namespaces/{}/events", scope.namespace))?;
     let of_pod = |event: &&Value| {
@@ -46,14 +47,14 @@ fn events_with_reason(cluster: &Cluster, scope: &Scope, pod: &str, reason: &str)
     Ok(all.iter().filter(of_pod).cloned().collect())
 }
 
-/// Returns the value of a metric for a pod's container, in bytes.
+/// Returns the value of a metric, in bytes, for a pod's container.
 fn metric_value(text: &str, metric: &str, scope: &Scope, pod: &str) -> Option<f64> {
     let labels = format!("namespace=\"{}\",pod=\"{pod}\",container=\"main\"", scope.namespace);
     let line = text.lines().find(|line| line.starts_with(&format!("{metric}{{")) && line.contains(&labels))?;
     line.rsplit_once(' ')?.1.parse().ok()
 }
 
-/// Waits until a pod has the condition and an Event for this finding.
+/// Waits until a pod has the condition for this finding, and until an Event reports the finding.
 pub(crate) fn wait_for_condition_and_event(cluster: &Cluster, scope: &Scope, pod: &str, kind: &str) -> Result<()> {
     wait_until(&format!("{pod} has the condition {kind}"), || {
         let condition = within_share_condition(cluster, scope, pod)?;
@@ -91,8 +92,8 @@ fn a_pod_that_escapes_its_memory_limit_is_reported_and_its_neighbour_is_not() ->
     );
     ensure!(cluster.find(&scope.pod_path("escape"))?.is_some(), "the pod was evicted although the policy sets Report");
 
-    // The finding is cleared: the program exits, the pod's next program stays within its share, and
-    // the condition changes.
+    // The agent must clear the finding: the program exits, the pod's next program remains within
+    // the share, and the condition changes.
     scope.delete_pod("escape", 0)?;
     let first = "CUDA_MPS_PIPE_DIRECTORY=/nowhere cleave-client --hold forever & echo $! >/pid; wait";
     scope.create_pod("outside", &json!({SHARES_RESOURCE: 1}), &format!("{first}; {HOLD_CLIENT_SCRIPT}"))?;

@@ -1,5 +1,6 @@
-//! Tests with NVIDIA's container toolkit on node1. `e2e/toolkit/test` runs them once for each
-//! layout, on a cluster that other tests cannot use: node1 has two H100-80 and an installed driver.
+//! Tests Cleave with NVIDIA's container toolkit on node1. `e2e/toolkit/test` runs these tests once
+//! for each layout, on a cluster that the other tests cannot use, because node1 has two H100-80 and
+//! an installed driver.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Scope, pod, wait_until};
 use serde_json::{Value, json};
@@ -9,8 +10,8 @@ use crate::{HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE};
 
 const GPU_RESOURCE: &str = "nvidia.com/gpu";
 const SLEEP_SCRIPT: &str = "exec sleep infinity";
-/// Prints the device nodes of GPUs and the driver's libraries that a container sees.
-const LIST_SCRIPT: &str = "ls /dev | grep -E '^nvidia[0-9]+$' || true; find / -xdev -name 'libcuda.so*' 2>/dev/null; \
+/// Script that prints the device nodes of GPUs and the driver's libraries that a container sees.
+const LIST_DRIVER_FILES_SCRIPT: &str = "ls /dev | grep -E '^nvidia[0-9]+$' || true; find / -xdev -name 'libcuda.so*' 2>/dev/null; \
                            grep -o '/[^ ]*libcuda.so[^ ]*' /proc/mounts || true";
 
 /// How the cluster uses the toolkit. `e2e/toolkit/test` describes the layouts.
@@ -33,7 +34,7 @@ impl ToolkitLayout {
     }
 }
 
-/// Creates a pod with a `RuntimeClass`, or with the default runtime if `class` is `None`.
+/// Creates a pod with a `RuntimeClass`, or without a `RuntimeClass` if `class` is `None`.
 fn create_pod_with_class(scope: &Scope, cluster: &Cluster, pod: &Value, class: Option<&str>) -> Result<Value> {
     let mut pod = pod.clone();
     if let Some(class) = class {
@@ -42,9 +43,9 @@ fn create_pod_with_class(scope: &Scope, cluster: &Cluster, pod: &Value, class: O
     cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &pod)
 }
 
-/// Creates a namespace and a policy that divides one GPU into ten shares. The other GPU stays
-/// whole.
-fn one_gpu_of_shares<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'a>> {
+/// Creates a namespace, and a policy that divides one GPU into ten shares. The other GPU remains a
+/// whole GPU.
+fn scope_with_one_divided_gpu<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
     let mps = json!({"units": 10, "threads": "Strict"});
     scope.create_policy("shares", &json!({"mode": "Mps", "mps": mps, "gpus": {"indices": [0]}}))?;
@@ -54,10 +55,10 @@ fn one_gpu_of_shares<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'a>> 
     Ok(scope)
 }
 
-/// Returns whether a container sees the driver, and the names of the GPU device nodes that the
-/// container sees.
+/// Returns whether a container sees the driver's libraries, and the names of the GPU device nodes
+/// that the container sees.
 fn visible_driver_and_gpus(scope: &Scope, name: &str) -> Result<(bool, Vec<String>)> {
-    let listed = scope.exec_in_pod(name, &["sh", "-c", LIST_SCRIPT])?;
+    let listed = scope.exec_in_pod(name, &["sh", "-c", LIST_DRIVER_FILES_SCRIPT])?;
     let gpus = listed.lines().filter(|line| line.starts_with("nvidia")).map(str::to_owned).collect();
     Ok((listed.contains("libcuda.so"), gpus))
 }
@@ -66,7 +67,7 @@ fn visible_driver_and_gpus(scope: &Scope, name: &str) -> Result<(bool, Vec<Strin
 #[ignore = "e2e/toolkit/test runs it"]
 fn containers_get_the_driver_and_only_their_own_gpus() -> Result<()> {
     let (layout, cluster) = (ToolkitLayout::from_environment()?, Cluster::connect()?);
-    let scope = one_gpu_of_shares(&cluster, "toolkit")?;
+    let scope = scope_with_one_divided_gpu(&cluster, "toolkit")?;
     create_pod_with_class(
         &scope,
         &cluster,
@@ -122,8 +123,8 @@ fn a_pod_without_shares_cannot_set_visible_devices() -> Result<()> {
     Ok(())
 }
 
-/// Tests the access that the policy prevents, and other ways in which an image's variable grants
-/// the same access.
+/// Tests the access that the admission policy prevents, and other cases in which an environment
+/// variable of an image grants the same access.
 #[test]
 #[ignore = "e2e/toolkit/test runs it"]
 fn without_the_policy_visible_devices_grants_every_gpu() -> Result<()> {

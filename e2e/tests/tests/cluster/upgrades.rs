@@ -1,5 +1,5 @@
-//! Tests that with `mpsHost.upgrade: WhenIdle` the operator replaces an outdated MPS host once no
-//! pod uses MPS on its node.
+//! Tests `mpsHost.upgrade: WhenIdle`: the operator must replace an outdated MPS host when no pod
+//! uses MPS on its node any more.
 use std::collections::BTreeMap;
 use std::io::Write as _;
 
@@ -14,11 +14,12 @@ use crate::{
     wait_until_advertised,
 };
 
-/// Annotation of the template. The tests change the annotation to simulate an upgrade of the chart.
+/// Annotation of the template. An annotation of the template. The tests change this annotation to
+/// simulate an upgrade of the chart.
 const RELEASE_ANNOTATION: &str = "e2e/release";
 
-/// The `DaemonSet` of the MPS hosts. Dropping this value restores the `DaemonSet`, and waits until
-/// all MPS hosts match.
+/// The `DaemonSet` of the MPS hosts. Dropping this value restores the template, and waits until all
+/// MPS hosts match the template.
 struct MpsHostDaemonSet<'a> {
     cluster: &'a Cluster,
     path: String,
@@ -30,13 +31,13 @@ impl<'a> MpsHostDaemonSet<'a> {
         let path = format!("/apis/apps/v1/namespaces/{SYSTEM_NAMESPACE}/daemonsets/cleave-mps-host");
         let image = text(&cluster.get(&path)?["spec"]["template"]["spec"]["containers"][0]["image"]);
         let template = Self { cluster, path, image };
-        // Reset the annotation, because an earlier run may have been killed.
+        // Remove the annotation, because an earlier run may have been killed.
         template.set_release(&Value::Null)?;
         template.wait_until_rolled_out()?;
         Ok(template)
     }
 
-    /// Changes the annotation of the template.
+    /// Sets the annotation [`RELEASE_ANNOTATION`] of the template.
     fn set_release(&self, release: &Value) -> Result<()> {
         let change = json!({"spec": {"template": {"metadata": {"annotations": {RELEASE_ANNOTATION: release}}}}});
         self.cluster.patch(&self.path, &change).map(drop)
@@ -51,8 +52,8 @@ impl<'a> MpsHostDaemonSet<'a> {
         self.cluster.patch(&self.path, &change).map(drop)
     }
 
-    /// Returns whether all MPS hosts match the template and are ready. An error contains the
-    /// status.
+    /// Returns whether all MPS hosts match the template and are ready. If not, returns an error
+    /// that contains the status.
     fn is_rolled_out(&self) -> Result<bool> {
         let set = self.cluster.get(&self.path)?;
         let status = &set["status"];
@@ -84,7 +85,7 @@ impl Drop for MpsHostDaemonSet<'_> {
     }
 }
 
-/// Returns the MPS host pods by node, except terminating pods.
+/// Returns the pods of MPS hosts that are not terminating, by node.
 fn mps_host_pods(cluster: &Cluster) -> Result<BTreeMap<String, Value>> {
     let selector = "labelSelector=app.kubernetes.io/component=mps-host";
     let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods?{selector}"))?;
@@ -92,13 +93,14 @@ fn mps_host_pods(cluster: &Cluster) -> Result<BTreeMap<String, Value>> {
     Ok(remaining.map(|pod| (text(&pod["spec"]["nodeName"]), pod)).collect())
 }
 
-/// Returns the UIDs of the MPS host pods, by node.
+/// Returns the UIDs of the pods of MPS hosts, by node.
 fn mps_host_uids(cluster: &Cluster) -> Result<BTreeMap<String, String>> {
     Ok(mps_host_pods(cluster)?.into_iter().map(|(node, pod)| (node, text(&pod["metadata"]["uid"]))).collect())
 }
 
-/// Returns a check that reports a violation if more than one node has no ready MPS host.
-fn more_than_one_down(cluster: &Cluster, nodes: usize) -> impl FnMut() -> Result<Option<String>> + '_ {
+/// Returns a check for [`wait_without_violation`]. The check reports a violation if more than one
+/// node has no ready MPS host.
+fn check_for_two_unready_hosts(cluster: &Cluster, nodes: usize) -> impl FnMut() -> Result<Option<String>> + '_ {
     move || {
         let hosts = mps_host_pods(cluster)?;
         let up = hosts.values().filter(|pod| is_ready(pod)).count();
@@ -135,7 +137,7 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_on_its_node_ends(
                 .then(|| format!("the MPS host of {NODE} was replaced while it had a client")))
         },
     )?;
-    // The node accepts new pods while the replacement is pending.
+    // The node must accept new pods while the replacement of its MPS host is pending.
     scope.create_pod_on_node(NODE, "guest", &json!({SHARES_RESOURCE: 3}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("guest")?;
     scope.delete_pod("guest", 0)?;
@@ -146,7 +148,7 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_on_its_node_ends(
     wait_until("the MPS host is replaced", || {
         Ok(mps_host_uids(&cluster)?.get(NODE).is_some_and(|uid| Some(uid) != old.get(NODE)))
     })?;
-    // The new pod waits at the gate or for its MPS daemon, but does not fail.
+    // The new pod may wait at the gate or for its MPS daemon, but must not fail.
     scope.create_pod_on_node(NODE, "next", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("next")?;
     ensure!(
@@ -162,7 +164,7 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_on_its_node_ends(
             |event: &Value| text(&event["note"]).starts_with(&format!("replacing {SYSTEM_NAMESPACE}/{name} with"));
         Ok(events.iter().any(|event| event["reason"] == "MpsHostReplaced" && names(event)))
     })?;
-    // The restored template can roll out only after this pod is deleted.
+    // Delete this pod, because the restored template can roll out only when no pod uses MPS.
     scope.delete_pod("next", 0)
 }
 
@@ -213,9 +215,9 @@ fn an_image_that_cannot_be_pulled_affects_one_node_until_the_next_change() -> Re
     wait_without_violation(
         "one MPS host cannot start",
         || Ok(mps_host_pods(&cluster)?.values().any(cannot_start)),
-        more_than_one_down(&cluster, old.len()),
+        check_for_two_unready_hosts(&cluster, old.len()),
     )?;
-    // With the old image, the unaffected MPS hosts are up to date, and only the affected MPS host
+    // With the old image, the other MPS hosts are up to date again, so only the affected MPS host
     // is replaced.
     let affected: Vec<String> =
         mps_host_pods(&cluster)?.into_iter().filter(|(_, pod)| cannot_start(pod)).map(|(node, _)| node).collect();
@@ -223,7 +225,7 @@ fn an_image_that_cannot_be_pulled_affects_one_node_until_the_next_change() -> Re
     wait_without_violation(
         "all MPS hosts are ready",
         || template.is_rolled_out().or(Ok(false)),
-        more_than_one_down(&cluster, old.len()),
+        check_for_two_unready_hosts(&cluster, old.len()),
     )?;
     let now = mps_host_uids(&cluster)?;
     for (node, uid) in &old {

@@ -1,5 +1,5 @@
-//! Tests that pods for whole GPUs wait at the placement gate, and that pods can still use nodes
-//! with another device plugin.
+//! Tests that pods that request whole GPUs wait at the placement gate, and that pods can still use
+//! nodes with another device plugin.
 use std::io::Write as _;
 use std::time::Duration;
 
@@ -13,7 +13,8 @@ use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, ten_shares, wait_until_adverti
 
 const WHOLE_GPU_RESOURCE: &str = "nvidia.com/gpu";
 const SLEEP_FOREVER_SCRIPT: &str = "exec sleep 1000000";
-/// Name of the simulated node on which another device plugin serves whole GPUs.
+/// Name of the node on which another device plugin serves whole GPUs. The node exists only as an
+/// object.
 const OTHER_NODE: &str = "other-plugin";
 /// Number of GPUs of [`OTHER_NODE`].
 const OTHER_NODE_GPU_COUNT: u64 = 2;
@@ -43,7 +44,7 @@ fn no_pod_for_whole_gpus_is_refused_while_gpus_are_repartitioned() -> Result<()>
     let spec = cluster.get(&format!("{POLICIES_PATH}/ten-shares"))?["spec"].clone();
     for round in 0..5 {
         let name = format!("whole-{round}");
-        // The kubelet still reports whole GPUs for some time after the policy is applied.
+        // For some time after the policy is applied, the kubelet still reports whole GPUs.
         cluster.delete(&format!("{POLICIES_PATH}/ten-shares"), None)?;
         wait_until_advertised(&cluster, WHOLE_GPU_RESOURCE, GPUS_PER_NODE)?;
         scope.create_policy("ten-shares", &spec)?;
@@ -122,7 +123,7 @@ fn pods_use_nodes_of_another_plugin_when_cleaves_nodes_are_full() -> Result<()> 
         )?;
         scope.wait_until_running(&format!("all-{node}"))?;
     }
-    // Create this node last: without a kubelet it becomes NotReady in less than a minute.
+    // Create this node last, because it has no kubelet and becomes NotReady in less than a minute.
     let other = OtherNode::new(&cluster)?;
     let pods = format!("/api/v1/namespaces/{}/pods", scope.namespace);
     for name in ["first", "second"] {
@@ -137,7 +138,7 @@ fn pods_use_nodes_of_another_plugin_when_cleaves_nodes_are_full() -> Result<()> 
     scope.delete_pod(&format!("all-{NODE}"), 0)?;
     scope.wait_until_running("third")?;
     ensure!(wait_until_bound(&scope, "third")?.0 == NODE, "the pod is not on {NODE}");
-    // Delete these pods without grace, because no kubelet terminates them.
+    // Delete these pods with grace period 0, because no kubelet terminates them.
     for name in ["first", "second"] {
         cluster.delete(&format!("{pods}/{name}"), Some(0)).context("failed to delete a pod")?;
     }

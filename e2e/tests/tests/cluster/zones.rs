@@ -1,5 +1,5 @@
-//! Tests pods with rules about zones. The operator releases a pod only to nodes that the scheduler
-//! accepts, and the pod waits at the gate while those nodes are full.
+//! Tests pods with rules about zones. The operator must release a pod only to nodes that the
+//! scheduler accepts, and the pod must wait at the gate while these nodes are full.
 use std::collections::BTreeMap;
 use std::io::Write as _;
 use std::time::Duration;
@@ -15,16 +15,16 @@ use crate::stranded::{AddedNodes, advertises_shares, check_stays_gated, node_pat
 const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
 const STORAGE_CLASSES_PATH: &str = "/apis/storage.k8s.io/v1/storageclasses";
 const VOLUMES_PATH: &str = "/api/v1/persistentvolumes";
-/// Storage class whose volumes are bound when the scheduler has chosen a node.
-const LATE_CLASS: &str = "e2e-late";
+/// Name of a storage class whose volumes are bound only after the scheduler has chosen a node.
+const LATE_BINDING_CLASS: &str = "e2e-late";
 
-/// Zone labels of nodes. Dropping this value removes the labels.
-struct Zones<'a> {
+/// Nodes with zone labels. Dropping this value removes the labels.
+struct ZoneLabels<'a> {
     cluster: &'a Cluster,
     nodes: Vec<&'a str>,
 }
 
-impl<'a> Zones<'a> {
+impl<'a> ZoneLabels<'a> {
     /// Labels each node with its zone.
     fn new(cluster: &'a Cluster, zones: &[(&'a str, &str)]) -> Result<Self> {
         let mut labelled = Self { cluster, nodes: Vec::new() };
@@ -40,7 +40,7 @@ impl<'a> Zones<'a> {
     }
 }
 
-impl Drop for Zones<'_> {
+impl Drop for ZoneLabels<'_> {
     fn drop(&mut self) {
         for node in &self.nodes {
             if let Err(error) = self.label(node, &Value::Null) {
@@ -59,19 +59,19 @@ struct Volumes<'a> {
 
 impl<'a> Volumes<'a> {
     fn new(cluster: &'a Cluster) -> Result<Self> {
-        let class = format!("{STORAGE_CLASSES_PATH}/{LATE_CLASS}");
+        let class = format!("{STORAGE_CLASSES_PATH}/{LATE_BINDING_CLASS}");
         cluster.delete(&class, None)?;
         wait_until("the storage class of an earlier run no longer exists", || Ok(cluster.find(&class)?.is_none()))?;
         let volumes = Self { cluster, names: Vec::new() };
         let class = json!({
-            "metadata": {"name": LATE_CLASS}, "provisioner": "kubernetes.io/no-provisioner",
+            "metadata": {"name": LATE_BINDING_CLASS}, "provisioner": "kubernetes.io/no-provisioner",
             "volumeBindingMode": "WaitForFirstConsumer",
         });
         cluster.create(STORAGE_CLASSES_PATH, &class)?;
         Ok(volumes)
     }
 
-    /// Creates a volume in a zone, and a claim of the same name.
+    /// Creates a volume in a zone, and a claim of the volume with the same name.
     fn create(&mut self, scope: &Scope, name: &'static str, zone: &str, class: &str) -> Result<()> {
         let path = format!("{VOLUMES_PATH}/{name}");
         self.cluster.delete(&path, None)?;
@@ -98,7 +98,7 @@ impl<'a> Volumes<'a> {
 impl Drop for Volumes<'_> {
     fn drop(&mut self) {
         let volumes = self.names.iter().map(|name| format!("{VOLUMES_PATH}/{name}"));
-        for path in volumes.chain([format!("{STORAGE_CLASSES_PATH}/{LATE_CLASS}")]) {
+        for path in volumes.chain([format!("{STORAGE_CLASSES_PATH}/{LATE_BINDING_CLASS}")]) {
             if let Err(error) = self.cluster.delete(&path, None) {
                 let _ = writeln!(std::io::stderr(), "{path} stays: {error:#}");
             }
@@ -106,7 +106,7 @@ impl Drop for Volumes<'_> {
     }
 }
 
-/// Creates a pod that requests all shares of a GPU and uses the volume of a claim.
+/// Creates a pod that requests all shares of a GPU and mounts the volume of a claim.
 fn create_pod_with_volume(scope: &Scope, name: &str, claim: &str) -> Result<()> {
     let mut pod = pod(name, &json!({SHARES_RESOURCE: 10}), SLEEP_FOREVER_SCRIPT);
     pod["spec"]["volumes"] = json!([{"name": "data", "persistentVolumeClaim": {"claimName": claim}}]);
@@ -124,10 +124,10 @@ fn release_nodes(pod: &Value) -> Value {
 fn pods_with_zonal_volumes_run_in_their_zone_and_wait_while_it_is_full() -> Result<()> {
     let cluster = Cluster::connect()?;
     let mut volumes = Volumes::new(&cluster)?;
-    let _zones = Zones::new(&cluster, &[("node1", "a"), ("node2", "b")])?;
+    let _zones = ZoneLabels::new(&cluster, &[("node1", "a"), ("node2", "b")])?;
     let scope = Scope::new(&cluster, "zonal")?;
     scope.create_policy("ten-shares", &json!({"mode": "Mps", "mps": {"units": 10}}))?;
-    // Node1 has four GPUs, node2 has two.
+    // The node node1 has four GPUs, and node2 has two GPUs.
     for (node, shares) in [("node1", 40), ("node2", 20)] {
         wait_until(&format!("{node} advertises shares"), || Ok(cluster.allocatable(node, SHARES_RESOURCE)? == shares))?;
     }
@@ -138,11 +138,11 @@ fn pods_with_zonal_volumes_run_in_their_zone_and_wait_while_it_is_full() -> Resu
     let bound = scope.wait_until_running("bound")?;
     ensure!(release_nodes(&bound) == json!(["node2"]), "it was released to {}", release_nodes(&bound));
     // The scheduler binds this volume only when it binds the pod.
-    volumes.create(&scope, "e2e-late", "b", LATE_CLASS)?;
+    volumes.create(&scope, "e2e-late", "b", LATE_BINDING_CLASS)?;
     create_pod_with_volume(&scope, "late", "e2e-late")?;
     let late = scope.wait_until_running("late")?;
     ensure!(late["spec"]["nodeName"] == "node2", "it runs on {}", late["spec"]["nodeName"]);
-    // Node2 is full. Node1 has room, but cannot mount the volume.
+    // Node2 is full. The node node1 has free GPUs, but cannot mount the volume.
     create_pod_with_volume(&scope, "waits", "e2e-bound")?;
     check_stays_gated(&scope, "waits", Duration::from_secs(3))?;
     wait_for_event(&scope, "waits", "NoGpu")?;
@@ -152,7 +152,7 @@ fn pods_with_zonal_volumes_run_in_their_zone_and_wait_while_it_is_full() -> Resu
     Ok(())
 }
 
-/// Returns a Deployment whose replicas spread evenly over zones.
+/// Returns a Deployment with a constraint that spreads the replicas evenly over zones.
 fn deployment_over_zones(name: &str, replicas: u32) -> Value {
     let labels = json!({"app": name});
     let mut template = pod(name, &json!({SHARES_RESOURCE: 2}), SLEEP_FOREVER_SCRIPT);
@@ -169,13 +169,14 @@ fn replicas_with_a_spread_constraint_use_three_zones_evenly() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "spread-zones")?;
     let added = AddedNodes::new(&cluster, &["node3"])?;
-    let zones = Zones::new(&cluster, &[("node1", "a"), ("node2", "b"), ("node3", "c")])?;
+    let zones = ZoneLabels::new(&cluster, &[("node1", "a"), ("node2", "b"), ("node3", "c")])?;
     scope.create_policy("ten-shares", &json!({"mode": "Mps", "mps": {"units": 10}}))?;
     for node in ["node1", "node2", "node3"] {
         wait_until(&format!("{node} advertises shares"), || advertises_shares(&cluster, node))?;
     }
     let deployments = format!("/apis/apps/v1/namespaces/{}/deployments", scope.namespace);
-    // The nodes have 4, 2 and 1 GPUs. Without the constraint, each replica uses a separate GPU.
+    // The nodes have 4, 2 and 1 GPUs. Without the constraint, each replica would use a separate
+    // GPU.
     cluster.create(&deployments, &deployment_over_zones("spread", 6))?;
     let evenly = wait_until("two replicas run in each zone", || {
         let pods = scope.pods()?;
@@ -187,7 +188,7 @@ fn replicas_with_a_spread_constraint_use_three_zones_evenly() -> Result<()> {
         ensure!(count.len() == 3 && count.values().all(|count| *count == 2), "{count:?}");
         Ok(true)
     });
-    // Delete the Deployment before its node is removed.
+    // Delete the Deployment before the added node is removed.
     cluster.delete(&format!("{deployments}/spread"), None)?;
     wait_until("the replicas no longer exist", || Ok(scope.pods()?.is_empty()))?;
     drop(zones);

@@ -61,7 +61,7 @@ fn a_hanging_gpu_is_unreachable_until_it_answers_and_others_are_unaffected() {
     tracker.observe(two_gpus(), now);
     tracker.record_answer(1, hung_gpu_answer(), now);
     assert_eq!(
-        (unhealthy_uuids(&tracker), reason_of(&tracker, "GPU-b")),
+        (unhealthy_uuids(&tracker), health_reason(&tracker, "GPU-b")),
         (vec!["GPU-b".to_owned()], "GpuUnreachable".into())
     );
     let health = tracker.hardware().gpus["GPU-b"].health.clone();
@@ -102,7 +102,7 @@ fn a_checkpointed_gpu_that_hangs_from_the_start_is_unreachable() {
         tracker.record_answer(1, hung_gpu_answer(), now);
         tracker.record_answer(0, observation("GPU-a", 0), now);
         assert_eq!(
-            (unhealthy_uuids(&tracker), reason_of(&tracker, "GPU-b")),
+            (unhealthy_uuids(&tracker), health_reason(&tracker, "GPU-b")),
             (vec!["GPU-b".to_owned()], "GpuUnreachable".into())
         );
         assert!(tracker.hardware().unnamed.is_empty());
@@ -119,10 +119,10 @@ fn a_failing_driver_affects_all_gpus_until_it_answers() {
     // A GPU cannot be used while the driver does not answer, even if NVML answers for the GPU.
     tracker.record_answer(0, observation("GPU-a", 0), now);
     assert_eq!(unhealthy_uuids(&tracker), ["GPU-a", "GPU-b"]);
-    assert_eq!(reason_of(&tracker, "GPU-a"), "DriverUnavailable");
+    assert_eq!(health_reason(&tracker, "GPU-a"), "DriverUnavailable");
     record_driver_answer(&mut tracker, 2, now);
     assert_eq!(
-        (unhealthy_uuids(&tracker), reason_of(&tracker, "GPU-b")),
+        (unhealthy_uuids(&tracker), health_reason(&tracker, "GPU-b")),
         (vec!["GPU-b".to_owned()], "GpuUnreachable".into())
     );
 }
@@ -136,17 +136,17 @@ fn gpus_that_swap_indices_are_not_missing_in_between() {
     tracker.record_answer(0, observation("GPU-b", 0), now);
     assert_eq!(unhealthy_uuids(&tracker), ["GPU-a"]);
     tracker.record_answer(1, observation("GPU-a", 1), now);
-    assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired", "there was no reset");
+    assert_eq!(health_reason(&tracker, "GPU-a"), "ResetRequired", "there was no reset");
     // The driver now lists one GPU fewer. The tracker identifies the missing GPU after the calls
     // for all remaining indices have answered or failed.
     record_driver_answer(&mut tracker, 1, now);
-    assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired");
+    assert_eq!(health_reason(&tracker, "GPU-a"), "ResetRequired");
     tracker.record_answer(1, hung_gpu_answer(), now);
     tracker.record_answer(0, observation("GPU-a", 0), now);
-    assert_eq!((unhealthy_uuids(&tracker).len(), reason_of(&tracker, "GPU-b")), (2, "GpuMissing".into()));
+    assert_eq!((unhealthy_uuids(&tracker).len(), health_reason(&tracker, "GPU-b")), (2, "GpuMissing".into()));
 }
 
-fn reason_of(tracker: &HardwareTracker, uuid: &str) -> String {
+fn health_reason(tracker: &HardwareTracker, uuid: &str) -> String {
     tracker.hardware().gpus[uuid].health.reason.clone()
 }
 
@@ -160,7 +160,7 @@ fn a_lost_gpu_does_not_affect_others_and_recovers() {
     let hardware = tracker.hardware();
     assert!(hardware.gpus["GPU-a"].health.healthy);
     assert_eq!(
-        (reason_of(&tracker, "GPU-b").as_str(), hardware.gpus["GPU-b"].health.class.as_str()),
+        (health_reason(&tracker, "GPU-b").as_str(), hardware.gpus["GPU-b"].health.class.as_str()),
         ("GpuLost", "Lost")
     );
     assert_eq!(hardware.gpus_by_index()[1].gpu.model, "NVIDIA H200", "still described");
@@ -196,7 +196,7 @@ fn a_gpu_that_nvml_no_longer_lists_is_missing() {
     let mut tracker = tracker(vec![], true);
     tracker.observe(two_gpus(), now);
     tracker.observe(inventory(vec![(0, Ok(gpu("GPU-b", 0)))]), now);
-    assert_eq!(reason_of(&tracker, "GPU-a"), "GpuMissing");
+    assert_eq!(health_reason(&tracker, "GPU-a"), "GpuMissing");
     assert_eq!(tracker.hardware().gpus["GPU-b"].gpu.index, 0);
 }
 
@@ -211,7 +211,7 @@ fn recorded_faults_outlive_the_agent_but_not_a_reboot() {
     let later = now + 100 * DEFAULT_QUIET_PERIOD;
     let mut after = two_gpu_tracker().with_health_records(records.clone(), later);
     after.observe(two_gpus(), later);
-    assert_eq!(reason_of(&after, "GPU-a"), "ResetRequired", "an agent restart is no reset");
+    assert_eq!(health_reason(&after, "GPU-a"), "ResetRequired", "an agent restart is no reset");
     let mut rebooted = tracker(vec![gpu("GPU-a", 0)], false).with_health_records(records, later);
     rebooted.observe(two_gpus(), later);
     assert!(rebooted.hardware().gpus["GPU-a"].health.healthy);
@@ -267,7 +267,7 @@ fn gpus_are_unavailable_while_the_driver_is_unloaded() {
     let mut tracker = tracker(vec![gpu("GPU-a", 0)], true);
     assert!(tracker.hardware().gpus["GPU-a"].health.healthy, "the checkpoint counts until NVML answers");
     tracker.observe(Err(NvmlError::NoDriver), now);
-    assert_eq!(reason_of(&tracker, "GPU-a"), "DriverUnavailable");
+    assert_eq!(health_reason(&tracker, "GPU-a"), "DriverUnavailable");
     assert_eq!(tracker.hardware().driver, DriverState::Missing("the NVIDIA driver is not loaded".into()));
     tracker.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0)))]), now);
     assert!(tracker.hardware().gpus["GPU-a"].health.healthy);
@@ -279,7 +279,7 @@ fn without_second_gpu() -> Result<Inventory, NvmlError> {
 }
 
 /// Returns a tracker that is restored from the checkpoint of the given tracker.
-fn restored(before: &HardwareTracker, same_boot: bool, now: Instant) -> HardwareTracker {
+fn restored_tracker(before: &HardwareTracker, same_boot: bool, now: Instant) -> HardwareTracker {
     let gpus = before.hardware().gpus_by_index().into_iter().map(|known| known.gpu.clone()).collect();
     tracker(gpus, same_boot).with_health_records(before.health_records(), now)
 }
@@ -291,14 +291,14 @@ fn a_missing_gpu_remains_known_after_reboots_until_nvml_lists_it() {
         let mut first = tracker(vec![gpu("GPU-a", 0), gpu("GPU-b", 1)], same_boot);
         first.observe(without_second_gpu(), now);
         let hardware = first.hardware();
-        assert_eq!(reason_of(&first, "GPU-b"), "GpuMissing");
+        assert_eq!(health_reason(&first, "GPU-b"), "GpuMissing");
         assert_eq!((hardware.expected_gpus(), hardware.missing_gpus().len()), (2, 1));
         // The next agents know the missing GPU before NVML answers.
-        let mut next = restored(&restored(&first, false, now), same_boot, now);
-        assert_eq!(reason_of(&next, "GPU-b"), "GpuMissing");
+        let mut next = restored_tracker(&restored_tracker(&first, false, now), same_boot, now);
+        assert_eq!(health_reason(&next, "GPU-b"), "GpuMissing");
         assert!(next.hardware().gpus["GPU-a"].health.healthy);
         next.observe(without_second_gpu(), now);
-        assert_eq!((reason_of(&next, "GPU-b"), next.hardware().expected_gpus()), ("GpuMissing".into(), 2));
+        assert_eq!((health_reason(&next, "GPU-b"), next.hardware().expected_gpus()), ("GpuMissing".into(), 2));
         next.observe(two_gpus(), now);
         assert!(unhealthy_uuids(&next).is_empty() && next.hardware().missing_gpus().is_empty());
         assert!(next.health_records().is_empty());
@@ -318,7 +318,7 @@ fn only_a_gpu_that_was_missing_at_the_time_of_the_request_is_forgotten() {
     tracker.set_time(now, at(500).0);
     tracker.observe(without_second_gpu(), now);
     assert!(!tracker.forget_gpu("GPU-b", &at(499)), "the request is about an earlier absence");
-    let mut rebooted = restored(&tracker, false, now + Duration::from_secs(100));
+    let mut rebooted = restored_tracker(&tracker, false, now + Duration::from_secs(100));
     for tracker in [&mut tracker, &mut rebooted] {
         assert!(tracker.forget_gpu("GPU-b", &at(500)));
         assert!(!tracker.forget_gpu("GPU-b", &at(500)));
@@ -330,7 +330,7 @@ fn only_a_gpu_that_was_missing_at_the_time_of_the_request_is_forgotten() {
         tracker.observe(two_gpus(), now);
         tracker.observe(without_second_gpu(), now);
         assert!(!tracker.forget_gpu("GPU-b", &at(500)));
-        assert_eq!(reason_of(tracker, "GPU-b"), "GpuMissing");
+        assert_eq!(health_reason(tracker, "GPU-b"), "GpuMissing");
     }
 }
 
@@ -341,10 +341,13 @@ fn a_gpu_that_hangs_is_not_mistaken_for_a_missing_gpu_with_the_same_index() {
     tracker.observe(two_gpus(), now);
     // `GPU-a` is missing, and `GPU-b` has the index of `GPU-a`.
     tracker.observe(inventory(vec![(0, Ok(gpu("GPU-b", 0)))]), now);
-    let mut next = restored(&tracker, false, now);
+    let mut next = restored_tracker(&tracker, false, now);
     record_driver_answer(&mut next, 1, now);
     next.record_answer(0, hung_gpu_answer(), now);
-    assert_eq!((reason_of(&next, "GPU-a"), reason_of(&next, "GPU-b")), ("GpuMissing".into(), "GpuUnreachable".into()));
+    assert_eq!(
+        (health_reason(&next, "GPU-a"), health_reason(&next, "GPU-b")),
+        ("GpuMissing".into(), "GpuUnreachable".into())
+    );
 }
 
 #[test]
@@ -369,7 +372,7 @@ fn clearing_faults_does_not_clear_later_faults_if_the_clock_was_set_back() {
         let health = tracker.hardware().gpus["GPU-a"].health.clone();
         assert_eq!(health.reason, "ResetRequired");
         let last = health.last.unwrap();
-        assert!(last > cleared, "{last:?}: an administrator could not clear it");
+        assert!(last > cleared, "{last:?}: an administrator could not clear the new fault");
         assert_eq!(tracker.hardware().gpus["GPU-b"].health.last.as_ref().unwrap().0, Timestamp::UNIX_EPOCH);
         tracker.clear_faults("GPU-a", &last);
         assert!(tracker.hardware().gpus["GPU-a"].health.healthy);

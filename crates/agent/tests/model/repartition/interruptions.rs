@@ -133,7 +133,7 @@ fn a_change_that_hangs_is_reported_and_delays_other_changes_of_its_gpu() {
         node.now += ALLOCATION_GRACE;
     }
     assert!(node.step_messages().contains("has not answered for 15 s"), "{}", node.step_messages());
-    // The call that hangs returns.
+    // Now the call that was hanging returns.
     node.orders = vec![order];
     node.perform_order();
     node.run();

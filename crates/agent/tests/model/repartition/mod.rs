@@ -112,7 +112,7 @@ fn a_process_outside_pods_blocks_changes_of_its_instance_and_its_gpu() {
     node.run();
     assert!(node.is_applied());
     let instance = node.mig_devices().values().next().unwrap().0;
-    // This process starts after the agent has stopped serving the slice. The agent must find the
+    // Start a process after the agent has stopped serving the slice. The agent must find the
     // process before it destroys the instance.
     node.set_spec(vec![mig_spec(GPU_UUID, &[("2g.20gb", 0, 0)])]);
     node.reconcile();

@@ -18,7 +18,7 @@ enum RandomEvent {
     PodEnds(usize),
     ProcessStarts(usize),
     AllProcessesEnd,
-    /// This number of calls of this kind fail.
+    /// The next calls with this name fail. The number is how many.
     CallsFail(&'static str, u32),
     /// The agent is killed, possibly in the middle of a change.
     AgentRestarts {

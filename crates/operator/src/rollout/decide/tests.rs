@@ -46,7 +46,7 @@ fn pod(name: &str, node: &str, hash: &str, terminating: bool) -> Arc<AgentPod> {
 }
 
 #[test]
-fn the_newest_revision_is_the_one_with_the_highest_number() {
+fn the_newest_revision_has_the_highest_number() {
     let all = [revision("s", "a", 3), revision("s", "b", 2), revision("other", "c", 9), Revision::default()];
     let newest = NewestRevisions::of(&all);
     assert!(newest.is_outdated("s", "b") && !newest.is_outdated("s", "a"));
@@ -55,7 +55,7 @@ fn the_newest_revision_is_the_one_with_the_highest_number() {
 }
 
 #[test]
-fn the_mps_host_of_a_node_is_the_one_that_is_not_terminating() {
+fn a_terminating_mps_host_is_ignored_if_the_node_has_another_mps_host() {
     let hosts = MpsHosts {
         pods: vec![pod("z", "n", NEW_HASH, false), pod("a", "n", OLD_HASH, true), pod("b", "m", OLD_HASH, true)],
         revisions: vec![Arc::new(revision("s", OLD_HASH, 1)), Arc::new(revision("s", NEW_HASH, 2))],
@@ -287,7 +287,7 @@ fn no_mps_host_is_deleted_twice_and_its_successor_is_kept() {
 }
 
 #[test]
-fn an_mps_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_its_set_changes() {
+fn an_mps_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_its_daemon_set_changes() {
     let mut world = TestCluster::with_nodes(3);
     assert_eq!(world.replace_next_mps_host(), ["n00"]);
     world.view_of("n00").host = Some(mps_host("n00", "2", false, false));
@@ -407,7 +407,7 @@ fn several_of_many_mps_hosts_are_replaced_at_a_time_after_one_has_served() {
     assert_eq!(world.replace_next_mps_host(), ["n01", "n02"]);
     world.view_of("n01").host = Some(mps_host("n01", "2", false, true));
     assert_eq!(world.replace_next_mps_host(), ["n03"]);
-    // One of two replaced MPS hosts serves, and the other does not.
+    // One of two replaced MPS hosts serves, and the other MPS host does not.
     world.view_of("n02").host = Some(mps_host("n02", "2", false, false));
     world.view_of("n03").host = Some(mps_host("n03", "2", false, true));
     world.up += START_TIMEOUT;
@@ -446,7 +446,7 @@ proptest! {
             let withheld = world.rollout.is_withheld(&name);
             let view = world.nodes.get_mut(&name).unwrap();
             match what {
-                // The gatekeeper reserves no shares on a withheld node.
+                // The gatekeeper reserves no shares on a node whose shares are withheld.
                 0 if !withheld && view.host.as_ref().is_some_and(|host| host.ready && !host.terminating) => view.busy = Some("a pod".into()),
                 1 => view.busy = None,
                 2 => world.rollout = Rollout::default(),

@@ -129,7 +129,7 @@ impl Node {
         let (socket, command) = (self.socket_path("control_privileged"), command.to_owned());
         thread::spawn(move || {
             if let Ok(Some(text)) = handshake::send_command(&socket, &command) {
-                // Ignore errors: the test may have dropped the receiver.
+                // Ignore errors, because the test may have dropped the receiver.
                 let _ = sender.send(text);
             }
         });
@@ -153,7 +153,7 @@ impl Node {
         pid
     }
 
-    /// Starts a program that keeps kernels of `kernel_ms` milliseconds in flight.
+    /// Starts a program that always runs a kernel of `kernel_ms` milliseconds.
     pub(crate) fn start_busy_client(&self, kernel_ms: &str) -> Client {
         self.start_busy_client_with(kernel_ms, &[])
     }
@@ -365,7 +365,7 @@ impl Client {
 
 impl Drop for Client {
     fn drop(&mut self) {
-        // Ignore errors: the program has usually exited already.
+        // Ignore errors, because the program has usually exited already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -61,8 +61,8 @@ impl Daemon {
                 }
             }
         }
-        // Ignore errors: the administrator may have closed the connection before the end of the
-        // answer.
+        // Ignore errors, because the administrator may have closed the connection before the end of
+        // the answer.
         let _ = connection.send(&handshake::END_OF_REPLIES);
         connection.shutdown();
         if let Some(timeout) = quit {
@@ -225,7 +225,7 @@ impl Daemon {
     fn quit_daemon(&self, timeout: Option<Duration>) {
         let directory = &self.config.pipe_directory;
         for name in ["control", "control_privileged"] {
-            // Ignore errors: the file may not exist.
+            // Ignore errors, because the file may not exist.
             let _ = fs::remove_file(directory.join(name));
         }
         let mut state = self.lock();

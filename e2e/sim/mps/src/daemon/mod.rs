@@ -100,7 +100,7 @@ pub fn start_in_background(config: DaemonConfig) -> anyhow::Result<ExitCode> {
 /// receives the daemon's messages.
 fn run_detached(config: DaemonConfig) -> anyhow::Result<ExitCode> {
     let send = |text: &str| {
-        // Ignore errors: the daemon continues even if the parent process has exited.
+        // Ignore errors, because the daemon continues even if the parent process has exited.
         let _ = writeln!(io::stdout(), "{text}");
     };
     let sinks = LogSinks::Files(config.log_directory.clone());
@@ -233,8 +233,8 @@ impl Daemon {
     /// Reports a change of the state to all waiting threads.
     fn notify(&self) {
         self.changed.notify_all();
-        // Ignore errors: the write fails only if the counter is full, and then `wake` is already
-        // readable.
+        // Ignore errors, because the write fails only if the counter is full, and then `wake` is
+        // already readable.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 

@@ -91,7 +91,7 @@ impl Daemon {
             uid,
             settings: settings.clone(),
         };
-        // Ignore errors: the thread below detects a server that has exited.
+        // Ignore errors, because the thread below detects a server that has exited.
         let _ = wire::send(&link, &start);
         let link = Arc::new(link);
         let server = ServerRecord {
@@ -187,7 +187,7 @@ fn pass_to_server(mut state: MutexGuard<'_, DaemonState>, server: u32, client: &
     }
     drop(theirs);
     server.clients.insert(connection, PassedClient::default());
-    // Ignore errors: the daemon and the client detect it if the server has exited.
+    // Ignore errors, because the daemon and the client detect it if the server has exited.
     let _ = server.link.send_fd(&message, servers.as_fd());
     drop(servers);
     drop(state);

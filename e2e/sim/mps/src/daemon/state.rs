@@ -1,4 +1,4 @@
-//! The daemon's model of its servers and their clients, and its choice of a server. The model
+//! Models the daemon's servers and their clients, and chooses the server for a client. Pure:
 //! performs no I/O.
 
 use std::collections::BTreeMap;
@@ -11,13 +11,13 @@ use crate::wire::ServerStatus;
 /// Servers, settings and counters.
 #[derive(Debug)]
 pub(super) struct DaemonState {
-    /// The initial settings of servers.
+    /// The initial settings for the clients of new servers.
     pub(super) defaults: ClientSettings,
     /// The servers by PID.
     pub(super) servers: BTreeMap<u32, ServerRecord>,
-    /// The number of servers that exited before they were ACTIVE.
+    /// Number of servers that exited before they were ACTIVE.
     pub(super) failed_starts: u32,
-    /// Servers' answers by request, until a command reads them.
+    /// Answers of servers by request number, until a command reads them.
     pub(super) answers: BTreeMap<u64, i32>,
     last_number: u64,
 }
@@ -31,7 +31,8 @@ pub(super) struct ServerRecord {
     pub(super) link: Arc<Connection>,
     /// The clients by connection.
     pub(super) clients: BTreeMap<u64, PassedClient>,
-    /// Whether the server was requested to exit. A server that exits accepts no clients.
+    /// Whether the daemon has requested that the server exits. Such a server receives no more
+    /// clients.
     pub(super) exiting: bool,
 }
 
@@ -45,7 +46,7 @@ pub(super) struct PassedClient {
     pub(super) context: Option<ClientContext>,
 }
 
-/// A client's context for `ps`.
+/// A client's context, as `ps` prints it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ClientContext {
     pub(super) device: String,
@@ -58,9 +59,9 @@ pub(super) struct PendingClient {
     pub(super) connection: Connection,
     pub(super) pid: i32,
     pub(super) uid: u32,
-    /// The number of failed server starts before the client connected.
+    /// Number of failed server starts before the client connected.
     pub(super) failed_before: u32,
-    /// Whether the log mentions the client.
+    /// Whether the log already mentions the client.
     pub(super) logged: bool,
 }
 
@@ -76,9 +77,9 @@ impl PendingClient {
 pub(super) enum ServerChoice {
     /// Pass the client on to this server.
     Enter(u32),
-    /// Start a server, because there is none.
+    /// Start a server, because no server exists.
     Start,
-    /// Replace this server: another user owns it and it has no clients.
+    /// Replace this server, because it belongs to another user and has no clients.
     Replace(u32),
     /// Queue the client.
     Wait,
@@ -94,21 +95,21 @@ impl DaemonState {
         self.last_number
     }
 
-    /// Decides how to handle a client of `uid`. With `multi_user` all users share one server.
+    /// Decides what to do with a client of the user `uid`. If `multi_user` is true, all users share
+    /// one server.
     pub(super) fn choose_server(&self, uid: u32, multi_user: bool) -> ServerChoice {
         // Only one server runs at a time. A stopping server uses the GPU until it has exited.
         let Some((pid, server)) = self.servers.iter().next() else { return ServerChoice::Start };
         match server.status {
             _ if server.exiting => ServerChoice::Wait,
-            // A server in FAULT also receives clients, and refuses them itself with 807 (not
-            // ready).
+            // A server in FAULT also receives clients, and refuses them with 807 (not ready).
             ServerStatus::Active | ServerStatus::Fault if multi_user || server.uid == uid => ServerChoice::Enter(*pid),
             ServerStatus::Active if server.clients.is_empty() => ServerChoice::Replace(*pid),
             ServerStatus::Initializing | ServerStatus::Fault | ServerStatus::Active => ServerChoice::Wait,
         }
     }
 
-    /// Returns the PIDs of a server's clients, each once.
+    /// Returns the PIDs of a server's clients, without duplicates.
     pub(super) fn client_pids(&self, server: u32) -> Option<Vec<u32>> {
         let clients = self.servers.get(&server)?.clients.values();
         let mut pids: Vec<u32> = clients.filter_map(|client| client.pid).collect();
@@ -117,7 +118,7 @@ impl DaemonState {
         Some(pids)
     }
 
-    /// Returns the lines of `ps`: one for each process with a context.
+    /// Returns the lines of `ps`: a header, and a line for each process with a context.
     pub(super) fn ps_lines(&self, only: Option<u32>) -> Vec<String> {
         let mut rows: BTreeMap<(u32, u32), &ClientContext> = BTreeMap::new();
         for (server, pid, context) in self.contexts() {
@@ -137,7 +138,8 @@ impl DaemonState {
         lines
     }
 
-    /// Returns the lines of `get_device_client_list`: each device with the PIDs of its clients.
+    /// Returns the lines of `get_device_client_list`: a line for each device, with the PIDs of its
+    /// clients.
     pub(super) fn device_client_lines(&self, only: Option<u32>) -> Vec<String> {
         let mut devices: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
         for (server, pid, context) in self.contexts() {
@@ -189,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_user_waits_until_the_first_has_no_clients() {
+    fn a_second_user_waits_until_the_first_user_has_no_clients() {
         assert_eq!(DaemonState::new(ClientSettings::default()).choose_server(0, false), ServerChoice::Start);
         assert_eq!(state_with_server(0, ServerStatus::Active, &[1]).choose_server(0, false), ServerChoice::Enter(6472));
         assert_eq!(state_with_server(0, ServerStatus::Active, &[1]).choose_server(1000, false), ServerChoice::Wait);
@@ -214,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn ps_is_a_table_with_the_short_uuid() {
+    fn ps_prints_a_table_with_shortened_uuids() {
         let table = state_with_server(0, ServerStatus::Active, &[9741, 9743]).ps_lines(Some(9741));
         assert_eq!(
             table,

@@ -1,8 +1,9 @@
-//! A server's model of its clients. The model performs no I/O.
+//! Models the clients of a server. Pure: performs no I/O.
 //!
-//! These rules were measured. An illegal access breaks every client, and the server refuses clients
-//! in FAULT until the last broken client has exited. A client that exits with a kernel in flight
-//! may break the other clients. A client that `terminate_client` ends breaks no other client.
+//! The following rules were measured on a real GPU. An illegal access breaks every client, and the
+//! server refuses clients in FAULT until the last broken client has exited. A client that exits
+//! while its kernel runs may break the other clients. Terminating a client with `terminate_client`
+//! breaks no other client.
 //!
 //! A process has one connection for itself and one for each context.
 
@@ -12,11 +13,12 @@ use crate::breakage::BreakageRule;
 use crate::limits::MAX_CLIENT_CONTEXTS;
 use crate::wire::ServerStatus;
 
-/// `CUDA_ERROR_ILLEGAL_ADDRESS`, sent to every client after an illegal access.
+/// `CUDA_ERROR_ILLEGAL_ADDRESS`: a client accessed memory illegally. The server sends this error to
+/// all clients.
 pub const CUDA_ERROR_ILLEGAL_ADDRESS: i32 = 700;
 /// `CUDA_ERROR_MPS_SERVER_NOT_READY`: the server is in FAULT.
 pub const CUDA_ERROR_MPS_SERVER_NOT_READY: i32 = 807;
-/// `CUDA_ERROR_MPS_MAX_CLIENTS_REACHED`, for the 49th context.
+/// `CUDA_ERROR_MPS_MAX_CLIENTS_REACHED`: the server already has 48 contexts.
 pub const CUDA_ERROR_MPS_MAX_CLIENTS_REACHED: i32 = 808;
 /// `CUDA_ERROR_INVALID_VALUE`: the client does not exist.
 pub const CUDA_ERROR_INVALID_VALUE: i32 = 1;
@@ -28,9 +30,9 @@ pub const CUDA_ERROR_INVALID_CONTEXT: i32 = 201;
 struct ClientConnection {
     pid: u32,
     stage: ConnectionStage,
-    /// The duration of the kernels in flight, in milliseconds.
+    /// Duration of the running kernels, in milliseconds. `None` if no kernel runs.
     busy: Option<f64>,
-    /// Whether a `terminate_client` waits for this client.
+    /// Whether a `terminate_client` command waits for this connection.
     terminating: bool,
 }
 
@@ -42,13 +44,14 @@ enum ConnectionStage {
     Reserved,
     /// The connection of a working context.
     Live,
-    /// The context was part of a fatal error. FAULT lasts until its process has exited.
+    /// A fatal error broke the context. The server remains in FAULT until the client's process has
+    /// exited.
     Broken,
     /// `terminate_client` ended the context.
     Ended,
 }
 
-/// A `terminate_client` that waits for the client's contexts.
+/// A `terminate_client` command that waits until the client's contexts have ended.
 #[derive(Debug)]
 struct PendingTermination {
     request: u64,
@@ -58,14 +61,15 @@ struct PendingTermination {
 /// An action that the server must perform.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ServerAction {
-    /// Notify a client that [`CUDA_ERROR_ILLEGAL_ADDRESS`] broke its context.
+    /// Send a client the notification that [`CUDA_ERROR_ILLEGAL_ADDRESS`] broke its context.
     Break(u64),
-    /// Request that a client end its context.
+    /// Request that a client ends its context.
     RequestEnd(u64),
     /// Free the memory of a context that has ended.
     Release(u64),
-    /// Answer a `terminate_client`: 0 for success, [`CUDA_ERROR_INVALID_VALUE`] for an unknown
-    /// client, [`CUDA_ERROR_INVALID_CONTEXT`] for a client without a context.
+    /// Answer a `terminate_client` command. The result is 0 for success,
+    /// [`CUDA_ERROR_INVALID_VALUE`] for an unknown client, and [`CUDA_ERROR_INVALID_CONTEXT`] for a
+    /// client without a context.
     Answer(u64, i32),
     /// The server's status changed.
     Status(ServerStatus),
@@ -78,25 +82,25 @@ pub struct Clients {
     terminations: Vec<PendingTermination>,
     status: ServerStatus,
     rule: BreakageRule,
-    /// Whether a busy client exited without neighbours. The server remains ACTIVE and breaks the
-    /// next client that runs a kernel.
+    /// Whether the exit of a busy client poisoned the server while no other client existed. A
+    /// poisoned server remains ACTIVE, and breaks all clients when the next kernel starts.
     poisoned: bool,
 }
 
 impl Clients {
-    /// Returns a server without clients.
+    /// Returns a model without clients.
     pub fn new(rule: BreakageRule) -> Self {
         let connected = BTreeMap::new();
         Self { connected, terminations: Vec::new(), status: ServerStatus::Active, rule, poisoned: false }
     }
 
-    /// Adds a process, or returns the `CUresult` that refuses it.
+    /// Adds a process. If the server refuses the process, returns the `CUresult`.
     pub fn add_process(&mut self, connection: u64, pid: u32) -> Result<(), i32> {
         self.add_connection(connection, pid, ConnectionStage::Process)
     }
 
-    /// Reserves a context for a process. Returns the context's number within the process, from 1,
-    /// or the `CUresult` that refuses it.
+    /// Reserves a context for a process. Returns the context's number within the process, which
+    /// starts at 1. If the server refuses the context, returns the `CUresult`.
     pub fn reserve_context(&mut self, connection: u64, pid: u32) -> Result<u32, i32> {
         if self.contexts().count() >= MAX_CLIENT_CONTEXTS {
             return Err(CUDA_ERROR_MPS_MAX_CLIENTS_REACHED);
@@ -127,7 +131,7 @@ impl Clients {
         }
     }
 
-    /// Returns whether a connection's context is reserved but not created.
+    /// Returns whether the context of a connection is reserved but not yet created.
     pub fn is_reserved(&self, connection: u64) -> bool {
         self.connected.get(&connection).is_some_and(|client| client.stage == ConnectionStage::Reserved)
     }
@@ -137,17 +141,17 @@ impl Clients {
         self.connected.values().any(|client| client.pid == pid)
     }
 
-    /// Returns whether a connection's context works.
+    /// Returns whether the context of a connection works.
     pub fn is_live(&self, connection: u64) -> bool {
         self.connected.get(&connection).is_some_and(|client| client.stage == ConnectionStage::Live)
     }
 
-    /// Returns the PID of a connection's process.
+    /// Returns the PID of the client process of a connection.
     pub fn pid(&self, connection: u64) -> Option<u32> {
         self.connected.get(&connection).map(|client| client.pid)
     }
 
-    /// Returns the PIDs of the clients that a fatal error broke, each once.
+    /// Returns the PIDs of the clients that a fatal error broke, without duplicates.
     pub fn broken_pids(&self) -> Vec<u32> {
         let mut pids: Vec<u32> = self
             .connected
@@ -159,8 +163,8 @@ impl Clients {
         pids
     }
 
-    /// Records that a client's kernels are in flight. If the server is poisoned, breaks every live
-    /// client and returns the effects.
+    /// Records that a client's kernels run. If the server is poisoned, breaks all live contexts,
+    /// and returns the actions of the server.
     pub fn start_kernels(&mut self, connection: u64, kernel_ms: f64) -> Vec<ServerAction> {
         match self.connected.get_mut(&connection) {
             Some(client) if client.stage == ConnectionStage::Live => client.busy = Some(kernel_ms),
@@ -176,7 +180,7 @@ impl Clients {
         }
     }
 
-    /// Breaks every context with a fatal error.
+    /// Breaks all live contexts with a fatal error.
     pub fn break_all_contexts(&mut self) -> Vec<ServerAction> {
         let mut effects = Vec::new();
         for (connection, client) in &mut self.connected {
@@ -193,7 +197,7 @@ impl Clients {
         effects
     }
 
-    /// Starts a `terminate_client`.
+    /// Starts a `terminate_client` command.
     pub fn terminate(&mut self, request: u64, pid: u32) -> Vec<ServerAction> {
         let mut effects = Vec::new();
         for (connection, client) in &mut self.connected {
@@ -229,7 +233,7 @@ impl Clients {
         effects
     }
 
-    /// Removes a closed connection. `orderly` means that the client closed the connection cleanly,
+    /// Removes a closed connection. `orderly` is true if the client closed the connection cleanly,
     /// with [`ToContext::Goodbye`](crate::wire::ToContext::Goodbye).
     pub fn remove_connection(&mut self, connection: u64, orderly: bool) -> Vec<ServerAction> {
         let Some(client) = self.connected.remove(&connection) else { return Vec::new() };
@@ -259,7 +263,7 @@ impl Clients {
         self.status = ServerStatus::Fault;
     }
 
-    /// Answers each `terminate_client` whose contexts have all ended.
+    /// Returns the answers to all `terminate_client` commands for which no context remains.
     fn termination_replies(&mut self) -> Vec<ServerAction> {
         let waits = |pid: u32| self.connected.values().any(|client| client.pid == pid && client.terminating);
         let (waiting, done): (Vec<_>, Vec<_>) =
@@ -279,7 +283,8 @@ impl ClientConnection {
 mod tests {
     use super::*;
 
-    /// Adds processes from PID 101 on, each with a context on connections from 1 on.
+    /// Adds processes, each with one context. The PIDs are 101, 102 and so on, and the numbers of
+    /// the connections are 1, 2 and so on.
     fn clients_with_contexts(count: u64) -> Clients {
         let mut clients = Clients::new(BreakageRule::from_environment(None, None));
         for connection in 1..=count {
@@ -377,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn terminate_waits_for_all_contexts_of_the_process_and_no_others() {
+    fn terminate_client_waits_for_all_contexts_of_the_process_and_for_no_other_context() {
         let mut clients = clients_with_contexts(2);
         add_context(&mut clients, 3, 101, 2);
         assert_eq!(clients.terminate(7, 101), [ServerAction::RequestEnd(1), ServerAction::RequestEnd(3)]);

@@ -1,7 +1,6 @@
-//! `nvidia-cuda-mps-server`: the daemon's child that opens the GPU and serves the clients.
-//!
-//! The server's standard input is a socket to the daemon, and the server's standard output is the
-//! daemon's log. Like the real server, this server exits when the daemon exits.
+//! Runs `nvidia-cuda-mps-server`, a child process of the daemon that opens the GPU and serves the
+//! clients. The server's standard input is a socket to the daemon, and its standard output goes to
+//! the daemon's log. Like the real server, this server exits when the daemon exits.
 
 pub mod clients;
 
@@ -26,8 +25,8 @@ use crate::seqpacket::Connection;
 use crate::wire::{self, Device, FromContext, FromServer, ServerStatus, ToContext, ToServer};
 use clients::{Clients, ServerAction};
 
-/// The environment variable that sets the server's start time in milliseconds. The default is
-/// [`DEFAULT_SERVER_START_MS`].
+/// The environment variable that sets how long the server's start takes, in milliseconds. The
+/// default is [`DEFAULT_SERVER_START_MS`].
 pub const SERVER_START_TIME_ENV: &str = "SIM_MPS_SERVER_START_MS";
 const DEFAULT_SERVER_START_MS: u64 = 150;
 /// The XID of an illegal access: an MMU fault.
@@ -57,7 +56,8 @@ fn run(log: &Log) -> anyhow::Result<()> {
     };
     let control = Path::new(&pipe_directory).join("control");
     log.write_line("Other", pid, &format!("Connecting to control daemon on socket: {}", control.display()));
-    // The server runs as its clients' user, who may lack access to the daemon's directory.
+    // The server runs as the user of its clients, who may not have access to the daemon's
+    // directory.
     rustix::fs::access(&control, rustix::fs::Access::READ_OK)
         .with_context(|| format!("failed to reach {}", control.display()))?;
     log.write_line("Other", pid, "Initializing server process");
@@ -104,8 +104,8 @@ fn run(log: &Log) -> anyhow::Result<()> {
     server.log("Server has started");
     wire::send(&server.link, &FromServer::Status(ServerStatus::Active))?;
     let watched = Arc::clone(&server);
-    // The contexts must exist until the process ends. Otherwise another process could see the GPU
-    // as free.
+    // Keep the contexts until the process ends. Otherwise, the GPU could appear free to another
+    // process.
     thread::spawn(move || watched.watch_devices(&own));
     let watched = Arc::clone(&server);
     thread::spawn(move || watched.watch_daemon());
@@ -113,7 +113,7 @@ fn run(log: &Log) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A device of the machine that the server serves.
+/// A device that the server serves.
 #[derive(Debug)]
 struct ServedDevice {
     offer: Device,
@@ -150,19 +150,20 @@ struct Server {
 struct ServerState {
     clients: Clients,
     connections: BTreeMap<u64, ConnectionResources>,
-    /// The limits of each process at the time of its introduction.
+    /// The settings of each client process, from the time of its introduction.
     bound: BTreeMap<u32, ClientSettings>,
 }
 
 /// The resources of a connection.
 struct ConnectionResources {
     channel: Arc<Connection>,
-    /// The context's number within its process, from 1. 0 is the process's connection.
+    /// The context's number within its process, which starts at 1. 0 for the connection of the
+    /// process itself.
     id: u32,
     context: Option<RegisteredMemory>,
 }
 
-/// A client's memory on the machine.
+/// A client's memory, as the simulated machine records it.
 struct RegisteredMemory {
     memory: Context,
     ordinal: usize,
@@ -193,13 +194,13 @@ impl Server {
         self.log("Server is shutting down");
     }
 
-    /// Exits when the daemon has exited, even while the server waits for a client.
+    /// Exits the process when the daemon has exited, even while the server waits for a client.
     fn watch_daemon(&self) {
         self.link.wait_closed();
         std::process::exit(0);
     }
 
-    /// Exits when a device is lost or the machine reboots.
+    /// Exits the process when a device is lost or the machine reboots.
     fn watch_devices(&self, own: &[Context]) {
         let mut seen = 0;
         while let Ok(now) = self.machine.wait_for_change(seen, Duration::from_secs(60)) {
@@ -225,13 +226,13 @@ impl Server {
             Err(refusal) => {
                 self.log("User did not send valid credentials");
                 if matches!(refusal, HandshakeFailure::Closed) {
-                    // Observed: a server never serves another client after a client closed in the
-                    // middle of its introduction.
+                    // As observed, a real server serves no more clients after a client closes
+                    // during its introduction.
                     loop {
                         thread::park();
                     }
                 }
-                // Ignore errors: the peer may have disconnected.
+                // Ignore errors, because the peer may have disconnected.
                 let _ = socket.send(&CUDA_ERROR_UNKNOWN.to_le_bytes());
                 self.report_to_daemon(&FromServer::Left { connection });
                 return;
@@ -239,7 +240,7 @@ impl Server {
         };
         let channel = Arc::new(channel);
         let entered = self.register_with_machine(connection, subject, pid, settings, &channel);
-        // Ignore errors: the thread below detects a closed connection.
+        // Ignore errors, because the thread below detects a closed connection.
         let _ = socket.send(&entered.err().unwrap_or(0).to_le_bytes());
         if entered.is_err() {
             self.report_to_daemon(&FromServer::Left { connection });
@@ -255,7 +256,7 @@ impl Server {
         }
     }
 
-    /// Registers a process or a context, or returns the `CUresult` that refuses it.
+    /// Registers a process or a context. If the server refuses it, returns the `CUresult`.
     fn register_with_machine(
         &self,
         connection: u64,
@@ -280,14 +281,14 @@ impl Server {
         Ok(())
     }
 
-    /// Serves a client's requests until it disconnects. Returns whether the client sent
+    /// Serves a client's requests until the client disconnects. Returns whether the client sent
     /// [`ToContext::Goodbye`].
     fn serve_client(&self, connection: u64, channel: &Connection, socket: &Connection) -> bool {
-        // Messages that arrived before the close still count, up to a limit.
+        // After the close, process at most this number of messages that have already arrived.
         let mut last_messages = 64;
         loop {
-            // Wait for the close of either socket, because another process may have a copy of the
-            // other.
+            // Detect the close of either socket, because another process may have a copy of one of
+            // them.
             if !channel.wait_readable_unless_closed(socket) {
                 last_messages -= 1;
                 if last_messages == 0 || !channel.is_readable() {
@@ -303,8 +304,7 @@ impl Server {
                         return false;
                     }
                 }
-                // A client that closes the connection or sends an invalid message has sent no
-                // `Goodbye`.
+                // The client closed the connection without `Goodbye`, or sent an invalid message.
                 Ok(None) | Err(_) => return false,
             }
         }
@@ -403,8 +403,8 @@ impl Server {
         let pid = inner.clients.pid(connection);
         if let (Some(pid), Some(entry)) = (pid, inner.connections.get(&connection)) {
             let client = format!("{{PID: {pid}, Context ID: {}}}", entry.id);
-            // Observed for the connection of a process. For contexts this is an assumption: a
-            // context that was closed cleanly logs nothing, and other contexts log this line.
+            // This behaviour was observed for the connection of a process. For contexts, it is an
+            // assumption that the line is logged only if the context was not closed cleanly.
             if entry.id == 0 || (!orderly && inner.clients.is_live(connection)) {
                 let text = "Server failed to recevie command with status 806, assuming client";
                 self.log(&format!("{text} {client} exit"));
@@ -415,8 +415,8 @@ impl Server {
         }
         let mut effects = inner.clients.remove_connection(connection, orderly);
         if effects.contains(&ServerAction::Status(ServerStatus::Fault)) {
-            // The log names a running client and never the client that exited. Measured in 47 of 47
-            // such faults.
+            // In 47 of 47 measured faults of this kind, the log named a running client and not the
+            // client that exited.
             let alive = |other: &u64| *other != connection && inner.connections[other].context.is_some();
             let named = inner.connections.keys().copied().filter(alive).min();
             if let Some((pid, id)) =
@@ -502,7 +502,7 @@ impl Server {
     }
 
     fn report_to_daemon(&self, message: &FromServer) {
-        // Ignore errors: the server exits when the daemon has exited.
+        // Ignore errors, because the server exits when the daemon has exited.
         let _ = wire::send(&self.link, message);
     }
 
@@ -512,7 +512,7 @@ impl Server {
 }
 
 impl ServerState {
-    /// Changes the memory of a working context.
+    /// Changes the memory use of a working context, and returns an answer with the free memory.
     fn change_memory(
         &self,
         connection: u64,
@@ -528,7 +528,8 @@ impl ServerState {
         }
     }
 
-    /// Notifies a client. A client that does not read must not block the other clients.
+    /// Notifies a client. Do not wait: a client that does not read must not block the other
+    /// clients.
     fn notify(&self, connection: u64, message: &FromContext) {
         if let Some(entry) = self.connections.get(&connection) {
             let _ = wire::try_send(&entry.channel, message);

@@ -1,4 +1,4 @@
-//! Exported functions for MIG: profiles, placements, GPU instances, compute instances and MIG
+//! Exports the functions for MIG: profiles, placements, GPU instances, compute instances and MIG
 //! devices.
 
 use std::ffi::c_uint;
@@ -10,8 +10,8 @@ use sim_machine::{ComputeProfile, DeviceRef, GpuProfile, Placement};
 use super::raw::{In, Out, to_c_chars};
 use super::{Return, exports, parse_switch, struct_version, to_u32};
 use crate::library::{
-    Code, Handle, HandleTarget, MachineView, Result, call_on, call_on_device, call_on_gpu, call_on_gpu_as_root,
-    catch_panic, handle_of, require_root,
+    Code, Handle, HandleTarget, MachineView, Result, call_about_instance, call_on_device, call_on_gpu,
+    call_on_gpu_as_root, catch_panic, handle_of, require_root,
 };
 use crate::mig;
 
@@ -36,10 +36,10 @@ exports! {
             activation.put(mig::set_mig_mode(view, &gpu.uuid, on)?)
         });
     nvmlDeviceGetMaxMigDeviceCount(device: Handle, count: Out<c_uint>) |own|
-        call_on_gpu(own, device, |_, gpu, model| count.put(mig::max_devices(gpu, model)));
+        call_on_gpu(own, device, |_, gpu, model| count.put(mig::max_mig_devices(gpu, model)));
     nvmlDeviceGetMigDeviceHandleByIndex(device: Handle, index: c_uint, out: Out<Handle>) |own|
         call_on_gpu(own, device, |_, gpu, model| {
-            if gpu.mig && index >= mig::max_devices(gpu, model) {
+            if gpu.mig && index >= mig::max_mig_devices(gpu, model) {
                 return Err(Code::INVALID_ARGUMENT);
             }
             let devices = mig::mig_devices(gpu);
@@ -198,28 +198,28 @@ exports! {
     });
 }
 
-/// Runs a call about a GPU instance. `body` receives the GPU's UUID and the instance's id.
+/// Runs a call about a GPU instance. `body` receives the GPU's UUID and the id of the GPU instance.
 fn call_on_gpu_instance(
     name: &str,
     instance: Handle,
     body: impl FnOnce(&MachineView, &str, u32) -> Result<()>,
 ) -> Return {
     catch_panic(|| {
-        let (gpu, id) = mig::gpu_instance(instance)?;
-        call_on(name, &gpu, |view| body(view, &gpu, id))
+        let (gpu, id) = mig::gpu_instance_of_handle(instance)?;
+        call_about_instance(name, &gpu, |view| body(view, &gpu, id))
     })
 }
 
-/// Runs a call about a compute instance. `body` receives the GPU's UUID, the GPU instance's id and
-/// the compute instance's id.
+/// Runs a call about a compute instance. `body` receives the GPU's UUID, the id of the GPU instance
+/// and the id of the compute instance.
 fn call_on_compute_instance(
     name: &str,
     instance: Handle,
     body: impl FnOnce(&MachineView, &str, u32, u32) -> Result<()>,
 ) -> Return {
     catch_panic(|| {
-        let (gpu, gi, id) = mig::compute_instance(instance)?;
-        call_on(name, &gpu, |view| body(view, &gpu, gi, id))
+        let (gpu, gi, id) = mig::compute_instance_of_handle(instance)?;
+        call_about_instance(name, &gpu, |view| body(view, &gpu, gi, id))
     })
 }
 
@@ -252,8 +252,8 @@ fn put_attributes(name: &str, device: Handle, out: Out<sys::nvmlDeviceAttributes
     })
 }
 
-/// Writes a profile in the version of the structure that the caller requests. The caller writes the
-/// version into the first field of the structure.
+/// Writes a GPU instance profile in the version of the structure that the caller requests. The
+/// first field of the caller's structure contains the version.
 fn put_profile(p: &GpuProfile, out: Out<sys::nvmlGpuInstanceProfileInfo_v2_t>) -> Result<()> {
     type V2 = sys::nvmlGpuInstanceProfileInfo_v2_t;
     type V3 = sys::nvmlGpuInstanceProfileInfo_v3_t;
@@ -339,8 +339,8 @@ fn put_compute_profile(
     }
 }
 
-/// Writes a list. The caller's buffer has space for all of the profile's instances or placements.
-/// With a null list, writes only the count.
+/// Writes a list. NVML requires that the caller's list has space for all instances or placements
+/// of the profile. If the list is null, writes only the count.
 fn put_all<T: Copy>(items: impl Iterator<Item = T>, out: Out<T>, count: Out<c_uint>) -> Result<()> {
     let mut written = 0;
     for item in items {

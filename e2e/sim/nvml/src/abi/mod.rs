@@ -1,4 +1,4 @@
-//! Exported functions. The functions accept C arguments and return NVML return codes.
+//! Exports NVML's functions, which accept C arguments and return NVML return codes.
 
 mod instances;
 pub(crate) mod raw;
@@ -19,10 +19,11 @@ use crate::{events, mig};
 
 type Return = sys::nvmlReturn_t;
 
-/// Defines exported functions. Each body receives the function's name, which injected faults match.
+/// Defines exported functions. Each body receives the function's name, by which injected faults
+/// refer to the call.
 macro_rules! exports {
     ($($name:ident($($argument:ident: $type:ty),* $(,)?) |$own:ident| $body:expr;)*) => {$(
-        // SAFETY: the name is one of NVML's. A program loads either NVML or this library.
+        // SAFETY: the name belongs to NVML, and a program loads either NVML or this library.
         #[unsafe(no_mangle)]
         extern "C" fn $name($($argument: $type),*) -> $crate::abi::Return {
             let $own = stringify!($name);
@@ -32,8 +33,8 @@ macro_rules! exports {
 }
 pub(crate) use exports;
 
-/// Returns the version of a structure, as NVML's macro computes it: the size, with the number in
-/// the top byte.
+/// Returns the version field of a structure, as NVML's macro computes it: the size, with the
+/// version number in the top byte.
 pub(crate) fn struct_version<T>(number: u32) -> u32 {
     u32::try_from(size_of::<T>()).unwrap_or(0) | number << 24
 }
@@ -100,8 +101,8 @@ exports! {
     nvmlDeviceGetPciInfo_v3(device: Handle, info: Out<sys::nvmlPciInfo_t>) |own| call_on_gpu(own, device, |_, gpu, model| {
         info.put(pci_info(gpu.pci, (model.pci_device_id, model.pci_subsystem_id)))
     });
-    // The GPU's memory is not a NUMA node, as on most machines. The nearest node is in the memory
-    // affinity.
+    // This call reports the NUMA node of the GPU's own memory. As on most machines, the memory is
+    // not a NUMA node. `nvmlDeviceGetMemoryAffinity` reports the nearest node.
     nvmlDeviceGetNumaNodeId(device: Handle, _node: Out<c_uint>) |own| call_on_gpu(own, device, |_, _, _| Err(Code::NOT_SUPPORTED));
     nvmlDeviceGetMemoryAffinity(device: Handle, size: c_uint, set: Out<c_ulong>, _scope: c_uint) |own|
         call_on_gpu(own, device, |_, gpu, _| put_bits(size, set, &gpu.numa_node.unwrap_or(0).to_string(), 0));
@@ -114,7 +115,7 @@ exports! {
             let HandleTarget::Device(other) = object_of_handle(other)? else { return Err(Code::INVALID_ARGUMENT) };
             let (other, _) = view.gpu(&other)?;
             if gpu.uuid == other.uuid {
-                // An H200 with driver 580.159.03 returns these values.
+                // An H200 with driver 580.159.03 returns these codes.
                 return Err(Code::NOT_SUPPORTED);
             }
             level.put(device::topology_level(gpu.common_ancestor(other)))
@@ -138,7 +139,7 @@ exports! {
 
     nvmlDeviceGetMemoryInfo(device: Handle, out: Out<sys::nvmlMemory_t>) |own| call_on_device(own, device, |view, d| {
         let m = device::memory_use(view, &d);
-        // This call's first version counts the driver's reserve as used.
+        // The first version of this call counts the memory that the driver reserves as used.
         out.put(sys::nvmlMemory_t { total: m.total, free: m.free, used: m.used + m.reserved })
     });
     nvmlDeviceGetMemoryInfo_v2(device: Handle, out: Out<sys::nvmlMemory_v2_t>) |own| call_on_device(own, device, |view, d| {
@@ -187,7 +188,7 @@ exports! {
         put_processes(own, device, ProcessList::Graphics, count, out);
 
     nvmlDeviceGetUtilizationRates(device: Handle, out: Out<sys::nvmlUtilization_t>) |own| call_on_device(own, device, |view, d| {
-        // MIG devices have no counters.
+        // MIG devices and GPUs in MIG mode report no utilization.
         if d.mig.is_some() || d.gpu.mig {
             return Err(Code::NOT_SUPPORTED);
         }
@@ -252,7 +253,7 @@ exports! {
     });
     nvmlDeviceGetRetiredPagesPendingStatus(device: Handle, pending: Out<sys::nvmlEnableState_t>) |own|
         call_on_gpu(own, device, |_, gpu, model| {
-            // Newer architectures remap rows instead of retiring pages.
+            // Architectures after Turing remap rows instead of retiring pages.
             if model.architecture != "Turing" {
                 return Err(Code::NOT_SUPPORTED);
             }
@@ -287,8 +288,8 @@ exports! {
         wait_for_event(own, set, data, milliseconds);
 }
 
-/// Returns the text of a return code. Requires no initialization.
-// SAFETY: the name is one of NVML's. A program loads either NVML or this library.
+/// Returns the text of a return code. Works without `nvmlInit`.
+// SAFETY: the name belongs to NVML, and a program loads either NVML or this library.
 #[unsafe(no_mangle)]
 extern "C" fn nvmlErrorString(code: Return) -> *const c_char {
     let text = match code {
@@ -339,7 +340,7 @@ fn to_u32(n: usize) -> u32 {
     u32::try_from(n).unwrap_or(u32::MAX)
 }
 
-/// Reads a mode: 0 is off, and 1 is on.
+/// Parses a switch: 0 is off, and 1 is on.
 fn parse_switch(mode: c_uint) -> Result<bool> {
     match mode {
         0 => Ok(false),
@@ -363,10 +364,10 @@ fn handle_by_bus_id(name: &str, bus: Text, out: Out<Handle>) -> Return {
     })
 }
 
-/// Writes the bits of a list of numbers to the caller's words.
+/// Writes a list of numbers as a bit mask to the caller's words.
 fn put_bits(size: c_uint, set: Out<c_ulong>, list: &str, all: usize) -> Result<()> {
-    // 65,536 bits are more than any machine needs. The limit prevents a call with an invalid size
-    // from using all memory.
+    // 65,536 bits are enough for any machine. The limit prevents that a call with an invalid size
+    // uses all memory.
     let words = (size as usize).min(1024);
     if words == 0 {
         return Err(Code::INSUFFICIENT_SIZE);
@@ -390,8 +391,8 @@ fn change_gpu(view: &library::MachineView, gpu: &Gpu, change: impl FnOnce(&mut G
     view.machine.update(|state| change(state.gpu_mut(&gpu.uuid)?))
 }
 
-/// Writes the needed count and checks the caller's buffer. If the buffer is too small, writes only
-/// the count.
+/// Writes the needed count, and checks that the caller's buffer is large enough. The caller must
+/// not write elements if the check fails.
 fn check_buffer<T: Copy>(count: Out<c_uint>, out: Out<T>, needed: usize) -> Result<()> {
     let size = count.get()? as usize;
     count.put(to_u32(needed))?;
@@ -411,7 +412,7 @@ fn put_processes(
     out: Out<sys::nvmlProcessInfo_v2_t>,
 ) -> Return {
     call_on_device(name, device, |view, d| {
-        let listed = device::processes(view, &d, list);
+        let listed = device::list_processes(view, &d, list);
         check_buffer(count, out, listed.len())?;
         listed.iter().enumerate().try_for_each(|(at, p)| {
             let entry = sys::nvmlProcessInfo_v2_t {
@@ -433,7 +434,7 @@ fn put_processes_v1(
     out: Out<sys::nvmlProcessInfo_v1_t>,
 ) -> Return {
     call_on_device(name, device, |view, d| {
-        let listed = device::processes(view, &d, list);
+        let listed = device::list_processes(view, &d, list);
         check_buffer(count, out, listed.len())?;
         listed
             .iter()
@@ -450,7 +451,7 @@ fn wait_for_event(name: &str, set: Handle, data: Out<sys::nvmlEventData_t>, mill
         let event = events::wait_for_event(view, set, Duration::from_millis(milliseconds.into()))?;
         let device = handle_of(HandleTarget::Device(event.gpu));
         data.put(sys::nvmlEventData_t {
-            // The handle is a number in this library. Callers must not dereference it.
+            // The handle is a number, not an address. Programs must not dereference it.
             device: std::ptr::without_provenance_mut(device),
             eventType: events::event_type_bit(event.kind),
             eventData: if event.kind == EventKind::Xid { event.data } else { 0 },
@@ -460,7 +461,7 @@ fn wait_for_event(name: &str, set: Handle, data: Out<sys::nvmlEventData_t>, mill
     })
 }
 
-/// Returns whether a handle is a MIG device's. Does not read the machine's state.
+/// Writes whether a handle belongs to a MIG device. Does not read the machine's state.
 fn is_mig(device: Handle, out: Out<c_uint>) -> Return {
     catch_panic(|| {
         let HandleTarget::Device(uuid) = object_of_handle(device)? else { return Err(Code::INVALID_ARGUMENT) };

@@ -1,5 +1,5 @@
-//! Disrupts one component of the cluster at a time: kills it, pauses it, or causes its calls to
-//! fail.
+//! Disrupts one component of the cluster at a time: kills or pauses the component, or causes its
+//! calls to fail.
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -16,7 +16,7 @@ pub(crate) struct Disruption {
     pub(crate) what: &'static str,
     /// Name of the disrupted node.
     pub(crate) node: &'static str,
-    /// Whether the disruption can make the node's MPS clients fail.
+    /// Whether the disruption can cause the node's MPS clients to fail.
     pub(crate) breaks_clients: bool,
 }
 
@@ -26,7 +26,7 @@ pub(crate) struct Chaos {
     done: Counts,
 }
 
-/// The kinds of disruption, and whether each one breaks the node's MPS clients.
+/// The kinds of disruption, and whether each kind can cause the node's MPS clients to fail.
 const DISRUPTION_KINDS: [(&str, bool); 16] = [
     ("agent", false),
     ("agent's container", false),
@@ -65,7 +65,7 @@ impl Chaos {
         Ok(())
     }
 
-    /// Returns the disruptions so far, counted by kind.
+    /// Returns the number of disruptions so far of each kind.
     pub(crate) fn summary(&self) -> String {
         format!("disrupted: {}", format_counts(&self.done))
     }
@@ -79,7 +79,7 @@ impl Drop for Chaos {
     }
 }
 
-/// Runs `simgpu` on a node, to inject faults into the simulated GPUs.
+/// Runs `simgpu` on a node to inject faults into the simulated GPUs.
 fn run_simgpu(node: &str, args: &[&str]) -> Result<String> {
     let mut command = vec!["/opt/simgpu/bin/simgpu"];
     command.extend_from_slice(args);
@@ -97,8 +97,8 @@ fn run_disruption(cluster: &Cluster, random: &mut Random, what: &str, node: &'st
         }
         "agent's container" => {
             signal_program(node, AGENT_SUPERVISOR, "KILL")?;
-            // The kubelet delays the restart of an often-killed container by minutes, but starts a
-            // new pod at once.
+            // The kubelet delays the restart of a container by minutes if the container was killed
+            // often, but starts a new pod immediately.
             replace_pods(cluster, node, "agent")
         }
         "MPS host" => {
@@ -119,8 +119,8 @@ fn run_disruption(cluster: &Cluster, random: &mut Random, what: &str, node: &'st
             run_launcher(&["start", component]).map(drop)
         }
         "MPS daemon" | "MPS server" => kill_mps(cluster, random, what, node),
-        // While the API server or etcd is stopped, requests get no response, a late response, or
-        // status 5xx.
+        // While the API server or etcd is stopped, requests receive no response, a late response,
+        // or a response with status 5xx.
         "API server stopped" => stop_briefly("apiserver", random),
         "etcd stopped" => stop_briefly("etcd", random),
         "NVML hangs" => run_simgpu(node, &["hang", "nvmlDevice*", "--seconds", "3", "--count", "3"]).map(drop),
@@ -146,13 +146,14 @@ fn stop_briefly(component: &str, random: &mut Random) -> Result<()> {
     signal_component(component, "CONT")
 }
 
-/// Kills one MPS daemon or server of a node, if one runs, and waits until all daemons serve.
+/// Kills one MPS daemon or MPS server of a node, if such a process runs, and waits until all
+/// daemons serve.
 fn kill_mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> Result<()> {
     let program = if what == "MPS daemon" { "nvidia-cuda-mps-control" } else { "nvidia-cuda-mps-server" };
     let pids = on_node(node, &["sh", "-c", "pidof \"$0\" || true", program])?;
     let pids: Vec<&str> = pids.split_whitespace().collect();
     let Some(pid) = pick_random(random, &pids) else { return Ok(()) };
-    // Ignore errors: the process may have exited since its PID was read.
+    // Ignore errors, because the process may have exited since its PID was read.
     let _ = on_node(node, &["kill", "-9", pid]);
     wait_until("the killed process has exited", || {
         Ok(on_node(node, &["test", "-e", &format!("/proc/{pid}/exe")]).is_err())
@@ -167,7 +168,8 @@ fn kill_mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> R
     })
 }
 
-/// Lists a component's pods: all pods of the operator, or the node's pods of another component.
+/// Lists the pods of a component. For the operator, lists all pods. For other components, lists
+/// only the pods on the node.
 fn component_pods(cluster: &Cluster, node: &str, component: &str) -> Result<Vec<serde_json::Value>> {
     let path =
         format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods?labelSelector=app.kubernetes.io/component={component}");
@@ -175,7 +177,7 @@ fn component_pods(cluster: &Cluster, node: &str, component: &str) -> Result<Vec<
     Ok(cluster.list(&path)?.into_iter().filter(is_on_node).collect())
 }
 
-/// Deletes the pods of a component without grace, and waits until their replacements are ready.
+/// Deletes the pods of a component with grace period 0, and waits until the replacements are ready.
 fn replace_pods(cluster: &Cluster, node: &str, component: &str) -> Result<()> {
     for pod in component_pods(cluster, node, component)? {
         cluster.delete(

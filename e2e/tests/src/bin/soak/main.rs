@@ -1,9 +1,10 @@
-//! Runs pod churn and component failures for a given time, and checks Cleave's promises throughout.
-//! At the end, the soak checks for leftover objects on the nodes, and for programs whose memory
-//! grows or exceeds its goal.
+//! Creates and deletes pods and causes failures of components for a given time, and checks Cleave's
+//! promises during the whole time. At the end, the soak checks that no objects of deleted pods
+//! remain on the nodes, and that no program's memory grows or exceeds its goal.
 //!
 //! `make soak MINUTES=30 SEED=1` starts a cluster of two nodes with four GPUs each and runs this
-//! program. The seed determines all random choices, but their effects depend on timing.
+//! program. The seed determines all random choices, but the effects of the choices depend on
+//! timing.
 mod chaos;
 mod common;
 mod promises;
@@ -23,14 +24,13 @@ use crate::resources::ObjectCounts;
 
 /// Resource of whole GPUs.
 const WHOLE_GPUS_RESOURCE: &str = "nvidia.com/gpu";
-/// Maximum number of pods at a time. The kubelet accepts 110, but two cores cannot run that many
-/// sandboxes.
+/// Maximum number of pods at a time. The kubelet accepts 110 pods, but two cores cannot run that
+/// many sandboxes.
 const MAX_PODS: usize = 40;
 /// Script of a pod that keeps its allocation without using MPS, so that MPS failures do not affect
 /// the pod.
 const SLEEP_FOREVER_SCRIPT: &str = "exec sleep 1000000";
-/// Script of an MPS client. The client may fail when its MPS daemon or server is killed, and must
-/// not fail otherwise.
+/// Script of an MPS client. The client may fail only if its MPS daemon or MPS server is killed.
 const HOLD_CLIENT_SCRIPT: &str = "exec cleave-client --hold forever";
 
 /// Reads a number from an environment variable.
@@ -59,8 +59,8 @@ fn main() -> Result<()> {
         create_and_delete_pods(&scope, &mut random, &mut tracker)?;
         tracker.observe(&Observation::read(&scope)?);
         if random.random_below(6) == 0 {
-            // Wait before creating pods: a kubelet permanently rejects pods that arrive during a
-            // disruption. The cluster tests measure these rejections, and
+            // Wait before creating pods, because a kubelet permanently rejects pods that it
+            // receives during a disruption. The cluster tests measure these rejections, and
             // docs/explanation/placement.md describes them.
             if wait_until_idle(&scope, &mut tracker)? {
                 let since = Timestamp::now();
@@ -118,7 +118,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Reads the last log lines of the agents.
+/// Reads the last lines of the agents' logs.
 fn agent_logs(cluster: &Cluster) -> Result<String> {
     let pods = "/api/v1/namespaces/cleave-system/pods";
     let agents = cluster.list(&format!("{pods}?labelSelector=app.kubernetes.io%2Fcomponent%3Dagent"))?;
@@ -143,7 +143,7 @@ fn create_policies(scope: &Scope) -> Result<()> {
     Ok(())
 }
 
-/// Waits until both nodes advertise all of their slices, and all GPUs are healthy without
+/// Waits until both nodes advertise all of their slices, and until all GPUs are healthy and have no
 /// allocations.
 fn wait_until_settled(scope: &Scope) -> Result<()> {
     let cluster = scope.cluster;
@@ -167,7 +167,7 @@ fn wait_until_settled(scope: &Scope) -> Result<()> {
     })
 }
 
-/// Creates a burst of pods, and deletes some of the earlier ones.
+/// Creates several pods, and deletes some of the earlier pods.
 fn create_and_delete_pods(scope: &Scope, random: &mut Random, tracker: &mut Tracker) -> Result<()> {
     let living = scope.pods()?;
     for _ in 0..=random.random_below(6) {

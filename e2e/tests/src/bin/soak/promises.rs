@@ -1,4 +1,4 @@
-//! Tracks the pods of the soak, and checks Cleave's promises at every observation, regardless of
+//! Tracks the pods of the soak, and checks Cleave's promises at each observation, also during
 //! disruptions.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::chaos::Disruption;
 use crate::common::{Counts, DYNAMIC_NODE, SHARES_NODE, SHARES_PER_GPU, SHARES_RESOURCE, format_counts};
 
-/// The pods and the `GpuNode`s at one time.
+/// The pods and the `GpuNode`s at one point in time.
 pub(crate) struct Observation {
     pods: Vec<Value>,
     nodes: BTreeMap<&'static str, Value>,
@@ -28,8 +28,8 @@ impl Observation {
         Ok(Self { pods, nodes })
     }
 
-    /// Returns whether a pod is on its way to a node: the scheduler has yet to bind it, or a
-    /// kubelet has yet to start it.
+    /// Returns whether a pod is in transit to a node: either the pod has been released but not
+    /// bound, or the pod is bound but the kubelet has not started the pod.
     pub(crate) fn has_pod_in_transit(&self) -> bool {
         self.pods.iter().any(|pod| {
             let gated = pod["spec"]["schedulingGates"].as_array().is_some_and(|gates| !gates.is_empty());
@@ -46,15 +46,16 @@ fn requests_shares(pod: &Value) -> bool {
     limits.is_some_and(|limits| limits.keys().any(|name| name == SHARES_RESOURCE))
 }
 
-/// Time after a disruption during which slices may still be unhealthy. The agent retries a failed
+/// Time after a disruption during which slices may remain unhealthy. The agent retries a failed
 /// NVML call after 10 s.
 const AFTERMATH_DURATION: Duration = Duration::from_secs(40);
 
 /// The period from the start of a disruption until the component has recovered.
 type Period = std::ops::Range<Timestamp>;
 
-/// Returns whether a disruption or its aftermath explains a kubelet's rejection at this time. The
-/// kubelet reports whole seconds, so the time may be up to a second before the disruption.
+/// Returns whether the time of a kubelet's rejection is during a disruption or during its
+/// aftermath. The kubelet reports whole seconds, so `failed` may be up to a second before the
+/// disruption.
 fn is_aftermath(disruptions: &[Period], failed: Timestamp) -> bool {
     disruptions.iter().any(|period| {
         failed.duration_since(period.start) > SignedDuration::from_secs(-1)
@@ -67,15 +68,15 @@ fn is_aftermath(disruptions: &[Period], failed: Timestamp) -> bool {
 #[expect(clippy::struct_excessive_bools, reason = "independent facts about one pod")]
 struct TrackedPod {
     node: &'static str,
-    /// Whether the pod gets the placement gate. Pods for whole GPUs are not gated, so their GPUs
-    /// may be repartitioned while the pods are in transit to the node.
+    /// Whether the pod receives the placement gate. Pods for whole GPUs do not receive the gate, so
+    /// their GPUs may be repartitioned while the pods are in transit to the node.
     gated: bool,
     /// Whether the pod runs an MPS client.
     client: bool,
-    /// Whether the tracker has counted the pod's end, or expects the end because the soak deleted
-    /// the pod.
+    /// Whether the tracker has counted the end of the pod, or expects the end because the soak
+    /// deletes the pod.
     done: bool,
-    /// Whether an MPS process of its node was killed while the pod existed.
+    /// Whether an MPS process of the pod's node was killed while the pod existed.
     mps_killed: bool,
     /// Id of the pod's container, once the container has run.
     container: Option<String>,
@@ -102,7 +103,7 @@ impl Tracker {
         self.pods.insert(name.to_owned(), pod);
     }
 
-    /// Records that the soak deletes a pod, so that the tracker expects the pod's end.
+    /// Records that the soak deletes a pod, so that the tracker expects the end of the pod.
     pub(crate) fn record_deleted_pod(&mut self, name: &str) {
         if let Some(pod) = self.pods.get_mut(name) {
             pod.done = true;
@@ -118,7 +119,7 @@ impl Tracker {
         }
     }
 
-    /// Checks an observation against the promises.
+    /// Checks that an observation violates no promise.
     pub(crate) fn observe(&mut self, observation: &Observation) {
         for pod in &observation.pods {
             self.check_pod(pod);
@@ -152,8 +153,8 @@ impl Tracker {
             }
             "Failed" if !tracked.done => {
                 tracked.done = true;
-                // Use the time of the failure, not of the observation, because observations are
-                // rare on a busy machine.
+                // Use the time of the failure, not the time of the observation, because the time
+                // between observations is long on a busy machine.
                 let failed = text(&pod["status"]["startTime"]).parse().unwrap_or_else(|_| Timestamp::now());
                 let is_recent = self.disruptions.get(tracked.node).is_some_and(|periods| is_aftermath(periods, failed));
                 let rejected = text(&pod["status"]["reason"]) == "UnexpectedAdmissionError";
@@ -172,7 +173,7 @@ impl Tracker {
         }
     }
 
-    /// Returns the outcomes so far, counted by kind.
+    /// Returns the number of outcomes so far of each kind.
     pub(crate) fn summary(&self) -> String {
         format!("{} pods: {}; violations: {}", self.created, format_counts(&self.outcomes), self.violations.len())
     }
@@ -191,7 +192,7 @@ mod tests {
         {
             assert_eq!(is_aftermath(&disruptions, at(failed)), expected, "{failed}");
         }
-        // The kubelet truncates times to whole seconds.
+        // The kubelet rounds times down to whole seconds.
         let within = at(100) + SignedDuration::from_millis(900);
         assert!(is_aftermath(&[within..within], at(100)));
         assert!(!is_aftermath(&[], at(100)));

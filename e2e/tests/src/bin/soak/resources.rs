@@ -1,5 +1,5 @@
-//! Counts objects on the nodes, to find leftover ones, and measures the memory of Cleave's
-//! programs.
+//! Counts objects on the nodes, to find objects that remain after their pods, and measures the
+//! memory of Cleave's programs.
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
@@ -7,17 +7,17 @@ use cleave_e2e::on_node;
 
 use crate::common::{DYNAMIC_NODE, SHARES_NODE};
 
-/// Counts of objects that are created and deleted with pods, by node and kind.
+/// Numbers of objects that are created and deleted together with pods, by kind and node.
 pub(crate) struct ObjectCounts(BTreeMap<(&'static str, String), u64>);
 
 /// The kind of object that is counted for all nodes together, because an operator's pod may move to
 /// the other node.
 const OPERATOR_CONTAINERS: &str = "operator-containers";
-/// Replaces the node's name in the count of [`OPERATOR_CONTAINERS`].
+/// Replaces the name of a node in the count of [`OPERATOR_CONTAINERS`].
 const ALL_NODES: &str = "all nodes";
 
-/// Prints one line `KIND COUNT` for each kind of object. A container and a sandbox are one
-/// directory each.
+/// Prints one line `KIND COUNT` for each kind of object. Each container and each sandbox has one
+/// directory.
 const COUNT_SCRIPT: &str = r#"
 tasks=/run/containerd/io.containerd.runtime.v2.task/k8s.io
 all=$(ls $tasks 2>/dev/null | wc -l)
@@ -45,7 +45,7 @@ impl ObjectCounts {
     }
 }
 
-/// Describes the kinds with more objects than before.
+/// Describes the kinds of which more objects exist than before.
 pub(crate) fn remaining_objects(before: &ObjectCounts, after: &ObjectCounts) -> Vec<String> {
     let more = |(of, now): (&(&'static str, String), &u64)| {
         let was = before.0.get(of).copied().unwrap_or_default();
@@ -54,7 +54,7 @@ pub(crate) fn remaining_objects(before: &ObjectCounts, after: &ObjectCounts) -> 
     after.0.iter().filter_map(more).collect()
 }
 
-/// Resident memory of Cleave's programs in KiB, by node and program.
+/// Resident memory of Cleave's programs in KiB, by program and node.
 pub(crate) type MemoryByProgram = BTreeMap<(&'static str, String), u64>;
 
 /// Prints one line `PROGRAM KIB` for each program.
@@ -96,8 +96,8 @@ pub(crate) fn format_memory_over_time(memory: &[MemoryByProgram]) -> String {
     last.keys().map(figures).collect::<Vec<_>>().join("; ")
 }
 
-/// Maximum growth of a program's memory in the second half of the run, in KiB. An allocator may
-/// retain this amount after a burst.
+/// Maximum growth of a program's memory in the second half of the run, in KiB. After a burst, an
+/// allocator may retain this amount of memory.
 const MAX_GROWTH_KIB: u64 = 4096;
 
 /// Maximum resident memory of each program at the end of the run, in KiB.

@@ -1,5 +1,5 @@
-//! Tests floods of connections, Events and pods, and values that are far too long. In each case,
-//! running pods must continue and the next pod must start.
+//! Lists attempts to overload Cleave: floods of connections, Events and pods, and very long values.
+//! In each case, running pods must continue to run and the next pod must start.
 use std::collections::BTreeSet;
 
 use anyhow::{Result, ensure};
@@ -13,12 +13,13 @@ use crate::gate_admission::set_exceptions;
 use crate::restarts::{component_pod, is_ready};
 use crate::{NODE, SHARES_RESOURCE};
 
-/// The pod that opens connections to the agent's port.
+/// The pod that opens many connections to the agent's port.
 const FLOODING_POD: &str = "hostile";
 const FLOOD_CONNECTION_COUNT: usize = 200;
 const FLOOD_EVENT_COUNT: usize = 300;
 const FLOOD_POD_COUNT: usize = 60;
-/// Number of node selector terms. The JSON Patch that releases the pod has one operation for each.
+/// Number of node selector terms. The JSON Patch that releases the pod has one operation for each
+/// term.
 const SELECTOR_TERM_COUNT: usize = 1000;
 /// Maximum length of a name that the API server accepts.
 const MAX_NAME_LENGTH: usize = 253;
@@ -75,14 +76,14 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
 ];
 
-/// Creates another pod with one share, and checks that the pod starts with its limits.
-/// `outcome_prefix` precedes the description of the outcome.
+/// Creates another pod with one share, and checks that the pod runs with the limits of the share.
+/// The description of the outcome starts with `outcome_prefix`.
 fn check_that_new_pod_runs(bed: &TestBed<'_>, name: &str, outcome_prefix: &str) -> Result<Outcome> {
     bed.scope.create_pod(name, &json!({SHARES_RESOURCE: 1}), RUN_ONCE_SCRIPT)?;
     check_that_pod_runs(bed, name, outcome_prefix)
 }
 
-/// Checks that a pod with one share succeeds and has its limits.
+/// Checks that a pod with one share succeeds and has the limits of the share.
 fn check_that_pod_runs(bed: &TestBed<'_>, name: &str, outcome_prefix: &str) -> Result<Outcome> {
     let (phase, log) = bed.scope.wait_until_finished(name)?;
     ensure!(phase == "Succeeded", "{name} is {phase}: {log}");
@@ -92,8 +93,8 @@ fn check_that_pod_runs(bed: &TestBed<'_>, name: &str, outcome_prefix: &str) -> R
     }
 }
 
-/// Opens more silent connections than the agent keeps open. The agent must close some of them and
-/// still answer other requests.
+/// Opens more connections than the agent keeps open, and sends nothing on them. The agent must
+/// close these connections and still answer other requests.
 fn open_silent_connections(bed: &TestBed<'_>) -> Result<Outcome> {
     let agent = component_pod(bed.scope.cluster, "agent")?;
     let address = text(&agent["status"]["podIP"]);
@@ -114,7 +115,8 @@ fn open_silent_connections(bed: &TestBed<'_>) -> Result<Outcome> {
         done"
     );
     run_script(bed, FLOODING_POD, &flood)?;
-    // Retry, because simultaneous connections may displace one request.
+    // Retry, because the agent may close the connection of one request when many other connections
+    // are opened.
     wait_until("the agent answers another request", || {
         let answer = run_script(bed, FLOODING_POD, &request)?;
         ensure!(answer.contains("200 OK"), "{answer}");
@@ -137,7 +139,7 @@ fn create_pod_with_forged_placement(bed: &TestBed<'_>, name: &str, value: &str) 
     let mut object = pod(name, &json!({SHARES_RESOURCE: 1}), RUN_ONCE_SCRIPT);
     object["metadata"]["annotations"] = json!({PLACEMENT_ANNOTATION: value});
     set_exceptions(&bed.scope, "annotations")?;
-    // The API server applies the label with a short delay.
+    // The API server applies the label after a short delay.
     wait_until("the namespace has the exception", || bed.tenant.create(&bed.pods_path(), &object).map(|_| true))?;
     let outcome = check_that_pod_runs(bed, name, "the operator wrote the pod's annotation")?;
     let now = text(&bed.scope.cluster.get(&bed.scope.pod_path(name))?["metadata"]["annotations"][PLACEMENT_ANNOTATION]);
@@ -148,7 +150,7 @@ fn create_pod_with_forged_placement(bed: &TestBed<'_>, name: &str, value: &str) 
 
 /// Creates a pod with a thousand node selector terms.
 fn create_pod_with_many_terms(bed: &TestBed<'_>) -> Result<Outcome> {
-    // Each term allows two nodes, so that the operator must change every term.
+    // Each term selects two nodes, so that the operator must change every term.
     let term = |index| {
         let values = json!([NODE, format!("elsewhere-{index}")]);
         json!({"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": values}]})
@@ -161,8 +163,8 @@ fn create_pod_with_many_terms(bed: &TestBed<'_>) -> Result<Outcome> {
     check_that_pod_runs(bed, "terms", "it is released")
 }
 
-/// Creates a pod with the longest name, and waits until it is bound. The kubelet may fail to run
-/// the pod, because the name of its log directory would be too long.
+/// Creates a pod with the longest possible name, and waits until the pod is bound. The kubelet may
+/// fail to run the pod, because the name of its log directory would be too long.
 fn create_pod_with_longest_name(bed: &TestBed<'_>) -> Result<Outcome> {
     let name = "x".repeat(MAX_NAME_LENGTH);
     bed.tenant.create(&bed.pods_path(), &pod(&name, &json!({SHARES_RESOURCE: 1}), "exec sleep infinity"))?;
@@ -175,7 +177,7 @@ fn create_pod_with_longest_name(bed: &TestBed<'_>) -> Result<Outcome> {
     Ok(outcome)
 }
 
-/// Creates Events that look like Cleave's.
+/// Creates Events that look like Cleave's Events.
 fn create_forged_events(bed: &TestBed<'_>) -> Result<Outcome> {
     let ns = &bed.scope.namespace;
     let event = json!({
@@ -190,7 +192,7 @@ fn create_forged_events(bed: &TestBed<'_>) -> Result<Outcome> {
     check_that_new_pod_runs(bed, "after-events", "the neighbour stays")
 }
 
-/// Creates more pods than the GPUs can serve, and then a pod that fits.
+/// Creates more pods than fit on the GPUs, and then a pod that fits.
 fn create_too_many_pods(bed: &TestBed<'_>) -> Result<Outcome> {
     let name = |index: usize| format!("flood-{index}");
     for index in 0..FLOOD_POD_COUNT {
@@ -205,7 +207,8 @@ fn create_too_many_pods(bed: &TestBed<'_>) -> Result<Outcome> {
         there += 1;
         bound += usize::from(pod["spec"]["nodeName"].is_string());
     }
-    // At most two pods fit, because other pods use some of the shares of the other two GPUs.
+    // Each pod needs a whole GPU. At most two pods fit, because other pods use some of the shares
+    // of the other two GPUs.
     ensure!(there == FLOOD_POD_COUNT && bound <= 2, "{there} of {FLOOD_POD_COUNT} pods exist, and {bound} are bound");
     for name in flood {
         bed.scope.cluster.delete(&bed.scope.pod_path(&name), Some(0))?;

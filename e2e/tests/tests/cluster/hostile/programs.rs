@@ -14,22 +14,22 @@ use crate::shares::limits_of_shares;
 use crate::tenants::wait_for_condition_and_event;
 use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, allocations, wait_until_advertised};
 
-/// The pod in which most attempts run, and its shares.
+/// The pod in which most attempts run, and the number of its shares.
 const HOSTILE_POD: &str = "hostile";
 const HOSTILE_SHARES: u32 = 3;
-/// The pod that computes on the same GPU, and its shares.
+/// The pod that computes on the same GPU, and the number of its shares.
 pub(super) const NEIGHBOUR_POD: &str = "neighbour";
 const NEIGHBOUR_SHARES: u32 = 2;
-/// The pod that, from its start, violates the protocol of the door on several simultaneous
+/// The pod that violates the protocol of the door from its start, on several simultaneous
 /// connections.
-const LIAR_POD: &str = "liar";
-/// Maximum number of GPU processes of a pod, by the policy.
+const VIOLATING_POD: &str = "liar";
+/// Maximum number of GPU processes of a pod, which the policy sets.
 const MAX_CLIENTS: usize = 8;
 const SLEEP_FOREVER_SCRIPT: &str = "exec sleep infinity";
-/// Directory of the door in a container.
+/// The directory of the door in a container.
 const DOOR_DIRECTORY: &str = "/run/cleave-mps";
 
-/// The violations of [`LIAR_POD`], as `cleave-client --lie` names them.
+/// The violations by [`VIOLATING_POD`], as arguments of `cleave-client --lie`.
 const VIOLATIONS: [&str; 18] = [
     "stall=0",
     "stall=4",
@@ -51,15 +51,17 @@ const VIOLATIONS: [&str; 18] = [
     "last-word=7",
 ];
 
-/// Outcome if the door closes the connection.
+/// The expected outcome if the door closes the connection.
 const REFUSED_AS_CLOSED: ExpectedOutcome = ExpectedOutcome::Refused(&["closed"]);
-/// Outcome if the kernel refuses the credentials.
+/// The expected outcome if the kernel refuses the credentials.
 const REFUSED_BY_THE_KERNEL: ExpectedOutcome = ExpectedOutcome::Refused(&["\"outcome\":\"refused\""]);
-/// Outcome if the compute mode `EXCLUSIVE_PROCESS` refuses a context.
+/// The expected outcome if the driver refuses a context because of the compute mode
+/// `EXCLUSIVE_PROCESS`.
 const REFUSED_WITHOUT_CONTEXT: ExpectedOutcome = ExpectedOutcome::Refused(&["CUDA_ERROR_DEVICE_UNAVAILABLE"]);
 const REFUSED_AS_READ_ONLY: ExpectedOutcome = ExpectedOutcome::Refused(&["Read-only file system"]);
 
-/// Creates a policy with ten shares of each GPU, the neighbour, and the pods in which attempts run.
+/// Creates a policy that divides each GPU into ten shares, the neighbour, and the pods in which
+/// attempts run.
 pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
     let scope = Scope::new(cluster, "hostile")?;
     let spec = json!({
@@ -70,7 +72,8 @@ pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
     wait_until_advertised(cluster, SHARES_RESOURCE, 10)?;
     let bed = TestBed::new(scope)?;
     let scope = &bed.scope;
-    // Only one GPU has shares until these three pods run, so they are neighbours.
+    // Until these three pods run, the policy selects only one GPU, so that the pods are on the same
+    // GPU.
     scope.create_pod(HOSTILE_POD, &json!({SHARES_RESOURCE: HOSTILE_SHARES}), SLEEP_FOREVER_SCRIPT)?;
     scope.wait_until_running(HOSTILE_POD)?;
     scope.create_pod(NEIGHBOUR_POD, &json!({SHARES_RESOURCE: NEIGHBOUR_SHARES}), HOLD_CLIENT_SCRIPT)?;
@@ -81,10 +84,10 @@ pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
     );
     let pods = other_pods();
     let (liar, others) = pods.split_first().context("no pods")?;
-    ensure!(text(&liar["metadata"]["name"]) == LIAR_POD, "the first pod is {liar}");
+    ensure!(text(&liar["metadata"]["name"]) == VIOLATING_POD, "the first pod is {liar}");
     bed.tenant.create(&bed.pods_path(), liar)?;
-    scope.wait_until_running(LIAR_POD)?;
-    gpu_of_pod(&bed, LIAR_POD)?;
+    scope.wait_until_running(VIOLATING_POD)?;
+    gpu_of_pod(&bed, VIOLATING_POD)?;
     cluster.patch(&format!("{POLICIES_PATH}/hostile"), &json!({"spec": {"gpus": null}}))?;
     wait_until_advertised(cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     for (name, data) in [
@@ -105,7 +108,7 @@ pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
 
 /// Returns the pods other than [`HOSTILE_POD`] and [`NEIGHBOUR_POD`].
 fn other_pods() -> Vec<Value> {
-    let lies = format!(
+    let script = format!(
         "for lie in {}; do cleave-client --lie $lie --hold 30 >/tmp/$lie 2>&1 & done; wait; {SLEEP_FOREVER_SCRIPT}",
         VIOLATIONS.join(" ")
     );
@@ -116,8 +119,8 @@ fn other_pods() -> Vec<Value> {
         pod
     };
     let from = |name: &str| json!([{"configMapRef": {"name": name}}]);
-    // Keep this order: the kernel refuses the first attempt at once, but the flood waits until its
-    // connections are closed.
+    // Keep this order: the kernel refuses the first attempt immediately, but the client of the
+    // flood waits until its connections are closed.
     let user = format!(
         "cleave-client --lie root --hold 10 >/tmp/root 2>&1; \
          cleave-client --lie flood=200 --hold 60 >/tmp/flood=200 2>&1; {SLEEP_FOREVER_SCRIPT}"
@@ -133,12 +136,12 @@ fn other_pods() -> Vec<Value> {
         json!([{"name": "over", "mountPath": DOOR_DIRECTORY}]),
     );
     over["spec"]["volumes"] = json!([{"name": "over", "emptyDir": {}}]);
-    // Select the node, because another node's kubelet may still know the resource without devices,
-    // and then rejects the pod.
+    // Select the node, because the kubelet of another node may still have the resource, but without
+    // devices. Such a kubelet rejects the pod.
     let mut none = pod("none", &json!({SHARES_RESOURCE: 0}), SLEEP_FOREVER_SCRIPT);
     none["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
     vec![
-        pod(LIAR_POD, &one, &lies),
+        pod(VIOLATING_POD, &one, &script),
         with("user", &one, &user, "securityContext", json!({"runAsUser": 1000, "runAsGroup": 1000})),
         with("capable", &one, &administrator, "securityContext", json!({"capabilities": {"add": ["SYS_ADMIN"]}})),
         with("more", &json!({SHARES_RESOURCE: 2}), SLEEP_FOREVER_SCRIPT, "envFrom", from("more")),
@@ -261,8 +264,8 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "the door's directory remounted",
         expected: REFUSED_AS_READ_ONLY,
         run: |bed| {
-            // All mounts must fail. The last command shows whether the directory is still
-            // read-only.
+            // All commands that change mounts must fail. The last command shows whether the
+            // directory is still read-only.
             let mounts = "cd $CUDA_MPS_PIPE_DIRECTORY; { mount -o remount,rw,bind none $PWD; umount -l $PWD; \
                 unshare -m mount -o remount,rw,bind none $PWD; } >/dev/null 2>&1; touch $CUDA_MPS_PIPE_DIRECTORY/mine";
             Ok(Outcome::Refused(vec![run_script(bed, HOSTILE_POD, mounts)?]))
@@ -277,7 +280,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "signals to the neighbour's program and to the MPS server",
         expected: ExpectedOutcome::Refused(&["No such process"]),
         run: |bed| {
-            let Processes { server, neighbour } = read_processes(bed)?;
+            let GpuProcesses { server, neighbour } = read_processes(bed)?;
             let kill = |pid: u64| run_script(bed, HOSTILE_POD, &format!("kill -9 {pid}"));
             Ok(Outcome::Refused(vec![kill(server)?, kill(neighbour)?]))
         },
@@ -312,7 +315,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "an administrator's commands at the door that end the neighbour, the server and the daemon",
         expected: ExpectedOutcome::Refused(&["no answer"]),
         run: |bed| {
-            let Processes { server, neighbour } = read_processes(bed)?;
+            let GpuProcesses { server, neighbour } = read_processes(bed)?;
             let end = [
                 format!("terminate_client {server} {neighbour}"),
                 format!("shutdown_server {server}"),
@@ -329,32 +332,32 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
         name: "an incomplete handshake",
         expected: REFUSED_AS_CLOSED,
-        run: |bed| wait_for_violations(bed, LIAR_POD, &["stall=0", "stall=4", "stall=9"]),
+        run: |bed| wait_for_violations(bed, VIOLATING_POD, &["stall=0", "stall=4", "stall=9"]),
     },
     Attempt {
         name: "a handshake with invalid words",
         expected: REFUSED_AS_CLOSED,
-        run: |bed| wait_for_violations(bed, LIAR_POD, &["garbage", "kind=3", "short-kind"]),
+        run: |bed| wait_for_violations(bed, VIOLATING_POD, &["garbage", "kind=3", "short-kind"]),
     },
     Attempt {
         name: "a handshake that is too long",
         expected: REFUSED_AS_CLOSED,
-        run: |bed| wait_for_violations(bed, LIAR_POD, &["huge", "long-command"]),
+        run: |bed| wait_for_violations(bed, VIOLATING_POD, &["huge", "long-command"]),
     },
     Attempt {
         name: "two introductions on one connection",
         expected: REFUSED_AS_CLOSED,
-        run: |bed| wait_for_violations(bed, LIAR_POD, &["twice"]),
+        run: |bed| wait_for_violations(bed, VIOLATING_POD, &["twice"]),
     },
     Attempt {
         name: "descriptors with the introduction",
         expected: REFUSED_AS_CLOSED,
-        run: |bed| wait_for_violations(bed, LIAR_POD, &["descriptors"]),
+        run: |bed| wait_for_violations(bed, VIOLATING_POD, &["descriptors"]),
     },
     Attempt {
         name: "another process's PID in the introduction",
         expected: REFUSED_BY_THE_KERNEL,
-        run: |bed| wait_for_violations(bed, LIAR_POD, &["pid=1"]),
+        run: |bed| wait_for_violations(bed, VIOLATING_POD, &["pid=1"]),
     },
     Attempt {
         name: "another process's PID, with CAP_SYS_ADMIN",
@@ -369,22 +372,22 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
         name: "an administrator's command after a client's introduction",
         expected: REFUSED_AS_CLOSED,
-        run: |bed| wait_for_violations(bed, LIAR_POD, &["administrator-after-client"]),
+        run: |bed| wait_for_violations(bed, VIOLATING_POD, &["administrator-after-client"]),
     },
     Attempt {
         name: "a reply that the client never reads",
         expected: REFUSED_AS_CLOSED,
-        run: |bed| wait_for_violations(bed, LIAR_POD, &["unread"]),
+        run: |bed| wait_for_violations(bed, VIOLATING_POD, &["unread"]),
     },
     Attempt {
         name: "no further message after the server's socket is received",
         expected: REFUSED_AS_CLOSED,
-        run: |bed| wait_for_violations(bed, LIAR_POD, &["mute=0", "mute=1", "mute=2"]),
+        run: |bed| wait_for_violations(bed, VIOLATING_POD, &["mute=0", "mute=1", "mute=2"]),
     },
     Attempt {
         name: "a last message of the handshake that is missing or wrong",
         expected: REFUSED_AS_CLOSED,
-        run: |bed| wait_for_violations(bed, LIAR_POD, &["no-last-word", "last-word=7"]),
+        run: |bed| wait_for_violations(bed, VIOLATING_POD, &["no-last-word", "last-word=7"]),
     },
     Attempt {
         name: "exit of a client that has the server's socket",
@@ -428,7 +431,8 @@ pub(super) fn run_script(bed: &TestBed<'_>, pod: &str, script: &str) -> Result<S
     Ok(String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr))
 }
 
-/// Checks that `programs` programs reported at most the limits of `shares` shares.
+/// Checks that `printed` contains the reports of `programs` programs, and that no program has
+/// higher limits than those of `shares` shares.
 pub(super) fn check_limits(bed: &TestBed<'_>, shares: u32, printed: &str, programs: usize) -> Result<Outcome> {
     let node = bed.scope.cluster.gpu_node(NODE)?;
     let total = node["status"]["gpus"][0]["memoryMib"].as_u64().context("no memory in the status")?;
@@ -446,7 +450,8 @@ pub(super) fn check_limits(bed: &TestBed<'_>, shares: u32, printed: &str, progra
     }
 }
 
-/// Checks that `programs` programs failed to create a CUDA context.
+/// Checks that `printed` contains the reports of `programs` programs, and that no program could
+/// create a CUDA context.
 fn check_no_context(printed: &str, programs: usize) -> Result<Outcome> {
     let reports = parse_json_lines(printed);
     ensure!(reports.len() == programs, "expected reports of {programs} programs: {printed}");
@@ -456,14 +461,15 @@ fn check_no_context(printed: &str, programs: usize) -> Result<Outcome> {
     }
 }
 
-/// Checks that the neighbour can start another program with its own limits.
+/// Checks that the neighbour can start another program, and that this program has the neighbour's
+/// limits.
 fn check_neighbour_starts(bed: &TestBed<'_>) -> Result<()> {
     let outcome = check_limits(bed, NEIGHBOUR_SHARES, &run_script(bed, NEIGHBOUR_POD, "cleave-client --once")?, 1)?;
     ensure!(matches!(outcome, Outcome::NoEffect(_)), "the neighbour's next program: {outcome:?}");
     Ok(())
 }
 
-/// Returns the GPU on which a pod has its allocation.
+/// Waits until a pod has an allocation, and returns the GPU of the allocation.
 fn gpu_of_pod(bed: &TestBed<'_>, pod: &str) -> Result<String> {
     wait_for(&format!("the node reports the allocation of {pod}"), WAIT_TIMEOUT, || {
         let allocated = allocations(bed.scope.cluster, &bed.scope, pod)?;
@@ -471,7 +477,7 @@ fn gpu_of_pod(bed: &TestBed<'_>, pod: &str) -> Result<String> {
     })
 }
 
-/// Runs a program on each of the node's other GPUs, with this environment.
+/// Tries to run a program on each of the node's other GPUs, with these environment variables.
 fn run_on_other_gpus(bed: &TestBed<'_>, environment: &str) -> Result<Outcome> {
     let own = gpu_of_pod(bed, HOSTILE_POD)?;
     let node = bed.scope.cluster.gpu_node(NODE)?;
@@ -485,8 +491,8 @@ fn run_on_other_gpus(bed: &TestBed<'_>, environment: &str) -> Result<Outcome> {
     check_no_context(&run_script(bed, HOSTILE_POD, &script)?, others.len())
 }
 
-/// Starts an MPS daemon in the pod. Under other names, the simulated client acts as the simulated
-/// daemon and server.
+/// Starts an MPS daemon in the pod. The program `cleave-client` acts as the simulated MPS daemon or
+/// MPS server if its file has the name of that program.
 fn start_own_daemon(bed: &TestBed<'_>) -> Result<Outcome> {
     let said = run_script(
         bed,
@@ -503,8 +509,8 @@ fn start_own_daemon(bed: &TestBed<'_>) -> Result<Outcome> {
     check_no_context(&said, 1)
 }
 
-/// Mounts a volume over the door's directory. The volume may hide the door or be hidden by the
-/// door's mount. In neither case can the pod use the GPU outside MPS.
+/// Mounts a volume at the door's directory. The volume may hide the door, or the door's mount may
+/// hide the volume. In both cases, the pod must not be able to use the GPU outside MPS.
 fn mount_over_door(bed: &TestBed<'_>) -> Result<Outcome> {
     let said = run_script(bed, "over", "cleave-client --once")?;
     match check_no_context(&said, 1)? {
@@ -537,8 +543,8 @@ fn start_too_many_processes(bed: &TestBed<'_>) -> Result<Outcome> {
     outcome
 }
 
-/// Tries to connect to all sockets in Cleave's directory of the node, by paths that might reach the
-/// directory.
+/// Tries to connect to all sockets in Cleave's directory on the node, by paths that might reach the
+/// directory from the container.
 fn connect_to_all_sockets(bed: &TestBed<'_>) -> Result<Outcome> {
     let found = on_node(NODE, &["find", "/run/cleave", "-type", "s"])?;
     let found: Vec<&str> = found.split_whitespace().collect();
@@ -559,30 +565,31 @@ fn connect_to_all_sockets(bed: &TestBed<'_>) -> Result<Outcome> {
     Ok(Outcome::Refused(refused))
 }
 
-/// PIDs of processes on [`HOSTILE_POD`]'s GPU, as the node sees them.
-struct Processes {
+/// PIDs, in the node's PID namespace, of processes on the GPU of [`HOSTILE_POD`].
+struct GpuProcesses {
     server: u64,
     neighbour: u64,
 }
 
-/// Returns the status file of the MPS host.
+/// Reads the status file of the MPS host.
 fn read_host_status() -> Result<Value> {
     Ok(serde_json::from_str(&on_node(NODE, &["cat", "/run/cleave/mps/status.json"])?)?)
 }
 
-/// Reads the PIDs from the status of the MPS host.
-fn read_processes(bed: &TestBed<'_>) -> Result<Processes> {
+/// Reads the PIDs from the status file of the MPS host.
+fn read_processes(bed: &TestBed<'_>) -> Result<GpuProcesses> {
     let (device, door) = (gpu_of_pod(bed, NEIGHBOUR_POD)?, neighbour_allocation_id(bed)?);
     let daemon = read_host_status()?["daemons"][&device].clone();
     let clients = daemon["clients"].as_array().cloned().unwrap_or_default();
     let neighbour = clients.iter().find(|client| client["allocation"] == door.as_str());
-    Ok(Processes {
+    Ok(GpuProcesses {
         server: daemon["serverPid"].as_u64().context("no server")?,
         neighbour: neighbour.and_then(|client| client["pid"].as_u64()).context("the neighbour is not a client")?,
     })
 }
 
-/// Returns the id of the neighbour's allocation: the name of its door's directory on the node.
+/// Returns the id of the neighbour's allocation, which is also the name of its door's directory on
+/// the node.
 fn neighbour_allocation_id(bed: &TestBed<'_>) -> Result<String> {
     let mounts = run_script(bed, NEIGHBOUR_POD, "cat /proc/self/mountinfo")?;
     let mount = mounts.lines().find(|line| line.contains(&format!(" {DOOR_DIRECTORY} "))).context("no door")?;
@@ -605,12 +612,12 @@ fn send_admin_commands(bed: &TestBed<'_>, commands: &[String]) -> Result<Outcome
     }
 }
 
-/// Waits for the outcomes of protocol violations that a pod attempts at its start.
-fn wait_for_violations(bed: &TestBed<'_>, pod: &str, lies: &[&str]) -> Result<Outcome> {
+/// Waits for the outcomes of the protocol violations that a pod attempts when it starts.
+fn wait_for_violations(bed: &TestBed<'_>, pod: &str, violations: &[&str]) -> Result<Outcome> {
     let mut outcomes = Vec::new();
-    for lie in lies {
-        let outcome = wait_for(&format!("{pod} has the outcome of {lie}"), WAIT_TIMEOUT, || {
-            let printed = run_script(bed, pod, &format!("cat /tmp/{lie}"))?;
+    for violation in violations {
+        let outcome = wait_for(&format!("{pod} has the outcome of {violation}"), WAIT_TIMEOUT, || {
+            let printed = run_script(bed, pod, &format!("cat /tmp/{violation}"))?;
             Ok((!printed.trim().is_empty()).then_some(printed))
         })?;
         if outcome.contains("\"open\"") {
@@ -623,22 +630,22 @@ fn wait_for_violations(bed: &TestBed<'_>, pod: &str, lies: &[&str]) -> Result<Ou
     Ok(Outcome::Refused(outcomes))
 }
 
-/// Runs clients that exit while they have the server's socket.
+/// Runs clients that exit while they have an open socket to the MPS server.
 fn exit_during_handshake(bed: &TestBed<'_>) -> Result<Outcome> {
     check_same_server_after(bed, (0..4).map(|words| format!("vanish={words}")))
 }
 
-/// Runs clients that shut down the socket to the server.
+/// Runs clients that shut down their socket to the MPS server.
 fn shut_down_during_handshake(bed: &TestBed<'_>) -> Result<Outcome> {
     check_same_server_after(bed, (0..6).map(|step| format!("shutdown={step}")))
 }
 
-/// Runs protocol violations, and checks after each that the neighbour can start another program and
-/// that the server was not replaced.
-fn check_same_server_after(bed: &TestBed<'_>, lies: impl Iterator<Item = String>) -> Result<Outcome> {
+/// Runs protocol violations. Checks after each violation that the neighbour can start another
+/// program, and at the end that the MPS server was not replaced.
+fn check_same_server_after(bed: &TestBed<'_>, violations: impl Iterator<Item = String>) -> Result<Outcome> {
     let server = read_processes(bed)?.server;
-    for lie in lies {
-        run_script(bed, LIAR_POD, &format!("cleave-client --lie {lie}"))?;
+    for violation in violations {
+        run_script(bed, VIOLATING_POD, &format!("cleave-client --lie {violation}"))?;
         check_neighbour_starts(bed)?;
     }
     let now = read_processes(bed)?.server;
@@ -646,14 +653,15 @@ fn check_same_server_after(bed: &TestBed<'_>, lies: impl Iterator<Item = String>
     Ok(Outcome::NoEffect("the neighbour's next programs start on the same server".to_owned()))
 }
 
-/// Waits until the agent reports this finding on a pod.
+/// Waits until the agent reports this finding about a pod.
 fn wait_for_finding(bed: &TestBed<'_>, pod: &str, kind: &'static str) -> Result<Outcome> {
     wait_for_condition_and_event(bed.scope.cluster, &bed.scope, pod, kind)?;
     Ok(Outcome::Found(kind))
 }
 
-/// Mounts the node's directory of doors and uses the neighbour's door. A pod that can mount this
-/// directory is root on the node, but the agent still reports the pod's use of the GPU.
+/// Mounts the node's directory of doors, and uses the neighbour's door. A pod that can mount this
+/// directory has the permissions of root on the node, but the agent still reports that the pod uses
+/// the GPU.
 fn use_neighbours_door(bed: &TestBed<'_>) -> Result<Outcome> {
     let script =
         format!("CUDA_MPS_PIPE_DIRECTORY=/doors/{} exec cleave-client --hold forever", neighbour_allocation_id(bed)?);

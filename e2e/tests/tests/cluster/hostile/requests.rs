@@ -1,5 +1,5 @@
-//! Lists attempts that consist of requests to the API server, by the owner of a namespace and with
-//! an agent's token.
+//! Lists attempts that consist of requests to the API server. The owner of a namespace sends the
+//! requests, or an attacker sends them with an agent's token.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
     Cluster, GPU_NODES_PATH, POLICIES_PATH, SYSTEM_NAMESPACE, Scope, WAIT_TIMEOUT, pod, text, wait_for, wait_until,
@@ -13,7 +13,7 @@ use crate::{NODE, SHARES_RESOURCE, daemon_pids};
 
 /// Another node that has an agent.
 const OTHER_NODE: &str = "node2";
-/// The annotation in which the operator records reservations, and a forged value.
+/// The annotation in which the operator records reservations, and a forged value of the annotation.
 const PLACEMENT_ANNOTATION: &str = "cleave.dev/placement";
 pub(super) const FORGED_PLACEMENT: &str = concat!(
     r#"{"until":99999999999,"nodes":{"../../node2":[],"#,
@@ -22,19 +22,19 @@ pub(super) const FORGED_PLACEMENT: &str = concat!(
 const AGENT_ACCOUNT: &str = "cleave-agent";
 const OPERATOR_ACCOUNT: &str = "cleave-operator";
 
-/// Expected refusal of a write to the annotation.
+/// The expected refusal of a write to the annotation.
 const ANNOTATION_REFUSED: ExpectedOutcome =
     ExpectedOutcome::Refused(&["(cleave.dev/placement)", "only the Cleave operator may write annotations"]);
-/// Expected refusal to remove the gate.
+/// The expected refusal of the removal of the gate.
 const GATE_REFUSED: ExpectedOutcome =
     ExpectedOutcome::Refused(&["only the Cleave operator may remove the scheduling gate", GATE_NAME]);
-/// Expected refusal by RBAC of a write to `GpuNode`s.
+/// The expected refusal, by RBAC, of a write to `GpuNode`s.
 const GPU_NODES_REFUSED: ExpectedOutcome = ExpectedOutcome::Refused(&["cannot patch resource \"gpunodes"]);
 
 /// Creates a namespace with a gated pod `waits`. The operator does not release the pod, because the
 /// pod also has another gate.
 pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
-    // Wait, because the status may briefly still name the daemons of the previous test.
+    // Wait, because the status may still contain the daemons of the previous test for a short time.
     wait_until("the node reports no MPS daemons", || Ok(daemon_pids(cluster)?.is_empty()))?;
     let bed = TestBed::new(Scope::new(cluster, "hostile-requests")?)?;
     let mut waits = pod("waits", &json!({SHARES_RESOURCE: 1}), "true");
@@ -76,7 +76,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         expected: ExpectedOutcome::Refused(&["container \"debug\" sets NVIDIA_VISIBLE_DEVICES"]),
         run: |bed| {
             let debug = json!({"spec": {"ephemeralContainers": [extra_container("debug", &env_for_all_gpus())]}});
-            refusals([bed.tenant.patch(&format!("{}/ephemeralcontainers", path_of_waits(bed)), &debug)])
+            refusals([bed.tenant.patch(&format!("{}/ephemeralcontainers", path_of_waiting_pod(bed)), &debug)])
         },
     },
     Attempt {
@@ -91,22 +91,24 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
         name: "a forged placement on a pod that waits at the gate",
         expected: ANNOTATION_REFUSED,
-        run: |bed| refusals([bed.tenant.patch(&path_of_waits(bed), &forged_annotation_patch())]),
+        run: |bed| refusals([bed.tenant.patch(&path_of_waiting_pod(bed), &forged_annotation_patch())]),
     },
     Attempt {
         name: "a forged placement through the pod's status",
         expected: ANNOTATION_REFUSED,
-        run: |bed| refusals([bed.tenant.patch(&format!("{}/status", path_of_waits(bed)), &forged_annotation_patch())]),
+        run: |bed| {
+            refusals([bed.tenant.patch(&format!("{}/status", path_of_waiting_pod(bed)), &forged_annotation_patch())])
+        },
     },
     Attempt {
         name: "a forged placement through a binding",
         expected: ANNOTATION_REFUSED,
-        run: |bed| bind_waits(bed, &json!({PLACEMENT_ANNOTATION: FORGED_PLACEMENT})),
+        run: |bed| bind_waiting_pod(bed, &json!({PLACEMENT_ANNOTATION: FORGED_PLACEMENT})),
     },
     Attempt {
         name: "a binding of a pod that waits at the gate",
         expected: ExpectedOutcome::Refused(&["non-empty .spec.schedulingGates"]),
-        run: |bed| bind_waits(bed, &json!({})),
+        run: |bed| bind_waiting_pod(bed, &json!({})),
     },
     Attempt {
         name: "a path in an annotation's name",
@@ -197,12 +199,12 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "more shares by a resize of the pod",
         expected: ExpectedOutcome::Refused(&["only cpu and memory resources are mutable"]),
         run: |bed| {
-            let mut containers = bed.scope.cluster.get(&path_of_waits(bed))?["spec"]["containers"].clone();
+            let mut containers = bed.scope.cluster.get(&path_of_waiting_pod(bed))?["spec"]["containers"].clone();
             for kind in ["limits", "requests"] {
                 containers[0]["resources"][kind][SHARES_RESOURCE] = json!("5");
             }
             let change = json!({"spec": {"containers": containers}});
-            refusals([bed.tenant.patch(&format!("{}/resize", path_of_waits(bed)), &change)])
+            refusals([bed.tenant.patch(&format!("{}/resize", path_of_waiting_pod(bed)), &change)])
         },
     },
     Attempt {
@@ -312,7 +314,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         name: "change, eviction and deletion of a tenant's pod by an agent's token",
         expected: ExpectedOutcome::Refused(&["resource \"pods"]),
         run: |bed| {
-            let (agent, path) = (agent_client(bed, NODE)?, path_of_waits(bed));
+            let (agent, path) = (agent_client(bed, NODE)?, path_of_waiting_pod(bed));
             let eviction = json!({"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": "waits"}});
             refusals([
                 agent.patch(&path, &forged_annotation_patch()),
@@ -324,16 +326,16 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
 ];
 
 /// Returns the API path of the pod `waits`.
-fn path_of_waits(bed: &TestBed<'_>) -> String {
+fn path_of_waiting_pod(bed: &TestBed<'_>) -> String {
     bed.scope.pod_path("waits")
 }
 
-/// Creates a pod as the tenant, in a dry run.
+/// Requests the creation of a pod as the tenant, as a dry run.
 fn create_in_dry_run(bed: &TestBed<'_>, pod: &Value) -> Result<Value> {
     bed.tenant.create(&format!("{}?dryRun=All", bed.pods_path()), pod)
 }
 
-/// Creates a pod as the tenant, and collects the refusal.
+/// Requests the creation of a pod as the tenant, as a dry run, and collects the refusal.
 fn expect_refusal(bed: &TestBed<'_>, pod: &Value) -> Result<Outcome> {
     refusals([create_in_dry_run(bed, pod)])
 }
@@ -343,22 +345,22 @@ fn pod_requesting(limits: &Value) -> Value {
     pod("t", limits, "true")
 }
 
-/// Creates a pod with shares and this environment variable as the tenant, and collects the refusal.
+/// Does the same as [`expect_refusal`], with a pod that has a share and this environment variable.
 fn expect_refusal_of_env(bed: &TestBed<'_>, env: &Value) -> Result<Outcome> {
     expect_refusal(bed, &pod_with_env(&json!({SHARES_RESOURCE: 1}), env))
 }
 
-/// Returns a pod with shares that names its node.
+/// Returns a pod with a share whose spec names the node.
 fn pod_with_node_name() -> Value {
     pod_with(&json!({SHARES_RESOURCE: 1}), |spec| spec["nodeName"] = json!(NODE))
 }
 
-/// Returns a patch with the forged annotation.
+/// Returns a patch that sets the forged annotation.
 fn forged_annotation_patch() -> Value {
     json!({"metadata": {"annotations": {PLACEMENT_ANNOTATION: FORGED_PLACEMENT}}})
 }
 
-/// Returns a patch that removes all GPUs from a status.
+/// Returns a patch that removes all GPUs from the status of a `GpuNode`.
 fn patch_without_gpus() -> Value {
     json!({"status": {"gpus": []}})
 }
@@ -368,12 +370,12 @@ fn metadata_patch() -> Value {
     json!({"metadata": {"labels": {"hostile": "yes"}, "finalizers": ["example.com/hostile"], "ownerReferences": []}})
 }
 
-/// Removes the placement gate from the pod `waits`, and keeps the other gate.
+/// Requests the removal of the placement gate from the pod `waits`. The other gate remains.
 fn remove_gate(client: &Cluster, bed: &TestBed<'_>) -> Result<Value> {
-    client.patch(&path_of_waits(bed), &json!({"spec": {"schedulingGates": [{"name": OTHER_GATE_NAME}]}}))
+    client.patch(&path_of_waiting_pod(bed), &json!({"spec": {"schedulingGates": [{"name": OTHER_GATE_NAME}]}}))
 }
 
-/// Returns a client with the token of the agent's pod on a node.
+/// Returns a client that uses a token of the agent's pod on a node.
 fn agent_client(bed: &TestBed<'_>, node: &str) -> Result<Cluster> {
     let cluster = bed.scope.cluster;
     let path = format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods?labelSelector=app.kubernetes.io/component=agent");
@@ -383,18 +385,18 @@ fn agent_client(bed: &TestBed<'_>, node: &str) -> Result<Cluster> {
     Cluster::by_token(&cluster.token(SYSTEM_NAMESPACE, AGENT_ACCOUNT, Some(pod))?, None)
 }
 
-/// Binds the pod `waits` with these annotations. The API server copies annotations of a binding to
-/// the pod without evaluating admission policies on pods.
-fn bind_waits(bed: &TestBed<'_>, annotations: &Value) -> Result<Outcome> {
+/// Tries to bind the pod `waits`, with these annotations in the binding. The API server copies
+/// annotations of a binding to the pod without evaluating admission policies on pods.
+fn bind_waiting_pod(bed: &TestBed<'_>, annotations: &Value) -> Result<Outcome> {
     let binding = json!({
         "apiVersion": "v1", "kind": "Binding", "metadata": {"name": "waits", "annotations": annotations},
         "target": {"apiVersion": "v1", "kind": "Node", "name": NODE},
     });
     let outcome = refusals([
-        bed.tenant.create(&format!("{}/binding", path_of_waits(bed)), &binding),
+        bed.tenant.create(&format!("{}/binding", path_of_waiting_pod(bed)), &binding),
         bed.tenant.create(&format!("/api/v1/namespaces/{}/bindings", bed.scope.namespace), &binding),
     ])?;
-    let pod = bed.scope.cluster.get(&path_of_waits(bed))?;
+    let pod = bed.scope.cluster.get(&path_of_waiting_pod(bed))?;
     ensure!(
         pod["spec"]["nodeName"].is_null() && pod["metadata"]["annotations"][PLACEMENT_ANNOTATION].is_null(),
         "{pod}"
@@ -402,7 +404,8 @@ fn bind_waits(bed: &TestBed<'_>, annotations: &Value) -> Result<Outcome> {
     Ok(outcome)
 }
 
-/// Changes fields other than the status through the status subresource, with an agent's token.
+/// Tries to change fields other than the status, through the status subresource and with an agent's
+/// token.
 fn change_own_metadata(bed: &TestBed<'_>) -> Result<Outcome> {
     let cluster = bed.scope.cluster;
     let before = cluster.gpu_node(NODE)?["metadata"].clone();
@@ -422,8 +425,8 @@ fn change_own_metadata(bed: &TestBed<'_>) -> Result<Outcome> {
     Ok(Outcome::NoEffect("only the status can change".to_owned()))
 }
 
-/// Requests a directory of the node as a volume, in a namespace that enforces the Pod Security
-/// Standard `baseline`.
+/// Tries to mount a directory of the node as a volume, in a namespace that enforces the Pod
+/// Security Standard `baseline`.
 fn mount_host_path(bed: &TestBed<'_>) -> Result<Outcome> {
     let namespace = format!("/api/v1/namespaces/{}", bed.scope.namespace);
     let label = json!({"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "baseline"}}});
@@ -432,7 +435,7 @@ fn mount_host_path(bed: &TestBed<'_>) -> Result<Outcome> {
         spec["volumes"] = json!([{"name": "run", "hostPath": {"path": "/run/cleave"}}]);
         spec["containers"][0]["volumeMounts"] = json!([{"name": "run", "mountPath": "/mine"}]);
     });
-    // The API server applies the label with a short delay.
+    // The API server applies the label after a short delay.
     wait_for("the API server applies the namespace's label", WAIT_TIMEOUT, || match expect_refusal(bed, &pod)? {
         outcome @ Outcome::Refused(_) => Ok(Some(outcome)),
         _ => Ok(None),

@@ -1,5 +1,5 @@
-//! Tests unusual and hostile objects. A pass over such objects is short, each message has a limited
-//! length, and no other pod is delayed.
+//! Tests unusual and hostile objects. A pass over these objects is short, each message has a
+//! limited length, and no other pod is delayed.
 use std::time::{Duration, Instant};
 
 use cleave_plan::affinity::HOSTNAME;
@@ -104,7 +104,8 @@ fn ten_thousand_pods_that_can_never_run_delay_no_pod_that_can_run() {
     for index in 0..10 {
         world = world.node(&format!("n{index}"), &[0; 8]);
     }
-    // These pods come first, because their priority is higher than that of the pod that can run.
+    // These pods come first, because their priority is higher than the priority of the pod that can
+    // run.
     for index in 0..10_000 {
         world = world.pod_with(&format!("never-{index:05}"), 11, json!({"priority": 1000}));
     }

@@ -259,7 +259,7 @@ fn pods_that_fit_a_node_whose_agent_is_briefly_not_ready_are_not_reported() {
             |node| node["status"]["gpus"][0]["health"]["healthy"] = json!(false),
         );
     };
-    // The node has room for one of two pods.
+    // Only one of the two pods fits on the node.
     let one: &[_] = &[("team/b", true)];
     let both: &[_] = &[("team/a", true), ("team/b", true)];
     let cases = [
@@ -313,7 +313,7 @@ fn pods_that_fit_a_gpu_after_its_repartitioning_are_not_reported() {
 }
 
 #[test]
-fn rules_between_pods_count_on_nodes_whose_agent_is_not_ready() {
+fn rules_between_pods_apply_on_nodes_whose_agent_is_not_ready() {
     let term = json!({"labelSelector": {"matchLabels": {"app": "web"}}, "topologyKey": "kubernetes.io/hostname"});
     let apart = json!({"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}});
     let mut world = TestCluster::default().node("n1", &[10]).node("n2", &[0]).policy(10);
@@ -456,8 +456,7 @@ fn only_nodes_that_a_reported_pod_may_use_are_tainted_as_fragmented() {
             },
         );
     }
-    // The second pod may use the other pool, and is too large even for the sum of a node's free
-    // units.
+    // The second pod may use the other pool, and requests more than the sum of a node's free units.
     for name in ["x", "y"] {
         world = world.pod_with(name, 6, json!({"nodeName": "other-pool", "schedulingGates": []}));
     }

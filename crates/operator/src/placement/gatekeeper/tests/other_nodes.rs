@@ -101,7 +101,7 @@ fn pods_use_cleaves_nodes_first_and_then_the_free_gpus_of_other_nodes() {
 }
 
 #[test]
-fn only_other_nodes_that_accept_the_pod_and_have_all_resources_count() {
+fn a_pod_is_released_only_to_other_nodes_that_accept_it_and_have_all_resources() {
     let spec = |rest: Value| {
         let mut spec = requesting(GPU_RESOURCE, 1);
         spec.as_object_mut().unwrap().extend(rest.as_object().unwrap().clone());
@@ -148,7 +148,7 @@ fn only_other_nodes_that_accept_the_pod_and_have_all_resources_count() {
 }
 
 #[test]
-fn a_pod_that_other_nodes_refuse_is_recreated_when_cleaves_nodes_have_room() {
+fn a_pod_that_other_nodes_refuse_is_recreated_when_it_fits_on_a_node_of_cleave() {
     let mut world = with_other_node(cluster_with_waiting_pods(&["a", "b"]), "other", 1);
     world.change(
         |world| &mut world.pods,
@@ -244,7 +244,7 @@ fn a_not_ready_node_of_another_plugin_delays_no_pod() {
     for mut keeper in [gatekeeper_with_agent_labels(), Gatekeeper::default()] {
         assert_eq!(released(&reconcile(&mut keeper, &world, 0)), [("team/a", "not_managed")]);
     }
-    // The labels of nodes with an agent may be labels of every node, such as `kubernetes.io/os`.
+    // Every node may have the labels of nodes with an agent, for example `kubernetes.io/os`.
     let mut labelled = world.clone();
     add_agent_labels(&mut labelled, "dead");
     let mut keeper = gatekeeper_with_agent_labels();

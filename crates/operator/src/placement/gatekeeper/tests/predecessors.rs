@@ -26,8 +26,8 @@ fn with_bound_pod(
     world.pod_with(name, shares, json!({"nodeName": node, "schedulingGates": [], "priority": priority}))
 }
 
-/// Returns a node with two GPUs. The pod `web-0` of high priority uses one GPU, and `batch` of low
-/// priority uses the other.
+/// Returns a node with two GPUs. The pod `web-0` of high priority uses one GPU, and the pod `batch`
+/// of low priority uses the other GPU.
 fn two_pods() -> (TestCluster, ActualAllocations) {
     let mut reality = ActualAllocations::default();
     let world =

@@ -320,7 +320,7 @@ fn a_pod_whose_evictions_have_no_effect_waits_longer_each_time() {
 }
 
 #[test]
-fn a_round_of_many_evictions_counts_once_and_is_completed_after_throttling() {
+fn a_round_of_many_evictions_is_counted_once_and_completed_after_throttling() {
     let mut world = TestCluster::default().node("n1", &[0]);
     let mut reality = ActualAllocations::default();
     for index in 0..5 {
@@ -459,7 +459,7 @@ fn a_nomination_is_kept_while_victims_terminate_and_many_pods_wait() {
 }
 
 #[test]
-fn a_search_without_result_is_repeated_only_after_a_change() {
+fn a_search_without_a_result_is_repeated_only_after_a_change() {
     let world = with_pods_that_no_eviction_helps(node_with_cpus_that_no_eviction_frees(), 1);
     let mut keeper = Gatekeeper::default();
     let mut cluster = world.cluster();

@@ -35,7 +35,7 @@ fn node_without_agent() -> TestCluster {
 }
 
 #[test]
-fn no_pod_is_evicted_while_the_agent_of_a_node_with_room_is_briefly_not_ready() {
+fn no_pod_is_evicted_while_the_agent_of_a_node_with_free_units_is_briefly_not_ready() {
     let mut world = node_without_agent();
     let mut keeper = Gatekeeper::default();
     let first = reconcile(&mut keeper, &world, 0);
@@ -113,7 +113,7 @@ fn a_pod_does_not_wait_for_the_agent_of_a_node_that_still_lists_its_predecessor(
 
 /// Returns a node with two GPUs, and a gatekeeper that has seen the node. The pod `batch` of low
 /// priority uses 6 shares of one GPU. The pod `kept` of high priority uses a share of the other
-/// GPU. The pod `gone` has 6 shares of that GPU, which the node has not reported.
+/// GPU. The pod `gone` has 6 shares of the other GPU, which the node has not reported.
 fn unreported_pod(is_bound: bool) -> (TestCluster, Gatekeeper) {
     let on_n1 = json!({"nodeName": "n1", "schedulingGates": [], "priority": 0});
     let kept = json!({"nodeName": "n1", "schedulingGates": [], "priority": 2000});

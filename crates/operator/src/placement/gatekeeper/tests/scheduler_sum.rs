@@ -243,7 +243,7 @@ fn the_current_sum_does_not_count_for_units_that_return() {
 }
 
 #[test]
-fn a_node_is_tainted_if_only_the_scheduler_sum_has_room() {
+fn a_node_is_tainted_if_only_the_scheduler_sum_has_free_units() {
     // The pods of the first node were deleted by force, and their programs still run.
     let reality = |world: &mut TestCluster| {
         let mut reality = ActualAllocations::default();

@@ -1,5 +1,5 @@
-//! Tests that the operator neither releases nor strands a pod because of a temporary obstacle, and
-//! that it recreates or reports stranded pods.
+//! Tests that temporary obstacles do not make the operator release or strand a pod, and that the
+//! operator recreates or reports stranded pods.
 use std::time::Duration;
 
 use cleave_api::names::CONDITION_PLACED;
@@ -190,7 +190,7 @@ fn a_reservation_is_renewed_while_the_scheduler_has_not_refused_the_pod() {
 }
 
 #[test]
-fn a_pod_whose_reservation_ends_is_recreated_or_gets_advice() {
+fn a_pod_whose_reservation_ends_is_recreated_or_gets_a_condition() {
     let (mut world, mut keeper) = cluster_with_pod_released_to_n1(true);
     refuse(&mut world, "team/a");
     assert_eq!(

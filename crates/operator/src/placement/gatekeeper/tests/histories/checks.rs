@@ -32,7 +32,8 @@ pub(super) fn no_units_are_reserved_twice(simulation: &Simulation) -> Result<(),
     Ok(())
 }
 
-/// Checks that no pod that could run waits or is pinned to a node where it cannot run.
+/// Checks that each pod that could run is released, and is not pinned to a node where it cannot
+/// run.
 pub(super) fn no_runnable_pod_waits(simulation: &Simulation, operator: &Operator) -> Result<(), String> {
     for (name, pod) in &simulation.api.pods {
         let Some(original) = simulation.originals.get(text(pod, "/metadata/uid")) else { continue };
@@ -53,8 +54,9 @@ fn check_gated(simulation: &Simulation, operator: &Operator, name: &str, origina
     let Some(waiting) = operator.last.waiting.get(name) else {
         return Err(format!("nothing states why {name} waits"));
     };
-    // The operator does not know where a volume can be created. Each time that the scheduler does
-    // not bind a controller's released pods, the operator delays their next release longer.
+    // The operator does not know where a volume can be created. Whenever the scheduler does not
+    // bind a controller's released pods, the operator increases the delay before their next
+    // release.
     if original.has_new_volume && waiting.message.contains("This pod is released later") {
         return Ok(());
     }

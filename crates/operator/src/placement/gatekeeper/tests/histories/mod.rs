@@ -499,8 +499,8 @@ proptest! {
         run_history(&history).map_err(TestCaseError::fail)?;
     }
 
-    /// A new leader does not know of allocations that no node has reported, so it waits before it
-    /// reserves units.
+    /// A new leader does not know of allocations that no node has reported, so the leader waits
+    /// before it reserves units.
     #[test]
     fn a_new_leader_reserves_no_units_of_pods_that_were_just_deleted(history in handover_history()) {
         run_history(&history).map_err(TestCaseError::fail)?;

@@ -221,7 +221,7 @@ impl Operator {
         }
         complete &= self.evict(simulation, &actions.evictions, &mut answers);
         complete &= actions.stranded.recreate.is_empty() && actions.stranded.placed_reports.is_empty();
-        self.handle_stranded(simulation, &actions, &mut answers);
+        self.apply_stranded_actions(simulation, &actions, &mut answers);
         for report in &actions.reports {
             let reason = if report.message.is_some() { "Unschedulable" } else { "SchedulingGated" };
             let target = (report.pod.as_str(), report.uid.as_str(), Some(report.version.as_str()));
@@ -322,7 +322,7 @@ impl Operator {
 
     /// Evicts stranded pods, and writes the condition of stranded pods that no controller
     /// recreates.
-    fn handle_stranded(&mut self, simulation: &mut Simulation, actions: &Actions, answers: &mut WriteAnswers) {
+    fn apply_stranded_actions(&mut self, simulation: &mut Simulation, actions: &Actions, answers: &mut WriteAnswers) {
         for one in &actions.stranded.recreate {
             let owner = controller_uid(simulation, &one.pod);
             simulation.log(|| format!("eviction of {}: {}", one.pod, one.message));

@@ -105,7 +105,7 @@ fn accepts(requirement: &Value, value: Option<&str>) -> bool {
     }
 }
 
-/// Returns whether a node matches a node selector: at least one of its terms.
+/// Returns whether a node matches at least one term of a node selector.
 fn matches_terms(terms: &[Value], node: &Value) -> bool {
     terms.iter().any(|term| {
         let expressions = list(term, "/matchExpressions");

@@ -273,8 +273,8 @@ impl Simulation {
         }
     }
 
-    /// Ends containers of deleted pods when they are due, and pods that do not tolerate a taint
-    /// with `NoExecute`.
+    /// Ends the containers of deleted pods at their due time, and deletes pods that do not tolerate
+    /// a taint with `NoExecute`.
     pub(super) fn run_kubelets(&mut self) {
         for (name, gpu) in &self.gpus.clone() {
             if !self.can_serve(gpu) {
@@ -329,7 +329,7 @@ impl Simulation {
         self.allocations.values().flatten().filter(|part| part.device == device).map(|part| part.units).sum()
     }
 
-    /// Returns whether a pod without a reservation received units of a device after another pod was
+    /// Returns whether a pod without a reservation received units of a device after this pod was
     /// released to the device. A pod whose reservation has ended has no gate, so the scheduler may
     /// bind it at any time.
     pub(super) fn is_disturbed(&self, uid: &str, device: &str) -> bool {
