@@ -17,8 +17,8 @@ use tokio::net::UnixStream;
 
 use crate::{
     Fixture, LONGER_THAN_ANY_TEST, MPS_RESOURCE, TEST_TIMEOUT, TIMESLICE_RESOURCE, TestResource, connect_to_plugin,
-    count_registrations, device_list, resources, wait_for_kubelet, wait_for_state, wait_until, wait_until_ready,
-    wait_until_served,
+    count_registrations, device_list, resources_by_name, wait_for_kubelet, wait_for_state, wait_until,
+    wait_until_ready, wait_until_served,
 };
 
 #[tokio::test]

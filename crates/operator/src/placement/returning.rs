@@ -138,7 +138,7 @@ impl<'a> ReturningUnits<'a> {
     /// then wait for the promised units.
     pub(super) fn end_promise(&mut self, pod: &str, preemption: PreemptionProspect) {
         if let Some(returned) = self.ledger.as_mut().filter(|_| preemption == PreemptionProspect::Nominated) {
-            returned.release(pod);
+            returned.remove_claim(pod);
         }
     }
 }

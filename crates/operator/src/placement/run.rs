@@ -316,7 +316,7 @@ impl PlacementController {
                 );
             }
             Err(_) => {
-                tracing::warn!(quota = name, "failed to write the status of a quota: the API server did not answer")
+                tracing::warn!(quota = name, "failed to write the status of a quota: the API server did not answer");
             }
         }
     }

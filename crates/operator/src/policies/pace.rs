@@ -111,7 +111,7 @@ mod tests {
             waits.push(wait);
             pace.record_plan(now, true);
         }
-        assert_eq!(waits, [50, 200, 400, 800, 1600, 2000, 2000, 2000].map(ms));
+        assert_eq!(waits, [50, 200, 400, 800, 1600, 2000, 2000, 2000].map(milliseconds));
         assert_eq!(pace.plan_delay(now + milliseconds(3999)), FIRST_CHANGE_DELAY, "a late change has already waited");
         assert_eq!(pace.plan_delay(now + milliseconds(4000)), FIRST_CHANGE_DELAY);
         pace.record_plan(now + milliseconds(4050), false);

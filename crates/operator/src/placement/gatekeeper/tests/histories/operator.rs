@@ -307,7 +307,7 @@ impl Operator {
                 continue;
             }
             simulation.log(|| format!("preemption of {} for {}", eviction.pod, eviction.preemptor));
-            let owner = owner(simulation, &eviction.pod);
+            let owner = controller_uid(simulation, &eviction.pod);
             let result = evict(simulation, (&eviction.pod, &eviction.uid, None), answers.next());
             if result == EvictionResult::Done {
                 *simulation.recreations.entry(owner).or_default() += 1;
