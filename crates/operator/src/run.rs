@@ -82,9 +82,9 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     let (versions, stored) = watch::channel(Versions::default());
     let mut watches = Watches { tasks: &mut tasks, wakes: &wakes, metrics: &metrics, versions: &versions, stop: &stop };
     let stores = watches.start_stores(&client, &namespace, &agent_selector);
-    spawn_group_watch(&mut tasks, &client, (&stores.pod_groups, &wakes, &metrics), &stop);
     let hosts = args.replace_mps_hosts.map(|selector| watches.start_host_stores(&client, &namespace, &selector));
     let namespaces = webhook.is_some().then(|| watches.exempt_namespaces(&client));
+    spawn_group_watch(&mut tasks, &client, (&stores.pod_groups, &wakes, &metrics), &stop);
 
     let names = (namespace.clone(), lease, identity.clone());
     let tokens = (stop.clone(), released.clone());
