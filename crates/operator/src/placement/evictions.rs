@@ -35,8 +35,10 @@ pub(super) struct EvictionRecords {
     /// UIDs of pods whose eviction the API server accepted, each with the time until which the pod
     /// counts as terminating.
     accepted: BTreeMap<String, Duration>,
-    /// Pods that could not be evicted, by UID.
-    failures: BTreeMap<String, Failures>,
+    /// Pods that could not be evicted.
+    failures: FailureTable,
+    /// Pods that could not be deleted although their disruption budgets no longer protect them.
+    deletion_failures: FailureTable,
     /// The time until which no pods are evicted, because the API server limits requests.
     paused_until: Duration,
 }
@@ -52,25 +54,13 @@ struct Failures {
     forgotten_at: Duration,
 }
 
-impl EvictionRecords {
-    /// Records the result of an eviction of the pod with this UID.
-    pub(super) fn record(&mut self, uid: &str, result: &EvictionResult, up: Duration) {
-        match result {
-            EvictionResult::Done | EvictionResult::NotFound => {
-                self.failures.remove(uid);
-                self.accepted.insert(uid.to_owned(), up.saturating_add(ACCEPTED_TIME));
-            }
-            EvictionResult::Protected(_) | EvictionResult::Refused(_) => self.avoid(uid, up),
-            EvictionResult::Throttled(after) => {
-                self.paused_until = self.paused_until.max(up.saturating_add((*after).min(MAX_RATE_LIMIT_PAUSE)));
-                self.record_unanswered(uid, up);
-            }
-            EvictionResult::Failed(_) => self.record_unanswered(uid, up),
-        }
-    }
+/// Failures by the UID of the pod.
+#[derive(Debug, Default)]
+struct FailureTable(BTreeMap<String, Failures>);
 
+impl FailureTable {
     fn record_unanswered(&mut self, uid: &str, up: Duration) {
-        let failures = self.failures.entry(uid.to_owned()).or_default();
+        let failures = self.0.entry(uid.to_owned()).or_default();
         failures.unanswered = failures.unanswered.saturating_add(1);
         failures.forgotten_at = up.saturating_add(MAX_BACKOFF);
         if failures.unanswered >= MAX_UNANSWERED {
@@ -79,7 +69,7 @@ impl EvictionRecords {
     }
 
     fn avoid(&mut self, uid: &str, up: Duration) {
-        let failures = self.failures.entry(uid.to_owned()).or_default();
+        let failures = self.0.entry(uid.to_owned()).or_default();
         let backoff = FIRST_BACKOFF.saturating_mul(2_u32.saturating_pow(failures.refused)).min(MAX_BACKOFF);
         failures.unanswered = 0;
         failures.refused = failures.refused.saturating_add(1);
@@ -87,17 +77,65 @@ impl EvictionRecords {
         failures.forgotten_at = up.saturating_add(backoff).saturating_add(MAX_BACKOFF);
     }
 
+    fn is_avoided(&self, uid: &str) -> bool {
+        self.0.get(uid).is_some_and(|failures| failures.avoided_until.is_some())
+    }
+
+    /// Removes failures whose time has passed. Returns true if a pod is no longer avoided.
+    fn update(&mut self, up: Duration) -> bool {
+        let mut ended = false;
+        for failures in self.0.values_mut() {
+            ended |= failures.avoided_until.take_if(|until| *until <= up).is_some();
+        }
+        self.0.retain(|_, failures| failures.forgotten_at > up);
+        ended
+    }
+
+    /// Returns the times until which pods are avoided.
+    fn deadlines(&self) -> impl Iterator<Item = Duration> + '_ {
+        self.0.values().filter_map(|failures| failures.avoided_until)
+    }
+}
+
+/// How the operator ends a pod.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum EvictionRequest {
+    /// By the eviction API, which respects disruption budgets.
+    Evict,
+    /// By a deletion, after the disruption budgets have protected the pod for long enough.
+    Delete,
+}
+
+impl EvictionRecords {
+    /// Records the result of an eviction or deletion of the pod with this UID.
+    pub(super) fn record(&mut self, uid: &str, request: EvictionRequest, result: &EvictionResult, up: Duration) {
+        let failures = match request {
+            EvictionRequest::Evict => &mut self.failures,
+            EvictionRequest::Delete => &mut self.deletion_failures,
+        };
+        match result {
+            EvictionResult::Done | EvictionResult::NotFound => {
+                self.failures.0.remove(uid);
+                self.deletion_failures.0.remove(uid);
+                self.accepted.insert(uid.to_owned(), up.saturating_add(ACCEPTED_TIME));
+            }
+            EvictionResult::Protected(_) | EvictionResult::Refused(_) => failures.avoid(uid, up),
+            EvictionResult::Throttled(after) => {
+                failures.record_unanswered(uid, up);
+                self.paused_until = self.paused_until.max(up.saturating_add((*after).min(MAX_RATE_LIMIT_PAUSE)));
+            }
+            EvictionResult::Failed(_) => failures.record_unanswered(uid, up),
+        }
+    }
+
     /// Removes accepted evictions, refusals and failures whose time has passed. Returns true if a
     /// pod can be evicted again.
     pub(super) fn update(&mut self, up: Duration) -> bool {
         let before = self.accepted.len();
         self.accepted.retain(|_, until| *until > up);
-        let mut ended = before != self.accepted.len();
-        for failures in self.failures.values_mut() {
-            ended |= failures.avoided_until.take_if(|until| *until <= up).is_some();
-        }
-        self.failures.retain(|_, failures| failures.forgotten_at > up);
-        ended
+        let evictable = self.failures.update(up);
+        let deletable = self.deletion_failures.update(up);
+        before != self.accepted.len() || evictable || deletable
     }
 
     /// Returns whether the API server accepted an eviction of the pod with this UID recently.
@@ -112,7 +150,7 @@ impl EvictionRecords {
 
     /// Returns the remaining times until more pods may become evictable.
     pub(super) fn deadlines(&self, up: Duration) -> impl Iterator<Item = Duration> + '_ {
-        let avoided = self.failures.values().filter_map(|failures| failures.avoided_until);
+        let avoided = self.failures.deadlines().chain(self.deletion_failures.deadlines());
         let paused = Some(self.paused_until).filter(|until| *until > up);
         self.accepted.values().copied().chain(avoided).chain(paused).map(move |until| until.saturating_sub(up))
     }
@@ -171,10 +209,13 @@ impl<'a> Evictability<'a> {
             ending: is_terminating || self.records.accepted.contains_key(uid),
             requests: Some(&pod.spec.requests),
         };
-        if holder.ending || self.ignores_budgets {
+        if holder.ending {
             return Some(holder);
         }
-        if self.records.failures.get(uid).is_some_and(|failures| failures.avoided_until.is_some()) {
+        if self.ignores_budgets {
+            return (!self.records.deletion_failures.is_avoided(uid)).then_some(holder);
+        }
+        if self.records.failures.is_avoided(uid) {
             return None;
         }
         match self.budgets.protection(pod) {
@@ -208,7 +249,7 @@ mod tests {
     const UPTIME: Duration = Duration::from_secs(100);
 
     fn is_avoided(records: &EvictionRecords) -> bool {
-        records.failures.get("u").is_some_and(|failures| failures.avoided_until.is_some())
+        records.failures.is_avoided("u")
     }
 
     #[test]
@@ -216,13 +257,13 @@ mod tests {
         let mut records = EvictionRecords::default();
         let mut up = UPTIME;
         for seconds in [10, 20, 40, 80, 160, 320, 600, 600] {
-            records.record("u", &EvictionResult::Refused("no".to_owned()), up);
+            records.record("u", EvictionRequest::Evict, &EvictionResult::Refused("no".to_owned()), up);
             let next = records.deadlines(up).min();
             assert_eq!((is_avoided(&records), next), (true, Some(Duration::from_secs(seconds))));
             up += Duration::from_secs(seconds);
             assert!(records.update(up) && !is_avoided(&records) && !records.update(up));
         }
-        assert!(!records.update(up + MAX_BACKOFF) && records.failures.is_empty(), "later it starts again");
+        assert!(!records.update(up + MAX_BACKOFF) && records.failures.0.is_empty(), "later it starts again");
     }
 
     #[test]
@@ -230,21 +271,30 @@ mod tests {
         let mut records = EvictionRecords::default();
         for count in 1..=MAX_UNANSWERED {
             assert!(!is_avoided(&records));
-            records.record("u", &EvictionResult::Failed("timeout".to_owned()), UPTIME * count);
+            records.record("u", EvictionRequest::Evict, &EvictionResult::Failed("timeout".to_owned()), UPTIME * count);
         }
         assert!(is_avoided(&records));
-        records.record("u", &EvictionResult::Done, UPTIME * 4);
+        records.record("u", EvictionRequest::Evict, &EvictionResult::Done, UPTIME * 4);
         assert!(!is_avoided(&records) && records.accepted.contains_key("u"));
+    }
+
+    #[test]
+    fn a_refused_deletion_is_delayed_although_evictions_are_not() {
+        let mut records = EvictionRecords::default();
+        records.record("u", EvictionRequest::Delete, &EvictionResult::Refused("denied".to_owned()), UPTIME);
+        assert!(records.deletion_failures.is_avoided("u") && !is_avoided(&records));
+        assert_eq!(records.deadlines(UPTIME).min(), Some(FIRST_BACKOFF));
+        assert!(records.update(UPTIME + FIRST_BACKOFF) && !records.deletion_failures.is_avoided("u"));
     }
 
     #[test]
     fn a_throttled_request_pauses_all_evictions() {
         let mut records = EvictionRecords::default();
-        records.record("u", &EvictionResult::Throttled(Duration::from_secs(3)), UPTIME);
+        records.record("u", EvictionRequest::Evict, &EvictionResult::Throttled(Duration::from_secs(3)), UPTIME);
         assert!(records.is_paused(UPTIME) && !is_avoided(&records), "the pod is not protected");
         assert_eq!(records.deadlines(UPTIME).min(), Some(Duration::from_secs(3)));
         assert!(!records.is_paused(UPTIME + Duration::from_secs(3)));
-        records.record("u", &EvictionResult::Throttled(Duration::from_secs(9999)), UPTIME);
+        records.record("u", EvictionRequest::Evict, &EvictionResult::Throttled(Duration::from_secs(9999)), UPTIME);
         assert!(!records.is_paused(UPTIME + MAX_RATE_LIMIT_PAUSE), "a pause is limited");
     }
 }

@@ -12,7 +12,7 @@ use cleave_plan::ledger::{Chooser, DeviceRequest, Fits, Ledger, Moment, Place, R
 use super::actions::{Actions, Destination, Eviction, Release, ReleaseReason};
 use super::claims::{self, PodClaims};
 use super::cluster::{Cluster, Input, ReconcileTime, is_released};
-use super::evictions::{Evictability, EvictionRecords};
+use super::evictions::{Evictability, EvictionRecords, EvictionRequest};
 use super::fragments::FragmentationTaints;
 use super::gangs;
 use super::growth::{AutoscalerReports, NeedInputs, Offers, PlacementOutlook};
@@ -211,7 +211,9 @@ impl Gatekeeper {
 
     /// Records the result of an eviction for a pod of higher priority.
     pub fn record_eviction(&mut self, eviction: &Eviction, result: &EvictionResult, up: Duration) {
-        self.evictions.record(&eviction.uid, result, up);
+        let is_deletion = eviction.quota.as_ref().is_some_and(|quota| quota.force);
+        let request = if is_deletion { EvictionRequest::Delete } else { EvictionRequest::Evict };
+        self.evictions.record(&eviction.uid, request, result, up);
         // A pod that is not found has ended, so its eviction is not needed.
         if *result != EvictionResult::NotFound {
             self.preemptors.record_eviction(&eviction.preemptor, *result == EvictionResult::Done, up);

@@ -63,6 +63,7 @@ mod queue;
 mod quota_pass;
 mod quota_reports;
 mod quota_turns;
+pub(crate) mod quota_writer;
 mod quotas;
 mod replicas;
 mod returning;

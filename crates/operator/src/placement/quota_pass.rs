@@ -212,7 +212,7 @@ impl<'w> QuotaPass<'w> {
     /// no quota have no label.
     pub(super) fn label_released(&mut self, turn: QuotaTurn, pods: &[(&str, &Fits)]) -> Option<&'static str> {
         let class = self.release(turn.member, pods)?;
-        matches!(self.pod(turn.member).owner, Owner::Quota(_)).then(|| label_of(class))
+        (!matches!(self.pod(turn.member).owner, Owner::Outside)).then(|| label_of(class))
     }
 
     /// Records that room is kept for the pods of a turn, and that these victims are evicted.

@@ -102,12 +102,13 @@ fn usage(quota: &GpuQuota, view: &PoolView<'_>, waiting: &status::Waiting) -> Op
     })
 }
 
-/// Returns the classes of the pods that run and have a quota, by name.
+/// Returns the classes of the pods that run and count in a pool, by name. Pods without a quota
+/// borrow.
 fn classes<'v>(views: &'v [PoolView<'_>]) -> BTreeMap<&'v str, Class> {
     let mut classes = BTreeMap::new();
     for view in views {
         for (at, pod) in view.world.pods.iter().enumerate() {
-            let is_counted = matches!(pod.place, Place::Running { .. }) && matches!(pod.owner, Owner::Quota(_));
+            let is_counted = matches!(pod.place, Place::Running { .. }) && !matches!(pod.owner, Owner::Outside);
             if let Some(class) = is_counted.then(|| view.book.class(PodId(at))).flatten() {
                 classes.insert(pod.name.as_str(), class);
             }
@@ -116,7 +117,8 @@ fn classes<'v>(views: &'v [PoolView<'_>]) -> BTreeMap<&'v str, Class> {
     classes
 }
 
-/// Returns the pods whose label is not that of their class. Pods of no quota have no label.
+/// Returns the pods whose label is not that of their class. Pods that no quota affects have no
+/// label.
 fn wrong_labels(tracker: &PodTracker, classes: &BTreeMap<&str, Class>) -> Vec<CapacityLabel> {
     let mut labels = Vec::new();
     for pod in tracker.living_pods().filter(|pod| pod.requests_gpus() && pod.metadata.deletion_timestamp.is_none()) {

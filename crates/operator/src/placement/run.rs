@@ -4,20 +4,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use cleave_api::names::{CAPACITY_LABEL, CONDITION_PLACED, NOMINATION_ANNOTATION};
-use cleave_api::{GpuQuota, GpuQuotaStatus};
+use cleave_api::names::{CONDITION_PLACED, NOMINATION_ANNOTATION};
 use futures::{FutureExt as _, StreamExt as _};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ObjectReference;
-use kube::Api;
-use kube::api::{Patch, PatchParams};
 use tokio::sync::watch;
 
 use super::actions::{Actions, Eviction, KeptRoom, Release, ReleaseReason, Report};
 use super::cluster::{Cluster, ReconcileTime};
 use super::gatekeeper::Gatekeeper;
 use super::patch;
-use super::quota_reports::CapacityLabel;
+use super::quota_writer::QuotaChanges;
 use super::quotas::QuotaSettings;
 use super::stranded::{PlacedReport, Recreation, StrandedActions};
 use crate::events::{self, EventPublisher};
@@ -40,10 +37,6 @@ const RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// Maximum time after the start for which pods wait until quotas are listed.
 const QUOTA_LIST_TIME: Duration = Duration::from_secs(10);
-/// Maximum number of labels written each time that quotas are reported.
-const MAX_LABELS: usize = 20;
-/// Minimum time between two changes of the label of one pod.
-const LABEL_INTERVAL: Duration = Duration::from_secs(10);
 /// Minimum time between two reports about quotas.
 const QUOTA_STATUS_INTERVAL: Duration = Duration::from_millis(500);
 /// Delay before it is checked again whether quotas are listed.
@@ -68,6 +61,8 @@ pub(crate) struct ControllerInputs {
     pub(crate) taint_fragmented: bool,
     /// Settings of quotas.
     pub(crate) quotas: QuotaSettings,
+    /// Receives the statuses of quotas and the labels of pods that must be written.
+    pub(crate) quota_changes: watch::Sender<QuotaChanges>,
 }
 
 /// Why a pod was not released.
@@ -158,8 +153,8 @@ pub(crate) struct PlacementController {
     next_quota_reports: Duration,
     /// Whether the last report had quotas, or labels remain from earlier quotas.
     reports_quotas: bool,
-    /// When the label of a pod was written, by UID.
-    labelled: BTreeMap<String, Duration>,
+    /// Statuses and labels for the task that writes them.
+    quota_changes: watch::Sender<QuotaChanges>,
     publisher: EventPublisher,
     started: Instant,
     clock: SteadyClock,
@@ -203,7 +198,7 @@ impl Controller for PlacementController {
         if let Some(step) = &actions.rollout {
             self.roll_out(step).await;
         }
-        let statuses = self.report_quotas(&cluster, &actions, ReconcileTime { up, epoch }).await;
+        let statuses = self.report_quotas(&cluster, &actions, ReconcileTime { up, epoch });
         drop(cluster);
         self.report(&actions, &demand, up).await;
         let events = self.publisher.is_waiting().then_some(events::EVENT_CHECK_DELAY);
@@ -228,7 +223,7 @@ impl PlacementController {
                 .with_settling_delay(),
             next_quota_reports: Duration::ZERO,
             reports_quotas: true,
-            labelled: BTreeMap::new(),
+            quota_changes: parts.quota_changes,
             publisher: EventPublisher::default(),
             started: Instant::now(),
             clock: SteadyClock::read(),
@@ -260,9 +255,10 @@ impl PlacementController {
         }
     }
 
-    /// Writes the statuses of quotas and the labels of pods that changed, and updates the metrics
-    /// of quotas. Returns the time until they are due again.
-    async fn report_quotas(&mut self, cluster: &Cluster, actions: &Actions, now: ReconcileTime) -> Option<Duration> {
+    /// Passes the statuses of quotas and the labels of pods that changed to the task that writes
+    /// them, and updates the metrics of quotas. Returns the delay until the next report, if this one
+    /// is too early.
+    fn report_quotas(&mut self, cluster: &Cluster, actions: &Actions, now: ReconcileTime) -> Option<Duration> {
         if cluster.quotas.is_empty() && !self.reports_quotas {
             return None;
         }
@@ -274,47 +270,9 @@ impl PlacementController {
         let reports = self.keeper.quota_reports(cluster, &actions.waiting, now);
         self.context.metrics.quotas.set(&reports.usages);
         self.reports_quotas = !cluster.quotas.is_empty() || !reports.labels.is_empty();
-        for (name, status) in reports.statuses {
-            if !self.context.claim.is_current() {
-                return None;
-            }
-            self.write_quota_status(&name, &status).await;
-        }
-        self.labelled.retain(|_, at| now.up < at.saturating_add(LABEL_INTERVAL));
-        let due = reports.labels.iter().filter(|label| !self.labelled.contains_key(&label.uid));
-        let due: Vec<&CapacityLabel> = due.take(MAX_LABELS).collect();
-        let client = &self.context.client;
-        let writes: Vec<_> = due
-            .iter()
-            .map(|label| {
-                let metadata = serde_json::json!({"labels": {CAPACITY_LABEL: label.value}});
-                patch_metadata(client, (&label.pod, &label.uid), metadata)
-            })
-            .collect();
-        if self.context.claim.is_current() {
-            let _: Vec<bool> = futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
-            self.labelled.extend(due.iter().map(|label| (label.uid.clone(), now.up)));
-        }
-        // Changes within the interval have no later reconcile of their own.
-        self.reports_quotas.then_some(QUOTA_STATUS_INTERVAL)
-    }
-
-    async fn write_quota_status(&self, name: &str, status: &GpuQuotaStatus) {
-        let quotas = Api::<GpuQuota>::all(self.context.client.clone());
-        let patch = Patch::Merge(serde_json::json!({"status": status}));
-        let params = PatchParams::default();
-        let written = quotas.patch_status(name, &params, &patch);
-        match tokio::time::timeout(WRITE_TIMEOUT, written).await {
-            Ok(Ok(_)) => {}
-            Ok(Err(error)) => {
-                tracing::warn!(
-                    quota = name,
-                    error = &error as &dyn std::error::Error,
-                    "failed to write the status of a quota"
-                );
-            }
-            Err(_) => tracing::warn!(quota = name, "failed to write the status of a quota: no answer"),
-        }
+        // The send fails only during shutdown.
+        let _ = self.quota_changes.send(QuotaChanges { statuses: reports.statuses, labels: reports.labels });
+        None
     }
 
     /// Writes the room that is kept for pods to these pods. Returns the pods for which no others

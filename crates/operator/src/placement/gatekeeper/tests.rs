@@ -8,6 +8,7 @@ mod mps_hosts;
 mod other_nodes;
 mod predecessors;
 mod preemption;
+mod quota_budgets;
 mod quota_gangs;
 mod quota_input;
 mod quotas;

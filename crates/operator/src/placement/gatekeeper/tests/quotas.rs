@@ -141,6 +141,13 @@ impl Case {
         }
     }
 
+    /// Reconciles once, and applies none of the decisions.
+    pub(super) fn decide_at(&mut self, seconds: u64) -> Actions {
+        self.seconds = seconds;
+        self.reality.report_on(&mut self.world, self.gpus);
+        self.keeper.reconcile(&self.world.cluster(), &BTreeMap::new(), at(self.seconds))
+    }
+
     /// Reconciles once, and applies the decisions.
     pub(super) fn step(&mut self) -> Actions {
         self.seconds += 1;
