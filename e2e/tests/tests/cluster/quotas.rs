@@ -16,6 +16,7 @@ use cleave_e2e::{
 use serde_json::{Value, json};
 
 use crate::gate::{SLEEP_FOREVER_SCRIPT, is_gated, run_storm, wait_for_allocation_on_one_gpu};
+use crate::health::cleave_path;
 use crate::leaders::LeaderKiller;
 use crate::{GPUS_PER_NODE, SHARES_RESOURCE, container_and_restarts, ten_shares};
 
@@ -376,7 +377,7 @@ fn the_documented_example_of_nos_ends_with_the_same_pods() -> Result<()> {
 /// the quotas. Some objects of the file are refused, because Cleave has no counterpart.
 fn apply_imported(file: &str) -> Result<Vec<String>> {
     let path = format!("{}/../../crates/cli/tests/quotas/{file}", env!("CARGO_MANIFEST_DIR"));
-    let imported = program_output("cleave", &["quotas", "import", &path])?;
+    let imported = program_output(&cleave_path(), &["quotas", "import", &path])?;
     let manifest = String::from_utf8(imported.stdout)?;
     let count = manifest.lines().filter(|line| *line == "kind: GpuQuota").count();
     ensure!(count > 0, "nothing was imported: {}", String::from_utf8_lossy(&imported.stderr));
