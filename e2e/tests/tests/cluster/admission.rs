@@ -4,7 +4,8 @@ use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Refused, Scope, kubectl, pod, text, wait_until};
 use serde_json::{Value, json};
 
-use crate::{NODE, SHARES_RESOURCE};
+use crate::gate::SLEEP_FOREVER_SCRIPT;
+use crate::{NODE, SHARES_RESOURCE, ten_shares};
 
 /// API path of the policies and their bindings.
 const REGISTRATIONS_PATH: &str = "/apis/admissionregistration.k8s.io/v1";
@@ -226,11 +227,13 @@ fn only_the_operator_writes_annotations_below_cleave_dev() -> Result<()> {
 #[test]
 fn the_operator_deletes_only_pods_that_request_gpus_and_only_with_a_grace_period() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let scope = Scope::new(&cluster, "deletes")?;
+    let scope = ten_shares(&cluster, "deletes")?;
     // The label must not matter, because users can write it.
     let labelled = json!({"metadata": {"labels": {"cleave.dev/capacity": "over-quota"}}});
-    scope.create_pod("shares", &json!({SHARES_RESOURCE: 1}), "true")?;
-    scope.create_pod("no-shares", &json!({}), "true")?;
+    for (name, limits) in [("shares", json!({SHARES_RESOURCE: 1})), ("no-shares", json!({}))] {
+        scope.create_pod_on_node(NODE, name, &limits, SLEEP_FOREVER_SCRIPT)?;
+        scope.wait_until_running(name)?;
+    }
     cluster.patch(&scope.pod_path("no-shares"), &labelled)?;
     let delete = |pod: &str, grace: &[&str]| {
         let request = ["-n", &scope.namespace, "delete", "pod", pod, "--dry-run=server"];
