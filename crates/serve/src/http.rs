@@ -24,7 +24,7 @@ use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-/// Maximum time for which the server completes requests after it was told to stop.
+/// Maximum time for which the server completes requests after `stop` is cancelled.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
 /// Delay before the server accepts connections again after a failure.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);

@@ -387,8 +387,8 @@ func (c *cluster) ensure(ctx context.Context, one component) error {
 	return nil
 }
 
-// Makes the garbage collector of the control plane run less often. The API server of a test cluster
-// has a small heap, and would use a third of its processor time to collect it.
+// Makes the garbage collector of the control plane run less often. The control plane of a test
+// cluster has a small heap, and memory is less scarce than processor time.
 const lazyGarbageCollector = "GOGC=400"
 
 // spawn starts a component other than a node.

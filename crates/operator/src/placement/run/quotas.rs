@@ -30,6 +30,7 @@ const QUOTA_REFRESH_INTERVAL: Duration = Duration::from_secs(30);
 const MAX_STATUSES: usize = 50;
 /// Delay before a status that could not be written is written again.
 const STATUS_RETRY_DELAY: Duration = Duration::from_secs(5);
+
 impl PlacementController {
     /// Returns whether quotas are listed, or the cluster does not have the resource. Without them,
     /// a pod could exceed its quota's maximum, and priorities would apply across teams.
