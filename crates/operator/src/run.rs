@@ -22,6 +22,7 @@ use crate::http::{Health, serve};
 use crate::leader::{self, LeaseGuard};
 use crate::metrics::Metrics;
 use crate::passes::{self, GpuController};
+use crate::placement::quota_writer::{self, QuotaChanges};
 use crate::placement::{self, PlacementController};
 use crate::task::{self, Context};
 use crate::tenants::TenantController;
@@ -104,6 +105,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         Recorder::new(client.clone(), Reporter { controller: "cleave-operator".to_owned(), instance: Some(identity) });
     let (demand, gated) = watch::channel(Arc::default());
     let (unplanned, held) = watch::channel(Arc::default());
+    let (quota_changes, changed_quotas) = watch::channel(QuotaChanges::default());
     let context = Context { client, stores, claim, metrics, recorder, listed, stop: stop.clone() };
     let (passes_wake, placement_wake, tenants_wake) =
         (Arc::clone(&wakes.passes), Arc::clone(&wakes.placement), Arc::clone(&wakes.tenants));
@@ -118,16 +120,19 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         report_unschedulable: args.report_unschedulable,
         taint_fragmented: args.taint_fragmented,
         quotas,
+        quota_changes,
     });
     let tenants = TenantController::new(context.clone(), wakes.clone());
     let taint = args.taint_unhealthy;
     let inputs = passes::ControllerInputs { context: context.clone(), wakes, demand, unplanned: held, taint };
     let passes = GpuController::new(inputs);
     tasks.spawn(async move {
-        let (passes, placement, tenants) = tokio::join!(
+        let quota_writes = quota_writer::run(context.clone(), changed_quotas);
+        let (passes, placement, tenants, ()) = tokio::join!(
             task::run(passes, context.clone(), passes_wake),
             task::run(placement, context.clone(), placement_wake),
             task::run(tenants, context, tenants_wake),
+            quota_writes,
         );
         // All writers have stopped, so the lease may be released.
         released.cancel();

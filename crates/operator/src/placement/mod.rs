@@ -67,6 +67,7 @@ mod quota_costs;
 mod quota_pass;
 mod quota_reports;
 mod quota_turns;
+pub(crate) mod quota_writer;
 mod quotas;
 mod replicas;
 mod returning;

@@ -14,6 +14,7 @@ use super::actions::{Actions, AutoscalerReport, Eviction, Release, ReleaseReason
 use super::cluster::{Cluster, ReconcileTime};
 use super::gatekeeper::Gatekeeper;
 use super::patch;
+use super::quota_writer::QuotaChanges;
 use super::quotas::QuotaSettings;
 use super::stranded::{PlacedReport, Recreation, StrandedActions};
 use crate::events::{self, EventSelector};
@@ -59,6 +60,8 @@ pub(crate) struct ControllerInputs {
     pub(crate) taint_fragmented: bool,
     /// Settings of quotas.
     pub(crate) quotas: QuotaSettings,
+    /// Receives the statuses of quotas and the labels of pods that must be written.
+    pub(crate) quota_changes: watch::Sender<QuotaChanges>,
 }
 
 /// Why a pod was not released.
@@ -150,10 +153,8 @@ pub(crate) struct PlacementController {
     next_quota_reports: Duration,
     /// Whether the last report had quotas, or labels remain from earlier quotas.
     reports_quotas: bool,
-    /// When the capacity label of each pod was written, by the pod's UID.
-    labelled: BTreeMap<String, Duration>,
-    /// Quotas whose status could not be written, each with the time of the next attempt.
-    quota_retries: BTreeMap<String, Duration>,
+    /// Statuses and labels for the task that writes them.
+    quota_changes: watch::Sender<QuotaChanges>,
     publisher: EventSelector,
     started: Instant,
     clock: SteadyClock,
@@ -199,7 +200,7 @@ impl Controller for PlacementController {
         if let Some(step) = &actions.rollout {
             self.apply_rollout_step(step).await;
         }
-        let statuses = self.report_quotas(&cluster, &actions, ReconcileTime { up, epoch }).await;
+        let statuses = self.report_quotas(&cluster, &actions, ReconcileTime { up, epoch });
         drop(cluster);
         self.publish_events(&actions, &demand, up).await;
         let events = self.publisher.has_unreported_wait().then_some(events::EVENT_CHECK_DELAY);
@@ -226,8 +227,7 @@ impl PlacementController {
                 .with_settling_delay(),
             next_quota_reports: Duration::ZERO,
             reports_quotas: true,
-            labelled: BTreeMap::new(),
-            quota_retries: BTreeMap::new(),
+            quota_changes: parts.quota_changes,
             publisher: EventSelector::default(),
             started: Instant::now(),
             clock: SteadyClock::read(),

@@ -7,7 +7,6 @@ use cleave_api::names::REASON_ALSO_KUEUE;
 use cleave_plan::quota::{Amount, Book, GPU, Owner, Place, Pod, Unit, Usage, World};
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
-use serde_json::Value;
 
 use super::validate::Problem;
 use crate::policies::demand::{Reason, WaitingPod};
@@ -142,25 +141,6 @@ fn unnamed(pool: &PoolView<'_>) -> QuotaUnnamed {
     }
 }
 
-/// Returns the merge patch (RFC 7386) that replaces a status. A merge patch keeps fields that it
-/// does not name, so it names the fields that the new status omits.
-pub(crate) fn merge_patch(before: Option<&GpuQuotaStatus>, after: &GpuQuotaStatus) -> Value {
-    let before = before.and_then(|before| serde_json::to_value(before).ok()).unwrap_or_default();
-    let after = serde_json::to_value(after).unwrap_or_default();
-    serde_json::json!({"status": with_removals(&before, after)})
-}
-
-/// Adds `null` for each field of `before` that `after` lacks.
-fn with_removals(before: &Value, mut after: Value) -> Value {
-    if let (Some(before), Some(after)) = (before.as_object(), after.as_object_mut()) {
-        for (field, value) in before {
-            let kept = after.get_mut(field).map(|kept| with_removals(value, kept.take()));
-            after.insert(field.clone(), kept.unwrap_or_default());
-        }
-    }
-    after
-}
-
 /// Describes a valid quota, and the parts of the quota that have no effect yet.
 fn valid_message(pool: Option<&PoolView<'_>>, absent: &[&str]) -> String {
     let mut message = "The quota counts all of its namespaces".to_owned();
@@ -266,51 +246,4 @@ fn guaranteed_condition(pool: &PoolView<'_>, waiting: &WaitingPods) -> (bool, &'
         }
     }
     (true, "Kept", "No pod within the guarantee waits".to_owned())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Applies a merge patch as RFC 7386 defines it.
-    fn merge(target: &mut Value, patch: &Value) {
-        let Some(patch) = patch.as_object() else {
-            target.clone_from(patch);
-            return;
-        };
-        if !target.is_object() {
-            *target = serde_json::json!({});
-        }
-        let target = target.as_object_mut().unwrap();
-        for (field, value) in patch {
-            if value.is_null() {
-                target.remove(field);
-            } else {
-                merge(target.entry(field).or_insert(Value::Null), value);
-            }
-        }
-    }
-
-    #[test]
-    fn a_patch_removes_what_the_new_status_omits() {
-        let waiting = |reasons: &[(&str, u32)]| GpuQuotaStatus {
-            cells: Some(2),
-            waiting: QuotaWaiting {
-                pods: 1,
-                reasons: reasons.iter().map(|(reason, pods)| ((*reason).to_owned(), *pods)).collect(),
-                ..QuotaWaiting::default()
-            },
-            ..GpuQuotaStatus::default()
-        };
-        let states =
-            [waiting(&[("NoRoom", 1)]), waiting(&[("Nominated", 1), ("OverMax", 2)]), GpuQuotaStatus::default()];
-        let mut stored = serde_json::json!({"metadata": {"name": "a"}});
-        let mut before = None;
-        for state in &states {
-            merge(&mut stored, &merge_patch(before, state));
-            let status: GpuQuotaStatus = serde_json::from_value(stored["status"].clone()).unwrap();
-            assert_eq!(status, *state, "no second write follows");
-            before = Some(state);
-        }
-    }
 }

@@ -4,32 +4,20 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use cleave_api::names::{CAPACITY_LABEL, NOMINATION_ANNOTATION, PROTECTED_SINCE_ANNOTATION};
-use cleave_api::{GpuQuota, GpuQuotaStatus};
+use cleave_api::names::{NOMINATION_ANNOTATION, PROTECTED_SINCE_ANNOTATION};
 use futures::{FutureExt as _, StreamExt as _};
-use kube::Api;
-use kube::api::{Patch, PatchParams};
 
 use super::PlacementController;
 use crate::placement::actions::{Actions, NominationRecord, ProtectedPod};
 use crate::placement::cluster::{Cluster, ReconcileTime};
-use crate::placement::quota_reports::CapacityLabel;
+use crate::placement::quota_writer::QuotaChanges;
 use crate::pod_metadata::patch_metadata;
-use crate::quotas::status::merge_patch;
-use crate::write::{MAX_IN_FLIGHT, WRITE_TIMEOUT};
+use crate::write::MAX_IN_FLIGHT;
 
-/// Maximum number of labels written each time that quotas are reported.
-const MAX_LABELS: usize = 20;
-/// Minimum time between two changes of the label of one pod.
-const LABEL_INTERVAL: Duration = Duration::from_secs(10);
 /// Minimum time between two reports about quotas.
 const QUOTA_STATUS_INTERVAL: Duration = Duration::from_millis(500);
 /// Maximum time between two reports about quotas, even if no change wakes the controller.
 const QUOTA_REFRESH_INTERVAL: Duration = Duration::from_secs(30);
-/// Maximum number of statuses written each time that quotas are reported. Releases wait for them.
-const MAX_STATUSES: usize = 50;
-/// Delay before a status that could not be written is written again.
-const STATUS_RETRY_DELAY: Duration = Duration::from_secs(5);
 
 impl PlacementController {
     /// Returns whether quotas are listed, or the cluster does not have the resource. Without them,
@@ -61,9 +49,9 @@ impl PlacementController {
         }
     }
 
-    /// Writes the statuses of quotas and the labels of pods that changed, and updates the metrics
-    /// of quotas. Returns the time until they are due again.
-    pub(super) async fn report_quotas(
+    /// Sends the statuses of quotas and the labels of pods that changed to the task that writes
+    /// them, and updates the metrics of quotas. Returns the time until the next report is due.
+    pub(super) fn report_quotas(
         &mut self,
         cluster: &Cluster,
         actions: &Actions,
@@ -76,89 +64,22 @@ impl PlacementController {
         if !left.is_zero() {
             return Some(left);
         }
+        self.next_quota_reports = now.up.saturating_add(QUOTA_STATUS_INTERVAL);
         let reports = self.keeper.quota_reports(cluster, &actions.waiting, now);
         self.context.metrics.quotas.set_gauges(&reports.usages);
         self.reports_quotas = !cluster.quotas.is_empty() || !reports.labels.is_empty();
-        self.quota_retries.retain(|_, until| now.up < *until);
-        let due = reports.statuses.iter().filter(|(name, _)| !self.quota_retries.contains_key(name));
-        let due: Vec<&(String, GpuQuotaStatus)> = due.take(MAX_STATUSES).collect();
-        if !self.context.claim.is_current() {
-            return None;
-        }
-        let writes: Vec<_> = due.iter().map(|(name, status)| self.write_quota_status(cluster, name, status)).collect();
-        let results: Vec<(&str, bool)> = futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
-        let failed = results.iter().filter(|(_, written)| !written).map(|(name, _)| (*name).to_owned());
-        self.quota_retries.extend(failed.map(|name| (name, now.up.saturating_add(STATUS_RETRY_DELAY))));
-        let mut is_complete = results.len() == reports.statuses.len() && self.quota_retries.is_empty();
-        self.labelled.retain(|_, at| now.up < at.saturating_add(LABEL_INTERVAL));
-        let due = reports.labels.iter().filter(|label| !self.labelled.contains_key(&label.uid));
-        let due: Vec<&CapacityLabel> = due.take(MAX_LABELS).collect();
-        is_complete &= due.len() == reports.labels.len();
-        let client = &self.context.client;
-        let writes: Vec<_> = due
-            .iter()
-            .map(|label| {
-                let metadata = serde_json::json!({"labels": {CAPACITY_LABEL: label.value}});
-                patch_metadata(client, (&label.pod, &label.uid), metadata)
-            })
-            .collect();
-        if self.context.claim.is_current() {
-            let _: Vec<bool> = futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
-            self.labelled.extend(due.iter().map(|label| (label.uid.clone(), now.up)));
-        }
-        // The interval starts after the writes, so that they take at most a part of the time.
-        let up = self.started.elapsed().max(now.up);
-        self.next_quota_reports = up.saturating_add(QUOTA_STATUS_INTERVAL);
-        let next = if is_complete { QUOTA_REFRESH_INTERVAL } else { QUOTA_STATUS_INTERVAL };
-        self.reports_quotas.then_some(next)
-    }
-
-    /// Writes the status of a quota. Returns whether it was written, or the quota no longer exists.
-    async fn write_quota_status<'n>(
-        &self,
-        cluster: &Cluster,
-        name: &'n str,
-        status: &GpuQuotaStatus,
-    ) -> (&'n str, bool) {
-        let known = cluster.quotas.iter().filter_map(|object| object.0.as_ref().ok());
-        let before = known.into_iter().find(|quota| quota.metadata.name.as_deref() == Some(name));
-        let patch = Patch::Merge(merge_patch(before.and_then(|quota| quota.status.as_ref()), status));
-        let quotas = Api::<GpuQuota>::all(self.context.client.clone());
-        let params = PatchParams::default();
-        let written = quotas.patch_status(name, &params, &patch);
-        let is_written = match tokio::time::timeout(WRITE_TIMEOUT, written).await {
-            Ok(Ok(_)) => true,
-            Ok(Err(kube::Error::Api(status))) if status.code == 404 => true,
-            Ok(Err(error)) => {
-                tracing::warn!(
-                    quota = name,
-                    error = &error as &dyn std::error::Error,
-                    "failed to write the status of a quota"
-                );
-                false
-            }
-            Err(_) => {
-                tracing::warn!(quota = name, "failed to write the status of a quota: no answer");
-                false
-            }
-        };
-        (name, is_written)
+        self.quota_changes.send_replace(QuotaChanges { statuses: reports.statuses, labels: reports.labels });
+        self.reports_quotas.then_some(QUOTA_REFRESH_INTERVAL)
     }
 
     /// Writes the room that is kept for pods to these pods. Returns the pods for which no others
     /// may be evicted, because a write failed.
     pub(super) async fn write_nominations<'k>(&self, kept: &'k [NominationRecord]) -> BTreeSet<&'k str> {
-        let client = &self.context.client;
-        let writes: Vec<_> = kept
-            .iter()
-            .map(|NominationRecord { pod, uid, preemptor, room }| async move {
-                let text = room.to_text().unwrap_or_default();
-                let metadata = serde_json::json!({"annotations": {NOMINATION_ANNOTATION: text}});
-                (preemptor.as_str(), patch_metadata(client, (pod, uid), metadata).await)
-            })
-            .collect();
-        let results: Vec<(&str, bool)> = futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
-        results.into_iter().filter(|(_, written)| !written).map(|(preemptor, _)| preemptor).collect()
+        let annotations = kept.iter().map(|NominationRecord { pod, uid, preemptor, room }| {
+            (preemptor.as_str(), (pod.as_str(), uid.as_str()), room.to_text().unwrap_or_default())
+        });
+        let results = self.annotate(NOMINATION_ANNOTATION, annotations).await;
+        results.into_iter().filter(|(_, is_written)| !is_written).map(|(preemptor, _)| preemptor).collect()
     }
 
     /// Records since when disruption budgets keep room from waiting pods. A failed write is
@@ -167,14 +88,27 @@ impl PlacementController {
         if protected.is_empty() || !self.context.claim.is_current() {
             return;
         }
-        let client = &self.context.client;
-        let writes: Vec<_> = protected
+        let annotations = protected
             .iter()
-            .map(|ProtectedPod { pod, uid, since }| {
-                let metadata = serde_json::json!({"annotations": {PROTECTED_SINCE_ANNOTATION: since.to_string()}});
-                patch_metadata(client, (pod, uid), metadata)
+            .map(|ProtectedPod { pod, uid, since }| ((), (pod.as_str(), uid.as_str()), since.to_string()));
+        self.annotate(PROTECTED_SINCE_ANNOTATION, annotations).await;
+    }
+
+    /// Writes an annotation of several pods. Each of `values` is a key of the caller, the pod's name
+    /// and UID, and the annotation's value. Returns for each key whether its annotation was written,
+    /// or its pod no longer exists.
+    async fn annotate<'p, K>(
+        &self,
+        annotation: &str,
+        values: impl Iterator<Item = (K, (&'p str, &'p str), String)>,
+    ) -> Vec<(K, bool)> {
+        let client = &self.context.client;
+        let writes: Vec<_> = values
+            .map(|(key, pod, value)| async move {
+                let metadata = serde_json::json!({"annotations": {annotation: value}});
+                (key, patch_metadata(client, pod, metadata).await)
             })
             .collect();
-        let _: Vec<bool> = futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
+        futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await
     }
 }
