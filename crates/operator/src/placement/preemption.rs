@@ -75,28 +75,12 @@ struct Exchange<'a> {
     force: bool,
 }
 
-/// Whether pods to evict are searched for by the rules of quotas.
-enum ExchangeTurn {
-    Now,
-    /// Other pods come first.
-    Later,
-    /// An earlier search failed, and nothing has changed.
-    Failed {
-        is_protected: bool,
-    },
-}
-
-/// The result of one search.
-enum SearchResult {
-    /// These evictions free enough units. The list of victims may be empty.
-    Preempt(Preemption),
+/// Why no pods are evicted for a waiting pod or gang now.
+enum NoEvictions {
     /// No preemption helps, or the pod may not preempt others.
     Impossible,
-    /// It is not this pod's turn, or the pod is about to get units without evictions.
+    /// It is not the pod's turn, or the pod is about to get units without evictions.
     Later,
-    /// Like `Preempt`, but by the rules of quotas. `force` deletes pods that disruption budgets
-    /// protect.
-    Exchange { kind: Kind, found: Preemption, force: bool },
     /// Only evictions of pods that disruption budgets protect would free enough units.
     Protected,
 }
@@ -169,7 +153,7 @@ impl<'a> PreemptionSearch<'a> {
             actions.requeue_in(pause);
         }
         let prospect = match self.find_victims(ledger, search, candidate, (verdict, pause.is_some())) {
-            SearchResult::Preempt(Preemption { node, takes, victims }) => {
+            Ok(Preemption { node, takes, victims }) => {
                 // After that time, a victim that does not terminate counts as running.
                 actions.requeue_in(TERMINATION_TIME);
                 self.add_evictions(&node, victims, &candidate.name, actions);
@@ -181,12 +165,14 @@ impl<'a> PreemptionSearch<'a> {
                 let _ = ledger.nominate(&candidate.name, nomination);
                 PreemptionProspect::Nominated
             }
-            SearchResult::Impossible | SearchResult::Exchange { .. } | SearchResult::Protected => {
+            Err(NoEvictions::Impossible | NoEvictions::Protected) => {
                 self.withdraw_nomination(ledger, search, &candidate.name);
                 PreemptionProspect::Impossible
             }
-            SearchResult::Later if ledger.nominations().contains_key(&candidate.name) => PreemptionProspect::Nominated,
-            SearchResult::Later => PreemptionProspect::Unknown,
+            Err(NoEvictions::Later) if ledger.nominations().contains_key(&candidate.name) => {
+                PreemptionProspect::Nominated
+            }
+            Err(NoEvictions::Later) => PreemptionProspect::Unknown,
         };
         actions.preemption_searches = self.searches;
         prospect
@@ -200,16 +186,17 @@ impl<'a> PreemptionSearch<'a> {
         }
     }
 
+    /// Finds the pods to evict for a waiting pod. The list of victims may be empty.
     fn find_victims(
         &mut self,
         ledger: &Ledger,
         search: &PlacementSearch<'a>,
         candidate: &'a Candidate<'a>,
         (verdict, is_paused): (&Verdict, bool),
-    ) -> SearchResult {
+    ) -> Result<Preemption, NoEvictions> {
         let Candidate { name, pod, plan_pod, .. } = candidate;
         if verdict.permanent_obstacle().is_some() || pod.spec.preemption_policy.as_deref() == Some("Never") {
-            return SearchResult::Impossible;
+            return Err(NoEvictions::Impossible);
         }
         let nominated = ledger.nominations().get(name);
         let scope = self.preemptors.search_scope(name, self.up);
@@ -217,22 +204,22 @@ impl<'a> PreemptionSearch<'a> {
         // The scheduler may refuse the node, because the volume cannot be created on the node. The
         // evictions would have no effect.
         if key.has_unbound_volume() {
-            return SearchResult::Impossible;
+            return Err(NoEvictions::Impossible);
         }
         if nominated.is_none() {
             if scope == SearchScope::Nothing {
                 if self.preemptors.is_failure_shared(name) {
                     self.futile.insert(key);
                 }
-                return SearchResult::Impossible;
+                return Err(NoEvictions::Impossible);
             }
             if self.futile.contains(&key) {
                 self.preemptors.record_failure(name, pod, (key.has_rules(), true), self.up);
-                return SearchResult::Impossible;
+                return Err(NoEvictions::Impossible);
             }
         }
         if !self.may_preempt(plan_pod.priority) {
-            return SearchResult::Impossible;
+            return Err(NoEvictions::Impossible);
         }
         let tracker = self.tracker;
         let kept = LazyCell::new(|| pods_to_keep(tracker, search, pod));
@@ -240,14 +227,14 @@ impl<'a> PreemptionSearch<'a> {
             let targets = search.preemption_nodes(ledger, candidate, |node| node == nomination.node);
             let found = ledger.preempt(candidate.pending_pod(), targets, self.holders(), &kept);
             if let Some(found) = found.filter(|found| found.victims.is_empty()) {
-                return SearchResult::Preempt(found);
+                return Ok(found);
             }
         }
         if self.is_paused || is_paused {
-            return SearchResult::Later;
+            return Err(NoEvictions::Later);
         }
         if self.preemptors.is_preemption_delayed(name, self.up) {
-            return SearchResult::Impossible;
+            return Err(NoEvictions::Impossible);
         }
         let is_turn = if self.preemptors.has_waited(name) {
             self.pods_in_turn.contains(name)
@@ -257,7 +244,7 @@ impl<'a> PreemptionSearch<'a> {
         };
         if !is_turn {
             self.preemptors.defer(name, pod);
-            return SearchResult::Later;
+            return Err(NoEvictions::Later);
         }
         self.searches += 1;
         let since = match scope {
@@ -267,7 +254,7 @@ impl<'a> PreemptionSearch<'a> {
         let is_searched = |node: &str| since.is_none_or(|version| self.preemptors.has_node_changed(node, version));
         let targets = search.preemption_nodes(ledger, candidate, is_searched);
         match ledger.preempt(candidate.pending_pod(), targets, self.holders(), &kept) {
-            Some(found) => SearchResult::Preempt(found),
+            Some(found) => Ok(found),
             None => {
                 let eligible = search.eligible_nodes(candidate).into_iter();
                 let is_shared = !search.has_lasting_predecessor(ledger, candidate, eligible);
@@ -275,7 +262,7 @@ impl<'a> PreemptionSearch<'a> {
                 if is_shared {
                     self.futile.insert(key);
                 }
-                SearchResult::Impossible
+                Err(NoEvictions::Impossible)
             }
         }
     }
@@ -295,28 +282,40 @@ impl<'a> PreemptionSearch<'a> {
         }
         let is_paused = self.is_paused || pause.is_some();
         let found = self.find_exchange(ledger, search, candidate, (verdict, is_paused), (pass, turn), actions);
-        if matches!(found, SearchResult::Later | SearchResult::Protected) {
-            self.preemptors.continue_protection(candidate.pod, self.up);
+        self.conclude_exchange(ledger, search, &[candidate], (pass, turn), found, actions)
+    }
+
+    /// Applies the result of a search by the rules of quotas for a waiting pod, or for all waiting
+    /// pods of a gang.
+    fn conclude_exchange(
+        &mut self,
+        ledger: &mut Ledger,
+        search: &mut PlacementSearch<'a>,
+        pods: &[&'a Candidate<'a>],
+        (pass, turn): (&mut QuotaPass<'_>, QuotaTurn),
+        found: Result<Exchange<'a>, NoEvictions>,
+        actions: &mut Actions,
+    ) -> PreemptionProspect {
+        if matches!(found, Err(NoEvictions::Later | NoEvictions::Protected)) {
+            pods.iter().for_each(|one| self.preemptors.continue_protection(one.pod, self.up));
         }
-        match found {
-            SearchResult::Exchange { kind, found, force } => {
-                let found = vec![(candidate, found)];
-                self.apply_exchange(ledger, search, (pass, turn), Exchange { kind, found, force }, actions);
+        let are_nominated =
+            |ledger: &Ledger| pods.iter().all(|one| ledger.nominations().contains_key(one.name.as_str()));
+        let prospect = match found {
+            Ok(exchange) => {
+                self.apply_exchange(ledger, search, (pass, turn), exchange, actions);
                 return PreemptionProspect::Nominated;
             }
-            SearchResult::Later if ledger.nominations().contains_key(&candidate.name) => {
-                pass.keep_nominations(ledger, turn.member, [candidate.name.as_str()].into_iter());
+            Err(NoEvictions::Later) if are_nominated(ledger) => {
+                pass.keep_nominations(ledger, turn.member, pods.iter().map(|one| one.name.as_str()));
                 return PreemptionProspect::Nominated;
             }
-            SearchResult::Later => return PreemptionProspect::Unknown,
-            SearchResult::Protected => {
-                self.withdraw_nomination(ledger, search, &candidate.name);
-                return PreemptionProspect::Protected;
-            }
-            SearchResult::Impossible | SearchResult::Preempt(_) => {}
-        }
-        self.withdraw_nomination(ledger, search, &candidate.name);
-        PreemptionProspect::Impossible
+            Err(NoEvictions::Later) => PreemptionProspect::Unknown,
+            Err(NoEvictions::Protected) => PreemptionProspect::Protected,
+            Err(NoEvictions::Impossible) => PreemptionProspect::Impossible,
+        };
+        pods.iter().for_each(|one| self.withdraw_nomination(ledger, search, &one.name));
+        prospect
     }
 
     /// Evicts the victims of an exchange and the other pods of their gangs, and nominates the
@@ -379,13 +378,13 @@ impl<'a> PreemptionSearch<'a> {
         (verdict, is_paused): (&Verdict, bool),
         (pass, turn): (&QuotaPass<'_>, QuotaTurn),
         actions: &mut Actions,
-    ) -> SearchResult {
+    ) -> Result<Exchange<'a>, NoEvictions> {
         let Candidate { name, pod, .. } = candidate;
         let (tracker, member) = (self.tracker, turn.member);
         let key = search.key(candidate);
         let is_futile = verdict.permanent_obstacle().is_some() || key.has_unbound_volume();
         if is_futile || !turn.rights.is_within_max_later && pod.spec.preemption_policy.as_deref() == Some("Never") {
-            return SearchResult::Impossible;
+            return Err(NoEvictions::Impossible);
         }
         let kept = pods_of_affinity(tracker, pod);
         // The priorities of the holders express the order of evictions.
@@ -395,43 +394,38 @@ impl<'a> PreemptionSearch<'a> {
             let ending = pass.ending(member, self.holders());
             let found = ledger.preempt(pending, targets, &ending, &kept);
             if let Some(found) = found.filter(|found| found.victims.is_empty()) {
-                return SearchResult::Exchange { kind: Kind::Priority, found, force: false };
+                return Ok(Exchange { kind: Kind::Priority, found: vec![(candidate, found)], force: false });
             }
         }
         if pod.spec.preemption_policy.as_deref() == Some("Never") {
-            return SearchResult::Impossible;
+            return Err(NoEvictions::Impossible);
         }
         if is_paused {
-            return SearchResult::Later;
+            return Err(NoEvictions::Later);
         }
         if self.preemptors.is_preemption_delayed(name, self.up) {
-            return SearchResult::Impossible;
+            return Err(NoEvictions::Impossible);
         }
         if self.futile.contains(&key) {
             self.preemptors.record_failed_exchange((name.clone(), member.pool), (1, false), self.up);
-            return SearchResult::Impossible;
+            return Err(NoEvictions::Impossible);
         }
-        match self.exchange_turn((name, member.pool), 1) {
-            ExchangeTurn::Now => {}
-            ExchangeTurn::Later => return SearchResult::Later,
-            ExchangeTurn::Failed { is_protected: true } => return SearchResult::Protected,
-            ExchangeTurn::Failed { is_protected: false } => return SearchResult::Impossible,
-        }
+        self.take_exchange_turn((name, member.pool), 1)?;
         let found = self.search_exchange(ledger, search, candidate, (pass, turn), &kept, actions);
-        if matches!(found, SearchResult::Impossible | SearchResult::Protected) {
-            let is_protected = matches!(found, SearchResult::Protected);
-            self.preemptors.record_failed_exchange((name.clone(), member.pool), (1, is_protected), self.up);
-        }
-        found
+        self.record_exchange((name, member.pool), 1, found)
     }
 
     /// Decides whether pods to evict for a waiting pod or gang are searched for now in a pool. Of
     /// pods whose search failed, those with the oldest search come first, so that no pod waits for
     /// its search forever.
-    fn exchange_turn(&mut self, (name, pool): (&str, usize), pods: usize) -> ExchangeTurn {
+    ///
+    /// # Errors
+    /// Returns `Later` if other pods come first. Returns the result of the last search if it failed
+    /// and nothing has changed.
+    fn take_exchange_turn(&mut self, (name, pool): (&str, usize), pods: usize) -> Result<(), NoEvictions> {
         let key = (name.to_owned(), pool);
         if let Some(is_protected) = self.preemptors.failed_exchange(&key, self.up) {
-            return ExchangeTurn::Failed { is_protected };
+            return Err(if is_protected { NoEvictions::Protected } else { NoEvictions::Impossible });
         }
         let is_turn = if self.preemptors.has_exchange(&key) {
             self.exchanges_in_turn.contains(&key)
@@ -442,10 +436,24 @@ impl<'a> PreemptionSearch<'a> {
         };
         if !is_turn {
             self.preemptors.defer_exchange(key, pods);
-            return ExchangeTurn::Later;
+            return Err(NoEvictions::Later);
         }
         self.searches += 1;
-        ExchangeTurn::Now
+        Ok(())
+    }
+
+    /// Records the result of a search by the rules of quotas, and returns it.
+    fn record_exchange(
+        &mut self,
+        (name, pool): (&str, usize),
+        pods: usize,
+        found: Result<Exchange<'a>, NoEvictions>,
+    ) -> Result<Exchange<'a>, NoEvictions> {
+        if let Err(NoEvictions::Impossible | NoEvictions::Protected) = found {
+            let is_protected = matches!(found, Err(NoEvictions::Protected));
+            self.preemptors.record_failed_exchange((name.to_owned(), pool), (pods, is_protected), self.up);
+        }
+        found
     }
 
     /// Searches for pods to evict for a waiting pod by the rules of quotas.
@@ -457,7 +465,7 @@ impl<'a> PreemptionSearch<'a> {
         (pass, turn): (&QuotaPass<'_>, QuotaTurn),
         kept: &BTreeSet<String>,
         actions: &mut Actions,
-    ) -> SearchResult {
+    ) -> Result<Exchange<'a>, NoEvictions> {
         let (name, member, key) = (&candidate.name, turn.member, search.key(candidate));
         // The order of evictions is in the priorities of the holders.
         let pending = PendingPod { priority: i32::MAX, ..candidate.pending_pod() };
@@ -467,11 +475,8 @@ impl<'a> PreemptionSearch<'a> {
             let place = fits.iter().next().map(|fit| (fit.node().to_owned(), fit.reservations().to_vec()));
             let free = place.map(|(node, takes)| Preemption { node, takes, victims: Vec::new() });
             let found = free.and_then(|free| pass.victims_for_max(member, self.holders(), free));
-            return found.map_or(SearchResult::Impossible, |found| SearchResult::Exchange {
-                kind: Kind::Priority,
-                found,
-                force: false,
-            });
+            let found = found.ok_or(NoEvictions::Impossible)?;
+            return Ok(Exchange { kind: Kind::Priority, found: vec![(candidate, found)], force: false });
         }
         for kind in pass.kinds(&turn) {
             let holders = pass.holders(kind, member, self.holders());
@@ -482,11 +487,11 @@ impl<'a> PreemptionSearch<'a> {
             };
             let found = ledger.preempt_legally(pending, targets, (&holders, kept), Some(&is_legal));
             if let Some(found) = found {
-                return SearchResult::Exchange { kind, found, force: false };
+                return Ok(Exchange { kind, found: vec![(candidate, found)], force: false });
             }
         }
         let result = self.find_protected(ledger, search, candidate, (pass, turn), kept, actions);
-        if matches!(result, SearchResult::Impossible) {
+        if matches!(result, Err(NoEvictions::Impossible)) {
             let eligible = search.eligible_nodes(candidate).into_iter();
             if !search.has_lasting_predecessor(ledger, candidate, eligible) && !ledger.nominations().contains_key(name)
             {
@@ -506,9 +511,9 @@ impl<'a> PreemptionSearch<'a> {
         (pass, turn): (&QuotaPass<'_>, QuotaTurn),
         kept: &BTreeSet<String>,
         actions: &mut Actions,
-    ) -> SearchResult {
+    ) -> Result<Exchange<'a>, NoEvictions> {
         if !pass.kinds(&turn).any(|kind| kind == Kind::Reclaim) {
-            return SearchResult::Impossible;
+            return Err(NoEvictions::Impossible);
         }
         let holders = pass.holders(Kind::Reclaim, turn.member, &self.holders_ignoring_budgets());
         let targets = search.preemption_nodes(ledger, candidate, |_| true);
@@ -516,15 +521,26 @@ impl<'a> PreemptionSearch<'a> {
         let is_legal = |found: &Preemption| pass.is_legal(Kind::Reclaim, turn.member, &[(name, found)]);
         let pending = PendingPod { priority: i32::MAX, ..candidate.pending_pod() };
         let Some(found) = ledger.preempt_legally(pending, targets, (&holders, kept), Some(&is_legal)) else {
-            return SearchResult::Impossible;
+            return Err(NoEvictions::Impossible);
         };
+        self.await_budgets((pass, turn), vec![(candidate, found)], actions)
+    }
+
+    /// Decides whether the operator deletes borrowers that disruption budgets protect, after it
+    /// waited for [`QuotaPass::budget_patience`].
+    fn await_budgets(
+        &mut self,
+        (pass, turn): (&QuotaPass<'_>, QuotaTurn),
+        found: Vec<(&'a Candidate<'a>, Preemption)>,
+        actions: &mut Actions,
+    ) -> Result<Exchange<'a>, NoEvictions> {
         let patience = pass.budget_patience(turn.member);
-        let waiting = || std::iter::once(candidate.pod);
-        match patience.map(|patience| self.patience_left(patience, waiting(), actions)) {
-            Some(Duration::ZERO) => SearchResult::Exchange { kind: Kind::Reclaim, found, force: true },
+        let waiting = found.iter().map(|(one, _)| one.pod);
+        match patience.map(|patience| self.patience_left(patience, waiting, actions)) {
+            Some(Duration::ZERO) => Ok(Exchange { kind: Kind::Reclaim, found, force: true }),
             left => {
                 left.into_iter().for_each(|left| actions.requeue_in(left));
-                SearchResult::Protected
+                Err(NoEvictions::Protected)
             }
         }
     }

@@ -6,19 +6,11 @@ use std::time::Duration;
 use cleave_plan::ledger::{Holders, Ledger, Nomination, PendingPod, Preemption};
 use cleave_plan::quota::Kind;
 
-use super::{Exchange, ExchangeTurn, PreemptionSearch, pods_of_affinity};
+use super::{Exchange, NoEvictions, PreemptionSearch, pods_of_affinity};
 use crate::placement::actions::Actions;
 use crate::placement::quota_pass::{PodAndRoom, QuotaPass, QuotaTurn};
 use crate::placement::search::{Candidate, PlacementSearch};
 use crate::placement::verdict::PreemptionProspect;
-
-/// The result of a search for pods to evict for a gang.
-enum GangResult<'a> {
-    Exchange(Exchange<'a>),
-    Impossible,
-    Later,
-    Protected,
-}
 
 /// Pods of a gang, each with the units that it gets and the pods to evict.
 type Rooms<'a> = Vec<(&'a Candidate<'a>, Preemption)>;
@@ -36,28 +28,9 @@ impl<'a> PreemptionSearch<'a> {
         if let Some(pause) = pause {
             actions.requeue_in(pause);
         }
-        let are_nominated =
-            |ledger: &Ledger| gang.iter().all(|one| ledger.nominations().contains_key(one.name.as_str()));
-        let result = self.find_for_gang(ledger, search, (gang, pause.is_some()), (pass, turn), actions);
+        let found = self.find_for_gang(ledger, search, (gang, pause.is_some()), (pass, turn), actions);
         actions.preemption_searches = self.searches;
-        if matches!(result, GangResult::Later | GangResult::Protected) {
-            gang.iter().for_each(|one| self.preemptors.continue_protection(one.pod, self.up));
-        }
-        let prospect = match result {
-            GangResult::Exchange(exchange) => {
-                self.apply_exchange(ledger, search, (pass, turn), exchange, actions);
-                return PreemptionProspect::Nominated;
-            }
-            GangResult::Later if are_nominated(ledger) => {
-                pass.keep_nominations(ledger, turn.member, gang.iter().map(|one| one.name.as_str()));
-                return PreemptionProspect::Nominated;
-            }
-            GangResult::Later => PreemptionProspect::Unknown,
-            GangResult::Protected => PreemptionProspect::Protected,
-            GangResult::Impossible => PreemptionProspect::Impossible,
-        };
-        gang.iter().for_each(|one| self.withdraw_nomination(ledger, search, &one.name));
-        prospect
+        self.conclude_exchange(ledger, search, gang, (pass, turn), found, actions)
     }
 
     /// Finds units for the pods of a gang, and the pods to evict.
@@ -68,10 +41,10 @@ impl<'a> PreemptionSearch<'a> {
         (gang, is_paused): (&[&'a Candidate<'a>], bool),
         (pass, turn): (&QuotaPass<'_>, QuotaTurn),
         actions: &mut Actions,
-    ) -> GangResult<'a> {
-        let Some(head) = gang.first() else { return GangResult::Impossible };
+    ) -> Result<Exchange<'a>, NoEvictions> {
+        let Some(head) = gang.first() else { return Err(NoEvictions::Impossible) };
         if gang.iter().any(|one| search.key(one).has_unbound_volume()) {
-            return GangResult::Impossible;
+            return Err(NoEvictions::Impossible);
         }
         let tracker = self.tracker;
         let kept: BTreeSet<String> = gang.iter().flat_map(|one| pods_of_affinity(tracker, one.pod)).collect();
@@ -80,32 +53,23 @@ impl<'a> PreemptionSearch<'a> {
             let ending = pass.ending(turn.member, self.holders());
             let is_own = |one: &Candidate<'_>, node: &str| nominations.get(&one.name).is_some_and(|of| of.node == node);
             if let Some(found) = rooms(ledger, search, gang, (pass, turn), (ending, &kept), is_own) {
-                return GangResult::Exchange(Exchange { kind: Kind::Priority, found, force: false });
+                return Ok(Exchange { kind: Kind::Priority, found, force: false });
             }
         }
         if gang.iter().any(|one| one.pod.spec.preemption_policy.as_deref() == Some("Never")) {
-            return GangResult::Impossible;
+            return Err(NoEvictions::Impossible);
         }
         if self.is_paused || is_paused {
-            return GangResult::Later;
+            return Err(NoEvictions::Later);
         }
         // At the maximum, a gang waits until pods of its quota end.
         if turn.rights.is_over_max || self.preemptors.is_preemption_delayed(&head.name, self.up) {
-            return GangResult::Impossible;
+            return Err(NoEvictions::Impossible);
         }
-        match self.exchange_turn((&head.name, turn.member.pool), gang.len()) {
-            ExchangeTurn::Now => {}
-            ExchangeTurn::Later => return GangResult::Later,
-            ExchangeTurn::Failed { is_protected: true } => return GangResult::Protected,
-            ExchangeTurn::Failed { is_protected: false } => return GangResult::Impossible,
-        }
+        let key = (head.name.as_str(), turn.member.pool);
+        self.take_exchange_turn(key, gang.len())?;
         let found = self.search_for_gang(ledger, search, gang, (pass, turn), &kept, actions);
-        if matches!(found, GangResult::Impossible | GangResult::Protected) {
-            let is_protected = matches!(found, GangResult::Protected);
-            let key = (head.name.clone(), turn.member.pool);
-            self.preemptors.record_failed_exchange(key, (gang.len(), is_protected), self.up);
-        }
-        found
+        self.record_exchange(key, gang.len(), found)
     }
 
     /// Searches for pods to evict for a gang.
@@ -117,7 +81,7 @@ impl<'a> PreemptionSearch<'a> {
         (pass, turn): (&QuotaPass<'_>, QuotaTurn),
         kept: &BTreeSet<String>,
         actions: &mut Actions,
-    ) -> GangResult<'a> {
+    ) -> Result<Exchange<'a>, NoEvictions> {
         for kind in pass.kinds(&turn) {
             let holders = pass.holders(kind, turn.member, self.holders());
             let found = legal_rooms(ledger, search, gang, (pass, turn), (holders, kept), kind);
@@ -126,26 +90,18 @@ impl<'a> PreemptionSearch<'a> {
                 self.is_within_budgets((pass, turn), &named)
             };
             if let Some(found) = found.filter(is_allowed) {
-                return GangResult::Exchange(Exchange { kind, found, force: false });
+                return Ok(Exchange { kind, found, force: false });
             }
         }
         if !pass.kinds(&turn).any(|kind| kind == Kind::Reclaim) {
-            return GangResult::Impossible;
+            return Err(NoEvictions::Impossible);
         }
         let kind = Kind::Reclaim;
         let holders = pass.holders(kind, turn.member, &self.holders_ignoring_budgets());
         let Some(found) = legal_rooms(ledger, search, gang, (pass, turn), (holders, kept), kind) else {
-            return GangResult::Impossible;
+            return Err(NoEvictions::Impossible);
         };
-        let patience = pass.budget_patience(turn.member);
-        let waiting = || gang.iter().map(|one| one.pod);
-        match patience.map(|patience| self.patience_left(patience, waiting(), actions)) {
-            Some(Duration::ZERO) => GangResult::Exchange(Exchange { kind, found, force: true }),
-            left => {
-                left.into_iter().for_each(|left| actions.requeue_in(left));
-                GangResult::Protected
-            }
-        }
+        self.await_budgets((pass, turn), found, actions)
     }
 }
 
