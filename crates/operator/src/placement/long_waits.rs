@@ -119,7 +119,7 @@ impl<'a> LongWaits<'_, 'a> {
             let Some(name) = node.metadata.name.as_deref().filter(|name| nodes.contains(name)) else { continue };
             let slices = node.status.iter().flat_map(|status| &status.gpus).flat_map(|gpu| &gpu.slices);
             for slice in slices.filter(|slice| slice.resource == resource) {
-                let Some(&gpu) = pool.gpus.get(&slice.device) else { continue };
+                let Some(gpu) = pool.gpu(name, &slice.device) else { continue };
                 let device = (name.to_owned(), slice.device.clone());
                 devices.entry(gpu).and_modify(|known| *known = None).or_insert(Some(device));
             }

@@ -15,7 +15,7 @@ use super::handover;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use super::preemptors::{Preemptors, SearchScope};
-use super::quota_pass::{PodAndRoom, QuotaPass, QuotaTurn, capped_grace};
+use super::quota_pass::{PodAndRoom, QuotaPass, QuotaTurn, requested_grace};
 use super::search::{Candidate, PlacementSearch, SearchKey};
 use super::unbound::UnboundPods;
 use super::unlisted::UnlistedUnits;
@@ -342,7 +342,7 @@ impl<'a> PreemptionSearch<'a> {
         for pod in victims {
             let uid = self.claims.uid(&pod).unwrap_or_default().to_owned();
             let living = self.tracker.living_pods().find(|one| full_name(&one.metadata) == pod);
-            let grace = living.and_then(|pod| capped_grace(pod, cap));
+            let grace = living.and_then(|pod| requested_grace(pod, cap, force));
             let (from, to) = (pass.quota_of(turn.member, &pod), pass.quota_of(turn.member, &preemptor));
             let quota = Some(QuotaEviction { kind, from, to, grace, force, message: message.clone() });
             evictions.push(Eviction { pod, uid, preemptor: preemptor.clone(), quota });

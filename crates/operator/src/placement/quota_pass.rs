@@ -57,6 +57,9 @@ pub(super) struct Turns {
     pub(super) needs_no_gpus: bool,
 }
 
+/// Name of a node, and units of its devices.
+type UnitsOnNode<'a> = (&'a str, &'a [Reservation]);
+
 /// Pods that may be evicted, by node and name.
 type PodsByNode<'h> = BTreeMap<String, BTreeMap<String, Holder<'h>>>;
 
@@ -337,12 +340,12 @@ impl<'w> QuotaPass<'w> {
     }
 
     /// Returns what a waiting pod costs with these units. Returns `None` if that is not known.
-    fn cost_of(&mut self, member: Member, takes: &[Reservation]) -> Option<Amount> {
+    fn cost_of(&mut self, member: Member, (node, takes): UnitsOnNode<'_>) -> Option<Amount> {
         let pool = &self.worlds.pools[member.pool];
         let mut sum = Amount::ZERO;
         for take in takes {
-            let mut cost = pool.costs.cost(&take.device, &take.resource, take.units.get(), pool.unit)?;
-            if let Some(&gpu) = pool.gpus.get(&take.device).filter(|_| is_mig(&take.resource)) {
+            let mut cost = pool.cost(node, (&take.resource, &take.device, take.units))?;
+            if let Some(gpu) = pool.gpu(node, &take.device).filter(|_| is_mig(&take.resource)) {
                 let used = self.own_use(member).get(&gpu).copied().unwrap_or_default();
                 cost = cost.min(pool.sizes[gpu].minus(used));
             }
@@ -359,7 +362,7 @@ impl<'w> QuotaPass<'w> {
         }
         let mut most = Amount::ZERO;
         for fit in fits.iter() {
-            let Some(cost) = self.cost_of(turn.member, fit.reservations()) else { return false };
+            let Some(cost) = self.cost_of(turn.member, (fit.node(), fit.reservations())) else { return false };
             most = most.max(cost);
         }
         let there = self.turn_at(turn.member, turn.was_nominated, most);
@@ -386,13 +389,13 @@ impl<'w> QuotaPass<'w> {
 
     /// Returns the GPUs of a pod's units, in the order of its requests. For a pod of one request,
     /// this is one GPU.
-    fn parts_of(&self, member: Member, name: &str, takes: &[Reservation]) -> Vec<(PodId, usize)> {
+    fn parts_of(&self, member: Member, name: &str, (node, takes): UnitsOnNode<'_>) -> Vec<(PodId, usize)> {
         let pool = &self.worlds.pools[member.pool];
         let Some(&id) = pool.ids.get(name) else { return Vec::new() };
         let mut takes: Vec<&Reservation> = takes.iter().collect();
         takes.sort_unstable();
         takes.truncate(pool.world.pod(id).pieces.len().max(1));
-        let gpu = |take: &Reservation| pool.gpus.get(&take.device).copied().unwrap_or(0);
+        let gpu = |take: &Reservation| pool.gpu(node, &take.device).unwrap_or(0);
         match takes.as_slice() {
             [] => vec![(id, 0)],
             many => many.iter().map(|take| (id, gpu(take))).collect(),
@@ -400,17 +403,18 @@ impl<'w> QuotaPass<'w> {
     }
 
     fn gpus_of_found(&self, member: Member, found: &[PodAndRoom<'_>]) -> Vec<(PodId, usize)> {
-        found.iter().flat_map(|(name, found)| self.parts_of(member, name, &found.takes)).collect()
+        found.iter().flat_map(|(name, found)| self.parts_of(member, name, (&found.node, &found.takes))).collect()
     }
 
     /// Records what a waiting pod costs with these units.
-    fn set_charge(&mut self, member: Member, name: &str, takes: &[Reservation]) {
+    fn set_charge(&mut self, member: Member, name: &str, (node, takes): UnitsOnNode<'_>) {
         let Some(&id) = self.worlds.pools[member.pool].ids.get(name) else { return };
         let member = Member { id, ..member };
-        if let Some(charge) = self.cost_of(member, takes) {
+        if let Some(charge) = self.cost_of(member, (node, takes)) {
             self.books[member.pool].set_charge(id, charge);
             let pool = &self.worlds.pools[member.pool];
-            if let Some(&gpu) = takes.first().and_then(|take| pool.gpus.get(&take.device)).filter(|_| pool.has_mig) {
+            let gpu = takes.first().and_then(|take| pool.gpu(node, &take.device));
+            if let Some(gpu) = gpu.filter(|_| pool.has_mig) {
                 let used = self.own_use(member).entry(gpu).or_default();
                 *used = used.plus(charge);
             }
@@ -421,9 +425,9 @@ impl<'w> QuotaPass<'w> {
     pub(super) fn record_release(&mut self, member: Member, released: &[(&str, &Fits)]) -> Option<Class> {
         let mut parts = Vec::new();
         for (name, fits) in released {
-            let takes = fits.iter().next().map(|fit| fit.reservations().to_vec()).unwrap_or_default();
-            self.set_charge(member, name, &takes);
-            parts.extend(self.parts_of(member, name, &takes));
+            let takes = fits.iter().next().map_or(("", &[][..]), |fit| (fit.node(), fit.reservations()));
+            self.set_charge(member, name, takes);
+            parts.extend(self.parts_of(member, name, takes));
         }
         self.books[member.pool].release(&parts);
         released.iter().for_each(|(name, _)| drop(self.long_waits.remove(*name)));
@@ -458,7 +462,10 @@ impl<'w> QuotaPass<'w> {
         member: Member,
         names: impl Iterator<Item = &'n str>,
     ) {
-        let takes = |name: &str| ledger.nominations().get(name).map(|of| of.takes.as_slice()).unwrap_or_default();
+        let takes = |name: &str| {
+            let nomination = ledger.nominations().get(name);
+            nomination.map_or(("", &[][..]), |of| (of.node.as_str(), of.takes.as_slice()))
+        };
         let parts: Vec<(PodId, usize)> = names.flat_map(|name| self.parts_of(member, name, takes(name))).collect();
         self.books[member.pool].nominate(&parts);
     }
@@ -715,12 +722,38 @@ fn waiting_gangs(worlds: &QuotaWorlds) -> BTreeMap<&str, BTreeSet<&str>> {
     gangs
 }
 
-/// Returns the grace period of an evicted pod: its own, but not more than the cap. A pod that
-/// terminates already gets an explicit grace period: only that shortens the earlier one.
-pub(super) fn capped_grace(pod: &PodObject, cap: Duration) -> Option<u32> {
+/// Returns the grace period to request for an evicted pod: its own, but not more than the cap.
+/// Returns `None` if the API server applies the same grace period without a request. A pod that
+/// terminates already gets an explicit grace period: only that shortens the earlier one. A deletion
+/// (`force`) requests at least one second, because the operator may not delete pods immediately.
+pub(super) fn requested_grace(pod: &PodObject, cap: Duration, force: bool) -> Option<u32> {
     let own = u64::try_from(pod.spec.termination_grace_period_seconds.unwrap_or(30)).unwrap_or(30);
-    if pod.metadata.deletion_timestamp.is_some() {
-        return u32::try_from(own.min(cap.as_secs())).ok();
+    let capped = u32::try_from(own.min(cap.as_secs())).unwrap_or(u32::MAX);
+    let is_explicit = force || pod.metadata.deletion_timestamp.is_some() || own > cap.as_secs();
+    is_explicit.then(|| if force { capped.max(1) } else { capped })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_deletion_requests_at_least_one_second_even_for_a_pod_whose_own_grace_period_is_zero() {
+        let pod = |grace: Option<i64>| {
+            let mut pod = PodObject::default();
+            pod.spec.termination_grace_period_seconds = grace;
+            pod
+        };
+        let cap = Duration::from_secs(300);
+        // The API server would replace a missing grace period by the pod's own, and then refuse the
+        // deletion, because the operator may not delete pods immediately.
+        assert_eq!(requested_grace(&pod(Some(0)), cap, true), Some(1));
+        assert_eq!(requested_grace(&pod(Some(600)), Duration::ZERO, true), Some(1));
+        assert_eq!(requested_grace(&pod(Some(600)), cap, true), Some(300));
+        assert_eq!(requested_grace(&pod(None), cap, true), Some(30));
+        // Evictions change only grace periods that are too long.
+        assert_eq!(requested_grace(&pod(Some(0)), cap, false), None);
+        assert_eq!(requested_grace(&pod(Some(600)), cap, false), Some(300));
+        assert_eq!(requested_grace(&pod(None), cap, false), None);
     }
-    (own > cap.as_secs()).then(|| u32::try_from(cap.as_secs()).unwrap_or(u32::MAX))
 }

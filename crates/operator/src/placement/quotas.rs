@@ -48,10 +48,9 @@ pub(crate) struct PoolWorld {
     pub(crate) world: World,
     /// Pods by name.
     pub(super) ids: BTreeMap<String, PodId>,
-    /// GPUs by the UUID of a device on them.
-    pub(super) gpus: BTreeMap<String, usize>,
-    /// What units cost on each device.
-    pub(super) costs: DeviceCosts,
+    /// Devices of the pool's GPUs, by node. An agent may report any UUID, so a report of one node
+    /// never affects devices of other nodes.
+    devices: BTreeMap<String, NodeDevices>,
     /// What the quotas count.
     pub(super) unit: Unit,
     /// Size of each GPU, healthy or not.
@@ -64,6 +63,15 @@ pub(crate) struct PoolWorld {
     pub(super) terminates_late: BTreeSet<PodId>,
     /// Whether a quota of the pool is enforced.
     pub(crate) is_enforced: bool,
+}
+
+/// Devices of one node.
+#[derive(Debug, Default)]
+struct NodeDevices {
+    /// GPUs by the UUID of a device on them.
+    gpus: BTreeMap<String, usize>,
+    /// What units cost on each device.
+    costs: DeviceCosts,
 }
 
 /// All pools with quotas.
@@ -183,8 +191,7 @@ impl QuotaWorlds {
             worlds.pools.push(PoolWorld {
                 world,
                 ids: BTreeMap::new(),
-                gpus: BTreeMap::new(),
-                costs: DeviceCosts::default(),
+                devices: BTreeMap::new(),
                 unit: pool.unit,
                 sizes: Vec::new(),
                 has_mig: false,
@@ -291,13 +298,18 @@ impl QuotaWorlds {
     /// Returns whether room is kept for a pod on a GPU of this pool. `None` are the GPUs that no
     /// enforced quota counts.
     pub(super) fn is_nominated_in(&self, pool: Option<usize>, nomination: &Nomination) -> bool {
-        let is_mixed = |device: &str| self.mixed.iter().find(|mixed| mixed.device == device);
-        match nomination.takes.iter().find_map(|take| is_mixed(&take.device)) {
+        let mixed = |device: &str| self.mixed_device(&nomination.node, device);
+        match nomination.takes.iter().find_map(|take| mixed(&take.device)) {
             Some(mixed) => self.enforced(mixed.pool) == pool,
             None => {
                 pool.map_or_else(|| self.has_others(&nomination.node), |pool| self.has_node(pool, &nomination.node))
             }
         }
+    }
+
+    /// Returns a device of a node that has GPUs of several pools.
+    fn mixed_device(&self, node: &str, device: &str) -> Option<&MixedDevice> {
+        self.mixed.iter().find(|mixed| mixed.node == node && mixed.device == device)
     }
 
     /// Returns the devices that a pod may not use which runs in this pool, on nodes that have GPUs
@@ -342,7 +354,7 @@ impl QuotaWorlds {
                 }));
                 let Some(pool) = pool else { continue };
                 of_node.pools.insert(pool);
-                let at = self.pools[pool].add_gpu(gpu, is_current);
+                let at = self.pools[pool].add_gpu(name, gpu, is_current);
                 let known = nodes[first..].iter().position(|view| view.pool == pool);
                 let view = first + known.unwrap_or(nodes.len() - first);
                 if view == nodes.len() {
@@ -388,11 +400,12 @@ impl QuotaWorlds {
             };
             // A pod that may still be bound to several nodes costs what it costs at most.
             let dearest = units.iter().map(on_node).filter(|found| !found.is_empty()).max_by_key(cost);
-            let is_elsewhere =
-                |(_, device, _): &UnitsOnDevice<'_>| self.mixed.iter().any(|mixed| mixed.device == *device);
+            let is_elsewhere = |(node, units): &(&str, Vec<UnitsOnDevice<'_>>)| {
+                units.iter().any(|(_, device, _)| self.mixed_device(node, device).is_some())
+            };
             let Some(found) = dearest else {
                 // No quota counts these GPUs.
-                if units.iter().flat_map(|(_, units)| units).any(is_elsewhere) {
+                if units.iter().any(is_elsewhere) {
                     continue;
                 }
                 unlocated.push(Unlocated { name, pod, node: node.to_owned() });
@@ -433,7 +446,7 @@ impl QuotaWorlds {
                 };
                 let unused =
                     |_: &DeviceRequest| view.gpus.iter().copied().find(|gpu| used.insert((at, *gpu))).or(first);
-                let pieces = pool.pieces(&requests, &[], dearest, unused);
+                let pieces = pool.pieces(&requests, (&node, &[]), dearest, unused);
                 self.insert_released(known, (at, &name, pod), pieces, (is_evicted, grace_cap));
             } else if !self.pools_of_node.contains_key(&node)
                 && managed.get_or_init(|| nodes_of_cleave(cluster)).contains(node.as_str())
@@ -451,7 +464,7 @@ impl QuotaWorlds {
                         pool.sizes.push(Amount(u64::MAX));
                         pool.world.gpus.len() - 1
                     });
-                    let pieces = pool.pieces(&requests, &[], dearest, |_| Some(gpu));
+                    let pieces = pool.pieces(&requests, (&node, &[]), dearest, |_| Some(gpu));
                     self.insert_released(known, (at, &name, pod), pieces, (is_evicted, grace_cap));
                 }
             }
@@ -468,14 +481,14 @@ impl QuotaWorlds {
         is_only: bool,
     ) -> Option<Vec<Piece>> {
         let pool = &self.pools[view.pool];
-        let is_here = |(_, device, _): &&UnitsOnDevice<'_>| is_only || pool.gpus.contains_key(*device);
+        let is_here = |(_, device, _): &&UnitsOnDevice<'_>| is_only || pool.gpu(view.name, device).is_some();
         let here: Vec<UnitsOnDevice<'_>> = units.iter().filter(is_here).copied().collect();
         if here.is_empty() {
             return None;
         }
         let is_split = here.len() < units.len();
         let dearest = |request: &DeviceRequest| view.costs.dearest(request, pool.unit).filter(|_| !is_split);
-        let pieces = pool.pieces(requests, &here, dearest, |_| view.gpus.first().copied());
+        let pieces = pool.pieces(requests, (view.name, &here), dearest, |_| view.gpus.first().copied());
         (!pieces.is_empty()).then_some(pieces)
     }
 
@@ -502,8 +515,8 @@ impl QuotaWorlds {
             let takes = nominated.into_iter().flat_map(|of| &of.takes);
             let takes: Vec<UnitsOnDevice<'_>> =
                 takes.map(|take| (take.resource.as_str(), take.device.as_str(), take.units)).collect();
-            let pool = &self.pools[at];
-            let pieces = pool.pieces(&requests, &takes, dearest, |_| None);
+            let (pool, node) = (&self.pools[at], nominated.map_or("", |of| of.node.as_str()));
+            let pieces = pool.pieces(&requests, (node, &takes), dearest, |_| None);
             let nominated = nominated.map(|_| pieces.first().and_then(|piece| piece.gpu).unwrap_or(0));
             let is_mig = pool.has_mig && matches!(&*requests, [request] if is_mig(&request.resource));
             if let Some(id) = self.insert(known, at, (name, pod), pieces, Place::Waiting { nominated }) {
@@ -594,8 +607,8 @@ impl QuotaWorlds {
 }
 
 impl PoolWorld {
-    /// Adds a GPU. Returns its index.
-    fn add_gpu(&mut self, gpu: &GpuStatus, is_current: bool) -> usize {
+    /// Adds a GPU of a node. Returns its index.
+    fn add_gpu(&mut self, node: &str, gpu: &GpuStatus, is_current: bool) -> usize {
         let whole = match self.unit {
             Unit::Gpus => GPU,
             Unit::Memory => Amount(gpu.memory_mib),
@@ -603,20 +616,32 @@ impl PoolWorld {
         let at = self.world.gpus.len();
         self.world.gpus.push(if is_current && gpu.health.healthy { whole } else { Amount::ZERO });
         self.sizes.push(whole);
-        self.costs.add(gpu);
         self.has_mig |= gpu.slices.iter().any(|slice| is_mig(&slice.resource));
-        self.gpus.insert(gpu.uuid.clone(), at);
-        self.gpus.extend(gpu.slices.iter().map(|slice| (slice.device.clone(), at)));
+        let devices = self.devices.entry(node.to_owned()).or_default();
+        devices.costs.add(gpu);
+        devices.gpus.insert(gpu.uuid.clone(), at);
+        devices.gpus.extend(gpu.slices.iter().map(|slice| (slice.device.clone(), at)));
         at
     }
 
-    /// Returns what each request costs, and on which GPU. `units` are the pod's units, if they are
-    /// known. Other requests cost what `dearest` returns, and are on the GPU that `elsewhere`
+    /// Returns the GPU of a node's device.
+    pub(super) fn gpu(&self, node: &str, device: &str) -> Option<usize> {
+        self.devices.get(node)?.gpus.get(device).copied()
+    }
+
+    /// Returns what units of a resource cost on a node's device. Returns `None` if the pool has no
+    /// such device, or the device does not offer the resource.
+    pub(super) fn cost(&self, node: &str, (resource, device, units): UnitsOnDevice<'_>) -> Option<Amount> {
+        self.devices.get(node)?.costs.cost(device, resource, units.get(), self.unit)
+    }
+
+    /// Returns what each request costs, and on which GPU. `units` are the pod's units on the node, if
+    /// they are known. Other requests cost what `dearest` returns, and are on the GPU that `elsewhere`
     /// returns. Requests of resources that the pool does not offer are left out.
     fn pieces(
         &self,
         requests: &[DeviceRequest],
-        units: &[UnitsOnDevice<'_>],
+        (node, units): (&str, &[UnitsOnDevice<'_>]),
         dearest: impl Fn(&DeviceRequest) -> Option<Amount>,
         mut elsewhere: impl FnMut(&DeviceRequest) -> Option<usize>,
     ) -> Vec<Piece> {
@@ -629,8 +654,8 @@ impl PoolWorld {
             };
             let taken = find(true).or_else(|| find(false)).map(|at| left.remove(at));
             let on_device = taken.and_then(|(resource, device, _)| {
-                let charge = self.costs.cost(device, resource, request.units.get(), self.unit)?;
-                Some(Piece { charge, gpu: self.gpus.get(device).copied() })
+                let charge = self.cost(node, (resource, device, request.units))?;
+                Some(Piece { charge, gpu: self.gpu(node, device) })
             });
             on_device.or_else(|| Some(Piece { charge: dearest(request)?, gpu: elsewhere(request) }))
         };
