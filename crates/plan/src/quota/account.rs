@@ -299,7 +299,7 @@ impl<'w> Accounts<'w> {
         &self.gangs
     }
 
-    /// Returns the priority of a pod, which is the highest priority in its gang.
+    /// Returns the priority of a pod, which is the lowest priority in its gang.
     pub(super) fn priority(&self, id: PodId) -> i32 {
         self.gangs.priority(self.world, id)
     }

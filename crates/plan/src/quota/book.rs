@@ -189,7 +189,7 @@ impl<'w> Book<'w> {
         self.accounts.charge(id)
     }
 
-    /// Returns the priority of a pod, which is the highest priority in its gang.
+    /// Returns the priority of a pod, which is the lowest priority in its gang.
     pub fn priority(&self, id: PodId) -> i32 {
         self.accounts.priority(id)
     }

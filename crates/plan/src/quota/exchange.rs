@@ -40,8 +40,9 @@ impl Kind {
     }
 }
 
-/// Pods of this priority and above are components of the system and are never evicted.
-pub(super) const NEVER_EVICTED: i32 = 2_000_000_000;
+/// Pods of this priority and above are components of the system and are never evicted. They belong to
+/// no gang.
+pub const NEVER_EVICTED: i32 = 2_000_000_000;
 /// Maximum number of candidates that are considered if a quota would exceed its maximum. The
 /// candidates are the least important pods.
 const MAX_CANDIDATES_OVER_MAXIMUM: usize = 256;

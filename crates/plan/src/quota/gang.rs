@@ -6,16 +6,20 @@
 //! | nomination | for all waiting pods or none |
 //! | class | one class for all pods, from the sum of their charges |
 //! | eviction | if one pod is evicted, all pods are evicted, and all count as victims |
-//! | priority | the highest priority of its pods |
+//! | priority | the lowest priority of its pods |
 //!
 //! A waiting gang has either nominations for all of its pods or none. So two gangs never wait for
 //! each other. Pods that replace lost pods of a running gang are released together too.
+//!
+//! Components of the system ([`NEVER_EVICTED`]) belong to no gang. Otherwise one of them would protect
+//! all pods of a gang from eviction.
 //!
 //! A pod without a gang is treated like a gang of one pod. Such a group of pods is a *unit*, and
 //! its *head* is the waiting pod with the first name.
 use std::collections::BTreeMap;
 
 use super::amount::Amount;
+use super::exchange::NEVER_EVICTED;
 use super::world::{Place, PodId, World};
 use crate::ledger::Moment;
 
@@ -43,6 +47,8 @@ struct Members {
     /// Pods that are waiting when the pass begins, in the order of their names.
     waiting: Vec<PodId>,
     size: usize,
+    /// The lowest priority of the pods, those that terminate included. With the highest priority,
+    /// one important pod would give its rights to all pods of the gang, even if it only waits.
     priority: i32,
     /// What the pods cost that wait when the pass begins.
     charge: Amount,
@@ -55,7 +61,7 @@ struct Members {
 impl Members {
     const fn new() -> Self {
         let (charge, newest) = (Amount::ZERO, Moment(0));
-        Self { pods: Vec::new(), waiting: Vec::new(), size: 0, priority: i32::MIN, charge, newest, borrows: true }
+        Self { pods: Vec::new(), waiting: Vec::new(), size: 0, priority: i32::MAX, charge, newest, borrows: true }
     }
 }
 
@@ -65,14 +71,14 @@ impl Gangs {
         let mut by_name: BTreeMap<(usize, &str), usize> = BTreeMap::new();
         let (mut of, mut all) = (vec![None; world.pods.len()], Vec::<Members>::new());
         for (at, pod) in world.pods.iter().enumerate() {
-            let Some(gang) = &pod.gang else { continue };
+            let Some(gang) = pod.gang.as_ref().filter(|_| pod.priority < NEVER_EVICTED) else { continue };
             let index = *by_name.entry((account_of[at], &gang.name)).or_insert(all.len());
             if index == all.len() {
                 all.push(Members::new());
             }
             let members = &mut all[index];
             members.size = members.size.max(gang.size);
-            members.priority = members.priority.max(pod.priority);
+            members.priority = members.priority.min(pod.priority);
             match pod.place {
                 Place::Waiting { .. } => {
                     members.waiting.push(PodId(at));
@@ -129,7 +135,7 @@ impl Gangs {
         self.of[id.0].map_or(1, |gang| self.all[gang].size)
     }
 
-    /// Returns the priority of a pod, which is the highest priority in its gang.
+    /// Returns the priority of a pod, which is the lowest priority in its gang.
     pub(super) fn priority(&self, world: &World, id: PodId) -> i32 {
         self.of[id.0].map_or(world.pod(id).priority, |gang| self.all[gang].priority)
     }

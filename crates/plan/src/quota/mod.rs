@@ -50,7 +50,7 @@ mod world;
 pub use amount::{Amount, GPU, MigSlice, Requested, charge_per_gpu};
 pub use book::{Book, Rights, Turn, Usage};
 pub use class::{Class, Share};
-pub use exchange::Kind;
+pub use exchange::{Kind, NEVER_EVICTED};
 pub use gang::MAX_GANG_PODS;
 pub use look::{Exchange, Outcome, Released, Wait, look, reserved_for_long_waits};
 pub use simulate::{Leave, Rest, Restless, simulate};

@@ -90,7 +90,8 @@ pub struct Pod {
     /// Time since which a disruption budget refuses to evict the pod. `None` if the pod may be
     /// evicted.
     pub protected: Option<Moment>,
-    /// The gang of the pod. Most pods have no gang.
+    /// The gang of the pod. Most pods have no gang. Ignored for pods that are never evicted; see
+    /// [`NEVER_EVICTED`](super::NEVER_EVICTED).
     pub gang: Option<Gang>,
     /// What the pod uses of each GPU, if it requests parts of several GPUs. Empty for other pods.
     /// Only [`Book`](super::Book) reads the pieces: [`look`](super::look) places no such pods.

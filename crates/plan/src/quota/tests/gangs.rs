@@ -3,8 +3,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 
-use super::super::{Amount, Class, Exchange, Gang, Kind, Outcome, Owner, Place, Pod, PodId, Quota, Wait, World};
-use super::super::{look, simulate};
+use super::super::{Amount, Class, Exchange, Gang, Kind, NEVER_EVICTED, Outcome, Owner, Place, Pod, PodId, Quota};
+use super::super::{Wait, World, look, simulate};
 use super::config;
 use super::inputs::{assert_rebuilt, named};
 use super::naive::Pool;
@@ -25,9 +25,9 @@ type GangKey = (Owner, String);
 fn gangs(pool: &Pool) -> BTreeMap<GangKey, Vec<usize>> {
     let mut gangs: BTreeMap<GangKey, Vec<usize>> = BTreeMap::new();
     for pod in pool.pods() {
-        let one = &pool.world.pods[pod];
-        if let (Some(gang), false) = (&one.gang, matches!(one.place, Place::Leaving { .. })) {
-            gangs.entry((pool.owner(pod), gang.name.clone())).or_default().push(pod);
+        let place = pool.world.pods[pod].place;
+        if let (Some((owner, name)), false) = (pool.gang(pod), matches!(place, Place::Leaving { .. })) {
+            gangs.entry((owner, name.to_owned())).or_default().push(pod);
         }
     }
     gangs
@@ -35,18 +35,8 @@ fn gangs(pool: &Pool) -> BTreeMap<GangKey, Vec<usize>> {
 
 fn size(pool: &Pool, members: &[usize]) -> usize {
     // Terminating pods do not belong to the gang, but the size that they state counts.
-    let owner = pool.owner(members[0]);
-    let name = &pool.world.pods[members[0]].gang.as_ref().unwrap().name;
-    let of_gang = pool.world.pods.iter().enumerate().filter(|(pod, _)| pool.owner(*pod) == owner);
-    let sizes = of_gang.filter_map(|(_, pod)| pod.gang.as_ref().filter(|gang| gang.name == *name));
-    sizes.map(|gang| gang.size).max().unwrap()
-}
-
-/// Returns the priority of a pod's gang, including pods that were evicted during the pass.
-fn priority_at_start(pool: &Pool, pod: usize) -> i32 {
-    let gang = |pod: usize| pool.world.pods[pod].gang.as_ref().map(|gang| (pool.owner(pod), &gang.name));
-    let same = pool.pods().filter(|&other| other == pod || gang(pod).is_some() && gang(pod) == gang(other));
-    same.map(|other| pool.world.pods[other].priority).max().unwrap()
+    let of_gang = pool.pods().filter(|&pod| pool.gang(pod) == pool.gang(members[0]));
+    of_gang.filter_map(|pod| pool.world.pods[pod].gang.as_ref()).map(|gang| gang.size).max().unwrap()
 }
 
 fn waits(pool: &Pool, pod: usize) -> bool {
@@ -135,7 +125,7 @@ proptest! {
                 let theirs = step.before.owner(victim);
                 assert!(step.before.world.pods[victim].priority < 2_000_000_000, "{step:?}");
                 match exchange.kind {
-                    Kind::Priority => assert!(step.before.priority(victim) < priority_at_start(&step.before, step.pod.0), "{step:?}"),
+                    Kind::Priority => assert!(step.before.priority(victim) < step.before.priority(step.pod.0), "{step:?}"),
                     _ => assert!(theirs != owner && before.of[&victim] == Class::Over && step.before.quota(&theirs).is_enforced(), "{step:?}"),
                 }
                 assert!(exchange.kind != Kind::FairShare || share(step.pod.0) <= share(victim), "{step:?}");
@@ -293,6 +283,51 @@ fn an_incomplete_gang_has_no_nominations() {
     world.pods.push(member("a2", 0, 10, ("g", 2), None));
     let released: Vec<usize> = look(&world, Moment(9)).released.iter().map(|released| released.pod.0).collect();
     assert_eq!(released, [0, 2], "the gang has the first name");
+}
+
+/// Otherwise one important pod would give its rights to all pods of its gang.
+#[test]
+fn a_gang_has_the_lowest_priority_of_its_pods() {
+    let gang = |one: i32, other: i32| {
+        let mut pods = vec![member("g1", 0, 5, ("g", 2), None), member("g2", 0, 5, ("g", 2), None)];
+        (pods[0].priority, pods[1].priority) = (one, other);
+        let mut mid = member("mid", 0, 10, ("mid", 1), Some(0));
+        mid.priority = 5;
+        pods.push(mid);
+        look(&pool(1, &[10], pods), Moment(9)).exchanges.len()
+    };
+    assert_eq!([gang(9, 0), gang(9, 9), gang(9, 5), gang(9, 6)], [0, 1, 0, 1]);
+}
+
+#[test]
+fn an_important_pod_of_a_gang_does_not_let_the_others_override_quotas() {
+    let exchanges = |other: i32| {
+        let mut pods = vec![member("g1", 1, 5, ("g", 2), None), member("g2", 1, 5, ("g", 2), None)];
+        (pods[0].priority, pods[1].priority) = (100, other);
+        pods.push(member("a1", 0, 10, ("a", 1), Some(0)));
+        let mut world = pool(1, &[10, 0], pods);
+        world.settings.override_priority = Some(100);
+        look(&world, Moment(9)).exchanges.len()
+    };
+    assert_eq!([exchanges(0), exchanges(100)], [0, 1]);
+}
+
+/// A pod that is never evicted, and may only wait, protects no other pod.
+#[test]
+fn a_component_of_the_system_does_not_protect_a_gang() {
+    for gpu in [Some(1), None] {
+        let mut system = member("b3", 1, 5, ("g", 2), gpu);
+        system.priority = NEVER_EVICTED;
+        let pods = vec![
+            member("b1", 1, 5, ("g", 2), Some(0)),
+            member("b2", 1, 5, ("g", 2), Some(0)),
+            system,
+            member("a1", 0, 10, ("a", 1), None),
+        ];
+        let outcome = look(&pool(1 + gpu.unwrap_or(0), &[10, 0], pods), Moment(9));
+        let victims: BTreeSet<&PodId> = outcome.exchanges.iter().flat_map(|one| &one.victims).collect();
+        assert_eq!(victims, BTreeSet::from([&PodId(0), &PodId(1)]), "{gpu:?}: {outcome:?}");
+    }
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-use super::super::{Amount, Class, Mode, Owner, Place, Quota, Share, World};
+use super::super::{Amount, Class, Mode, NEVER_EVICTED, Owner, Place, Quota, Share, World};
 use super::worlds::describe;
 use crate::ledger::Moment;
 
@@ -239,20 +239,29 @@ impl Pool {
         Class::In
     }
 
-    /// Returns the priority of a pod, which is the highest priority in its gang.
+    /// Returns the priority of a pod, which is the lowest priority in its gang. Terminating pods of
+    /// the gang count.
     pub(super) fn priority(&self, pod: usize) -> i32 {
-        let members = self.pods().filter(|&other| self.are_together(pod, other));
-        members.map(|other| self.world.pods[other].priority).max().unwrap()
+        let gang = self.gang(pod).filter(|_| !self.is_leaving(pod));
+        let members = self.pods().filter(|&other| other == pod || gang.is_some() && gang == self.gang(other));
+        members.map(|other| self.world.pods[other].priority).min().unwrap()
+    }
+
+    fn is_leaving(&self, pod: usize) -> bool {
+        matches!(self.world.pods[pod].place, Place::Leaving { .. })
+    }
+
+    /// Returns the gang of a pod. Components of the system belong to no gang.
+    pub(super) fn gang(&self, pod: usize) -> Option<(Owner, &str)> {
+        let one = &self.world.pods[pod];
+        let gang = one.gang.as_ref().filter(|_| one.priority < NEVER_EVICTED);
+        gang.map(|gang| (self.owner(pod), gang.name.as_str()))
     }
 
     /// Returns whether two pods are the same pod or belong to one gang. Terminating pods belong to
     /// no gang.
     pub(super) fn are_together(&self, pod: usize, other: usize) -> bool {
-        let gang = |pod: usize| {
-            let one = &self.world.pods[pod];
-            let stays = !matches!(one.place, Place::Leaving { .. });
-            one.gang.as_ref().filter(|_| stays).map(|gang| (self.owner(pod), &gang.name))
-        };
+        let gang = |pod: usize| self.gang(pod).filter(|_| !self.is_leaving(pod));
         pod == other || gang(pod).is_some() && gang(pod) == gang(other)
     }
 
