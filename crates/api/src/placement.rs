@@ -33,9 +33,14 @@ pub struct Placement {
 pub struct ReleasedGang {
     /// Name of the gang.
     pub name: String,
-    /// Number of pods that the pod stated for the gang. `None` if it stated none.
+    /// Number of pods that were released together. A pod that later replaces one of them records the
+    /// same number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size: Option<usize>,
+    /// When the pods were released, in seconds since the Unix epoch. A pod that later replaces one of
+    /// them records the same time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub since: Option<u64>,
 }
 
 /// Reserved units of one device.
@@ -83,9 +88,9 @@ mod tests {
             r#"{"until":9,"nodes":{"n1":[{"resource":"nvidia.com/gpu-mps","units":3,"device":"GPU-1"}]}}"#
         );
         assert_eq!(Placement::parse(&text).unwrap(), placement);
-        placement.gang = Some(ReleasedGang { name: "train".to_owned(), size: Some(4) });
+        placement.gang = Some(ReleasedGang { name: "train".to_owned(), size: Some(4), since: Some(7) });
         let text = placement.to_text().unwrap();
-        assert!(text.ends_with(r#","gang":{"name":"train","size":4}}"#), "{text}");
+        assert!(text.ends_with(r#","gang":{"name":"train","size":4,"since":7}}"#), "{text}");
         assert_eq!(Placement::parse(&text).unwrap(), placement);
         assert!(Placement::parse("{}").is_err() && Placement::parse("").is_err());
     }

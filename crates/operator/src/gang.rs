@@ -12,22 +12,25 @@ pub struct PodGang {
     /// Name of the gang. Pods of one namespace with the same gang name are one gang.
     pub name: String,
     /// Minimum number of pods that are released together, at least 1. `None` if the pod states
-    /// none.
+    /// none. For a released pod, the recorded number of pods of the gang.
     pub size: Option<usize>,
+    /// When the gang was released, in seconds since the Unix epoch. `None` for a pod that was not
+    /// released, or whose release recorded no time.
+    pub released: Option<u64>,
     /// Whether the gang is a pod group of Kueue, which admits the pods only once all of them exist.
     pub is_of_kueue: bool,
 }
 
 impl From<ReleasedGang> for PodGang {
-    fn from(ReleasedGang { name, size }: ReleasedGang) -> Self {
-        Self { name, size, is_of_kueue: false }
+    fn from(ReleasedGang { name, size, since }: ReleasedGang) -> Self {
+        Self { name, size, released: since, is_of_kueue: false }
     }
 }
 
 impl PodGang {
-    /// Returns what is recorded about the gang when a pod is released.
-    pub fn released(&self) -> ReleasedGang {
-        ReleasedGang { name: self.name.clone(), size: self.size }
+    /// Returns what a pod records that is released alone. `now` is in seconds since the Unix epoch.
+    pub fn released_alone(&self, now: u64) -> ReleasedGang {
+        ReleasedGang { name: self.name.clone(), size: Some(1), since: Some(now) }
     }
 
     /// Finds the gang of a pod. `group` is the group in the pod's spec (KEP-4671). The gang's name
@@ -47,7 +50,8 @@ impl PodGang {
         let size = sizes.into_iter().flatten().find_map(|size| size.trim().parse::<usize>().ok());
         let is_of_kueue = annotation(GANG_ANNOTATION).is_none_or(str::is_empty)
             && label(KUEUE_GROUP_LABEL).is_some_and(|name| !name.is_empty());
-        Some(Self { name: name.to_owned(), size: size.map(|size| size.max(1)), is_of_kueue })
+        let size = size.map(|size| size.max(1));
+        Some(Self { name: name.to_owned(), size, released: None, is_of_kueue })
     }
 }
 

@@ -64,6 +64,13 @@ pub(super) fn subtract(free: &mut FreeAmounts<'_>, requests: &Requests) {
     }
 }
 
+/// Adds the resources that a pod uses, including its pod slot: the inverse of [`subtract`].
+pub(super) fn add(free: &mut FreeAmounts<'_>, requests: &Requests) {
+    for (name, free) in free.iter_mut() {
+        *free = free.saturating_add(amount(requests, name));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -77,6 +77,11 @@ impl PodClaims {
         self.uids.get(name).map(AsRef::as_ref)
     }
 
+    /// Returns whether a claim is of this pod, and not of an earlier pod of the same name.
+    pub(super) fn is_of(&self, name: &str, pod: &PodObject) -> bool {
+        pod.metadata.uid.is_some() && self.uid(name) == pod.metadata.uid.as_deref()
+    }
+
     /// Returns the pods with a claim, by their controller.
     pub(super) fn replicas(&self) -> &ReplicaIndex {
         &self.replicas
@@ -301,6 +306,18 @@ pub(super) fn claim_nodes(place: &Place) -> Vec<String> {
 /// Returns the expiry of a reservation that is created or renewed now.
 pub(super) fn expiry(now: ReconcileTime) -> Moment {
     Moment(now.epoch.saturating_add(RESERVATION_TIME.as_secs()))
+}
+
+/// Returns when a pod was released. A pod that did not wait at the gate counts from its creation.
+pub(super) fn released(pod: &PodObject) -> Moment {
+    let released = pod.reserved_until.map(|until| until.saturating_sub(RESERVATION_TIME.as_secs()));
+    released.map_or_else(|| created(pod), Moment)
+}
+
+/// Returns when a pod was created.
+pub(super) fn created(pod: &PodObject) -> Moment {
+    let seconds = pod.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second());
+    Moment(u64::try_from(seconds).unwrap_or(0))
 }
 
 /// Returns the node that a pod is bound to, or the nodes of the reservation in the pod's

@@ -37,16 +37,12 @@ pub(super) struct Constraints<'a> {
     namespaces: OnceCell<BTreeMap<&'a str, &'a BTreeMap<String, String>>>,
 }
 
-/// A state of [`Constraints`] that [`Constraints::restore`] restores.
-pub(super) struct ConstraintsCheckpoint<'a> {
-    terms: BTreeSet<(&'a str, &'a PodAffinityTerm)>,
-    reserved: usize,
-}
-
 /// A pod that will run on one of these nodes.
 struct ReservedPod<'a> {
     pod: &'a PodObject,
     nodes: Vec<String>,
+    /// Terms that no earlier pod has.
+    terms: Vec<(&'a str, &'a PodAffinityTerm)>,
 }
 
 /// Requirements that a pod's volumes have for the pod's node.
@@ -98,21 +94,23 @@ impl<'a> Constraints<'a> {
         constraints
     }
 
-    /// Returns the current state, for [`Self::restore`].
-    pub(super) fn checkpoint(&self) -> ConstraintsCheckpoint<'a> {
-        ConstraintsCheckpoint { terms: self.terms.clone(), reserved: self.reserved.len() }
+    /// Returns the number of pods that were added.
+    pub(super) const fn reserved_pods(&self) -> usize {
+        self.reserved.len()
     }
 
-    /// Removes the pods that were added since a checkpoint.
-    pub(super) fn restore(&mut self, before: ConstraintsCheckpoint<'a>) {
-        self.terms = before.terms;
-        self.reserved.truncate(before.reserved);
+    /// Removes all pods that were added after the first `count` ones.
+    pub(super) fn truncate_reserved(&mut self, count: usize) {
+        for pod in self.reserved.drain(count.min(self.reserved.len())..) {
+            pod.terms.iter().for_each(|term| drop(self.terms.remove(term)));
+        }
     }
 
     /// Adds a pod that will run on one of these nodes.
     pub(super) fn add_reserved(&mut self, pod: &'a PodObject, nodes: Vec<String>) {
-        self.terms.extend(pod.spec.rules.anti_affinity.iter().map(|term| (namespace(pod), term)));
-        self.reserved.push(ReservedPod { pod, nodes });
+        let terms = pod.spec.rules.anti_affinity.iter().map(|term| (namespace(pod), term));
+        let terms = terms.filter(|term| self.terms.insert(*term)).collect();
+        self.reserved.push(ReservedPod { pod, nodes, terms });
     }
 
     /// Returns the key of a pod. Returns `None` if neither the pod's own rules nor other pods'

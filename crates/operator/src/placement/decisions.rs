@@ -9,14 +9,15 @@ use cleave_plan::ledger::{DeviceRequest, Fits, Ledger, Moment, Reservation};
 use super::actions::{Actions, Destination, ReleaseReason};
 use super::cluster::ReconcileInput;
 use super::gang_releases::GangReleases;
-use super::gangs;
+use super::gangs::{self, BlockedPod};
 use super::growth::{AllowedUnits, AutoscalerReports, NeedInputs, PlacementOutlook};
 use super::nodes::Nodes;
 use super::other_nodes::{AgentLabels, OtherNodes};
 use super::preemption::PreemptionSearch;
 use super::queue::Queue;
 use super::quota_pass::{QuotaPass, QuotaTurn, Turns};
-use super::quota_turns::{QuotaWait, TurnOrder};
+use super::quota_turns::TurnOrder;
+use super::quota_waits::QuotaWait;
 use super::returning::ReturningUnits;
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::StrandedPods;
@@ -73,11 +74,18 @@ struct NoRoom {
     needs_no_gpus: bool,
     /// Where the pod may run, in the order in which it tries, and why it found no room there.
     attempts: Vec<(Option<QuotaTurn>, Verdict)>,
-    /// Whether quotas kept the pod from looking for free room.
+    /// Whether quotas keep the pod from free room, and more GPUs would not change that.
     is_held: bool,
 }
 
 impl NoRoom {
+    /// Adds a turn in which the pod may not use free room: its quota would exceed its maximum, or
+    /// other quotas do not lend enough. More GPUs help against the latter.
+    fn add_held(&mut self, turn: QuotaTurn) {
+        self.is_held &= turn.rights.is_over_max;
+        self.attempts.push((Some(turn), Verdict::Waits(String::new())));
+    }
+
     /// Returns why the pod found no room. Obstacles that may pass come first.
     fn verdict(&self) -> Verdict {
         let may_pass = self.attempts.iter().find(|(_, verdict)| verdict.permanent_obstacle().is_none());
@@ -130,16 +138,18 @@ impl<'a> Decisions<'a, '_> {
             self.make_wait(&[candidate], &waiting_for_free_units(DELAYED_MESSAGE.to_owned()));
             return;
         }
-        let Turns { attempts, hold, needs_no_gpus } = self.start_turns(name);
-        if let (true, Some(hold)) = (attempts.is_empty(), hold) {
+        let Turns { attempts, mut hold, needs_no_gpus } = self.start_turns(name);
+        if attempts.is_empty()
+            && let Some(hold) = hold.take()
+        {
             self.actions.unplanned.extend(needs_no_gpus.then(|| name.clone()));
-            self.make_wait_for_quota(&[candidate], |pass| pass.explain(hold));
+            self.make_wait_for_quota(&[candidate], hold);
             return;
         }
         let mut no_room = NoRoom { needs_no_gpus, attempts: Vec::new(), is_held: true };
         for turn in attempts {
-            if turn.is_some_and(|turn| !turn.may_use_free_room) {
-                no_room.attempts.push((turn, Verdict::Waits(String::new())));
+            if let Some(held) = turn.filter(|turn| !turn.may_use_free_room) {
+                no_room.add_held(held);
                 continue;
             }
             self.start_attempt(name, turn);
@@ -161,9 +171,9 @@ impl<'a> Decisions<'a, '_> {
         let prospect = self.make_room(candidate, &no_room);
         let quota_wait = self.quotas.as_ref().and_then(|pass| {
             let turn = no_room.attempts.iter().find_map(|(turn, _)| *turn);
-            match (turn, hold) {
-                (Some(turn), _) => pass.explain_wait(&turn, prospect),
-                (None, hold) => hold.map(|hold| pass.explain(hold)),
+            match turn {
+                Some(turn) => pass.explain_wait(&turn, prospect),
+                None => hold,
             }
         });
         self.wait_or_give_up(candidate, &no_room, prospect, quota_wait);
@@ -207,12 +217,16 @@ impl<'a> Decisions<'a, '_> {
         let named: Vec<(&str, &Fits)> = pods.iter().map(|one| one.name.as_str()).zip(found.iter().copied()).collect();
         let label = self.quotas.as_mut().and_then(|pass| pass.label_released(turn, &named));
         let label = label.filter(|_| !self.without_labels);
+        let now = self.input.now.epoch;
         for (one, fits) in pods.iter().zip(found) {
             let mut placement = build_placement(&one.pod.spec.device_requests, fits, self.expires);
-            placement.gang = one.pod.gang.as_ref().map(|gang| gang.released());
+            placement.gang = one.pod.gang.as_ref().map(|gang| {
+                let record = self.quotas.as_ref().and_then(|pass| pass.gang_record(&one.name, pods.len(), now));
+                record.unwrap_or_else(|| gang.released_alone(now))
+            });
             let waited = self.queue.waiting_time(&one.name, self.input.now.up);
             let release = one.release_reserved(placement, self.nodes, (waited, label));
-            if turn.is_some() && one.pod.gang.is_some() {
+            if self.quotas.is_some() && one.pod.gang.is_some() {
                 self.gang_releases.record(&release, label);
             }
             self.actions.releases.push(release);
@@ -276,6 +290,15 @@ impl<'a> Decisions<'a, '_> {
         prospect
     }
 
+    /// Returns what decides whether a pod needs another node, after the search for victims.
+    fn need_inputs(&self, candidate: &'a Candidate<'a>, prospect: PreemptionProspect) -> NeedInputs<'a> {
+        let eligible = self.search.eligible_nodes(candidate);
+        let withheld = self.rollout.describe_withheld(&candidate.device_requests, &eligible);
+        let returns = self.returning.is_promised(&candidate.name);
+        let inputs = NeedInputs::new(self.offers, self.input.demand.get(&candidate.name), withheld, returns);
+        NeedInputs { preemption: prospect, ..inputs }
+    }
+
     /// Records why a pod waits, or releases it as unschedulable after some time. `quota_wait` is
     /// set if a quota keeps the pod from room.
     fn wait_or_give_up(
@@ -287,11 +310,7 @@ impl<'a> Decisions<'a, '_> {
     ) {
         let (name, up) = (&candidate.name, self.input.now.up);
         let verdict = no_room.verdict();
-        let eligible = self.search.eligible_nodes(candidate);
-        let withheld = self.rollout.describe_withheld(&candidate.device_requests, &eligible);
-        let returns = self.returning.is_promised(name);
-        let mut circumstances = NeedInputs::new(self.offers, self.input.demand.get(name), withheld, returns);
-        circumstances.preemption = prospect;
+        let circumstances = self.need_inputs(candidate, prospect);
         if let Some(wait) = quota_wait.filter(|_| verdict.permanent_obstacle().is_none()) {
             self.actions.unplanned.extend(no_room.needs_no_gpus.then(|| name.clone()));
             if no_room.is_held {
@@ -329,55 +348,119 @@ impl<'a> Decisions<'a, '_> {
         if needs_no_gpus {
             self.actions.unplanned.extend(gang.iter().map(|one| one.name.clone()));
         }
-        if let (true, Some(hold)) = (enforced.is_empty(), hold) {
-            self.make_wait_for_quota(gang, |pass| pass.explain(hold));
-            return;
-        }
         let delay = gang.iter().filter_map(|one| self.stranded.gate_delay(one.pod, up)).max();
         if let Some(delay) = delay {
             self.actions.requeue_in(delay);
-        } else {
-            for turn in &attempts {
-                if turn.is_some_and(|turn| !turn.may_use_free_room) {
-                    continue;
-                }
-                self.start_attempt(&head.name, *turn);
-                if let Some(found) = gangs::reserve_all(self.ledger, &mut self.search, gang, self.expires) {
-                    self.release(gang, *turn, &found.iter().collect::<Vec<_>>());
+            self.make_wait(gang, &waiting_for_free_units(DELAYED_MESSAGE.to_owned()));
+            return;
+        }
+        let mut no_room = NoRoom { needs_no_gpus, attempts: Vec::new(), is_held: true };
+        let mut blocked: Option<BlockedPod<'a>> = None;
+        for turn in attempts {
+            if let Some(held) = turn.filter(|turn| !turn.may_use_free_room) {
+                no_room.add_held(held);
+                continue;
+            }
+            self.start_attempt(&head.name, turn);
+            match gangs::reserve_all(self.ledger, &mut self.search, gang, self.expires) {
+                Ok(found) => {
+                    self.release(gang, turn, &found.iter().collect::<Vec<_>>());
                     self.reserved.extend(gang.iter().map(|one| one.name.clone()));
                     return;
                 }
+                Err(found) if turn.is_some() => {
+                    no_room.is_held = false;
+                    no_room.attempts.push((turn, found.1.clone()));
+                    let may_pass = |(_, verdict): &BlockedPod<'_>| verdict.permanent_obstacle().is_none();
+                    blocked = blocked.filter(may_pass).or(Some(found));
+                }
+                Err(_) => {}
             }
         }
-        let prospect =
-            if delay.is_some() { PreemptionProspect::Unknown } else { self.make_room_for_gang(gang, &enforced) };
-        if let Some(turn) = enforced.first() {
-            let wait = self.quotas.as_ref().map(|pass| pass.explain_gang_wait(turn, prospect).into_waiting_pod());
-            for one in gang {
-                self.growth.record_delayed(one.pod, up);
-                self.actions.waiting.extend(wait.clone().map(|wait| (one.name.clone(), wait)));
+        let Some(first) = enforced.first() else {
+            let homeless = self.find_homeless(gang);
+            self.make_gang_wait(gang, homeless, hold, PreemptionProspect::Impossible);
+            return;
+        };
+        let prospect = self.make_room_for_gang(gang, &no_room, &enforced);
+        let wait = self.quotas.as_ref().map(|pass| pass.explain_gang_wait(first, prospect));
+        let waits = |_: &BlockedPod<'a>| !no_room.is_held;
+        let blocked = blocked.or(Some((*head, Verdict::Waits(String::new())))).filter(waits);
+        self.make_gang_wait(gang, blocked, wait, prospect);
+    }
+
+    /// Finds a pod of a gang that fits no GPU of the cluster. If each pod fits a GPU, but no pool
+    /// has GPUs for all of them, more nodes do not help.
+    fn find_homeless(&mut self, gang: &[&'a Candidate<'a>]) -> Option<BlockedPod<'a>> {
+        let (pass, head) = (self.quotas.as_ref()?, gang.first()?);
+        let is_in_no_pool = |one: &&&Candidate<'a>| pass.members(&one.name).is_empty();
+        let may_be_released = pass.unit(&head.name).is_some_and(|unit| unit.obstacle().is_none());
+        let one = *gang.iter().find(is_in_no_pool).filter(|_| may_be_released)?;
+        self.start_attempt(&one.name, None);
+        let verdict = self.search.find(self.ledger, one).err()?;
+        verdict.permanent_obstacle().map(|_| (one, verdict))
+    }
+
+    /// Makes all waiting pods of a gang wait. `blocked` is a pod that finds no GPU: a node for the
+    /// gang would help, so all of its pods are reported to autoscalers. An autoscaler that knew
+    /// only some of them would plan these for the GPUs that the others need. A gang is never
+    /// released as unschedulable, because a part of it could run.
+    fn make_gang_wait(
+        &mut self,
+        gang: &[&'a Candidate<'a>],
+        blocked: Option<BlockedPod<'a>>,
+        quota_wait: Option<QuotaWait>,
+        prospect: PreemptionProspect,
+    ) {
+        let up = self.input.now.up;
+        let Some((blocked, verdict)) = blocked else {
+            let wait = quota_wait.map_or_else(|| waiting_for_free_units(String::new()), QuotaWait::into_waiting_pod);
+            if prospect == PreemptionProspect::Nominated {
+                gang.iter().for_each(|one| self.growth.record_delayed(one.pod, up));
+                self.actions.waiting.extend(gang.iter().map(|one| (one.name.clone(), wait.clone())));
+            } else {
+                self.make_wait(gang, &wait);
             }
+            return;
+        };
+        let fits_nowhere = verdict.permanent_obstacle().map(|_| {
+            let (message, _) = blocked.explain(verdict.clone(), self.input.demand.get(&blocked.name));
+            waiting_for_free_units(format!("The pod {} of the gang fits no GPU: {message}", blocked.name))
+        });
+        let wait = fits_nowhere.or(quota_wait.map(QuotaWait::into_waiting_pod));
+        let awaits_units = self.need_inputs(blocked, prospect).gets_units_without_evictions(blocked);
+        for one in gang {
+            let mut circumstances = self.need_inputs(one, prospect);
+            circumstances.returns |= awaits_units;
+            self.growth.examine(one, verdict.clone(), &circumstances, up);
+            self.queue.unplaceable_time(&one.name, true, up);
+            self.actions.waiting.extend(wait.clone().map(|wait| (one.name.clone(), wait)));
         }
     }
 
     /// Evicts pods for a gang that found no room, unless one of its pods is about to get room
     /// without evictions.
-    fn make_room_for_gang(&mut self, gang: &[&'a Candidate<'a>], turns: &[QuotaTurn]) -> PreemptionProspect {
+    fn make_room_for_gang(
+        &mut self,
+        gang: &[&'a Candidate<'a>],
+        no_room: &NoRoom,
+        turns: &[QuotaTurn],
+    ) -> PreemptionProspect {
         let mut pause = None;
         for one in gang {
             let circumstances = self.circumstances(one, turns.iter().map(|turn| Some(*turn)));
             pause = pause.max(self.growth.preemption_pause(one, &circumstances, self.input.now.up));
         }
         let mut prospect = PreemptionProspect::Impossible;
-        for turn in turns {
-            let Some(head) = gang.first() else { break };
-            self.start_attempt(&head.name, Some(*turn));
+        for (turn, verdict) in &no_room.attempts {
+            let (Some(head), Some(turn)) = (gang.first(), *turn) else { break };
+            self.start_attempt(&head.name, Some(turn));
             let Some(pass) = &mut self.quotas else { break };
             let found = self.preemption.preempt_for_gang(
                 self.ledger,
                 &mut self.search,
-                (gang, pause),
-                (pass, *turn),
+                (gang, verdict, pause),
+                (pass, turn),
                 self.actions,
             );
             if found != PreemptionProspect::Impossible {
@@ -401,9 +484,8 @@ impl<'a> Decisions<'a, '_> {
     }
 
     /// Makes pods wait that a quota keeps from all room.
-    fn make_wait_for_quota(&mut self, pods: &[&'a Candidate<'a>], why: impl FnOnce(&QuotaPass<'_>) -> QuotaWait) {
-        let Some(wait) = self.quotas.as_ref().map(|pass| why(pass).into_waiting_pod()) else { return };
-        self.make_wait(pods, &wait);
+    fn make_wait_for_quota(&mut self, pods: &[&'a Candidate<'a>], wait: QuotaWait) {
+        self.make_wait(pods, &wait.into_waiting_pod());
         if let (Some(pass), Some(first)) = (&self.quotas, pods.first()) {
             pass.end_turn(self.ledger, &first.name);
         }

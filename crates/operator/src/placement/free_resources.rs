@@ -17,7 +17,6 @@ use crate::pods::PodObject;
 /// The free units of GPUs are the units that the scheduler counts as free. The ledger decides
 /// whether a GPU has enough free units. The scheduler's sum is smaller than the ledger's sum only
 /// while a GPU is faulted, or while a terminating pod no longer uses its units.
-#[derive(Clone)]
 pub(super) struct FreeResources<'a> {
     nodes: &'a Nodes,
     tracker: &'a PodTracker,
@@ -33,7 +32,6 @@ pub(super) struct FreeResources<'a> {
 }
 
 /// A waiting pod with a nomination.
-#[derive(Clone)]
 struct Nominee<'a> {
     priority: i32,
     requests: &'a BTreeMap<String, Quantity>,
@@ -199,6 +197,13 @@ impl<'a> FreeResources<'a> {
         self.compute_free(node);
         if let Some(free) = self.computed.get_mut(node) {
             amounts::subtract(free, requests);
+        }
+    }
+
+    /// Adds the requests of a pod that is not released to the node after all.
+    pub(super) fn add(&mut self, node: &str, requests: &BTreeMap<String, Quantity>) {
+        if let Some(free) = self.computed.get_mut(node) {
+            amounts::add(free, requests);
         }
     }
 

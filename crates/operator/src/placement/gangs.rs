@@ -2,6 +2,10 @@
 use cleave_plan::ledger::{Fits, Ledger, Moment, Nomination};
 
 use super::search::{Candidate, PlacementSearch};
+use super::verdict::Verdict;
+
+/// A pod of a gang that is not placeable beside the other pods, and why.
+pub(super) type BlockedPod<'a> = (&'a Candidate<'a>, Verdict);
 
 /// Returns the pods of a gang in the order in which they are placed: the largest first. The first
 /// pod represents the gang.
@@ -12,33 +16,54 @@ pub(super) fn in_placement_order<'a>(candidates: &'a [Candidate<'a>], positions:
     gang
 }
 
-/// Reserves units for all pods of a gang. Reserves nothing if one of the pods does not fit.
+/// Reserves units for all pods of a gang.
+///
+/// # Errors
+/// Returns a pod that is not placeable beside the others. Then nothing is reserved.
 pub(super) fn reserve_all<'a>(
     ledger: &mut Ledger,
     search: &mut PlacementSearch<'a>,
     gang: &[&'a Candidate<'a>],
     expires: Moment,
-) -> Option<Vec<Fits>> {
-    let before = search.checkpoint();
+) -> Result<Vec<Fits>, BlockedPod<'a>> {
+    let Some(&head) = gang.first() else { return Ok(Vec::new()) };
+    // Here, most gangs that do not fit have no reservation to undo.
+    let mut first = Some(search.find(ledger, head).map_err(|verdict| (head, verdict))?);
+    let key = search.gang_key(ledger, gang);
+    if let Some((at, verdict)) = key.as_ref().and_then(|key| search.gang_without_place(key)) {
+        return Err((gang.get(at).copied().unwrap_or(head), verdict));
+    }
     let nominations: Vec<(&str, Nomination)> =
         gang.iter().filter_map(|one| Some((one.name.as_str(), ledger.nominations().get(&one.name)?.clone()))).collect();
+    search.begin_gang(gang);
     let mut reserved = Vec::new();
-    for &one in gang {
-        let Ok(fits) = search.find(ledger, one) else { break };
-        if ledger.reserve(&one.name, &fits, expires).is_err() {
-            break;
+    let mut blocked = None;
+    for (at, &one) in gang.iter().enumerate() {
+        let found = first.take().map_or_else(|| search.find(ledger, one), Ok);
+        let found = found.and_then(|fits| match ledger.reserve(&one.name, &fits, expires) {
+            Ok(_) => Ok(fits),
+            Err(_) => Err(Verdict::Waits(String::new())),
+        });
+        match found {
+            Ok(fits) => {
+                search.reserve(ledger, one, &fits);
+                reserved.push(fits);
+            }
+            Err(verdict) => {
+                blocked = Some((at, verdict));
+                break;
+            }
         }
-        search.reserve(ledger, one, &fits);
-        reserved.push(fits);
     }
-    if reserved.len() == gang.len() {
-        return Some(reserved);
-    }
+    let Some((at, verdict)) = blocked else {
+        search.keep_gang();
+        return Ok(reserved);
+    };
     gang.iter().take(reserved.len()).for_each(|one| drop(ledger.remove_claim(&one.name)));
     for (pod, nomination) in nominations {
         // Ignore errors: the ledger refuses only nominations for pods with a claim.
         let _ = ledger.nominate(pod, nomination);
     }
-    search.restore(ledger, before);
-    None
+    search.undo_gang(ledger, key, (at, verdict.clone()));
+    Err((gang.get(at).copied().unwrap_or(head), verdict))
 }

@@ -272,12 +272,13 @@ impl Gatekeeper {
             .collect();
         let waiting = waiting.iter().map(|(name, pod)| (name.as_str(), *pod));
         let is_evicted = |uid: &str| self.evictions.is_accepted(uid);
+        let is_in_flight = |name: &str, pod: &PodObject| self.claims.is_of(name, pod);
         let state = (&self.tracker, ledger);
         quota_reports::build_reports(
             (cluster, &self.nodes),
             state,
             waiting,
-            is_evicted,
+            (is_evicted, is_in_flight),
             (&self.quotas, now.epoch),
             waits,
         )
@@ -591,11 +592,11 @@ impl Gatekeeper {
             (input.cluster, nodes),
             (tracker, ledger),
             candidates.iter().map(|candidate| (candidate.name.as_str(), candidate.pod)),
-            |uid| evictions.is_accepted(uid),
+            (|uid: &str| evictions.is_accepted(uid), |name: &str, pod: &PodObject| claims.is_of(name, pod)),
             (&self.quotas, input.now.epoch),
         )
         .filter(QuotaWorlds::are_enforced);
-        if let Some(Moment(until)) = worlds.as_ref().and_then(|worlds| worlds.next_gang) {
+        if let Some(Moment(until)) = worlds.as_ref().and_then(|worlds| worlds.gangs.next_end) {
             actions.requeue_in(Duration::from_secs(until.saturating_sub(input.now.epoch)));
         }
         let unbound = worlds.as_ref().map(|worlds| {

@@ -169,7 +169,7 @@ impl<'a> NeedInputs<'a> {
     }
 
     /// Returns whether the pod is about to get units without evictions.
-    fn gets_units_without_evictions(&self, candidate: &Candidate<'_>) -> bool {
+    pub(super) fn gets_units_without_evictions(&self, candidate: &Candidate<'_>) -> bool {
         let planned = |waiting: &WaitingPod| {
             matches!(waiting.reason, Reason::Repartitioning | Reason::Scheduler | Reason::NodeChanging)
         };

@@ -11,10 +11,11 @@ use cleave_plan::ledger::{DeviceRequest, Ledger, Moment, Reservation};
 use cleave_plan::quota::PodId;
 
 use super::amounts;
+use super::claims::released;
 use super::cluster::ReconcileInput;
 use super::queue::Queue;
 use super::quota_pass::{LongWait, QuotaPass};
-use super::quotas::{PoolWorld, released};
+use super::quotas::PoolWorld;
 use super::search::{Candidate, PlacementSearch, SearchKey};
 
 /// Requests of pods with GPUs by node, each with the time of the pod's release.

@@ -12,8 +12,8 @@
 //! | | `unanswered`, `gang_releases` | releases to send again |
 //! | | `learning`, `replicas` | data by which the search ranks nodes |
 //! | | `search`, `constraints`, `free_resources`, `amounts`, `verdict` | a placement for a pod, or why it is not placeable |
-//! | | `quotas`, `quota_costs`, `quota_pass`, `quota_turns` | quotas: the order of the pods, the units that each pod may use, and the pods that may be evicted for it |
-//! | | `gangs` | pods that are released together |
+//! | | `quotas`, `quota_costs`, `quota_pass`, `quota_turns`, `quota_waits` | quotas: the order of the pods, the units that each pod may use, and the pods that may be evicted for it |
+//! | | `quota_gangs`, `gangs` | pods that are released together |
 //! | | `handover` | nominations that remain when the leader changes |
 //! | | `preemption`, `preemptors`, `evictions`, `budgets`, `unlisted` | pods to evict for waiting pods |
 //! | | `stranded` | released pods to evict |
@@ -64,9 +64,11 @@ mod preemption;
 mod preemptors;
 mod queue;
 mod quota_costs;
+mod quota_gangs;
 mod quota_pass;
 mod quota_reports;
 mod quota_turns;
+mod quota_waits;
 pub(crate) mod quota_writer;
 mod quotas;
 mod replicas;

@@ -406,7 +406,8 @@ impl Nodes {
             .or_else(|| lacks_units().then(|| TOO_FEW_UNITS_IN_SUM.to_owned()))
     }
 
-    /// Returns the pods with allocations that preemption can evict. Also returns ended or deleted
+    /// Returns the pods with allocations that preemption can evict. Pods on devices that serve no new
+    /// pods are [`blocked`](Holders::blocked). Also returns ended or deleted
     /// pods if their node still reports their allocations. Ended or deleted pods that `is_ending`
     /// accepts count as terminating, so that no other pod is evicted for the same units. The units
     /// of other ended or deleted pods count as used. `is_ending` receives the node and the name of
@@ -424,11 +425,11 @@ impl Nodes {
         for pod in tracker.living_pods().filter(|pod| pod.requests_gpus()) {
             let Some((node, state)) = pod.node().and_then(|node| self.0.get_key_value(node)) else { continue };
             let name = crate::pods::full_name(&pod.metadata);
-            if state.blocked.pods.contains(&name) {
-                continue;
-            }
+            let is_blocked = state.blocked.pods.contains(&name);
+            let pods = if is_blocked { &mut holders.blocked } else { &mut holders.pods };
             match evictability.holder(pod) {
-                Some(holder) => drop(holders.pods.entry(node.clone()).or_default().insert(name, holder)),
+                Some(holder) => drop(pods.entry(node.clone()).or_default().insert(name, holder)),
+                None if is_blocked => {}
                 None => drop(kept.insert((node, name))),
             }
         }

@@ -331,7 +331,7 @@ impl<'a> PreemptionSearch<'a> {
         let Some(preemptor) = found.first().map(|(candidate, _)| candidate.name.clone()) else { return };
         actions.requeue_in(TERMINATION_TIME);
         let (message, cap) = (pass.eviction_message(kind, turn.member), pass.grace_cap(turn.member));
-        let mut victims = pass.with_gang_members(turn.member, found.iter().flat_map(|(_, found)| &found.victims));
+        let mut victims = pass.with_gang_members(found.iter().flat_map(|(_, found)| &found.victims));
         // The API server may refuse to evict pods with a disruption budget. After a refusal, the
         // operator does not evict the others.
         victims.sort_by_key(|pod| !self.has_budget(pod));
@@ -549,13 +549,16 @@ impl<'a> PreemptionSearch<'a> {
     /// their gangs, which can run on other nodes.
     fn is_within_budgets(&self, (pass, turn): (&QuotaPass<'_>, QuotaTurn), found: &[PodAndRoom<'_>]) -> bool {
         let victims: BTreeSet<&String> = found.iter().flat_map(|(_, found)| &found.victims).collect();
-        let all = pass.with_gang_members(turn.member, victims.iter().copied());
+        let all = pass.with_gang_members(victims.iter().copied());
         if all.len() == victims.len() && found.len() == 1 {
             // The search has considered the budgets of these pods.
             return true;
         }
         let holders = self.holders();
-        let holder = |pod: &String| holders.pods.values().find_map(|pods| pods.get(pod).filter(|one| !one.ending));
+        let holder = |pod: &String| {
+            let mut nodes = holders.pods.values().chain(holders.blocked.values());
+            nodes.find_map(|pods| pods.get(pod).filter(|one| !one.ending))
+        };
         let mut counts: BTreeMap<usize, u32> = BTreeMap::new();
         all.iter().filter_map(|pod| holder(pod)?.budget).for_each(|budget| *counts.entry(budget).or_default() += 1);
         counts.iter().all(|(budget, count)| holders.budgets.get(*budget).is_some_and(|allowed| count <= allowed))
@@ -567,7 +570,7 @@ impl<'a> PreemptionSearch<'a> {
         let mut all = self.nodes.holders(self.tracker, &self.evictability.ignoring_budgets(), self.unlisted, is_ending);
         all.unbound.clone_from(&self.holders().unbound);
         // Pods that are evicted in this reconcile.
-        for (node, pods) in &self.holders().pods {
+        for (node, pods) in self.holders().pods.iter().chain(&self.holders().blocked) {
             let evicted: Vec<String> =
                 pods.iter().filter(|(_, holder)| holder.ending).map(|(name, _)| name.clone()).collect();
             all.evict(node, &evicted);
@@ -633,7 +636,8 @@ impl<'a> PreemptionSearch<'a> {
 
     /// Returns whether a disruption budget limits the eviction of a pod.
     fn has_budget(&self, pod: &str) -> bool {
-        self.holders().pods.values().filter_map(|pods| pods.get(pod)).any(|holder| holder.budget.is_some())
+        let mut nodes = self.holders().pods.values().chain(self.holders().blocked.values());
+        nodes.any(|pods| pods.get(pod).is_some_and(|holder| holder.budget.is_some()))
     }
 
     /// Adds the evictions of these victims on a node for the pod `preemptor`. Victims with a

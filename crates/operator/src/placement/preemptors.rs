@@ -21,6 +21,10 @@ const RULES_RECHECK_TIME: Duration = Duration::from_secs(10);
 /// Time after which a search by the rules of quotas is repeated even if nothing has changed. After
 /// this time, the end of a minimum run time takes effect.
 const EXCHANGE_RECHECK_TIME: Duration = Duration::from_secs(2);
+/// Time for which the search for a large gang is not repeated, for each pod beyond
+/// [`MAX_REPEATED_SEARCHES`]. Each pod costs a search of all devices. Without the pause, a gang of
+/// 1,000 pods that fits nowhere would delay the releases of all other pods after each change.
+const GANG_SEARCH_PAUSE: Duration = Duration::from_millis(10);
 /// Number of rounds of evictions for a waiting pod that are not delayed.
 const UNDELAYED_ROUNDS: u32 = 3;
 /// First delay between two rounds of evictions for a pod that still waits. Each further round
@@ -109,6 +113,8 @@ struct ExchangeSearch {
 struct FailedExchange {
     version: u64,
     until: Duration,
+    /// Until then, changes do not repeat the search.
+    settled_until: Duration,
     /// Whether only pods that disruption budgets protect could make room.
     is_protected: bool,
 }
@@ -302,8 +308,10 @@ impl Preemptors {
         (pods, is_protected): (usize, bool),
         up: Duration,
     ) {
-        let until = up.saturating_add(EXCHANGE_RECHECK_TIME);
-        let failed = Some(FailedExchange { version: self.version, until, is_protected });
+        let more = u32::try_from(pods.saturating_sub(MAX_REPEATED_SEARCHES)).unwrap_or(u32::MAX);
+        let settled_until = up.saturating_add(GANG_SEARCH_PAUSE.saturating_mul(more));
+        let until = settled_until.max(up.saturating_add(EXCHANGE_RECHECK_TIME));
+        let failed = Some(FailedExchange { version: self.version, until, settled_until, is_protected });
         self.exchanges.insert(key, ExchangeSearch { turn: self.reconciles, failed, pods });
     }
 
@@ -316,7 +324,7 @@ impl Preemptors {
     fn result_of(&self, search: &ExchangeSearch, up: Duration) -> Option<bool> {
         let failed = search.failed?;
         let is_same = self.version == failed.version && self.last_cluster_change <= failed.version;
-        (failed.until > up && is_same).then_some(failed.is_protected)
+        (failed.settled_until > up || failed.until > up && is_same).then_some(failed.is_protected)
     }
 
     /// Records that a pod, or this number of pods of a gang, must wait for a turn in a pool.

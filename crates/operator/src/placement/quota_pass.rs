@@ -7,10 +7,14 @@ use std::time::Duration;
 use cleave_plan::ledger::{Fits, Holder, Holders, Ledger, Moment, Nomination, Preemption, Rank, Reservation};
 use cleave_plan::quota::{Amount, Book, Class, Kind, Owner, Place, Pod, PodId, Rights, Wait, reserved_for_long_waits};
 
+use super::quota_gangs::GangUnit;
 use super::quota_reports::label_of;
+use super::quota_waits::QuotaWait;
 use super::quotas::{PoolWorld, QuotaWorlds};
 use crate::pods::PodObject;
 use crate::quotas::charge::is_mig;
+
+mod gangs;
 
 /// Where a pod that has waited long can run.
 #[derive(Debug, Default)]
@@ -42,16 +46,13 @@ pub(super) struct QuotaTurn {
     pub(super) rank: Rank,
 }
 
-/// A waiting pod that must wait regardless of free units, and the reason.
-pub(super) type Hold = (Member, Wait);
-
 /// Where a waiting pod, or all waiting pods of its gang, may get room now.
 pub(super) struct Turns {
     /// The pools in which it may get room, in the order in which it tries. `None` are the nodes
     /// that are in no pool with an enforced quota.
     pub(super) attempts: Vec<Option<QuotaTurn>>,
     /// Why it gets no room in another pool.
-    pub(super) hold: Option<Hold>,
+    pub(super) hold: Option<QuotaWait>,
     /// Whether more GPUs would not help: a maximum, or its own guarantee, keeps it waiting in all
     /// pools.
     pub(super) needs_no_gpus: bool,
@@ -77,8 +78,6 @@ pub(super) struct QuotaPass<'w> {
     /// Room that is reserved for pods that have waited long, by pod. It is nominated in the ledger,
     /// except during the turn of the pod, and does not count as used.
     long_waits: BTreeMap<String, (QuotaTurn, Nomination)>,
-    /// The waiting pods of each gang in all enforced pools.
-    gangs: BTreeMap<&'w str, BTreeSet<&'w str>>,
     /// What quotas use of each GPU, by pool. Only of quotas with pods that use MIG instances.
     own_use: BTreeMap<(usize, &'w Owner), BTreeMap<usize, Amount>>,
 }
@@ -89,7 +88,7 @@ impl<'w> QuotaPass<'w> {
     pub(super) fn new(worlds: &'w QuotaWorlds, ledger: &mut Ledger) -> Self {
         let books = worlds.pools.iter().map(|pool| Book::new(&pool.world, worlds.now)).collect();
         let (long_waits, own_use) = (BTreeMap::new(), BTreeMap::new());
-        let mut pass = Self { worlds, books, long_waits, gangs: waiting_gangs(worlds), own_use };
+        let mut pass = Self { worlds, books, long_waits, own_use };
         pass.withdraw_broken_gangs(ledger);
         let nominated: Vec<String> = ledger.nominations().keys().cloned().collect();
         for name in nominated {
@@ -101,30 +100,6 @@ impl<'w> QuotaPass<'w> {
             }
         }
         pass
-    }
-
-    /// Withdraws the nominations of gangs with missing pods, and of gangs with waiting pods that
-    /// are not nominated.
-    fn withdraw_broken_gangs(&mut self, ledger: &mut Ledger) {
-        for (pool, of) in self.worlds.pools.iter().enumerate() {
-            let mut seen = BTreeSet::new();
-            for (at, pod) in of.world.pods.iter().enumerate().filter(|(_, pod)| pod.gang.is_some()) {
-                let (id, book) = (PodId(at), &mut self.books[pool]);
-                let is_nominated =
-                    matches!(pod.place, Place::Waiting { nominated: Some(_) }) && book.class(id).is_some();
-                if !is_nominated || !book.gang(id).is_some_and(|gang| seen.insert(gang)) {
-                    continue;
-                }
-                let unit = book.unit(id).to_vec();
-                if book.is_complete(id) && unit.iter().all(|id| book.class(*id).is_some()) {
-                    continue;
-                }
-                for id in unit {
-                    book.withdraw(id);
-                    ledger.withdraw(&of.world.pod(id).name);
-                }
-            }
-        }
     }
 
     /// Nominates pods that have waited long; see [`reserved_for_long_waits`]. `find` finds
@@ -228,20 +203,18 @@ impl<'w> QuotaPass<'w> {
         members
     }
 
-    /// Returns whether all waiting pods of a pod's gang may use the pod's pool.
-    pub(super) fn has_whole_gang(&self, member: Member) -> bool {
-        let waiting = self.pod(member).gang.as_ref().and_then(|gang| self.gangs.get(gang.name.as_str()));
-        waiting.is_none_or(|waiting| self.book(member).unit(member.id).len() >= waiting.len())
-    }
-
     /// Starts the turn of a waiting pod, or of all waiting pods of its gang. Their nominations do
     /// not count meanwhile in the accounts.
     pub(super) fn start_turns(&mut self, ledger: &mut Ledger, name: &str) -> Turns {
+        let unit = self.unit(name);
+        if let Some(hold) = unit.and_then(GangUnit::obstacle) {
+            return Turns { attempts: Vec::new(), hold: Some(hold), needs_no_gpus: false };
+        }
+        let name = unit.and_then(|unit| unit.head.as_deref()).unwrap_or(name);
         if self.long_waits.contains_key(name) {
             ledger.withdraw(name);
         }
-        let (mut attempts, mut hold, mut is_complete) = (Vec::new(), None, true);
-        let mut needs_no_gpus = true;
+        let (mut attempts, mut hold, mut needs_no_gpus) = (Vec::new(), None, true);
         for member in self.members(name) {
             match self.start_turn(member) {
                 Ok(turn) => {
@@ -250,13 +223,15 @@ impl<'w> QuotaPass<'w> {
                 }
                 Err(wait) => {
                     needs_no_gpus &= matches!(wait, Wait::OverMax | Wait::LargerThanMax | Wait::WaitsForGuarantee);
-                    is_complete &= !matches!(wait, Wait::GangIncomplete | Wait::GangTooLarge);
-                    hold = hold.or(Some((member, wait)));
+                    hold = hold.or_else(|| Some(self.explain((member, wait))));
                 }
             }
         }
         attempts.sort_by_key(|turn| turn.is_none_or(|turn| !turn.was_nominated));
-        if attempts.is_empty() && hold.is_none() || self.worlds.has_other_nodes && is_complete {
+        let may_use_others = unit.is_none_or(|unit| unit.may_use_others);
+        if !may_use_others && attempts.is_empty() && hold.is_none() {
+            hold = unit.map(GangUnit::explain_pools);
+        } else if may_use_others && (attempts.is_empty() && hold.is_none() || self.worlds.has_other_nodes) {
             // A pod tries first where room is kept for it.
             let is_kept = |of: &Nomination| self.worlds.is_nominated_in(None, of);
             let is_first = ledger.nominations().get(name).is_some_and(is_kept);
@@ -378,7 +353,10 @@ impl<'w> QuotaPass<'w> {
                     ledger.set_rank(&self.worlds.pools[member.pool].world.pod(*id).name, rank);
                 }
             }
-            None => ledger.remove_rank(name),
+            None => match self.unit(name) {
+                Some(unit) => unit.pods.iter().for_each(|name| drop(ledger.remove_rank(name))),
+                None => drop(ledger.remove_rank(name)),
+            },
         }
     }
 
@@ -448,8 +426,9 @@ impl<'w> QuotaPass<'w> {
     /// Records that the pods of a turn are nominated, and that these victims are evicted.
     pub(super) fn nominate(&mut self, member: Member, found: &[PodAndRoom<'_>], victims: &[String]) {
         let parts = self.gpus_of_found(member, found);
-        for victim in self.pod_ids(member, victims.iter()) {
-            self.books[member.pool].evict(victim);
+        // A gang may use GPUs of several pools, if a quota has changed since its release.
+        for (book, pool) in self.books.iter_mut().zip(&self.worlds.pools) {
+            victims.iter().filter_map(|victim| pool.ids.get(victim)).for_each(|id| book.evict(*id));
         }
         self.books[member.pool].nominate(&parts);
         found.iter().for_each(|(name, _)| drop(self.long_waits.remove(*name)));
@@ -478,32 +457,6 @@ impl<'w> QuotaPass<'w> {
     fn pod_ids<'n>(&self, member: Member, names: impl Iterator<Item = &'n String>) -> Vec<PodId> {
         let ids = &self.worlds.pools[member.pool].ids;
         names.filter_map(|name| ids.get(name).copied()).collect()
-    }
-
-    /// Returns these victims and all other running pods of their gangs.
-    pub(super) fn with_gang_members<'n>(
-        &self,
-        member: Member,
-        victims: impl Iterator<Item = &'n String>,
-    ) -> Vec<String> {
-        let PoolWorld { world, ids, .. } = &self.worlds.pools[member.pool];
-        let (known, mut all): (Vec<&String>, BTreeSet<String>) = (victims.collect(), BTreeSet::new());
-        all.extend(known.iter().filter(|victim| !ids.contains_key(**victim)).map(|victim| (*victim).clone()));
-        let mates = self.ids_with_gang_members(member, known.into_iter());
-        all.extend(mates.into_iter().map(|mate| world.pod(mate).name.clone()));
-        all.into_iter().collect()
-    }
-
-    /// Returns these victims and all other running pods of their gangs, without victims that quotas
-    /// do not count.
-    fn ids_with_gang_members<'n>(&self, member: Member, victims: impl Iterator<Item = &'n String>) -> BTreeSet<PodId> {
-        let (book, mut gangs, mut all) = (self.book(member), BTreeSet::new(), BTreeSet::new());
-        for id in self.pod_ids(member, victims) {
-            if book.gang(id).is_none_or(|gang| gangs.insert(gang)) {
-                all.extend(book.mates(id));
-            }
-        }
-        all
     }
 
     /// Returns the kinds of evictions that are permitted for a waiting pod, in the order of
@@ -547,7 +500,8 @@ impl<'w> QuotaPass<'w> {
         };
         let unlisted = all.unlisted.iter().filter(|(node, _)| self.has_node(member, node));
         let unlisted = unlisted.map(|(node, units)| (node.clone(), units.clone())).collect();
-        Holders { pods: allowed(&all.pods), unbound: allowed(&all.unbound), budgets: all.budgets.clone(), unlisted }
+        let (pods, unbound, blocked) = (allowed(&all.pods), allowed(&all.unbound), BTreeMap::new());
+        Holders { pods, unbound, blocked, budgets: all.budgets.clone(), unlisted }
     }
 
     /// Returns whether a pod terminates, and does so within the maximum grace period of evicted
@@ -585,36 +539,6 @@ impl<'w> QuotaPass<'w> {
             }
         });
         evictable
-    }
-
-    /// Returns the gangs of which all pods that run can be evicted now. If one of them is
-    /// protected, all stay.
-    fn evictable_gangs(&self, member: Member, all: &Holders<'_>) -> BTreeSet<usize> {
-        let (book, world) = (self.book(member), &self.worlds.pools[member.pool].world);
-        if world.pods.iter().all(|pod| pod.gang.is_none()) {
-            return BTreeSet::new();
-        }
-        let known = all.all().filter(|(_, name, holder)| !self.is_ending_soon(member, name, holder));
-        let known: BTreeMap<&str, &Holder<'_>> = known.map(|(_, name, holder)| (name, holder)).collect();
-        let running = world.pods.iter().enumerate().filter(|(_, pod)| matches!(pod.place, Place::Running { .. }));
-        let mut first: BTreeMap<usize, PodId> = BTreeMap::new();
-        for (at, _) in running.filter(|(_, pod)| pod.gang.is_some()) {
-            if let Some(gang) = book.gang(PodId(at)) {
-                first.entry(gang).or_insert(PodId(at));
-            }
-        }
-        let can_leave = |id: PodId| {
-            let mut budgets: BTreeMap<usize, u32> = BTreeMap::new();
-            book.mates(id).all(|mate| {
-                let Some(holder) = known.get(world.pod(mate).name.as_str()) else { return false };
-                holder.budget.is_none_or(|budget| {
-                    let count = budgets.entry(budget).or_default();
-                    *count += 1;
-                    *count <= all.budgets.get(budget).copied().unwrap_or(0)
-                })
-            })
-        };
-        first.into_iter().filter(|(_, id)| can_leave(*id)).map(|(gang, _)| gang).collect()
     }
 
     /// Returns how long a disruption budget can protect a borrower from eviction for a pod within
@@ -709,17 +633,6 @@ impl<'w> QuotaPass<'w> {
         let is_legal = || self.is_legal(Kind::Priority, member, &[(self.pod(member).name.as_str(), &found)]);
         (after <= max && is_legal()).then_some(found)
     }
-}
-
-/// Returns the waiting pods of each gang in all enforced pools.
-fn waiting_gangs(worlds: &QuotaWorlds) -> BTreeMap<&str, BTreeSet<&str>> {
-    let mut gangs: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
-    for pod in worlds.pools.iter().filter(|pool| pool.is_enforced).flat_map(|pool| &pool.world.pods) {
-        if let (Some(gang), Place::Waiting { .. }) = (&pod.gang, pod.place) {
-            gangs.entry(&gang.name).or_default().insert(&pod.name);
-        }
-    }
-    gangs
 }
 
 /// Returns the grace period to request for an evicted pod: its own, but not more than the cap.

@@ -52,7 +52,7 @@ pub(super) fn build_reports<'a>(
     (cluster, nodes): (&Cluster, &Nodes),
     (tracker, ledger): (&PodTracker, &Ledger),
     waiting: impl Iterator<Item = (&'a str, &'a PodObject)>,
-    is_evicted: impl Fn(&str) -> bool,
+    known: (impl Fn(&str) -> bool, impl Fn(&str, &PodObject) -> bool),
     (settings, now): (&QuotaSettings, u64),
     waits: &BTreeMap<String, WaitingPod>,
 ) -> QuotaReports {
@@ -60,7 +60,7 @@ pub(super) fn build_reports<'a>(
         return QuotaReports { labels: wrong_labels(tracker, &BTreeMap::new()), ..QuotaReports::default() };
     }
     let quotas = quotas_of(cluster, nodes, settings.unnamed);
-    let worlds = QuotaWorlds::new((cluster, nodes), (tracker, ledger), waiting, is_evicted, (settings, now));
+    let worlds = QuotaWorlds::new((cluster, nodes), (tracker, ledger), waiting, known, (settings, now));
     let pools: Vec<&PoolWorld> = worlds.iter().flat_map(|worlds| &worlds.pools).collect();
     let views: Vec<PoolView<'_>> = pools
         .iter()

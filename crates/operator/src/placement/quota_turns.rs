@@ -3,11 +3,11 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use cleave_plan::quota::{Amount, MAX_GANG_PODS, Owner, Quota, Wait};
+use cleave_plan::quota::{Amount, Owner, Quota, Wait};
 
-use super::quota_pass::{Hold, Member, QuotaPass, QuotaTurn};
+use super::quota_pass::{Member, QuotaPass, QuotaTurn};
+use super::quota_waits::QuotaWait;
 use super::verdict::PreemptionProspect;
-use crate::policies::demand::{Reason, WaitingPod};
 
 /// The order in which waiting pods have their turns.
 #[derive(Debug)]
@@ -57,35 +57,35 @@ pub(super) struct TurnQueues {
 }
 
 impl TurnQueues {
-    /// Sorts candidates into queues. `names` are sorted by priority and age. Only the first pod of
-    /// a gang has a turn.
+    /// Sorts candidates into queues. `names` are sorted by priority and age. Only one pod of a gang
+    /// has a turn, for all of its waiting pods, also for those that can be placed in no pool.
     fn new<'n>(pass: &QuotaPass<'_>, names: impl Iterator<Item = &'n str>) -> Self {
         let mut queues = Self::default();
-        let mut units: BTreeMap<Member, (Option<usize>, Vec<usize>)> = BTreeMap::new();
+        let mut units: BTreeMap<&str, (Option<usize>, Vec<usize>)> = BTreeMap::new();
         let mut mixed = BTreeSet::new();
         for (at, name) in names.enumerate() {
+            let head = pass.unit(name).filter(|unit| unit.pods.len() > 1).and_then(|unit| unit.head.as_deref());
+            if let Some(head) = head {
+                let (first, all) = units.entry(head).or_default();
+                all.push(at);
+                if head != name {
+                    continue;
+                }
+                *first = Some(at);
+            }
             let Some(&member) = pass.members(name).first() else {
                 queues.others.push_back(at);
                 continue;
             };
-            let book = pass.book(member);
-            let key = (member.pool, book.account(member.id));
-            if let [head, _, ..] = *book.unit(member.id)
-                && pass.has_whole_gang(member)
-            {
+            let key = (member.pool, pass.book(member).account(member.id));
+            if head.is_some() {
                 mixed.insert(key);
-                let (first, all) = units.entry(Member { id: head, ..member }).or_default();
-                all.push(at);
-                if head != member.id {
-                    continue;
-                }
-                *first = Some(at);
             }
             queues.by_account.entry(key).or_default().push_back((at, member));
         }
         queues.gangs = units.into_values().filter_map(|(first, all)| Some((first?, all))).collect();
         for key in mixed {
-            // A gang has the highest priority of its pods, and the age of its youngest pod.
+            // A gang has the lowest priority of its pods, and the age of its youngest pod.
             let of_turn = |(_, member): &(usize, Member)| {
                 let book = pass.book(*member);
                 (Reverse(book.priority(member.id)), book.created(member.id), pass.pod(*member).name.clone())
@@ -106,32 +106,6 @@ impl TurnQueues {
         let turn = |(_, member): &(usize, Member)| pass.book(*member).turn(member.id);
         let first = self.by_account.iter().filter_map(|(key, queue)| Some((turn(queue.front()?), *key))).min()?;
         self.by_account.get_mut(&first.1)?.pop_front().map(|(at, _)| at)
-    }
-}
-
-/// Why a pod waits because of quotas.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct QuotaWait {
-    wait: Wait,
-    message: String,
-}
-
-impl QuotaWait {
-    /// Returns the explanation for the pod's owner.
-    pub(super) fn into_waiting_pod(self) -> WaitingPod {
-        let reason = match self.wait {
-            Wait::OverMax | Wait::LargerThanMax => Reason::OverMax,
-            Wait::WaitsForGuarantee => Reason::WaitsForGuarantee,
-            Wait::Protected => Reason::Protected,
-            Wait::GangIncomplete => Reason::GangIncomplete,
-            Wait::GangTooLarge => Reason::GangTooLarge,
-            _ => Reason::NoRoom,
-        };
-        let mut message = self.message;
-        if let Some(first) = message.get(..1).map(str::to_uppercase) {
-            message.replace_range(..1, &first);
-        }
-        WaitingPod { reason, message }
     }
 }
 
@@ -158,8 +132,11 @@ impl QuotaPass<'_> {
     }
 
     /// Explains why a waiting pod waits.
-    pub(super) fn explain(&self, (member, wait): Hold) -> QuotaWait {
+    pub(super) fn explain(&self, (member, wait): (Member, Wait)) -> QuotaWait {
         let (book, pod) = (self.book(member), self.pod(member));
+        if let (Wait::GangIncomplete, Some(unit)) = (wait, self.unit(&pod.name)) {
+            return unit.explain_pools();
+        }
         let quota: &Quota = book.quota(member.id);
         let used = book.used(member.id);
         let name = match &pod.owner {
@@ -181,18 +158,6 @@ impl QuotaPass<'_> {
                 format!(
                     "pods terminate to free GPUs for the pod; {name} uses {used} GPUs with the pod and is guaranteed {min}"
                 )
-            }
-            Wait::GangIncomplete if !self.has_whole_gang(member) => {
-                "the pods of the gang request GPUs of different pools with quotas: no pool has all of them".to_owned()
-            }
-            Wait::GangIncomplete => {
-                let (name, size) = pod.gang.as_ref().map_or(("", 0), |gang| (gang.name.as_str(), gang.size));
-                format!("pods of the gang {name} are missing: none is released before {size} pods exist")
-            }
-            Wait::GangTooLarge => {
-                let (name, size) = pod.gang.as_ref().map_or(("", 0), |gang| (gang.name.as_str(), gang.size));
-                let pods = size.max(book.unit(member.id).len());
-                format!("the gang {name} has {pods} pods: a gang may have at most {MAX_GANG_PODS}")
             }
             Wait::Protected => "only pods that disruption budgets protect could be evicted for the pod".to_owned(),
             _ if book.is_guaranteed(member.id) && book.awaits_leaving(member.id) > Amount::ZERO => format!(

@@ -8,14 +8,15 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::GpuStatus;
 use cleave_plan::ledger::{DeviceAmounts, DeviceRequest, Ledger, Moment, Nomination, UnitsOnDevice};
-use cleave_plan::quota::{Amount, GPU, Gang, Owner, Piece, Place, Pod, PodId, Settings, Unit, World, charge_per_gpu};
+use cleave_plan::quota::{Amount, GPU, Owner, Piece, Place, Pod, PodId, Settings, Unit, World, charge_per_gpu};
 use kube::Resource as _;
 
-use super::claims::RESERVATION_TIME;
+use super::claims::{created, released};
 use super::cluster::Cluster;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use super::quota_costs::{EligibleCosts, NodeView, requests_of};
+use super::quota_gangs::{Gangs, Location};
 use crate::pods::{PodObject, full_name};
 use crate::quotas::charge::{DeviceCosts, NodeCosts, is_mig};
 use crate::quotas::validate::{Quotas, Unnamed};
@@ -26,11 +27,6 @@ const HELD_AFTER_GRACE_SECONDS: u64 = 30;
 /// A pod terminates late if it ends more than this time after the maximum grace period of evicted
 /// pods. The time is for clocks that differ.
 const LATE_AFTER_GRACE_CAP: u64 = 30;
-/// How long waiting pods of a gang wait for pods that are missing, in seconds after the newest of
-/// them was created. A controller that restarts a gang creates all pods again within this time. The
-/// operator does not watch ended pods, so it cannot count them.
-const MISSING_PODS_TIME: u64 = 30;
-
 /// Settings of quotas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct QuotaSettings {
@@ -84,44 +80,8 @@ pub(crate) struct QuotaWorlds {
     mixed: Vec<MixedDevice>,
     /// Whether the cluster has nodes with GPUs that are in no pool with an enforced quota.
     pub(super) has_other_nodes: bool,
-    /// When missing pods of a gang next count as ended.
-    pub(super) next_gang: Option<Moment>,
+    pub(super) gangs: Gangs,
     pub(super) now: Moment,
-}
-
-/// Pods of one gang that exist, in all pools and without GPUs.
-#[derive(Debug, Clone, Copy, Default)]
-struct GangPresence {
-    pods: usize,
-    /// Whether a pod of the gang was released.
-    is_released: bool,
-    /// The largest size that a released pod states.
-    stated: Option<usize>,
-    /// The largest size that a pod states.
-    size: usize,
-    /// When the newest pod was created that waits at the gate, in seconds since the Unix epoch.
-    newest: u64,
-    /// Whether Kueue admits the pods.
-    is_of_kueue: bool,
-    /// Whether a pod with GPUs has a gate of another controller.
-    has_other_gates: bool,
-}
-
-impl GangPresence {
-    /// Returns when missing pods count as ended, in seconds since the Unix epoch. Returns `None` if
-    /// no pod is missing, or missing pods may still be created.
-    fn missing_until(&self) -> Option<u64> {
-        let may_have_ended = self.is_released || self.is_of_kueue;
-        let is_short = self.pods < self.size;
-        (is_short && may_have_ended && !self.has_other_gates).then(|| self.newest.saturating_add(MISSING_PODS_TIME))
-    }
-
-    /// Returns the number of pods without which none of the waiting pods is released. A gang of
-    /// which all pods exist somewhere misses none.
-    fn needed(&self, now: u64) -> usize {
-        let is_over = self.missing_until().is_some_and(|until| until <= now);
-        if self.pods >= self.size || is_over { 1 } else { self.size }
-    }
 }
 
 /// The pools of a node's GPUs.
@@ -168,12 +128,12 @@ pub(crate) fn quotas_of(cluster: &Cluster, nodes: &Nodes, unnamed: Unnamed) -> Q
 impl QuotaWorlds {
     /// Reads the pools. Returns `None` if there is no valid quota. `waiting` contains the pods at
     /// the gate. `is_evicted` returns whether the API server accepted an eviction of the pod with
-    /// this UID.
+    /// this UID, and `is_in_flight` whether the release of a pod at the gate is decided.
     pub(crate) fn new<'a>(
         (cluster, gpu_nodes): (&Cluster, &Nodes),
         (tracker, ledger): (&PodTracker, &Ledger),
         waiting: impl Iterator<Item = (&'a str, &'a PodObject)>,
-        is_evicted: impl Fn(&str) -> bool,
+        (is_evicted, is_in_flight): (impl Fn(&str) -> bool, impl Fn(&str, &PodObject) -> bool),
         (settings, now): (&QuotaSettings, u64),
     ) -> Option<Self> {
         if cluster.quotas.is_empty() {
@@ -184,8 +144,8 @@ impl QuotaWorlds {
             return None;
         }
         let (pools, pools_of_node) = (Vec::new(), BTreeMap::new());
-        let (mixed, has_other_nodes, next_gang) = (Vec::new(), false, None);
-        let mut worlds = Self { pools, pools_of_node, mixed, has_other_nodes, next_gang, now: Moment(now) };
+        let (mixed, has_other_nodes, gangs) = (Vec::new(), false, Gangs::default());
+        let mut worlds = Self { pools, pools_of_node, mixed, has_other_nodes, gangs, now: Moment(now) };
         for (at, pool) in quotas.pools.iter().enumerate() {
             let world = World { quotas: pool.quotas.clone(), settings: settings.rules, ..World::default() };
             worlds.pools.push(PoolWorld {
@@ -202,9 +162,9 @@ impl QuotaWorlds {
         }
         let nodes = worlds.add_nodes(gpu_nodes, &quotas);
         worlds.has_other_nodes = gpu_nodes.managed().any(|node| worlds.has_others(node));
-        let gangs = gangs_of(tracker);
-        worlds.next_gang =
-            gangs.values().filter_map(GangPresence::missing_until).filter(|until| *until > now).map(Moment).min();
+        let waiting: Vec<(&str, &PodObject)> = waiting.collect();
+        let names: BTreeSet<&str> = waiting.iter().map(|(name, _)| *name).collect();
+        let mut gangs = Gangs::new((tracker, gpu_nodes), &names, (&is_evicted, &is_in_flight), now);
         let mut costs: Vec<NodeCosts> = vec![NodeCosts::default(); worlds.pools.len()];
         nodes.iter().for_each(|node| costs[node.pool].extend(&node.costs));
         let known = (&quotas, &gangs);
@@ -221,52 +181,19 @@ impl QuotaWorlds {
             worlds.add_waiting(known, (name, pod), nominated, (&costs, &mut eligible));
         }
         worlds.pools.iter_mut().filter(|pool| pool.has_mig).for_each(PoolWorld::cut_charges);
-        worlds.limit_gangs(&gangs);
+        gangs.locate(|name| worlds.location(name));
+        worlds.gangs = gangs;
         Some(worlds)
     }
 
-    /// Limits which running pods of a gang are counted and evicted together. Otherwise all
-    /// borrowers of a quota could become one gang, one by one. Such a gang can never leave for a
-    /// smaller pod.
-    ///
-    /// A gang is at most as many pods as it states: those that were released first. A gang that
-    /// states no size is the pods that one reconcile released.
-    fn limit_gangs(&mut self, gangs: &Gangs<'_>) {
-        let stated: BTreeMap<String, usize> = gangs
-            .iter()
-            .filter_map(|((namespace, name), present)| Some((format!("{namespace}/{name}"), present.stated?)))
-            .collect();
-        let mut running: BTreeMap<String, Vec<(Moment, String, usize, usize)>> = BTreeMap::new();
-        for (pool, of) in self.pools.iter().enumerate() {
-            for (at, pod) in of.world.pods.iter().enumerate() {
-                if let (Some(gang), Place::Running { since, .. }) = (&pod.gang, pod.place) {
-                    running.entry(gang.name.clone()).or_default().push((since, pod.name.clone(), pool, at));
-                }
-            }
-        }
-        let size_of = |gang: &str| stated.get(gang).copied();
-        let is_full = |gang: &str, count: usize| size_of(gang).is_some_and(|size| count >= size);
-        let full: BTreeSet<String> =
-            running.iter().filter(|(gang, pods)| is_full(gang, pods.len())).map(|(gang, _)| gang.clone()).collect();
-        for (gang, mut pods) in running {
-            pods.sort_unstable();
-            for (position, (since, _, pool, at)) in pods.into_iter().enumerate() {
-                let of = &mut self.pools[pool].world.pods[at].gang;
-                match size_of(&gang) {
-                    Some(size) if position >= size => *of = None,
-                    Some(_) => {}
-                    None => *of = Some(Gang { name: format!("{gang} {}", since.0), size: 1 }),
-                }
-            }
-        }
-        for pod in self.pools.iter_mut().flat_map(|pool| &mut pool.world.pods) {
-            // These pods are more than the gang states. They are released together.
-            if let (Some(gang), Place::Waiting { .. }) = (&mut pod.gang, pod.place)
-                && full.contains(&gang.name)
-            {
-                *gang = Gang { name: format!("{} more", gang.name), size: 1 };
-            }
-        }
+    /// Returns where a pod is, or can be placed.
+    fn location(&self, name: &str) -> Location {
+        let found = |pool: &PoolWorld| pool.ids.get(name).map(|id| pool.world.pod(*id).place);
+        let places: Vec<(usize, Place)> =
+            self.pools.iter().enumerate().filter_map(|(at, pool)| Some((at, found(pool)?))).collect();
+        let is_running = places.is_empty() || places.iter().any(|(_, place)| matches!(place, Place::Running { .. }));
+        let enforced = places.into_iter().map(|(at, _)| at).filter(|at| self.pools[*at].is_enforced).collect();
+        Location { enforced, is_running }
     }
 
     /// Returns whether a quota is enforced.
@@ -375,7 +302,7 @@ impl QuotaWorlds {
     fn add_released(
         &mut self,
         cluster: &Cluster,
-        known: (&Quotas, &Gangs<'_>),
+        known: (&Quotas, &Gangs),
         (tracker, ledger): (&PodTracker, &Ledger),
         (nodes, costs): (&[NodeView<'_>], &[NodeCosts]),
         (is_evicted, grace_cap): (&impl Fn(&str) -> bool, u64),
@@ -424,7 +351,7 @@ impl QuotaWorlds {
     fn add_unlocated(
         &mut self,
         cluster: &Cluster,
-        known: (&Quotas, &Gangs<'_>),
+        known: (&Quotas, &Gangs),
         unlocated: Vec<Unlocated<'_>>,
         (by_name, costs, mut used): (&ViewsOfNodes<'_, '_>, &[NodeCosts], BTreeSet<(usize, usize)>),
         (is_evicted, grace_cap): (&impl Fn(&str) -> bool, u64),
@@ -496,7 +423,7 @@ impl QuotaWorlds {
     /// costs what it costs at most on the nodes that it may use.
     fn add_waiting(
         &mut self,
-        known: (&Quotas, &Gangs<'_>),
+        known: (&Quotas, &Gangs),
         (name, pod): (&str, &PodObject),
         nominated: Option<&Nomination>,
         (costs, eligible): (&[NodeCosts], &mut EligibleCosts<'_, '_>),
@@ -531,7 +458,7 @@ impl QuotaWorlds {
     /// Adds a pod that is released, bound or running.
     fn insert_released(
         &mut self,
-        known: (&Quotas, &Gangs<'_>),
+        known: (&Quotas, &Gangs),
         (pool, name, pod): (usize, &str, &PodObject),
         pieces: Vec<Piece>,
         (is_evicted, grace_cap): (&impl Fn(&str) -> bool, u64),
@@ -570,7 +497,7 @@ impl QuotaWorlds {
     /// Adds a pod. Returns `None` if the pool offers nothing that the pod requests.
     fn insert(
         &mut self,
-        (quotas, gangs): (&Quotas, &Gangs<'_>),
+        (quotas, gangs): (&Quotas, &Gangs),
         pool: usize,
         (name, pod): (&str, &PodObject),
         pieces: Vec<Piece>,
@@ -580,11 +507,6 @@ impl QuotaWorlds {
             return None;
         }
         let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
-        let gang = pod.gang.as_ref().map(|gang| {
-            let present = gangs.get(&(namespace, gang.name.as_str())).copied().unwrap_or_default();
-            let size = present.needed(self.now.0);
-            Gang { name: format!("{namespace}/{}", gang.name), size }
-        });
         let PoolWorld { world, ids, .. } = &mut self.pools[pool];
         let id = PodId(world.pods.len());
         ids.insert(name.to_owned(), id);
@@ -598,7 +520,7 @@ impl QuotaWorlds {
             borrows: !pod.never_borrows,
             preempts: pod.spec.preemption_policy.as_deref() != Some("Never"),
             protected: None,
-            gang,
+            gang: gangs.of(name),
             pieces: if pieces.len() > 1 { pieces } else { Vec::new() },
             gpus: None,
         });
@@ -722,46 +644,6 @@ type ViewsOfNodes<'v, 'n> = BTreeMap<&'v str, Vec<&'v NodeView<'n>>>;
 /// piece, and the cost.
 type PartOfGpu = (Moment, Moment, usize, usize, Amount);
 
-/// Gangs by namespace and name.
-type Gangs<'a> = BTreeMap<(&'a str, &'a str), GangPresence>;
-
-/// Counts the pods of each gang. Pods count that request no GPUs, or GPUs of other pools. Pods do
-/// not count that terminate, or that have another scheduling gate.
-fn gangs_of(tracker: &PodTracker) -> Gangs<'_> {
-    let mut gangs = Gangs::new();
-    for pod in tracker.living_pods().filter(|pod| pod.metadata.deletion_timestamp.is_none()) {
-        let Some(gang) = &pod.gang else { continue };
-        let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
-        let present = gangs.entry((namespace, gang.name.as_str())).or_default();
-        present.size = present.size.max(gang.size.unwrap_or(1));
-        present.is_of_kueue |= gang.is_of_kueue;
-        let is_released = pod.node().is_some() || pod.spec.scheduling_gates.is_empty();
-        if !pod.requests_gpus() {
-            present.pods += 1;
-        } else if is_released {
-            present.pods += 1;
-            present.is_released = true;
-            present.stated = present.stated.max(gang.size);
-        } else if pod.waits_at_gate() {
-            present.pods += 1;
-            present.newest = present.newest.max(created(pod).0);
-        } else {
-            present.has_other_gates = true;
-        }
-    }
-    gangs
-}
-
-/// Returns when a pod was released. A pod that did not wait at the gate counts from its creation.
-pub(super) fn released(pod: &PodObject) -> Moment {
-    let released = pod.reserved_until.map(|until| until.saturating_sub(RESERVATION_TIME.as_secs()));
-    released.map_or_else(|| created(pod), Moment)
-}
-
-fn created(pod: &PodObject) -> Moment {
-    let seconds = pod.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second());
-    Moment(u64::try_from(seconds).unwrap_or(0))
-}
 /// Returns the nodes on which Cleave runs: those with a `GpuNode`, readable or not, or an agent.
 fn nodes_of_cleave(cluster: &Cluster) -> BTreeSet<&str> {
     let objects = cluster.gpu_nodes.iter().filter_map(|object| object.meta().name.as_deref());

@@ -44,16 +44,20 @@ impl ReplicaIndex {
     }
 }
 
+/// A controller, and whether replicas on GPUs whose policy packs are included.
+type ReplicaKey = (ControllerId, bool);
+
+/// What is known about the replicas of some controllers.
+pub(super) type KnownReplicas = Vec<(ReplicaKey, Option<Siblings>)>;
+
 /// Finds the replicas that the search avoids for a pod, within one reconcile. Finds the replicas of
 /// each controller once, and adds the reservations of this reconcile.
-#[derive(Clone)]
 pub(super) struct ReplicaSearch<'a> {
     index: &'a ReplicaIndex,
     nodes: &'a Nodes,
     /// Policies that pack replicas on their GPUs.
     packing: BTreeSet<String>,
-    /// Replicas by controller, and by whether replicas on GPUs whose policy packs are included.
-    known: BTreeMap<(ControllerId, bool), Siblings>,
+    known: BTreeMap<ReplicaKey, Siblings>,
     no_siblings: Siblings,
 }
 
@@ -85,6 +89,23 @@ impl<'a> ReplicaSearch<'a> {
             }
             siblings
         })
+    }
+
+    /// Returns what is known about the replicas of these pods' controllers, for [`Self::restore`].
+    pub(super) fn known_about<'p>(&self, pods: impl Iterator<Item = &'p PodObject>) -> KnownReplicas {
+        let controllers: BTreeSet<ControllerId> = pods.filter_map(|pod| pod.controller_id).collect();
+        let keys = controllers.into_iter().flat_map(|controller| [(controller, false), (controller, true)]);
+        keys.map(|key| (key, self.known.get(&key).cloned())).collect()
+    }
+
+    /// Removes the reservations that were added since [`Self::known_about`] was called.
+    pub(super) fn restore(&mut self, before: KnownReplicas) {
+        for (key, siblings) in before {
+            match siblings {
+                Some(siblings) => drop(self.known.insert(key, siblings)),
+                None => drop(self.known.remove(&key)),
+            }
+        }
     }
 
     /// Adds the reservation of a pod.

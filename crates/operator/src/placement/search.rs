@@ -13,7 +13,7 @@ use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, 
 use super::actions::{Destination, Release, ReleaseReason};
 use super::claims::PodClaims;
 use super::cluster::{ReconcileInput, to_plan_pod};
-use super::constraints::{ConstraintKey, Constraints, ConstraintsCheckpoint, check_rules};
+use super::constraints::{ConstraintKey, Constraints, check_rules};
 use super::free_resources::{FreeResources, Requester};
 use super::handover;
 use super::learning;
@@ -23,7 +23,7 @@ use super::patch;
 use super::pod_tracker::PodTracker;
 use super::quota_pass::QuotaTurn;
 use super::quotas::QuotaWorlds;
-use super::replicas::ReplicaSearch;
+use super::replicas::{KnownReplicas, ReplicaSearch};
 use super::verdict::{AutoscalerNeed, Verdict};
 use crate::pods::PodObject;
 use crate::policies::demand::WaitingPod;
@@ -216,11 +216,20 @@ impl SearchKey<'_> {
     }
 }
 
-/// A state of [`PlacementSearch`] that [`PlacementSearch::restore`] restores.
-pub(super) struct SearchCheckpoint<'a> {
-    free: FreeResources<'a>,
-    constraints: ConstraintsCheckpoint<'a>,
-    replicas: ReplicaSearch<'a>,
+/// The properties of the pods of a gang that determine whether the gang is placeable, each with the
+/// number of consecutive pods that have it.
+pub(super) type GangKey<'a> = Vec<(SearchKey<'a>, usize)>;
+
+/// An attempt to place all pods of a gang.
+struct Attempt<'a> {
+    /// Pods that are not placeable beside the pods that the attempt has placed.
+    without_place: BTreeMap<SearchKey<'a>, Verdict>,
+    /// The pods that the attempt has placed, and their nodes.
+    placed: Vec<(&'a Candidate<'a>, Vec<String>)>,
+    /// The number of reserved pods before the attempt.
+    reserved: usize,
+    /// The replicas that were known before the attempt.
+    replicas: KnownReplicas,
 }
 
 /// Searches for placements within one reconcile. The search stores which pods are not placeable,
@@ -234,6 +243,10 @@ pub(super) struct PlacementSearch<'a> {
     replicas: RefCell<ReplicaSearch<'a>>,
     eligible: RefCell<BTreeMap<NodeKey<'a>, Vec<&'a str>>>,
     without_place: BTreeMap<SearchKey<'a>, Verdict>,
+    /// Gangs that are not placeable: the position of a pod that is not placeable beside the others.
+    gangs_without_place: BTreeMap<GangKey<'a>, (usize, Verdict)>,
+    /// The current attempt to place a gang.
+    attempt: Option<Attempt<'a>>,
     /// Pools of GPUs with quotas, if quotas are enforced.
     worlds: Option<&'a QuotaWorlds>,
     /// The turn of the current pod, if the rules of quotas apply to the pod.
@@ -259,6 +272,8 @@ impl<'a> PlacementSearch<'a> {
             constraints: Constraints::new(input.cluster, nodes, (tracker, input.unsettled), ledger),
             eligible: RefCell::default(),
             without_place: BTreeMap::new(),
+            gangs_without_place: BTreeMap::new(),
+            attempt: None,
             worlds: None,
             turn: None,
             up: input.now.up,
@@ -283,7 +298,9 @@ impl<'a> PlacementSearch<'a> {
     pub(super) fn find(&mut self, ledger: &Ledger, candidate: &'a Candidate<'a>) -> Result<Fits, Verdict> {
         let Candidate { name, pod, plan_pod, .. } = candidate;
         let key = self.key(candidate);
-        if let Some(known) = self.without_place.get(&key).filter(|_| !ledger.nominations().contains_key(name)) {
+        let of_attempt = self.attempt.as_ref().map(|attempt| &attempt.without_place);
+        let known = self.without_place.get(&key).or_else(|| of_attempt?.get(&key));
+        if let Some(known) = known.filter(|_| !ledger.nominations().contains_key(name)) {
             return Err(known.clone());
         }
         let checker =
@@ -340,29 +357,63 @@ impl<'a> PlacementSearch<'a> {
         };
         drop(checker);
         if !waits_for_predecessor.get() {
-            self.without_place.insert(key, verdict.clone());
+            // Without the pods that the attempt has placed, the pod may be placeable.
+            let known = self.attempt.as_mut().map_or(&mut self.without_place, |attempt| &mut attempt.without_place);
+            known.insert(key, verdict.clone());
         }
         Err(verdict)
     }
 
-    /// Returns the current state, for [`Self::restore`].
-    pub(super) fn checkpoint(&self) -> SearchCheckpoint<'a> {
-        SearchCheckpoint {
-            free: self.free.borrow().clone(),
-            constraints: self.constraints.checkpoint(),
-            replicas: self.replicas.borrow().clone(),
+    /// Returns the properties of a gang that determine whether it is placeable. Returns `None` if
+    /// units are nominated for a pod of the gang, because other gangs do not get these.
+    pub(super) fn gang_key(&self, ledger: &Ledger, gang: &[&'a Candidate<'a>]) -> Option<GangKey<'a>> {
+        let mut keys = GangKey::new();
+        for &one in gang {
+            if ledger.nominations().contains_key(&one.name) {
+                return None;
+            }
+            let key = self.key(one);
+            match keys.last_mut() {
+                Some((last, count)) if *last == key => *count += 1,
+                _ => keys.push((key, 1)),
+            }
         }
+        Some(keys)
     }
 
-    /// Removes the reservations and nominations that were added since a checkpoint. The ledger must
-    /// no longer contain these reservations.
-    pub(super) fn restore(&mut self, ledger: &mut Ledger, before: SearchCheckpoint<'a>) {
-        *self.free.get_mut() = before.free;
-        self.constraints.restore(before.constraints);
-        *self.replicas.get_mut() = before.replicas;
-        // Later pods may fit without these reservations.
-        self.without_place.clear();
+    /// Returns why no gang with these properties is placeable, if that is known: the position of a
+    /// pod that is not placeable beside the others, and its verdict.
+    pub(super) fn gang_without_place(&self, key: &GangKey<'a>) -> Option<(usize, Verdict)> {
+        self.gangs_without_place.get(key).cloned()
+    }
+
+    /// Starts an attempt to place the pods of a gang. The cost depends on the gang alone, not on the
+    /// number of nodes: a tenant can create thousands of gangs of which only a part fits.
+    pub(super) fn begin_gang(&mut self, gang: &[&'a Candidate<'a>]) {
+        self.attempt = Some(Attempt {
+            without_place: BTreeMap::new(),
+            placed: Vec::new(),
+            reserved: self.constraints.reserved_pods(),
+            replicas: self.replicas.borrow().known_about(gang.iter().map(|one| one.pod)),
+        });
+    }
+
+    /// Ends an attempt that has placed all pods.
+    pub(super) fn keep_gang(&mut self) {
+        self.attempt = None;
+    }
+
+    /// Removes the reservations of an attempt. The ledger must no longer contain them. Records that
+    /// gangs with this key are not placeable.
+    pub(super) fn undo_gang(&mut self, ledger: &mut Ledger, key: Option<GangKey<'a>>, why: (usize, Verdict)) {
+        let Some(Attempt { placed, reserved, replicas, .. }) = self.attempt.take() else { return };
+        for (one, nodes) in placed {
+            nodes.iter().for_each(|node| self.free.get_mut().add(node, &one.plan_pod.requests));
+        }
+        self.constraints.truncate_reserved(reserved);
+        self.replicas.get_mut().restore(replicas);
         ledger.synchronize(self.chooser.get_mut());
+        self.gangs_without_place.extend(key.map(|key| (key, why)));
     }
 
     /// Records a pod's reservation, so that the search for later pods of this reconcile respects
@@ -376,7 +427,11 @@ impl<'a> PlacementSearch<'a> {
             let devices = fit.reservations().iter().map(|take| take.device.as_str());
             self.replicas.get_mut().reserve(candidate.pod, fit.node(), devices);
         }
-        self.constraints.add_reserved(candidate.pod, fits.iter().map(|fit| fit.node().to_owned()).collect());
+        let nodes: Vec<String> = fits.iter().map(|fit| fit.node().to_owned()).collect();
+        if let Some(attempt) = &mut self.attempt {
+            attempt.placed.push((candidate, nodes.clone()));
+        }
+        self.constraints.add_reserved(candidate.pod, nodes);
     }
 
     /// Returns the nodes on which selector, affinity and taints allow the pod.

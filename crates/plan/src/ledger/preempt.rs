@@ -64,6 +64,9 @@ pub struct Holders<'a> {
     /// Released pods that are not bound, in the same form. Their reservations become free when they
     /// are evicted. Empty if such pods must not be evicted.
     pub unbound: BTreeMap<String, BTreeMap<String, Holder<'a>>>,
+    /// Pods whose eviction frees no units, because their devices serve no new pods, in the same
+    /// form. They are evicted only with other pods.
+    pub blocked: BTreeMap<String, BTreeMap<String, Holder<'a>>>,
     /// Number of evictions that each disruption budget allows now.
     pub budgets: Vec<u32>,
     /// Units by node that pods used which have just ended, and which the node no longer lists. If
@@ -78,18 +81,18 @@ impl<'a> Holders<'a> {
         self.pods.get(node)?.get(pod)
     }
 
-    /// Returns all pods, bound or not, with their nodes and names.
+    /// Returns all pods, bound or not, with their nodes and names. Includes blocked pods.
     pub fn all(&self) -> impl Iterator<Item = (&str, &str, &Holder<'a>)> {
-        let nodes = self.pods.iter().chain(&self.unbound);
+        let nodes = self.pods.iter().chain(&self.unbound).chain(&self.blocked);
         nodes.flat_map(|(node, pods)| pods.iter().map(|(name, holder)| (node.as_str(), name.as_str(), holder)))
     }
 
     /// Records that these pods on a node are being evicted. From now on, the pods count as
     /// terminating, and their budgets allow fewer evictions.
     pub fn evict<'v>(&mut self, node: &str, victims: impl IntoIterator<Item = &'v String>) {
-        let (mut bound, mut unbound) = (self.pods.get_mut(node), self.unbound.get_mut(node));
+        let mut of_node = [&mut self.pods, &mut self.unbound, &mut self.blocked].map(|pods| pods.get_mut(node));
         for victim in victims {
-            let maps = [bound.as_deref_mut(), unbound.as_deref_mut()].into_iter().flatten();
+            let maps = of_node.iter_mut().flatten();
             for holder in maps.filter_map(|pods| pods.get_mut(victim)).filter(|holder| !holder.ending) {
                 holder.ending = true;
                 if let Some(allowed) = holder.budget.and_then(|budget| self.budgets.get_mut(budget)) {

@@ -9,10 +9,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::account::Accounts;
 use super::amount::Amount;
 use super::class::{Class, Share, Since};
-use super::exchange::{Kind, NEVER_EVICTED};
+use super::exchange::Kind;
 use super::look::Wait;
 use super::spec::Quota;
-use super::world::{Place, Pod, PodId, World};
+use super::world::{NEVER_EVICTED, Place, Pod, PodId, World};
 use crate::ledger::Moment;
 
 /// The accounts of one pool in the middle of a pass.

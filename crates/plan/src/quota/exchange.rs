@@ -14,7 +14,7 @@ use super::class::{Class, Share, Since};
 use super::gang::Part;
 use super::room::Rank;
 use super::state::State;
-use super::world::PodId;
+use super::world::{NEVER_EVICTED, PodId};
 
 /// Why pods are evicted for another pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -40,9 +40,6 @@ impl Kind {
     }
 }
 
-/// Pods of this priority and above are components of the system and are never evicted. They belong to
-/// no gang.
-pub const NEVER_EVICTED: i32 = 2_000_000_000;
 /// Maximum number of candidates that are considered if a quota would exceed its maximum. The
 /// candidates are the least important pods.
 const MAX_CANDIDATES_OVER_MAXIMUM: usize = 256;

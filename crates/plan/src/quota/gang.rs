@@ -19,8 +19,7 @@
 use std::collections::BTreeMap;
 
 use super::amount::Amount;
-use super::exchange::NEVER_EVICTED;
-use super::world::{Place, PodId, World};
+use super::world::{NEVER_EVICTED, Place, PodId, World};
 use crate::ledger::Moment;
 
 /// Maximum number of pods of a gang. A larger gang is never released: each pass would take too long

@@ -6,6 +6,10 @@ use super::amount::Amount;
 use super::spec::Quota;
 use crate::ledger::Moment;
 
+/// Pods of this priority and above are components of the system and are never evicted. They belong to
+/// no gang.
+pub const NEVER_EVICTED: i32 = 2_000_000_000;
+
 /// Index of a pod in [`World::pods`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PodId(pub usize);
@@ -91,7 +95,7 @@ pub struct Pod {
     /// evicted.
     pub protected: Option<Moment>,
     /// The gang of the pod. Most pods have no gang. Ignored for pods that are never evicted; see
-    /// [`NEVER_EVICTED`](super::NEVER_EVICTED).
+    /// [`NEVER_EVICTED`].
     pub gang: Option<Gang>,
     /// What the pod uses of each GPU, if it requests parts of several GPUs. Empty for other pods.
     /// Only [`Book`](super::Book) reads the pieces: [`look`](super::look) places no such pods.

@@ -1,6 +1,6 @@
 //! Selects the pods to evict for a gang. Either all waiting pods of the gang are nominated, or
 //! none.
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use cleave_plan::ledger::{Holders, Ledger, Nomination, PendingPod, Preemption};
@@ -10,7 +10,10 @@ use super::{Exchange, NoEvictions, PreemptionSearch, pods_of_affinity};
 use crate::placement::actions::Actions;
 use crate::placement::quota_pass::{PodAndRoom, QuotaPass, QuotaTurn};
 use crate::placement::search::{Candidate, PlacementSearch};
-use crate::placement::verdict::PreemptionProspect;
+use crate::placement::verdict::{PreemptionProspect, Verdict};
+
+/// The nodes of each pod, by the pod's name.
+type NodesOfPods = BTreeMap<String, Vec<String>>;
 
 /// Pods of a gang, each with the units that it gets and the pods to evict.
 type Rooms<'a> = Vec<(&'a Candidate<'a>, Preemption)>;
@@ -21,14 +24,14 @@ impl<'a> PreemptionSearch<'a> {
         &mut self,
         ledger: &mut Ledger,
         search: &mut PlacementSearch<'a>,
-        (gang, pause): (&[&'a Candidate<'a>], Option<Duration>),
+        (gang, verdict, pause): (&[&'a Candidate<'a>], &Verdict, Option<Duration>),
         (pass, turn): (&mut QuotaPass<'_>, QuotaTurn),
         actions: &mut Actions,
     ) -> PreemptionProspect {
         if let Some(pause) = pause {
             actions.requeue_in(pause);
         }
-        let found = self.find_for_gang(ledger, search, (gang, pause.is_some()), (pass, turn), actions);
+        let found = self.find_for_gang(ledger, search, (gang, verdict, pause.is_some()), (pass, turn), actions);
         actions.preemption_searches = self.searches;
         self.conclude_exchange(ledger, search, gang, (pass, turn), found, actions)
     }
@@ -38,12 +41,13 @@ impl<'a> PreemptionSearch<'a> {
         &mut self,
         ledger: &Ledger,
         search: &mut PlacementSearch<'a>,
-        (gang, is_paused): (&[&'a Candidate<'a>], bool),
+        (gang, verdict, is_paused): (&[&'a Candidate<'a>], &Verdict, bool),
         (pass, turn): (&QuotaPass<'_>, QuotaTurn),
         actions: &mut Actions,
     ) -> Result<Exchange<'a>, NoEvictions> {
         let Some(head) = gang.first() else { return Err(NoEvictions::Impossible) };
-        if gang.iter().any(|one| search.key(one).has_unbound_volume()) {
+        let is_futile = verdict.permanent_obstacle().is_some();
+        if is_futile || gang.iter().any(|one| search.key(one).has_unbound_volume()) {
             return Err(NoEvictions::Impossible);
         }
         let tracker = self.tracker;
@@ -132,15 +136,19 @@ fn rooms<'a>(
 ) -> Option<Rooms<'a>> {
     let mut scratch = ledger.clone();
     gang.iter().for_each(|one| drop(scratch.withdraw(&one.name)));
-    let mut found: Rooms<'a> = Vec::new();
+    let (mut found, mut nodes): (Rooms<'a>, Option<NodesOfPods>) = (Vec::new(), None);
     for &one in gang {
         // The priorities of the holders express the order of evictions.
         let pending = PendingPod { priority: i32::MAX, ..one.pending_pod() };
         let targets = search.preemption_nodes(&scratch, one, |node| may_use(one, node));
         let Some(room) = scratch.preempt(pending, targets, &holders, kept) else { break };
-        let leaving = pass.with_gang_members(turn.member, room.victims.iter());
-        let nodes: BTreeSet<String> = holders.all().map(|(node, ..)| node.to_owned()).collect();
-        nodes.iter().for_each(|node| holders.evict(node, &leaving));
+        if !room.victims.is_empty() {
+            let leaving = pass.with_gang_members(room.victims.iter());
+            let nodes = nodes.get_or_insert_with(|| nodes_of_holders(&holders));
+            for pod in &leaving {
+                nodes.get(pod).into_iter().flatten().for_each(|node| holders.evict(node, [pod]));
+            }
+        }
         let (priority, node, takes) = (one.plan_pod.priority, room.node.clone(), room.takes.clone());
         search.nominate(one, &room.node);
         found.push((one, room));
@@ -159,4 +167,12 @@ fn rooms<'a>(
         }
     }
     is_complete.then_some(found)
+}
+
+fn nodes_of_holders(holders: &Holders<'_>) -> NodesOfPods {
+    let mut nodes = NodesOfPods::new();
+    for (node, pod, _) in holders.all() {
+        nodes.entry(pod.to_owned()).or_default().push(node.to_owned());
+    }
+    nodes
 }
