@@ -196,6 +196,178 @@ fn pods_that_were_not_released_together_are_no_gang_for_fair_share() {
     }
 }
 
+/// Starts pods of b, one after the other, that state a gang of 1,000 pods. `change` changes each pod
+/// before its release.
+fn grown_with_a_stated_size(change: impl Fn(&mut Case, &str)) -> Case {
+    let mut case = Case::new(2, &[("a", json!({})), ("b", json!({}))]);
+    for name in ["b1", "b2", "b3", "b4"] {
+        case = case.waiting(&[(name, "b", 5, 0)]);
+        change(&mut case, &format!("b/{name}"));
+        case.step();
+        case.seconds += 31;
+        case.step();
+        assert!(case.is_running().contains(name), "{name} waits");
+    }
+    case
+}
+
+/// A gang is the pods that were really released together, not the pods that one of them states.
+#[test]
+fn a_stated_size_does_not_make_all_borrowers_one_gang() {
+    let of_kueue = |case: &mut Case, name: &str| {
+        let set = |pod: &mut Value| {
+            pod["metadata"]["labels"] = json!({"kueue.x-k8s.io/pod-group-name": "all"});
+            pod["metadata"]["annotations"] = json!({"kueue.x-k8s.io/pod-group-total-count": "1000"});
+        };
+        case.world.change(|world| &mut world.pods, name, set);
+    };
+    // Pods without GPUs complete the gang until its first pod is released.
+    let without_gpus = |case: &mut Case, name: &str| {
+        let annotations = json!({"cleave.dev/gang": "all", "cleave.dev/gang-size": "4"});
+        let set = |pod: &mut Value| pod["metadata"]["annotations"] = annotations.clone();
+        case.world.change(|world| &mut world.pods, name, set);
+        for extra in ["x1", "x2", "x3"] {
+            let full = format!("b/{extra}");
+            if name == "b/b1" {
+                case.add((extra, "b", 1, 0), None);
+                let change = |pod: &mut Value| {
+                    set(pod);
+                    pod["spec"]["containers"][0]["resources"] = json!({});
+                };
+                case.world.change(|world| &mut world.pods, &full, change);
+                case.world.change(|world| &mut world.pods, &full, |pod| pod["spec"]["schedulingGates"] = json!([]));
+            } else {
+                case.world.pods.remove(&full);
+            }
+        }
+    };
+    for (how, case) in
+        [("Kueue", grown_with_a_stated_size(of_kueue)), ("without GPUs", grown_with_a_stated_size(without_gpus))]
+    {
+        let rest = case.waiting(&[("a1", "a", 5, 0), ("a2", "a", 5, 0), ("a3", "a", 5, 0)]).until_rest();
+        let running = rest.is_running();
+        let of = |quota: &str| running.iter().filter(|name| name.starts_with(quota)).count();
+        assert_eq!((of("a"), of("b")), (2, 2), "{how}: {running:?}");
+    }
+}
+
+#[test]
+fn a_replacement_pod_belongs_to_its_gang() {
+    let mut case = Case::new(3, &[("a", json!({"min": 5})), ("b", json!({}))])
+        .waiting(&[("g1", "b", 10, 0), ("g2", "b", 10, 0), ("g3", "b", 10, 0)])
+        .gang("b", "train", 3, &["g1", "g2", "g3"]);
+    assert_eq!(case.step().releases.len(), 3);
+    case.end("b/g2");
+    let mut case = case.waiting(&[("g2", "b", 10, 0)]).gang("b", "train", 3, &["g2"]);
+    assert_eq!(case.step().releases.len(), 1);
+    let mut case = case.waiting(&[("a1", "a", 5, 0)]);
+    case.step();
+    let gone: Vec<&str> = case.evicted.iter().map(|(_, _, victim)| victim.as_str()).collect();
+    assert_eq!(gone, ["g1", "g2", "g3"]);
+}
+
+/// Otherwise one cordon, fault or agent that is not ready would keep the GPUs of the whole gang from
+/// a guarantee.
+#[test]
+fn a_pod_on_a_gpu_that_serves_no_new_pods_is_evicted_with_its_gang() {
+    let cordon = |object: &mut Value| object["metadata"]["annotations"] = json!({"cleave.dev/cordon": "n1-GPU-1=fan"});
+    let fault = |object: &mut Value| object["status"]["gpus"][1]["health"] = json!({"healthy": false});
+    let changes: [(&str, fn(&mut Value)); 2] = [("cordon", cordon), ("fault", fault)];
+    for (why, change) in changes {
+        let mut case = Case::new(2, &[("a", json!({"min": 5})), ("b", json!({}))])
+            .running(&[(("g1", "b", 10, 0), 0), (("g2", "b", 10, 0), 1)])
+            .gang("b", "train", 2, &["g1", "g2"])
+            .waiting(&[("a1", "a", 5, 0)]);
+        case.world.change(|world| &mut world.gpu_nodes, "n1", change);
+        case.step();
+        let gone: Vec<&str> = case.evicted.iter().map(|(_, _, victim)| victim.as_str()).collect();
+        assert_eq!(gone, ["g1", "g2"], "{why}");
+        // Alone, the pod frees nothing.
+        let mut case = Case::new(2, &[("a", json!({"min": 5})), ("c", json!({"min": 10})), ("b", json!({}))])
+            .running(&[(("c1", "c", 10, 0), 0), (("b1", "b", 10, 0), 1)])
+            .waiting(&[("a1", "a", 5, 0)]);
+        case.world.change(|world| &mut world.gpu_nodes, "n1", change);
+        case.step();
+        assert_eq!(case.evicted, [], "{why}");
+    }
+}
+
+#[test]
+fn a_disruption_budget_of_a_pod_on_a_cordoned_gpu_protects_its_gang() {
+    let mut case = Case::new(2, &[("a", json!({"min": 5})), ("b", json!({}))])
+        .running(&[(("g1", "b", 10, 0), 0), (("g2", "b", 10, 0), 1)])
+        .gang("b", "train", 2, &["g1", "g2"])
+        .waiting(&[("a1", "a", 5, 0)]);
+    case.world.change(|world| &mut world.pods, "b/g2", |pod| pod["metadata"]["labels"] = json!({"app": "g2"}));
+    let budget = json!({"metadata": {"name": "keep", "namespace": "b", "generation": 1},
+        "spec": {"minAvailable": 1, "selector": {"matchLabels": {"app": "g2"}}},
+        "status": {"disruptionsAllowed": 0, "currentHealthy": 1, "desiredHealthy": 2, "expectedPods": 1, "observedGeneration": 1}});
+    case.world.budgets.insert("keep".to_owned(), budget);
+    let cordon = json!({"cleave.dev/cordon": "n1-GPU-1=fan"});
+    case.world.change(|world| &mut world.gpu_nodes, "n1", |object| object["metadata"]["annotations"] = cordon);
+    let actions = case.step();
+    assert!(actions.evictions.is_empty(), "{actions:?}");
+    assert_eq!(actions.waiting["a/a1"].reason, Reason::Protected);
+}
+
+#[test]
+fn at_the_maximum_a_pod_on_a_faulted_gpu_can_be_evicted() {
+    let mut case = Case::new(2, &[("a", json!({"max": 10}))])
+        .running(&[(("low", "a", 10, 0), 1)])
+        .waiting(&[("high", "a", 10, 9)]);
+    let fault = |object: &mut Value| object["status"]["gpus"][1]["health"] = json!({"healthy": false});
+    case.world.change(|world| &mut world.gpu_nodes, "n1", fault);
+    case.step();
+    assert_eq!(case.evicted, [("Priority".to_owned(), "high".to_owned(), "low".to_owned())]);
+}
+
+#[test]
+fn one_important_pod_does_not_let_its_gang_override_guarantees() {
+    for (other, evictions) in [(0, 0), (100, 1)] {
+        let mut case = Case::new(1, &[("a", json!({"min": 10})), ("b", json!({}))])
+            .with_override_priority(Some(100))
+            .running(&[(("a1", "a", 10, 0), 0)])
+            .waiting(&[("g1", "b", 5, 100), ("g2", "b", 5, other)])
+            .gang("b", "train", 2, &["g1", "g2"]);
+        assert_eq!(case.step().evictions.len(), evictions, "{other}");
+    }
+}
+
+/// Such a pod could otherwise be added to a running gang, and would protect it.
+#[test]
+fn a_waiting_component_of_the_system_does_not_protect_a_gang() {
+    let mut case = Case::new(1, &[("a", json!({"min": 10})), ("b", json!({}))])
+        .waiting(&[("g1", "b", 5, 0), ("g2", "b", 5, 0)])
+        .gang("b", "train", 2, &["g1", "g2"]);
+    assert_eq!(case.step().releases.len(), 2);
+    let mut case = case
+        .waiting(&[("g3", "b", 5, 2_000_000_000), ("a1", "a", 10, 0)])
+        .gang("b", "train", 2, &["g3"]);
+    case.step();
+    assert_eq!(case.evicted.len(), 2, "{:?}", case.evicted);
+}
+
+/// The CPU, the anti-affinity and the replicas of the pods that were placed do not count for the
+/// pods that come later.
+#[test]
+fn a_gang_that_fits_only_in_part_leaves_no_trace() {
+    let mut case = Case::new(1, &[("a", json!({}))])
+        .waiting(&[("g1", "a", 5, 9), ("g2", "a", 4, 9), ("g3", "a", 2, 9), ("other", "a", 5, 0)])
+        .gang("a", "train", 3, &["g1", "g2", "g3"]);
+    let term = json!({"labelSelector": {"matchLabels": {"app": "other"}}, "topologyKey": "kubernetes.io/hostname"});
+    let rule = json!({"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}});
+    case.world.change(|world| &mut world.pods, "a/g1", |pod| {
+        pod["spec"]["affinity"] = rule;
+        pod["spec"]["containers"][0]["resources"]["requests"] = json!({"cpu": "6"});
+    });
+    case.world.change(|world| &mut world.pods, "a/other", |pod| {
+        pod["metadata"]["labels"] = json!({"app": "other"});
+        pod["spec"]["containers"][0]["resources"]["requests"] = json!({"cpu": "6"});
+    });
+    let released: Vec<String> = case.step().releases.into_iter().map(|release| release.pod).collect();
+    assert_eq!(released, ["a/other"]);
+}
+
 #[test]
 fn pods_beyond_the_size_of_a_gang_leave_alone() {
     Case::new(2, &[("a", json!({"min": 5})), ("b", json!({}))])
