@@ -102,7 +102,9 @@ impl<'a> Constraints<'a> {
     /// Removes all pods that were added after the first `count` ones.
     pub(super) fn truncate_reserved(&mut self, count: usize) {
         for pod in self.reserved.drain(count.min(self.reserved.len())..) {
-            pod.terms.iter().for_each(|term| drop(self.terms.remove(term)));
+            for term in &pod.terms {
+                self.terms.remove(term);
+            }
         }
     }
 

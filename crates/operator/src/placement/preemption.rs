@@ -483,7 +483,7 @@ impl<'a> PreemptionSearch<'a> {
             let targets = search.preemption_nodes(ledger, candidate, |_| true);
             let is_legal = |found: &Preemption| {
                 pass.is_legal(kind, member, &[(name.as_str(), found)])
-                    && self.is_within_budgets((pass, turn), &[(name.as_str(), found)])
+                    && self.is_within_budgets(pass, &[(name.as_str(), found)])
             };
             let found = ledger.preempt_legally(pending, targets, (&holders, kept), Some(&is_legal));
             if let Some(found) = found {
@@ -547,7 +547,7 @@ impl<'a> PreemptionSearch<'a> {
 
     /// Returns whether disruption budgets allow that all of these victims leave, and the rest of
     /// their gangs, which can run on other nodes.
-    fn is_within_budgets(&self, (pass, turn): (&QuotaPass<'_>, QuotaTurn), found: &[PodAndRoom<'_>]) -> bool {
+    fn is_within_budgets(&self, pass: &QuotaPass<'_>, found: &[PodAndRoom<'_>]) -> bool {
         let victims: BTreeSet<&String> = found.iter().flat_map(|(_, found)| &found.victims).collect();
         let all = pass.with_gang_members(victims.iter().copied());
         if all.len() == victims.len() && found.len() == 1 {

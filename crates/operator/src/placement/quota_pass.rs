@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use cleave_plan::ledger::{Fits, Holder, Holders, Ledger, Moment, Nomination, Preemption, Rank, Reservation};
-use cleave_plan::quota::{Amount, Book, Class, Kind, Owner, Place, Pod, PodId, Rights, Wait, reserved_for_long_waits};
+use cleave_plan::quota::{Amount, Book, Class, Kind, Owner, Pod, PodId, Rights, Wait, reserved_for_long_waits};
 
 use super::quota_gangs::GangUnit;
 use super::quota_reports::label_of;
@@ -354,8 +354,8 @@ impl<'w> QuotaPass<'w> {
                 }
             }
             None => match self.unit(name) {
-                Some(unit) => unit.pods.iter().for_each(|name| drop(ledger.remove_rank(name))),
-                None => drop(ledger.remove_rank(name)),
+                Some(unit) => unit.pods.iter().for_each(|name| ledger.remove_rank(name)),
+                None => ledger.remove_rank(name),
             },
         }
     }

@@ -56,7 +56,7 @@ impl<'a> PreemptionSearch<'a> {
         if turn.rights.is_within_max_later && gang.iter().all(|one| nominations.contains_key(&one.name)) {
             let ending = pass.ending(turn.member, self.holders());
             let is_own = |one: &Candidate<'_>, node: &str| nominations.get(&one.name).is_some_and(|of| of.node == node);
-            if let Some(found) = rooms(ledger, search, gang, (pass, turn), (ending, &kept), is_own) {
+            if let Some(found) = rooms(ledger, search, gang, pass, (ending, &kept), is_own) {
                 return Ok(Exchange { kind: Kind::Priority, found, force: false });
             }
         }
@@ -91,7 +91,7 @@ impl<'a> PreemptionSearch<'a> {
             let found = legal_rooms(ledger, search, gang, (pass, turn), (holders, kept), kind);
             let is_allowed = |found: &Rooms<'a>| {
                 let named: Vec<PodAndRoom<'_>> = found.iter().map(|(one, found)| (one.name.as_str(), found)).collect();
-                self.is_within_budgets((pass, turn), &named)
+                self.is_within_budgets(pass, &named)
             };
             if let Some(found) = found.filter(is_allowed) {
                 return Ok(Exchange { kind, found, force: false });
@@ -118,7 +118,7 @@ fn legal_rooms<'a>(
     holders: (Holders<'a>, &BTreeSet<String>),
     kind: Kind,
 ) -> Option<Rooms<'a>> {
-    let found = rooms(ledger, search, gang, (pass, turn), holders, |_, _| true)?;
+    let found = rooms(ledger, search, gang, pass, holders, |_, _| true)?;
     let named: Vec<PodAndRoom<'_>> = found.iter().map(|(one, found)| (one.name.as_str(), found)).collect();
     pass.is_legal(kind, turn.member, &named).then_some(found)
 }
@@ -130,7 +130,7 @@ fn rooms<'a>(
     ledger: &Ledger,
     search: &mut PlacementSearch<'a>,
     gang: &[&'a Candidate<'a>],
-    (pass, turn): (&QuotaPass<'_>, QuotaTurn),
+    pass: &QuotaPass<'_>,
     (mut holders, kept): (Holders<'a>, &BTreeSet<String>),
     may_use: impl Fn(&Candidate<'_>, &str) -> bool,
 ) -> Option<Rooms<'a>> {

@@ -22,9 +22,11 @@ impl<'w> QuotaPass<'w> {
                     continue;
                 }
                 let unit = book.unit(id).to_vec();
-                let may_be_released = self.worlds.gangs.unit(&of.world.pod(id).name).is_none_or(|unit| {
-                    unit.obstacle().is_none() && unit.may_use(pool)
-                });
+                let may_be_released = self
+                    .worlds
+                    .gangs
+                    .unit(&of.world.pod(id).name)
+                    .is_none_or(|unit| unit.obstacle().is_none() && unit.may_use(pool));
                 let is_nominated = unit.iter().all(|id| book.class(*id).is_some());
                 if may_be_released && book.is_complete(id) && is_nominated {
                     continue;
@@ -68,13 +70,18 @@ impl<'w> QuotaPass<'w> {
 
     /// Returns whether a released pod of a gang was not evicted in this reconcile.
     fn runs(&self, name: &str) -> bool {
-        let mut ids = self.books.iter().zip(&self.worlds.pools).filter_map(|(book, pool)| Some((book, pool.ids.get(name)?)));
+        let mut ids =
+            self.books.iter().zip(&self.worlds.pools).filter_map(|(book, pool)| Some((book, pool.ids.get(name)?)));
         ids.all(|(book, id)| book.class(*id).is_some())
     }
 
     /// Returns these victims and all other running pods of their gangs, without victims that quotas
     /// do not count.
-    pub(super) fn ids_with_gang_members<'n>(&self, member: Member, victims: impl Iterator<Item = &'n String>) -> BTreeSet<PodId> {
+    pub(super) fn ids_with_gang_members<'n>(
+        &self,
+        member: Member,
+        victims: impl Iterator<Item = &'n String>,
+    ) -> BTreeSet<PodId> {
         let (book, mut gangs, mut all) = (self.book(member), BTreeSet::new(), BTreeSet::new());
         for id in self.pod_ids(member, victims) {
             if book.gang(id).is_none_or(|gang| gangs.insert(gang)) {

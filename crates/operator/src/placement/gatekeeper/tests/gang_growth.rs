@@ -78,9 +78,12 @@ fn select(world: &mut TestCluster, pod: &str, selector: &Value) {
 #[test]
 fn a_gang_with_a_pod_that_no_node_may_run_says_so_is_reported_and_is_not_released() {
     let mut case = with_policy(
-        Case::new(2, &[("a", json!({"min": 20}))])
-            .waiting(&[("g1", "a", 10, 0), ("g2", "a", 10, 0)])
-            .gang("a", "train", 2, &["g1", "g2"]),
+        Case::new(2, &[("a", json!({"min": 20}))]).waiting(&[("g1", "a", 10, 0), ("g2", "a", 10, 0)]).gang(
+            "a",
+            "train",
+            2,
+            &["g1", "g2"],
+        ),
     );
     select(&mut case.world, "a/g2", &json!({"zone": "b"}));
     let message = case.step().waiting["a/g1"].message.clone();
@@ -95,11 +98,13 @@ fn a_gang_with_a_pod_that_no_node_may_run_says_so_is_reported_and_is_not_release
 /// The nodes of a gang appear one after the other.
 #[test]
 fn a_gang_is_reported_while_some_of_its_nodes_are_missing() {
-    let mut case = with_policy(
-        Case::new(1, &[("a", json!({}))])
-            .waiting(&[("g1", "a", 10, 0), ("g2", "a", 10, 0)])
-            .gang("a", "train", 2, &["g1", "g2"]),
-    );
+    let mut case =
+        with_policy(Case::new(1, &[("a", json!({}))]).waiting(&[("g1", "a", 10, 0), ("g2", "a", 10, 0)]).gang(
+            "a",
+            "train",
+            2,
+            &["g1", "g2"],
+        ));
     ["a/g1", "a/g2"].into_iter().for_each(|pod| refuse(&mut case.world, pod));
     assert_eq!(first_reports(&mut case, 30), [], "the reports stay");
 }

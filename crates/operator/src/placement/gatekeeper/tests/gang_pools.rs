@@ -99,9 +99,8 @@ fn with_a_lost_pod(has_quota_of_l4: bool) -> Case {
     if has_quota_of_l4 {
         quotas.push(("l", json!({"gpus": {"models": ["L4"]}})));
     }
-    let mut case = Case::new(2, &quotas)
-        .waiting(&[("g1", "b", 10, 0), ("g2", "b", 10, 0)])
-        .gang("b", "train", 2, &["g1", "g2"]);
+    let mut case =
+        Case::new(2, &quotas).waiting(&[("g1", "b", 10, 0), ("g2", "b", 10, 0)]).gang("b", "train", 2, &["g1", "g2"]);
     assert_eq!(case.step().releases.len(), 2);
     case.end("b/g2");
     let mut case = case.waiting(&[("a1", "a", 10, 0)]);
@@ -130,9 +129,12 @@ fn a_replacement_pod_uses_only_the_pool_of_its_gang() {
 #[test]
 fn a_gang_whose_gpus_are_in_two_pools_is_evicted_as_a_whole() {
     let quotas = [("a", of_h100(json!({"min": 10}))), ("b", json!({"gpus": {"models": ["H100", "L4"]}}))];
-    let mut case = with_l4(Case::new(1, &quotas), 1)
-        .waiting(&[("g1", "b", 10, 0), ("g2", "b", 10, 0)])
-        .gang("b", "train", 2, &["g1", "g2"]);
+    let mut case = with_l4(Case::new(1, &quotas), 1).waiting(&[("g1", "b", 10, 0), ("g2", "b", 10, 0)]).gang(
+        "b",
+        "train",
+        2,
+        &["g1", "g2"],
+    );
     // Before the change, one quota counts both models.
     let of_a = case.world.quotas.remove(0);
     assert_eq!(case.step().releases.len(), 2);
@@ -153,7 +155,11 @@ fn a_gang_over_the_maximum_of_its_pool_uses_gpus_without_a_quota_and_keeps_them(
     assert_eq!(nodes_of(&case.step()), [["n2"], ["n2"]]);
     case.failing_release = None;
     let mut case = case.waiting(&[("x1", "-", 10, 9)]);
-    case.world.change(|world| &mut world.pods, "other/x1", |pod| pod["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": "n2"}));
+    case.world.change(
+        |world| &mut world.pods,
+        "other/x1",
+        |pod| pod["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": "n2"}),
+    );
     assert_eq!(released(&case.step()), [("a/g2", "reserved")]);
 }
 

@@ -340,9 +340,7 @@ fn a_waiting_component_of_the_system_does_not_protect_a_gang() {
         .waiting(&[("g1", "b", 5, 0), ("g2", "b", 5, 0)])
         .gang("b", "train", 2, &["g1", "g2"]);
     assert_eq!(case.step().releases.len(), 2);
-    let mut case = case
-        .waiting(&[("g3", "b", 5, 2_000_000_000), ("a1", "a", 10, 0)])
-        .gang("b", "train", 2, &["g3"]);
+    let mut case = case.waiting(&[("g3", "b", 5, 2_000_000_000), ("a1", "a", 10, 0)]).gang("b", "train", 2, &["g3"]);
     case.step();
     assert_eq!(case.evicted.len(), 2, "{:?}", case.evicted);
 }
@@ -356,14 +354,22 @@ fn a_gang_that_fits_only_in_part_leaves_no_trace() {
         .gang("a", "train", 3, &["g1", "g2", "g3"]);
     let term = json!({"labelSelector": {"matchLabels": {"app": "other"}}, "topologyKey": "kubernetes.io/hostname"});
     let rule = json!({"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}});
-    case.world.change(|world| &mut world.pods, "a/g1", |pod| {
-        pod["spec"]["affinity"] = rule;
-        pod["spec"]["containers"][0]["resources"]["requests"] = json!({"cpu": "6"});
-    });
-    case.world.change(|world| &mut world.pods, "a/other", |pod| {
-        pod["metadata"]["labels"] = json!({"app": "other"});
-        pod["spec"]["containers"][0]["resources"]["requests"] = json!({"cpu": "6"});
-    });
+    case.world.change(
+        |world| &mut world.pods,
+        "a/g1",
+        |pod| {
+            pod["spec"]["affinity"] = rule;
+            pod["spec"]["containers"][0]["resources"]["requests"] = json!({"cpu": "6"});
+        },
+    );
+    case.world.change(
+        |world| &mut world.pods,
+        "a/other",
+        |pod| {
+            pod["metadata"]["labels"] = json!({"app": "other"});
+            pod["spec"]["containers"][0]["resources"]["requests"] = json!({"cpu": "6"});
+        },
+    );
     let released: Vec<String> = case.step().releases.into_iter().map(|release| release.pod).collect();
     assert_eq!(released, ["a/other"]);
 }
