@@ -87,7 +87,7 @@ fn no_part_of_a_gang_is_released_while_one_of_its_pods_waits_for_an_earlier_pod_
     assert_eq!(released(&actions), []);
     let waiting = &actions.waiting["a/g1"];
     assert_eq!(waiting.reason, Reason::GangIncomplete);
-    assert!(waiting.message.contains("the pod a/g0 of the gang train cannot be released now"), "{}", waiting.message);
+    assert!(waiting.message.contains("The pod a/g0 of the gang train cannot be released now"), "{}", waiting.message);
     case.seconds += UNREPORTED_CLAIM_TIME.as_secs();
     assert_eq!(case.step().releases.len(), 4);
 }
@@ -102,6 +102,7 @@ fn with_a_lost_pod(has_quota_of_l4: bool) -> Case {
     let mut case =
         Case::new(2, &quotas).waiting(&[("g1", "b", 10, 0), ("g2", "b", 10, 0)]).gang("b", "train", 2, &["g1", "g2"]);
     assert_eq!(case.step().releases.len(), 2);
+    case.step();
     case.end("b/g2");
     let mut case = case.waiting(&[("a1", "a", 10, 0)]);
     assert_eq!(nodes_of(&case.step()), [["n1"]]);
@@ -118,9 +119,11 @@ fn a_replacement_pod_uses_only_the_pool_of_its_gang() {
         assert!(!actions.waiting["b/g2"].message.is_empty());
         case.end("a/a1");
         assert_eq!(nodes_of(&case.step()), [["n1"]], "quota of L4: {has_quota_of_l4}");
-        let case = case.waiting(&[("a2", "a", 10, 0)]);
-        let rest = case.until_rest();
-        let gone: Vec<&str> = rest.evicted.iter().map(|(_, _, victim)| victim.as_str()).collect();
+        let mut case = case.waiting(&[("a2", "a", 10, 0)]);
+        let of_n1 = |pod: &mut Value| pod["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": "n1"});
+        case.world.change(|world| &mut world.pods, "a/a2", of_n1);
+        case.step();
+        let gone: Vec<&str> = case.evicted.iter().map(|(_, _, victim)| victim.as_str()).collect();
         assert_eq!(gone, ["g1", "g2"], "quota of L4: {has_quota_of_l4}");
     }
 }

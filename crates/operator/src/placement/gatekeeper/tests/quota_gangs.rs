@@ -257,6 +257,7 @@ fn a_replacement_pod_belongs_to_its_gang() {
         .waiting(&[("g1", "b", 10, 0), ("g2", "b", 10, 0), ("g3", "b", 10, 0)])
         .gang("b", "train", 3, &["g1", "g2", "g3"]);
     assert_eq!(case.step().releases.len(), 3);
+    case.step();
     case.end("b/g2");
     let mut case = case.waiting(&[("g2", "b", 10, 0)]).gang("b", "train", 3, &["g2"]);
     assert_eq!(case.step().releases.len(), 1);
