@@ -294,21 +294,24 @@ fn a_pod_on_a_gpu_that_serves_no_new_pods_is_evicted_with_its_gang() {
 }
 
 #[test]
-fn a_disruption_budget_of_a_pod_on_a_cordoned_gpu_protects_its_gang() {
-    let mut case = Case::new(2, &[("a", json!({"min": 5})), ("b", json!({}))])
-        .running(&[(("g1", "b", 10, 0), 0), (("g2", "b", 10, 0), 1)])
-        .gang("b", "train", 2, &["g1", "g2"])
-        .waiting(&[("a1", "a", 5, 0)]);
-    case.world.change(|world| &mut world.pods, "b/g2", |pod| pod["metadata"]["labels"] = json!({"app": "g2"}));
-    let budget = json!({"metadata": {"name": "keep", "namespace": "b", "generation": 1},
-        "spec": {"minAvailable": 1, "selector": {"matchLabels": {"app": "g2"}}},
-        "status": {"disruptionsAllowed": 0, "currentHealthy": 1, "desiredHealthy": 2, "expectedPods": 1, "observedGeneration": 1}});
-    case.world.budgets.insert("keep".to_owned(), budget);
-    let cordon = json!({"cleave.dev/cordon": "n1-GPU-1=fan"});
-    case.world.change(|world| &mut world.gpu_nodes, "n1", |object| object["metadata"]["annotations"] = cordon);
-    let actions = case.step();
-    assert!(actions.evictions.is_empty(), "{actions:?}");
-    assert_eq!(actions.waiting["a/a1"].reason, Reason::Protected);
+fn disruption_budgets_of_pods_on_a_cordoned_gpu_protect_their_gang() {
+    for (allowed, evictions) in [(0, 0), (1, 0), (2, 3)] {
+        let mut case = Case::new(2, &[("a", json!({"min": 5})), ("b", json!({}))])
+            .running(&[(("g1", "b", 10, 0), 0), (("g2", "b", 5, 0), 1), (("g3", "b", 5, 0), 1)])
+            .gang("b", "train", 3, &["g1", "g2", "g3"])
+            .waiting(&[("a1", "a", 5, 0)]);
+        for pod in ["b/g2", "b/g3"] {
+            let label = |pod: &mut Value| pod["metadata"]["labels"] = json!({"app": "rest"});
+            case.world.change(|world| &mut world.pods, pod, label);
+        }
+        let budget = json!({"metadata": {"name": "keep", "namespace": "b", "generation": 1},
+            "spec": {"minAvailable": 0, "selector": {"matchLabels": {"app": "rest"}}},
+            "status": {"disruptionsAllowed": allowed, "currentHealthy": 2, "desiredHealthy": 0, "expectedPods": 2, "observedGeneration": 1}});
+        case.world.budgets.insert("keep".to_owned(), budget);
+        let cordon = json!({"cleave.dev/cordon": "n1-GPU-1=fan"});
+        case.world.change(|world| &mut world.gpu_nodes, "n1", |object| object["metadata"]["annotations"] = cordon);
+        assert_eq!(case.step().evictions.len(), evictions, "{allowed} allowed");
+    }
 }
 
 #[test]
@@ -334,16 +337,17 @@ fn one_important_pod_does_not_let_its_gang_override_guarantees() {
     }
 }
 
-/// Such a pod could otherwise be added to a running gang, and would protect it.
+/// Such a pod is never evicted. It could otherwise be added to a gang, and would protect it.
 #[test]
-fn a_waiting_component_of_the_system_does_not_protect_a_gang() {
-    let mut case = Case::new(1, &[("a", json!({"min": 10})), ("b", json!({}))])
-        .waiting(&[("g1", "b", 5, 0), ("g2", "b", 5, 0)])
-        .gang("b", "train", 2, &["g1", "g2"]);
-    assert_eq!(case.step().releases.len(), 2);
-    let mut case = case.waiting(&[("g3", "b", 5, 2_000_000_000), ("a1", "a", 10, 0)]).gang("b", "train", 2, &["g3"]);
+fn a_component_of_the_system_belongs_to_no_gang() {
+    let mut case = Case::new(2, &[("a", json!({"min": 10})), ("b", json!({}))])
+        .waiting(&[("g1", "b", 5, 0), ("g2", "b", 5, 0), ("g3", "b", 10, 2_000_000_000)])
+        .gang("b", "train", 2, &["g1", "g2", "g3"]);
+    assert_eq!(case.step().releases.len(), 3);
+    let mut case = case.waiting(&[("a1", "a", 10, 0)]);
     case.step();
-    assert_eq!(case.evicted.len(), 2, "{:?}", case.evicted);
+    let gone: Vec<&str> = case.evicted.iter().map(|(_, _, victim)| victim.as_str()).collect();
+    assert_eq!(gone, ["g1", "g2"]);
 }
 
 /// The CPU, the anti-affinity and the replicas of the pods that were placed do not count for the

@@ -290,3 +290,45 @@ fn scale_reconciles_at_1000_nodes() {
 fn scale_reconciles_at_5000_nodes() {
     measure_reconciles(5000, 150_000);
 }
+
+/// Returns a pod of a gang that waits at the gate. `cpu` is in millicores.
+fn gang_pod(number: usize, (gang, size): (usize, usize), cpu: usize) -> RawPod {
+    from_json(json!({
+        "metadata": {"name": format!("gang-{number:05}"), "namespace": "gangs", "uid": format!("gang-{number}"),
+            "resourceVersion": number.to_string(), "creationTimestamp": "2026-01-02T03:04:05Z",
+            "annotations": {"cleave.dev/gang": gang.to_string(), "cleave.dev/gang-size": size.to_string()}},
+        "spec": {"priority": 0, "preemptionPolicy": "Never", "schedulingGates": [{"name": GATE}],
+            "containers": [{"name": "main", "resources": {
+                "requests": {"cpu": format!("{cpu}m")}, "limits": {MPS_RESOURCE: "1"}}}]},
+        "status": {"phase": "Pending"},
+    }))
+}
+
+/// Measures reconciles in which `gangs` gangs of `size` pods wait, and one share is missing for each
+/// gang.
+fn measure_gangs(what: &str, gangs: usize, size: usize, have_equal_requests: bool) {
+    const NODES: usize = 1000;
+    let mut fleet = Fleet::new(NODES, NODES * GPUS_PER_NODE * UNITS_PER_GPU + 1 - size);
+    fleet.list_pods();
+    let quota = json!({"apiVersion": "cleave.dev/v1alpha1", "kind": "GpuQuota", "metadata": {"name": "gangs"},
+        "spec": {"namespaces": ["gangs"], "min": "1"}});
+    fleet.cluster.quotas.push(Arc::new(from_json(quota)));
+    let mut keeper = Gatekeeper::default();
+    fleet.reconcile(&mut keeper, 0);
+    let (without, _) = fleet.reconcile(&mut keeper, 1);
+    for number in 0..gangs * size {
+        let gang = number / size;
+        let cpu = if have_equal_requests { 1 } else { 1 + gang };
+        fleet.writer.apply(Event::Apply(gang_pod(number, (gang, size), cpu)));
+    }
+    let times: Vec<(Duration, usize)> = (2..5).map(|second| fleet.reconcile(&mut keeper, second)).collect();
+    println!("{what}: {without:?} without gangs, then {times:?}");
+}
+
+#[test]
+#[ignore = "prints figures"]
+fn scale_gangs_at_1000_nodes() {
+    measure_gangs("5,000 equal gangs of 2", 5000, 2, true);
+    measure_gangs("5,000 different gangs of 2", 5000, 2, false);
+    measure_gangs("one gang of 1,000", 1, 1000, true);
+}
