@@ -11,6 +11,7 @@
 //! | a pod at the gate | is reported |
 //! |---|---|
 //! | finds too few free units, and no preemption, repartitioning or returning unit will serve it | after [`FULL_AFTER`] |
+//! | is in a gang of which a pod finds too few free units | like this pod |
 //! | fits no node of the cluster, but a policy allows its request | after [`NO_NODE_AFTER`] |
 //! | requests more than one GPU has | never |
 //! | waits for a preemption, a repartitioning, an MPS host or the agent of a node | not now |

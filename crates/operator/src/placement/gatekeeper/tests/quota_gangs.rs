@@ -340,9 +340,15 @@ fn one_important_pod_does_not_let_its_gang_override_guarantees() {
 /// Such a pod is never evicted. It could otherwise be added to a gang, and would protect it.
 #[test]
 fn a_component_of_the_system_belongs_to_no_gang() {
-    let mut case = Case::new(2, &[("a", json!({"min": 10})), ("b", json!({}))])
-        .waiting(&[("g1", "b", 5, 0), ("g2", "b", 5, 0), ("g3", "b", 10, 2_000_000_000)])
-        .gang("b", "train", 2, &["g1", "g2", "g3"]);
+    let mut case = Case::new(2, &[("a", json!({"min": 10})), ("b", json!({}))]).waiting(&[
+        ("g1", "b", 5, 0),
+        ("g2", "b", 5, 0),
+        ("g3", "b", 10, 2_000_000_000),
+    ]);
+    for pod in ["b/g1", "b/g2", "b/g3"] {
+        let gang = |pod: &mut Value| pod["metadata"]["annotations"]["cleave.dev/gang"] = json!("train");
+        case.world.change(|world| &mut world.pods, pod, gang);
+    }
     assert_eq!(case.step().releases.len(), 3);
     let mut case = case.waiting(&[("a1", "a", 10, 0)]);
     case.step();
