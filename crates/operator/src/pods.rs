@@ -249,14 +249,16 @@ impl PodObject {
         self.to_other_nodes = self.to_other_nodes || annotation(OTHER_NODES_ANNOTATION).is_some();
         let note = annotation(placement::PLACEMENT_ANNOTATION);
         let mut note = note.and_then(|text| Placement::parse(text).ok());
-        // Equal placements are shared, so the gang is stored beside them.
+        // Equal placements are shared, so the gang and the right to borrow are stored beside them.
         let released_gang = note.as_mut().map(|note| note.gang.take());
+        let released_never_borrows = note.as_mut().map(|note| std::mem::take(&mut note.never_borrows));
         let note = note.map(Shared::from);
         self.reserved_until = note.as_ref().map(|note| note.until).or(self.reserved_until);
         self.placement = note.or(self.placement.take());
         let replica_placement = annotation(REPLICA_PLACEMENT_ANNOTATION).and_then(|text| ReplicaPlacement::parse(text));
         self.replica_placement = replica_placement.or(self.replica_placement);
-        self.never_borrows |= annotation(BORROW_ANNOTATION).is_some_and(|value| value == BORROW_NEVER);
+        self.never_borrows |= released_never_borrows
+            .unwrap_or_else(|| annotation(BORROW_ANNOTATION).is_some_and(|value| value == BORROW_NEVER));
         let nomination = annotation(NOMINATION_ANNOTATION).and_then(|text| Placement::parse(text).ok());
         self.nomination = nomination.map(Shared::from).or(self.nomination.take());
         let protected_since = annotation(PROTECTED_SINCE_ANNOTATION).and_then(|text| text.trim().parse().ok());

@@ -210,6 +210,7 @@ impl<'a> Decisions<'a, '_> {
         for (one, fits) in pods.iter().zip(found) {
             let mut placement = build_placement(&one.pod.spec.device_requests, fits, self.expires);
             placement.gang = one.pod.gang.as_ref().map(|gang| gang.released());
+            placement.never_borrows = one.pod.never_borrows;
             let waited = self.queue.waiting_time(&one.name, self.input.now.up);
             let release = one.release_reserved(placement, self.nodes, (waited, label));
             if turn.is_some() && one.pod.gang.is_some() {
@@ -430,5 +431,5 @@ fn build_placement(device_requests: &[DeviceRequest], fits: &Fits, expires: Mome
         held
     };
     let nodes: BTreeMap<_, _> = fits.iter().map(|fit| (fit.node().to_owned(), held(fit.reservations()))).collect();
-    Placement { until: expires.0, nodes, gang: None }
+    Placement { until: expires.0, nodes, ..Placement::default() }
 }

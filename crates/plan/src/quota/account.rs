@@ -166,6 +166,7 @@ impl<'w> Accounts<'w> {
         if let Place::Running { gpu, .. } | Place::Leaving { gpu, .. } = pod.place {
             account.leaving_on.insert(gpu);
         }
+        account.leaving_on.extend(pod.pieces.iter().filter_map(|piece| piece.gpu));
     }
 
     fn importance(&self, id: PodId, since: Since) -> Importance<'w> {
@@ -380,8 +381,7 @@ impl<'w> Accounts<'w> {
             return true;
         }
         let (Some(limit), Some(cells)) = (quota.cells(), &self.cells) else {
-            let charge: Amount = parts.iter().map(|(id, _)| self.world.pod(*id).charge).sum();
-            return self.held(account).plus(charge) <= quota.min();
+            return self.held(account).plus(self.cost(parts)) <= quota.min();
         };
         let mut gpus = leaving_on.clone();
         gpus.extend(cells.ownership.owned_by(account));
@@ -481,8 +481,29 @@ impl<'w> Accounts<'w> {
 
     /// Returns whether a unit that does not count yet would be within its quota's guarantee.
     pub(super) fn is_within(&self, id: PodId) -> bool {
+        let account = self.account_of[id.0];
+        let cells = self.cells.as_ref().map_or(0, |cells| cells.ownership.cells[account]);
+        self.is_within_beside(id, self.entries[account].used, cells)
+    }
+
+    /// Like [`Self::is_within`], but terminating pods of the quota count too. Otherwise a quota
+    /// could use a multiple of its guarantee, if its pods are deleted and replaced again and again
+    /// while the earlier ones still terminate.
+    pub(super) fn is_within_beside_leaving(&self, id: PodId) -> bool {
+        let account = self.account_of[id.0];
+        let cells = self.cells.as_ref().map_or(0, |cells| {
+            let leaving_on = &self.entries[account].leaving_on;
+            let others = leaving_on.iter().filter(|gpu| cells.ownership.owner[**gpu] != Some(account));
+            cells.ownership.cells[account] + others.count()
+        });
+        self.is_within_beside(id, self.held(account), cells)
+    }
+
+    /// Returns whether a unit would be within its quota's guarantee if the quota's other pods use
+    /// this amount, and this number of GPUs.
+    fn is_within_beside(&self, id: PodId, used: Amount, gpus: usize) -> bool {
         let (account, charge) = (self.account_of[id.0], self.charge(id));
-        let Account { quota, used, .. } = &self.entries[account];
+        let quota = &self.entries[account].quota;
         let (Some(limit), Some(Cells { ownership, .. })) = (quota.cells(), &self.cells) else {
             return used.plus(charge) <= quota.min();
         };
@@ -492,13 +513,13 @@ impl<'w> Accounts<'w> {
             && self.world.pod(*one).pieces.len() < 2
         {
             let has_room = |gpu: usize| room(gpu) >= charge;
-            return ownership.cells[account] < limit || ownership.owned_by(account).any(has_room);
+            return gpus < limit || ownership.owned_by(account).any(has_room);
         }
         // Check whether the requests of the unit fit on the quota's GPUs together with any GPUs
         // that the quota may still acquire.
         let largest = self.world.gpus.iter().copied().max().unwrap_or_default();
         let charges: Vec<Amount> = unit.iter().flat_map(|&pod| self.pieces(pod)).collect();
-        let new = limit.saturating_sub(ownership.cells[account]).min(charges.len());
+        let new = limit.saturating_sub(gpus).min(charges.len());
         let owned = ownership.owned_by(account).map(|gpu| i128::from(room(gpu)));
         let rooms: Vec<i128> = owned.chain(std::iter::repeat_n(i128::from(largest), new)).collect();
         fits(&charges, &rooms)

@@ -384,8 +384,9 @@ impl<'w> Book<'w> {
         self.accounts.kept_from(self.accounts.account_of(id), &BTreeMap::new())
     }
 
-    /// Returns whether a waiting pod may use free room: it is within its guarantee, its priority
-    /// overrides quotas, or enough stays free for the other quotas.
+    /// Returns whether a waiting pod may use free room: it is within its guarantee together with the
+    /// terminating pods of its quota, its priority overrides quotas, or enough stays free for the
+    /// other quotas.
     pub fn leaves_kept_room(&self, id: PodId) -> bool {
         let kept = self.kept_from(id);
         let free = i128::from(self.size())
@@ -393,7 +394,7 @@ impl<'w> Book<'w> {
             - i128::from(self.leaving.max(self.nominated))
             - i128::from(self.reserved_before(id));
         !self.quota(id).is_enforced()
-            || self.accounts.is_within(id)
+            || self.accounts.is_within_beside_leaving(id)
             || self.overriding(id).is_some()
             || kept == Amount::ZERO
             || free - i128::from(self.charge(id)) >= i128::from(kept)

@@ -344,7 +344,7 @@ impl<'w> Pass<'w> {
         // With cells, the class of a unit depends on the GPU only if the unit is within the
         // guarantee.
         let general = if is_of_cells { self.state.rank(id, Class::Over) } else { self.state.rank_of(&unit) };
-        if quota.is_enforced() && !is_within && accounts.overriding(id).is_none() {
+        if quota.is_enforced() && !accounts.is_within_beside_leaving(id) && accounts.overriding(id).is_none() {
             let kept = accounts.kept_from(account, &BTreeMap::new());
             if kept > Amount::ZERO && self.state.all_free(&general, false) - charge < i128::from(kept) {
                 return None;
