@@ -7,10 +7,12 @@ use std::time::Duration;
 use cleave_plan::ledger::{Fits, Holder, Holders, Ledger, Moment, Nomination, Preemption, Rank, Reservation};
 use cleave_plan::quota::{Amount, Book, Class, Kind, Owner, Place, Pod, PodId, Rights, Wait, reserved_for_long_waits};
 
+use self::costs::OnlyWhereCheap;
 use super::quota_reports::label_of;
 use super::quotas::{PoolWorld, QuotaWorlds};
 use crate::pods::PodObject;
-use crate::quotas::charge::is_mig;
+
+mod costs;
 
 /// Where a pod that has waited long can run.
 #[derive(Debug, Default)]
@@ -37,8 +39,8 @@ pub(super) struct QuotaTurn {
     pub(super) was_nominated: bool,
     /// Whether the pod may use units that are free now.
     pub(super) may_use_free_room: bool,
-    /// Whether the pod may use it only where it costs less than elsewhere.
-    pub(super) needs_cheap_room: bool,
+    /// What the pod may do only on devices where it costs less than elsewhere.
+    cheap: OnlyWhereCheap,
     pub(super) rank: Rank,
 }
 
@@ -162,8 +164,8 @@ impl<'w> QuotaPass<'w> {
                 let Ok(rights) = self.book(member).rights(id) else { continue };
                 let is_within = self.book(member).class_with(&[(id, gpu)], &[]) == Class::In;
                 let rank = self.rank_of(member, is_within);
-                let (was_nominated, may_use_free_room, needs_cheap_room) = (false, false, false);
-                let turn = QuotaTurn { member, rights, was_nominated, may_use_free_room, needs_cheap_room, rank };
+                let (was_nominated, may_use_free_room, cheap) = (false, false, OnlyWhereCheap::default());
+                let turn = QuotaTurn { member, rights, was_nominated, may_use_free_room, cheap, rank };
                 ledger.set_rank(&pod.name, rank);
                 if ledger.nominate(&pod.name, nomination.clone()).is_ok() {
                     self.books[pool].reserve(id, gpu);
@@ -279,14 +281,11 @@ impl<'w> QuotaPass<'w> {
         if !self.has_whole_gang(member) {
             return Err(Wait::GangIncomplete);
         }
-        let turn = self.turn_now(member, was_nominated)?;
-        if turn.may_use_free_room || self.book(member).unit(member.id).len() > 1 {
-            return Ok(turn);
+        let turn = self.turn_now(member, was_nominated);
+        if self.book(member).unit(member.id).len() > 1 {
+            return turn;
         }
-        // What the pod costs depends on its GPU.
-        let cheaper = self.least(member).and_then(|least| self.turn_at(member, was_nominated, least));
-        let needs_cheap_room = cheaper.is_some_and(|turn| turn.may_use_free_room);
-        Ok(QuotaTurn { may_use_free_room: needs_cheap_room, needs_cheap_room, ..turn })
+        self.consider_cheaper_devices(member, was_nominated, turn)
     }
 
     /// Returns the turn of a waiting pod with what it costs where it costs most.
@@ -309,64 +308,7 @@ impl<'w> QuotaPass<'w> {
         };
         let rank = self.rank_of(member, is_within);
         let may_use_free_room = !rights.is_over_max && (was_nominated || book.leaves_kept_room(member.id));
-        Ok(QuotaTurn { member, rights, was_nominated, may_use_free_room, needs_cheap_room: false, rank })
-    }
-
-    /// Returns the turn of a waiting pod if it costs this much.
-    fn turn_at(&mut self, member: Member, was_nominated: bool, charge: Amount) -> Option<QuotaTurn> {
-        let now = self.book(member).charge(member.id);
-        self.books[member.pool].set_charge(member.id, charge);
-        let turn = self.turn_now(member, was_nominated).ok();
-        self.books[member.pool].set_charge(member.id, now);
-        turn
-    }
-
-    /// Returns what a waiting pod costs at least, if this depends on the GPU.
-    fn least(&mut self, member: Member) -> Option<Amount> {
-        let pool = &self.worlds.pools[member.pool];
-        let least = *pool.least.get(&member.id)?;
-        if !pool.has_mig {
-            return Some(least);
-        }
-        let left = self.own_use(member).iter().map(|(&gpu, used)| pool.sizes[gpu].minus(*used));
-        left.filter(|left| *left > Amount::ZERO).chain([least]).min()
-    }
-
-    /// Returns what the quota of a pod uses of each GPU.
-    fn own_use(&mut self, member: Member) -> &mut BTreeMap<usize, Amount> {
-        let owner = &self.pod(member).owner;
-        let pool = &self.worlds.pools[member.pool];
-        self.own_use.entry((member.pool, owner)).or_insert_with(|| pool.use_of(owner))
-    }
-
-    /// Returns what a waiting pod costs with these units. Returns `None` if that is not known.
-    fn cost_of(&mut self, member: Member, (node, takes): UnitsOnNode<'_>) -> Option<Amount> {
-        let pool = &self.worlds.pools[member.pool];
-        let mut sum = Amount::ZERO;
-        for take in takes {
-            let mut cost = pool.cost(node, (&take.resource, &take.device, take.units))?;
-            if let Some(gpu) = pool.gpu(node, &take.device).filter(|_| is_mig(&take.resource)) {
-                let used = self.own_use(member).get(&gpu).copied().unwrap_or_default();
-                cost = cost.min(pool.sizes[gpu].minus(used));
-            }
-            sum = sum.plus(cost);
-        }
-        (!takes.is_empty()).then_some(sum)
-    }
-
-    /// Returns whether a waiting pod may use the room that a search found: the pod may use all
-    /// room, or costs little enough there.
-    pub(super) fn may_use(&mut self, turn: QuotaTurn, fits: &Fits) -> bool {
-        if !turn.needs_cheap_room {
-            return true;
-        }
-        let mut most = Amount::ZERO;
-        for fit in fits.iter() {
-            let Some(cost) = self.cost_of(turn.member, (fit.node(), fit.reservations())) else { return false };
-            most = most.max(cost);
-        }
-        let there = self.turn_at(turn.member, turn.was_nominated, most);
-        there.is_some_and(|turn| turn.may_use_free_room)
+        Ok(QuotaTurn { member, rights, was_nominated, may_use_free_room, cheap: OnlyWhereCheap::default(), rank })
     }
 
     /// Sets the rank of a waiting pod, or of all waiting pods of its gang, for an attempt to get
@@ -404,21 +346,6 @@ impl<'w> QuotaPass<'w> {
 
     fn gpus_of_found(&self, member: Member, found: &[PodAndRoom<'_>]) -> Vec<(PodId, usize)> {
         found.iter().flat_map(|(name, found)| self.parts_of(member, name, (&found.node, &found.takes))).collect()
-    }
-
-    /// Records what a waiting pod costs with these units.
-    fn set_charge(&mut self, member: Member, name: &str, (node, takes): UnitsOnNode<'_>) {
-        let Some(&id) = self.worlds.pools[member.pool].ids.get(name) else { return };
-        let member = Member { id, ..member };
-        if let Some(charge) = self.cost_of(member, (node, takes)) {
-            self.books[member.pool].set_charge(id, charge);
-            let pool = &self.worlds.pools[member.pool];
-            let gpu = takes.first().and_then(|take| pool.gpu(node, &take.device));
-            if let Some(gpu) = gpu.filter(|_| pool.has_mig) {
-                let used = self.own_use(member).entry(gpu).or_default();
-                *used = used.plus(charge);
-            }
-        }
     }
 
     /// Records that the pods of a turn are released to devices. Returns the class of the first pod.
@@ -509,10 +436,14 @@ impl<'w> QuotaPass<'w> {
     /// Returns the kinds of evictions that are permitted for a waiting pod, in the order of
     /// attempts.
     pub(super) fn kinds(&self, turn: &QuotaTurn) -> impl Iterator<Item = Kind> + use<> {
-        let rights = if turn.rights.is_within { Kind::Reclaim } else { Kind::FairShare };
+        let QuotaTurn { rights, cheap, .. } = *turn;
         let is_enforced = self.book(turn.member).quota(turn.member.id).is_enforced();
-        let rights = (!turn.rights.is_over_max && is_enforced).then_some(rights);
-        rights.into_iter().chain([Kind::Priority])
+        let may_exchange = is_enforced && !rights.is_over_max;
+        let reclaims = may_exchange && (rights.is_within || cheap.reclaims);
+        let shares = may_exchange && !rights.is_within && !cheap.runs;
+        [(reclaims, Kind::Reclaim), (shares, Kind::FairShare), (!cheap.runs, Kind::Priority)]
+            .into_iter()
+            .filter_map(|(is_permitted, kind)| is_permitted.then_some(kind))
     }
 
     /// Returns the pods that may be evicted for a waiting pod, and pods that terminate. The
@@ -658,6 +589,13 @@ impl<'w> QuotaPass<'w> {
     /// Returns whether the rules permit an exchange. All pods of the victims' gangs count as
     /// victims.
     pub(super) fn is_legal(&self, kind: Kind, member: Member, found: &[PodAndRoom<'_>]) -> bool {
+        if kind == Kind::Reclaim && !self.book(member).is_guaranteed(member.id) {
+            // The pod may be within its guarantee where it costs less.
+            let is_within = |(_, found): &PodAndRoom<'_>| self.is_within_with(member, (&found.node, &found.takes));
+            if !matches!(found, [one] if is_within(one)) {
+                return false;
+            }
+        }
         let victims = self.ids_with_gang_members(member, found.iter().flat_map(|(_, found)| &found.victims));
         let victims: Vec<PodId> = victims.into_iter().collect();
         self.book(member).is_legal(kind, &self.gpus_of_found(member, found), &victims)

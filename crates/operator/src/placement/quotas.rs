@@ -580,7 +580,15 @@ impl QuotaWorlds {
             return None;
         }
         let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
-        let gang = pod.gang.as_ref().map(|gang| {
+        let owner = quotas.owner(pool, namespace);
+        // Quotas neither delay nor evict pods that no enforced quota counts, so their gangs have no
+        // effect.
+        let is_enforced = match &owner {
+            Owner::Quota(name) => self.pools[pool].world.quotas.get(name).is_some_and(Quota::is_enforced),
+            Owner::Unnamed => true,
+            Owner::Outside => false,
+        };
+        let gang = pod.gang.as_ref().filter(|_| is_enforced).map(|gang| {
             let present = gangs.get(&(namespace, gang.name.as_str())).copied().unwrap_or_default();
             let size = present.needed(self.now.0);
             Gang { name: format!("{namespace}/{}", gang.name), size }
@@ -590,7 +598,7 @@ impl QuotaWorlds {
         ids.insert(name.to_owned(), id);
         world.pods.push(Pod {
             name: name.to_owned(),
-            owner: quotas.owner(pool, namespace),
+            owner,
             charge: pieces.iter().map(|piece| piece.charge).sum(),
             priority: pod.spec.priority.unwrap_or(0),
             created: created(pod),

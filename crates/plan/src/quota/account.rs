@@ -481,9 +481,14 @@ impl<'w> Accounts<'w> {
 
     /// Returns whether a unit that does not count yet would be within its quota's guarantee.
     pub(super) fn is_within(&self, id: PodId) -> bool {
+        self.is_within_at(id, self.charge(id))
+    }
+
+    /// Like [`Self::is_within`], for a unit that costs this much.
+    pub(super) fn is_within_at(&self, id: PodId, charge: Amount) -> bool {
         let account = self.account_of[id.0];
         let cells = self.cells.as_ref().map_or(0, |cells| cells.ownership.cells[account]);
-        self.is_within_beside(id, self.entries[account].used, cells)
+        self.is_within_beside((id, charge), self.entries[account].used, cells)
     }
 
     /// Like [`Self::is_within`], but terminating pods of the quota count too. Otherwise a quota
@@ -496,13 +501,13 @@ impl<'w> Accounts<'w> {
             let others = leaving_on.iter().filter(|gpu| cells.ownership.owner[**gpu] != Some(account));
             cells.ownership.cells[account] + others.count()
         });
-        self.is_within_beside(id, self.held(account), cells)
+        self.is_within_beside((id, self.charge(id)), self.held(account), cells)
     }
 
-    /// Returns whether a unit would be within its quota's guarantee if the quota's other pods use
-    /// this amount, and this number of GPUs.
-    fn is_within_beside(&self, id: PodId, used: Amount, gpus: usize) -> bool {
-        let (account, charge) = (self.account_of[id.0], self.charge(id));
+    /// Returns whether a unit with this charge would be within its quota's guarantee if the quota's
+    /// other pods use this amount, and this number of GPUs.
+    fn is_within_beside(&self, (id, charge): (PodId, Amount), used: Amount, gpus: usize) -> bool {
+        let account = self.account_of[id.0];
         let quota = &self.entries[account].quota;
         let (Some(limit), Some(Cells { ownership, .. })) = (quota.cells(), &self.cells) else {
             return used.plus(charge) <= quota.min();

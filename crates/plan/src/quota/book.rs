@@ -345,6 +345,12 @@ impl<'w> Book<'w> {
             }
     }
 
+    /// Returns whether an enforced quota guarantees room for a waiting pod that does not count yet,
+    /// if the pod costs this much.
+    pub fn is_guaranteed_at(&self, id: PodId, charge: Amount) -> bool {
+        self.quota(id).is_enforced() && self.accounts.is_within_at(id, charge)
+    }
+
     /// Returns the priority of a pod, if its priority overrides quotas.
     pub fn overriding(&self, id: PodId) -> Option<i32> {
         self.accounts.overriding(id)

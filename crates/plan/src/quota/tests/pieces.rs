@@ -104,3 +104,16 @@ fn a_pod_that_does_not_borrow_is_within_the_guarantee_before_more_important_pods
     assert_eq!(book.class_with(&[(PodId(2), 0)], &[]), Class::Over);
     assert_eq!(book.class_with(&[(PodId(2), 0)], &[PodId(0), PodId(1)]), Class::In);
 }
+
+#[test]
+fn a_terminating_pod_counts_on_each_of_its_gpus() {
+    let leaving = Pod { place: Place::Leaving { gpu: 0, held: true }, ..pod("a1", "a", &[10, 10], Some((&[0, 1], 1))) };
+    let borrowers = [2, 3].map(|gpu| pod(&format!("b{gpu}"), "b", &[10], Some((&[gpu], 2))));
+    let pods = [leaving, pod("a2", "a", &[10, 10], None)].into_iter().chain(borrowers).collect();
+    for (cells, is_legal) in [(3, false), (4, true)] {
+        let world = world(4, cells, Vec::clone(&pods));
+        let book = Book::new(&world, Moment(9));
+        let parts = [(PodId(1), 2), (PodId(1), 3)];
+        assert_eq!(book.is_legal(Kind::Reclaim, &parts, &[PodId(2), PodId(3)]), is_legal, "{cells} cells");
+    }
+}

@@ -220,3 +220,18 @@ fn a_pod_that_does_not_borrow_is_not_evicted_for_another_team() {
     let kinds: Vec<(&str, &str)> = case.evicted.iter().map(|(kind, _, victim)| (&**kind, &**victim)).collect();
     assert_eq!(kinds, [("Reclaim", "a2"), ("Priority", "a1")]);
 }
+
+/// Otherwise a user could push a more important pod of the same quota out of the guarantee.
+#[test]
+fn an_annotation_that_is_written_after_the_release_changes_no_importance() {
+    let mut case = Case::new(1, &[("a", json!({"min": 5})), ("b", json!({"min": 5}))])
+        .waiting(&[("high", "a", 5, 9), ("low", "a", 5, 0)])
+        .until_rest();
+    case.world.change(
+        |world| &mut world.pods,
+        "a/low",
+        |pod| pod["metadata"]["annotations"]["cleave.dev/borrow"] = json!("Never"),
+    );
+    let case = case.waiting(&[("b1", "b", 5, 0)]).until_rest();
+    assert_eq!(case.evicted, [("Reclaim".to_owned(), "b1".to_owned(), "low".to_owned())]);
+}

@@ -332,3 +332,19 @@ fn gangs_have_no_effect_without_an_enforced_quota() {
         assert_eq!(actions.releases.len(), 1, "the pod that fits is released");
     }
 }
+
+#[test]
+fn gangs_of_counted_quotas_and_of_exempt_namespaces_have_no_effect_beside_an_enforced_quota() {
+    for is_exempt in [false, true] {
+        let mut case = Case::new(1, &[("a", json!({"min": 5})), ("b", json!({"mode": "Count"}))]);
+        if is_exempt {
+            case.world.quotas.pop();
+            let labels = json!({"cleave.dev/allow": "quota"});
+            case.world.namespaces.push(json!({"metadata": {"name": "b", "labels": labels}}));
+        }
+        let mut case =
+            case.waiting(&[("g1", "b", 5, 0), ("g2", "b", 5, 0)]).gang("b", "train", 1_000_000, &["g1", "g2"]);
+        let actions = case.step();
+        assert_eq!(actions.releases.len(), 2, "exempt {is_exempt}: {:?}", actions.waiting);
+    }
+}
