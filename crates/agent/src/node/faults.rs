@@ -101,7 +101,7 @@ impl ReportedFaults {
             return report;
         }
         // Do not report faults that were over when this process started, because an earlier agent
-        // has reported them.
+        // has usually reported them.
         let first = self.host.is_none();
         if self.host != Some(view.status.pid) {
             self.host = Some(view.status.pid);
