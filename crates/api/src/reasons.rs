@@ -227,7 +227,11 @@ pub const NODE_CONDITIONS: &[Reason] = &[
     reason("GpuUnhealthy", "GPUs cannot serve slices.", "See [Handle failing GPUs](../how-to/failing-gpus.md)."),
     reason("ResetPending", "`GpusHealthy` is True. A GPU works, but needs a reset.", "Reset the GPU when convenient."),
     reason("MpsUnavailable", "MPS daemons cannot accept clients.", "Read the logs of the node's MPS host."),
-    reason("Waiting", "Pods use slices that would change.", "Wait until the pods end, or drain the GPU."),
+    reason(
+        "Waiting",
+        "A change is in progress, has failed, or waits, for example for pods that use slices.",
+        "Read the message. If pods use the slices, wait until the pods end, or drain the GPU.",
+    ),
     reason("Refused", "The spec cannot be applied.", "Read the message."),
     reason("NoSpec", "The agent has not read a spec.", "Check that the operator runs."),
     reason(
