@@ -281,8 +281,8 @@ impl PendingAllocations {
             if pod.requests.iter().any(|request| request.state == RequestState::Listed) {
                 continue;
             }
-            // The kubelet does not list this pod, so the answered call was for a pod that no longer
-            // exists.
+            // The kubelet does not list this pod, so the answered call was for another pod, which
+            // may no longer exist.
             for request in &mut pod.requests {
                 if matches!(request.state, RequestState::Answered(at) if at + MAX_LIST_DELAY < requested_at) {
                     (request.state, request.allocated_on) = (RequestState::Pending, None);

@@ -109,8 +109,8 @@ pub struct HardwareTracker {
     /// Time without errors after which a suspect GPU can become healthy.
     quiet: Duration,
     driver: DriverState,
-    /// Why the driver does not answer. `None` if the driver answers. Without the driver, NVML can
-    /// query no GPU.
+    /// Why the driver does not answer. `None` if the driver answers, or before its first answer.
+    /// Without the driver, NVML can query no GPU.
     driver_error: Option<LossCause>,
     gpus: BTreeMap<String, TrackedGpu>,
     /// The GPU at each of NVML's indices.
