@@ -224,7 +224,7 @@ seLinuxOptions:
 {{- end }}
 
 {{/*
-In CEL: whether Cleave shares the resource k. All admission policies use this definition. Keep it
+In CEL: whether Cleave shares the resource k. The admission policies about shares use this definition. Keep it
 equal to cleave-api's `names`. The names are literals, because a missing parameter object would
 refuse every pod of the cluster.
 */}}

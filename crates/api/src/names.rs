@@ -62,7 +62,7 @@ pub const NOMINATION_ANNOTATION: &str = "cleave.dev/nomination";
 /// that the pod needs: since when, in seconds since the Unix epoch. After a change of the
 /// operator's leader, the time for which budgets may block the evictions does not restart.
 pub const PROTECTED_SINCE_ANNOTATION: &str = "cleave.dev/protected-since";
-/// Label of a pod that a quota counts: whether the pod is within the quota's guarantee. The
+/// Label of a running pod that quotas count: whether the pod is within its quota's guarantee. The
 /// operator writes the label, but bases no decision on it.
 pub const CAPACITY_LABEL: &str = "cleave.dev/capacity";
 /// Value of [`CAPACITY_LABEL`]: the pod is within its quota's guarantee.
@@ -84,7 +84,8 @@ pub const AGENT_FIELD_MANAGER: &str = "cleave-agent";
 pub const CONDITION_APPLIED: &str = "Applied";
 /// Condition of a `GpuNode`, a `SharingPolicy` and a `GpuQuota`: no problem is known.
 pub const CONDITION_READY: &str = "Ready";
-/// Condition of a `GpuQuota`: pods within the guarantee run, or wait only for a reclaim.
+/// Condition of a `GpuQuota`: healthy GPUs suffice for all guarantees, and no pod within the
+/// guarantee waits for GPUs.
 pub const CONDITION_GUARANTEED: &str = "Guaranteed";
 /// Condition of a `GpuQuota`: the operator delays and evicts pods as the quota requires.
 pub const CONDITION_ENFORCED: &str = "Enforced";

@@ -43,7 +43,7 @@ pub struct ChoiceRequest<'a> {
 }
 
 /// Chooses the slices for a request. On each GPU, the choice starts with the lowest numbers. The
-/// choice contains the first `size` ids of `must_include`.
+/// choice contains all of `must_include`, or `size` of these ids if there are more.
 ///
 /// If one GPU has enough free slices, and `must_include` names no other GPU, all slices come from
 /// one GPU. The function prefers GPUs in this order:
