@@ -224,9 +224,9 @@ seLinuxOptions:
 {{- end }}
 
 {{/*
-In CEL: whether Cleave shares the resource k. The admission policies about shares use this definition. Keep it
-equal to cleave-api's `names`. The names are literals, because a missing parameter object would
-refuse every pod of the cluster.
+In CEL: whether Cleave shares the resource k. The admission policies about shares use this
+definition. Keep it equal to cleave-api's `names`. The names are literals, because a missing
+parameter object would refuse every pod of the cluster.
 */}}
 {{- define "cleave.isShared" -}}
 (k.startsWith('nvidia.com/gpu-') || k.startsWith('nvidia.com/mig-') || k == 'nvidia.com/gpu.shared')
