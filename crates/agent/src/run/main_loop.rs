@@ -1,4 +1,4 @@
-//! The main loop: the only task that makes decisions.
+//! The main loop: the only task that makes decisions about the node.
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -35,8 +35,8 @@ use crate::tenants::snapshot::TenantSnapshot;
 
 /// Maximum delay between an allocation and the update of files and status.
 const MAX_ALLOCATION_DELAY: Duration = Duration::from_millis(30);
-/// Maximum interval between two reconciliations. Even without inputs, decisions can change with
-/// time.
+/// Maximum time until the next reconciliation if no wake-up is scheduled. Even without inputs,
+/// decisions can change with time.
 const MAX_RECONCILE_INTERVAL: Duration = Duration::from_secs(5);
 /// Maximum time for the last write of the files before a restart. The kubelet's calls wait during
 /// this time.
