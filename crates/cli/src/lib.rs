@@ -107,7 +107,7 @@ pub enum Command {
     ///
     /// A GPU that NVML no longer lists stays in the node's status, so that a failed GPU is not
     /// overlooked. Run this command if the GPU was removed for good. The command also ends the
-    /// GPU's cordon. If the GPU returns, the agent serves it again.
+    /// GPU's cordon and quiesce. If the GPU returns, the agent serves it again.
     ///
     /// Exit status: 0 if the agent has forgotten the GPU, 1 on an error, 3 on a timeout.
     #[command(after_long_help = forget::HELP_EXAMPLES)]
@@ -147,7 +147,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// Runs the command. The help of each command describes its exit status.
+    /// Runs the command and returns its exit status.
     ///
     /// # Errors
     /// Returns an error if the command fails.

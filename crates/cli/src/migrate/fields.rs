@@ -1,4 +1,5 @@
-//! Reads mappings of the input key by key, so that `cleave migrate` ignores no key silently. Pure.
+//! Reads mappings of the input key by key, so that `cleave migrate` ignores no key with a value
+//! silently. Pure.
 use anyhow::{Context as _, Result, bail};
 use serde_json::{Map, Value};
 
