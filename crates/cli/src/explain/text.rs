@@ -22,10 +22,7 @@ pub fn render(explanation: &Explanation) -> String {
     match hidden {
         0 => {}
         1 => text.push_str("1 other node with GPUs is not shown. Use -o json to see all.\n"),
-        more => drop(writeln!(
-            text,
-            "{more} other nodes with GPUs are not shown. Use -o json to see all."
-        )),
+        more => drop(writeln!(text, "{more} other nodes with GPUs are not shown. Use -o json to see all.")),
     }
     match explanation.other_nodes {
         0 => {}

@@ -151,7 +151,7 @@ impl Section {
         self.keys.keys().cloned().collect()
     }
 
-    /// Removes the known keys, and reports them as dropped: these settings need no action.
+    /// Removes the known keys, and reports them as dropped: these settings need no decision.
     pub(super) fn drop_keys(&mut self, known: &[(&str, &str)], notes: &mut Notes) {
         self.take_keys(Outcome::Dropped, known, notes);
     }

@@ -11,7 +11,7 @@ use crate::preflight::text::write_wrapped;
 /// Width of the outcome column, in characters.
 const OUTCOME_WIDTH: usize = 12;
 
-/// Renders the report, the renamed resources, and the preview.
+/// Renders the report, the policies and values, the renamed resources, and the preview.
 pub(super) fn render_report(migration: &Migration) -> String {
     let mut text = String::new();
     let mut source = None;
@@ -153,7 +153,7 @@ pub(super) fn policies_yaml(migration: &Migration) -> Result<String> {
     Ok(text)
 }
 
-/// Renders the values as a values file for Helm. Without values, the file contains only a comment.
+/// Renders the values as a values file for Helm. Without values, the file contains only comments.
 ///
 /// # Errors
 /// Returns an error if the values cannot be written as YAML.
