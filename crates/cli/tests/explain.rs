@@ -1,4 +1,4 @@
-//! Tests `cleave explain pod` for pods in every state.
+//! Tests `cleave explain pod` for pods in different states.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 mod golden;
 

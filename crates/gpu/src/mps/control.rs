@@ -88,7 +88,7 @@ pub(crate) async fn send_command_to_socket(
 }
 
 /// Returns whether the daemon sends the known greeting. Without this greeting, Cleave can neither
-/// send commands to the daemon nor enforce limits with doors.
+/// use the daemon's sockets nor enforce limits with doors.
 pub(crate) async fn has_known_greeting(pipe: &Path) -> Result<bool, ControlError> {
     with_deadline(ANSWER_DEADLINE, "hello", async {
         let socket = Socket::connect(&pipe.join("control")).await?;
