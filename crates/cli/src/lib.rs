@@ -142,7 +142,8 @@ pub enum Command {
     /// Run the doctor on the node as root, in the host's PID namespace. The doctor starts its own
     /// MPS daemon on an idle GPU. It changes nothing on a GPU that is in use.
     ///
-    /// Exit status: 0 if every check passed, 1 if a check failed, 2 if nothing could be checked.
+    /// Exit status: 0 if all checks that ran passed, even if none ran, 1 if a check failed, 2 if
+    /// there is no result.
     Doctor(DoctorArgs),
 }
 
