@@ -22,8 +22,8 @@ pub trait Gpus: Send + Sync {
         Err(NvmlError::NotSupported { call: "nvmlDeviceGetHandleByIndex" })
     }
 
-    /// Returns the GPU at an index and its processes. The list is empty if the GPU cannot report
-    /// processes.
+    /// Returns the GPU at an index and its processes. The list is empty if the processes cannot be
+    /// read.
     fn observe(&self, index: u32) -> Result<GpuObservation, NvmlError> {
         let gpu = self.gpu_at(index)?;
         let processes = self.processes(&gpu.uuid).unwrap_or_default();
