@@ -237,7 +237,8 @@ impl Relay {
         })
     }
 
-    /// Connects to a plugin of the agent, and serves its resource to the kubelet.
+    /// Connects to a plugin of the agent, unless the plugin is already connected. Serves the
+    /// plugin's resource to the kubelet, and waits until the kubelet opens its stream.
     async fn accept_registration(self: &Arc<Self>, request: wire::RegisterRequest) -> Result<(), Status> {
         if request.version != DEVICE_PLUGIN_VERSION {
             return Err(Status::invalid_argument(format!("unsupported version {:?}", request.version)));

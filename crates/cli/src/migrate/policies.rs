@@ -89,7 +89,7 @@ pub(super) struct Rename {
 
 impl Plan {
     /// Returns the resources that pods must request by a new name, in order. Excludes requests to
-    /// HAMi, which [`super::preview`] translates one by one.
+    /// HAMi, which [`super::preview`] translates for each pod.
     pub(super) fn renames(&self) -> Vec<Rename> {
         let mut renames = BTreeSet::new();
         for group in self.groups.iter().filter(|group| group.hami.is_none()) {

@@ -85,8 +85,8 @@ fn write_renames(text: &mut String, migration: &Migration) {
     if migration.from_hami {
         let _ = writeln!(
             text,
-            "\nHAMi: pods that request memory of a GPU request nvidia.com/gpu-<G>gb instead, one by one. With \
-             `--preview`,\nthe report has the request of each pod."
+            "\nHAMi: pods that request memory of a GPU must request nvidia.com/gpu-<G>gb instead. G depends on the\n\
+             pod: with `--preview`, the report has the request of each pod."
         );
     } else if renames.is_empty() {
         let _ = writeln!(text, "\nNo resource changes its name.");

@@ -273,8 +273,8 @@ pub struct MpsHostStatus {
     pub daemons: BTreeMap<String, DaemonStatus>,
     /// Allocations with an open door, by ID.
     pub allocations: BTreeMap<String, AllocationStatus>,
-    /// Why the desired file could not be applied. In older MPS hosts, this field also contains the
-    /// errors of doors.
+    /// Why the desired file could not be applied, or the information that the MPS host has stopped.
+    /// In older MPS hosts, this field also contains the errors of doors.
     pub error: Option<String>,
     /// Why doors could not be opened or restored, by device. Older MPS hosts omit this field.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
@@ -306,7 +306,7 @@ pub struct DaemonStatus {
     /// The current or last problem. Empty if no problem occurred.
     pub message: String,
     /// The clients that MPS lists or that a door has just admitted, sorted by PID. Each client has
-    /// the allocation of the door that admitted the client.
+    /// the allocation of the door that admitted the client, if any.
     pub clients: Vec<Client>,
     /// The last fatal GPU error since the MPS host started, if any. Older MPS hosts omit this
     /// field.

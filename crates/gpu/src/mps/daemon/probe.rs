@@ -98,8 +98,8 @@ impl Device {
         Ok(())
     }
 
-    /// Returns the reason to stop or replace this daemon: new settings, or a daemon that is no
-    /// longer desired.
+    /// Returns the reason to stop or replace this daemon now: new settings, or a daemon that is no
+    /// longer desired. Returns `None` if there is no reason, or while clients still run.
     fn compare_settings(&self, settings: &DaemonSettings, desired: Option<&DaemonSettings>) -> Option<DaemonEndReason> {
         let clients = self.clients.borrow().count_clients();
         let count = || if clients == 1 { "1 client".to_owned() } else { format!("{clients} clients") };
