@@ -155,8 +155,8 @@ impl PodContext<'_> {
     }
 
     /// Returns whether the operator keeps the reservation of a released pod. The operator renews an
-    /// expired reservation unless the scheduler refused the pod. A renewal does not change the
-    /// annotation.
+    /// expired reservation a limited number of times, unless the scheduler refused the pod. A
+    /// renewal does not change the annotation.
     fn has_reservation(&self) -> bool {
         self.ledger.claim(self.name).is_some()
     }
@@ -190,8 +190,8 @@ impl PodContext<'_> {
         }
         let mut assignments = Vec::new();
         let Some(placement) = self.pod.placement.as_ref() else { return assignments };
-        // Reservations of an unbound pod are valid until they expire. After the pod is bound, only
-        // the reservation on its node is valid.
+        // The reservations of an unbound pod are valid while the operator keeps them. After the pod
+        // is bound, only the reservation on its node is valid.
         let valid = |node: &str| self.pod.node().map_or(self.has_reservation(), |bound| bound == node);
         for (node, reserved) in placement.nodes.iter().filter(|(node, _)| valid(node)) {
             assignments.extend(reserved.iter().map(|reserved| Assignment {

@@ -1,4 +1,5 @@
-//! Reads mappings of the input key by key, so that `cleave migrate` ignores no key silently. Pure.
+//! Reads mappings of the input key by key, so that `cleave migrate` ignores no key with a value
+//! silently. Pure.
 use anyhow::{Context as _, Result, bail};
 use serde_json::{Map, Value};
 
@@ -150,7 +151,7 @@ impl Section {
         self.keys.keys().cloned().collect()
     }
 
-    /// Removes the known keys, and reports them as dropped: these settings need no action.
+    /// Removes the known keys, and reports them as dropped: these settings need no decision.
     pub(super) fn drop_keys(&mut self, known: &[(&str, &str)], notes: &mut Notes) {
         self.take_keys(Outcome::Dropped, known, notes);
     }

@@ -24,7 +24,7 @@ pub(crate) struct PathArgs {
     #[arg(long, env = "CLEAVE_RUN_DIR", value_name = "DIR", default_value = "/run/cleave")]
     pub(crate) run_dir: PathBuf,
 
-    /// Program of the MPS control daemon. The MPS host searches for the server program in the same
+    /// Program of the MPS control daemon. The daemon searches for the server program in the same
     /// directory first.
     #[arg(long, env = "CLEAVE_MPS_CONTROL", value_name = "PATH", default_value = "nvidia-cuda-mps-control")]
     pub(crate) mps_control: PathBuf,

@@ -45,7 +45,7 @@ pub struct LogLine<'a> {
     pub source: &'a str,
     /// PID of the process that wrote the line.
     pub pid: Option<u32>,
-    /// The text after the prefix.
+    /// The text after the prefix, or the trimmed line if it has no prefix.
     pub text: &'a str,
     /// The event that the text reports.
     pub event: LogEvent,

@@ -1,4 +1,4 @@
-//! Finds MPS processes in `/proc` and reads their state. Kills processes of an earlier MPS host.
+//! Finds MPS processes in `/proc` and reads their state. Kills leftover MPS processes.
 //!
 //! A file that cannot be read is an error and never means that there is no process. Two cases are
 //! no errors, because they must not prevent the start or stop of other devices' daemons: a process

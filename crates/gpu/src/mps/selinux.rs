@@ -29,8 +29,8 @@ impl ContainerLabel {
         Self { enabled: lists_selinux(&filesystems) }
     }
 
-    /// Labels a file or directory. Logs a warning instead of an error if the file system does not
-    /// label single files, or if the policy does not know the label. In these cases, the
+    /// Labels a file or directory. Logs a warning instead of returning an error if the file system
+    /// does not label single files, or if the policy does not know the label. In these cases, the
     /// administrator chooses the label.
     ///
     /// # Errors

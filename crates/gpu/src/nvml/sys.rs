@@ -1,5 +1,6 @@
-//! The calls that nvml-wrapper does not wrap: MIG instances, events with their GPU instance, the
-//! first version of the memory call, remapped rows, and the device at the end of an NVLink.
+//! The calls that nvml-wrapper does not wrap, or wraps incompletely: MIG instances, events with
+//! their GPU instance, the first version of the memory call, remapped rows, and the device at the
+//! end of an NVLink.
 //!
 //! The product has no other unsafe code. Each function passes NVML pointers only to its own
 //! live, zeroed values and buffers, with their true lengths. Every handle comes from the same

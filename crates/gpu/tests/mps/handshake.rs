@@ -199,7 +199,7 @@ fn allocations_take_turns_even_if_one_allocation_has_many_clients() {
     let node = node_with_two_tenants();
     let door = node.paths.door(ALLOCATION_A);
     let before = node.daemon_status(0).server_pid;
-    // Each client receives its socket but does not use the socket.
+    // Each client introduces itself to the daemon but does not use its socket to the server.
     let stalling: Vec<_> =
         (0..12).map(|_| handshake::introduce_to_daemon(&door, KIND_CLIENT).unwrap().unwrap()).collect();
     // A client makes three connections: one to check for a daemon, one for the process, and one for

@@ -219,7 +219,7 @@ pub(in crate::migrate) fn read_plugin_flags(plugin: &mut Section, notes: &mut No
     }
     match plugin.take_string("deviceIDStrategy")? {
         Some((place, id)) if id == "index" => {
-            notes.dropped(place, "Containers get GPUs by UUID. Indices change when a GPU is lost.");
+            notes.dropped(place, "Containers get GPUs by UUID. Indices can change when a GPU is lost.");
         }
         Some((place, id)) if id == "uuid" => notes.translated(place, "Containers get GPUs by UUID."),
         Some((place, id)) => {

@@ -102,7 +102,7 @@ fn merge(object: &mut Value, changes: &Value) {
     }
 }
 
-/// Checks a cluster. No node selector limits the checks to some nodes.
+/// Checks a cluster, without a node selector.
 fn report_of(objects: &Value) -> Report {
     report_for_node_selector(&facts(objects), &[])
 }

@@ -75,7 +75,7 @@ fn report_of_quota(quota: &Value) -> Report {
 
 #[test]
 fn quotas_must_allow_all_pods_of_cleave() {
-    // Cleave needs six pods: two agents, two MPS hosts and two operators.
+    // The check counts six pods: two agents, two MPS hosts and two operators.
     for (hard, used, expected) in [
         ("6", "0", vec![]),
         ("10", "4", vec![]),

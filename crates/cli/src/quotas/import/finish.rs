@@ -141,7 +141,8 @@ fn build(draft: &Draft, name: &str) -> Result<GpuQuota, String> {
     ))
 }
 
-/// Returns whether a text is a valid name of a Kubernetes object.
+/// Returns whether the length, the characters and the ends of a text are valid for the name of a
+/// Kubernetes object.
 fn is_dns_name(name: &str, longest: usize, with_dots: bool) -> bool {
     let is_edge = |byte: Option<&u8>| byte.is_some_and(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit());
     let is_inner =

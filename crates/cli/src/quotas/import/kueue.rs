@@ -10,7 +10,7 @@ use super::amounts::{InvalidAmount, parse_gpus, scale_weights};
 use super::input::{ClusterQueueSpec, FlavorQuotas, FlavorSpec, Object, Objects, ResourceQuota};
 use super::model::{Draft, Import, NamespaceSelection, Refusal};
 
-/// The label that contains the name of a namespace. Every namespace has it.
+/// The label that contains the name of a namespace. Every namespace has this label.
 const NAMESPACE_NAME_LABEL: &str = "kubernetes.io/metadata.name";
 /// Node labels with the model of the node's GPUs.
 const MODEL_LABELS: [&str; 2] = ["nvidia.com/gpu.product", "cloud.google.com/gke-accelerator"];

@@ -138,7 +138,7 @@ impl FaultTracker {
     }
 
     /// Returns whether an ACTIVE server with this number of clients has recovered. Returns false if
-    /// the log has just reported a fault that the server has not confirmed yet.
+    /// clients remain and the log has just reported a fault that the server has not confirmed yet.
     pub(super) fn has_recovered(&self, clients: usize, now: Instant) -> bool {
         let is_pending = |current: &CurrentFault| {
             !current.confirmed && clients > 0 && now.saturating_duration_since(current.began) < FAULT_CONFIRMATION_TIME

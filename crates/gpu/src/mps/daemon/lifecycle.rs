@@ -160,8 +160,8 @@ impl Device {
         }
     }
 
-    /// Starts the daemon and its server, and confirms the server's limits. Doors admit no client
-    /// before this function returns.
+    /// Starts the daemon and confirms its default limits. If all users share one server, also
+    /// starts the server. Doors admit no client before these steps are done.
     async fn start_daemon(
         self: &Rc<Self>,
         settings: &DaemonSettings,

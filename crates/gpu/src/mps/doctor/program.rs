@@ -3,8 +3,8 @@
 //! Once the program has a context, it prints a line of JSON: `{"sms": 26, "freeMiB": 8069}`, or
 //! `{"error": 2}` with the error code of the CUDA driver API. With `--allocate MIB` the program
 //! then allocates MIB MiB and prints a second line: an error, or any other line on success. With
-//! `--read-line` the program first waits for a line on its standard input, or for the end of the
-//! input. After these steps, the program exits.
+//! `--read-line`, the program waits before the allocation for a line on its standard input, or for
+//! the end of the input. After these steps, the program exits.
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -40,7 +40,7 @@ pub(super) struct ProgramRunOptions {
     /// `CUDA_MPS_PIPE_DIRECTORY`.
     pub(super) pipe: PathBuf,
     pub(super) environment: BTreeMap<&'static str, String>,
-    /// UID to run the program as. Default: this process's user.
+    /// UID and GID to run the program as. Default: this process's user and group.
     pub(super) uid: Option<u32>,
     /// Whether the program waits for a line before it allocates.
     pub(super) waits: bool,
