@@ -25,8 +25,8 @@ use crate::pods::is_interchangeable;
 use crate::policies::demand::{Reason, WaitingPod};
 use crate::rollout::Rollout;
 
-/// Maximum number of pods released per reconcile. The operator writes their patches before it
-/// reconciles again.
+/// Maximum number of pods released per reconcile, unless a larger gang is released alone. The
+/// operator writes their patches before it reconciles again.
 pub(super) const MAX_RELEASES: usize = 128;
 /// Maximum number of pods released as unschedulable per reconcile. If thousands of such pods have a
 /// high priority, they must not use up the releases of pods that can run.
@@ -391,7 +391,7 @@ impl<'a> Decisions<'a, '_> {
         prospect
     }
 
-    /// Makes pods wait that may not get room now, and ends their nominations.
+    /// Records that pods wait because they may not get room now, and ends their nominations.
     fn make_wait(&mut self, pods: &[&'a Candidate<'a>], wait: &WaitingPod) {
         for one in pods {
             self.preemption.withdraw_nomination(self.ledger, &mut self.search, &one.name);
@@ -400,7 +400,7 @@ impl<'a> Decisions<'a, '_> {
         }
     }
 
-    /// Makes pods wait that a quota keeps from all room.
+    /// Records that pods wait because a quota keeps them from all room.
     fn make_wait_for_quota(&mut self, pods: &[&'a Candidate<'a>], why: impl FnOnce(&QuotaPass<'_>) -> QuotaWait) {
         let Some(wait) = self.quotas.as_ref().map(|pass| why(pass).into_waiting_pod()) else { return };
         self.make_wait(pods, &wait);
@@ -415,7 +415,8 @@ fn waiting_for_free_units(message: String) -> WaitingPod {
 }
 
 /// Builds the reservation for the pod's annotation. The reservation lists groups of units in the
-/// order of the pod's requests. The units of one group must be on one device.
+/// order of the pod's requests, without whole GPUs and whole MIG instances. The units of one group
+/// must be on one device.
 fn build_placement(device_requests: &[DeviceRequest], fits: &Fits, expires: Moment) -> Placement {
     let held = |takes: &[Reservation]| {
         let mut left: Vec<&Reservation> = takes.iter().filter(|take| !is_interchangeable(&take.resource)).collect();

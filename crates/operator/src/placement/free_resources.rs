@@ -91,8 +91,8 @@ impl<'a> FreeResources<'a> {
         resources
     }
 
-    /// Nominates a waiting pod for a node, so that pods that must leave it room cannot use the
-    /// resources that it requests.
+    /// Nominates a waiting pod for a node, so that pods that must leave room for the waiting pod
+    /// cannot use the resources that it requests.
     pub(super) fn nominate(
         &mut self,
         pod: String,
