@@ -114,7 +114,7 @@ fn the_time_behind_another_gate_does_not_count() {
     assert_eq!(released(&case.step()), [], "it waits for 8 s");
 }
 
-/// What is not lent leaves the pod no room as long as an older pod runs.
+/// The amount that is not lent leaves no room for the pod while an older pod runs.
 #[test]
 fn no_room_is_reserved_while_older_pods_leave_too_little_for_other_guarantees() {
     let mut case = Case::new(2, &[("a", json!({})), ("b", json!({})), ("idle", json!({"min": 10, "lend": 6}))])
