@@ -15,9 +15,9 @@ use crate::quotas::charge::is_mig;
 /// Where a pod that has waited long can run.
 #[derive(Debug, Default)]
 pub(super) struct LongWait {
-    /// The units that it requests, without a device. `None` if the pod is not nominated.
+    /// The units that the pod requests, without a device. `None` if the pod is not nominated.
     pub(super) take: Option<Reservation>,
-    /// The devices that it can use, by GPU: name of the node, and UUID.
+    /// The devices that the pod can use, by GPU: name of the node, and UUID.
     pub(super) devices: BTreeMap<usize, (String, String)>,
 }
 
@@ -37,7 +37,7 @@ pub(super) struct QuotaTurn {
     pub(super) was_nominated: bool,
     /// Whether the pod may use units that are free now.
     pub(super) may_use_free_room: bool,
-    /// Whether the pod may use it only where it costs less than elsewhere.
+    /// Whether the pod may use free units only on GPUs on which the pod costs less than on others.
     pub(super) needs_cheap_room: bool,
     pub(super) rank: Rank,
 }
@@ -45,15 +45,15 @@ pub(super) struct QuotaTurn {
 /// A waiting pod that must wait regardless of free units, and the reason.
 pub(super) type Hold = (Member, Wait);
 
-/// Where a waiting pod, or all waiting pods of its gang, may get room now.
+/// Where a waiting pod, or all waiting pods of its gang, may get units now.
 pub(super) struct Turns {
-    /// The pools in which it may get room, in the order in which it tries. `None` are the nodes
-    /// that are in no pool with an enforced quota.
+    /// The pools in which the pod may get units, in the order of attempts. `None` stands for the
+    /// GPUs that no enforced quota counts.
     pub(super) attempts: Vec<Option<QuotaTurn>>,
-    /// Why it gets no room in another pool.
+    /// Why the pod gets no units in another pool.
     pub(super) hold: Option<Hold>,
-    /// Whether more GPUs would not help: a maximum, or its own guarantee, keeps it waiting in all
-    /// pools.
+    /// Whether more GPUs would not help: a maximum, or the pod's own guarantee, keeps the pod
+    /// waiting in all pools.
     pub(super) needs_no_gpus: bool,
 }
 
@@ -71,12 +71,13 @@ type OwnPod<'n> = (i32, Reverse<Moment>, &'n str, PodId, Option<usize>);
 pub(super) struct QuotaPass<'w> {
     worlds: &'w QuotaWorlds,
     books: Vec<Book<'w>>,
-    /// Room that is reserved for pods that have waited long, by pod. It is nominated in the ledger,
-    /// except during the turn of the pod, and does not count as used.
+    /// Units that are kept for pods that have waited long, by pod. The ledger has a nomination for
+    /// these units, except during the turn of the pod. The units do not count as used.
     long_waits: BTreeMap<String, (QuotaTurn, Nomination)>,
     /// The waiting pods of each gang in all enforced pools.
     gangs: BTreeMap<&'w str, BTreeSet<&'w str>>,
-    /// What quotas use of each GPU, by pool. Only of quotas with pods that use MIG instances.
+    /// The amounts that quotas use of each GPU, by pool and quota. Computed when first needed, and
+    /// only in pools with MIG instances.
     own_use: BTreeMap<(usize, &'w Owner), BTreeMap<usize, Amount>>,
 }
 
@@ -137,7 +138,7 @@ impl<'w> QuotaPass<'w> {
             let usable = |id: PodId| {
                 let (member, pod) = (Member { pool, id }, of.world.pod(id));
                 if ledger.nominations().contains_key(&pod.name) {
-                    // Room is kept for the pod in another pool.
+                    // The pod already has a nomination, for example in another pool.
                     return BTreeSet::new();
                 }
                 // What the pod leaves to nominated pods depends on its rank.
@@ -209,8 +210,9 @@ impl<'w> QuotaPass<'w> {
         }
     }
 
-    /// Returns a pod in the enforced pools whose GPUs it may use. First are pools that all waiting
-    /// pods of its gang may use, then pools in which it is within its guarantee.
+    /// Returns a pod's entries in the enforced pools whose GPUs the pod may use. First are pools
+    /// that all waiting pods of its gang may use, then the pool of its nomination, and then pools
+    /// in which the pod is within its guarantee.
     pub(super) fn members(&self, name: &str) -> Vec<Member> {
         let pools = self.worlds.pools.iter().enumerate().filter(|(_, pool)| pool.is_enforced);
         let mut members: Vec<Member> =
@@ -231,8 +233,8 @@ impl<'w> QuotaPass<'w> {
         waiting.is_none_or(|waiting| self.book(member).unit(member.id).len() >= waiting.len())
     }
 
-    /// Starts the turn of a waiting pod, or of all waiting pods of its gang. Their nominations do
-    /// not count meanwhile in the accounts.
+    /// Starts the turn of a waiting pod, or of all waiting pods of its gang. During the turn, the
+    /// nominations of these pods do not count in the accounts.
     pub(super) fn start_turns(&mut self, ledger: &mut Ledger, name: &str) -> Turns {
         if self.long_waits.contains_key(name) {
             ledger.withdraw(name);
@@ -254,7 +256,7 @@ impl<'w> QuotaPass<'w> {
         }
         attempts.sort_by_key(|turn| turn.is_none_or(|turn| !turn.was_nominated));
         if attempts.is_empty() && hold.is_none() || self.worlds.has_other_nodes && is_complete {
-            // A pod tries first where room is kept for it.
+            // A nominated pod first tries the GPUs of its nomination.
             let is_kept = |of: &Nomination| self.worlds.is_nominated_in(None, of);
             let is_first = ledger.nominations().get(name).is_some_and(is_kept);
             needs_no_gpus = false;
@@ -280,13 +282,13 @@ impl<'w> QuotaPass<'w> {
         if turn.may_use_free_room || self.book(member).unit(member.id).len() > 1 {
             return Ok(turn);
         }
-        // What the pod costs depends on its GPU.
+        // The cost of the pod depends on its GPU.
         let cheaper = self.least(member).and_then(|least| self.turn_at(member, was_nominated, least));
         let needs_cheap_room = cheaper.is_some_and(|turn| turn.may_use_free_room);
         Ok(QuotaTurn { may_use_free_room: needs_cheap_room, needs_cheap_room, ..turn })
     }
 
-    /// Returns the turn of a waiting pod with what it costs where it costs most.
+    /// Returns the turn of a waiting pod at the pod's current charge.
     ///
     /// # Errors
     /// Returns why the pod must wait regardless of free room.
@@ -309,7 +311,7 @@ impl<'w> QuotaPass<'w> {
         Ok(QuotaTurn { member, rights, was_nominated, may_use_free_room, needs_cheap_room: false, rank })
     }
 
-    /// Returns the turn of a waiting pod if it costs this much.
+    /// Returns the turn of a waiting pod at this charge. Returns `None` if the pod must wait.
     fn turn_at(&mut self, member: Member, was_nominated: bool, charge: Amount) -> Option<QuotaTurn> {
         let now = self.book(member).charge(member.id);
         self.books[member.pool].set_charge(member.id, charge);
@@ -318,7 +320,8 @@ impl<'w> QuotaPass<'w> {
         turn
     }
 
-    /// Returns what a waiting pod costs at least, if this depends on the GPU.
+    /// Returns the lowest cost of a waiting pod. Returns `None` if the cost does not depend on the
+    /// GPU.
     fn least(&mut self, member: Member) -> Option<Amount> {
         let pool = &self.worlds.pools[member.pool];
         let least = *pool.least.get(&member.id)?;
@@ -329,14 +332,15 @@ impl<'w> QuotaPass<'w> {
         left.filter(|left| *left > Amount::ZERO).chain([least]).min()
     }
 
-    /// Returns what the quota of a pod uses of each GPU.
+    /// Returns the amounts that the quota of a pod uses of each GPU.
     fn own_use(&mut self, member: Member) -> &mut BTreeMap<usize, Amount> {
         let owner = &self.pod(member).owner;
         let pool = &self.worlds.pools[member.pool];
         self.own_use.entry((member.pool, owner)).or_insert_with(|| pool.use_of(owner))
     }
 
-    /// Returns what a waiting pod costs with these units. Returns `None` if that is not known.
+    /// Returns the cost of these units for a waiting pod. Returns `None` if there are no units, or
+    /// if the cost is not known.
     fn cost_of(&mut self, member: Member, takes: &[Reservation]) -> Option<Amount> {
         let pool = &self.worlds.pools[member.pool];
         let mut sum = Amount::ZERO;
@@ -351,8 +355,8 @@ impl<'w> QuotaPass<'w> {
         (!takes.is_empty()).then_some(sum)
     }
 
-    /// Returns whether a waiting pod may use the room that a search found: the pod may use all
-    /// room, or costs little enough there.
+    /// Returns whether a waiting pod may use the placement that a search found: the pod may use all
+    /// free units, or its cost in this placement is low enough.
     pub(super) fn may_use(&mut self, turn: QuotaTurn, fits: &Fits) -> bool {
         if !turn.needs_cheap_room {
             return true;
@@ -403,7 +407,7 @@ impl<'w> QuotaPass<'w> {
         found.iter().flat_map(|(name, found)| self.parts_of(member, name, &found.takes)).collect()
     }
 
-    /// Records what a waiting pod costs with these units.
+    /// Records the cost of these units as the charge of a waiting pod.
     fn set_charge(&mut self, member: Member, name: &str, takes: &[Reservation]) {
         let Some(&id) = self.worlds.pools[member.pool].ids.get(name) else { return };
         let member = Member { id, ..member };
@@ -417,7 +421,8 @@ impl<'w> QuotaPass<'w> {
         }
     }
 
-    /// Records that the pods of a turn are released to devices. Returns the class of the first pod.
+    /// Records that the pods of a turn are released to devices. Returns the class of the pod that
+    /// has the turn.
     pub(super) fn record_release(&mut self, member: Member, released: &[(&str, &Fits)]) -> Option<Class> {
         let mut parts = Vec::new();
         for (name, fits) in released {
@@ -544,8 +549,8 @@ impl<'w> QuotaPass<'w> {
     }
 
     /// Returns whether a pod terminates, and does so within the maximum grace period of evicted
-    /// pods. A pod that terminates later counts as running, and can be evicted: that shortens its
-    /// grace period.
+    /// pods. A pod that terminates later counts as running, and can be evicted: an eviction
+    /// shortens its grace period.
     fn is_ending_soon(&self, member: Member, name: &str, holder: &Holder<'_>) -> bool {
         let pool = &self.worlds.pools[member.pool];
         let runs_on = |id: &PodId| pool.terminates_late.contains(id) && self.book(member).class(*id).is_some();
@@ -580,8 +585,8 @@ impl<'w> QuotaPass<'w> {
         evictable
     }
 
-    /// Returns the gangs of which all pods that run can be evicted now. If one of them is
-    /// protected, all stay.
+    /// Returns the gangs whose running pods can all be evicted now. If one pod of a gang is
+    /// protected, no pod of the gang is evicted.
     fn evictable_gangs(&self, member: Member, all: &Holders<'_>) -> BTreeSet<usize> {
         let (book, world) = (self.book(member), &self.worlds.pools[member.pool].world);
         if world.pods.iter().all(|pod| pod.gang.is_none()) {
@@ -611,7 +616,7 @@ impl<'w> QuotaPass<'w> {
     }
 
     /// Returns how long a disruption budget can protect a borrower from eviction for a pod within
-    /// its guarantee.
+    /// its guarantee. `None` means forever.
     pub(super) fn budget_patience(&self, member: Member) -> Option<Duration> {
         self.worlds.pools[member.pool].world.settings.budget_patience.map(Duration::from_secs)
     }
@@ -690,7 +695,7 @@ impl<'w> QuotaPass<'w> {
             after = after.minus(charge);
             chosen.push((mates, charge));
         }
-        // Pods stay that need not leave, the most important first.
+        // Keep the pods whose eviction is not needed, the most important first.
         for (mates, charge) in chosen.iter().rev().filter(|(_, charge)| *charge > Amount::ZERO) {
             if after.plus(*charge) <= max {
                 after = after.plus(*charge);
@@ -715,8 +720,9 @@ fn waiting_gangs(worlds: &QuotaWorlds) -> BTreeMap<&str, BTreeSet<&str>> {
     gangs
 }
 
-/// Returns the grace period of an evicted pod: its own, but not more than the cap. A pod that
-/// terminates already gets an explicit grace period: only that shortens the earlier one.
+/// Returns the grace period of an evicted pod in seconds: its own, but not more than the cap.
+/// `None` means the pod's own grace period. A pod that already terminates gets an explicit grace
+/// period, because only an explicit grace period shortens the earlier one.
 pub(super) fn capped_grace(pod: &PodObject, cap: Duration) -> Option<u32> {
     let own = u64::try_from(pod.spec.termination_grace_period_seconds.unwrap_or(30)).unwrap_or(30);
     if pod.metadata.deletion_timestamp.is_some() {

@@ -1,4 +1,5 @@
-//! Writes what the placement controller reports about quotas, and what another leader must know.
+//! Writes the placement controller's reports about quotas, and the annotations that the next leader
+//! reads.
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -26,21 +27,23 @@ const LABEL_INTERVAL: Duration = Duration::from_secs(10);
 const QUOTA_STATUS_INTERVAL: Duration = Duration::from_millis(500);
 /// Maximum time between two reports about quotas, even if no change wakes the controller.
 const QUOTA_REFRESH_INTERVAL: Duration = Duration::from_secs(30);
-/// Maximum number of statuses written each time that quotas are reported. Releases wait for them.
+/// Maximum number of statuses written each time that quotas are reported. Releases wait for these
+/// writes.
 const MAX_STATUSES: usize = 50;
 /// Delay before a status that could not be written is written again.
 const STATUS_RETRY_DELAY: Duration = Duration::from_secs(5);
 
 impl PlacementController {
-    /// Returns whether quotas are listed, or the cluster does not have the resource. Without them,
-    /// a pod could exceed its quota's maximum, and priorities would apply across teams.
+    /// Returns whether quotas are listed, or the cluster does not have the resource. Without the
+    /// quotas, a pod could exceed its quota's maximum, and priorities would apply across teams.
     pub(super) fn are_quotas_listed(&self) -> bool {
         let stores = &self.context.stores;
         stores.has_no_quotas.load(Ordering::Acquire)
             || stores.quotas.wait_until_ready().now_or_never().is_some_and(|listed| listed.is_ok())
     }
 
-    /// Sends the GPU controller the pods for which no GPU need be partitioned, if they changed.
+    /// Sends the GPU controller the pods for which no GPU need be partitioned, if this set has
+    /// changed.
     pub(super) fn send_unplanned(&self, actions: &Actions) {
         let modified = self.unplanned.send_if_modified(|sent| {
             let mut unplanned = actions.unplanned.clone();
@@ -62,7 +65,8 @@ impl PlacementController {
     }
 
     /// Writes the statuses of quotas and the labels of pods that changed, and updates the metrics
-    /// of quotas. Returns the time until they are due again.
+    /// of quotas. Returns the time until the next reports are due. Returns `None` if no reports are
+    /// due, or if this process no longer leads.
     pub(super) async fn report_quotas(
         &mut self,
         cluster: &Cluster,
@@ -106,7 +110,7 @@ impl PlacementController {
             let _: Vec<bool> = futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
             self.labelled.extend(due.iter().map(|label| (label.uid.clone(), now.up)));
         }
-        // The interval starts after the writes, so that they take at most a part of the time.
+        // The interval starts after the writes, so that writes take only a part of the time.
         let up = self.started.elapsed().max(now.up);
         self.next_quota_reports = up.saturating_add(QUOTA_STATUS_INTERVAL);
         let next = if is_complete { QUOTA_REFRESH_INTERVAL } else { QUOTA_STATUS_INTERVAL };
@@ -145,8 +149,8 @@ impl PlacementController {
         (name, is_written)
     }
 
-    /// Writes the room that is kept for pods to these pods. Returns the pods for which no others
-    /// may be evicted, because a write failed.
+    /// Writes the nominations to the nominated pods. Returns the preemptors for which no pod may be
+    /// evicted, because a write failed.
     pub(super) async fn write_nominations<'k>(&self, kept: &'k [NominationRecord]) -> BTreeSet<&'k str> {
         let client = &self.context.client;
         let writes: Vec<_> = kept
@@ -161,8 +165,8 @@ impl PlacementController {
         results.into_iter().filter(|(_, written)| !written).map(|(preemptor, _)| preemptor).collect()
     }
 
-    /// Records since when disruption budgets keep room from waiting pods. A failed write is
-    /// repeated, because a later reconcile decides the same.
+    /// Writes to waiting pods when disruption budgets began to block evictions for these pods. A
+    /// failed write is repeated, because a later reconcile decides the same.
     pub(super) async fn write_protected(&self, protected: &[ProtectedPod]) {
         if protected.is_empty() || !self.context.claim.is_current() {
             return;
