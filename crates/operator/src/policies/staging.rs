@@ -66,7 +66,7 @@ struct ServingPeriod {
 }
 
 /// A change of a policy's partitions. The change begins when a GPU of the policy gets another
-/// newest partition. The change ends when all nodes serve or another change begins.
+/// newest partition. The change ends when it is complete, or when another change begins.
 #[derive(Debug, Clone, Default)]
 struct PolicyChange {
     /// The newest partitions, by node, until all nodes serve.
@@ -150,7 +150,8 @@ pub struct Staging {
     /// Changing nodes whose agent does not report. Each value is the last generation that the agent
     /// read, and the time at which the agent stopped reporting.
     not_reporting: BTreeMap<PolicyAndNode, (i64, Duration)>,
-    /// Nodes that failed or were lost with an older partition, until they serve.
+    /// Nodes that failed or were lost with an older partition, or were lost outside a rollout,
+    /// until they serve.
     failed_before: BTreeSet<PolicyAndNode>,
     /// The periods for which nodes have served the partitions in their specs.
     services: BTreeMap<PolicyAndNode, ServingPeriod>,
