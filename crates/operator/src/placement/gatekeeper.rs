@@ -430,7 +430,8 @@ impl Gatekeeper {
                     settled.push(name.clone());
                 }
             } else if pod.waits_at_gate() {
-                // A pod with a claim is already released, but the watch has not reported that yet.
+                // A pod with a claim was released, but the watch has not reported that yet, or the
+                // release is retried.
                 if ledger.claim(&name).is_none() {
                     self.unanswered.remove(&name);
                     waiting.push((name.clone(), *pod));

@@ -268,7 +268,7 @@ impl<'w> QuotaPass<'w> {
     /// Starts the turn of a waiting pod, or of all waiting pods of its gang, in one pool.
     ///
     /// # Errors
-    /// Returns why the pod must wait regardless of free room.
+    /// Returns why the pod must wait regardless of free units.
     fn start_turn(&mut self, member: Member) -> Result<QuotaTurn, Wait> {
         let was_nominated = self.book(member).class(member.id).is_some();
         if was_nominated {
@@ -291,7 +291,7 @@ impl<'w> QuotaPass<'w> {
     /// Returns the turn of a waiting pod at the pod's current charge.
     ///
     /// # Errors
-    /// Returns why the pod must wait regardless of free room.
+    /// Returns why the pod must wait regardless of free units.
     fn turn_now(&self, member: Member, was_nominated: bool) -> Result<QuotaTurn, Wait> {
         let book = self.book(member);
         let rights = book.rights(member.id)?;
@@ -370,8 +370,8 @@ impl<'w> QuotaPass<'w> {
         there.is_some_and(|turn| turn.may_use_free_room)
     }
 
-    /// Sets the rank of a waiting pod, or of all waiting pods of its gang, for an attempt to get
-    /// room. On nodes that are in no pool with an enforced quota, priority alone decides.
+    /// Sets the rank of a waiting pod, or of all waiting pods of its gang, for an attempt to place
+    /// these pods. On nodes that are in no pool with an enforced quota, priority alone decides.
     pub(super) fn set_rank(&self, ledger: &mut Ledger, name: &str, turn: Option<QuotaTurn>) {
         match turn {
             Some(QuotaTurn { member, rank, .. }) => {
@@ -383,7 +383,7 @@ impl<'w> QuotaPass<'w> {
         }
     }
 
-    /// Withholds the GPUs of other pools, for an attempt to get room.
+    /// Withholds the GPUs of other pools, for an attempt to place a pod.
     pub(super) fn withhold_others(&self, ledger: &mut Ledger, turn: Option<QuotaTurn>) {
         ledger.withhold(self.worlds.withheld(turn.map(|turn| turn.member.pool)));
     }

@@ -117,7 +117,8 @@ impl PlacementController {
         self.reports_quotas.then_some(next)
     }
 
-    /// Writes the status of a quota. Returns whether it was written, or the quota no longer exists.
+    /// Writes the status of a quota. Returns the quota's name, and whether the status was written
+    /// or the quota no longer exists.
     async fn write_quota_status<'n>(
         &self,
         cluster: &Cluster,

@@ -1,4 +1,4 @@
-//! Tests which waiting pod gets room first while quotas are enforced.
+//! Tests which waiting pod gets units first while quotas are enforced.
 use serde_json::{Value, json};
 
 use super::quotas::{Case, Ending};

@@ -91,7 +91,8 @@ fn node_name(node: usize) -> String {
     format!("node-{node:04}")
 }
 
-/// A fleet of nodes with eight GPUs each. All shares are in use by pods with one share each.
+/// A fleet of nodes with eight GPUs each. Pods with one share each use the shares. Pods beyond the
+/// number of shares use no GPU.
 struct Fleet {
     nodes: usize,
     pods: usize,

@@ -15,7 +15,7 @@ use super::simulation::{CreatedPod, Simulation};
 /// controller are delayed by up to 600 s.
 const RESCUE_DEADLINE_SECONDS: u64 = 1000;
 
-/// Checks that no unit of a GPU is reserved twice.
+/// Checks that no unit of a GPU is reserved twice, or reserved and used.
 pub(super) fn no_units_are_reserved_twice(simulation: &Simulation) -> Result<(), String> {
     let mut units: BTreeMap<String, u32> = BTreeMap::new();
     for pod in simulation.api.pods.values() {

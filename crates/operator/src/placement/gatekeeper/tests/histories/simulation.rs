@@ -273,8 +273,8 @@ impl Simulation {
         }
     }
 
-    /// Ends the containers of deleted pods at their due time, and deletes pods that do not tolerate
-    /// a taint with `NoExecute`.
+    /// Records the GPUs that cannot serve. Ends the containers of deleted pods at their due time,
+    /// except on nodes that are down. Deletes pods that do not tolerate a taint with `NoExecute`.
     pub(super) fn run_kubelets(&mut self) {
         for (name, gpu) in &self.gpus.clone() {
             if !self.can_serve(gpu) {
