@@ -83,10 +83,11 @@ pub(crate) struct Rollout {
     /// Closed nodes, on which no MPS shares are reserved. Each value is the UID of the MPS host to
     /// replace and the time of closing.
     closed: BTreeMap<String, (String, Duration)>,
-    /// The UIDs of deleted MPS hosts, by node, until a successor serves.
+    /// The UIDs of deleted MPS hosts, by node, until the outage ends or has lasted for
+    /// [`START_TIMEOUT`].
     deleted: BTreeMap<String, String>,
     outages: BTreeMap<String, Outage>,
-    /// End of the suspension after the API server refused a deletion.
+    /// End of the suspension after the API server refused a deletion or did not answer.
     suspended: Option<Duration>,
     /// Why replacement is stopped, as last reported.
     reported: Option<String>,

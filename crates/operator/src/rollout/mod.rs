@@ -28,8 +28,8 @@
 //!
 //! The decision is part of placement's reconcile ([`crate::placement`]). So the operator reserves
 //! nothing between the check that a node is idle and the closing of the node. [`Rollout`] remembers
-//! only its own actions and their times. Each update reads again which MPS hosts are outdated,
-//! terminating or not ready, so a new leader can continue.
+//! only its own actions and reports, and when outages began and ended. Each update reads again
+//! which MPS hosts are outdated, terminating or not ready, so a new leader can continue.
 mod decide;
 mod hosts;
 mod replace;
