@@ -32,8 +32,8 @@ use crate::watches::{WATCH_TIMEOUT_SECONDS, Wakers, Watches};
 type Tasks = JoinSet<(&'static str, Result<()>)>;
 
 /// Maximum time without data from the API server after a request. Without this limit, a watch
-/// request on a dead connection hangs until the kernel closes the connection after 15 minutes. The
-/// limit is longer than the lifetime of a watch, [`WATCH_TIMEOUT_SECONDS`].
+/// request on a dead connection hangs until the kernel closes the connection after about 15
+/// minutes. The limit is longer than the lifetime of a watch, [`WATCH_TIMEOUT_SECONDS`].
 const READ_TIMEOUT: Duration = Duration::from_secs(WATCH_TIMEOUT_SECONDS as u64 + 15);
 
 /// Returns the configuration of a client that does not retry requests. Each task retries within its
@@ -56,7 +56,7 @@ fn with_read_timeout(mut config: kube::Config) -> kube::Config {
 /// Runs the operator until SIGTERM or SIGINT, or until one of its tasks ends unexpectedly.
 ///
 /// # Errors
-/// Returns an error if a task fails, or the API server cannot be found.
+/// Returns an error if the operator cannot start, or if a task fails.
 pub async fn run(args: OperatorArgs) -> Result<()> {
     let quotas = args.quotas.settings();
     let OperatorArgs { namespace, agent_selector, lease, identity, metrics_addr, webhook, webhook_addr, .. } = args;
@@ -182,7 +182,7 @@ fn spawn_webhook(
     let stop = stop.clone();
     tasks.spawn(async move {
         // Publish the certificate only after the exempt namespaces are known. API servers send no
-        // reviews before the certificate is published.
+        // reviews to this replica before it serves a certificate, because the replica is not ready.
         tokio::select! {
             () = stop.cancelled() => {}
             listed = exempt.wait_until_ready() => match listed {

@@ -14,7 +14,7 @@ fn documented_programs() -> Vec<Command> {
     let server = |name: &'static str, about: &'static str, arguments: fn(Command) -> Command| {
         arguments(Command::new(name)).name(name).about(about).long_about(None::<&str>)
     };
-    let operator = "Plan how GPUs are shared, and write it to each node's GpuNode";
+    let operator = "Plan how GPUs are shared, and write the plan to each node's GpuNode";
     let agent = "Serve this node's GPUs to the kubelet, and apply its GpuNode";
     let host = "Run this node's MPS daemons and enforce the limits of their clients";
     vec![

@@ -140,7 +140,7 @@ impl QuotaMetrics {
         counted.insert((exchange.from, exchange.to, kind));
     }
 
-    /// Clears the gauges. A process that does not lead reports no values.
+    /// Clears the gauges. A process that does not lead reports no gauges.
     pub(crate) fn clear_gauges(&self) {
         for family in [
             &self.min,

@@ -30,9 +30,9 @@ pub struct Cluster {
     pub agents: Vec<Arc<AgentPod>>,
     /// MPS hosts. `None` if the operator does not replace MPS hosts, or has not listed them yet.
     pub hosts: Option<MpsHosts>,
-    /// `PersistentVolumeClaim`s that pods refer to.
+    /// `PersistentVolumeClaim`s, to which pods refer.
     pub volume_claims: Vec<Arc<VolumeClaimObject>>,
-    /// `PersistentVolume`s that claims are bound to.
+    /// `PersistentVolume`s, to which claims are bound.
     pub volumes: Vec<Arc<VolumeObject>>,
     /// Quotas.
     pub quotas: Vec<Arc<DeserializeGuard<GpuQuota>>>,

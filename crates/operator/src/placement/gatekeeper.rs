@@ -158,7 +158,7 @@ impl Gatekeeper {
         Self { quotas, ..self }
     }
 
-    /// Drops all state. Call this while another process leads.
+    /// Drops all state except the settings. Call this function while another process leads.
     pub fn reset(&mut self) {
         let agent_labels = std::mem::take(&mut self.agent_labels);
         let new = Self::new(self.unschedulable_after)
@@ -283,7 +283,7 @@ impl Gatekeeper {
         )
     }
 
-    /// Returns the ledger, after the first reconcile.
+    /// Returns the ledger. Returns `None` before the first reconcile, and after [`Self::reset`].
     pub fn ledger(&self) -> Option<&Ledger> {
         self.ledger.as_ref()
     }
@@ -299,7 +299,7 @@ impl Gatekeeper {
         self.reconcile_changes(cluster, PodChanges::All(cluster.pods.clone()), demand, now)
     }
 
-    /// Decides like [`Self::reconcile`], but examines only the pods in `changes`. Ignores the pods
+    /// Decides like [`Self::reconcile`], but reads changes of pods from `changes`. Ignores the pods
     /// in `cluster`.
     pub fn reconcile_changes(
         &mut self,
@@ -430,7 +430,8 @@ impl Gatekeeper {
                     settled.push(name.clone());
                 }
             } else if pod.waits_at_gate() {
-                // A pod with a claim is already released, but the watch has not reported that yet.
+                // A pod with a claim was released, but the watch has not reported that yet, or the
+                // release is retried.
                 if ledger.claim(&name).is_none() {
                     self.unanswered.remove(&name);
                     waiting.push((name.clone(), *pod));

@@ -63,7 +63,7 @@ impl<'a> OtherNodes<'a> {
 
     /// Finds a node with enough free resources for the pod, and subtracts the pod's requests.
     /// Returns a requirement that excludes the pod from all of Cleave's nodes. Returns `None` if no
-    /// node has enough free resources.
+    /// node allows the pod and has enough free resources.
     pub(super) fn place_pod(&mut self, pod: &PlanPod) -> Option<Requirement> {
         let has_room = |other: &&mut OtherNode<'_>| {
             amounts::has_room_for_pod(&other.free, amounts::requested_with_gpus(&pod.requests))

@@ -17,9 +17,9 @@ mod costs;
 /// Where a pod that has waited long can run.
 #[derive(Debug, Default)]
 pub(super) struct LongWait {
-    /// The units that it requests, without a device. `None` if the pod is not nominated.
+    /// The units that the pod requests, without a device. `None` if the pod is not nominated.
     pub(super) take: Option<Reservation>,
-    /// The devices that it can use, by GPU: name of the node, and UUID.
+    /// The devices that the pod can use, by GPU: name of the node, and UUID.
     pub(super) devices: BTreeMap<usize, (String, String)>,
 }
 
@@ -47,15 +47,15 @@ pub(super) struct QuotaTurn {
 /// A waiting pod that must wait regardless of free units, and the reason.
 pub(super) type Hold = (Member, Wait);
 
-/// Where a waiting pod, or all waiting pods of its gang, may get room now.
+/// Where a waiting pod, or all waiting pods of its gang, may get units now.
 pub(super) struct Turns {
-    /// The pools in which it may get room, in the order in which it tries. `None` are the nodes
-    /// that are in no pool with an enforced quota.
+    /// The pools in which the pod may get units, in the order of attempts. `None` stands for the
+    /// GPUs that no enforced quota counts.
     pub(super) attempts: Vec<Option<QuotaTurn>>,
-    /// Why it gets no room in another pool.
+    /// Why the pod gets no units in another pool.
     pub(super) hold: Option<Hold>,
-    /// Whether more GPUs would not help: a maximum, or its own guarantee, keeps it waiting in all
-    /// pools.
+    /// Whether more GPUs would not help: a maximum, or the pod's own guarantee, keeps the pod
+    /// waiting in all pools.
     pub(super) needs_no_gpus: bool,
 }
 
@@ -76,12 +76,13 @@ type OwnPod<'n> = (i32, Reverse<Moment>, &'n str, PodId, Option<usize>);
 pub(super) struct QuotaPass<'w> {
     worlds: &'w QuotaWorlds,
     books: Vec<Book<'w>>,
-    /// Room that is reserved for pods that have waited long, by pod. It is nominated in the ledger,
-    /// except during the turn of the pod, and does not count as used.
+    /// Units that are kept for pods that have waited long, by pod. The ledger has a nomination for
+    /// these units, except during the turn of the pod. The units do not count as used.
     long_waits: BTreeMap<String, (QuotaTurn, Nomination)>,
     /// The waiting pods of each gang in all enforced pools.
     gangs: BTreeMap<&'w str, BTreeSet<&'w str>>,
-    /// What quotas use of each GPU, by pool. Only of quotas with pods that use MIG instances.
+    /// The amounts that quotas use of each GPU, by pool and quota. Computed when first needed, and
+    /// only in pools with MIG instances.
     own_use: BTreeMap<(usize, &'w Owner), BTreeMap<usize, Amount>>,
 }
 
@@ -142,7 +143,7 @@ impl<'w> QuotaPass<'w> {
             let usable = |id: PodId| {
                 let (member, pod) = (Member { pool, id }, of.world.pod(id));
                 if ledger.nominations().contains_key(&pod.name) {
-                    // Room is kept for the pod in another pool.
+                    // The pod already has a nomination, for example in another pool.
                     return BTreeSet::new();
                 }
                 // What the pod leaves to nominated pods depends on its rank.
@@ -214,8 +215,9 @@ impl<'w> QuotaPass<'w> {
         }
     }
 
-    /// Returns a pod in the enforced pools whose GPUs it may use. First are pools that all waiting
-    /// pods of its gang may use, then pools in which it is within its guarantee.
+    /// Returns a pod's entries in the enforced pools whose GPUs the pod may use. First are pools
+    /// that all waiting pods of its gang may use, then the pool of its nomination, and then pools
+    /// in which the pod is within its guarantee.
     pub(super) fn members(&self, name: &str) -> Vec<Member> {
         let pools = self.worlds.pools.iter().enumerate().filter(|(_, pool)| pool.is_enforced);
         let mut members: Vec<Member> =
@@ -236,8 +238,8 @@ impl<'w> QuotaPass<'w> {
         waiting.is_none_or(|waiting| self.book(member).unit(member.id).len() >= waiting.len())
     }
 
-    /// Starts the turn of a waiting pod, or of all waiting pods of its gang. Their nominations do
-    /// not count meanwhile in the accounts.
+    /// Starts the turn of a waiting pod, or of all waiting pods of its gang. During the turn, the
+    /// nominations of these pods do not count in the accounts.
     pub(super) fn start_turns(&mut self, ledger: &mut Ledger, name: &str) -> Turns {
         if self.long_waits.contains_key(name) {
             ledger.withdraw(name);
@@ -259,7 +261,7 @@ impl<'w> QuotaPass<'w> {
         }
         attempts.sort_by_key(|turn| turn.is_none_or(|turn| !turn.was_nominated));
         if attempts.is_empty() && hold.is_none() || self.worlds.has_other_nodes && is_complete {
-            // A pod tries first where room is kept for it.
+            // A nominated pod first tries the GPUs of its nomination.
             let is_kept = |of: &Nomination| self.worlds.is_nominated_in(None, of);
             let is_first = ledger.nominations().get(name).is_some_and(is_kept);
             needs_no_gpus = false;
@@ -271,7 +273,7 @@ impl<'w> QuotaPass<'w> {
     /// Starts the turn of a waiting pod, or of all waiting pods of its gang, in one pool.
     ///
     /// # Errors
-    /// Returns why the pod must wait regardless of free room.
+    /// Returns why the pod must wait regardless of free units.
     fn start_turn(&mut self, member: Member) -> Result<QuotaTurn, Wait> {
         let was_nominated = self.book(member).class(member.id).is_some();
         if was_nominated {
@@ -288,10 +290,10 @@ impl<'w> QuotaPass<'w> {
         self.consider_cheaper_devices(member, was_nominated, turn)
     }
 
-    /// Returns the turn of a waiting pod with what it costs where it costs most.
+    /// Returns the turn of a waiting pod at the pod's current charge.
     ///
     /// # Errors
-    /// Returns why the pod must wait regardless of free room.
+    /// Returns why the pod must wait regardless of free units.
     fn turn_now(&self, member: Member, was_nominated: bool) -> Result<QuotaTurn, Wait> {
         let book = self.book(member);
         let rights = book.rights(member.id)?;
@@ -311,8 +313,8 @@ impl<'w> QuotaPass<'w> {
         Ok(QuotaTurn { member, rights, was_nominated, may_use_free_room, cheap: OnlyWhereCheap::default(), rank })
     }
 
-    /// Sets the rank of a waiting pod, or of all waiting pods of its gang, for an attempt to get
-    /// room. On nodes that are in no pool with an enforced quota, priority alone decides.
+    /// Sets the rank of a waiting pod, or of all waiting pods of its gang, for an attempt to place
+    /// these pods. On nodes that are in no pool with an enforced quota, priority alone decides.
     pub(super) fn set_rank(&self, ledger: &mut Ledger, name: &str, turn: Option<QuotaTurn>) {
         match turn {
             Some(QuotaTurn { member, rank, .. }) => {
@@ -324,7 +326,7 @@ impl<'w> QuotaPass<'w> {
         }
     }
 
-    /// Withholds the GPUs of other pools, for an attempt to get room.
+    /// Withholds the GPUs of other pools, for an attempt to place a pod.
     pub(super) fn withhold_others(&self, ledger: &mut Ledger, turn: Option<QuotaTurn>) {
         ledger.withhold(self.worlds.withheld(turn.map(|turn| turn.member.pool)));
     }
@@ -348,7 +350,8 @@ impl<'w> QuotaPass<'w> {
         found.iter().flat_map(|(name, found)| self.parts_of(member, name, (&found.node, &found.takes))).collect()
     }
 
-    /// Records that the pods of a turn are released to devices. Returns the class of the first pod.
+    /// Records that the pods of a turn are released to devices. Returns the class of the pod that
+    /// has the turn.
     pub(super) fn record_release(&mut self, member: Member, released: &[(&str, &Fits)]) -> Option<Class> {
         let mut parts = Vec::new();
         for (name, fits) in released {
@@ -482,8 +485,8 @@ impl<'w> QuotaPass<'w> {
     }
 
     /// Returns whether a pod terminates, and does so within the maximum grace period of evicted
-    /// pods. A pod that terminates later counts as running, and can be evicted: that shortens its
-    /// grace period.
+    /// pods. A pod that terminates later counts as running, and can be evicted: an eviction
+    /// shortens its grace period.
     fn is_ending_soon(&self, member: Member, name: &str, holder: &Holder<'_>) -> bool {
         let pool = &self.worlds.pools[member.pool];
         let runs_on = |id: &PodId| pool.terminates_late.contains(id) && self.book(member).class(*id).is_some();
@@ -518,8 +521,8 @@ impl<'w> QuotaPass<'w> {
         evictable
     }
 
-    /// Returns the gangs of which all pods that run can be evicted now. If one of them is
-    /// protected, all stay.
+    /// Returns the gangs whose running pods can all be evicted now. If one pod of a gang is
+    /// protected, no pod of the gang is evicted.
     fn evictable_gangs(&self, member: Member, all: &Holders<'_>) -> BTreeSet<usize> {
         let (book, world) = (self.book(member), &self.worlds.pools[member.pool].world);
         if world.pods.iter().all(|pod| pod.gang.is_none()) {
@@ -549,7 +552,7 @@ impl<'w> QuotaPass<'w> {
     }
 
     /// Returns how long a disruption budget can protect a borrower from eviction for a pod within
-    /// its guarantee.
+    /// its guarantee. `None` means forever.
     pub(super) fn budget_patience(&self, member: Member) -> Option<Duration> {
         self.worlds.pools[member.pool].world.settings.budget_patience.map(Duration::from_secs)
     }
@@ -635,7 +638,7 @@ impl<'w> QuotaPass<'w> {
             after = after.minus(charge);
             chosen.push((mates, charge));
         }
-        // Pods stay that need not leave, the most important first.
+        // Keep the pods whose eviction is not needed, the most important first.
         for (mates, charge) in chosen.iter().rev().filter(|(_, charge)| *charge > Amount::ZERO) {
             if after.plus(*charge) <= max {
                 after = after.plus(*charge);

@@ -34,7 +34,7 @@ fn revision(set: &str, hash: &str, number: i64) -> Revision {
     )
 }
 
-/// Returns a pod of the `DaemonSet` `s`.
+/// Returns a pod of the `DaemonSet` with the UID `s`.
 fn pod(name: &str, node: &str, hash: &str, terminating: bool) -> Arc<AgentPod> {
     let owner = json!({"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "hosts", "uid": "s", "controller": true});
     let mut pod = json!({"metadata": {"name": name, "namespace": "system", "uid": format!("{name}-uid"), "labels": {REVISION_HASH_LABEL: hash}, "ownerReferences": [owner]},

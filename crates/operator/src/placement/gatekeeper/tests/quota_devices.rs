@@ -262,7 +262,7 @@ fn mixed_node() -> (TestCluster, ActualAllocations) {
     (world, ActualAllocations::default())
 }
 
-/// Moves a running pod to a GPU of n1.
+/// Adds a pod that runs on a GPU of n1.
 fn run_on(world: &mut TestCluster, actual: &mut ActualAllocations, pod: (&str, &str, u32), gpu: usize) {
     add(world, &mut ActualAllocations::default(), pod, (Some("n1"), 0));
     actual.given.insert(format!("{}/{}", pod.0, pod.1), (format!("n1-GPU-{gpu}"), pod.2));
@@ -297,7 +297,7 @@ fn a_guarantee_of_one_model_reclaims_no_gpu_of_another() {
     actual.report_on(&mut world, 2);
     let actions = reconcile(&mut keeper(), &world, 9);
     assert_eq!((evicted(&actions).len(), actions.releases.len()), (0, 0), "{:?}", actions.evictions);
-    // The team of the L4 reclaims it.
+    // The quota of the L4 reclaims the L4.
     add(&mut world, &mut actual, ("l", "l1", 10), (None, 0));
     actual.report_on(&mut world, 2);
     let actions = reconcile(&mut keeper(), &world, 9);

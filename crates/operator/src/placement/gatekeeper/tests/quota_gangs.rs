@@ -297,7 +297,7 @@ fn a_pod_of_a_gang_whose_release_failed_keeps_its_room() {
     case.failing_release = Some("a/g2".to_owned());
     assert_eq!(case.step().releases.len(), 2);
     case.failing_release = None;
-    // Its quota has the lower share, so its turn is before that of g2.
+    // The quota of c1 has the lower share, so the turn of c1 is before the turn of g2.
     let case = case.waiting(&[("c1", "c", 5, 0)]).until_rest();
     assert_eq!(case.is_running(), ["g1", "g2"].map(str::to_owned).into(), "{:?}", case.evicted);
 }

@@ -8,8 +8,8 @@ const A_DAY_LATER: &str = "1970-01-13T13:46:40Z";
 /// Five minutes after the first second of a case: within the maximum grace period.
 const SOON: &str = "1970-01-12T13:51:40Z";
 
-/// Pods of the quota `a` use one GPU, and one of them is deleted. Another pod of the quota waits,
-/// and needs the GPU that `b` borrows.
+/// A pod of the quota `a` uses half a GPU, and terminates until `until`. Another pod of the quota
+/// waits, and needs the GPU that `b` borrows.
 fn deleted_and_replaced(a: Value, until: &str) -> Case {
     let mut case = Case::new(2, &[("a", a), ("b", json!({})), ("c", json!({"min": 5}))])
         .running(&[(("a1", "a", 5, 0), 0), (("c1", "c", 5, 0), 0), (("b1", "b", 10, 0), 1)])
