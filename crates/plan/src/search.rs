@@ -364,7 +364,7 @@ impl ExactSearch<'_, '_> {
         for (now, chosen) in combinations {
             if chosen.len() == units.len() && !units.is_empty() {
                 let steps = slots.iter().zip(&now).map(|(&from, &to)| change_cost(self.states, from, to, self.rule));
-                let Some(cost) = steps.reduce(|sum, cost| Some(sum?.saturating_add(cost?))).flatten() else { continue };
+                let Some(cost) = steps.reduce(|sum, cost| Some(sum?.plus(cost?))).flatten() else { continue };
                 options.push((cost, Location { node, gpus: chosen }));
             }
         }
