@@ -325,9 +325,10 @@ fn place_on_several_gpus(
     chosen.clear();
     let mut steps = 0;
     let found = search_combinations(states, &mut now, units, rule, &mut chosen, &mut steps);
-    let cost = slots.iter().zip(&now).try_fold(PlacementCost::default(), |sum, (&from, &to)| {
-        Some(sum.plus(change_cost(states, from, to, rule)?))
-    });
+    let cost = slots
+        .iter()
+        .zip(&now)
+        .try_fold(PlacementCost::default(), |sum, (&from, &to)| Some(sum.plus(change_cost(states, from, to, rule)?)));
     cost.filter(|_| found).map(|cost| (cost, chosen))
 }
 

@@ -162,7 +162,7 @@ enum Decision {
     Wait(Wait),
 }
 
-/// Victims of one GPU and their cost.
+/// Cost of the victims on one GPU.
 type Cost =
     (usize, bool, Reverse<Option<Share>>, Option<i32>, Amount, i128, usize, Reverse<Option<(Moment, Option<Moment>)>>);
 
@@ -337,8 +337,8 @@ impl Pool {
         sets.map(victims_of).find(|victims| self.makes_room(taker, gpu, victims, max))
     }
 
-    /// Returns whether a quota stays within its guarantee if a pod gets a GPU before its pods that
-    /// leave are gone.
+    /// Returns whether a quota stays within its guarantee if a pod gets a GPU before the quota's
+    /// terminating pods have exited.
     fn guarantees_beside_leaving(&self, taker: usize, gpu: usize) -> bool {
         let owner = self.owner(taker);
         let quota = self.quota(&owner);
