@@ -42,7 +42,8 @@ pub const fn shareable_memory(total: Mebibytes) -> Mebibytes {
     total.saturating_sub(SERVER_RESERVE)
 }
 
-/// Returns the thread percentage of `shares` of `units`, rounded down, at least 1 %.
+/// Returns the thread percentage of `shares` of `units`, rounded down, at least 1 %. Returns `None`
+/// if the policy sets no limit.
 ///
 /// If `shares` is larger than `units`, or `units` is 0, the result is the percentage of the whole
 /// GPU.

@@ -95,7 +95,7 @@ impl Pool {
         (rights, class, self.world.pods[pod].priority, self.overriding(pod))
     }
 
-    /// Returns whether a pod, or all pods of its gang, may run outside the guarantee.
+    /// Returns whether a pod, and all other pods of its gang, may run outside the guarantee.
     pub(super) fn borrows(&self, pod: usize) -> bool {
         self.pods().filter(|&other| self.are_together(pod, other)).all(|other| self.world.pods[other].borrows)
     }
@@ -412,7 +412,7 @@ impl Pool {
         may_borrow_all || size - i128::from(older) - i128::from(self.charge(pod)) >= kept
     }
 
-    /// Returns whether a counted pod overtakes a waiting pod: it was released after the waiting
+    /// Returns whether a counted pod has overtaken a waiting pod: it was released after the waiting
     /// pod's creation, or it is nominated and was created later.
     fn has_overtaken(&self, other: usize, pod: usize) -> bool {
         let key = |pod: usize| (self.world.pods[pod].created, self.world.pods[pod].name.clone());
@@ -422,8 +422,9 @@ impl Pool {
         }
     }
 
-    /// Returns the GPU on which capacity is reserved for a pod. Of the GPUs on which the pod was
-    /// overtaken, this is the GPU on which the last pod that must end was released first.
+    /// Returns the GPU on which capacity is reserved for a pod. Of the GPUs on which the pod would
+    /// fit without the pods that overtook it, this is the GPU on which the last pod that must end
+    /// was released first.
     pub(super) fn overtaken_on(&self, pod: usize) -> Option<usize> {
         let of_cells = has_cells(&self.quota(&self.rights(pod))) && self.is_within(pod);
         let possible = (0..self.world.gpus.len()).filter(|&gpu| {
@@ -490,7 +491,7 @@ impl Pool {
         within.all(|pod| classes.of[&pod] == Class::In)
     }
 
-    /// Returns whether quotas own GPUs.
+    /// Returns whether an enforced quota guarantees cells.
     pub(super) fn has_cells(&self) -> bool {
         self.world.quotas.values().any(|quota| has_cells(quota) && quota.is_enforced())
     }

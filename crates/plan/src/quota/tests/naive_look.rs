@@ -163,7 +163,7 @@ enum Decision {
     Wait(Wait),
 }
 
-/// Victims of one GPU and their cost.
+/// Cost of the victims on one GPU.
 type Cost =
     (usize, bool, Reverse<Option<Share>>, Option<i32>, Amount, i128, usize, Reverse<Option<(Moment, Option<Moment>)>>);
 
