@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
     category = "cleave",
     status = "GpuQuotaStatus",
     derive = "PartialEq",
-    doc = "How many GPUs are guaranteed to a set of namespaces, and how many they may use and lend. If two quotas select one namespace in the same pool, only the older quota counts the namespace's pods.",
+    doc = "How many GPUs are guaranteed to a set of namespaces, and how many they may use and lend. If two quotas select one namespace in the same pool, only one of them counts the namespace's pods: a quota that names the namespace before a quota that selects it by labels, then the older quota.",
     printcolumn(name = "Min", type_ = "string", json_path = ".spec.min", description = "Guaranteed amount"),
     printcolumn(name = "Max", type_ = "string", json_path = ".spec.max", description = "Maximum amount"),
     printcolumn(name = "Used", type_ = "string", json_path = ".status.used", description = "Amount that pods use"),

@@ -20,7 +20,7 @@ const fn reason(name: &'static str, meaning: &'static str, action: &'static str)
 
 /// Events of pods that the operator publishes.
 pub const POD_EVENTS_OF_OPERATOR: &[Reason] = &[
-    reason("NoGpu", "The pod waits until a GPU has room.", "Run `cleave explain pod`, or wait."),
+    reason("NoGpu", "The pod waits until a GPU has enough free slices.", "Run `cleave explain pod`, or wait."),
     reason(
         "NoGpuFits",
         "The pod fits on no GPU of the cluster, even an unused one. The pod was released as unschedulable.",
@@ -105,7 +105,7 @@ pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
     ),
     reason(
         "SharesSplit",
-        "The kubelet requested shares of two GPUs. The agent refused the request.",
+        "The kubelet requested shares of several GPUs for one container. The agent refused the request.",
         "Recreate the pod.",
     ),
     reason(
@@ -118,7 +118,7 @@ pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
     reason(
         "MigFailed",
         "A change of MIG instances failed.",
-        "Read the message. The agent attempts the change five times.",
+        "Read the message. The agent attempts the change up to five times.",
     ),
     reason(
         "MemoryExceeded",
@@ -213,7 +213,7 @@ pub const NODE_CONDITIONS: &[Reason] = &[
     reason("DoorsEnforce", "`LimitsEnforced` is True: doors enforce the limits of all shares.", ""),
     reason(
         "UnknownHandshake",
-        "The driver's MPS handshake is unknown, so limits cannot be enforced. The shares are Unhealthy.",
+        "The driver's MPS handshake is unknown, or the MPS daemon sends unexpected replies, so limits cannot be enforced. The shares are Unhealthy.",
         "Run `cleave doctor`. Install a driver whose handshake is known, or set `mps.enforcement: Advisory`.",
     ),
     reason(
@@ -257,7 +257,7 @@ pub const POD_CONDITIONS: &[Reason] = &[
     reason("WithinShare", "`cleave.dev/WithinShare` is True: the violation has ended.", ""),
     reason(
         "Stranded",
-        "`cleave.dev/Placed` is False: no node accepts the released pod, and it has no controller.",
+        "`cleave.dev/Placed` is False: no node accepts the released pod, and no controller recreates it.",
         "Delete and recreate the pod.",
     ),
     reason("Bound", "`cleave.dev/Placed` is True: the pod is bound to a node.", ""),

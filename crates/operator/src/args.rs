@@ -58,9 +58,9 @@ pub struct QuotaArgs {
     #[arg(long, env = "CLEAVE_QUOTAS_BUDGET_PATIENCE", value_name = "SECONDS", default_value_t = 600)]
     pub quotas_budget_patience: u64,
 
-    /// Priority from which on pods do not stop at the borders of quotas. Such a pod may evict pods
-    /// of lower priority of all enforced quotas, also pods within their guarantee. Without it, no
-    /// pod may.
+    /// Priority from which on pods override quotas. Such a pod may evict pods of lower priority of
+    /// all enforced quotas, also pods within their guarantee. Without this option, no pod overrides
+    /// quotas.
     #[arg(long, env = "CLEAVE_QUOTAS_OVERRIDE_PRIORITY", value_name = "PRIORITY", allow_negative_numbers = true)]
     pub quotas_override_priority: Option<i32>,
 
