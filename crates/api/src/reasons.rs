@@ -222,7 +222,7 @@ pub const NODE_CONDITIONS: &[Reason] = &[
     reason("DoorsEnforce", "`LimitsEnforced` is True: doors enforce the limits of all shares.", ""),
     reason(
         "UnknownHandshake",
-        "The driver's MPS handshake is unknown, so limits cannot be enforced. The shares are Unhealthy.",
+        "The driver's MPS handshake is unknown, or the MPS daemon sends unexpected replies, so limits cannot be enforced. The shares are Unhealthy.",
         "Run `cleave doctor`. Install a driver whose handshake is known, or set `mps.enforcement: Advisory`.",
     ),
     reason(
@@ -270,7 +270,7 @@ pub const POD_CONDITIONS: &[Reason] = &[
     reason("WithinShare", "`cleave.dev/WithinShare` is True: the violation has ended.", ""),
     reason(
         "Stranded",
-        "`cleave.dev/Placed` is False: no node accepts the released pod, and it has no controller.",
+        "`cleave.dev/Placed` is False: no node accepts the released pod, and no controller recreates it.",
         "Delete and recreate the pod.",
     ),
     reason("Bound", "`cleave.dev/Placed` is True: the pod is bound to a node.", ""),

@@ -140,7 +140,7 @@ pub enum Command {
     /// Check that this node's GPU driver enforces limits as Cleave expects.
     ///
     /// Run the doctor on the node as root, in the host's PID namespace. The doctor starts its own
-    /// MPS daemon on an idle GPU. It changes nothing on a GPU that is in use.
+    /// MPS daemon on an idle GPU. The doctor starts nothing on a GPU that is in use.
     ///
     /// Exit status: 0 if all checks that ran passed, even if none ran, 1 if a check failed, 2 if
     /// there is no result.
