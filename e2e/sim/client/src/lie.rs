@@ -36,7 +36,7 @@ pub(crate) enum HandshakeViolation {
     Descriptors,
     /// Claims the PID of another process, which the kernel allows for root.
     Pid(i32),
-    /// Claims root's user id.
+    /// Claims root's user id and group id.
     Root,
     /// Sends a valid introduction. After that, neither reads nor closes the connection.
     Unread,
