@@ -148,7 +148,13 @@ impl<'a> Decisions<'a, '_> {
                     self.reserve(candidate, turn, &fits);
                     return;
                 }
-                Ok(_) => no_room.attempts.push((turn, Verdict::Waits(String::new()))),
+                Ok(_) => {
+                    if let Some(fits) = self.find_cheaper(turn, candidate) {
+                        self.reserve(candidate, turn, &fits);
+                        return;
+                    }
+                    no_room.attempts.push((turn, Verdict::Waits(String::new())));
+                }
                 Err(verdict) => no_room.attempts.push((turn, verdict)),
             }
             no_room.is_held = false;
@@ -189,6 +195,16 @@ impl<'a> Decisions<'a, '_> {
     /// Returns whether a pod may use the placement that a search found.
     fn may_use(&mut self, turn: Option<QuotaTurn>, fits: &Fits) -> bool {
         self.quotas.as_mut().zip(turn).is_none_or(|(pass, turn)| pass.may_use(turn, fits))
+    }
+
+    /// Finds a placement on devices where the pod costs little enough, after a search that found
+    /// another one.
+    fn find_cheaper(&mut self, turn: Option<QuotaTurn>, candidate: &'a Candidate<'a>) -> Option<Fits> {
+        let (pass, turn) = self.quotas.as_mut().zip(turn)?;
+        pass.withhold_dear_devices(self.ledger, turn, &candidate.device_requests);
+        let found = self.search.find(self.ledger, candidate).ok();
+        pass.withhold_others(self.ledger, Some(turn));
+        found.filter(|fits| pass.may_use(turn, fits))
     }
 
     /// Reserves units for a pod, and releases the pod.

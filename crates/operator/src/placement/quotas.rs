@@ -8,7 +8,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::GpuStatus;
 use cleave_plan::ledger::{DeviceAmounts, DeviceRequest, Ledger, Moment, Nomination, UnitsOnDevice};
-use cleave_plan::quota::{Amount, GPU, Gang, Owner, Piece, Place, Pod, PodId, Settings, Unit, World, charge_per_gpu};
+use cleave_plan::quota::{
+    Amount, GPU, Gang, Owner, Piece, Place, Pod, PodId, Quota, Settings, Unit, World, charge_per_gpu,
+};
 use kube::Resource as _;
 
 use super::claims::RESERVATION_TIME;
@@ -633,6 +635,13 @@ impl PoolWorld {
         devices.gpus.insert(gpu.uuid.clone(), at);
         devices.gpus.extend(gpu.slices.iter().map(|slice| (slice.device.clone(), at)));
         at
+    }
+
+    /// Returns the node and the UUID of each device.
+    pub(super) fn devices(&self) -> impl Iterator<Item = (&str, &str)> {
+        let of_node = |(node, devices)| std::iter::repeat(node).zip(devices);
+        let devices = self.devices.iter().map(|(node, of)| (node.as_str(), of.gpus.keys().map(String::as_str)));
+        devices.flat_map(of_node)
     }
 
     /// Returns the GPU of a node's device.

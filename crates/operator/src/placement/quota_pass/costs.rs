@@ -3,7 +3,7 @@
 //! it costs less, it may have more rights.
 use std::collections::BTreeMap;
 
-use cleave_plan::ledger::Fits;
+use cleave_plan::ledger::{DeviceRequest, Fits, Ledger, Reservation};
 use cleave_plan::quota::{Amount, Wait};
 
 use super::{Member, QuotaPass, QuotaTurn, UnitsOnNode};
@@ -127,6 +127,34 @@ impl QuotaPass<'_> {
         }
         let there = self.turn_at(turn.member, turn.was_nominated, most);
         there.is_some_and(|turn| turn.may_use_free_room)
+    }
+
+    /// Withholds the devices on which a waiting pod may not use free units, because it costs too
+    /// much there. Does nothing for pods with several requests.
+    pub(in crate::placement) fn withhold_dear_devices(
+        &mut self,
+        ledger: &mut Ledger,
+        turn: QuotaTurn,
+        requests: &[DeviceRequest],
+    ) {
+        let [request] = requests else { return };
+        let pool = &self.worlds.pools[turn.member.pool];
+        let mut is_dear = BTreeMap::new();
+        let mut withheld = self.worlds.withheld(Some(turn.member.pool));
+        for (node, device) in pool.devices() {
+            let (resource, device) = (request.resource.clone(), device.to_owned());
+            let take = [Reservation { resource, units: request.units, device }];
+            let Some(cost) = self.cost_of(turn.member, (node, &take)) else { continue };
+            let is_dear = *is_dear.entry(cost).or_insert_with(|| {
+                let there = self.turn_at(turn.member, turn.was_nominated, cost);
+                there.is_none_or(|turn| !turn.may_use_free_room)
+            });
+            if is_dear {
+                let [Reservation { resource, device, .. }] = take;
+                withheld.entry(node.to_owned()).or_default().insert((resource, device), u32::MAX);
+            }
+        }
+        ledger.withhold(withheld);
     }
 
     /// Returns whether a waiting pod without a gang is within its guarantee with these units.

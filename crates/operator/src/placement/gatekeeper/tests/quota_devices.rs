@@ -215,7 +215,7 @@ fn a_pod_uses_devices_where_it_costs_less_than_its_maximum_or_guarantee() {
 #[test]
 fn a_node_that_reports_devices_of_another_node_does_not_change_what_pods_cost_there() {
     for forger in ["n0", "n9"] {
-        let mut world = TestCluster::default().node("n5", &[0, 0]).node(forger, &[0]);
+        let mut world = TestCluster::default().node("n5", &[0, 0]).node(forger, &[0, 0]);
         let mut actual = ActualAllocations::default();
         for guarantee in ["Count", "Cells"] {
             world.quotas.clear();
