@@ -639,9 +639,7 @@ impl PoolWorld {
 
     /// Returns the node and the UUID of each device.
     pub(super) fn devices(&self) -> impl Iterator<Item = (&str, &str)> {
-        let of_node = |(node, devices)| std::iter::repeat(node).zip(devices);
-        let devices = self.devices.iter().map(|(node, of)| (node.as_str(), of.gpus.keys().map(String::as_str)));
-        devices.flat_map(of_node)
+        self.devices.iter().flat_map(|(node, of)| of.gpus.keys().map(|device| (node.as_str(), device.as_str())))
     }
 
     /// Returns the GPU of a node's device.
