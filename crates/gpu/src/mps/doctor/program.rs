@@ -19,8 +19,8 @@ use tokio::time::timeout;
 use super::observed::{AllocationResult, GpuView};
 use crate::mps::text::shorten;
 
-/// Time limit for a line of output. The creation of a context takes 0.1 s, or much longer if the
-/// driver first initializes the GPU.
+/// Time limit for a line of output. The creation of a context takes about 0.1 s, or much longer if
+/// the driver first initializes the GPU.
 const OUTPUT_LINE_DEADLINE: Duration = Duration::from_secs(30);
 /// Time limit for a program to exit after its last line.
 const PROGRAM_EXIT_DEADLINE: Duration = Duration::from_secs(10);
