@@ -56,8 +56,8 @@ pub(super) enum ProgramError {
     /// A CUDA call failed.
     #[error("the program failed with CUDA error {0}")]
     Cuda(i64),
-    /// The program printed nothing before the deadline, because it waits for CUDA.
-    #[error("the CUDA program printed nothing for {} s: it still waits for CUDA", OUTPUT_LINE_DEADLINE.as_secs())]
+    /// The program printed no line before the deadline. Usually, the program still waits for CUDA.
+    #[error("the CUDA program printed no line for {} s: it probably still waits for CUDA", OUTPUT_LINE_DEADLINE.as_secs())]
     Timeout,
 }
 
