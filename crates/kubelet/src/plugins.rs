@@ -669,7 +669,7 @@ impl Plugin {
         }
     }
 
-    /// Supervises a registered session.
+    /// Supervises a registered session until the task must end or a new session must register.
     async fn supervise_session(
         &mut self,
         session: &mut Session,

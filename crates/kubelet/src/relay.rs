@@ -383,7 +383,7 @@ struct PluginConnection {
     stream: Streaming<wire::ListAndWatchResponse>,
 }
 
-/// Makes the kubelet's first calls: reads the options, and opens the stream.
+/// Makes the kubelet's first calls: reads the options, opens the stream, and reads the first list.
 async fn connect_to_agent(socket: &Path) -> Result<PluginConnection, Status> {
     let endpoint = socket.to_str().and_then(unix_endpoint);
     let endpoint = endpoint.ok_or_else(|| Status::invalid_argument("the endpoint is not the name of a socket"))?;

@@ -50,8 +50,8 @@ impl PodContext<'_> {
         refusing
     }
 
-    /// Suggests pods to remove so that the pod fits. Ignores priorities: users can delete any of
-    /// these pods, and some pods end by themselves.
+    /// Suggests pods to remove so that the pod fits, or returns `None` if there are no such pods.
+    /// Ignores priorities: users can delete any of these pods, and some pods end by themselves.
     fn suggest_removals(&self, usable: &BTreeSet<&str>) -> Option<String> {
         let holders = self.removable_pods();
         let lowered = |holder: &Holder<'static>| Holder { priority: holder.priority.min(i32::MAX - 1), ..*holder };

@@ -71,7 +71,7 @@ pub enum PodState {
 }
 
 impl PodState {
-    /// Returns whether a pod in this state needs room on a GPU.
+    /// Returns whether a pod in this state needs capacity on a GPU.
     pub(super) const fn needs_room(self) -> bool {
         matches!(self, Self::Fits) || self.runs_only_after_a_change()
     }
@@ -152,6 +152,6 @@ pub struct DeviceView {
     pub reserved: u32,
     /// Number of free units.
     pub free: u32,
-    /// Whether the resource fits the pod, or why not. Empty if the pod needs no room.
+    /// Whether the pod fits into the resource, or why not. Empty if the pod needs no capacity.
     pub note: String,
 }

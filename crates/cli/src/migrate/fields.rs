@@ -44,7 +44,7 @@ impl Section {
         self.keys.get(key).is_some_and(|value| !value.is_null())
     }
 
-    /// Returns a value without removing it.
+    /// Returns a value without removing it, or `None` if the key is missing.
     pub(super) fn value(&self, key: &str) -> Option<&Value> {
         self.keys.get(key)
     }

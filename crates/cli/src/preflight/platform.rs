@@ -65,7 +65,8 @@ impl Platform {
         }
     }
 
-    /// Returns the name of the chart's values file for the platform, without its extension.
+    /// Returns the name of the chart's values file for the platform, without its extension. Returns
+    /// `None` if the chart has no such file.
     pub(super) const fn values_file(self) -> Option<&'static str> {
         match self {
             Self::Gke => Some("gke"),

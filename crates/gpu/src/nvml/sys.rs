@@ -59,7 +59,7 @@ pub(super) struct RemappedRows {
     pub(super) failed: bool,
 }
 
-/// Returns the remapped rows of a GPU. Returns `None` if the GPU cannot remap rows.
+/// Returns the state of a GPU's remapped rows, or `None` if the GPU or driver does not report it.
 pub(super) fn remapped_rows(nvml: &Nvml, device: &Device<'_>) -> Result<Option<RemappedRows>, NvmlError> {
     const CALL: &str = "nvmlDeviceGetRemappedRows";
     let Ok(call) = nvml_sym(nvml.lib().nvmlDeviceGetRemappedRows.as_ref()) else { return Ok(None) };

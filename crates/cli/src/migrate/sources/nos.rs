@@ -21,7 +21,7 @@ pub(in crate::migrate) enum Partitioning {
 }
 
 impl Partitioning {
-    /// Parses a value of [`PARTITIONING_LABEL`].
+    /// Parses a value of [`PARTITIONING_LABEL`]. Returns `None` for any other value.
     pub(in crate::migrate) fn parse(text: &str) -> Option<Self> {
         match text {
             "mig" => Some(Self::Mig),

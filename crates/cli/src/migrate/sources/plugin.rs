@@ -137,7 +137,7 @@ pub(in crate::migrate) fn parse(source: &str, value: Value, notes: &mut Notes) -
 }
 
 /// Reads the section `flags` of a configuration, or the same settings at the top of a chart's
-/// values.
+/// values. Returns the MIG strategy, if it is set.
 ///
 /// # Errors
 /// Returns an error if a flag has a wrong type or value.

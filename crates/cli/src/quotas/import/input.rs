@@ -260,7 +260,8 @@ fn push_parsed_object<S: DeserializeOwned>(
     }
 }
 
-/// Parses a field of an object. Adds a malformed field to `malformed`.
+/// Parses a field of an object. If the field is malformed, adds the reason to `malformed` and
+/// returns `None`.
 fn parse<T: DeserializeOwned>(malformed: &mut Vec<Refusal>, origin: String, field: &str, value: &Value) -> Option<T> {
     match T::deserialize(value) {
         Ok(parsed) => Some(parsed),

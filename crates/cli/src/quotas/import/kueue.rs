@@ -110,7 +110,7 @@ fn queue_drafts(
     Ok(pools.into_iter().map(draft).collect())
 }
 
-/// Returns the limits of a queue by model.
+/// Returns the limits of a queue by model. The key is `None` for flavors without a known model.
 fn pools(
     spec: &ClusterQueueSpec,
     flavors: &BTreeMap<String, FlavorSpec>,
@@ -138,7 +138,8 @@ fn add_limits(pool: &mut PoolLimits, flavor: &FlavorQuotas, resource: &ResourceQ
     Ok(())
 }
 
-/// Returns the model of a flavor's GPUs, from the labels of its nodes or from its name.
+/// Returns the model of a flavor's GPUs, if it is known: from the labels of its nodes, or from its
+/// name if no label names the product.
 fn model_of(name: &str, flavor: Option<&FlavorSpec>) -> Option<&'static str> {
     let labels = flavor.and_then(|flavor| flavor.node_labels.as_ref());
     let product = MODEL_LABELS.iter().find_map(|label| labels?.get(*label));

@@ -164,7 +164,7 @@ fn is_gpu_memory(resource: &str) -> bool {
 }
 
 /// Returns the size of a slice in GB, from a name such as `nvidia.com/gpu-10gb` or
-/// `nvidia.com/mig-1g.10gb`.
+/// `nvidia.com/mig-1g.10gb`. Returns `None` for any other name.
 fn slice_gigabytes(resource: &str) -> Option<u64> {
     let mig = resource.strip_prefix(RESOURCE_MIG_PREFIX).and_then(|profile| profile.split_once("g."));
     let size = match mig {

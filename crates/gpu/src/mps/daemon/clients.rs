@@ -108,7 +108,7 @@ impl Clients {
         self.terminated.contains(&pid)
     }
 
-    /// Returns the allocation whose door admitted a client.
+    /// Returns the allocation whose door admitted a client, if any.
     pub(super) fn allocation_of(&self, pid: u32) -> Option<String> {
         self.admitted.get(&pid).map(|admitted| admitted.allocation.clone())
     }

@@ -53,7 +53,7 @@ pub(super) struct FaultTracker {
 }
 
 impl FaultTracker {
-    /// Returns the last fault, which may be over.
+    /// Returns the last fault, if any. The fault may be over.
     pub(super) fn last_fault(&self) -> Option<&Fault> {
         self.last.as_ref()
     }

@@ -21,7 +21,7 @@ use crate::mps::procfs;
 use crate::mps::protocol::{self, Command};
 use crate::mps::wire::{DaemonSettings, DaemonState, Enforcement};
 
-/// Interval of probes. A probe costs the daemon 0.1 ms.
+/// Interval of probes while the daemon serves.
 const PROBE_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval of probes while the daemon does not serve. The interval is short because clients are
 /// waiting.

@@ -152,7 +152,8 @@ impl Device {
     }
 
     /// Returns the server that the daemon lists. If the daemon lists none and all users share one
-    /// server, starts the server, unless the daemon is stopping.
+    /// server, starts the server, unless the daemon is stopping. Returns `None` if there is no
+    /// server afterwards.
     async fn find_or_start_server(
         &self,
         listed: Option<u32>,

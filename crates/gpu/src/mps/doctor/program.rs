@@ -19,8 +19,8 @@ use tokio::time::timeout;
 use super::observed::{AllocationResult, GpuView};
 use crate::mps::text::shorten;
 
-/// Time limit for a line of output. The creation of a context takes 0.1 s, or much longer if the
-/// driver first initializes the GPU.
+/// Time limit for a line of output. The creation of a context takes about 0.1 s, or much longer if
+/// the driver first initializes the GPU.
 const OUTPUT_LINE_DEADLINE: Duration = Duration::from_secs(30);
 /// Time limit for a program to exit after its last line.
 const PROGRAM_EXIT_DEADLINE: Duration = Duration::from_secs(10);
@@ -56,8 +56,8 @@ pub(super) enum ProgramError {
     /// A CUDA call failed.
     #[error("the program failed with CUDA error {0}")]
     Cuda(i64),
-    /// The program printed nothing before the deadline, because it waits for CUDA.
-    #[error("the CUDA program printed nothing for {} s: it still waits for CUDA", OUTPUT_LINE_DEADLINE.as_secs())]
+    /// The program printed no line before the deadline. Usually, the program still waits for CUDA.
+    #[error("the CUDA program printed no line for {} s: it probably still waits for CUDA", OUTPUT_LINE_DEADLINE.as_secs())]
     Timeout,
 }
 

@@ -292,7 +292,8 @@ impl DriverTests<'_> {
         Ok(exchanges)
     }
 
-    /// Returns whether MPS lists a client, and whether NVML lists the client as an MPS client.
+    /// Returns whether MPS lists a client, and whether NVML lists the client as an MPS client. The
+    /// second value is `None` if this driver does not distinguish clients from other processes.
     async fn check_client_lists(&self) -> Result<(bool, Option<bool>), NoObservation> {
         self.set_limits(100, None).await?;
         let server = self.server_pid()?;
