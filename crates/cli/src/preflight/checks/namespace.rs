@@ -11,9 +11,8 @@ use super::view::{View, items};
 const POD_SECURITY_LABEL: &str = "pod-security.kubernetes.io/enforce";
 /// The scope of a quota that selects pods by their priority class.
 const PRIORITY_CLASS_SCOPE: &str = "PriorityClass";
-/// Number of the `DaemonSets` that the pod count includes: the agents and the MPS hosts. The count
-/// does not include the kubelet relays.
-const DAEMON_SET_COUNT: u64 = 2;
+/// Number of the chart's `DaemonSets`: the agents, the MPS hosts and the kubelet relays.
+const DAEMON_SET_COUNT: u64 = 3;
 /// Default number of the operator's replicas.
 const DEFAULT_OPERATOR_REPLICAS: u64 = 2;
 

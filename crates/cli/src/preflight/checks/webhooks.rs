@@ -9,9 +9,8 @@ use super::view::{View, items};
 
 /// The label that the API server adds to each namespace.
 const NAMESPACE_NAME_LABEL: &str = "kubernetes.io/metadata.name";
-/// The components of Cleave whose pods the check considers. The check does not consider the kubelet
-/// relays.
-const COMPONENTS: [&str; 3] = ["agent", "mps-host", "operator"];
+/// The components of Cleave that run in pods.
+const COMPONENTS: [&str; 4] = ["agent", "kubelet-relay", "mps-host", "operator"];
 
 /// Adds a finding for each configuration with a webhook that can block Cleave's pods.
 pub(super) fn check(view: &View<'_>, report: &mut Report) {
