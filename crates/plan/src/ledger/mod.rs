@@ -147,7 +147,7 @@ impl Ledger {
     /// priority or a nomination.
     ///
     /// # Errors
-    /// Returns why the pod fits nowhere.
+    /// Returns why the pod fits on none of the nodes.
     pub fn fit<'a, S: Score>(
         &self,
         device_requests: &[DeviceRequest],
@@ -163,7 +163,7 @@ impl Ledger {
     /// priorities.
     ///
     /// # Errors
-    /// Returns why the pod fits nowhere.
+    /// Returns why the pod fits on none of the nodes.
     pub fn fit_for<'a, S: Score>(
         &self,
         waiting: PendingPod<'_>,
@@ -184,9 +184,9 @@ impl Ledger {
     /// Finds at most `most` placements on nodes that `may` accepts, best first by the chooser's
     /// score, usually without checking every node.
     ///
-    /// Returns `None` if the pod fits nowhere. Also returns `None` if the pod has no requests, has
-    /// several that are not equal requests for whole devices, or fits only on nodes with nominated
-    /// units. In these cases, call [`Self::fit_for`].
+    /// Returns `None` if the pod fits on no node. Also returns `None` if the pod has no requests,
+    /// has several that are not equal requests for whole devices, or fits only on nodes with
+    /// nominated units. In these cases, call [`Self::fit_for`].
     pub fn choose<S: Score>(
         &self,
         waiting: PendingPod<'_>,
