@@ -33,7 +33,8 @@ pub enum Threads {
 pub struct Limits {
     /// Active thread percentage. `None` means unlimited.
     pub threads: Option<Percent>,
-    /// Memory that all processes of the allocation together may use. `None` means unlimited.
+    /// Memory limit. MPS enforces the limit for each process, and the agent checks the sum of the
+    /// allocation's processes. `None` means unlimited.
     pub memory: Option<Mebibytes>,
 }
 

@@ -1,7 +1,7 @@
 //! Planning settings that apply to every GPU.
 use serde::{Deserialize, Serialize};
 
-/// Defaults for all GPUs that do not set these values themselves.
+/// Search limit, and default values for the GPUs whose snapshot omits these values.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Policy {

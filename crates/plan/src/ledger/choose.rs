@@ -9,7 +9,7 @@ use super::pack::{assign_to_devices, tightest_devices};
 use super::request::{DeviceRequest, Units};
 use crate::placement::{self, Demand, Rank, Score, THOUSANDTHS_PER_GPU};
 
-/// Why a pod fits nowhere, for the node that is closest to fitting.
+/// Why a pod fits on no node, for the node that is closest to fitting the pod.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub enum NoFit {
     /// The list of nodes is empty, or the ledger knows none of the nodes in the list.

@@ -147,7 +147,7 @@ impl Ledger {
     /// priority or a nomination.
     ///
     /// # Errors
-    /// Returns why the pod fits nowhere.
+    /// Returns why the pod fits on none of the nodes.
     pub fn fit<'a, S: Score>(
         &self,
         device_requests: &[DeviceRequest],
@@ -163,7 +163,7 @@ impl Ledger {
     /// priorities.
     ///
     /// # Errors
-    /// Returns why the pod fits nowhere.
+    /// Returns why the pod fits on none of the nodes.
     pub fn fit_for<'a, S: Score>(
         &self,
         waiting: PendingPod<'_>,
@@ -184,9 +184,9 @@ impl Ledger {
     /// Finds at most `most` placements on nodes that `may` accepts, best first by the chooser's
     /// score, usually without checking every node.
     ///
-    /// Returns `None` if the pod fits nowhere. Also returns `None` if the pod has no requests, has
-    /// several that are not equal requests for whole devices, or fits only on nodes with nominated
-    /// units. In these cases, call [`Self::fit_for`].
+    /// Returns `None` if the pod fits on no node. Also returns `None` if the pod has no requests,
+    /// has several that are not equal requests for whole devices, or fits only on nodes with
+    /// nominated units. In these cases, call [`Self::fit_for`].
     pub fn choose<S: Score>(
         &self,
         waiting: PendingPod<'_>,
@@ -535,8 +535,8 @@ impl Ledger {
         self.withheld = units;
     }
 
-    /// Forgets the ranks of all pods: priority alone decides which nominations a pod sees. No units
-    /// are withheld.
+    /// Forgets the ranks of all pods: priority alone decides which nominations a pod must respect.
+    /// No units are withheld.
     pub fn clear_ranks(&mut self) {
         self.withheld.clear();
         self.ranks.clear();
@@ -583,7 +583,7 @@ impl Ledger {
         takes_own: bool,
     ) -> bool {
         let (rank, nominee) = (self.rank(pod, priority), self.rank(other, other_priority));
-        pod != other && rank.sees(&nominee) && (!takes_own || nominee.comes_before(other, (&rank, pod)))
+        pod != other && rank.respects(&nominee) && (!takes_own || nominee.comes_before(other, (&rank, pod)))
     }
 
     /// Returns the units by node that a pod leaves to nominated pods, and the units that are
@@ -606,7 +606,7 @@ impl Ledger {
                 let takes_own = is_own(&nomination.node, take);
                 let is_left = match pod {
                     Some(pod) => self.leaves_nominated((pod, priority), nominee, takes_own),
-                    None => Rank::of_priority(priority).sees(&self.rank(of, nomination.priority)),
+                    None => Rank::of_priority(priority).respects(&self.rank(of, nomination.priority)),
                 };
                 if is_left {
                     let node = units.entry(nomination.node.clone()).or_default();

@@ -140,8 +140,8 @@ pub struct Nomination {
     pub takes: Vec<Reservation>,
 }
 
-/// Rank of a waiting pod while quotas are enforced. The rank decides which nominations the pod
-/// sees.
+/// Rank of a waiting pod while quotas are enforced. The rank decides which nominations the pod must
+/// respect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rank {
     /// Number of the pod's quota. All pods without a quota have one further number.
@@ -150,7 +150,7 @@ pub struct Rank {
     pub is_within: bool,
     /// Priority of the pod.
     pub priority: i32,
-    /// The priority, if pods of this priority do not stop at the borders of quotas.
+    /// The priority, if it overrides quotas.
     pub overriding: Option<i32>,
     /// When the pod was created. `None` while no quota is enforced.
     pub created: Option<Moment>,
@@ -162,12 +162,13 @@ impl Rank {
         Self { quota: 0, is_within: false, priority, overriding: None, created: None }
     }
 
-    /// Returns whether a pod of this rank sees units that are nominated for another pod, and so
-    /// leaves them. A pod within its guarantee sees no nominations of pods that borrow. A pod that
-    /// borrows sees all nominations of pods within their guarantee. In the same class, a pod sees
-    /// all nominations of other quotas, and in its own quota those of at least its priority. If one
-    /// of the pods does not stop at the borders of quotas, [`Self::overriding`] alone decides.
-    pub fn sees(&self, nominee: &Self) -> bool {
+    /// Returns whether a pod of this rank must respect the nomination of another pod, and leave the
+    /// nominated units unused. A pod within its guarantee ignores nominations of pods that borrow.
+    /// A pod that borrows must respect all nominations of pods within their guarantee. In the same
+    /// class, a pod must respect all nominations of other quotas, and in its own quota those of at
+    /// least its priority. If the priority of one of the pods overrides quotas,
+    /// [`Self::overriding`] alone decides.
+    pub fn respects(&self, nominee: &Self) -> bool {
         if self.overriding.is_some() || nominee.overriding.is_some() {
             return self.overriding <= nominee.overriding;
         }
@@ -177,10 +178,10 @@ impl Rank {
         self.quota != nominee.quota || self.priority <= nominee.priority
     }
 
-    /// Returns whether a nominated pod gets its units before another nominated pod that sees its
-    /// nomination: its class is higher, its priority is higher in the same quota, or it is older.
-    /// Without this order, pods that arrive could delay the other pod again and again. Without
-    /// quotas, each of the two waits until both fit.
+    /// Returns whether a nominated pod gets its units before another nominated pod that must
+    /// respect its nomination: its class is higher, its priority is higher in the same quota, or it
+    /// is older. Without this order, pods that arrive could delay the other pod again and again.
+    /// Without quotas, each of the two waits until both fit.
     pub(super) fn comes_before(&self, name: &str, (other, other_name): (&Self, &str)) -> bool {
         let (Some(created), Some(other_created)) = (self.created, other.created) else { return true };
         (self.overriding, self.is_within) > (other.overriding, other.is_within)
@@ -595,8 +596,8 @@ mod tests {
     fn a_priority_that_overrides_quotas_decides_alone() {
         let urgent = |priority| Rank { overriding: Some(priority), ..rank(1, false, priority, 9) };
         let guaranteed = rank(2, true, 5, 1);
-        assert!(guaranteed.sees(&urgent(9)) && !urgent(9).sees(&guaranteed));
-        assert!(urgent(9).sees(&urgent(9)) && !urgent(10).sees(&urgent(9)) && urgent(9).sees(&urgent(10)));
+        assert!(guaranteed.respects(&urgent(9)) && !urgent(9).respects(&guaranteed));
+        assert!(urgent(9).respects(&urgent(9)) && !urgent(10).respects(&urgent(9)) && urgent(9).respects(&urgent(10)));
         assert!(urgent(9).comes_before("b", (&guaranteed, "a")));
     }
 

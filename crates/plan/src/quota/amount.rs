@@ -16,7 +16,7 @@ pub struct Amount(pub u64);
 pub const GPU: Amount = Amount(1_000_000);
 
 impl Amount {
-    /// Nothing.
+    /// The amount 0.
     pub const ZERO: Self = Self(0);
 
     /// Returns an amount of GPUs in thousandths, or `None` if it exceeds 64 bits.
