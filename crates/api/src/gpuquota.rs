@@ -81,13 +81,14 @@ use serde::{Deserialize, Serialize};
         .message("guarantee Cells guarantees whole GPUs: min must be a whole number")
 )]
 pub struct GpuQuotaSpec {
-    /// Namespaces whose pods are counted. Mutually exclusive with `namespaceSelector`.
+    /// Namespaces whose pods are counted. Set either `namespaces` or `namespaceSelector`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 256), inner(length(max = 63)))]
     #[x_kube(validation = Rule::new("size(self) > 0")
         .message("namespaces is empty: name a namespace, or set namespaceSelector"))]
     pub namespaces: Option<Vec<String>>,
-    /// Labels of the namespaces whose pods are counted. Mutually exclusive with `namespaces`.
+    /// Labels of the namespaces whose pods are counted. Set either `namespaces` or
+    /// `namespaceSelector`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub namespace_selector: Option<QuotaNamespaceSelector>,
     /// The quota's pool of GPUs. Default: the GPUs that no other quota names.
@@ -252,7 +253,8 @@ pub struct QuotaPods {
     pub leaving: u32,
 }
 
-/// What pods of namespaces without a quota use. They are guaranteed nothing, so they borrow it.
+/// What pods of namespaces without a quota use. These pods have no guarantee, so they borrow
+/// everything that they use.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct QuotaUnnamed {
@@ -277,7 +279,7 @@ pub struct QuotaWaiting {
     /// Number of pods.
     #[serde(default)]
     pub pods: u32,
-    /// Amount that they request.
+    /// Amount that the pods request.
     #[serde(default)]
     pub gpus: String,
     /// Number of pods by reason, such as `OverMax`.

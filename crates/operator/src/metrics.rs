@@ -192,7 +192,7 @@ impl Metrics {
         registry.register("watch_errors", "Watch errors, by kind; every watch is retried", self.watch_errors.clone());
         registry.register(
             "catch_ups_late",
-            "Terms of leadership in which the operator could not write for a minute, because watches lagged or requests failed",
+            "Terms of leadership in which the operator could not write for at least a minute, because watches lagged or requests failed",
             self.catch_ups_late.clone(),
         );
         registry.register("malformed_objects", "Objects that do not match their CRD, by kind", self.malformed.clone());
