@@ -261,7 +261,7 @@ pub struct QuotaUnnamed {
     /// Amount that the pods use, without pods that are being deleted.
     #[serde(default)]
     pub used: String,
-    /// The same in GPUs or GiB with two decimals, as `share` of a quota with weight 1.
+    /// The amount in GPUs or GiB with two decimals, as `share` of a quota with weight 1.
     #[serde(default)]
     pub share: String,
     /// Number of pods that use GPUs.
