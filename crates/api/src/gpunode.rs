@@ -89,7 +89,7 @@ pub struct GpuSpec {
     pub enforcement: Enforcement,
     /// How the GPU is served. If `mig` is set, the GPU's instances are served instead of the GPU.
     pub partition: Partition,
-    /// An administrator cordoned the GPU: its free slices are reported to the kubelet as Unhealthy.
+    /// The GPU is cordoned or quiesced: its free slices are reported to the kubelet as Unhealthy.
     /// Slices in use are not affected.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub cordoned: bool,
@@ -137,8 +137,8 @@ pub struct Whole {
     pub resource: String,
 }
 
-/// MPS slices of a GPU or MIG instance. The sum of the slices' memory limits does not exceed the
-/// device's memory.
+/// MPS slices of a GPU or MIG instance. The sum of the slices' memory limits, if any, does not exceed
+/// the device's memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct MpsPartition {
@@ -425,8 +425,8 @@ pub struct GpuStatus {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct QuiesceStatus {
-    /// Whether no Cleave process on the node uses the GPU. If so, the GPU can be reset. If all GPUs
-    /// of the node are quiesced, the driver can be unloaded.
+    /// Whether no pod and no process of Cleave uses the GPU. If so, the GPU can be reset. If all
+    /// GPUs of the node are quiesced, the driver can be unloaded.
     pub quiesced: bool,
     /// What the quiesce waits for, or what the agent has stopped for it.
     #[serde(default)]
@@ -549,8 +549,8 @@ pub struct Health {
     pub healthy: bool,
     /// Health class of the GPU. The class determines what makes the GPU healthy again. `Suspect`: a
     /// period without further faults and an answer from NVML. `NeedsReset`: a reset, or `cleave
-    /// uncordon`. `Lost`: an answer from NVML. The class is empty if the GPU is healthy, or if
-    /// another part of the node prevents the GPU from serving.
+    /// uncordon`. `Lost`: an answer from NVML. The class is empty if the GPU is healthy or quiesced,
+    /// or if its MPS daemon accepts no clients.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub class: String,
     /// Why the GPU cannot serve slices: `XidError`, `EccErrors`, `ResetRequired`, `RowRemapFailed`,
@@ -605,8 +605,8 @@ pub struct StepStatus {
     pub action: String,
     /// Result: `Done`, `Waiting`, `Refused` or `Failed`.
     pub result: String,
-    /// `InUse` for a step that waits until no pod or process uses the slices that the step removes.
-    /// Other steps have no reason.
+    /// `InUse` for a step that waits until no pod or process uses the GPU or the slices that the
+    /// step changes. Other steps have no reason.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
     /// The reason, as a sentence. If the step waits for pods, the message names the pods that use

@@ -81,13 +81,14 @@ use serde::{Deserialize, Serialize};
         .message("guarantee Cells guarantees whole GPUs: min must be a whole number")
 )]
 pub struct GpuQuotaSpec {
-    /// Namespaces whose pods are counted. Mutually exclusive with `namespaceSelector`.
+    /// Namespaces whose pods are counted. Set either `namespaces` or `namespaceSelector`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 256), inner(length(max = 63)))]
     #[x_kube(validation = Rule::new("size(self) > 0")
         .message("namespaces is empty: name a namespace, or set namespaceSelector"))]
     pub namespaces: Option<Vec<String>>,
-    /// Labels of the namespaces whose pods are counted. Mutually exclusive with `namespaces`.
+    /// Labels of the namespaces whose pods are counted. Set either `namespaces` or
+    /// `namespaceSelector`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub namespace_selector: Option<QuotaNamespaceSelector>,
     /// The quota's pool of GPUs. Default: the GPUs that no other quota names.
@@ -261,7 +262,7 @@ pub struct QuotaUnnamed {
     /// Amount that the pods use, without pods that are being deleted.
     #[serde(default)]
     pub used: String,
-    /// The same in GPUs or GiB with two decimals, as `share` of a quota with weight 1.
+    /// The amount in GPUs or GiB with two decimals, as `share` of a quota with weight 1.
     #[serde(default)]
     pub share: String,
     /// Number of pods that use GPUs.

@@ -85,7 +85,7 @@ impl QuotaMetrics {
             self.unmet.clone(),
         );
         registry.register("share", "Borrowed amount for each unit of the quota's weight", self.share.clone());
-        registry.register("pods", "Running pods, by class: in-quota or over-quota", self.pods.clone());
+        registry.register("pods", "Released pods, by class: in-quota or over-quota", self.pods.clone());
         registry.register("waiting_pods", "Pods at the placement gate, by reason", self.waiting_pods.clone());
         registry.register(
             "evictions",
