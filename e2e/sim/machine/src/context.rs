@@ -1,4 +1,5 @@
-//! Manages contexts on devices: which processes may open a context, and how much memory it uses.
+//! Manages contexts on devices: which processes may open a context, and how much memory each
+//! context uses.
 
 use std::fs::{self, File};
 
@@ -51,8 +52,8 @@ impl Machine {
     /// a GPU in MIG mode, open a context on a MIG device instead.
     ///
     /// # Errors
-    /// Returns an error if the device does not exist, is lost, does not allow a context in its
-    /// compute mode, or has too little free memory.
+    /// Returns an error if programs cannot use the device, if its compute mode does not allow the
+    /// context, or if too little memory is free.
     pub fn open_context(&self, device: &str, kind: ContextKind, overhead: u64) -> Result<Context, ContextError> {
         let kind = match kind {
             ContextKind::Compute => ProcessKind::Compute,
@@ -67,7 +68,7 @@ impl Machine {
     /// apply, because the client uses the server's context.
     ///
     /// # Errors
-    /// Returns an error if the device does not exist, is lost, or has too little free memory.
+    /// Returns an error if programs cannot use the device, or if too little memory is free.
     pub fn register_client(&self, device: &str, pid: u32, used: u64) -> Result<Context, ContextError> {
         self.register_context(device, ProcessKind::MpsClient, PidRef::of_pid(pid), process::process_name(pid), used)
     }
@@ -191,7 +192,8 @@ impl Drop for Context {
     }
 }
 
-/// Returns the device with this UUID, if programs can use the device.
+/// Returns the device with this UUID. Fails if programs cannot use the device: the driver is not
+/// loaded, or the device does not exist, is lost or is a GPU in MIG mode.
 fn usable_device<'a>(state: &'a State, uuid: &str) -> Result<DeviceRef<'a>, ContextError> {
     if !state.driver.present {
         return Err(ContextError::NoDevice("the driver is not loaded".to_owned()));

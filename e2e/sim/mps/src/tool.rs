@@ -131,7 +131,8 @@ fn send_commands(commands: impl IntoIterator<Item = io::Result<String>>) -> Exit
             Ok(Some(answer)) => {
                 print(&answer);
             }
-            // After `quit`, this error is expected: the daemon has accepted the command and exited.
+            // The daemon closed the connection before the end of its answer, for example because of
+            // an injected `mps:close`.
             Ok(None) => {
                 eprintln!("The MPS control daemon closed the connection");
                 return ExitCode::FAILURE;

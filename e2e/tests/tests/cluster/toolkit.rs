@@ -123,8 +123,8 @@ fn a_pod_without_shares_cannot_set_visible_devices() -> Result<()> {
     Ok(())
 }
 
-/// Tests the access that the admission policy prevents, and other cases in which an environment
-/// variable of an image grants the same access.
+/// Tests the access that the admission policy prevents. An environment variable of an image grants
+/// the same access.
 #[test]
 #[ignore = "e2e/toolkit/test runs it"]
 fn without_the_policy_visible_devices_grants_every_gpu() -> Result<()> {

@@ -151,7 +151,7 @@ impl Clients {
         self.connected.get(&connection).map(|client| client.pid)
     }
 
-    /// Returns the PIDs of the clients that a fatal error broke, without duplicates.
+    /// Returns the PIDs of the clients that a fatal error broke, without adjacent duplicates.
     pub fn broken_pids(&self) -> Vec<u32> {
         let mut pids: Vec<u32> = self
             .connected

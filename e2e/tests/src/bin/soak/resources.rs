@@ -57,7 +57,7 @@ pub(crate) fn remaining_objects(before: &ObjectCounts, after: &ObjectCounts) -> 
 /// Resident memory of Cleave's programs in KiB, by program and node.
 pub(crate) type MemoryByProgram = BTreeMap<(&'static str, String), u64>;
 
-/// Prints one line `PROGRAM KIB` for each program.
+/// Prints one line `PROGRAM KIB` for each process of Cleave's programs.
 const MEMORY_SCRIPT: &str = r#"
 for p in /proc/[0-9]*; do
   case "$(tr '\0' ' ' <$p/cmdline 2>/dev/null)" in
@@ -71,7 +71,8 @@ for p in /proc/[0-9]*; do
 done
 "#;
 
-/// Measures the memory of Cleave's programs on all nodes.
+/// Measures the memory of Cleave's programs on all nodes. If several processes of a program run on
+/// a node, the result contains only one of these processes.
 pub(crate) fn measure_memory() -> Result<MemoryByProgram> {
     let mut all = MemoryByProgram::new();
     for node in [SHARES_NODE, DYNAMIC_NODE] {
@@ -100,7 +101,7 @@ pub(crate) fn format_memory_over_time(memory: &[MemoryByProgram]) -> String {
 /// allocator may retain this amount of memory.
 const MAX_GROWTH_KIB: u64 = 4096;
 
-/// Maximum resident memory of each program at the end of the run, in KiB.
+/// Maximum resident memory of programs at the end of the run, in KiB.
 const MEMORY_GOALS_KIB: [(&str, u64); 3] = [("agent", 12 << 10), ("mps-host", 4 << 10), ("operator", 25 << 10)];
 
 /// Describes the programs whose memory exceeds its goal at the end of the run.
