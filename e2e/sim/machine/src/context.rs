@@ -108,8 +108,8 @@ impl Context {
     /// Allocates `bytes` bytes of device memory.
     ///
     /// # Errors
-    /// Returns an error if too little memory is free, or the device or the context no longer
-    /// exists.
+    /// Returns an error if too little memory is free, if programs cannot use the device, or if the
+    /// context no longer exists.
     pub fn allocate(&self, bytes: u64) -> Result<(), ContextError> {
         self.change(|state, entry| {
             check_memory_fits(state, &usable_device(state, &state.processes[entry].device)?, bytes)?;
@@ -121,7 +121,7 @@ impl Context {
     /// Frees `bytes` bytes of device memory, or less if the context uses less.
     ///
     /// # Errors
-    /// Returns an error if the device or the context no longer exists.
+    /// Returns an error if programs cannot use the device, or if the context no longer exists.
     pub fn free(&self, bytes: u64) -> Result<(), ContextError> {
         self.change(|state, entry| {
             let used = &mut state.processes[entry].used;
@@ -133,7 +133,7 @@ impl Context {
     /// Returns the number of bytes that this context uses, including its overhead.
     ///
     /// # Errors
-    /// Returns an error if the device or the context no longer exists.
+    /// Returns an error if the context no longer exists.
     pub fn used_bytes(&self) -> Result<u64, ContextError> {
         let state = self.machine.snapshot()?;
         Ok(state.processes[self.process_index(&state)?].used)
@@ -142,7 +142,7 @@ impl Context {
     /// Returns the free and total memory of the device.
     ///
     /// # Errors
-    /// Returns an error if the device or the context no longer exists.
+    /// Returns an error if programs cannot use the device, or if the context no longer exists.
     pub fn memory(&self) -> Result<MemoryInfo, ContextError> {
         let state = self.machine.snapshot()?;
         self.process_index(&state)?;
@@ -151,11 +151,11 @@ impl Context {
         Ok(MemoryInfo { free: total.saturating_sub(state.used_bytes(&self.machine.processes()?, &self.device)), total })
     }
 
-    /// Checks that the context and its device still exist.
+    /// Checks that the context still exists, and that programs can use its device.
     ///
     /// # Errors
-    /// Returns an error if the context or its device no longer exists. A real CUDA call on the
-    /// context would return this error.
+    /// Returns an error if the context no longer exists, or if programs cannot use its device. A
+    /// real CUDA call on the context would return this error.
     pub fn check_exists(&self) -> Result<(), ContextError> {
         let state = self.machine.snapshot()?;
         self.process_index(&state)?;

@@ -271,8 +271,8 @@ pub struct Fault {
 pub enum FaultEffect {
     /// The call returns this code.
     Code(i32),
-    /// The call hangs for this number of seconds, and then works. With `None`, the call hangs until
-    /// the fault is cleared.
+    /// The call hangs for this number of seconds, and then continues. With `None`, the call hangs
+    /// until the fault is cleared.
     Hang(Option<f64>),
 }
 

@@ -13,7 +13,7 @@ use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, ten_shares};
 const WAITING_POD_COUNT: usize = 500;
 const HOSTNAME_LABEL: &str = "kubernetes.io/hostname";
 
-/// Creates [`WAITING_POD_COUNT`] pods on [`NODE`]. Each pod requests `shares` shares.
+/// Creates [`WAITING_POD_COUNT`] pods that select [`NODE`]. Each pod requests `shares` shares.
 fn create_many_pods(scope: &Scope, shares: u32) -> Result<()> {
     for index in 0..WAITING_POD_COUNT {
         scope.create_pod_on_node(
