@@ -139,7 +139,8 @@ pub enum ToContext {
     Busy(f64),
     /// No kernel is running. Not answered.
     Idle,
-    /// An illegal access. The server does not answer, because all working contexts receive the error.
+    /// An illegal access. The server does not answer, because all working contexts receive the
+    /// error.
     IllegalAccess,
     /// The client has ended the context, as [`FromContext::Terminate`] requested.
     Terminated,
