@@ -26,12 +26,26 @@ with_cluster() {
   fi
 }
 
-# Builds the program of the cluster tests. The groups run this program directly, because two
-# concurrent cargo commands would wait for each other.
+# Programs of Cleave and of the simulated hardware that a cluster needs.
+cluster_binaries=(
+  cleave cleave-agent cleave-mps-host cleave-supervise cleave-kubelet-relay
+  cleave-client nvidia-cuda-mps-control nvidia-cuda-mps-server simgpu
+)
+
+# Builds Cleave, the simulated hardware and the program of the cluster tests. The groups run this
+# program directly, because two concurrent cargo commands would wait for each other.
 cluster_program=
 build_cluster_tests() {
-  say "Building the cluster tests"
-  cluster_program=$(cargo test --locked --test cluster --no-run --message-format=json-render-diagnostics |
+  local targets=(--test=cluster)
+  if [ "$profile" = dev ]; then
+    # Build the programs by the same command as the tests. Cargo then selects the same features of
+    # the dependencies, and compiles each dependency once.
+    targets+=(--lib "${cluster_binaries[@]/#/--bin=}")
+  else
+    build
+  fi
+  say "Building the cluster tests in the development profile${targets[2]:+, with Cleave and the simulated hardware}"
+  cluster_program=$(cargo build --locked "${targets[@]}" --message-format=json-render-diagnostics |
     jq -r 'select(.reason == "compiler-artifact" and .target.name == "cluster").executable')
 }
 

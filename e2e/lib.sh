@@ -101,6 +101,16 @@ import_image() {
 images() {
   say "Building and importing the images"
   if [ -n "$release" ]; then import_image "$release/cleave-$release_version-image.tar"; fi
+  # Programs of the development profile have several hundred megabytes of debug information, which
+  # each node would unpack.
+  local programs=$programs program
+  if [ "$profile" = dev ]; then
+    mkdir -p "$demo_dir/stripped"
+    for program in cleave cleave-agent cleave-mps-host cleave-supervise cleave-kubelet-relay cleave-client libsim_clock.so; do
+      strip -o "$demo_dir/stripped/$program" "$programs/$program"
+    done
+    programs=$demo_dir/stripped
+  fi
   # Both tags have the same programs. Upgrade tests replace `dev` with `next`.
   local tag tags=(dev next)
   [ -z "$release" ] || tags=()

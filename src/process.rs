@@ -58,10 +58,23 @@ impl LogArgs {
 }
 
 /// Runs a program on the current thread. Cleave's programs mostly wait, so they need no more
-/// threads, and each thread would use memory on every node.
+/// threads, and each thread would use memory on every node. A panic aborts the process.
 pub(crate) fn block_on<T>(program: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+    abort_on_panic();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.context("failed to start the runtime")?.block_on(program)
+}
+
+/// Makes each panic print its message and abort the process. The release profile already aborts. The
+/// development profile, with which the cluster tests build the programs, cannot: Cargo's tests need
+/// panics that unwind. Without this function, a panic in the development profile would end one task
+/// only, and the programs would behave differently from those of a release.
+fn abort_on_panic() {
+    let print = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        print(panic);
+        std::process::abort();
+    }));
 }
 
 /// Returns the exit status for a program's result. Prints an error first.
@@ -72,5 +85,35 @@ pub(crate) fn exit_code(program: &str, result: anyhow::Result<()>) -> ExitCode {
             eprintln!("{program}: {error:#}");
             ExitCode::FAILURE
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt as _;
+    use std::process::Command;
+
+    use super::*;
+
+    /// Tells a copy of this test program to panic.
+    const PANIC_VARIABLE: &str = "CLEAVE_TEST_PANIC";
+
+    #[test]
+    fn a_panic_in_a_task_aborts_the_process() {
+        const NAME: &str = "process::tests::a_panic_in_a_task_aborts_the_process";
+        if std::env::var_os(PANIC_VARIABLE).is_some() {
+            let _ = block_on(async {
+                let _ = tokio::spawn(async { panic!("a test panics") }).await;
+                Ok(())
+            });
+            return;
+        }
+        let copy = Command::new(std::env::current_exe().unwrap())
+            .args([NAME, "--exact", "--nocapture"])
+            .env(PANIC_VARIABLE, "yes")
+            .output()
+            .unwrap();
+        assert_eq!(copy.status.signal(), Some(nix::libc::SIGABRT), "{copy:?}");
+        assert!(String::from_utf8_lossy(&copy.stderr).contains("a test panics"), "{copy:?}");
     }
 }
