@@ -29,7 +29,7 @@ release=
 
 # use_release [VERSION]: makes the functions below use the image, the chart and the program of a
 # release that `make release` built. Without VERSION, they use the newest release. The functions
-# then build only the simulated hardware.
+# then build only the simulated hardware and the test programs.
 use_release() {
   local checksums
   checksums=$(ls -t "$root"/target/release-${1:-*}/SHA256SUMS 2>/dev/null | head -1 || true)

@@ -1,5 +1,5 @@
-//! The `cleave` program, which contains the commands that people run and the components that run in
-//! the cluster.
+//! The `cleave` program, which contains the commands that people run, the operator, the agent and
+//! the MPS host.
 mod process;
 
 use std::process::ExitCode;

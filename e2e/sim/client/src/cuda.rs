@@ -131,7 +131,7 @@ impl Context {
         }
     }
 
-    /// Waits until all kernels have finished.
+    /// Reports that all kernels have finished. The caller must have waited for the running kernel.
     pub(crate) fn synchronize(&self) -> Result<(), i32> {
         match self {
             Self::Mps(context) => context.synchronize(),

@@ -1,5 +1,5 @@
 //! Tests the placement gate. The operator must release a pod only when the pod has a reservation on
-//! one GPU, and must not delay a pod that can run.
+//! one GPU or fits on no GPU of the cluster. The operator must not delay a pod that can run.
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
 use std::time::{Duration, Instant};
@@ -373,7 +373,7 @@ fn observe(scope: &Scope, observed: &mut StormObservations) -> Result<Vec<Value>
         let name = text(&pod["metadata"]["name"]);
         match text(&pod["status"]["phase"]).as_str() {
             "Running" => drop(observed.ran.insert(name)),
-            // Only a pod that the kubelet rejected has a reason.
+            // In this test, only a pod that the kubelet rejected has a reason.
             "Failed" if !text(&pod["status"]["reason"]).is_empty() => {
                 let why = format!("{}: {}", text(&pod["status"]["reason"]), text(&pod["status"]["message"]));
                 observed.rejected.insert(name, why);
@@ -390,12 +390,12 @@ fn observe(scope: &Scope, observed: &mut StormObservations) -> Result<Vec<Value>
     Ok(pods)
 }
 
-/// Number of pods that are created between two kills.
+/// Approximate number of pods that are created between two kills.
 const PODS_BETWEEN_KILLS: u64 = 12;
 
 /// Creates `count` pods of 1 to 10 shares in bursts, and deletes some of them. Calls `kill` after
-/// every [`PODS_BETWEEN_KILLS`] pods, with the number of earlier calls. At the end, waits until
-/// each remaining pod has run.
+/// about every [`PODS_BETWEEN_KILLS`] pods, with the number of earlier calls. At the end, waits
+/// until each remaining pod has run or failed.
 pub(crate) fn run_storm(
     scope: &Scope,
     count: u64,
@@ -470,8 +470,8 @@ fn wait_for_rollout() -> Result<()> {
 }
 
 /// Intervals at which the leading operator is killed: in a storm of the default size, and in a
-/// storm whose size `STORM` sets. A new leader makes no reservations for 5 s, so frequent kills
-/// make a storm longer.
+/// storm whose size `STORM` sets. The operator makes no reservations until another replica leads,
+/// so frequent kills make a storm longer.
 const LEADER_KILL_INTERVALS: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(10));
 
 /// The environment variable `STORM` sets the number of pods. A storm of 1,000 pods finds more
@@ -501,7 +501,8 @@ fn no_pod_of_a_storm_is_rejected_or_split_when_components_are_killed() -> Result
     let leaders = leader_killer.stop()?;
     let gated = gated?;
     wait_for_rollout()?;
-    // Run the same storm without the gate. A label on the namespace exempts its pods from the gate.
+    // Run a storm of at most 40 pods without the gate and without kills. A label on the namespace
+    // exempts its pods from the gate.
     cluster.patch(
         &format!("/api/v1/namespaces/{}", scope.namespace),
         &json!({"metadata": {"labels": {"cleave.dev/allow": "placement"}}}),
