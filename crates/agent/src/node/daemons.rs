@@ -12,7 +12,8 @@ use crate::mps::HostView;
 /// the agent by so many files.
 const MAX_STORED_HASHES: usize = 64;
 
-/// Tracks which desired files the MPS host has applied.
+/// Tracks which changes of MPS daemons the MPS host has applied. The hash of the desired file
+/// identifies a change.
 #[derive(Debug, Default)]
 pub(super) struct DesiredFileTracker {
     /// Daemons of the last desired file.

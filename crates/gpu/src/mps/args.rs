@@ -9,7 +9,7 @@ use super::compute_mode::SettableComputeMode;
 #[command(args_conflicts_with_subcommands = true)]
 pub struct HostArgs {
     #[command(subcommand)]
-    pub(crate) command: Option<HostCommand>,
+    pub(crate) command: Option<MpsHostCommand>,
 
     #[command(flatten)]
     pub(crate) paths: PathArgs,
@@ -50,7 +50,7 @@ pub(crate) struct PathArgs {
 }
 
 #[derive(Debug, Clone, clap::Subcommand)]
-pub(crate) enum HostCommand {
+pub(crate) enum MpsHostCommand {
     /// Set a GPU's compute mode and print the previous mode. The MPS host runs this command in a
     /// child process, so that the MPS host itself does not load NVML.
     #[command(hide = true)]

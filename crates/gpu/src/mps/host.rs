@@ -11,7 +11,7 @@ use tokio::task::LocalSet;
 use tokio::time::sleep;
 
 pub use super::args::HostArgs;
-use super::args::{HostCommand, PathArgs};
+use super::args::{MpsHostCommand, PathArgs};
 use super::compute_mode::SettableComputeMode;
 use super::context::{HostContext, HostOptions};
 pub use super::error::HostError;
@@ -41,10 +41,10 @@ const WANTED_DESCRIPTOR_LIMIT: u64 = 65_536;
 /// reports later errors of the MPS host.
 pub async fn run(args: HostArgs, subcommand: Option<&str>) -> Result<(), HostError> {
     match &args.command {
-        Some(HostCommand::ComputeMode { device, mode, nvml_library }) => {
+        Some(MpsHostCommand::ComputeMode { device, mode, nvml_library }) => {
             return set_compute_mode(nvml_library.as_deref(), device, *mode);
         }
-        Some(HostCommand::Ready { run_dir }) => return socket::probe_host(&Paths::new(run_dir).socket()).await,
+        Some(MpsHostCommand::Ready { run_dir }) => return socket::probe_host(&Paths::new(run_dir).socket()).await,
         None => {}
     }
     LocalSet::new().run_until(run_host(args.paths, subcommand)).await

@@ -133,7 +133,7 @@ pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Rollou
         }
     }
     let mut progress = RolloutProgress::default();
-    let is_proven = is_proven_by_changed(nodes);
+    let is_proven = is_proven_by_affected_node(nodes);
     for (name, view) in nodes {
         let name = name.clone();
         let hold = if is_proven { None } else { withheld_by(rules, view) };
@@ -178,7 +178,7 @@ fn is_unsteady(view: &NodeView) -> bool {
 
 /// Returns whether a node that the change affects proves the change. Unaffected nodes may differ
 /// from pending nodes.
-fn is_proven_by_changed(nodes: &BTreeMap<String, NodeView>) -> bool {
+fn is_proven_by_affected_node(nodes: &BTreeMap<String, NodeView>) -> bool {
     nodes.values().any(|view| view.affected && proves_change(view))
 }
 
@@ -204,7 +204,7 @@ fn broken_nodes(nodes: &BTreeMap<String, NodeView>, proven: bool, held: bool) ->
 /// Returns the nodes of the next wave. A wave is one node, until a node that the change affects
 /// proves the change.
 fn next_wave(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> BTreeSet<&str> {
-    if !is_proven_by_changed(nodes) {
+    if !is_proven_by_affected_node(nodes) {
         return next_canary(rules, nodes).into_iter().collect();
     }
     let limit = rules.max_unavailable.of(nodes.len());

@@ -114,7 +114,7 @@ fn a_pod_that_does_not_borrow_waits_although_another_pool_is_free() {
 }
 
 #[test]
-fn at_its_maximum_a_pod_waits_only_in_that_pool() {
+fn a_pod_over_the_maximum_of_one_pool_can_use_another_pool() {
     let (mut world, mut actual) = (two_models(), ActualAllocations::default());
     quota(&mut world, "h", &["a"], "H100", json!({"max": "500m"}));
     add(&mut world, &mut actual, ("b", "b1", 6), (Some("l1"), 0));
