@@ -136,7 +136,7 @@ pub const HEALTH_GPU_MISSING: &str = "GpuMissing";
 pub const HEALTH_MPS_UNAVAILABLE: &str = "MpsUnavailable";
 /// Mode of a GPU that is not shared, in [`crate::gpunode::GpuStatus::mode`].
 pub const MODE_WHOLE: &str = "Whole";
-/// Mode of a GPU that serves MPS shares.
+/// Mode of a GPU that serves slices under MPS: shares or sized slices.
 pub const MODE_MPS: &str = "Mps";
 /// Mode of a GPU that serves time-sliced replicas.
 pub const MODE_TIMESLICING: &str = "TimeSlicing";

@@ -14,7 +14,7 @@ use super::live::{LiveCluster, run_placement_gate};
 use super::quota::quota_sentences;
 use super::report::{Assignment, Explanation, PodState, PodVerdict, RequestedUnits};
 
-/// The cluster, as one pod sees it.
+/// A pod, and the state of the cluster that explains the pod's state.
 pub(super) struct PodContext<'a> {
     pub(super) live: &'a LiveCluster,
     /// Allocations and reservations, except those of pods that still have the placement gate.

@@ -39,7 +39,7 @@ pub enum HostError {
         length: usize,
     },
     /// Another MPS host has locked this directory.
-    #[error("another MPS host is running in {0}")]
+    #[error("another MPS host has locked {0}. Stop the other MPS host before you start this one")]
     Taken(PathBuf),
     /// The MPS host did not answer a probe.
     #[error("the MPS host does not answer on {path}")]

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use cleave_plan::ledger::{Claim, Ledger, Moment, NodeFacts, Place};
 
-use super::cluster::{ReconcileTime, is_released};
+use super::cluster::{ReconcileTime, is_released_and_unbound};
 use super::facts::annotated_reservations;
 use super::pod_tracker::PodTracker;
 use super::replicas::ReplicaIndex;
@@ -246,7 +246,7 @@ impl PodClaims {
     /// limits the total time.
     pub(super) fn expire_reservations(&mut self, ledger: &mut Ledger, unsettled: &[&PodObject], now: ReconcileTime) {
         let mut due: BTreeSet<String> = ledger.pods_with_expired_claims(Moment(now.epoch)).into_iter().collect();
-        for pod in unsettled.iter().filter(|pod| is_released(pod)) {
+        for pod in unsettled.iter().filter(|pod| is_released_and_unbound(pod)) {
             let name = full_name(&pod.metadata);
             if !due.remove(&name) {
                 continue;
@@ -271,8 +271,11 @@ impl PodClaims {
 
     /// Removes the renewal counts of all pods except released pods that are still not bound.
     pub(super) fn drop_renewals(&mut self, unsettled: &[&PodObject]) {
-        let unbound: BTreeSet<&str> =
-            unsettled.iter().filter(|pod| is_released(pod)).filter_map(|pod| pod.metadata.uid.as_deref()).collect();
+        let unbound: BTreeSet<&str> = unsettled
+            .iter()
+            .filter(|pod| is_released_and_unbound(pod))
+            .filter_map(|pod| pod.metadata.uid.as_deref())
+            .collect();
         self.renewals.retain(|uid, _| unbound.contains(uid.as_str()));
     }
 

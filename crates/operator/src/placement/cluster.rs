@@ -65,7 +65,7 @@ pub(super) struct ReconcileInput<'a> {
 }
 
 /// Returns whether a pod has no gate and is neither bound nor deleted.
-pub(super) fn is_released(pod: &PodObject) -> bool {
+pub(super) fn is_released_and_unbound(pod: &PodObject) -> bool {
     pod.node().is_none() && pod.spec.scheduling_gates.is_empty() && pod.metadata.deletion_timestamp.is_none()
 }
 

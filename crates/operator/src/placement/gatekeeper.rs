@@ -10,7 +10,7 @@ use cleave_plan::ledger::{Chooser, Ledger, Moment, Place};
 
 use super::actions::{Actions, Eviction, Release};
 use super::claims::{self, PodClaims};
-use super::cluster::{Cluster, ReconcileInput, ReconcileTime, is_released};
+use super::cluster::{Cluster, ReconcileInput, ReconcileTime, is_released_and_unbound};
 use super::decisions::{Decisions, MAX_RELEASES};
 use super::evictions::{Evictability, EvictionRecords};
 use super::fragments::FragmentationTaints;
@@ -502,7 +502,7 @@ impl Gatekeeper {
         let mut found: Vec<(&PodObject, stranded::Reason)> = Vec::new();
         let mut unschedulable: Vec<Candidate<'_>> = Vec::new();
         let mut at_other_nodes: Vec<Candidate<'_>> = Vec::new();
-        for pod in input.unsettled.iter().copied().filter(|pod| is_released(pod)) {
+        for pod in input.unsettled.iter().copied().filter(|pod| is_released_and_unbound(pod)) {
             if let Some(reason) = stranded::Reason::of_released_pod(pod, ledger, nodes, tracker) {
                 found.push((pod, reason));
             } else if pod.placement.is_none() && pod.unschedulable {

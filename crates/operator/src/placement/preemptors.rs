@@ -72,7 +72,7 @@ struct EvictionRounds {
     /// Whether one of the last evictions did not succeed. The next evictions complete the round, so
     /// they are neither counted nor delayed.
     is_incomplete: bool,
-    /// No pods are evicted for the waiting pod before this time.
+    /// No pods are evicted for the waiting pod before this time, unless `is_incomplete` is set.
     until: Duration,
 }
 

@@ -260,7 +260,9 @@ fn set_weights(drafts: &mut [Draft], imported: &mut Import) {
     let scaled = scale_weights(&numbers);
     for (draft, weight) in drafts.iter_mut().zip(scaled.weights) {
         if draft.weight == 0 {
-            draft.notes.push("fairSharing.weight is 0. The least weight is 1.".to_owned());
+            draft
+                .notes
+                .push("fairSharing.weight is 0. The quota gets weight 1, the minimum weight of a GpuQuota.".to_owned());
         }
         draft.weight = u64::from(weight);
     }

@@ -228,7 +228,7 @@ fn set_weights(drafts: &mut [Draft], imported: &mut Import) {
         let scaled = scale_weights(&guarantees);
         for (draft, weight) in drafts.iter_mut().filter(|draft| draft.unit == unit).zip(scaled.weights) {
             if draft.weight == 0 {
-                let note = "Without a guarantee, a quota gets no unused amount from Nos. The least weight is 1.";
+                let note = "Without a guarantee, a quota gets no unused amount from Nos. The minimum weight of a GpuQuota is 1.";
                 draft.notes.push(note.to_owned());
             }
             draft.weight = u64::from(weight);

@@ -193,8 +193,8 @@ impl TestCluster {
         step.replace.into_iter().map(|one| one.node).collect()
     }
 
-    /// Waits until the serving MPS hosts count as steady and a closed node has been idle long
-    /// enough. Then deletes the MPS host of that node.
+    /// Waits until the serving MPS hosts count as steady and the closed nodes have been idle long
+    /// enough. Then deletes the MPS hosts that the operator selects, and returns their nodes.
     fn replace_next_mps_host(&mut self) -> Vec<String> {
         self.update();
         self.up += STEADY_TIME;
