@@ -309,7 +309,10 @@ impl<'w> QuotaPass<'w> {
             None => book.class_with(&parts, &[]) == Class::In,
         };
         let rank = self.rank_of(member, is_within);
-        let may_use_free_room = !rights.is_over_max && (was_nominated || book.leaves_kept_room(member.id));
+        // A nominated pod whose quota's pods still terminate waits for their units, or leaves enough
+        // for other quotas.
+        let has_room = was_nominated && !book.awaits_own_leaving(member.id);
+        let may_use_free_room = !rights.is_over_max && (has_room || book.leaves_kept_room(member.id));
         Ok(QuotaTurn { member, rights, was_nominated, may_use_free_room, cheap: OnlyWhereCheap::default(), rank })
     }
 

@@ -390,6 +390,13 @@ impl<'w> Accounts<'w> {
         gpus.len() <= limit
     }
 
+    /// Returns whether a unit uses only GPUs of terminating pods of its own quota.
+    pub(super) fn replaces_leaving(&self, parts: &[Part]) -> bool {
+        let Some(&(id, _)) = parts.first() else { return false };
+        let leaving_on = &self.entries[self.account_of[id.0]].leaving_on;
+        parts.iter().all(|(_, gpu)| leaving_on.contains(gpu))
+    }
+
     /// Returns the amount that an account uses beyond its guarantee, after its use grows by `more`
     /// and falls by `less`. Accounts without an enforced quota count together, and have no
     /// guarantee.

@@ -409,6 +409,12 @@ impl<'w> Book<'w> {
             || free - i128::from(self.charge(id)) >= i128::from(kept)
     }
 
+    /// Returns whether a waiting pod is within its guarantee only without the terminating pods of its
+    /// quota.
+    pub fn awaits_own_leaving(&self, id: PodId) -> bool {
+        self.quota(id).is_enforced() && self.accounts.is_within(id) && !self.accounts.is_within_beside_leaving(id)
+    }
+
     fn size(&self) -> Amount {
         self.world.gpus.iter().copied().sum()
     }
@@ -487,7 +493,12 @@ impl<'w> Book<'w> {
         match kind {
             Kind::Reclaim => {
                 let is_within = quota.cells().is_none() || accounts.class_with(parts, victims) == Class::In;
-                is_within && (victims.is_empty() || accounts.guarantees_beside_leaving(parts))
+                let is_permitted = if victims.is_empty() {
+                    self.leaves_kept_room(taker) || accounts.replaces_leaving(parts)
+                } else {
+                    accounts.guarantees_beside_leaving(parts)
+                };
+                is_within && is_permitted
             }
             Kind::FairShare => {
                 // Terminating pods of the quota still use their capacity.

@@ -17,7 +17,13 @@ impl Search<'_, '_> {
             return true;
         }
         if kind == Kind::Reclaim {
-            return victims.is_empty() || accounts.guarantees_beside_leaving(parts);
+            return if victims.is_empty() {
+                accounts.is_within_beside_leaving(self.taker)
+                    || accounts.replaces_leaving(parts)
+                    || self.keeps_enough_free(rank, &BTreeMap::new(), &BTreeMap::new())
+            } else {
+                accounts.guarantees_beside_leaving(parts)
+            };
         }
         let mut less: BTreeMap<usize, Amount> = BTreeMap::new();
         for victim in victims {

@@ -465,8 +465,17 @@ fn roll_out_agents() -> Result<()> {
 
 /// Waits until the last rollout of the agents is complete.
 fn wait_for_rollout() -> Result<()> {
-    let arguments = ["rollout", "status", "daemonset/cleave-agent", "-n", SYSTEM_NAMESPACE, "--timeout", "2m"];
-    run_program("kubectl", &arguments).map(drop)
+    let kubectl = |verb: &[&str], options: &[&str]| {
+        run_program("kubectl", &[verb, &["daemonset/cleave-agent", "-n", SYSTEM_NAMESPACE], options].concat())
+    };
+    let mut attempt = 0;
+    wait_until("the rollout of the agents is complete", || {
+        // The controller manager of Kubernetes 1.37.2 sometimes stops a rollout that replaces another
+        // one, until the DaemonSet changes.
+        attempt += 1;
+        kubectl(&["annotate"], &["--overwrite", &format!("cleave-e2e/attempt={attempt}")])?;
+        kubectl(&["rollout", "status"], &["--timeout", "10s"]).map(|_| true)
+    })
 }
 
 /// Intervals at which the leading operator is killed: in a storm of the default size, and in a

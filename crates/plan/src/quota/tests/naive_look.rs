@@ -404,7 +404,10 @@ impl Pool {
         };
         match kind {
             _ if !quota.is_enforced() => true,
-            Kind::Reclaim => victims.is_empty() || self.guarantees_beside_leaving(taker, gpu),
+            Kind::Reclaim if victims.is_empty() => {
+                self.is_within_beside_leaving(taker) || self.leaving_on(&owner).contains(&gpu) || leaves_kept()
+            }
+            Kind::Reclaim => self.guarantees_beside_leaving(taker, gpu),
             Kind::FairShare => {
                 let leaving = self.held(&owner).minus(self.used(&owner));
                 let share = self.share(&owner, charge.plus(leaving), Amount::ZERO);

@@ -222,11 +222,9 @@ fn a_node_that_reports_devices_of_another_node_does_not_change_what_pods_cost_th
             add_quota(&mut world, "a", json!({"min": "1", "guarantee": guarantee}));
             add_quota(&mut world, "b", json!({"min": "2"}));
             for (pod, shares, gpu) in [(("a", "a1"), 3, 0), (("a", "a2"), 5, 0), (("b", "b1"), 10, 1)] {
-                let name = format!("{}/{}", pod.0, pod.1);
-                add(&mut world, &mut actual, (pod.0, pod.1, shares), (Some("n5"), 0));
-                actual.given.insert(name, (format!("n5-GPU-{gpu}"), shares));
+                run_on(&mut world, &mut actual, (pod.0, pod.1, shares), ("n5", gpu));
             }
-            add(&mut world, &mut actual, ("b", "b2", 5), (None, 0));
+            add(&mut world, &mut ActualAllocations::default(), ("b", "b2", 5), (None, 0));
             actual.report_on(&mut world, 2);
             world.change(|world| &mut world.nodes, forger, |node| node["spec"] = json!({"unschedulable": true}));
             edit_gpu(&mut world, forger, |gpu| {
@@ -262,17 +260,17 @@ fn mixed_node() -> (TestCluster, ActualAllocations) {
     (world, ActualAllocations::default())
 }
 
-/// Adds a pod that runs on a GPU of n1.
-fn run_on(world: &mut TestCluster, actual: &mut ActualAllocations, pod: (&str, &str, u32), gpu: usize) {
-    add(world, &mut ActualAllocations::default(), pod, (Some("n1"), 0));
-    actual.given.insert(format!("{}/{}", pod.0, pod.1), (format!("n1-GPU-{gpu}"), pod.2));
+/// Adds a pod that runs on a GPU of a node with two GPUs.
+fn run_on(world: &mut TestCluster, actual: &mut ActualAllocations, pod: (&str, &str, u32), (node, gpu): (&str, usize)) {
+    add(world, &mut ActualAllocations::default(), pod, (Some(node), 0));
+    actual.given.insert(format!("{}/{}", pod.0, pod.1), (format!("{node}-GPU-{gpu}"), pod.2));
     actual.report_on(world, 2);
 }
 
 #[test]
 fn each_gpu_of_a_node_is_of_the_pool_of_its_model() {
     let (mut world, mut actual) = mixed_node();
-    run_on(&mut world, &mut actual, ("h", "h1", 10), 0);
+    run_on(&mut world, &mut actual, ("h", "h1", 10), ("n1", 0));
     add(&mut world, &mut actual, ("h", "h2", 10), (None, 0));
     add(&mut world, &mut actual, ("l", "l1", 10), (None, 0));
     actual.report_on(&mut world, 2);
@@ -291,8 +289,8 @@ fn each_gpu_of_a_node_is_of_the_pool_of_its_model() {
 #[test]
 fn a_guarantee_of_one_model_reclaims_no_gpu_of_another() {
     let (mut world, mut actual) = mixed_node();
-    run_on(&mut world, &mut actual, ("h", "h1", 10), 0);
-    run_on(&mut world, &mut actual, ("other", "x", 10), 1);
+    run_on(&mut world, &mut actual, ("h", "h1", 10), ("n1", 0));
+    run_on(&mut world, &mut actual, ("other", "x", 10), ("n1", 1));
     add(&mut world, &mut actual, ("h", "h2", 10), (None, 0));
     actual.report_on(&mut world, 2);
     let actions = reconcile(&mut keeper(), &world, 9);
@@ -308,8 +306,8 @@ fn a_guarantee_of_one_model_reclaims_no_gpu_of_another() {
 fn beside_gpus_of_a_quota_priority_decides_only_about_the_others() {
     let (mut world, mut actual) = mixed_node();
     world.quotas.truncate(1);
-    run_on(&mut world, &mut actual, ("h", "h1", 10), 0);
-    run_on(&mut world, &mut actual, ("other", "low", 10), 1);
+    run_on(&mut world, &mut actual, ("h", "h1", 10), ("n1", 0));
+    run_on(&mut world, &mut actual, ("other", "low", 10), ("n1", 1));
     add(&mut world, &mut actual, ("other", "high", 5), (None, 10));
     actual.report_on(&mut world, 2);
     let actions = reconcile(&mut keeper(), &world, 9);
