@@ -454,28 +454,40 @@ pub(crate) fn run_storm(
 /// Kills the agent with SIGKILL, even while the agent handles a request. The agent's supervisor
 /// restarts the agent.
 fn kill_agent() -> Result<()> {
-    // Retry, because no agent runs for up to some seconds during a replacement.
-    wait_until("an agent is killed", || Ok(signal_program(NODE, "cleave-agent", "KILL").is_ok()))
+    // Retry, because no agent, or two agents, run for up to some seconds during a replacement.
+    while_rollouts_continue("an agent is killed", || Ok(signal_program(NODE, "cleave-agent", "KILL").is_ok()))
 }
 
 /// Starts a rollout of the agents.
 fn roll_out_agents() -> Result<()> {
-    run_program("kubectl", &["rollout", "restart", "daemonset/cleave-agent", "-n", SYSTEM_NAMESPACE]).map(drop)
+    kubectl_for_agents(&["rollout", "restart"], &[]).map(drop)
 }
 
 /// Waits until the last rollout of the agents is complete.
 fn wait_for_rollout() -> Result<()> {
-    let kubectl = |verb: &[&str], options: &[&str]| {
-        run_program("kubectl", &[verb, &["daemonset/cleave-agent", "-n", SYSTEM_NAMESPACE], options].concat())
-    };
-    let mut attempt = 0;
-    wait_until("the rollout of the agents is complete", || {
-        // The controller manager of Kubernetes 1.37.2 sometimes stops a rollout that replaces another
-        // one, until the DaemonSet changes.
-        attempt += 1;
-        kubectl(&["annotate"], &["--overwrite", &format!("cleave-e2e/attempt={attempt}")])?;
-        kubectl(&["rollout", "status"], &["--timeout", "10s"]).map(|_| true)
+    while_rollouts_continue("the rollout of the agents is complete", || {
+        kubectl_for_agents(&["rollout", "status"], &["--timeout", "10s"]).map(|_| true)
     })
+}
+
+/// Waits until a condition is true, and meanwhile changes an annotation of the agents' DaemonSet
+/// every 5 s. Otherwise the controller manager of Kubernetes 1.37.2 sometimes stops a rollout that
+/// replaces another rollout.
+fn while_rollouts_continue(what: &str, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
+    let (mut touched, mut count) = (Instant::now(), 0);
+    wait_until(what, || {
+        if touched.elapsed() > Duration::from_secs(5) {
+            count += 1;
+            kubectl_for_agents(&["annotate"], &["--overwrite", &format!("cleave-e2e/touched={count}")])?;
+            touched = Instant::now();
+        }
+        condition()
+    })
+}
+
+/// Runs a command of kubectl for the agents' `DaemonSet`.
+fn kubectl_for_agents(command: &[&str], options: &[&str]) -> Result<String> {
+    run_program("kubectl", &[command, &["daemonset/cleave-agent", "-n", SYSTEM_NAMESPACE], options].concat())
 }
 
 /// Intervals at which the leading operator is killed: in a storm of the default size, and in a
