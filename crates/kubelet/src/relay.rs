@@ -386,8 +386,9 @@ struct PluginConnection {
 /// Makes the kubelet's first calls: reads the options, opens the stream, and reads the first list.
 async fn connect_to_agent(socket: &Path) -> Result<PluginConnection, Status> {
     let endpoint = socket.to_str().and_then(unix_endpoint);
-    let endpoint = endpoint
-        .ok_or_else(|| Status::invalid_argument(format!("the path {socket:?} cannot be used as a socket address")))?;
+    let endpoint = endpoint.ok_or_else(|| {
+        Status::invalid_argument(format!("the path {} cannot be used as a socket address", socket.display()))
+    })?;
     let channel = endpoint.connect().await.map_err(|error| Status::from_error(Box::new(error)))?;
     let mut client = DevicePluginClient::new(channel).max_decoding_message_size(MAX_MESSAGE_BYTES);
     let options = client.get_device_plugin_options(wire::Empty {}).await?.into_inner();

@@ -448,8 +448,8 @@ impl<'a> Scope<'a> {
         self.cluster.create(&format!("/api/v1/namespaces/{}/pods", self.namespace), &object)
     }
 
-    /// Waits until a pod's container runs, and returns the pod. If the pod has failed, the error at
-    /// the end of the wait contains the pod's status.
+    /// Waits until a pod's container runs, and returns the pod. Fails immediately if the pod has
+    /// failed.
     pub fn wait_until_running(&self, name: &str) -> Result<Value> {
         let path = self.pod_path(name);
         let pod = wait_for(&format!("{name} runs"), WAIT_TIMEOUT, || {

@@ -470,7 +470,7 @@ fn wait_for_rollout() -> Result<()> {
     })
 }
 
-/// Waits until a condition is true, and meanwhile changes an annotation of the agents' DaemonSet
+/// Waits until a condition is true, and meanwhile changes an annotation of the agents' `DaemonSet`
 /// every 5 s. Otherwise the controller manager of Kubernetes 1.37.2 sometimes stops a rollout that
 /// replaces another rollout.
 fn while_rollouts_continue(what: &str, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {

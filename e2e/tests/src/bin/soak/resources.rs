@@ -78,7 +78,7 @@ pub(crate) fn measure_memory() -> Result<MemoryByProgram> {
     for node in [SHARES_NODE, DYNAMIC_NODE] {
         for line in on_node(node, &["sh", "-c", MEMORY_SCRIPT])?.lines() {
             if let Some((what, kib)) = line.split_once(' ') {
-                let kib = kib.trim().parse().unwrap_or_default();
+                let kib: u64 = kib.trim().parse().unwrap_or_default();
                 let largest = all.entry((node, what.to_owned())).or_default();
                 *largest = kib.max(*largest);
             }
