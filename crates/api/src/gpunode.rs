@@ -137,8 +137,8 @@ pub struct Whole {
     pub resource: String,
 }
 
-/// MPS slices of a GPU or MIG instance. The sum of the slices' memory limits, if any, does not exceed
-/// the device's memory.
+/// MPS slices of a GPU or MIG instance. The sum of the slices' memory limits, if any, does not
+/// exceed the device's memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct MpsPartition {
@@ -549,8 +549,8 @@ pub struct Health {
     pub healthy: bool,
     /// Health class of the GPU. The class determines what makes the GPU healthy again. `Suspect`: a
     /// period without further faults and an answer from NVML. `NeedsReset`: a reset, or `cleave
-    /// uncordon`. `Lost`: an answer from NVML. The class is empty if the GPU is healthy or quiesced,
-    /// or if its MPS daemon accepts no clients.
+    /// uncordon`. `Lost`: an answer from NVML. The class is empty if the GPU is healthy or
+    /// quiesced, or if its MPS daemon accepts no clients.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub class: String,
     /// Why the GPU cannot serve slices: `XidError`, `EccErrors`, `ResetRequired`, `RowRemapFailed`,

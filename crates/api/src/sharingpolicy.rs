@@ -296,8 +296,8 @@ pub enum MemoryPolicy {
 /// Compute mode of a GPU under MPS.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum ComputeMode {
-    /// `EXCLUSIVE_PROCESS`: only one process can open the GPU. While this process is the MPS server,
-    /// no other process can bypass MPS. Cleave never sets this mode on a GPU in MIG mode.
+    /// `EXCLUSIVE_PROCESS`: only one process can open the GPU. While this process is the MPS
+    /// server, no other process can bypass MPS. Cleave never sets this mode on a GPU in MIG mode.
     #[default]
     ExclusiveProcess,
     /// `DEFAULT`: the mode is not changed.

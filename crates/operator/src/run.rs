@@ -103,8 +103,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     });
     let recorder =
         Recorder::new(client.clone(), Reporter { controller: "cleave-operator".to_owned(), instance: Some(identity) });
-    let (demand, gated) = watch::channel(Arc::default());
-    let (unplanned, held) = watch::channel(Arc::default());
+    let ((demand, gated), (unplanned, held)) = (watch::channel(Arc::default()), watch::channel(Arc::default()));
     let (quota_changes, changed_quotas) = watch::channel(QuotaChanges::default());
     let context = Context { client, stores, claim, metrics, recorder, listed, stop: stop.clone() };
     let (passes_wake, placement_wake, tenants_wake) =
@@ -122,17 +121,15 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         quotas,
         quota_changes,
     });
-    let tenants = TenantController::new(context.clone(), wakes.clone());
-    let taint = args.taint_unhealthy;
+    let (tenants, taint) = (TenantController::new(context.clone(), wakes.clone()), args.taint_unhealthy);
     let inputs = passes::ControllerInputs { context: context.clone(), wakes, demand, unplanned: held, taint };
     let passes = GpuController::new(inputs);
     tasks.spawn(async move {
-        let quota_writes = quota_writer::run(context.clone(), changed_quotas);
         let (passes, placement, tenants, ()) = tokio::join!(
             task::run(passes, context.clone(), passes_wake),
             task::run(placement, context.clone(), placement_wake),
-            task::run(tenants, context, tenants_wake),
-            quota_writes,
+            task::run(tenants, context.clone(), tenants_wake),
+            quota_writer::run(context, changed_quotas),
         );
         // All writers have stopped, so the lease may be released.
         released.cancel();

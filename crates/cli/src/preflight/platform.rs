@@ -113,8 +113,8 @@ impl Platform {
     }
 
     /// Detects the platform of a node from its labels, operating system and kubelet version. Checks
-    /// `OpenShift` and Talos, which run on every cloud, before the clouds. Returns `None` if nothing
-    /// identifies a platform.
+    /// `OpenShift` and Talos, which run on every cloud, before the clouds. Returns `None` if
+    /// nothing identifies a platform.
     pub(super) fn of(node: &Node) -> Option<Self> {
         let info = &node.status.node_info;
         let (os, kubelet) = (info.os_image.as_str(), info.kubelet_version.as_str());

@@ -109,8 +109,8 @@ mod tests {
         for path in [directory.path(), &socket] {
             match enabled.try_apply(path) {
                 Ok(()) => assert_eq!(label(path).unwrap(), CONTAINER_FILE_LABEL),
-                // Without SELinux, only root may write labels. With SELinux, the policy must allow the
-                // label. Not every file system supports labels.
+                // Without SELinux, only root may write labels. With SELinux, the policy must allow
+                // the label. Not every file system supports labels.
                 Err(error) => assert!(
                     matches!(
                         Errno::from_io_error(&error),

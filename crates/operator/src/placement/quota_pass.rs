@@ -7,7 +7,6 @@ use std::time::Duration;
 use cleave_plan::ledger::{Fits, Holder, Holders, Ledger, Moment, Nomination, Preemption, Rank, Reservation};
 use cleave_plan::quota::{Amount, Book, Class, Kind, Owner, Place, Pod, PodId, Rights, Wait, reserved_for_long_waits};
 
-use self::costs::OnlyWhereCheap;
 use super::quota_reports::label_of;
 use super::quotas::{PoolWorld, QuotaWorlds};
 use crate::pods::PodObject;
@@ -42,6 +41,17 @@ pub(super) struct QuotaTurn {
     /// What the pod may do only on devices where it costs less than elsewhere.
     cheap: OnlyWhereCheap,
     pub(super) rank: Rank,
+}
+
+/// What a waiting pod may do only on devices where it costs less than elsewhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct OnlyWhereCheap {
+    /// It may use free units.
+    uses_free_room: bool,
+    /// It is within its guarantee, so borrowers are evicted for it.
+    reclaims: bool,
+    /// It may run. Elsewhere, it must wait.
+    runs: bool,
 }
 
 /// A waiting pod that must wait regardless of free units, and the reason.
@@ -309,8 +319,8 @@ impl<'w> QuotaPass<'w> {
             None => book.class_with(&parts, &[]) == Class::In,
         };
         let rank = self.rank_of(member, is_within);
-        // A nominated pod whose quota's pods still terminate waits for their units, or leaves enough
-        // for other quotas.
+        // A nominated pod whose quota's pods still terminate waits for their units, or leaves
+        // enough for other quotas.
         let has_room = was_nominated && !book.awaits_own_leaving(member.id);
         let may_use_free_room = !rights.is_over_max && (has_room || book.leaves_kept_room(member.id));
         Ok(QuotaTurn { member, rights, was_nominated, may_use_free_room, cheap: OnlyWhereCheap::default(), rank })

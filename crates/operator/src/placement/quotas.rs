@@ -653,9 +653,9 @@ impl PoolWorld {
         self.devices.get(node)?.costs.cost(device, resource, units.get(), self.unit)
     }
 
-    /// Returns what each request costs, and on which GPU. `units` are the pod's units on the node, if
-    /// they are known. Other requests cost what `dearest` returns, and are on the GPU that `elsewhere`
-    /// returns. Requests of resources that the pool does not offer are left out.
+    /// Returns what each request costs, and on which GPU. `units` are the pod's units on the node,
+    /// if they are known. Other requests cost what `dearest` returns, and are on the GPU that
+    /// `elsewhere` returns. Requests of resources that the pool does not offer are left out.
     fn pieces(
         &self,
         requests: &[DeviceRequest],

@@ -75,8 +75,8 @@ fn report_of_quota(quota: &Value) -> Report {
 
 #[test]
 fn quotas_must_allow_all_pods_of_cleave() {
-    // The check counts eight pods: an agent, an MPS host and a kubelet relay on each of two nodes, and
-    // two operators.
+    // The check counts eight pods: an agent, an MPS host and a kubelet relay on each of two nodes,
+    // and two operators.
     for (hard, used, expected) in [
         ("8", "0", vec![]),
         ("10", "2", vec![]),

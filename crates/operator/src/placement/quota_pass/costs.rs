@@ -6,19 +6,8 @@ use std::collections::BTreeMap;
 use cleave_plan::ledger::{DeviceRequest, Fits, Ledger, Reservation};
 use cleave_plan::quota::{Amount, Wait};
 
-use super::{Member, QuotaPass, QuotaTurn, UnitsOnNode};
+use super::{Member, OnlyWhereCheap, QuotaPass, QuotaTurn, UnitsOnNode};
 use crate::quotas::charge::is_mig;
-
-/// What a waiting pod may do only on devices where it costs less than elsewhere.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct OnlyWhereCheap {
-    /// It may use free units.
-    pub(super) uses_free_room: bool,
-    /// It is within its guarantee, so borrowers are evicted for it.
-    pub(super) reclaims: bool,
-    /// It may run. Elsewhere, it must wait.
-    pub(super) runs: bool,
-}
 
 impl QuotaPass<'_> {
     /// Adds to a turn what the pod may do where it costs less. `turn` is the turn with what the pod
