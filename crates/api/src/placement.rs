@@ -1,9 +1,9 @@
-//! The annotation that the operator writes on a pod when it releases the pod. The annotation
-//! records which units are reserved for the pod, and where.
+//! The annotation that the operator writes on a pod when it releases the pod with a reservation.
+//! The annotation records which units are reserved for the pod, and where.
 //!
-//! The same patch removes the placement gate, so no pod is ever released without the annotation.
-//! The annotation is the only persistent record of a reservation. The node's agent follows the
-//! reservation when the kubelet allocates devices.
+//! The same patch removes the placement gate, so no pod with a reservation is released without the
+//! annotation. The annotation is the only persistent record of a reservation. The node's agent
+//! follows the reservation when the kubelet allocates devices.
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
@@ -26,6 +26,10 @@ pub struct Placement {
     /// do not change which pods are evicted with it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gang: Option<ReleasedGang>,
+    /// Whether the pod was released only within its quota's guarantee. Later changes of the pod's
+    /// annotation `cleave.dev/borrow` do not change its importance.
+    #[serde(default, rename = "neverBorrows", skip_serializing_if = "std::ops::Not::not")]
+    pub never_borrows: bool,
 }
 
 /// The gang of a released pod.
@@ -81,7 +85,7 @@ mod tests {
         let reserved =
             ReservedUnits { resource: "nvidia.com/gpu-mps".to_owned(), units: 3, device: "GPU-1".to_owned() };
         let nodes = BTreeMap::from([("n1".to_owned(), vec![reserved])]);
-        let mut placement = Placement { until: 9, nodes, gang: None };
+        let mut placement = Placement { until: 9, nodes, ..Placement::default() };
         let text = placement.to_text().unwrap();
         assert_eq!(
             text,
@@ -91,6 +95,10 @@ mod tests {
         placement.gang = Some(ReleasedGang { name: "train".to_owned(), size: Some(4), since: Some(7) });
         let text = placement.to_text().unwrap();
         assert!(text.ends_with(r#","gang":{"name":"train","size":4,"since":7}}"#), "{text}");
+        assert_eq!(Placement::parse(&text).unwrap(), placement);
+        placement.never_borrows = true;
+        let text = placement.to_text().unwrap();
+        assert!(text.ends_with(r#","size":4},"neverBorrows":true}"#), "{text}");
         assert_eq!(Placement::parse(&text).unwrap(), placement);
         assert!(Placement::parse("{}").is_err() && Placement::parse("").is_err());
     }

@@ -34,7 +34,7 @@ pub use crate::sums::{Resources, Sum};
 #[serde(from = "RawPod")]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts about a pod")]
 pub struct PodObject {
-    /// Name, namespace, UID and timestamps.
+    /// Name, namespace, UID, labels and timestamps.
     pub metadata: PodMeta,
     /// Resource requests and constraints.
     pub spec: Shared<PodSpec>,
@@ -55,7 +55,7 @@ pub struct PodObject {
     pub to_other_nodes: bool,
     /// Whether the pod is ready. Set by [`PodObject::trim`].
     pub ready: bool,
-    /// The controller that owns the pod. Set only while the pod is not bound.
+    /// The controller that owns the pod. Set only for pods with GPUs that are not bound.
     pub controller: Option<Box<Controller>>,
     /// Identifies the controller that owns the pod. Set if the pod requests GPUs.
     pub controller_id: Option<ControllerId>,
@@ -69,8 +69,8 @@ pub struct PodObject {
     pub gang: Option<Shared<PodGang>>,
     /// The nomination that an earlier leader of the operator wrote to the waiting pod.
     pub nomination: Option<Shared<Placement>>,
-    /// Since when disruption budgets keep guaranteed room from the waiting pod, in seconds since
-    /// the Unix epoch.
+    /// When disruption budgets began to block evictions for the waiting pod's guarantee, in seconds
+    /// since the Unix epoch.
     pub protected_since: Option<u64>,
 }
 
@@ -249,14 +249,16 @@ impl PodObject {
         self.to_other_nodes = self.to_other_nodes || annotation(OTHER_NODES_ANNOTATION).is_some();
         let note = annotation(placement::PLACEMENT_ANNOTATION);
         let mut note = note.and_then(|text| Placement::parse(text).ok());
-        // Equal placements are shared, so the gang is stored beside them.
+        // Equal placements are shared, so the gang and the right to borrow are stored beside them.
         let released_gang = note.as_mut().map(|note| note.gang.take());
+        let released_never_borrows = note.as_mut().map(|note| std::mem::take(&mut note.never_borrows));
         let note = note.map(Shared::from);
         self.reserved_until = note.as_ref().map(|note| note.until).or(self.reserved_until);
         self.placement = note.or(self.placement.take());
         let replica_placement = annotation(REPLICA_PLACEMENT_ANNOTATION).and_then(|text| ReplicaPlacement::parse(text));
         self.replica_placement = replica_placement.or(self.replica_placement);
-        self.never_borrows |= annotation(BORROW_ANNOTATION).is_some_and(|value| value == BORROW_NEVER);
+        self.never_borrows |= released_never_borrows
+            .unwrap_or_else(|| annotation(BORROW_ANNOTATION).is_some_and(|value| value == BORROW_NEVER));
         let nomination = annotation(NOMINATION_ANNOTATION).and_then(|text| Placement::parse(text).ok());
         self.nomination = nomination.map(Shared::from).or(self.nomination.take());
         let protected_since = annotation(PROTECTED_SINCE_ANNOTATION).and_then(|text| text.trim().parse().ok());
@@ -284,8 +286,8 @@ impl PodObject {
         let owner = self.metadata.owner.take().filter(|_| requests_gpus);
         if let Some(owner) = &owner {
             self.controller_id = Some(ControllerId::of(&owner.uid));
-            // Ignore Jobs. A Job retries its pods, and the scheduler's default spreading also
-            // excludes Jobs.
+            // Do not spread the pods of Jobs. A Job retries its pods, and the scheduler's default
+            // spreading also excludes Jobs.
             if owner.kind == "Job" && self.replica_placement.is_none() {
                 self.replica_placement = Some(ReplicaPlacement::Pack);
             }
@@ -430,8 +432,9 @@ pub(crate) fn is_living(pod: &PodObject) -> bool {
     !pod.has_ended() && (pod.node().is_some() || pod.metadata.deletion_timestamp.is_none())
 }
 
-/// Converts a pod for planning. Returns `None` if the pod has ended, requests no GPU resources, or
-/// may not be scheduled yet. Call [`PodObject::trim`] first.
+/// Converts a pod for planning. Returns `None` if the pod has ended. Also returns `None` for a pod
+/// without a node that requests no GPU resources, terminates, or may not be scheduled yet. Call
+/// [`PodObject::trim`] first.
 pub fn claimant(pod: &PodObject) -> Option<Claimant> {
     if pod.has_ended() {
         return None;

@@ -18,7 +18,7 @@ pub(super) fn annotated_nomination(found: &Preemption, until: u64) -> Placement 
         units: take.units.get(),
         device: take.device.clone(),
     });
-    Placement { until, nodes: BTreeMap::from([(found.node.clone(), units.collect())]), gang: None }
+    Placement { until, nodes: BTreeMap::from([(found.node.clone(), units.collect())]), ..Placement::default() }
 }
 
 /// A waiting pod.

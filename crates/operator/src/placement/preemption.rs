@@ -30,8 +30,8 @@ const MAX_NEW_PREEMPTORS: usize = 4;
 
 /// Maximum number of waiting pods per reconcile with their first search for victims by the rules of
 /// quotas. All pods of a gang count, because each is a search of all devices; a larger gang is
-/// searched for alone. The turns are in the order of the quotas, so pods within a guarantee come
-/// first.
+/// searched for alone. The turns are in the order of the quotas: pods that override quotas, pods
+/// within a guarantee, and then borrowers.
 const MAX_EXCHANGES: usize = 8;
 
 /// Searches for pods to evict, within one reconcile.
@@ -129,8 +129,8 @@ impl<'a> PreemptionSearch<'a> {
     }
 
     /// If evictions free enough units for a pod at the placement gate, evicts the victims and
-    /// nominates the pod. Keeps an earlier nomination while its victims terminate. Returns whether
-    /// the pod is nominated.
+    /// nominates the pod. Keeps an earlier nomination while its victims terminate. Returns the
+    /// prospect that evictions free units for the pod.
     ///
     /// `pause` is the time for which evictions are delayed, because this pod is about to get units
     /// without evictions.
@@ -545,8 +545,8 @@ impl<'a> PreemptionSearch<'a> {
         }
     }
 
-    /// Returns whether disruption budgets allow that all of these victims leave, and the rest of
-    /// their gangs, which can run on other nodes.
+    /// Returns whether disruption budgets allow the evictions of all of these victims, and of the
+    /// rest of their gangs, which can run on other nodes.
     fn is_within_budgets(&self, pass: &QuotaPass<'_>, found: &[PodAndRoom<'_>]) -> bool {
         let victims: BTreeSet<&String> = found.iter().flat_map(|(_, found)| &found.victims).collect();
         let all = pass.with_gang_members(victims.iter().copied());
@@ -578,9 +578,9 @@ impl<'a> PreemptionSearch<'a> {
         all
     }
 
-    /// Returns how long disruption budgets may still keep pods from leaving for a waiting pod, or
-    /// for the waiting pods of a gang. The time belongs to the pod that waits: it does not start
-    /// again when other pods protect the room.
+    /// Returns how long disruption budgets may still block evictions for a waiting pod, or for the
+    /// waiting pods of a gang. The time is counted for the waiting pod, so it does not restart when
+    /// the budgets protect other pods. In a gang, the pod with the least time left counts.
     fn patience_left<'p>(
         &mut self,
         patience: Duration,
@@ -593,7 +593,7 @@ impl<'a> PreemptionSearch<'a> {
             let uid = pod.uid().unwrap_or_default();
             let created = pod.metadata.creation_timestamp.as_ref();
             let created = created.map_or(0, |time| u64::try_from(time.0.as_second()).unwrap_or(0));
-            // Budgets kept no room from the pod before it existed.
+            // Budgets blocked no eviction for the pod before the pod existed.
             let recorded = pod.protected_since.map(|since| since.max(created));
             let since = self.preemptors.protected_since(&uid, recorded, now);
             left = left.min(patience.saturating_sub(Duration::from_secs(now.epoch.saturating_sub(since))));

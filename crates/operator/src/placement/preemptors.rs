@@ -1,5 +1,6 @@
-//! Records the preemption searches of waiting pods, so that each pod has its turn. A search without
-//! a result is repeated only on nodes that have changed. Pure: callers pass in the time.
+//! Records the preemption searches of waiting pods, so that each pod has its turn. For up to a
+//! minute, a search without a result is repeated only on nodes that have changed. Pure: callers
+//! pass in the time.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -55,12 +56,13 @@ pub(super) struct Preemptors {
     exchanges: BTreeMap<(String, usize), ExchangeSearch>,
     /// Waiting pods for which pods were evicted, by name.
     rounds: BTreeMap<String, EvictionRounds>,
-    /// Waiting pods from which disruption budgets keep guaranteed room, by UID: since when, in
-    /// seconds since the Unix epoch, and when this was last found. The time belongs to the pod that
-    /// waits. Otherwise pods that are replaced would protect the room again and again.
+    /// Waiting pods within their guarantee for which disruption budgets block evictions, by UID:
+    /// since when, in seconds since the Unix epoch, and when this was last found. The time is
+    /// counted for the waiting pod. Otherwise the time would restart whenever a protected pod is
+    /// replaced.
     protected: BTreeMap<String, (u64, Duration)>,
-    /// When this process first searched for protected pods. Until [`RECHECK_TIME`] later, it
-    /// continues what an earlier leader recorded.
+    /// When this process first searched for protected pods. Until [`RECHECK_TIME`] later, this
+    /// process continues the times that an earlier leader recorded.
     first_protected: Option<Duration>,
 }
 
@@ -74,7 +76,7 @@ struct EvictionRounds {
     /// Whether one of the last evictions did not succeed. The next evictions complete the round, so
     /// they are neither counted nor delayed.
     is_incomplete: bool,
-    /// No pods are evicted for the waiting pod before this time.
+    /// No pods are evicted for the waiting pod before this time, unless `is_incomplete` is set.
     until: Duration,
 }
 
@@ -100,7 +102,7 @@ struct FutileSearch {
 /// The last search by the rules of quotas for a waiting pod.
 #[derive(Debug, Clone, Copy)]
 struct ExchangeSearch {
-    /// The reconcile of the search, or that first deferred the pod.
+    /// The reconcile that last searched, or that first deferred the pod.
     turn: u64,
     /// The result. `None` if the pod was deferred.
     failed: Option<FailedExchange>,
@@ -115,7 +117,7 @@ struct FailedExchange {
     until: Duration,
     /// Until then, changes do not repeat the search.
     settled_until: Duration,
-    /// Whether only pods that disruption budgets protect could make room.
+    /// Whether only evictions of pods that disruption budgets protect would free enough units.
     is_protected: bool,
 }
 
@@ -169,7 +171,7 @@ impl Preemptors {
         self.last_cluster_change = self.version;
     }
 
-    /// Compares the disruption budgets with their previous state. Records only a change that allows
+    /// Compares the disruption budgets with their previous state. Records a change that may allow
     /// more evictions.
     pub(super) fn update_budgets(&mut self, budgets: &[Arc<BudgetObject>]) {
         let state = |budget: &Arc<BudgetObject>| {
@@ -239,14 +241,14 @@ impl Preemptors {
         self.exchanges.retain(|(pod, _), _| pod != name);
     }
 
-    /// Records that disruption budgets keep guaranteed room from the waiting pod with this UID.
-    /// Returns since when they do, in seconds since the Unix epoch. `recorded` is what an earlier
-    /// leader recorded.
+    /// Records that disruption budgets block evictions for the guaranteed units of the waiting pod
+    /// with this UID. Returns when this began, in seconds since the Unix epoch. `recorded` is the
+    /// time that an earlier leader recorded.
     pub(super) fn protected_since(&mut self, uid: &str, recorded: Option<u64>, now: ReconcileTime) -> u64 {
         let ReconcileTime { up, epoch } = now;
         self.protected.retain(|_, (_, found)| found.saturating_add(RECHECK_TIME) >= up);
         let first = *self.first_protected.get_or_insert(up);
-        // A later record is of an earlier wait that is over.
+        // After this time, the record is of an earlier wait that is over.
         let recorded = recorded.filter(|_| up <= first.saturating_add(RECHECK_TIME));
         let new = (recorded.map_or(epoch, |recorded| recorded.min(epoch)), up);
         let (since, found) = self.protected.entry(uid.to_owned()).or_insert(new);
@@ -254,8 +256,8 @@ impl Preemptors {
         *since
     }
 
-    /// Records that nothing is known to have changed since disruption budgets kept guaranteed room
-    /// from a waiting pod: the time continues.
+    /// Records that nothing is known to have changed since disruption budgets blocked evictions for
+    /// a waiting pod, so the time continues.
     pub(super) fn continue_protection(&mut self, pod: &PodObject, up: Duration) {
         let known = self.protected.get_mut(pod.metadata.uid.as_deref().unwrap_or_default());
         if let Some((_, found)) = known.filter(|(_, found)| found.saturating_add(RECHECK_TIME) >= up) {
@@ -315,8 +317,9 @@ impl Preemptors {
         self.exchanges.insert(key, ExchangeSearch { turn: self.reconciles, failed, pods });
     }
 
-    /// Returns whether only protected pods could make room for a pod in a pool, if the last search
-    /// there found no victims and nothing has changed since.
+    /// Returns whether only evictions of protected pods would free enough units for a pod in a
+    /// pool. Returns `None` unless a recent search there found no victims, and nothing has changed
+    /// since.
     pub(super) fn failed_exchange(&self, key: &(String, usize), up: Duration) -> Option<bool> {
         self.exchanges.get(key).and_then(|search| self.result_of(search, up))
     }

@@ -45,7 +45,7 @@ pub(crate) struct Gangs {
 
 /// Where a pod is, or can be placed.
 pub(super) struct Location {
-    /// The pools with an enforced quota.
+    /// The pools in which an enforced quota counts the pod.
     pub(super) enforced: BTreeSet<usize>,
     /// Whether the pod can be evicted: it runs in a pool, or is in no pool.
     pub(super) is_running: bool,
@@ -90,6 +90,8 @@ struct ReleasedPods {
     /// Number of pods that do not terminate.
     living: usize,
     pods: Vec<String>,
+    /// Whether an enforced quota counts one of the pods.
+    is_enforced: bool,
 }
 
 /// A released pod of a gang. Pods that do not terminate are first, then pods that were released
@@ -255,6 +257,7 @@ impl Gangs {
                 pools.extend(enforced.into_iter().map(Some));
                 is_running
             });
+            gang.is_enforced = pools.iter().any(Option::is_some);
             used.push(pools);
         }
         for unit in &mut self.units {
@@ -293,10 +296,10 @@ impl Gangs {
     }
 
     /// Returns a number that the pods of a released pod's gang share, and these pods, in all pools
-    /// and beside the pools.
+    /// and beside the pools. Returns `None` without a gang to which quotas apply.
     pub(super) fn mates(&self, pod: &str) -> Option<(usize, &[String])> {
         let at = *self.released_of.get(pod)?;
-        Some((at, &self.released[at].pods))
+        self.released[at].is_enforced.then(|| (at, self.released[at].pods.as_slice()))
     }
 
     /// Returns what a pod records about its gang when this number of pods is released together.
@@ -360,6 +363,7 @@ fn group(name: &str, mut pods: Vec<ReleasedPod>) -> Vec<ReleasedPods> {
         size: 0,
         living: 0,
         pods: Vec::new(),
+        is_enforced: false,
     };
     for pod in &pods {
         let since = pod.recorded;

@@ -131,8 +131,8 @@ fn kueue_pods(tracker: &PodTracker, quotas: &Quotas) -> BTreeMap<String, KueuePo
     pods
 }
 
-/// Returns the classes of the pods that run, by name. Pods without a quota borrow. Pods of exempt
-/// namespaces have no class.
+/// Returns the classes of the pods that are released or run, by name. Pods without a quota borrow.
+/// Pods of exempt namespaces have no class.
 fn classes<'v>(views: &'v [PoolView<'_>]) -> BTreeMap<&'v str, Class> {
     let mut classes = BTreeMap::new();
     for view in views {

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::GpuStatus;
 use cleave_plan::ledger::{DeviceAmounts, DeviceRequest, Ledger, Moment, Nomination, UnitsOnDevice};
-use cleave_plan::quota::{Amount, GPU, Owner, Piece, Place, Pod, PodId, Settings, Unit, World, charge_per_gpu};
+use cleave_plan::quota::{Amount, GPU, Owner, Piece, Place, Pod, PodId, Quota, Settings, Unit, World, charge_per_gpu};
 use kube::Resource as _;
 
 use super::claims::{created, released};
@@ -25,12 +25,12 @@ use crate::quotas::validate::{Quotas, Unnamed};
 /// maximum.
 const HELD_AFTER_GRACE_SECONDS: u64 = 30;
 /// A pod terminates late if it ends more than this time after the maximum grace period of evicted
-/// pods. The time is for clocks that differ.
+/// pods. The time allows for clocks that differ.
 const LATE_AFTER_GRACE_CAP: u64 = 30;
 /// Settings of quotas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct QuotaSettings {
-    /// Durations of the rules.
+    /// Settings of the rules.
     pub rules: Settings,
     /// How quotas treat pods of namespaces without a quota.
     pub unnamed: Unnamed,
@@ -53,7 +53,7 @@ pub(crate) struct PoolWorld {
     pub(super) sizes: Vec<Amount>,
     /// Whether the pool has MIG instances.
     pub(super) has_mig: bool,
-    /// What waiting pods cost at least, if this depends on the GPU.
+    /// The lowest cost of each waiting pod, if the cost depends on the GPU.
     pub(super) least: BTreeMap<PodId, Amount>,
     /// Pods that terminate, but later than an evicted pod would. They count as running.
     pub(super) terminates_late: BTreeSet<PodId>,
@@ -102,7 +102,7 @@ struct MixedDevice {
     pool: Option<usize>,
 }
 
-/// A released pod of which the devices are not known.
+/// A released pod whose devices are not known.
 struct Unlocated<'p> {
     name: String,
     pod: &'p PodObject,
@@ -188,12 +188,13 @@ impl QuotaWorlds {
 
     /// Returns where a pod is, or can be placed.
     fn location(&self, name: &str) -> Location {
-        let found = |pool: &PoolWorld| pool.ids.get(name).map(|id| pool.world.pod(*id).place);
-        let places: Vec<(usize, Place)> =
-            self.pools.iter().enumerate().filter_map(|(at, pool)| Some((at, found(pool)?))).collect();
-        let is_running = places.is_empty() || places.iter().any(|(_, place)| matches!(place, Place::Running { .. }));
-        let enforced = places.into_iter().map(|(at, _)| at).filter(|at| self.pools[*at].is_enforced).collect();
-        Location { enforced, is_running }
+        let pools = self.pools.iter().enumerate();
+        let places: Vec<(usize, &Pod)> =
+            pools.filter_map(|(at, pool)| Some((at, pool.world.pod(*pool.ids.get(name)?)))).collect();
+        let runs = |pod: &Pod| matches!(pod.place, Place::Running { .. });
+        let is_running = places.is_empty() || places.iter().any(|(_, pod)| runs(pod));
+        let enforced = places.iter().filter(|(at, pod)| self.pools[*at].is_enforced && pod.gang.is_some());
+        Location { enforced: enforced.map(|(at, _)| *at).collect(), is_running }
     }
 
     /// Returns whether a quota is enforced.
@@ -222,7 +223,7 @@ impl QuotaWorlds {
         self.pools_of_node.get(node).is_none_or(|of| of.has_others)
     }
 
-    /// Returns whether room is kept for a pod on a GPU of this pool. `None` are the GPUs that no
+    /// Returns whether a nomination is for a GPU of this pool. `None` stands for the GPUs that no
     /// enforced quota counts.
     pub(super) fn is_nominated_in(&self, pool: Option<usize>, nomination: &Nomination) -> bool {
         let mixed = |device: &str| self.mixed_device(&nomination.node, device);
@@ -251,7 +252,8 @@ impl QuotaWorlds {
         withheld
     }
 
-    /// Returns the pods of enforced quotas on nodes that also have GPUs that no enforced quota
+    /// Returns all pods in pools with an enforced quota, if a node has GPUs of several pools.
+    /// Otherwise returns no pods, because no such pod runs beside GPUs that no enforced quota
     /// counts.
     pub(super) fn pods_beside_others(&self) -> BTreeSet<String> {
         if self.mixed.is_empty() {
@@ -262,8 +264,8 @@ impl QuotaWorlds {
     }
 
     /// Adds the GPUs of all nodes, each to the pool of its model. A node whose `GpuNode`
-    /// disappeared, or is not valid now, has no room. Its pods still count, as they do on a GPU
-    /// that is unhealthy.
+    /// disappeared, or is not valid now, has no capacity. Its pods still count, like pods on an
+    /// unhealthy GPU.
     fn add_nodes<'a>(&mut self, gpu_nodes: &'a Nodes, quotas: &Quotas) -> Vec<NodeView<'a>> {
         let mut nodes: Vec<NodeView<'a>> = Vec::new();
         for (name, node, is_current) in gpu_nodes.with_gpus() {
@@ -325,7 +327,8 @@ impl QuotaWorlds {
             let cost = |found: &Vec<(usize, Vec<Piece>)>| {
                 found.iter().flat_map(|(_, pieces)| pieces).map(|piece| piece.charge).sum::<Amount>()
             };
-            // A pod that may still be bound to several nodes costs what it costs at most.
+            // A pod that may still be bound to one of several nodes has the highest cost of these
+            // nodes.
             let dearest = units.iter().map(on_node).filter(|found| !found.is_empty()).max_by_key(cost);
             let is_elsewhere = |(node, units): &(&str, Vec<UnitsOnDevice<'_>>)| {
                 units.iter().any(|(_, device, _)| self.mixed_device(node, device).is_some())
@@ -346,8 +349,8 @@ impl QuotaWorlds {
         self.add_unlocated(cluster, known, unlocated, (&by_name, costs, used), (is_evicted, grace_cap));
     }
 
-    /// Adds released pods of which the devices are not known, and pods on nodes of which nothing is
-    /// known. `used` are the GPUs that other pods use.
+    /// Adds released pods whose devices are not known, and pods on nodes whose GPUs are not known.
+    /// `used` contains the GPUs that other pods use.
     fn add_unlocated(
         &mut self,
         cluster: &Cluster,
@@ -378,8 +381,8 @@ impl QuotaWorlds {
             } else if !self.pools_of_node.contains_key(&node)
                 && managed.get_or_init(|| nodes_of_cleave(cluster)).contains(node.as_str())
             {
-                // Nothing is known of the node's GPUs. The pod counts in each pool in which it
-                // could be, on a GPU without room.
+                // The node's GPUs are not known. The pod counts in each pool in which it could be,
+                // on a GPU without capacity.
                 for (at, costs) in costs.iter().enumerate() {
                     let pool = &mut self.pools[at];
                     let dearest = |request: &DeviceRequest| costs.dearest(request, pool.unit);
@@ -398,8 +401,9 @@ impl QuotaWorlds {
         }
     }
 
-    /// Returns what a pod with these units on a node uses of the node's GPUs of one pool. Returns
-    /// `None` if it uses none of them. `is_only` says that the node has GPUs of no other pool.
+    /// Returns the parts that a pod with these units on a node uses of the node's GPUs of one pool.
+    /// Returns `None` if the pod uses none of these GPUs. `is_only` states whether the node has no
+    /// GPUs of other pools.
     fn pieces_on(
         &self,
         view: &NodeView<'_>,
@@ -419,8 +423,8 @@ impl QuotaWorlds {
         (!pieces.is_empty()).then_some(pieces)
     }
 
-    /// Adds a waiting pod to each pool that it may use. What it costs depends on the GPU, so it
-    /// costs what it costs at most on the nodes that it may use.
+    /// Adds a waiting pod to each pool that it may use. The cost may depend on the GPU, so the pod
+    /// has the highest cost of the nodes that it may use.
     fn add_waiting(
         &mut self,
         known: (&Quotas, &Gangs),
@@ -470,7 +474,7 @@ impl QuotaWorlds {
     }
 
     /// Returns where a pod is, and whether it terminates later than an evicted pod would. Such a
-    /// pod counts as running: otherwise a long grace period would keep its room from a guarantee.
+    /// pod counts as running: otherwise a long grace period would keep its units from a guarantee.
     fn place_of(
         &self,
         pod: &PodObject,
@@ -494,7 +498,7 @@ impl QuotaWorlds {
         (Place::Running { gpu, since: released(pod) }, is_late)
     }
 
-    /// Adds a pod. Returns `None` if the pool offers nothing that the pod requests.
+    /// Adds a pod. Returns `None` if the pool serves nothing that the pod requests.
     fn insert(
         &mut self,
         (quotas, gangs): (&Quotas, &Gangs),
@@ -507,12 +511,20 @@ impl QuotaWorlds {
             return None;
         }
         let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
+        let owner = quotas.owner(pool, namespace);
+        // Quotas neither delay nor evict pods that no enforced quota counts, so their gangs have no
+        // effect.
+        let is_enforced = match &owner {
+            Owner::Quota(name) => self.pools[pool].world.quotas.get(name).is_some_and(Quota::is_enforced),
+            Owner::Unnamed => true,
+            Owner::Outside => false,
+        };
         let PoolWorld { world, ids, .. } = &mut self.pools[pool];
         let id = PodId(world.pods.len());
         ids.insert(name.to_owned(), id);
         world.pods.push(Pod {
             name: name.to_owned(),
-            owner: quotas.owner(pool, namespace),
+            owner,
             charge: pieces.iter().map(|piece| piece.charge).sum(),
             priority: pod.spec.priority.unwrap_or(0),
             created: created(pod),
@@ -520,7 +532,7 @@ impl QuotaWorlds {
             borrows: !pod.never_borrows,
             preempts: pod.spec.preemption_policy.as_deref() != Some("Never"),
             protected: None,
-            gang: gangs.of(name),
+            gang: gangs.of(name).filter(|_| is_enforced),
             pieces: if pieces.len() > 1 { pieces } else { Vec::new() },
             gpus: None,
         });
@@ -546,6 +558,11 @@ impl PoolWorld {
         at
     }
 
+    /// Returns the node and the UUID of each device.
+    pub(super) fn devices(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.devices.iter().flat_map(|(node, of)| of.gpus.keys().map(|device| (node.as_str(), device.as_str())))
+    }
+
     /// Returns the GPU of a node's device.
     pub(super) fn gpu(&self, node: &str, device: &str) -> Option<usize> {
         self.devices.get(node)?.gpus.get(device).copied()
@@ -557,9 +574,9 @@ impl PoolWorld {
         self.devices.get(node)?.costs.cost(device, resource, units.get(), self.unit)
     }
 
-    /// Returns what each request costs, and on which GPU. `units` are the pod's units on the node, if
-    /// they are known. Other requests cost what `dearest` returns, and are on the GPU that `elsewhere`
-    /// returns. Requests of resources that the pool does not offer are left out.
+    /// Returns what each request costs, and on which GPU. `units` are the pod's units on the node,
+    /// if they are known. Other requests cost what `dearest` returns, and are on the GPU that
+    /// `elsewhere` returns. Requests of resources that the pool does not offer are left out.
     fn pieces(
         &self,
         requests: &[DeviceRequest],
@@ -584,7 +601,7 @@ impl PoolWorld {
         requests.iter().filter_map(&mut piece).collect()
     }
 
-    /// Returns what the pods of a quota use of each GPU, released and nominated ones.
+    /// Returns the amounts that the released and nominated pods of a quota use of each GPU.
     pub(super) fn use_of(&self, owner: &Owner) -> BTreeMap<usize, Amount> {
         let mut sums: BTreeMap<usize, Amount> = BTreeMap::new();
         for pod in self.world.pods.iter().filter(|pod| pod.owner == *owner) {
@@ -602,7 +619,8 @@ impl PoolWorld {
         sums
     }
 
-    /// Cuts what the pods of a quota cost on one GPU at the size of the GPU. The youngest pay less.
+    /// Limits the sum of a quota's charges on one GPU to the size of the GPU. The charges of the
+    /// newest pods are reduced.
     fn cut_charges(&mut self) {
         let Self { world, sizes, .. } = self;
         let mut on: BTreeMap<(usize, Owner), Vec<PartOfGpu>> = BTreeMap::new();
@@ -640,8 +658,8 @@ impl PoolWorld {
 /// The GPUs of each node, by pool.
 type ViewsOfNodes<'v, 'n> = BTreeMap<&'v str, Vec<&'v NodeView<'n>>>;
 
-/// What a pod uses of a GPU: when the pod was released and created, its index, the index of its
-/// piece, and the cost.
+/// The part of a GPU that a pod uses: when the pod was released and created, its index, the index
+/// of its piece, and the cost.
 type PartOfGpu = (Moment, Moment, usize, usize, Amount);
 
 /// Returns the nodes on which Cleave runs: those with a `GpuNode`, readable or not, or an agent.

@@ -1,5 +1,6 @@
 //! Runs a pass of the naive model, which tries all sets of victims.
 use std::cmp::Reverse;
+use std::collections::BTreeSet;
 
 use super::super::{Amount, Class, Exchange, Kind, Outcome, Owner, Place, PodId, Released, Share, Wait, World};
 use super::naive::{Pool, Rank, has_cells};
@@ -130,7 +131,7 @@ impl Pool {
         let all_free: i128 =
             (0..self.world.gpus.len()).map(|gpu| self.beside_older(pod, gpu, &borrower, false).max(0)).sum();
         let may_borrow = !quota.is_enforced()
-            || is_within
+            || self.is_within_beside_leaving(pod)
             || self.overriding(pod).is_some()
             || self.kept(&owner, &[]) == Amount::ZERO
             || all_free - i128::from(charge) >= i128::from(self.kept(&owner, &[]));
@@ -162,7 +163,7 @@ enum Decision {
     Wait(Wait),
 }
 
-/// Victims of one GPU and their cost.
+/// Cost of the victims on one GPU.
 type Cost =
     (usize, bool, Reverse<Option<Share>>, Option<i32>, Amount, i128, usize, Reverse<Option<(Moment, Option<Moment>)>>);
 
@@ -337,16 +338,35 @@ impl Pool {
         sets.map(victims_of).find(|victims| self.makes_room(taker, gpu, victims, max))
     }
 
+    /// Returns the GPUs of the terminating pods of a quota.
+    fn leaving_on(&self, owner: &Owner) -> BTreeSet<usize> {
+        let leaving = self.pods().filter(|&pod| self.owner(pod) == *owner).filter_map(|pod| {
+            let place = self.world.pods[pod].place;
+            if let Place::Leaving { gpu, held: true } = place { Some(gpu) } else { None }
+        });
+        leaving.collect()
+    }
+
+    /// Returns whether a waiting pod is within its quota's guarantee together with the terminating
+    /// pods of its quota.
+    fn is_within_beside_leaving(&self, pod: usize) -> bool {
+        let (owner, charge) = (self.owner(pod), self.charge(pod));
+        let quota = self.quota(&owner);
+        let Some(limit) = quota.cells() else { return self.held(&owner).plus(charge) <= quota.min() };
+        let classes = self.classes();
+        let is_own = |gpu: usize| classes.owner[gpu].as_ref() == Some(&owner);
+        let gpus = || 0..self.world.gpus.len();
+        let leaving_on = self.leaving_on(&owner);
+        let has_room = |gpu: usize| is_own(gpu) && self.world.gpus[gpu].minus(classes.guaranteed[gpu]) >= charge;
+        gpus().filter(|gpu| is_own(*gpu) || leaving_on.contains(gpu)).count() < limit || gpus().any(has_room)
+    }
+
     /// Returns whether a quota stays within its guarantee if a pod gets a GPU before its pods that
     /// leave are gone.
     fn guarantees_beside_leaving(&self, taker: usize, gpu: usize) -> bool {
         let owner = self.owner(taker);
         let quota = self.quota(&owner);
-        let leaving = self.pods().filter(|&pod| self.owner(pod) == owner).filter_map(|pod| {
-            let place = self.world.pods[pod].place;
-            if let Place::Leaving { gpu, held: true } = place { Some(gpu) } else { None }
-        });
-        let mut gpus: Vec<usize> = leaving.collect();
+        let mut gpus: Vec<usize> = self.leaving_on(&owner).into_iter().collect();
         if gpus.is_empty() {
             return true;
         }
@@ -384,7 +404,10 @@ impl Pool {
         };
         match kind {
             _ if !quota.is_enforced() => true,
-            Kind::Reclaim => victims.is_empty() || self.guarantees_beside_leaving(taker, gpu),
+            Kind::Reclaim if victims.is_empty() => {
+                self.is_within_beside_leaving(taker) || self.leaving_on(&owner).contains(&gpu) || leaves_kept()
+            }
+            Kind::Reclaim => self.guarantees_beside_leaving(taker, gpu),
             Kind::FairShare => {
                 let leaving = self.held(&owner).minus(self.used(&owner));
                 let share = self.share(&owner, charge.plus(leaving), Amount::ZERO);
