@@ -41,7 +41,7 @@ pub(super) fn reserve_all<'a>(
     for (at, &one) in gang.iter().enumerate() {
         let found = first.take().map_or_else(|| search.find(ledger, one), Ok);
         let found = found.and_then(|fits| match ledger.reserve(&one.name, &fits, expires) {
-            Ok(_) => Ok(fits),
+            Ok(()) => Ok(fits),
             Err(_) => Err(Verdict::Waits(String::new())),
         });
         match found {

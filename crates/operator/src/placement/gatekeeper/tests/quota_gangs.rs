@@ -273,8 +273,8 @@ fn a_replacement_pod_belongs_to_its_gang() {
 fn a_pod_on_a_gpu_that_serves_no_new_pods_is_evicted_with_its_gang() {
     let cordon = |object: &mut Value| object["metadata"]["annotations"] = json!({"cleave.dev/cordon": "n1-GPU-1=fan"});
     let fault = |object: &mut Value| object["status"]["gpus"][1]["health"] = json!({"healthy": false});
-    let changes: [(&str, fn(&mut Value)); 2] = [("cordon", cordon), ("fault", fault)];
-    for (why, change) in changes {
+    let changes: [fn(&mut Value); 2] = [cordon, fault];
+    for (why, change) in ["cordon", "fault"].into_iter().zip(changes) {
         let mut case = Case::new(2, &[("a", json!({"min": 5})), ("b", json!({}))])
             .running(&[(("g1", "b", 10, 0), 0), (("g2", "b", 10, 0), 1)])
             .gang("b", "train", 2, &["g1", "g2"])

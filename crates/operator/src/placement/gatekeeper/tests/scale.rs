@@ -292,12 +292,15 @@ fn scale_reconciles_at_5000_nodes() {
     measure_reconciles(5000, 150_000);
 }
 
-/// Returns a pod of a gang that waits at the gate. `cpu` is in millicores.
-fn gang_pod(number: usize, (gang, size): (usize, usize), cpu: usize) -> RawPod {
+/// Returns a pod that waits at the gate, of a gang if `size` is more than 1. `cpu` is in millicores.
+fn gang_pod(number: usize, size: usize, cpu: usize) -> RawPod {
+    let gang = (number / size).to_string();
+    let annotations = json!({"cleave.dev/gang": gang, "cleave.dev/gang-size": size.to_string()});
+    let annotations = if size > 1 { annotations } else { json!({}) };
     from_json(json!({
         "metadata": {"name": format!("gang-{number:05}"), "namespace": "gangs", "uid": format!("gang-{number}"),
             "resourceVersion": number.to_string(), "creationTimestamp": "2026-01-02T03:04:05Z",
-            "annotations": {"cleave.dev/gang": gang.to_string(), "cleave.dev/gang-size": size.to_string()}},
+            "annotations": annotations},
         "spec": {"priority": 0, "preemptionPolicy": "Never", "schedulingGates": [{"name": GATE}],
             "containers": [{"name": "main", "resources": {
                 "requests": {"cpu": format!("{cpu}m")}, "limits": {MPS_RESOURCE: "1"}}}]},
@@ -318,9 +321,8 @@ fn measure_gangs(what: &str, gangs: usize, size: usize, have_equal_requests: boo
     fleet.reconcile(&mut keeper, 0);
     let (without, _) = fleet.reconcile(&mut keeper, 1);
     for number in 0..gangs * size {
-        let gang = number / size;
-        let cpu = if have_equal_requests { 1 } else { 1 + gang };
-        fleet.writer.apply(Event::Apply(gang_pod(number, (gang, size), cpu)));
+        let cpu = if have_equal_requests { 1 } else { 1 + number / size };
+        fleet.writer.apply(Event::Apply(gang_pod(number, size, cpu)));
     }
     let times: Vec<(Duration, usize)> = (2..5).map(|second| fleet.reconcile(&mut keeper, second)).collect();
     println!("{what}: {without:?} without gangs, then {times:?}");
@@ -329,6 +331,7 @@ fn measure_gangs(what: &str, gangs: usize, size: usize, have_equal_requests: boo
 #[test]
 #[ignore = "prints figures"]
 fn scale_gangs_at_1000_nodes() {
+    measure_gangs("10,000 equal pods without gangs", 10_000, 1, true);
     measure_gangs("5,000 equal gangs of 2", 5000, 2, true);
     measure_gangs("5,000 different gangs of 2", 5000, 2, false);
     measure_gangs("one gang of 1,000", 1, 1000, true);
