@@ -37,12 +37,12 @@ pub struct Placement {
 pub struct ReleasedGang {
     /// Name of the gang.
     pub name: String,
-    /// Number of pods that were released together. A pod that later replaces one of them records the
-    /// same number.
+    /// Number of pods that were released together. A pod that later replaces one of them records
+    /// the same number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size: Option<usize>,
-    /// When the pods were released, in seconds since the Unix epoch. A pod that later replaces one of
-    /// them records the same time.
+    /// When the pods were released, in seconds since the Unix epoch. A pod that later replaces one
+    /// of them records the same time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub since: Option<u64>,
 }

@@ -79,8 +79,8 @@ struct NodeStateInputs<S = String> {
     gpu_node: Option<S>,
     /// Whether the agent is ready. `None` without an agent.
     agent: Option<bool>,
-    /// Whether the node's MPS shares are withheld, because the operator is replacing the node's MPS
-    /// host.
+    /// Whether the node's MPS shares are withheld, because the node's MPS host is being replaced or
+    /// is not ready.
     withheld: bool,
 }
 
@@ -407,13 +407,13 @@ impl Nodes {
             .or_else(|| lacks_units().then(|| TOO_FEW_UNITS_IN_SUM.to_owned()))
     }
 
-    /// Returns the bound pods with GPUs that preemption can evict. Pods on devices that serve no new
-    /// pods are [`blocked`](Holders::blocked). Also returns ended or deleted
-    /// pods if their node still reports their allocations. Ended or deleted pods that `is_ending`
-    /// accepts count as terminating, so that no other pod is evicted for the same units. The units
-    /// of other ended or deleted pods count as used. `is_ending` receives the node and the name of
-    /// the pod, because a pod of the same name may run on another node. `unlisted` contains units
-    /// of pods that the nodes have just stopped listing.
+    /// Returns the bound pods with GPUs that preemption can evict. Pods on devices that serve no
+    /// new pods are [`blocked`](Holders::blocked). Also returns ended or deleted pods if their node
+    /// still reports their allocations. Ended or deleted pods that `is_ending` accepts count as
+    /// terminating, so that no other pod is evicted for the same units. The units of other ended or
+    /// deleted pods count as used. `is_ending` receives the node and the name of the pod, because a
+    /// pod of the same name may run on another node. `unlisted` contains units of pods that the
+    /// nodes have just stopped listing.
     pub(super) fn holders<'a>(
         &self,
         tracker: &'a PodTracker,

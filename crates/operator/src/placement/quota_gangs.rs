@@ -6,7 +6,8 @@
 //!
 //! | pods | belong to |
 //! |---|---|
-//! | waiting pods with one gang name | one [`GangUnit`], all of which is released in one pool, or nothing |
+//! | waiting pods with one gang name | one [`GangUnit`], all of which is released in one pool, or
+//! nothing |
 //! | released pods with one record | one gang, up to the recorded number of pods |
 //! | released pods without a record | one gang, up to the number of pods that they state |
 //! | components of the system | no gang |
@@ -289,8 +290,8 @@ impl Gangs {
         Some(Gang { name: gang.world_name.clone(), size: 1 })
     }
 
-    /// Returns the unit of a waiting pod. Returns `None` if the pod has no gang, or if quotas do not
-    /// apply to its gang.
+    /// Returns the unit of a waiting pod. Returns `None` if the pod has no gang, or if quotas do
+    /// not apply to its gang.
     pub(super) fn unit(&self, pod: &str) -> Option<&GangUnit> {
         self.unit_of.get(pod).map(|at| &self.units[*at]).filter(|unit| unit.is_enforced)
     }

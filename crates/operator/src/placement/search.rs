@@ -387,8 +387,8 @@ impl<'a> PlacementSearch<'a> {
         self.gangs_without_place.get(key).cloned()
     }
 
-    /// Starts an attempt to place the pods of a gang. The cost depends on the gang alone, not on the
-    /// number of nodes: a tenant can create thousands of gangs of which only a part fits.
+    /// Starts an attempt to place the pods of a gang. The cost depends on the gang alone, not on
+    /// the number of nodes: a tenant can create thousands of gangs of which only a part fits.
     pub(super) fn begin_gang(&mut self, gang: &[&'a Candidate<'a>]) {
         self.attempt = Some(Attempt {
             without_place: BTreeMap::new(),

@@ -11,8 +11,8 @@
 //! A gang has either nominations for all of its waiting pods or none. So two gangs never wait for
 //! each other. Pods that replace lost pods of a running gang are released together too.
 //!
-//! Components of the system ([`NEVER_EVICTED`]) belong to no gang. Otherwise one of them would protect
-//! all pods of a gang from eviction.
+//! Components of the system ([`NEVER_EVICTED`]) belong to no gang. Otherwise one of them would
+//! protect all pods of a gang from eviction.
 //!
 //! A pod without a gang is treated like a gang of one pod. Such a group of pods is a *unit*, and
 //! its *head* is the waiting pod with the first name.

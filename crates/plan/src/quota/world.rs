@@ -6,8 +6,8 @@ use super::amount::Amount;
 use super::spec::Quota;
 use crate::ledger::Moment;
 
-/// Pods of this priority and above are components of the system and are never evicted. They belong to
-/// no gang.
+/// Pods of this priority and above are components of the system and are never evicted. They belong
+/// to no gang.
 pub const NEVER_EVICTED: i32 = 2_000_000_000;
 
 /// Index of a pod in [`World::pods`].

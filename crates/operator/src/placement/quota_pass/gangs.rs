@@ -91,8 +91,9 @@ impl<'w> QuotaPass<'w> {
         all
     }
 
-    /// Returns the gangs of which all pods that run can be evicted now, in all pools. If one of them
-    /// is protected, all stay. A pod on a GPU that serves no new pods does not keep the others.
+    /// Returns the gangs of which all pods that run can be evicted now, in all pools. If one of
+    /// them is protected, all stay. A pod on a GPU that serves no new pods does not keep the
+    /// others.
     pub(super) fn evictable_gangs(&self, member: Member, all: &Holders<'_>) -> BTreeSet<usize> {
         let (book, world) = (self.book(member), &self.worlds.pools[member.pool].world);
         if world.pods.iter().all(|pod| pod.gang.is_none()) {

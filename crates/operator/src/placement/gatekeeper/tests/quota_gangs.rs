@@ -196,8 +196,8 @@ fn pods_that_were_not_released_together_are_no_gang_for_fair_share() {
     }
 }
 
-/// Starts pods of b, one after the other, that state a gang of 1,000 pods. `change` changes each pod
-/// before its release.
+/// Starts pods of b, one after the other, that state a gang of 1,000 pods. `change` changes each
+/// pod before its release.
 fn grown_with_a_stated_size(change: impl Fn(&mut Case, &str)) -> Case {
     let mut case = Case::new(2, &[("a", json!({})), ("b", json!({}))]);
     for name in ["b1", "b2", "b3", "b4"] {
@@ -267,8 +267,8 @@ fn a_replacement_pod_belongs_to_its_gang() {
     assert_eq!(gone, ["g1", "g2", "g3"]);
 }
 
-/// Otherwise one cordon, fault or agent that is not ready would keep the GPUs of the whole gang from
-/// a guarantee.
+/// Otherwise one cordon, fault or agent that is not ready would keep the GPUs of the whole gang
+/// from a guarantee.
 #[test]
 fn a_pod_on_a_gpu_that_serves_no_new_pods_is_evicted_with_its_gang() {
     let cordon = |object: &mut Value| object["metadata"]["annotations"] = json!({"cleave.dev/cordon": "n1-GPU-1=fan"});

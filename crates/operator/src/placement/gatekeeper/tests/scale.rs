@@ -292,7 +292,8 @@ fn scale_reconciles_at_5000_nodes() {
     measure_reconciles(5000, 150_000);
 }
 
-/// Returns a pod that waits at the gate, of a gang if `size` is more than 1. `cpu` is in millicores.
+/// Returns a pod that waits at the gate, of a gang if `size` is more than 1. `cpu` is in
+/// millicores.
 fn gang_pod(number: usize, size: usize, cpu: usize) -> RawPod {
     let gang = (number / size).to_string();
     let annotations = json!({"cleave.dev/gang": gang, "cleave.dev/gang-size": size.to_string()});
@@ -308,8 +309,8 @@ fn gang_pod(number: usize, size: usize, cpu: usize) -> RawPod {
     }))
 }
 
-/// Measures reconciles in which `gangs` gangs of `size` pods wait, and one share is missing for each
-/// gang.
+/// Measures reconciles in which `gangs` gangs of `size` pods wait, and one share is missing for
+/// each gang.
 fn measure_gangs(what: &str, gangs: usize, size: usize, have_equal_requests: bool) {
     const NODES: usize = 1000;
     let mut fleet = Fleet::new(NODES, NODES * GPUS_PER_NODE * UNITS_PER_GPU + 1 - size);
