@@ -98,7 +98,7 @@ mod tests {
         assert_eq!(Placement::parse(&text).unwrap(), placement);
         placement.never_borrows = true;
         let text = placement.to_text().unwrap();
-        assert!(text.ends_with(r#","size":4},"neverBorrows":true}"#), "{text}");
+        assert!(text.ends_with(r#","since":7},"neverBorrows":true}"#), "{text}");
         assert_eq!(Placement::parse(&text).unwrap(), placement);
         assert!(Placement::parse("{}").is_err() && Placement::parse("").is_err());
     }
