@@ -386,3 +386,22 @@ impl Preemptors {
 fn uid_and_version(pod: &PodObject) -> (Option<String>, Option<String>) {
     (pod.uid(), pod.metadata.resource_version.clone())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Otherwise each change of a node would repeat 1,000 searches of all devices.
+    #[test]
+    fn the_search_for_a_large_gang_is_not_repeated_at_once_after_a_change() {
+        let seconds = Duration::from_secs;
+        for (pods, pause) in [(1, 0), (8, 0), (1000, 9)] {
+            let (mut preemptors, key) = (Preemptors::default(), ("team/head".to_owned(), 0));
+            preemptors.record_failed_exchange(key.clone(), (pods, false), seconds(100));
+            assert_eq!(preemptors.failed_exchange(&key, seconds(101)), Some(false), "{pods}: nothing has changed");
+            preemptors.record_node_change("n1");
+            assert_eq!(preemptors.failed_exchange(&key, seconds(100 + pause)), (pause > 0).then_some(false), "{pods}");
+            assert_eq!(preemptors.failed_exchange(&key, seconds(110)), None, "{pods}");
+        }
+    }
+}

@@ -130,23 +130,34 @@ fn a_replacement_pod_uses_only_the_pool_of_its_gang() {
 
 /// A change of quotas can put the GPUs of a running gang into two pools.
 #[test]
-fn a_gang_whose_gpus_are_in_two_pools_is_evicted_as_a_whole() {
-    let quotas = [("a", of_h100(json!({"min": 10}))), ("b", json!({"gpus": {"models": ["H100", "L4"]}}))];
-    let mut case = with_l4(Case::new(1, &quotas), 1).waiting(&[("g1", "b", 10, 0), ("g2", "b", 10, 0)]).gang(
-        "b",
-        "train",
-        2,
-        &["g1", "g2"],
-    );
-    // Before the change, one quota counts both models.
-    let of_a = case.world.quotas.remove(0);
-    assert_eq!(case.step().releases.len(), 2);
-    case.world.quotas[0]["spec"]["gpus"] = json!({"models": ["L4"]});
-    case.world.quotas.insert(0, of_a);
-    let mut case = case.waiting(&[("a1", "a", 10, 0)]);
-    case.step();
-    let gone: Vec<&str> = case.evicted.iter().map(|(_, _, victim)| victim.as_str()).collect();
-    assert_eq!(gone, ["g1", "g2"]);
+fn a_gang_whose_gpus_are_in_two_pools_is_evicted_as_a_whole_or_not_at_all() {
+    for (allowed, expected) in [(1, vec!["g1", "g2"]), (0, vec![])] {
+        let quotas = [("a", of_h100(json!({"min": 10}))), ("b", json!({"gpus": {"models": ["H100", "L4"]}}))];
+        let mut case = with_l4(Case::new(1, &quotas), 1).waiting(&[("g1", "b", 10, 0), ("g2", "b", 10, 0)]).gang(
+            "b",
+            "train",
+            2,
+            &["g1", "g2"],
+        );
+        // Before the change, one quota counts both models.
+        let of_a = case.world.quotas.remove(0);
+        assert_eq!(case.step().releases.len(), 2);
+        case.world.quotas[0]["spec"]["gpus"] = json!({"models": ["L4"]});
+        case.world.quotas.insert(0, of_a);
+        let on_l4 = case.world.pods.values().find(|pod| pod["spec"]["nodeName"] == "n2").unwrap();
+        let name = format!("b/{}", on_l4["metadata"]["name"].as_str().unwrap());
+        let label = |pod: &mut Value| pod["metadata"]["labels"] = json!({"app": "far"});
+        case.world.change(|world| &mut world.pods, &name, label);
+        let budget = json!({"metadata": {"name": "keep", "namespace": "b", "generation": 1},
+            "spec": {"minAvailable": 0, "selector": {"matchLabels": {"app": "far"}}},
+            "status": {"disruptionsAllowed": allowed, "currentHealthy": 1, "desiredHealthy": 0, "expectedPods": 1, "observedGeneration": 1}});
+        case.world.budgets.insert("keep".to_owned(), budget);
+        let mut case = case.waiting(&[("a1", "a", 10, 0)]);
+        case.step();
+        let mut gone: Vec<&str> = case.evicted.iter().map(|(_, _, victim)| victim.as_str()).collect();
+        gone.sort_unstable();
+        assert_eq!(gone, expected, "{allowed} allowed");
+    }
 }
 
 #[test]
