@@ -14,7 +14,8 @@ use super::amounts;
 use super::cluster::ReconcileInput;
 use super::queue::Queue;
 use super::quota_pass::{LongWait, QuotaPass};
-use super::quotas::{PoolWorld, released};
+use super::quota_times::released;
+use super::quotas::PoolWorld;
 use super::search::{Candidate, PlacementSearch, SearchKey};
 
 /// Requests of pods with GPUs by node, each with the time of the pod's release.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use cleave_plan::ledger::{Fits, Holder, Holders, Ledger, Moment, Nomination, Preemption, Rank, Reservation};
 use cleave_plan::quota::{Amount, Book, Class, Kind, Owner, Place, Pod, PodId, Rights, Wait, reserved_for_long_waits};
 
-use super::quota_reports::label_of;
+use super::quota_reports::{has_label, label_of};
 use super::quotas::{PoolWorld, QuotaWorlds};
 use crate::pods::PodObject;
 use crate::quotas::charge::is_mig;
@@ -435,14 +435,15 @@ impl<'w> QuotaPass<'w> {
     }
 
     /// Records that the pods of a turn are released, and returns the value of their label. Pods of
-    /// exempt namespaces, and pods on nodes in no pool with an enforced quota, have no label.
+    /// exempt namespaces, pods of quotas that only count, and pods on nodes in no pool with an
+    /// enforced quota have no label.
     pub(super) fn label_released(&mut self, turn: Option<QuotaTurn>, pods: &[(&str, &Fits)]) -> Option<&'static str> {
         let Some(turn) = turn else {
             pods.iter().for_each(|(name, _)| drop(self.long_waits.remove(*name)));
             return None;
         };
         let class = self.record_release(turn.member, pods)?;
-        (self.pod(turn.member).owner != Owner::Outside).then(|| label_of(class))
+        has_label(&self.worlds.pools[turn.member.pool].world, self.pod(turn.member)).then(|| label_of(class))
     }
 
     /// Records that the pods of a turn are nominated, and that these victims are evicted.
@@ -507,12 +508,16 @@ impl<'w> QuotaPass<'w> {
     }
 
     /// Returns the kinds of evictions that are permitted for a waiting pod, in the order of
-    /// attempts.
+    /// attempts. While a quota cannot be read, pods of one quota are not evicted for others: the
+    /// malformed quota may guarantee their units.
     pub(super) fn kinds(&self, turn: &QuotaTurn) -> impl Iterator<Item = Kind> + use<> {
         let rights = if turn.rights.is_within { Kind::Reclaim } else { Kind::FairShare };
         let is_enforced = self.book(turn.member).quota(turn.member.id).is_enforced();
-        let rights = (!turn.rights.is_over_max && is_enforced).then_some(rights);
-        rights.into_iter().chain([Kind::Priority])
+        let is_known = !self.worlds.are_incomplete;
+        let rights = (!turn.rights.is_over_max && is_enforced && is_known).then_some(rights);
+        let stays_in_quota = matches!(self.pod(turn.member).owner, Owner::Quota(_)) && turn.rank.overriding.is_none();
+        let priority = (is_known || is_enforced && stays_in_quota).then_some(Kind::Priority);
+        rights.into_iter().chain(priority)
     }
 
     /// Returns the pods that may be evicted for a waiting pod, and pods that terminate. The

@@ -11,21 +11,15 @@ use cleave_plan::ledger::{DeviceAmounts, DeviceRequest, Ledger, Moment, Nominati
 use cleave_plan::quota::{Amount, GPU, Gang, Owner, Piece, Place, Pod, PodId, Settings, Unit, World, charge_per_gpu};
 use kube::Resource as _;
 
-use super::claims::RESERVATION_TIME;
 use super::cluster::Cluster;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
-use super::quota_costs::{EligibleCosts, NodeView, requests_of};
+use super::quota_costs::{EligibleCosts, NodeView, WaitingRequests, requests_of};
+use super::quota_times::{ReleasedPlace, created};
 use crate::pods::{PodObject, full_name};
 use crate::quotas::charge::{DeviceCosts, NodeCosts, is_mig};
 use crate::quotas::validate::{Quotas, Unnamed};
 
-/// Seconds after the end of a pod's grace period during which the pod counts towards its quota's
-/// maximum.
-const HELD_AFTER_GRACE_SECONDS: u64 = 30;
-/// A pod terminates late if it ends more than this time after the maximum grace period of evicted
-/// pods. The time is for clocks that differ.
-const LATE_AFTER_GRACE_CAP: u64 = 30;
 /// How long waiting pods of a gang wait for pods that are missing, in seconds after the newest of
 /// them was created. A controller that restarts a gang creates all pods again within this time. The
 /// operator does not watch ended pods, so it cannot count them.
@@ -61,6 +55,8 @@ pub(crate) struct PoolWorld {
     pub(super) least: BTreeMap<PodId, Amount>,
     /// Pods that terminate, but later than an evicted pod would. They count as running.
     pub(super) terminates_late: BTreeSet<PodId>,
+    /// When the rules next treat a released pod differently although the pod does not change.
+    pub(super) next_change: Option<Moment>,
     /// Whether a quota of the pool is enforced.
     pub(crate) is_enforced: bool,
 }
@@ -86,6 +82,8 @@ pub(crate) struct QuotaWorlds {
     pub(super) has_other_nodes: bool,
     /// When missing pods of a gang next count as ended.
     pub(super) next_gang: Option<Moment>,
+    /// Whether it is not known what a quota guarantees, because the quota cannot be read.
+    pub(super) are_incomplete: bool,
     pub(super) now: Moment,
 }
 
@@ -185,7 +183,9 @@ impl QuotaWorlds {
         }
         let (pools, pools_of_node) = (Vec::new(), BTreeMap::new());
         let (mixed, has_other_nodes, next_gang) = (Vec::new(), false, None);
-        let mut worlds = Self { pools, pools_of_node, mixed, has_other_nodes, next_gang, now: Moment(now) };
+        let are_incomplete = cluster.quotas.iter().any(|object| object.0.is_err());
+        let mut worlds =
+            Self { pools, pools_of_node, mixed, has_other_nodes, next_gang, are_incomplete, now: Moment(now) };
         for (at, pool) in quotas.pools.iter().enumerate() {
             let world = World { quotas: pool.quotas.clone(), settings: settings.rules, ..World::default() };
             worlds.pools.push(PoolWorld {
@@ -197,6 +197,7 @@ impl QuotaWorlds {
                 has_mig: false,
                 least: BTreeMap::new(),
                 terminates_late: BTreeSet::new(),
+                next_change: None,
                 is_enforced: quotas.is_enforced(at),
             });
         }
@@ -208,13 +209,7 @@ impl QuotaWorlds {
         let mut costs: Vec<NodeCosts> = vec![NodeCosts::default(); worlds.pools.len()];
         nodes.iter().for_each(|node| costs[node.pool].extend(&node.costs));
         let known = (&quotas, &gangs);
-        worlds.add_released(
-            cluster,
-            known,
-            (tracker, ledger),
-            (&nodes, &costs),
-            (&is_evicted, settings.rules.grace_cap),
-        );
+        worlds.add_released(cluster, known, (tracker, ledger), (&nodes, &costs), &is_evicted);
         let mut eligible = EligibleCosts::new(gpu_nodes, &nodes, costs.len());
         for (name, pod) in waiting {
             let nominated = ledger.nominations().get(name);
@@ -378,7 +373,7 @@ impl QuotaWorlds {
         known: (&Quotas, &Gangs<'_>),
         (tracker, ledger): (&PodTracker, &Ledger),
         (nodes, costs): (&[NodeView<'_>], &[NodeCosts]),
-        (is_evicted, grace_cap): (&impl Fn(&str) -> bool, u64),
+        is_evicted: &impl Fn(&str) -> bool,
     ) {
         let mut by_name = ViewsOfNodes::new();
         nodes.iter().for_each(|view| by_name.entry(view.name).or_default().push(view));
@@ -413,10 +408,10 @@ impl QuotaWorlds {
             };
             for (pool, pieces) in found {
                 used.extend(pieces.iter().filter_map(|piece| Some((pool, piece.gpu?))));
-                self.insert_released(known, (pool, &name, pod), pieces, (is_evicted, grace_cap));
+                self.insert_released(known, (pool, &name, pod), pieces, is_evicted);
             }
         }
-        self.add_unlocated(cluster, known, unlocated, (&by_name, costs, used), (is_evicted, grace_cap));
+        self.add_unlocated(cluster, known, unlocated, (&by_name, costs, used), is_evicted);
     }
 
     /// Adds released pods of which the devices are not known, and pods on nodes of which nothing is
@@ -427,7 +422,7 @@ impl QuotaWorlds {
         known: (&Quotas, &Gangs<'_>),
         unlocated: Vec<Unlocated<'_>>,
         (by_name, costs, mut used): (&ViewsOfNodes<'_, '_>, &[NodeCosts], BTreeSet<(usize, usize)>),
-        (is_evicted, grace_cap): (&impl Fn(&str) -> bool, u64),
+        is_evicted: &impl Fn(&str) -> bool,
     ) {
         let managed = OnceCell::new();
         let mut absent: BTreeMap<(usize, String), usize> = BTreeMap::new();
@@ -447,7 +442,7 @@ impl QuotaWorlds {
                 let unused =
                     |_: &DeviceRequest| view.gpus.iter().copied().find(|gpu| used.insert((at, *gpu))).or(first);
                 let pieces = pool.pieces(&requests, (&node, &[]), dearest, unused);
-                self.insert_released(known, (at, &name, pod), pieces, (is_evicted, grace_cap));
+                self.insert_released(known, (at, &name, pod), pieces, is_evicted);
             } else if !self.pools_of_node.contains_key(&node)
                 && managed.get_or_init(|| nodes_of_cleave(cluster)).contains(node.as_str())
             {
@@ -465,7 +460,7 @@ impl QuotaWorlds {
                         pool.world.gpus.len() - 1
                     });
                     let pieces = pool.pieces(&requests, (&node, &[]), dearest, |_| Some(gpu));
-                    self.insert_released(known, (at, &name, pod), pieces, (is_evicted, grace_cap));
+                    self.insert_released(known, (at, &name, pod), pieces, is_evicted);
                 }
             }
         }
@@ -501,7 +496,8 @@ impl QuotaWorlds {
         nominated: Option<&Nomination>,
         (costs, eligible): (&[NodeCosts], &mut EligibleCosts<'_, '_>),
     ) {
-        let requests = requests_of(pod);
+        let waiting = WaitingRequests::of(pod, eligible.nodes);
+        let requests = &waiting.listed;
         for (at, all) in costs.iter().enumerate() {
             let unit = self.pools[at].unit;
             let differs = |request: &DeviceRequest| all.cheapest(request, unit) != all.dearest(request, unit);
@@ -510,17 +506,21 @@ impl QuotaWorlds {
             let dearest =
                 |request: &DeviceRequest| here.and_then(|here| of(here, request)).or_else(|| of(all, request));
             let least = here.unwrap_or(all);
-            let least: Amount = requests.iter().filter_map(|request| least.cheapest(request, unit)).sum();
+            let cheapest = |request: &DeviceRequest| least.cheapest(request, unit);
+            let least = requests.iter().filter_map(cheapest).sum::<Amount>().plus(waiting.cost_of_more(cheapest));
+            let more = waiting.cost_of_more(dearest);
             let nominated = nominated.filter(|of| self.is_nominated_in(Some(at), of));
             let takes = nominated.into_iter().flat_map(|of| &of.takes);
             let takes: Vec<UnitsOnDevice<'_>> =
                 takes.map(|take| (take.resource.as_str(), take.device.as_str(), take.units)).collect();
             let (pool, node) = (&self.pools[at], nominated.map_or("", |of| of.node.as_str()));
-            let pieces = pool.pieces(&requests, (node, &takes), dearest, |_| None);
+            let pieces = pool.pieces(requests, (node, &takes), dearest, |_| None);
             let nominated = nominated.map(|_| pieces.first().and_then(|piece| piece.gpu).unwrap_or(0));
-            let is_mig = pool.has_mig && matches!(&*requests, [request] if is_mig(&request.resource));
+            let is_mig = pool.has_mig && matches!(&**requests, [request] if is_mig(&request.resource));
             if let Some(id) = self.insert(known, at, (name, pod), pieces, Place::Waiting { nominated }) {
                 let pool = &mut self.pools[at];
+                let charge = &mut pool.world.pods[id.0].charge;
+                *charge = charge.plus(more);
                 if is_mig || least < pool.world.pod(id).charge {
                     pool.least.insert(id, least);
                 }
@@ -534,37 +534,16 @@ impl QuotaWorlds {
         known: (&Quotas, &Gangs<'_>),
         (pool, name, pod): (usize, &str, &PodObject),
         pieces: Vec<Piece>,
-        (is_evicted, grace_cap): (&impl Fn(&str) -> bool, u64),
+        is_evicted: &impl Fn(&str) -> bool,
     ) {
         let gpu = pieces.first().and_then(|piece| piece.gpu).unwrap_or(0);
-        let (place, is_late) = self.place_of(pod, gpu, is_evicted, grace_cap);
+        let rules = &self.pools[pool].world.settings;
+        let ReleasedPlace { place, terminates_late, next_change } =
+            ReleasedPlace::of(pod, gpu, is_evicted, (rules, self.now));
         let id = self.insert(known, pool, (name, pod), pieces, place);
-        self.pools[pool].terminates_late.extend(id.filter(|_| is_late));
-    }
-
-    /// Returns where a pod is, and whether it terminates later than an evicted pod would. Such a
-    /// pod counts as running: otherwise a long grace period would keep its room from a guarantee.
-    fn place_of(
-        &self,
-        pod: &PodObject,
-        gpu: usize,
-        is_evicted: &impl Fn(&str) -> bool,
-        grace_cap: u64,
-    ) -> (Place, bool) {
-        let seconds = |time: i64| u64::try_from(time).unwrap_or(0);
-        let is_evicted = is_evicted(pod.metadata.uid.as_deref().unwrap_or_default());
-        let deleted = pod.metadata.deletion_timestamp.as_ref().map(|deleted| seconds(deleted.0.as_second()));
-        let latest = self.now.0.saturating_add(grace_cap).saturating_add(LATE_AFTER_GRACE_CAP);
-        let is_late = !is_evicted && deleted.is_some_and(|deleted| deleted > latest);
-        match deleted {
-            _ if is_evicted => return (Place::Leaving { gpu, held: true }, false),
-            Some(deleted) if !is_late => {
-                let held = self.now.0 < deleted.saturating_add(HELD_AFTER_GRACE_SECONDS);
-                return (Place::Leaving { gpu, held }, false);
-            }
-            _ => {}
-        }
-        (Place::Running { gpu, since: released(pod) }, is_late)
+        let pool = &mut self.pools[pool];
+        pool.terminates_late.extend(id.filter(|_| terminates_late));
+        pool.next_change = pool.next_change.into_iter().chain(next_change).min();
     }
 
     /// Adds a pod. Returns `None` if the pool offers nothing that the pod requests.
@@ -752,16 +731,6 @@ fn gangs_of(tracker: &PodTracker) -> Gangs<'_> {
     gangs
 }
 
-/// Returns when a pod was released. A pod that did not wait at the gate counts from its creation.
-pub(super) fn released(pod: &PodObject) -> Moment {
-    let released = pod.reserved_until.map(|until| until.saturating_sub(RESERVATION_TIME.as_secs()));
-    released.map_or_else(|| created(pod), Moment)
-}
-
-fn created(pod: &PodObject) -> Moment {
-    let seconds = pod.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second());
-    Moment(u64::try_from(seconds).unwrap_or(0))
-}
 /// Returns the nodes on which Cleave runs: those with a `GpuNode`, readable or not, or an agent.
 fn nodes_of_cleave(cluster: &Cluster) -> BTreeSet<&str> {
     let objects = cluster.gpu_nodes.iter().filter_map(|object| object.meta().name.as_deref());
