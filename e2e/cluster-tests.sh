@@ -3,8 +3,8 @@
 # e2e/test.
 
 # with_cluster GPUS1 GPUS2 COMMAND…: creates a cluster of two nodes with these GPUs, installs
-# Cleave, runs a command, and removes the cluster. The array up_options has additional options of
-# `cluster up`.
+# Cleave, runs a command, and removes the cluster unless KEEP is set. The array up_options has
+# additional options of `cluster up`.
 up_options=()
 with_cluster() {
   local first=$1 second=$2; shift 2
@@ -115,8 +115,8 @@ group_log() { echo "${demo_dir#"$root"/}/$1-group.log"; }
 # with_test_cluster COMMAND…: runs a command on a cluster with the nodes that the cluster tests
 # expect.
 with_test_cluster() {
-  # Let these kubelets report often, because each test waits for a node status at least twice. Nodes
-  # that tests add keep the cluster's default interval.
+  # Let these kubelets report often, because many tests wait for a node status. Nodes that tests add
+  # keep the cluster's default interval.
   up_options=(--node-status node1=1,node2=2 --network-policies)
   with_cluster 4xH100-80 2xA100-40 "$@"
 }

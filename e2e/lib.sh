@@ -29,7 +29,7 @@ release=
 
 # use_release [VERSION]: makes the functions below use the image, the chart and the program of a
 # release that `make release` built. Without VERSION, they use the newest release. The functions
-# then build only the simulated hardware.
+# then build only the simulated hardware and the test programs.
 use_release() {
   local checksums
   checksums=$(ls -t "$root"/target/release-${1:-*}/SHA256SUMS 2>/dev/null | head -1 || true)
@@ -47,7 +47,7 @@ use_release() {
 # Installs the Debian packages that the builds need. e2e/cluster/cluster installs the packages that
 # the cluster needs.
 prerequisites() {
-  [ "$(id -u)" = 0 ] || die "run this as root: it starts a kubelet and containerd, which need it"
+  [ "$(id -u)" = 0 ] || die "root access is required, because the script starts a kubelet and containerd"
   command -v cargo >/dev/null || die "cargo is not on the PATH: install Rust (1.89 or newer)"
   command -v go >/dev/null || die "go is not on the PATH: install Go (1.26 or newer)"
   local missing=()

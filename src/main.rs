@@ -1,5 +1,5 @@
-//! The `cleave` program, which contains the commands that people run and the components that run in
-//! the cluster.
+//! The `cleave` program, which contains the commands that people run, the operator, the agent and
+//! the MPS host.
 mod process;
 
 use std::process::ExitCode;
@@ -40,7 +40,7 @@ const COMPONENTS: [&str; 3] = ["operator", "agent", "mps-host"];
 enum Command {
     #[command(flatten)]
     User(cleave_cli::Command),
-    /// Plan how GPUs are shared, and write it to each node's GpuNode.
+    /// Plan how GPUs are shared, and write the plan to each node's GpuNode.
     #[command(hide = true)]
     Operator(cleave_operator::OperatorArgs),
     /// Serve this node's GPUs to the kubelet, and apply its GpuNode.

@@ -27,8 +27,9 @@ type ruleGroup struct {
 	Rules []rulefmt.Rule `yaml:"rules"`
 }
 
-// shortened replaces all durations in the rules, and shortWait replaces longWait, so that alerts
-// fire within seconds. In the test, Prometheus scrapes targets and evaluates rules every second.
+// shortened replaces all ranges and offsets in expressions, and shortWait replaces longWait, so
+// that alerts fire within seconds. In the test, Prometheus scrapes targets and evaluates rules
+// every second.
 const shortened = 20 * time.Second
 const shortWait = 5
 
@@ -127,8 +128,9 @@ func shortenRules(file, out string) error {
 }
 
 // lint performs checks that promtool lacks. Each alert needs a test case in which it fires, a test
-// case in which it does not fire, and a runbook. Rules and dashboards may use only metrics that are
-// in the reference.
+// case in which it does not fire, and a runbook. Each alert also needs a summary, a runbook URL and
+// a severity. Rules and dashboards may use only metrics that are in the reference or that rules
+// record.
 func lint(repository, file, tests string) error {
 	rules, err := readRules(file)
 	if err != nil {

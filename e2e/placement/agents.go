@@ -314,7 +314,7 @@ func (t *statusWriter) writeWithin(index int, window time.Duration) {
 	})
 }
 
-// isIdle reports whether all changes have been written, and returns the first error of a write.
+// isIdle reports whether all changes have been written, and returns the last error of a write.
 func (t *statusWriter) isIdle() (bool, error) {
 	if err := t.failed.Load(); err != nil {
 		return false, *err

@@ -110,8 +110,8 @@ func (f *fleet) addNodes(nodes []corev1.Node) {
 	}
 }
 
-// removeNodes removes the state of nodes that no longer exist. It also deletes the pods and objects
-// of these nodes, as a cluster's garbage collection does.
+// removeNodes removes the state of nodes that no longer exist. It also deletes the agents' pods and
+// the GpuNodes of these nodes, as a cluster's garbage collection does.
 func (f *fleet) removeNodes(ctx context.Context, nodes []corev1.Node, objects map[string]gpuNode) error {
 	present := make(map[string]bool, len(nodes))
 	for _, node := range nodes {

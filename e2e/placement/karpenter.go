@@ -138,7 +138,7 @@ func shareRemovalPolicy() []object {
 }
 
 // objects returns the node pool, its class, and the overlay with the number of shares of a node.
-// docs/how-to/autoscaling.md lists the same objects.
+// docs/how-to/autoscaling.md shows a similar pool and overlay.
 func (p *pool) objects() []object {
 	return []object{
 		{"apiVersion": "karpenter.kwok.sh/v1alpha1", "kind": "KWOKNodeClass", "metadata": object{"name": "default"}, "spec": object{}},

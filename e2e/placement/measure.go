@@ -255,8 +255,8 @@ func (t *trial) remove(ctx context.Context, pods []string) error {
 // writes contains the API server's counts of write requests, by verb and resource.
 type writes map[string]float64
 
-// countWrites reads the counts from the API server's metrics. It omits the heartbeats of nodes,
-// because they depend on time and not on pods.
+// countWrites reads the counts from the API server's metrics. It omits writes of nodes and leases,
+// because most of them are heartbeats, which depend on time and not on pods.
 func countWrites(ctx context.Context, p *plane) (writes, error) {
 	text, err := p.custom.Get().AbsPath("/metrics").SetHeader("Accept", "text/plain").Do(ctx).Raw()
 	if err != nil {

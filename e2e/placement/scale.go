@@ -71,7 +71,7 @@ func scale(ctx context.Context, arguments []string) error {
 	o.addFlags(flags)
 	flags.StringVar(&o.out, "out", "", "file for the results, one line of JSON each; empty for none")
 	flags.IntVar(&l.nodes, "nodes", 1000, "number of nodes with 8 GPUs")
-	flags.IntVar(&l.pods, "pods", 80000, "number of running pods; each has one of a node's 80 shares, and none if there are more pods than shares")
+	flags.IntVar(&l.pods, "pods", 80000, "number of pods, including those of -paced; each has one of a node's 80 shares, or none if there are more pods than shares")
 	flags.IntVar(&l.paced, "paced", 200, "number of pods that arrive when the cluster is full; this many shares are left free for them")
 	flags.Float64Var(&o.rate, "rate", 10, "rate of these pods, in pods per second")
 	flags.StringVar(&names, "systems", "extended,cleave", "systems to measure, in this order")

@@ -145,8 +145,8 @@ func makeNodes(ctx context.Context, t *trial) error {
 	})
 }
 
-// prepareDRA creates a ResourceSlice for each node, and a ResourceClaimTemplate for each number of
-// shares.
+// prepareDRA creates a DeviceClass, a ResourceSlice for each node, and a ResourceClaimTemplate for
+// each number of shares.
 func prepareDRA(ctx context.Context, t *trial) error {
 	api := t.plane.client.ResourceV1()
 	one, all, several := resource.MustParse("1"), *resource.NewQuantity(sharesPerGPU, resource.DecimalSI), true
@@ -327,8 +327,8 @@ func startOperatorAs(ctx context.Context, t *trial, pod, kubeconfig string, argu
 	})
 }
 
-// chart renders the chart's cluster objects: CRDs, roles and admission objects. The admission
-// objects include the policy that adds the placement gate to pods.
+// chart renders the chart's objects without its workloads, such as CRDs, roles and admission
+// objects. The admission objects include the policy that adds the placement gate to pods.
 func (t *trial) chart(ctx context.Context) ([]byte, error) {
 	var stderr bytes.Buffer
 	arguments := []string{"template", "cleave", t.options.chart, "--namespace", cleaveNamespace, "--kube-version", "1.36", "--set", "admission.gate=policy"}

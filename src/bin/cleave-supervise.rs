@@ -6,9 +6,9 @@
 //! on). During the backoff, new pods that request GPUs would wait, and after 10 s the kubelet would
 //! reject them.
 //!
-//! The supervisor runs on every node. To use little memory, the supervisor has one thread and no
-//! asynchronous runtime. The supervisor forwards signals and exits with the program's exit status.
-//! If the supervisor is killed, the kernel also kills the program.
+//! Supervisors run on every node with an agent. To use little memory, the supervisor has one thread
+//! and no asynchronous runtime. The supervisor forwards signals and exits with the program's exit
+//! status. If the supervisor is killed, the kernel also kills the program.
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;

@@ -85,7 +85,7 @@ keeps its image.
 {{ .Values.paths.run }}/kubelet
 {{- end }}
 
-{{/* Environment of every container. */}}
+{{/* Environment of the containers of the operator, the agent and the MPS host. */}}
 {{- define "cleave.env" -}}
 - name: CLEAVE_LOG_FORMAT
   value: {{ lower .Values.log.format }}
@@ -167,7 +167,7 @@ tolerations:
 {{- end -}}
 {{- end }}
 
-{{/* Node selection of both DaemonSets. */}}
+{{/* Priority class and node selection of the three DaemonSets. */}}
 {{- define "cleave.nodes" -}}
 priorityClassName: {{ .Values.nodes.priorityClassName }}
 {{- with .Values.nodes.nodeSelector }}
@@ -224,9 +224,9 @@ seLinuxOptions:
 {{- end }}
 
 {{/*
-In CEL: whether Cleave shares the resource k. All admission policies use this definition. Keep it
-equal to cleave-api's `names`. The names are literals, because a missing parameter object would
-refuse every pod of the cluster.
+In CEL: whether Cleave shares the resource k. The admission policies about shares use this
+definition. Keep it equal to cleave-api's `names`. The names are literals, because a missing
+parameter object would refuse every pod of the cluster.
 */}}
 {{- define "cleave.isShared" -}}
 (k.startsWith('nvidia.com/gpu-') || k.startsWith('nvidia.com/mig-') || k == 'nvidia.com/gpu.shared')
@@ -305,8 +305,8 @@ webhook
 - name: requests-gpus
   expression: >-
     {{ include "cleave.requestsGatedResource" (list . "object") }}
-# After the gate is added, the API server evaluates the policy again. A second mutation of the
-# gated pod would be expensive.
+# After the gate is added, the API server may evaluate the policy again or call the webhook again. A
+# second mutation of the gated pod would be expensive.
 - name: is-not-gated
   expression: >-
     !{{ include "cleave.isGated" "object" }}

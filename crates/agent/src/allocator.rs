@@ -41,8 +41,8 @@ pub struct Allocator {
     settings: ContainerSettings,
     link: HostLink,
     metrics: Metrics,
-    /// Notified after an allocation or a refusal, so that the main loop soon updates its files and
-    /// status.
+    /// Notified after an allocation, or after the refusal of shares of several devices. The main
+    /// loop then soon updates its files and status.
     pub allocated: Notify,
     /// Notified when a container starts, so that the main loop writes its files immediately.
     pub starting: Notify,
@@ -138,8 +138,9 @@ impl Allocator {
         }
     }
 
-    /// Waits until a container can start with this allocation: the CDI specification lists the
-    /// allocation's devices, and the allocation's door listens.
+    /// Waits until a container can start with this allocation. With the strategy `Cdi`, the CDI
+    /// specification must list the allocation's devices. For MPS shares, the allocation's door must
+    /// listen, and its daemon must accept clients.
     ///
     /// # Errors
     /// Returns a clause about the failed step, or about the condition that is still unmet after

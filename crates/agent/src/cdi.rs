@@ -67,8 +67,8 @@ impl CapabilityDevice {
     }
 }
 
-/// Returns the capability devices of a MIG instance: one for its GPU instance and one for its
-/// compute instance.
+/// Returns the capability devices of a MIG instance that the driver lists: one for its GPU instance
+/// and one for its compute instance.
 fn instance_capabilities<'a>(
     gpu: &Gpu,
     instance: &MigInstance,
@@ -84,8 +84,8 @@ fn instance_capabilities<'a>(
 /// NVIDIA's tools create the nodes only when such a tool runs.
 ///
 /// # Errors
-/// Returns an error if a node is missing and `/proc/devices` does not list `nvidia-caps`, or if the
-/// node cannot be created.
+/// Returns an error if a node is missing and `/proc/devices` cannot be read or does not list
+/// `nvidia-caps`, or if the node cannot be created.
 pub fn create_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()> {
     let instances =
         gpus.iter().flat_map(|gpu| gpu.mig.iter().flat_map(|mig| &mig.instances).map(move |one| (gpu, one)));

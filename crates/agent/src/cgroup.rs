@@ -34,7 +34,8 @@ pub fn parse_owner(text: &str) -> Option<ProcessOwner> {
 /// Parses `/proc/PID/cgroup` and returns the UIDs of all pods in the path of the process, outermost
 /// first. Trust only the first pod, because its containers may have created the other cgroups.
 pub fn parse_pod_uids(text: &str) -> Vec<String> {
-    // Use the first hierarchy that names pods, because all such hierarchies name the same pods.
+    // Use the first hierarchy that names pods, because all such hierarchies usually name the same
+    // pods.
     let found = cgroup_paths(text).map(owners_in_path).find(|owners| !owners.is_empty());
     found.unwrap_or_default().into_iter().map(|owner| owner.pod).collect()
 }

@@ -44,7 +44,8 @@ pub struct Checkpoint {
     /// when the spec no longer lists the GPU.
     #[serde(default, rename = "cut")]
     pub mig_partitioned: BTreeSet<String>,
-    /// For GPUs whose MIG mode is changing: the layout before the change, by UUID of the GPU.
+    /// For GPUs whose MIG mode is being turned on: the layout before the change, by UUID of the
+    /// GPU.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub replaced: BTreeMap<String, Layout>,
     /// Faults of GPUs that were recorded since the node's last boot, by UUID of the GPU.

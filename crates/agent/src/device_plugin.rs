@@ -1,5 +1,5 @@
 //! The device plugin: a front end of [`Allocator`] for extended resources. The device plugin
-//! translates the kubelet's calls and makes no decisions.
+//! translates the kubelet's calls, and decides only whether a request waits for its pod.
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -17,7 +17,7 @@ use crate::gpu::layout::{Pool, PoolKind, parse_slice_id};
 use crate::metrics::{AllocateOutcome, KubeletCall, Metrics};
 
 /// Returns whether the choice of slices matters: the slices are not whole GPUs, they belong to
-/// several devices, and `must_include` does not determine the device.
+/// several devices, and `must_include` is empty.
 fn has_choice(pools: &[Pool], request: &PreferredRequest<'_>) -> bool {
     let mut devices = request.available.iter().filter_map(|id| Some(parse_slice_id(id)?.0));
     let first = devices.next();

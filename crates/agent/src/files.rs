@@ -9,8 +9,9 @@ use inotify::{EventMask, EventStream, Inotify, WatchMask};
 use serde::Serialize;
 use tokio::time::sleep;
 
-/// Calls `on_change` now and after every change in the directory, and never returns. While inotify
-/// fails, calls `on_change` once per `interval`, and calls `on_error` only with the first error.
+/// Calls `on_change` now, and after a file of the directory is written, moved or deleted. Never
+/// returns. While inotify fails, calls `on_change` once per `interval`, and calls `on_error` only
+/// with the first error.
 pub(crate) async fn watch_directory(
     directory: &Path,
     interval: Duration,

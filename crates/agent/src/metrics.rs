@@ -377,12 +377,12 @@ impl Metrics {
             "Changes of MIG mode and MIG instances, by change and result",
             metrics.changes.clone(),
         );
-        let terminations = "Terminations of MPS clients of terminating pods, by outcome: done, failed, too late";
+        let terminations = "Terminations of MPS clients of terminating pods, by outcome: Done, Failed or Late";
         registry.register("client_terminations", terminations, metrics.terminations.clone());
         let share_seconds =
             "Slices allocated to the containers of a namespace on a GPU, multiplied by the seconds of the allocation";
         registry.register("namespace_share_seconds", share_seconds, metrics.namespace_share_seconds.clone());
-        registry.register("errors", "Failed operations that are retried, by reason", metrics.errors.clone());
+        registry.register("errors", "Failed operations, by reason", metrics.errors.clone());
         *metrics.registry.lock().unwrap_or_else(PoisonError::into_inner) = all;
         metrics
     }
@@ -480,7 +480,7 @@ impl Metrics {
         self.tenants.findings.get_or_create(&FindingLabels { kind: kind.to_owned() }).inc();
     }
 
-    /// Counts a failed operation that the agent will retry.
+    /// Counts a failed operation.
     pub fn count_error(&self, reason: &'static str) {
         self.errors.get_or_create(&ErrorLabels { reason: reason.to_owned() }).inc();
     }

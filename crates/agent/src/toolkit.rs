@@ -94,8 +94,8 @@ impl Toolkit {
 /// Returns the toolkit's edits that give containers the driver's files.
 ///
 /// # Errors
-/// Returns an error if the host has no toolkit, or if the generator cannot be run, fails, or finds
-/// no driver.
+/// Returns an error if the host has no toolkit, if the generator cannot be run, fails or hangs, or
+/// if its output does not contain the driver.
 pub async fn driver_edits(args: &AgentArgs) -> Result<DriverEdits, ToolkitError> {
     let toolkit = Toolkit::find(&args.host_root).ok_or(ToolkitError::NotInstalled)?;
     let command = host_command(&std::env::current_exe()?, args, &toolkit);

@@ -1,6 +1,6 @@
-//! Annotations of a `GpuNode` that cordon individual GPUs, clear their faults, and forget GPUs that
-//! were removed. The `cleave` command line writes these annotations for an administrator, and the
-//! operator reads them.
+//! Annotations of a `GpuNode` that cordon or quiesce individual GPUs, clear their faults, and
+//! forget GPUs that were removed. The `cleave` command line writes these annotations for an
+//! administrator, and the operator reads them.
 //!
 //! The annotations name GPUs by UUID, because indices can change. The parsers ignore invalid
 //! entries: administrators can write annotations by hand, and one invalid entry must not hide the
@@ -14,12 +14,13 @@ use k8s_openapi::jiff::Timestamp;
 /// Maximum length of a reason in bytes.
 const MAX_REASON_BYTES: usize = 200;
 
-/// Cordoned GPUs by UUID, each with its reason, which can be empty. Format: `<uuid>[=reason],…`.
+/// Cordoned or quiesced GPUs by UUID, each with its reason, which can be empty. Format:
+/// `<uuid>[=reason],…`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cordons(pub BTreeMap<String, String>);
 
 /// GPUs by UUID, each with a time. One annotation clears the faults that were found up to this
-/// time. Another annotation forgets a GPU that has been missing since before this time. Format:
+/// time. Another annotation forgets a GPU that has been missing since this time or earlier. Format:
 /// `<uuid>=<RFC 3339>,…`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct GpuTimes(pub BTreeMap<String, Time>);

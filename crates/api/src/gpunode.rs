@@ -67,8 +67,9 @@ pub struct GpuNodeSpec {
     #[serde(default)]
     #[schemars(length(max = 64))]
     pub plan_id: String,
-    /// GPUs with a desired partition, by index. A GPU that is not listed is whole and served as
-    /// `nvidia.com/gpu`. The agent ignores entries for GPUs that the node does not have.
+    /// GPUs with a desired partition, by index. A GPU that is not listed is served as
+    /// `nvidia.com/gpu`. If another program turned its MIG mode on, its existing MIG instances are
+    /// served instead. The agent ignores entries for GPUs that the node does not have.
     #[serde(default)]
     #[schemars(length(max = 64))]
     pub gpus: Vec<GpuSpec>,
@@ -88,12 +89,13 @@ pub struct GpuSpec {
     pub enforcement: Enforcement,
     /// How the GPU is served. If `mig` is set, the GPU's instances are served instead of the GPU.
     pub partition: Partition,
-    /// An administrator cordoned the GPU: its free slices are reported to the kubelet as Unhealthy.
+    /// The GPU is cordoned or quiesced: its free slices are reported to the kubelet as Unhealthy.
     /// Slices in use are not affected.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub cordoned: bool,
-    /// An administrator will reset the GPU or reload its driver. When no pod uses the GPU, the
-    /// agent stops its MPS daemons and closes NVML. `status.gpus[].quiesce` reports the progress.
+    /// An administrator or the GPU Operator will reset the GPU or change its driver. When no pod
+    /// uses the GPU, the agent stops its MPS daemons and closes NVML. `status.gpus[].quiesce`
+    /// reports the progress.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub quiesced: bool,
     /// An administrator cleared the GPU's recorded faults up to this time. The time is compared
@@ -101,7 +103,7 @@ pub struct GpuSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cleared: Option<Time>,
     /// Time at which an administrator decided that the GPU was removed from the node. The agent
-    /// forgets the GPU if it has been missing since before this time.
+    /// forgets the GPU if it has been missing since this time or earlier.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub forgotten: Option<Time>,
 }
@@ -135,8 +137,8 @@ pub struct Whole {
     pub resource: String,
 }
 
-/// MPS slices of a GPU or MIG instance. The sum of the slices' memory limits does not exceed the
-/// device's memory.
+/// MPS slices of a GPU or MIG instance. The sum of the slices' memory limits, if any, does not
+/// exceed the device's memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct MpsPartition {
@@ -260,8 +262,8 @@ pub struct GpuNodeStatus {
     /// Steps of the last change: done, waiting, refused or failed.
     #[serde(default)]
     pub steps: Vec<StepStatus>,
-    /// The first 32 tenants that exceeded their limits. An empty list means that the agent checked
-    /// and found no such tenants.
+    /// The oldest findings about tenants that exceeded their limits, at most 32. After a restart of
+    /// the agent, the list is empty until the agent finds the violations again.
     #[serde(default)]
     #[schemars(length(max = 32))]
     pub findings: Vec<FindingStatus>,
@@ -423,8 +425,8 @@ pub struct GpuStatus {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct QuiesceStatus {
-    /// Whether no Cleave process on the node uses the GPU. If so, the GPU can be reset. If all GPUs
-    /// of the node are quiesced, the driver can be unloaded.
+    /// Whether no pod and no process of Cleave uses the GPU. If so, the GPU can be reset. If all
+    /// GPUs of the node are quiesced, the driver can be unloaded.
     pub quiesced: bool,
     /// What the quiesce waits for, or what the agent has stopped for it.
     #[serde(default)]
@@ -498,7 +500,8 @@ pub struct SliceStatus {
     pub start: Option<u32>,
     /// Number of slices advertised to the kubelet.
     pub total: u32,
-    /// Number of these slices in use.
+    /// Number of these slices in use. All slices count as in use while the agent does not know
+    /// which are.
     pub in_use: u32,
     /// Number of these slices reported to the kubelet as Unhealthy.
     pub unhealthy: u32,
@@ -546,14 +549,14 @@ pub struct Health {
     pub healthy: bool,
     /// Health class of the GPU. The class determines what makes the GPU healthy again. `Suspect`: a
     /// period without further faults and an answer from NVML. `NeedsReset`: a reset, or `cleave
-    /// uncordon`. `Lost`: an answer from NVML. The class is empty if the GPU is healthy, or if
-    /// another part of the node prevents the GPU from serving.
+    /// uncordon`. `Lost`: an answer from NVML. The class is empty if the GPU is healthy or
+    /// quiesced, or if its MPS daemon accepts no clients.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub class: String,
     /// Why the GPU cannot serve slices: `XidError`, `EccErrors`, `ResetRequired`, `RowRemapFailed`,
-    /// `GpuLost`, `GpuMissing`, `GpuUnreachable`, `DriverUnavailable` or `MpsUnavailable`.
-    /// `ResetPending` means that the GPU is healthy and serves slices, but a reset would repair a
-    /// minor fault.
+    /// `GpuLost`, `GpuMissing`, `GpuUnreachable`, `DriverUnavailable`, `MpsUnavailable` or
+    /// `Quiesced`. `ResetPending` means that the GPU is healthy and serves slices, but a reset
+    /// would repair a minor fault.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
     /// The reason as a sentence.
@@ -574,13 +577,14 @@ pub struct MpsStatus {
     /// UUID of the GPU or MIG device.
     pub device: String,
     /// State of the daemon: `Starting`, `Active`, `Fault`, `Restarting`, `BackOff` or `Stopping`.
+    /// The state is empty while the MPS host does not report the daemon.
     pub state: String,
     /// PID of the control daemon on the node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
     /// Whether doors enforce the limits of each allocation. Hard: they do. Advisory: the driver's
-    /// MPS handshake is unknown, and the policy accepts that. Unknown: the handshake is unknown,
-    /// and the daemon accepts no clients.
+    /// MPS handshake is unknown, and the policy accepts that. Unknown: the handshake is unknown, or
+    /// the daemon's replies to clients are unexpected. New clients cannot use the daemon.
     #[serde(default)]
     pub door: String,
     /// Number of restarts since the MPS host started.
@@ -601,12 +605,12 @@ pub struct StepStatus {
     pub action: String,
     /// Result: `Done`, `Waiting`, `Refused` or `Failed`.
     pub result: String,
-    /// `InUse` for a step that waits until no pod or process uses the slices that the step removes.
-    /// Other steps have no reason.
+    /// `InUse` for a step that waits until no pod or process uses the GPU or the slices that the
+    /// step changes. Other steps have no reason.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
-    /// The reason, as a sentence. For Waiting and Refused, the message names the pods that use the
-    /// slices.
+    /// The reason, as a sentence. If the step waits for pods, the message names the pods that use
+    /// the slices.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub message: String,
 }

@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
     category = "cleave",
     status = "GpuQuotaStatus",
     derive = "PartialEq",
-    doc = "How many GPUs are guaranteed to a set of namespaces, and how many they may use and lend. If two quotas select one namespace in the same pool, only the older quota counts the namespace's pods.",
+    doc = "How many GPUs are guaranteed to a set of namespaces, and how many they may use and lend. If two quotas select one namespace in the same pool, only one of them counts the namespace's pods: a quota that names the namespace before one that selects it by labels, then the older quota.",
     printcolumn(name = "Min", type_ = "string", json_path = ".spec.min", description = "Guaranteed amount"),
     printcolumn(name = "Max", type_ = "string", json_path = ".spec.max", description = "Maximum amount"),
     printcolumn(name = "Used", type_ = "string", json_path = ".status.used", description = "Amount that pods use"),
@@ -81,13 +81,14 @@ use serde::{Deserialize, Serialize};
         .message("guarantee Cells guarantees whole GPUs: min must be a whole number")
 )]
 pub struct GpuQuotaSpec {
-    /// Namespaces whose pods are counted. Mutually exclusive with `namespaceSelector`.
+    /// Namespaces whose pods are counted. Set either `namespaces` or `namespaceSelector`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 256), inner(length(max = 63)))]
     #[x_kube(validation = Rule::new("size(self) > 0")
         .message("namespaces is empty: name a namespace, or set namespaceSelector"))]
     pub namespaces: Option<Vec<String>>,
-    /// Labels of the namespaces whose pods are counted. Mutually exclusive with `namespaces`.
+    /// Labels of the namespaces whose pods are counted. Set either `namespaces` or
+    /// `namespaceSelector`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub namespace_selector: Option<QuotaNamespaceSelector>,
     /// The quota's pool of GPUs. Default: the GPUs that no other quota names.
@@ -183,8 +184,9 @@ pub enum QuotaGuarantee {
 /// Whether a quota is enforced.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum QuotaMode {
-    /// Pods above `max` wait, and borrowing pods are evicted for pods within their quota's
-    /// guarantee. The condition `Enforced` reports whether the operator enforces the quota.
+    /// Pods above `max` wait, and borrowing pods may be evicted for pods within a guarantee, or for
+    /// quotas that borrow less. The condition `Enforced` reports whether the operator enforces the
+    /// quota.
     #[default]
     Enforce,
     /// The operator counts and reports usage, but neither delays nor evicts pods.
@@ -215,7 +217,7 @@ pub struct GpuQuotaStatus {
     pub lent: String,
     /// The quota's share: the amount that it uses beyond its guarantee, divided by its weight, in
     /// GPUs or GiB with two decimals. For fair share, pods of the quota with the highest share are
-    /// evicted.
+    /// evicted first.
     #[serde(default)]
     pub share: String,
     /// Number of GPUs that the quota owns. Set only with `guarantee: Cells`.
@@ -252,14 +254,15 @@ pub struct QuotaPods {
     pub leaving: u32,
 }
 
-/// What pods of namespaces without a quota use. They are guaranteed nothing, so they borrow it.
+/// What pods of namespaces without a quota use. These pods have no guarantee, so they borrow all
+/// that they use.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct QuotaUnnamed {
     /// Amount that the pods use, without pods that are being deleted.
     #[serde(default)]
     pub used: String,
-    /// The same in GPUs or GiB with two decimals, as `share` of a quota with weight 1.
+    /// The amount in GPUs or GiB with two decimals, as `share` of a quota with weight 1.
     #[serde(default)]
     pub share: String,
     /// Number of pods that use GPUs.
@@ -277,7 +280,7 @@ pub struct QuotaWaiting {
     /// Number of pods.
     #[serde(default)]
     pub pods: u32,
-    /// Amount that they request.
+    /// Amount that these pods request.
     #[serde(default)]
     pub gpus: String,
     /// Number of pods by reason, such as `OverMax`.

@@ -11,7 +11,8 @@ pub const RESOURCE_MPS: &str = "nvidia.com/gpu-mps";
 pub const RESOURCE_TIMESLICE: &str = "nvidia.com/gpu-timeslice";
 /// Resource of time-sliced replicas in NVIDIA's device plugin with `renameByDefault`.
 pub const RESOURCE_SHARED: &str = "nvidia.com/gpu.shared";
-/// Prefix of the resources of shares and sized slices: `nvidia.com/gpu-mps`, `nvidia.com/gpu-10gb`.
+/// Prefix of the resources of shares, replicas and sized slices, such as `nvidia.com/gpu-mps` and
+/// `nvidia.com/gpu-10gb`.
 pub const RESOURCE_SHARES_PREFIX: &str = "nvidia.com/gpu-";
 /// Resource of whole GPUs.
 pub const RESOURCE_GPU: &str = "nvidia.com/gpu";
@@ -19,8 +20,8 @@ pub const RESOURCE_GPU: &str = "nvidia.com/gpu";
 pub const RESOURCE_MIG_PREFIX: &str = "nvidia.com/mig-";
 /// The placement gate: the scheduling gate of pods that request GPUs.
 pub const GATE: &str = "cleave.dev/placement";
-/// Label of a namespace that exempts its pods from admission rules. The value of the label is one
-/// or more words, separated by dots.
+/// Label of a namespace that exempts its pods from admission rules or quotas. The value of the
+/// label is one or more words, separated by dots.
 pub const ALLOW_LABEL: &str = "cleave.dev/allow";
 /// Word of [`ALLOW_LABEL`]: pods receive no placement gate.
 pub const ALLOW_PLACEMENT: &str = "placement";
@@ -57,11 +58,11 @@ pub const POD_GROUP_LABEL: &str = "scheduling.x-k8s.io/pod-group";
 /// waiting pod, as a [`crate::placement::Placement`]. If the leader of the operator changes, the
 /// next leader keeps these units and evicts no further pods.
 pub const NOMINATION_ANNOTATION: &str = "cleave.dev/nomination";
-/// Annotation of a waiting pod from which disruption budgets keep guaranteed room: since when, in
-/// seconds since the Unix epoch. If the leader of the operator changes, the time that budgets have
-/// left does not start again.
+/// Annotation of a waiting pod within the guarantee, while disruption budgets block the evictions
+/// that the pod needs: since when, in seconds since the Unix epoch. After a change of the
+/// operator's leader, the time for which budgets may block the evictions does not restart.
 pub const PROTECTED_SINCE_ANNOTATION: &str = "cleave.dev/protected-since";
-/// Label of a pod that a quota counts: whether the pod is within the quota's guarantee. The
+/// Label of a running pod that quotas count: whether the pod is within its quota's guarantee. The
 /// operator writes the label, but bases no decision on it.
 pub const CAPACITY_LABEL: &str = "cleave.dev/capacity";
 /// Value of [`CAPACITY_LABEL`]: the pod is within its quota's guarantee.
@@ -74,7 +75,7 @@ pub const ALLOW_QUOTA: &str = "quota";
 /// label.
 pub const ALLOW_ALL: &str = "all";
 
-/// Field manager of the operator, for `GpuNode.spec` and `SharingPolicy.status`.
+/// Field manager of the operator, for example for `GpuNode.spec` and `SharingPolicy.status`.
 pub const OPERATOR_FIELD_MANAGER: &str = "cleave-operator";
 /// Field manager of the agent, for `GpuNode.status`.
 pub const AGENT_FIELD_MANAGER: &str = "cleave-agent";
@@ -83,7 +84,8 @@ pub const AGENT_FIELD_MANAGER: &str = "cleave-agent";
 pub const CONDITION_APPLIED: &str = "Applied";
 /// Condition of a `GpuNode`, a `SharingPolicy` and a `GpuQuota`: no problem is known.
 pub const CONDITION_READY: &str = "Ready";
-/// Condition of a `GpuQuota`: pods within the guarantee run, or wait only for a reclaim.
+/// Condition of a `GpuQuota`: healthy GPUs suffice for all guarantees, and no pod within the
+/// guarantee waits for GPUs.
 pub const CONDITION_GUARANTEED: &str = "Guaranteed";
 /// Condition of a `GpuQuota`: the operator delays and evicts pods as the quota requires.
 pub const CONDITION_ENFORCED: &str = "Enforced";
@@ -134,7 +136,7 @@ pub const HEALTH_GPU_MISSING: &str = "GpuMissing";
 pub const HEALTH_MPS_UNAVAILABLE: &str = "MpsUnavailable";
 /// Mode of a GPU that is not shared, in [`crate::gpunode::GpuStatus::mode`].
 pub const MODE_WHOLE: &str = "Whole";
-/// Mode of a GPU that serves MPS shares.
+/// Mode of a GPU that serves slices under MPS: shares or sized slices.
 pub const MODE_MPS: &str = "Mps";
 /// Mode of a GPU that serves time-sliced replicas.
 pub const MODE_TIMESLICING: &str = "TimeSlicing";
@@ -143,7 +145,8 @@ pub const MODE_MIG: &str = "Mig";
 
 /// Result of a step of the spec: the node matches the step.
 pub const STEP_DONE: &str = "Done";
-/// Result of a step: pods use slices that the step would remove.
+/// Result of a step: the step waits, for example until no pod uses slices that the step would
+/// remove.
 pub const STEP_WAITING: &str = "Waiting";
 /// Reason of a step with result [`STEP_WAITING`]: pods or processes use slices that the step would
 /// remove.
@@ -167,8 +170,8 @@ pub const UNSCHEDULABLE_ANNOTATION: &str = "cleave.dev/unschedulable";
 /// Annotation of a pod that the operator released to nodes on which another device plugin serves
 /// the requested resource.
 pub const OTHER_NODES_ANNOTATION: &str = "cleave.dev/other-nodes";
-/// Annotation of the operator's own pod: when it last acquired the lease. The operator waits until
-/// its watch of pods delivers this write.
+/// Annotation of the operator's own pod: when the pod last acquired the lease. The operator waits
+/// until its watch of pods delivers this write.
 pub const LEADING_SINCE_ANNOTATION: &str = "cleave.dev/leading-since";
 /// Prefix of node labels such as `largest.cleave.dev/gpu-mps`. The value is the number of units of
 /// this resource on the node's largest GPU. If a pod fits on no GPU of the cluster, the operator
@@ -182,7 +185,8 @@ pub mod door {
     pub const HARD: &str = "Hard";
     /// The handshake of the driver is unknown, and the policy accepts advisory limits.
     pub const ADVISORY: &str = "Advisory";
-    /// The handshake of the driver is unknown, and the daemon accepts no clients.
+    /// The handshake of the driver is unknown, or the daemon's replies to clients are unexpected.
+    /// New clients cannot use the daemon.
     pub const UNKNOWN: &str = "Unknown";
 }
 
@@ -214,7 +218,7 @@ pub mod finding {
     pub const NO_SHARE: &str = "NoShare";
 }
 
-/// Label of Cleave's own pods that names their component. The chart sets it.
+/// Label of Cleave's own pods that names their component. The chart sets the label.
 pub const COMPONENT_LABEL: &str = "app.kubernetes.io/component";
 /// Value of [`COMPONENT_LABEL`] on the agents' pods.
 pub const COMPONENT_AGENT: &str = "agent";

@@ -1,9 +1,9 @@
-//! The annotation that the operator writes on a pod when it releases the pod. The annotation
-//! records which units are reserved for the pod, and where.
+//! The annotation that the operator writes on a pod when it releases the pod with a reservation.
+//! The annotation records which units are reserved for the pod, and where.
 //!
-//! The same patch removes the placement gate, so no pod is ever released without the annotation.
-//! The annotation is the only persistent record of a reservation. The node's agent follows the
-//! reservation when the kubelet allocates devices.
+//! The same patch removes the placement gate, so no pod with a reservation is released without the
+//! annotation. The annotation is the only persistent record of a reservation. The node's agent
+//! follows the reservation when the kubelet allocates devices.
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};

@@ -1,7 +1,8 @@
-//! Reasons of the Events and conditions that Cleave writes: what each means, and what to do.
+//! Reasons of the Events and conditions that Cleave writes, except the conditions of `GpuQuota`s:
+//! what each means, and what to do.
 //!
 //! The documentation tool generates the reference page of Events from these tables. A test of the
-//! documentation checks that the code writes no other reason.
+//! documentation searches the code for reasons that these tables lack.
 
 /// A reason, as `kubectl describe` shows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,7 +21,11 @@ const fn reason(name: &'static str, meaning: &'static str, action: &'static str)
 
 /// Events of pods that the operator publishes.
 pub const POD_EVENTS_OF_OPERATOR: &[Reason] = &[
-    reason("NoGpu", "The pod waits until a GPU has room.", "Run `cleave explain pod`, or wait."),
+    reason(
+        "NoGpu",
+        "The pod waits, because no GPU can serve it now, or because a quota or a gang delays it.",
+        "Run `cleave explain pod`, or wait.",
+    ),
     reason(
         "NoGpuFits",
         "The pod fits on no GPU of the cluster, even an unused one. The pod was released as unschedulable.",
@@ -100,12 +105,12 @@ pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
     ),
     reason(
         "ClientNotTerminated",
-        "A client of a deleted pod was not terminated in time.",
+        "A client of a terminating pod was not terminated in time.",
         "See [Termination](../explanation/termination.md).",
     ),
     reason(
         "SharesSplit",
-        "The kubelet requested shares of two GPUs. The agent refused the request.",
+        "The kubelet requested shares of several GPUs for one container. The agent refused the request.",
         "Recreate the pod.",
     ),
     reason(
@@ -113,12 +118,12 @@ pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
         "No Cleave process uses the GPU. While a GPU is quiesced, the node's other GPUs are not monitored.",
         "Reset the GPU or change the driver, then run `cleave uncordon`.",
     ),
-    reason("GpuResumed", "A quiesced GPU serves slices again.", ""),
-    reason("MigChanged", "MIG instances were created or destroyed.", ""),
+    reason("GpuResumed", "The quiesce of a GPU has ended.", ""),
+    reason("MigChanged", "MIG mode was changed, or MIG instances were created or destroyed.", ""),
     reason(
         "MigFailed",
-        "A change of MIG instances failed.",
-        "Read the message. The agent attempts the change five times.",
+        "A change of MIG mode or of a MIG instance failed or waits.",
+        "Read the message. The agent attempts a failing change up to five times.",
     ),
     reason(
         "MemoryExceeded",
@@ -186,7 +191,11 @@ pub const POLICY_CONDITIONS: &[Reason] = &[
     reason("Excluded", "Plans exclude a node or a GPU.", "Read the message."),
     reason("RolledOut", "`RolledOut` is True: all nodes serve the newest partition.", ""),
     reason("RollingOut", "Nodes are being repartitioned, or wait for their wave.", "Wait."),
-    reason("RolloutPaused", "Nodes keep an older partition.", "Set `rollout.paused: false` to continue."),
+    reason(
+        "RolloutPaused",
+        "The rollout is paused, so nodes keep an older partition.",
+        "Set `rollout.paused: false` to continue.",
+    ),
     reason(
         "RolloutStopped",
         "Nodes failed to apply the change, so the other nodes keep their partition.",
@@ -213,7 +222,7 @@ pub const NODE_CONDITIONS: &[Reason] = &[
     reason("DoorsEnforce", "`LimitsEnforced` is True: doors enforce the limits of all shares.", ""),
     reason(
         "UnknownHandshake",
-        "The driver's MPS handshake is unknown, so limits cannot be enforced. The shares are Unhealthy.",
+        "The driver's MPS handshake is unknown, or the MPS daemon sends unexpected replies, so limits cannot be enforced. The shares are Unhealthy.",
         "Run `cleave doctor`. Install a driver whose handshake is known, or set `mps.enforcement: Advisory`.",
     ),
     reason(
@@ -227,7 +236,11 @@ pub const NODE_CONDITIONS: &[Reason] = &[
     reason("GpuUnhealthy", "GPUs cannot serve slices.", "See [Handle failing GPUs](../how-to/failing-gpus.md)."),
     reason("ResetPending", "`GpusHealthy` is True. A GPU works, but needs a reset.", "Reset the GPU when convenient."),
     reason("MpsUnavailable", "MPS daemons cannot accept clients.", "Read the logs of the node's MPS host."),
-    reason("Waiting", "Pods use slices that would change.", "Wait until the pods end, or drain the GPU."),
+    reason(
+        "Waiting",
+        "A change is in progress, has failed, or waits, for example for pods that use slices.",
+        "Read the message. If pods use the slices, wait until the pods end, or drain the GPU.",
+    ),
     reason("Refused", "The spec cannot be applied.", "Read the message."),
     reason("NoSpec", "The agent has not read a spec.", "Check that the operator runs."),
     reason(
@@ -257,7 +270,7 @@ pub const POD_CONDITIONS: &[Reason] = &[
     reason("WithinShare", "`cleave.dev/WithinShare` is True: the violation has ended.", ""),
     reason(
         "Stranded",
-        "`cleave.dev/Placed` is False: no node accepts the released pod, and it has no controller.",
+        "`cleave.dev/Placed` is False: no node accepts the released pod, and no controller recreates it.",
         "Delete and recreate the pod.",
     ),
     reason("Bound", "`cleave.dev/Placed` is True: the pod is bound to a node.", ""),

@@ -4,8 +4,8 @@
 //! `fixtures/good` and `fixtures/bad` contain complete `SharingPolicy`s, and `fixtures/quota-good`
 //! and `fixtures/quota-bad` contain complete `GpuQuota`s. The first line of each bad object quotes
 //! a part of the message that refuses it. This test evaluates the rules with an implementation of
-//! CEL. The cluster tests send the same files to a real API server. Files with `checked by: schema`
-//! break the schema itself, which only the API server checks.
+//! CEL. This test skips bad policies with `checked by: schema`: these policies break the schema
+//! itself, which only the API server checks.
 #![expect(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test, its helpers included")]
 
 use std::path::Path;
@@ -43,7 +43,7 @@ fn remove_nulls(value: Value) -> Value {
     }
 }
 
-/// Returns the messages of the rules that refuse an object. Drops nulls and sets defaults first, as
+/// Returns the messages of the rules that refuse a policy. Drops nulls and sets defaults first, as
 /// the API server does.
 fn refusals(text: &str) -> String {
     refusals_by(&crd_schema(), text)
@@ -143,8 +143,8 @@ fn bad_policies_are_refused_with_their_message() {
     assert!(checked > 40);
 }
 
-/// Each rule of the CRDs must refuse at least one fixture. A rule that refuses no fixture may have
-/// no effect.
+/// Each rule of the `SharingPolicy` CRD must refuse at least one bad policy. A rule that refuses no
+/// fixture may have no effect.
 #[test]
 fn each_rule_refuses_at_least_one_policy() {
     let all: String = read_fixtures("bad").iter().map(|(_, text)| refusals(text)).collect();

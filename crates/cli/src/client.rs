@@ -37,7 +37,8 @@ impl ClusterArgs {
     /// Finds the API server and the credentials, from the kubeconfig or the pod's service account.
     ///
     /// # Errors
-    /// Returns an error if the kubeconfig cannot be read, or does not have the context.
+    /// Returns an error if the kubeconfig cannot be read or does not have the context, or if there
+    /// is neither a kubeconfig nor a service account.
     pub(crate) async fn kube_config(&self) -> Result<Config> {
         // TLS needs one provider of cryptography per process. Ignore errors: the process may
         // already have a provider.

@@ -85,8 +85,8 @@ pub(crate) async fn run_uncordon(args: UncordonArgs) -> Result<()> {
 /// Cordons a GPU and prints the change.
 ///
 /// # Errors
-/// Returns an error if the reason is not valid, the GPU does not exist, or the API server refuses
-/// the write.
+/// Returns an error if the reason is not valid, the GPU does not exist, or the `GpuNode` cannot be
+/// read or written.
 pub async fn cordon(client: &Client, gpu: &GpuArgs, reason: &str) -> Result<NodeGpu> {
     let cordoned = cordon_gpus(client, &gpu.node, Some(&gpu.gpu), reason).await?;
     cordoned.into_iter().next().ok_or_else(|| anyhow!("node {} has no GPU {:?}", gpu.node, gpu.gpu))
@@ -120,7 +120,7 @@ fn annotations_with_quiesce(object: &GpuNode, uuid: &str) -> Annotations {
 }
 
 /// Writes the annotations that `wanted` computes from the current object, for the GPUs that `find`
-/// returns, in one write. Returns whether each GPU needed a change.
+/// returns, in one write. Returns these GPUs, and whether each GPU needed a change.
 pub(crate) async fn update_annotations(
     client: &Client,
     node: &str,
@@ -149,7 +149,7 @@ pub(crate) async fn update_annotations(
     bail!("failed to update GpuNode {node}: it changed during each of {MAX_WRITE_ATTEMPTS} attempts. Try again.")
 }
 
-/// Returns whether each GPU needs a change, and the annotations for all changes.
+/// Returns the GPUs, whether each GPU needs a change, and the annotations for all changes.
 fn compute_gpu_changes(
     object: &GpuNode,
     gpus: Vec<NodeGpu>,
@@ -173,7 +173,8 @@ fn compute_gpu_changes(
     (changes.collect(), all.into_iter().collect())
 }
 
-/// Returns the annotations that cordon a GPU. An empty reason keeps an existing reason.
+/// Returns the annotations that cordon a GPU, or none if the GPU is already cordoned for this
+/// reason. An empty reason keeps an existing reason.
 fn annotations_with_cordon(object: &GpuNode, uuid: &str, reason: &str) -> Annotations {
     let mut cordons = cordons(object);
     let before = cordons.0.get(uuid);
@@ -210,7 +211,7 @@ pub(crate) fn annotations_without_cordon(object: &GpuNode, uuid: &str) -> Annota
 }
 
 /// Returns the time of the latest fault of a GPU and its MIG devices. Ignores devices that are
-/// healthy now. Returns `None` if all devices are healthy.
+/// healthy now. Returns `None` if no unhealthy device has the time of a fault.
 fn last_fault_time(gpu: &GpuStatus) -> Option<Time> {
     let instances = gpu.mig.iter().flat_map(|mig| &mig.instances).filter_map(|instance| instance.health.as_ref());
     let last = |health: &Health| health.last.clone().filter(|_| !health.healthy);

@@ -18,7 +18,8 @@ use crate::gpu::{NodeGpu, find_gpus, read_gpu_node, reported_gpus};
 
 /// Interval between two reads of the `GpuNode`.
 const GPU_POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Delay before the next attempt to evict a pod that a disruption budget protects.
+/// Delay before the next attempt to evict a pod that a disruption budget protects, or whose
+/// eviction the API server throttled.
 const EVICTION_RETRY_DELAY: Duration = Duration::from_secs(5);
 /// Time limit of one eviction. Admission webhooks may take 30 s each.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(60);
@@ -51,7 +52,7 @@ pub struct DrainArgs {
     /// Seconds each pod has to terminate [default: the pod's own grace period].
     #[arg(long, value_name = "SECONDS")]
     pub grace: Option<u32>,
-    /// Seconds to wait until the GPU is free. 0 waits forever.
+    /// Seconds to wait until the GPUs are free and, with `--quiesce`, quiesced. 0 waits forever.
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     pub timeout: u64,
     /// Also evict pods that no controller recreates.
@@ -91,8 +92,8 @@ pub(crate) async fn run(args: DrainArgs) -> Result<ExitCode> {
 /// not retry requests.
 ///
 /// # Errors
-/// Returns an error if the GPU does not exist, a pod needs `--force`, or the API server refuses a
-/// request. The GPUs remain cordoned after an error.
+/// Returns an error if the GPU does not exist, the reason is not valid, a pod needs `--force`, or
+/// the API server refuses a request. Cordoned GPUs remain cordoned after an error.
 pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Result<DrainOutcome> {
     let started = Instant::now();
     let mut targets = cordon_gpus(client, &args.node, args.gpu.as_deref(), &args.reason).await?;
@@ -174,21 +175,21 @@ fn gpu_state(object: &GpuNode, target: &NodeGpu, quiescing: bool) -> GpuState {
     GpuState { usage, done: status.quiesced, text }
 }
 
-/// The pods that use a GPU, and the number of its devices in use.
+/// The pods that use a GPU, and the number of its slices in use.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct GpuUsage {
     /// `namespace/name` of each pod.
     pods: BTreeSet<String>,
-    /// Shares, replicas, MIG devices or whole GPUs in use.
-    devices: u32,
+    /// Shares, sized slices, replicas, MIG instances or whole GPUs in use.
+    slices: u32,
 }
 
 impl std::fmt::Display for GpuUsage {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let pods: Vec<&str> = self.pods.iter().map(String::as_str).collect();
-        // The kubelet allocates devices before it lists the pod.
+        // The kubelet allocates slices before it lists the pod.
         let pods = if pods.is_empty() { "pods that are starting".to_owned() } else { pods.join(", ") };
-        write!(formatter, "{} in use by {pods}", self.devices)
+        write!(formatter, "{} in use by {pods}", self.slices)
     }
 }
 
@@ -197,7 +198,7 @@ fn gpu_usage(object: &GpuNode, uuid: &str) -> Option<GpuUsage> {
     let gpu = reported_gpus(object).iter().find(|gpu| gpu.uuid == uuid)?;
     Some(GpuUsage {
         pods: gpu.allocations.iter().map(|allocation| allocation.pod.clone()).collect(),
-        devices: gpu.slices.iter().map(|slice| slice.in_use).sum(),
+        slices: gpu.slices.iter().map(|slice| slice.in_use).sum(),
     })
 }
 

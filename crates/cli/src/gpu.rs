@@ -133,7 +133,7 @@ fn unreported_gpus(object: &GpuNode) -> BTreeSet<String> {
     named.filter(|uuid| reported_gpus(object).iter().all(|gpu| gpu.uuid != *uuid)).collect()
 }
 
-/// Returns the value of an annotation of an object.
+/// Returns the value of an annotation, or `None` if the object lacks the annotation.
 pub(crate) fn annotation<'a>(object: &'a GpuNode, name: &str) -> Option<&'a String> {
     object.metadata.annotations.as_ref()?.get(name)
 }

@@ -107,7 +107,7 @@ pub enum Command {
     ///
     /// A GPU that NVML no longer lists stays in the node's status, so that a failed GPU is not
     /// overlooked. Run this command if the GPU was removed for good. The command also ends the
-    /// GPU's cordon. If the GPU returns, the agent serves it again.
+    /// GPU's cordon and quiesce. If the GPU returns, the agent serves it again.
     ///
     /// Exit status: 0 if the agent has forgotten the GPU, 1 on an error, 3 on a timeout.
     #[command(after_long_help = forget::HELP_EXAMPLES)]
@@ -140,14 +140,15 @@ pub enum Command {
     /// Check that this node's GPU driver enforces limits as Cleave expects.
     ///
     /// Run the doctor on the node as root, in the host's PID namespace. The doctor starts its own
-    /// MPS daemon on an idle GPU. It changes nothing on a GPU that is in use.
+    /// MPS daemon on an idle GPU. The doctor starts nothing on a GPU that is in use.
     ///
-    /// Exit status: 0 if every check passed, 1 if a check failed, 2 if nothing could be checked.
+    /// Exit status: 0 if all checks that ran passed, even if none ran, 1 if a check failed, 2 if
+    /// there is no result.
     Doctor(DoctorArgs),
 }
 
 impl Command {
-    /// Runs the command. The help of each command describes its exit status.
+    /// Runs the command and returns its exit status.
     ///
     /// # Errors
     /// Returns an error if the command fails.

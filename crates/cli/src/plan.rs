@@ -137,7 +137,7 @@ fn dry_run_text(run: &DryRun) -> String {
     text
 }
 
-/// Renders the GPUs that change, and then every pod.
+/// Renders the GPUs that change, then every pod, and then the notes about GPUs that do not change.
 fn planned_text(planned: &ExplainedPlan) -> String {
     let plan = &planned.plan;
     let mut text = String::new();

@@ -1,6 +1,6 @@
 //! `cleave simulate --quotas`: tries quotas on GPUs and pods described in JSON.
 //!
-//! Amounts are tenths of a GPU. The input is untrusted: each error names the invalid object.
+//! Amounts are tenths of a GPU. The input is untrusted: an error about an object names the object.
 use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -11,7 +11,7 @@ use cleave_plan::quota::{
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-/// The input. Unknown keys, such as descriptions, are ignored.
+/// The input. Unknown keys at the top level, such as descriptions, are ignored.
 #[derive(Debug, Deserialize)]
 struct QuotaFile {
     gpus: Vec<u64>,

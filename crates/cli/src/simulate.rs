@@ -26,7 +26,7 @@ pub(crate) const INPUT_HELP: &str = r#"Input:
   Job, PriorityClass, Node and GpuNode objects and Lists of them, as printed by
   `kubectl get -o yaml`. Other kinds are ignored. Pods arrive in the order of
   the files. A node has the GPUs of the GpuNode with the same name. Without such
-  a GpuNode, it has the whole GPUs that the Node object describes:
+  a GpuNode, the node has the whole GPUs that the Node object describes:
 
     kind: Node
     metadata: {name: n1, labels: {zone: a}}
@@ -89,7 +89,8 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
 /// Simulates the objects of a YAML stream and renders the result.
 ///
 /// # Errors
-/// Returns an error if the text is not valid YAML, or an object is malformed.
+/// Returns an error if the text is not valid YAML, two nodes have the same name, or an object is
+/// malformed. Malformed policies are not errors: the result lists them.
 pub fn simulate(text: &str, output: OutputFormat) -> Result<String> {
     let mut input = SimulationInput::default();
     input.add_documents(text)?;
@@ -169,7 +170,7 @@ impl SimulationInput {
                 items.into_iter().try_for_each(|item| self.add_object(item))?;
             }
             "" => bail!("an object in the input has no kind"),
-            // Objects of other kinds do not affect placement.
+            // Ignore objects of other kinds.
             _ => {}
         }
         Ok(())

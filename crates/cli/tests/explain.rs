@@ -1,4 +1,4 @@
-//! Tests `cleave explain pod` for pods in every state.
+//! Tests `cleave explain pod` for pods in different states.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 mod golden;
 
@@ -137,7 +137,7 @@ fn the_table_shows_the_nodes_on_which_the_pod_fits_best() {
     explanation.nodes[30].gpus[0].devices[0].free = 9;
     let text = render(&explanation);
     assert!(text.contains(&explanation.nodes[30].name), "{text}");
-    assert!(text.contains("\n28 other nodes with GPUs have no more room than these"), "{text}");
+    assert!(text.contains("\n28 other nodes with GPUs are not shown"), "{text}");
     assert!(!text.contains("node2   0"), "a node that refuses the pod is not shown: {text}");
 }
 

@@ -128,7 +128,8 @@ fn the_order_of_files_does_not_change_policies() {
     assert!(one.policies.contains("units: 10") && one.policies.contains("3g.40gb"), "{}", one.policies);
 }
 
-/// The command in the report changes requests, but not longer names with the same prefix.
+/// The command in the report changes keys that a colon follows, with at most a quotation mark in
+/// between. It changes neither values nor longer names with the same prefix.
 #[test]
 fn the_sed_command_renames_requests() {
     let config = "version: v1\nsharing: {mps: {resources: [{name: nvidia.com/gpu, replicas: 10}]}}\n";

@@ -73,8 +73,9 @@ fn scenarios_have_the_expected_results() {
     }
 }
 
-/// A simulation that restarts from the pods of any step has the same result. The restart drops all
-/// nominations, because a new leader of the operator does not know them.
+/// A simulation that restarts from the pods of any step ends with the same running and waiting
+/// pods, except in the scenario `withdrawn`. The restart drops all nominations, because a new
+/// leader of the operator does not know them.
 #[test]
 fn a_new_leader_reaches_the_same_result() {
     for scenario in scenarios().into_iter().filter(|scenario| scenario.id != "withdrawn") {

@@ -1,4 +1,4 @@
-//! Tests `cleave status` on a cluster that contains every state.
+//! Tests `cleave status` on a cluster whose objects are in different states.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 mod golden;
 
@@ -42,7 +42,7 @@ fn an_empty_cluster_is_described_in_sentences() {
     assert_eq!(
         text,
         "No GpuNodes. The operator creates one for each node that runs an agent.\n\n\
-         No SharingPolicies. Every GPU is whole.\n\nNo pod uses a GPU.\n"
+         No SharingPolicies. Cleave divides no GPU.\n\nNo pod uses a GPU.\n"
     );
 }
 

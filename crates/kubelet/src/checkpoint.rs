@@ -2,11 +2,12 @@
 //! allocated.
 //!
 //! When the kubelet lists or allocates devices, it first drops the devices of deleted pods from
-//! memory. The kubelet writes the checkpoint file only after an allocation, and for each device
-//! list that a plugin sends. A restarted kubelet reads the checkpoint, and admits pods before it
-//! drops any device. Therefore the restarted kubelet does not allocate a device that the checkpoint
-//! lists as allocated, even if the pod no longer exists. The file format is that of
-//! `pkg/kubelet/cm/devicemanager/checkpoint`, which is not a public interface.
+//! memory. The kubelet does not write the checkpoint file then. It writes the file after an
+//! allocation, and for each device list that a plugin sends. A restarted kubelet reads the
+//! checkpoint, and admits pods before it drops any device. Therefore the restarted kubelet does not
+//! allocate a device that the checkpoint lists as allocated, even if the pod no longer exists. The
+//! file format is that of `pkg/kubelet/cm/devicemanager/checkpoint`, which is not a public
+//! interface.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -95,8 +96,9 @@ impl KubeletCheckpoint {
     /// `None` if the file does not exist. Reads the file only if it has changed.
     ///
     /// # Errors
-    /// Returns an error if the file cannot be read or is not a checkpoint. After an error, later
-    /// calls return `None` until the file changes.
+    /// Returns an error if the file cannot be read, has more than 16 MiB, or is not a checkpoint.
+    /// After an error in a file whose metadata could be read, later calls return `None` until the
+    /// file changes.
     pub async fn devices(&mut self) -> io::Result<Option<Arc<AllocatedDevices>>> {
         let found = match tokio::fs::metadata(&self.path).await {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
@@ -120,7 +122,7 @@ impl KubeletCheckpoint {
 mod tests {
     use super::*;
 
-    /// A checkpoint written by kubelet 1.36.
+    /// A checkpoint in the format of kubelet 1.36.
     const SAMPLE_CHECKPOINT: &str = r#"{"Data":{"PodDeviceEntries":[
         {"PodUID":"2f9a","ContainerName":"main","ResourceName":"nvidia.com/gpu-mps","DeviceIDs":{"-1":["GPU-a::1"],"0":["GPU-a::0"]},"AllocResp":"CgA="},
         {"PodUID":"77c1","ContainerName":"main","ResourceName":"example.com/nic","DeviceIDs":{"0":["eth1"]},"AllocResp":"CgA="}],

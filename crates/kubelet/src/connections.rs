@@ -17,9 +17,9 @@ use tokio_util::task::task_tracker::TaskTrackerToken;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tonic::transport::server::Connected;
 
-/// Maximum number of connections to the socket of one resource. The kubelet uses one connection.
-/// Administrators can use the other connections with a gRPC client. The limit bounds the number of
-/// open files.
+/// Maximum number of connections to one server, such as the server of one resource. The kubelet
+/// uses one connection to that server. Administrators can use the other connections with a gRPC
+/// client. The limit bounds the number of open files.
 const MAX_CONNECTIONS: usize = 64;
 
 /// Delay after a failure to accept a connection, such as "too many open files".

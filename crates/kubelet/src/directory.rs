@@ -29,8 +29,8 @@ const SOCKET_SUFFIX: &str = ".sock";
 /// zero byte.
 const MAX_SOCKET_PATH_BYTES: usize = 107;
 
-/// Maximum time to wait for an answer on a socket of an earlier process. Without an answer, the
-/// socket counts as in use.
+/// Maximum time to connect to a socket of an earlier process. A socket that does not refuse the
+/// connection in this time counts as in use.
 const SOCKET_PROBE_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Why a directory cannot be used.
@@ -184,8 +184,8 @@ impl SocketId {
     }
 }
 
-/// Creates a socket name that no earlier process has used. Since Kubernetes 1.37, the kubelet
-/// distinguishes streams by the path of their socket.
+/// Creates a socket name with a random part, so that it differs from the names of earlier
+/// processes. Since Kubernetes 1.37, the kubelet distinguishes streams by the path of their socket.
 pub(crate) fn generate_socket_name(resource: &ResourceName) -> String {
     let mut hasher = DefaultHasher::new();
     hasher.write(resource.as_str().as_bytes());
@@ -207,7 +207,7 @@ fn is_cleave_socket_name(name: &str) -> bool {
 /// A change of the device plugin directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DirectoryChange {
-    /// The kubelet's socket or one of Cleave's sockets was created or removed.
+    /// The kubelet's socket or one of Cleave's sockets may have been created or removed.
     Sockets,
     /// The directory was removed, moved or unmounted.
     Gone,
@@ -241,8 +241,8 @@ impl DirectoryWatch {
         Self { events, poll }
     }
 
-    /// Waits for the next relevant change. Cancel-safe: callers read the directory after each call,
-    /// so a lost event causes no missed change.
+    /// Waits for the next relevant change or the next poll. Cancel-safe, because it waits only for
+    /// events and polls, and a canceled wait loses neither.
     pub(crate) async fn changed(&mut self) -> DirectoryChange {
         loop {
             let Some(events) = &mut self.events else {

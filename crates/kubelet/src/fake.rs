@@ -32,7 +32,7 @@ use crate::proto::v1beta1::registration_server::{Registration, RegistrationServe
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A device plugin directory with a fake kubelet. A test can restart the kubelet, make it refuse
-/// registrations, and call plugins through it.
+/// registrations, and call plugins over the kubelet's connections.
 pub struct FakeKubelet {
     directory: PathBuf,
     shared: Arc<SharedState>,
@@ -287,8 +287,8 @@ impl FakeKubelet {
         self.shared.record_disconnection(resource);
     }
 
-    /// Returns a client of a resource's plugin. The client uses the connection that the kubelet
-    /// opened at the registration.
+    /// Returns a client of a resource's plugin, or `None` if no plugin is connected. The client
+    /// uses the connection that the kubelet opened at the registration.
     pub fn client(&self, resource: &str) -> Option<DevicePluginClient<Channel>> {
         lock(&self.shared.clients).by_name.get(resource).map(|client| client.channel.clone())
     }
@@ -532,8 +532,8 @@ impl FakePodResources {
         lock(&self.shared.allocatable).devices = devices.collect();
     }
 
-    /// Sets whether the kubelet hangs. A hanging kubelet answers no `List` and
-    /// `GetAllocatableResources` calls.
+    /// Sets whether the kubelet hangs. A hanging kubelet answers no `List` or
+    /// `GetAllocatableResources` call.
     pub fn set_hanging(&self, hang: bool) {
         self.shared.hang.store(hang, std::sync::atomic::Ordering::SeqCst);
     }

@@ -65,8 +65,8 @@ pub struct PluginTimings {
     /// Delay between attempts to connect to a `kubelet.sock` without a listener. The kubelet
     /// listens shortly after it binds the socket, so the first delay is short.
     pub dial: Backoff,
-    /// Delay after a registration that the kubelet refused, and after a failure to serve. The
-    /// maximum is less than 2 s, because pods wait for the resource.
+    /// Delay after a registration that the kubelet refused or did not answer, and after a failure
+    /// to serve. The maximum is less than 2 s, because pods wait for the resource.
     pub register: Backoff,
     /// Deadline for the kubelet's answer to a registration. The kubelet itself allows 10 s for
     /// connecting to the plugin.
@@ -115,7 +115,7 @@ pub struct PluginServerState {
 
 impl PluginServerState {
     /// Returns whether this process has locked the directory, and the kubelet has an open stream of
-    /// every resource.
+    /// every resource that is not ending.
     pub fn is_ready(&self) -> bool {
         let has_it =
             |resource: &ResourceState| matches!(resource.phase, ResourcePhase::Streaming | ResourcePhase::Ending);
@@ -148,7 +148,7 @@ pub struct ResourceState {
     pub streams: usize,
     /// Number of registrations that the kubelet accepted.
     pub registrations: u64,
-    /// Number of failed registrations.
+    /// Number of failures to serve or register the resource, or to recreate its socket.
     pub failures: u64,
     /// Number of registrations that the plugin repeated because the kubelet opened no stream, or
     /// ended its stream without restarting.
@@ -161,16 +161,17 @@ pub struct ResourceState {
 /// Phase of a resource.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ResourcePhase {
-    /// No `kubelet.sock` exists.
+    /// The resource has no socket that answers. For example, no `kubelet.sock` exists.
     #[default]
     WaitingForKubelet,
     /// The resource's socket answers.
     Serving,
-    /// The kubelet accepted the registration.
+    /// The kubelet accepted the registration, and has no open stream of the devices.
     Registered,
     /// The kubelet has an open stream of the devices.
     Streaming,
-    /// The resource was removed, and its stream is ending.
+    /// The resource was removed or the server is stopping, and the resource's connections are
+    /// ending.
     Ending,
 }
 
@@ -188,7 +189,8 @@ enum TaskCommand {
     Serve,
     /// End, because the resource was removed.
     Remove,
-    /// End, because this process ends. Another process will serve the resource.
+    /// End, because this process ends or the directory was replaced. Another task or process will
+    /// serve the resource.
     Shutdown,
 }
 
@@ -212,7 +214,7 @@ impl PluginServer {
 
     /// Replaces the set of resources. Registers each new resource, and ends the stream of each
     /// removed resource. A new resource with the name of a served resource replaces that resource
-    /// in the open stream.
+    /// in the open stream. If its options differ, the plugin registers again.
     pub fn set(&self, resources: BTreeMap<ResourceName, Arc<dyn Resource>>) {
         self.wanted.send_replace(resources);
     }
@@ -337,8 +339,7 @@ impl PluginManager {
                     None => std::future::pending().await,
                 }
             };
-            // All branches are cancel-safe: watches and joins by their documentation, and
-            // `DirectoryWatch::changed` because the directory is read after every branch.
+            // All branches are cancel-safe, as their documentation says.
             let reconcile = tokio::select! {
                 () = wait_until_stopped(&mut self.run) => break,
                 changed = self.wanted.changed() => {
@@ -488,7 +489,7 @@ impl Plugin {
         });
     }
 
-    /// Records a failure, and logs it if it is new.
+    /// Records a failure, and logs it if it differs from the recorded failure.
     fn record_failure(&self, what: &'static str, error: &dyn std::error::Error) {
         let text = error_chain(error);
         let mut is_new = false;
@@ -508,7 +509,8 @@ impl Plugin {
 
     async fn run(mut self) {
         let mut failures = 0;
-        // Number of consecutive sessions that ended because the kubelet had no open stream.
+        // Number of sessions since the last stream that ended because the kubelet had no open
+        // stream.
         let mut streamless = 0;
         while let Some(kubelet) = self.wait_for_kubelet_socket().await {
             // Use a new socket name for each session: since Kubernetes 1.37, the kubelet
@@ -573,9 +575,9 @@ impl Plugin {
         }
     }
 
-    /// Waits until the disconnected kubelet has cleaned up the old stream. Returns immediately if
-    /// another kubelet has started. A new kubelet can admit pods as early as 12 ms after it starts
-    /// to listen, and rejects pods that request unregistered resources.
+    /// Waits for [`PluginTimings::settle`], so that the disconnected kubelet can clean up the old
+    /// stream. Returns early if another kubelet starts. A new kubelet can admit pods as early as 12
+    /// ms after it starts to listen, and rejects pods that request unregistered resources.
     async fn wait_for_cleanup(&mut self, kubelet: SocketId) {
         let settled = tokio::time::Instant::now() + self.timings.settle;
         self.directory_changes.mark_unchanged();
@@ -648,7 +650,7 @@ impl Plugin {
             let delay = if let RegisterError::Unanswered(_) = error {
                 let delay = self.timings.dial.delay(dials);
                 dials += 1;
-                // Do not log early failures: the kubelet may not listen yet.
+                // Do not record early failures: the kubelet may not listen yet.
                 if delay >= self.timings.register.first {
                     self.record_failure("failed to reach the kubelet", &error);
                 }
@@ -667,7 +669,7 @@ impl Plugin {
         }
     }
 
-    /// Supervises a registered session.
+    /// Supervises a registered session until the task must end or a new session must register.
     async fn supervise_session(
         &mut self,
         session: &mut Session,

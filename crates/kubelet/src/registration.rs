@@ -25,9 +25,9 @@ pub(crate) fn unix_endpoint(path: &str) -> Option<Endpoint> {
 /// Why a registration failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RegisterError {
-    /// No process listens at `kubelet.sock`. The kubelet binds the socket before it listens, and a
-    /// killed kubelet does not remove the socket.
-    #[error("no process listens on kubelet.sock")]
+    /// The connection to `kubelet.sock` failed. The kubelet binds the socket before it listens, and
+    /// a killed kubelet does not remove the socket.
+    #[error("failed to connect to kubelet.sock")]
     Unanswered(#[source] tonic::transport::Error),
     /// The kubelet refused the registration, or stopped during the call.
     #[error("the kubelet refused the registration: {}", .0.message())]
@@ -107,7 +107,8 @@ pub(crate) struct PluginObservation {
     pub(crate) reachable: bool,
     /// Whether the resource's options have changed since the registration.
     pub(crate) options_changed: bool,
-    /// Time since the last stream ended. `None` while a stream is open.
+    /// Time since the last stream ended, or since the registration if the kubelet has opened no
+    /// stream. `None` while a stream is open.
     pub(crate) streamless_for: Option<Duration>,
 }
 
@@ -147,7 +148,8 @@ pub(crate) fn next_registration_step(seen: &PluginObservation, grace: Duration) 
         Some(kubelet) if kubelet != seen.registered_with => {
             return RegistrationStep::Register(RegistrationCause::KubeletRestarted);
         }
-        // Without a kubelet, no step is necessary. When a kubelet starts, the directory changes.
+        // Without a kubelet and a stream, no step is necessary. When a kubelet starts, the
+        // directory changes.
         None if !streaming => return RegistrationStep::Keep,
         _ => {}
     }

@@ -8,7 +8,7 @@
 //! kubelet, the relay is the device plugin.
 //!
 //! While the agent is absent, the kubelet keeps the last device lists, and the relay holds the
-//! kubelet's calls until the agent has registered again.
+//! kubelet's calls until the agent has registered again. [`RelayTimings`] limits both.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -143,7 +143,8 @@ pub async fn run_relay(config: RelayConfig, stop: impl Future<Output = ()>) -> R
     'directory: loop {
         let mut changes = DirectoryWatch::start(&watched, intervals);
         loop {
-            // Serve at a new socket: the new socket shows the agent that the kubelet has restarted.
+            // If the kubelet's socket has changed, serve at a new socket, which shows the agent
+            // that the kubelet has restarted.
             let now = watched.kubelet_socket_id();
             if now != kubelet {
                 match relay.serve_registrations() {
@@ -236,7 +237,8 @@ impl Relay {
         })
     }
 
-    /// Connects to a plugin of the agent, and serves its resource to the kubelet.
+    /// Connects to a plugin of the agent, unless the plugin is already connected. Serves the
+    /// plugin's resource to the kubelet, and waits until the kubelet opens its stream.
     async fn accept_registration(self: &Arc<Self>, request: wire::RegisterRequest) -> Result<(), Status> {
         if request.version != DEVICE_PLUGIN_VERSION {
             return Err(Status::invalid_argument(format!("unsupported version {:?}", request.version)));
@@ -316,7 +318,8 @@ impl Relay {
     }
 
     /// Forwards the agent's device lists until the stream ends. Later marks the devices unhealthy,
-    /// and finally removes the resource, unless the agent registers again.
+    /// and finally removes the resource, unless the agent registers again. Removes the resource
+    /// immediately if the last list was empty.
     async fn forward_device_lists(
         self: Arc<Self>,
         name: ResourceName,
@@ -380,10 +383,12 @@ struct PluginConnection {
     stream: Streaming<wire::ListAndWatchResponse>,
 }
 
-/// Makes the kubelet's first calls: reads the options, and opens the stream.
+/// Makes the kubelet's first calls: reads the options, opens the stream, and reads the first list.
 async fn connect_to_agent(socket: &Path) -> Result<PluginConnection, Status> {
     let endpoint = socket.to_str().and_then(unix_endpoint);
-    let endpoint = endpoint.ok_or_else(|| Status::invalid_argument("the endpoint is not the name of a socket"))?;
+    let endpoint = endpoint.ok_or_else(|| {
+        Status::invalid_argument(format!("the path {} cannot be used as a socket address", socket.display()))
+    })?;
     let channel = endpoint.connect().await.map_err(|error| Status::from_error(Box::new(error)))?;
     let mut client = DevicePluginClient::new(channel).max_decoding_message_size(MAX_MESSAGE_BYTES);
     let options = client.get_device_plugin_options(wire::Empty {}).await?.into_inner();
@@ -415,7 +420,7 @@ struct AgentClient {
     client: DevicePluginClient<Channel>,
 }
 
-/// Whether the agent is connected.
+/// Whether the agent's plugin of a resource is connected.
 #[derive(Clone)]
 enum AgentState {
     Present(AgentClient),
@@ -459,7 +464,7 @@ impl RelayedResource {
     }
 
     /// Calls the agent. Waits while the agent is absent, and repeats the call if the agent
-    /// disconnects before it answers.
+    /// disconnects before it answers. Refuses after `limit`.
     async fn call_agent<A, F>(
         &self,
         limit: Duration,
@@ -484,8 +489,8 @@ impl RelayedResource {
                 }
             }
         };
-        // Calls during one absence share a deadline, so that together they do not block the kubelet
-        // for longer than one call.
+        // Calls that begin during one absence share a deadline, so that together they do not block
+        // the kubelet for longer than one call.
         let begin = match *self.agent.borrow() {
             AgentState::Present(_) => Instant::now(),
             AgentState::Absent { since } => since,

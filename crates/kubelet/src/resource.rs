@@ -13,19 +13,19 @@ use crate::proto::v1beta1 as wire;
 
 /// One extended resource of this node, with the answers to the kubelet's calls.
 ///
-/// Keep every wait short and bounded: while the kubelet waits for an answer, it admits no pod.
+/// Keep every wait short and bounded: while the kubelet waits for devices or settings, it admits no
+/// pod, and while it waits for [`pre_start`](Self::pre_start), the container does not start.
 pub trait Resource: Send + Sync + 'static {
-    /// Returns a receiver of the device list. The open stream sends each published list, even if
-    /// the list equals the previous one, because the kubelet writes its
+    /// Returns a receiver of the device list. The open stream sends the newest published list, even
+    /// if the list equals the previous one, because the kubelet writes its
     /// [checkpoint](crate::KubeletCheckpoint) for each list. The stream does not send the same
-    /// `Arc` again.
+    /// `Arc` twice in succession.
     ///
     /// If the sender is dropped, the last list remains valid.
     fn devices(&self) -> watch::Receiver<Arc<DeviceList>>;
 
-    /// Returns the optional calls that the kubelet may use. The kubelet reads the options once for
-    /// each registration. The plugin registers again when a replacement resource has different
-    /// options.
+    /// Returns the optional calls that the kubelet may use. The kubelet reads the options at each
+    /// registration. The plugin registers again when a replacement resource has different options.
     fn options(&self) -> PluginOptions;
 
     /// Chooses devices for a container from the available devices. The answer is a hint: the
@@ -39,7 +39,7 @@ pub trait Resource: Send + Sync + 'static {
     /// repeated ids and empty lists.
     fn allocate<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<ContainerResponse, Refusal>>;
 
-    /// Prepares a container with these devices. The server calls this method before each start of
+    /// Prepares a container with these devices. The kubelet requests this call before each start of
     /// the container if [`PluginOptions::pre_start`] is set. The kubelet waits at most 30 s and
     /// retries with the backoff of the container's restarts.
     fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
@@ -189,7 +189,8 @@ impl Borrow<str> for DeviceId {
 pub struct Device {
     /// The device's id.
     pub id: DeviceId,
-    /// Whether the kubelet may allocate the device. A container restarts only on healthy devices.
+    /// Whether the kubelet may allocate the device. After a restart of the kubelet, a container
+    /// that does not run starts only if its devices are healthy.
     pub healthy: bool,
     /// The NUMA node of the device, if known.
     pub numa: Option<u32>,
@@ -361,7 +362,8 @@ impl From<wire::ContainerAllocateResponse> for ContainerResponse {
 /// Why a plugin refuses a request. The text appears in the pod's events.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// The plugin can never grant the request: unknown or repeated ids, or shares of two GPUs.
+    /// The plugin can never grant the request. Examples are unknown or repeated ids, or shares of
+    /// two GPUs.
     #[error("{0}")]
     Invalid(String),
     /// The request is valid, but the resource is not ready for it yet. The kubelet retries a failed

@@ -38,7 +38,7 @@ pub(crate) enum StreamMode {
     /// End immediately. The kubelet regards the devices as unhealthy, and keeps the resource for
     /// five minutes.
     End,
-    /// Send an empty list and end. The resource is removed, and its capacity immediately becomes 0.
+    /// Send an empty list and end: the resource is removed. Its capacity immediately becomes 0.
     EndWithEmptyList,
 }
 
@@ -81,7 +81,7 @@ impl Session {
         &self.path
     }
 
-    /// Returns the options that the kubelet reads at the registration.
+    /// Returns the options that the registration sends to the kubelet.
     pub(crate) fn options(&self) -> PluginOptions {
         self.options
     }
@@ -103,8 +103,9 @@ impl Session {
         Ok(())
     }
 
-    /// Ends the streams, waits until the kubelet disconnects, and removes the socket. If the
-    /// kubelet is still connected after `grace`, the server disconnects it.
+    /// Removes the socket, ends the streams, and waits until the kubelet disconnects. If the
+    /// kubelet is still connected after `grace`, the server disconnects it. Without an open stream,
+    /// the wait is at most [`IDLE_CONNECTION_GRACE`].
     ///
     /// The wait is necessary: up to Kubernetes 1.36, a stream that ends after the next registration
     /// also disconnects the new client.
@@ -209,8 +210,8 @@ impl From<PluginOptions> for wire::DevicePluginOptions {
     }
 }
 
-/// The source of the lists of one `ListAndWatch` stream. Each stream has its own feed, so each
-/// stream sends every list.
+/// The source of the lists of one `ListAndWatch` stream. Each stream has its own feed, so all
+/// streams send the newest list.
 struct DeviceListFeed {
     served: CurrentResource,
     /// `None` after the sender was dropped. The last list remains valid.

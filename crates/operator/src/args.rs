@@ -58,9 +58,9 @@ pub struct QuotaArgs {
     #[arg(long, env = "CLEAVE_QUOTAS_BUDGET_PATIENCE", value_name = "SECONDS", default_value_t = 600)]
     pub quotas_budget_patience: u64,
 
-    /// Priority from which on pods do not stop at the borders of quotas. Such a pod may evict pods
-    /// of lower priority of all enforced quotas, also pods within their guarantee. Without it, no
-    /// pod may.
+    /// Pods of this priority and above override quotas. Such a pod may evict pods of lower priority
+    /// of all enforced quotas, even pods within their guarantee. Without this option, no pod
+    /// overrides quotas.
     #[arg(long, env = "CLEAVE_QUOTAS_OVERRIDE_PRIORITY", value_name = "PRIORITY", allow_negative_numbers = true)]
     pub quotas_override_priority: Option<i32>,
 
@@ -90,7 +90,7 @@ impl QuotaArgs {
     }
 }
 
-/// Plan how GPUs are shared, and write it to each node's GpuNode.
+/// Plan how GPUs are shared, and write the plan to each node's GpuNode.
 #[derive(Debug, Clone, clap::Args)]
 #[expect(clippy::struct_excessive_bools, reason = "independent options")]
 pub struct OperatorArgs {
@@ -126,7 +126,7 @@ pub struct OperatorArgs {
     pub webhook: Option<String>,
 
     /// When the admission webhook gates a pod that requests shares, add a toleration for taints
-    /// with the key `nvidia.com/gpu`. Pods that already tolerate this key are not changed.
+    /// with the key `nvidia.com/gpu`. Pods that already tolerate this key get no other toleration.
     #[arg(long, env = "CLEAVE_TOLERATE_GPU_TAINT", default_value_t = false)]
     pub tolerate_gpu_taint: bool,
 

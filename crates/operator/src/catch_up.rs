@@ -2,7 +2,8 @@
 //!
 //! Watches may lag. If a new leader's watches have not yet delivered the former leader's last
 //! releases, the new leader would reserve the same shares again. So a new leader writes only after
-//! its watches have stored all objects that were written before the leader acquired the lease:
+//! its watches have stored all pods, nodes and `GpuNode`s that were written before the leader
+//! acquired the lease:
 //!
 //! - **Pods.** The process writes an annotation to its own pod. A watch delivers changes in order.
 //!   So once the watch delivers the annotation, the store contains all earlier changes of pods. One
@@ -161,8 +162,8 @@ fn time_until_late(before: u32) -> Duration {
 
 /// Sends the number of each term in which this process leads, once `stored` shows that the stores
 /// are as new as the lease. Runs until `stop` is cancelled. `pod` is the namespace and the name of
-/// this process's pod. `late` counts terms in which the stores take too long. The process gives up
-/// a late term, so that another process can lead.
+/// this process's pod. `late` counts terms in which the stores were not up to date in time. The
+/// process gives up a late term, so that another process can lead.
 pub(crate) async fn run(
     (client, late): (Client, Counter),
     pod: (String, String),
@@ -225,8 +226,8 @@ enum Error {
     Timeout,
 }
 
-/// Returns the resource versions that the stores must contain. No write before this call has a
-/// newer resource version.
+/// Returns the resource versions that the stores must contain. No object that was written before
+/// this call, and still exists, has a newer resource version.
 async fn read_required_versions(client: &Client, pod: &(String, String)) -> Result<Versions, Error> {
     let all = ListParams::default().limit(PAGE_SIZE);
     let pods = match annotate_own_pod(client, pod).await {
@@ -239,7 +240,8 @@ async fn read_required_versions(client: &Client, pod: &(String, String)) -> Resu
 }
 
 /// Writes an annotation to this process's pod. Returns the resource version of the write. Returns
-/// `None` if the pod does not exist, or if a webhook or a policy refuses the write.
+/// `None` if the write fails, for example because the pod does not exist, or because a webhook or a
+/// policy refuses the write.
 async fn annotate_own_pod(client: &Client, (namespace, name): &(String, String)) -> Option<u64> {
     let api = Api::<Pod>::namespaced(client.clone(), namespace);
     let annotation = json!({LEADING_SINCE_ANNOTATION: Timestamp::now().to_string()});
@@ -254,7 +256,8 @@ async fn annotate_own_pod(client: &Client, (namespace, name): &(String, String))
     }
 }
 
-/// Returns the resource version of the newest listed object, read from etcd.
+/// Returns the resource version of the newest object of a kind, read from etcd. Returns 0 if there
+/// is no object.
 async fn read_newest_version<K>(client: &Client, mut page: ListParams) -> Result<u64, Error>
 where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
@@ -342,9 +345,9 @@ mod tests {
         assert_eq!(minutes, [1, 2, 4, 8, 16, 16, 16]);
     }
 
-    /// Returns an API server with a lease, two pages of nodes and one `GpuNode`. The server answers
-    /// the annotation of this process's pod with the status code `annotation_status`. The server
-    /// records all requests except requests about the lease.
+    /// Returns an API server with a lease, one pod, two pages of nodes and one `GpuNode`. The
+    /// server answers the annotation of this process's pod with the status code
+    /// `annotation_status`. The server records all requests except requests about the lease.
     fn mock_server(annotation_status: u16) -> (Client, Arc<Mutex<Vec<String>>>) {
         let requests = Arc::new(Mutex::new(Vec::new()));
         let lease = Arc::new(Mutex::new(json!({"metadata": {"name": "l"}})));

@@ -47,7 +47,8 @@ pub fn dry_run(observed: &Observed) -> Result<DryRun> {
     Ok(DryRun { plan, outcome, changes })
 }
 
-/// The objects of a cluster on which decisions depend, listed once.
+/// The objects of a cluster on which decisions depend, listed once. The volume claims, volumes,
+/// disruption budgets and namespaces are empty before [`Objects::list_for_placement`].
 #[derive(Debug, Default)]
 pub struct Objects {
     /// All nodes.
@@ -71,14 +72,14 @@ pub struct Objects {
 }
 
 impl Objects {
-    /// Lists a cluster's objects.
+    /// Lists a cluster's nodes, agents, `GpuNode`s, policies and pods.
     ///
     /// # Arguments
     /// `namespace` is the namespace of Cleave. `agent_selector` selects the agents' pods in this
     /// namespace.
     ///
     /// # Errors
-    /// Returns an error if the API server refuses a list request.
+    /// Returns an error if a list request fails.
     pub async fn list(client: &Client, namespace: &str, agent_selector: &str) -> Result<Self> {
         let all = ListParams::default();
         let nodes = list(&Api::all(client.clone()), all.clone()).await.context("failed to list Nodes")?;
@@ -156,7 +157,7 @@ fn objects_if_allowed<K>(kind: &str, listed: kube::Result<Vec<K>>) -> Result<Vec
 /// Lists a cluster's objects and converts them to the operator's view; see [`Objects::list`].
 ///
 /// # Errors
-/// Returns an error if the API server refuses a list request.
+/// Returns an error if a list request fails.
 pub async fn observe(client: &Client, namespace: &str, agent_selector: &str) -> Result<Observed> {
     Ok(Objects::list(client, namespace, agent_selector).await?.to_observed())
 }

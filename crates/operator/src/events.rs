@@ -14,8 +14,8 @@ use crate::read::Observed;
 const WAIT_EVENT_DELAY: Duration = Duration::from_secs(2);
 /// Minimum time between two Events about one pod with different messages.
 const MIN_EVENT_INTERVAL: Duration = Duration::from_secs(300);
-/// Maximum number of Events per pass. A thousand waiting pods must not cause a thousand Events in
-/// one pass.
+/// Maximum number of Events about pods in one pass, and maximum number of Events about nodes. A
+/// thousand waiting pods must not cause a thousand Events in one pass.
 const MAX_EVENTS_PER_PASS: usize = 20;
 /// Maximum length of an Event's note in bytes. The API server refuses notes above 1 KiB.
 const MAX_NOTE_BYTES: usize = 1000;
@@ -123,7 +123,7 @@ impl EventSelector {
         events
     }
 
-    /// Returns whether a pod waits for free shares and has no Event yet.
+    /// Returns whether a pod waits for a free GPU or free shares and has no Event yet.
     pub(crate) fn has_unreported_wait(&self) -> bool {
         self.pods.values().any(|reported| reported.last.is_none() && reported.reason == Reason::NoRoom)
     }

@@ -43,7 +43,7 @@ impl EvictionResult {
 /// The cause in the API server's response when a disruption budget refuses an eviction.
 const BUDGET_CAUSE: &str = "DisruptionBudget";
 
-/// Grace period and time limit of an eviction.
+/// Grace period and time limit of an eviction or a deletion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EvictionOptions {
     /// Grace period in seconds. `None` means the pod's own grace period.

@@ -11,8 +11,8 @@ use cleave_api::placement::ReleasedGang;
 pub struct PodGang {
     /// Name of the gang. Pods of one namespace with the same gang name are one gang.
     pub name: String,
-    /// Minimum number of pods that are released together, at least 1. `None` if the pod states
-    /// none.
+    /// Minimum number of pods that are released together, at least 1. `None` if the pod states no
+    /// valid size.
     pub size: Option<usize>,
     /// Whether the gang is a pod group of Kueue, which admits the pods only once all of them exist.
     pub is_of_kueue: bool,
@@ -34,7 +34,7 @@ impl PodGang {
     /// is the first set value of Cleave's annotation, Kueue's label, the coscheduling plugin's
     /// label, and the group in the spec.
     ///
-    /// `PodGroup` objects are not read. If no annotation has a valid size, the size is 1.
+    /// `PodGroup` objects are not read. If no annotation has a valid size, `size` is `None`.
     pub fn find<'a>(
         labels: &'a BTreeMap<String, String>,
         annotation: impl Fn(&str) -> Option<&'a str>,

@@ -37,7 +37,7 @@ pub(crate) async fn serve(listener: TcpListener, health: Health, stop: Cancellat
     let router = Router::new()
         .route("/metrics", get(metrics))
         // The threads that run the passes also answer requests, and the process exits when any of
-        // its tasks ends. Therefore a response proves that the operator works.
+        // its tasks ends. Therefore a response shows that the operator's tasks still run.
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/readyz", get(readyz))
         .with_state(health);

@@ -20,9 +20,10 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// How long a lease is valid after a renewal. Kubernetes' own controllers use the same value.
+/// How long a lease is valid after a renewal. Kubernetes' own controllers use the same value by
+/// default.
 pub const LEASE_TIME: Duration = Duration::from_secs(15);
-/// How long a [`LeaseGuard`] is valid after the renewal request was sent. A write that starts while
+/// How long a [`LeaseGuard`] is valid after a successful renewal began. A write that starts while
 /// the guard is valid completes or times out before the lease expires.
 pub const GUARD_TIME: Duration = Duration::from_secs(10);
 /// Maximum duration of a write that starts while a [`LeaseGuard`] is valid.
@@ -30,7 +31,7 @@ const WRITE_TIME: Duration = LEASE_TIME.saturating_sub(GUARD_TIME);
 /// Interval between renewals by the holder. A guard remains valid if one renewal fails and the next
 /// renewal succeeds, even if both requests of the failed renewal time out.
 const RENEW_INTERVAL: Duration = Duration::from_secs(3);
-/// Interval between reads of the lease by processes that do not hold it.
+/// Maximum interval between reads of the lease by processes that do not hold it.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
 /// Delay before a failed request is retried.
 const RETRY_DELAY: Duration = Duration::from_millis(500);
@@ -51,7 +52,8 @@ pub struct ObservedLease {
 }
 
 impl ObservedLease {
-    /// Returns the lease after `spec` was read. `before` is the result of the previous read.
+    /// Returns the lease after `spec` was read at `now`. `before` is the result of the previous
+    /// read.
     pub fn after_read(before: Option<Self>, spec: LeaseSpec, now: Duration) -> Self {
         before.filter(|before| before.spec == spec).unwrap_or(Self { spec, since: now })
     }
@@ -129,7 +131,7 @@ struct Term {
     /// Whether this process has read or written the lease at least once.
     known: bool,
     /// Number of times that this process began to lead. A new term begins when the process acquires
-    /// the lease, and when it renews the lease after the guard has expired.
+    /// the lease, and when the process renews the lease after the guard has expired.
     number: u64,
     /// When the guard expires. `None` while another process leads.
     until: Option<Instant>,
@@ -175,7 +177,8 @@ impl LeaseGuard {
     }
 
     /// Ends a term in which this process cannot write, so that another process can lead. If no
-    /// other process acquires the lease, this process acquires it again after [`GIVE_UP_TIME`].
+    /// other process acquires the lease, this process acquires it again [`GIVE_UP_TIME`] after the
+    /// lease's release.
     pub(crate) fn give_up(&self, term: u64) {
         self.given_up.send_replace(term);
     }
@@ -290,7 +293,8 @@ pub struct Elector {
     me: String,
     started: Instant,
     last: Option<ObservedLease>,
-    /// Whether any read since the last term began showed that this process does not hold the lease.
+    /// Whether a read since the last renewal showed that this process does not hold the lease, or
+    /// that the process may not acquire the lease yet.
     interrupted: bool,
     /// The process does not acquire the lease before this time, because it gave up the lease.
     declines_until: Option<Instant>,

@@ -5,7 +5,7 @@
 //! | module | from | to |
 //! |---|---|---|
 //! | [`policies`] | policies, `GpuNode.status`, waiting pods | `GpuNode.spec`, policies' status |
-//! | [`placement`] | gated pods, free shares | reservations, released pods |
+//! | [`placement`] | gated pods, free units, quotas | reservations, released pods, evictions, quotas' status |
 //! | `tenants` | `GpuNode.status.findings` | pod conditions, evictions |
 //! | `rollout` | outdated MPS hosts on idle nodes | their replacement, as part of placement |
 //! | [`admission`] | new pods, on API servers without admission policies | webhook responses |

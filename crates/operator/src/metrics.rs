@@ -43,11 +43,11 @@ pub(crate) struct Metrics {
     /// Time from the first observed change to the last `GpuNode` that a pass writes. Passes that
     /// write no `GpuNode` are not measured.
     pub(crate) reaction_seconds: Histogram,
-    /// Time from the write of a changed `GpuNode` until its agent reports that the node serves it.
+    /// Time from the write of a changed `GpuNode` spec until its agent reports that it is served.
     pub(crate) repartition_seconds: Histogram,
     /// Steps that agents reported, by result.
     pub(crate) steps: Family<Outcome, Counter>,
-    /// Pods that wait for GPUs, by reason.
+    /// Pods that wait for GPUs that are partitioned on demand, by reason.
     pub(crate) pods_waiting: Family<ReasonLabel, Gauge>,
     /// Pods released to the scheduler, by result.
     pub(crate) pods_released: Family<Outcome, Counter>,
@@ -61,7 +61,7 @@ pub(crate) struct Metrics {
     pub(crate) evictions: Family<Outcome, Counter>,
     /// Searches for preemption victims.
     pub(crate) preemption_searches: Counter,
-    /// Stranded pods evicted so that their controllers recreate them.
+    /// Stranded pods evicted so that their controllers recreate them, by result.
     pub(crate) stranded_pods_recreated: Family<Outcome, Counter>,
     /// Pods evicted because they exceeded their limits, by result.
     pub(crate) tenant_evictions: Family<Outcome, Counter>,
@@ -141,8 +141,8 @@ impl Default for Metrics {
     }
 }
 
-/// Upper bounds of the buckets of [`Metrics::placement_seconds`]. Most decisions take a few
-/// milliseconds.
+/// Upper bounds of the buckets of [`Metrics::placement_seconds`], in seconds. Most bounds are below
+/// 100 ms, the range of most decisions.
 const PLACEMENT_BUCKETS: [f64; 16] =
     [0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 1.0, 5.0];
 
@@ -192,7 +192,7 @@ impl Metrics {
         registry.register("watch_errors", "Watch errors, by kind; every watch is retried", self.watch_errors.clone());
         registry.register(
             "catch_ups_late",
-            "Terms of leadership in which the operator could not write for a minute, because watches lagged or requests failed",
+            "Terms of leadership in which the operator could not write for a minute or longer, because watches lagged or requests failed",
             self.catch_ups_late.clone(),
         );
         registry.register("malformed_objects", "Objects that do not match their CRD, by kind", self.malformed.clone());
@@ -218,7 +218,11 @@ impl Metrics {
 
     /// Registers the metrics of waiting pods, evictions and MPS hosts.
     fn register_placement(&self, registry: &mut Registry) {
-        registry.register("pods_waiting", "Pods that wait for GPUs, by reason", self.pods_waiting.clone());
+        registry.register(
+            "pods_waiting",
+            "Pods that wait for GPUs that are partitioned on demand, by reason",
+            self.pods_waiting.clone(),
+        );
         registry.register("pods_released", "Pods released to the scheduler, by result", self.pods_released.clone());
         registry.register(
             "placement_seconds",
@@ -285,8 +289,8 @@ impl Metrics {
         );
     }
 
-    /// Clears the metrics that passes set. A process that does not lead reports no values, so that
-    /// the sum over all replicas is the leader's value.
+    /// Clears the metrics that passes set. A process that does not lead reports no values, or 0, so
+    /// that the sum over all replicas is the leader's value.
     pub(crate) fn reset_passes(&self) {
         self.malformed.clear();
         self.policies.set(0);

@@ -33,7 +33,7 @@ use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakers;
 use crate::write::{MAX_IN_FLIGHT, publish, publish_all, with_timeout};
 
-/// Interval between passes while pods wait for free GPUs. The interval is necessary because a pod
+/// Maximum interval between passes while pods wait for GPUs. The limit is necessary because a pod
 /// that frees only CPU and memory does not wake the controller.
 const WAITING_PODS_INTERVAL: Duration = Duration::from_secs(5);
 /// Delay between a failed pass and the next one. Each further failure doubles the delay.
@@ -71,9 +71,10 @@ pub(crate) struct GpuController {
     repartitions: Repartitions,
     /// Decides which nodes are tainted. `None` if tainting is disabled.
     taints: Option<Taints>,
-    /// When the next pass runs if nothing changes.
+    /// Delay before the next pass if nothing changes. `None` means that only a change causes a
+    /// pass.
     next: Option<Duration>,
-    /// When the controller retries a failed pass.
+    /// Delay before the controller retries a failed pass. `None` if the last pass succeeded.
     retry: Option<Duration>,
 }
 
@@ -87,7 +88,7 @@ enum DemandResult {
     Planned(Box<demand::Outcome>),
 }
 
-/// Leaves out waiting pods for which no GPU need be partitioned.
+/// Removes waiting pods for which no GPU need be partitioned.
 fn leave_out(observed: &mut Observed, unplanned: &BTreeSet<String>) {
     observed.pods.retain(|claimant| claimant.node.is_some() || !unplanned.contains(&claimant.pod.name));
 }
@@ -152,8 +153,8 @@ impl GpuController {
         self.taints = self.taints.is_some().then(Taints::default);
     }
 
-    /// Reads, plans and writes once. Drops all remembered state if another process leads. `seen` is
-    /// the time at which the controller saw the first change.
+    /// Reads, plans and writes once. If this process does not lead, drops all remembered state
+    /// instead. `seen` is the time at which the controller saw the first change.
     async fn run_pass(&mut self, seen: Instant) -> Result<(), PassFailed> {
         self.next = None;
         if !self.context.claim.is_current() {
@@ -310,7 +311,8 @@ impl GpuController {
         }
     }
 
-    /// Writes the changed `GpuNode` specs, several at a time. Returns false if a write failed.
+    /// Writes the changed `GpuNode` specs, several at a time. Returns false if a write failed, or
+    /// if this process no longer leads.
     async fn apply_specs(&mut self, plan: &plan::Plan, observed: &Observed, seen: Instant) -> bool {
         let api: Api<DeserializeGuard<GpuNode>> = Api::all(self.context.client.clone());
         let changes = apply::changes(plan, observed);
@@ -349,8 +351,8 @@ impl GpuController {
         all
     }
 
-    /// Writes the changed policy statuses, and publishes Events about changed conditions.
-    /// Returns false if a write failed.
+    /// Writes the changed policy statuses, and publishes Events about changed conditions. Returns
+    /// false if a write failed, or if this process no longer leads.
     async fn report_policies(&mut self, plan: &plan::Plan, observed: &Observed) -> bool {
         let api: Api<DeserializeGuard<SharingPolicy>> = Api::all(self.context.client.clone());
         let mut all = true;

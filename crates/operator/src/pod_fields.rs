@@ -28,7 +28,7 @@ impl<'de> Deserialize<'de> for PresentField {
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
 #[resource(inherit = "CorePod")]
 pub struct RawPod {
-    /// Name, namespace, UID and timestamps.
+    /// Name, namespace, UID, labels, annotations and timestamps.
     pub metadata: ObjectMeta,
     /// Resource requests and constraints.
     #[serde(default)]
@@ -63,7 +63,7 @@ pub struct PodSpec {
     pub resources: Option<Resources>,
     /// Scheduling gates.
     pub scheduling_gates: Vec<Gate>,
-    /// `Never` if the pod does not preempt pods of lower priority, otherwise unset.
+    /// `Never` if the pod does not preempt pods of lower priority.
     pub preemption_policy: Option<String>,
     /// Maximum time for the pod to terminate, in seconds.
     pub termination_grace_period_seconds: Option<i64>,
@@ -86,12 +86,12 @@ pub struct PodSpec {
     /// such as a claim of dynamic resource allocation.
     #[serde(skip)]
     pub particular: bool,
-    /// Constraints that depend on other pods. Set by `PodObject::trim`. For a bound pod, contains
-    /// only the constraints that exclude other pods.
+    /// Constraints that depend on other pods. Set by `PodObject::trim`. For a bound pod, and for a
+    /// pod without GPUs, contains only the constraints that exclude other pods.
     #[serde(skip)]
     pub rules: Rules,
-    /// Names of the `PersistentVolumeClaim`s that the pod mounts. Kept only while the pod is not
-    /// bound.
+    /// Names of the `PersistentVolumeClaim`s that the pod mounts. Kept only for pods with GPUs that
+    /// are not bound.
     #[serde(skip)]
     pub volume_claims: Vec<String>,
     /// The pod's requests, summed as the scheduler does. Set by `PodObject::trim`.

@@ -1,6 +1,6 @@
 //! Stores the pods of the cluster, and records which pods have changed.
 //!
-//! A cluster has more pods than all other objects together, and few of them use GPUs. Therefore
+//! A cluster usually has many more pods than other objects, and few of the pods use GPUs. Therefore
 //! this store differs from the stores of other objects:
 //!
 //! - Pods of one controller share labels, requests, constraints and conditions.

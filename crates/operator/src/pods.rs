@@ -34,7 +34,7 @@ pub use crate::sums::{Resources, Sum};
 #[serde(from = "RawPod")]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts about a pod")]
 pub struct PodObject {
-    /// Name, namespace, UID and timestamps.
+    /// Name, namespace, UID, labels and timestamps.
     pub metadata: PodMeta,
     /// Resource requests and constraints.
     pub spec: Shared<PodSpec>,
@@ -57,7 +57,7 @@ pub struct PodObject {
     pub is_static: bool,
     /// Whether the pod is ready. Set by [`PodObject::trim`].
     pub ready: bool,
-    /// The controller that owns the pod. Set only while the pod is not bound.
+    /// The controller that owns the pod. Set only for pods with GPUs that are not bound.
     pub controller: Option<Box<Controller>>,
     /// Identifies the controller that owns the pod. Set if the pod requests GPUs.
     pub controller_id: Option<ControllerId>,
@@ -71,8 +71,8 @@ pub struct PodObject {
     pub gang: Option<Shared<PodGang>>,
     /// The nomination that an earlier leader of the operator wrote to the waiting pod.
     pub nomination: Option<Shared<Placement>>,
-    /// Since when disruption budgets keep guaranteed room from the waiting pod, in seconds since
-    /// the Unix epoch.
+    /// When disruption budgets began to block evictions for the waiting pod's guarantee, in seconds
+    /// since the Unix epoch.
     pub protected_since: Option<u64>,
 }
 
@@ -299,8 +299,8 @@ impl PodObject {
         let owner = self.metadata.owner.take().filter(|_| requests_gpus);
         if let Some(owner) = &owner {
             self.controller_id = Some(ControllerId::of(&owner.uid));
-            // Ignore Jobs. A Job retries its pods, and the scheduler's default spreading also
-            // excludes Jobs.
+            // Do not spread the pods of Jobs. A Job retries its pods, and the scheduler's default
+            // spreading also excludes Jobs.
             if owner.kind == "Job" && self.replica_placement.is_none() {
                 self.replica_placement = Some(ReplicaPlacement::Pack);
             }
@@ -445,8 +445,9 @@ pub(crate) fn is_living(pod: &PodObject) -> bool {
     !pod.has_ended() && (pod.node().is_some() || pod.metadata.deletion_timestamp.is_none())
 }
 
-/// Converts a pod for planning. Returns `None` if the pod has ended, requests no GPU resources, or
-/// may not be scheduled yet. Call [`PodObject::trim`] first.
+/// Converts a pod for planning. Returns `None` if the pod has ended. Also returns `None` for a pod
+/// without a node that requests no GPU resources, terminates, or may not be scheduled yet. Call
+/// [`PodObject::trim`] first.
 pub fn claimant(pod: &PodObject) -> Option<Claimant> {
     if pod.has_ended() {
         return None;

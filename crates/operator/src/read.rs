@@ -232,8 +232,8 @@ pub struct PodCondition {
     pub status: String,
 }
 
-/// Returns whether two versions of an object have the same metadata, apart from the resource
-/// version.
+/// Returns whether two versions of an object are equal in the metadata that the operator reads,
+/// apart from the resource version.
 fn has_equal_metadata(a: &ObjectMeta, b: &ObjectMeta) -> bool {
     let read = |meta: &ObjectMeta| (meta.generation, meta.deletion_timestamp.clone());
     (&a.uid, &a.labels, &a.annotations, &a.owner_references) == (&b.uid, &b.labels, &b.annotations, &b.owner_references)
@@ -282,7 +282,8 @@ pub struct Observed {
     pub policies: BTreeMap<String, Result<SharingPolicy, InvalidObject>>,
     /// Nodes by name.
     pub nodes: BTreeMap<String, Node>,
-    /// Pods that have not ended, in order of creation: pending pods and pods on a node with GPUs.
+    /// Pods that have not ended, in order of creation: pending pods and pods on a node with a
+    /// `GpuNode`.
     pub pods: Vec<Claimant>,
 }
 

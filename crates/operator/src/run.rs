@@ -32,8 +32,8 @@ use crate::watches::{WATCH_TIMEOUT_SECONDS, Wakers, Watches};
 type Tasks = JoinSet<(&'static str, Result<()>)>;
 
 /// Maximum time without data from the API server after a request. Without this limit, a watch
-/// request on a dead connection hangs until the kernel closes the connection after 15 minutes. The
-/// limit is longer than the lifetime of a watch, [`WATCH_TIMEOUT_SECONDS`].
+/// request on a dead connection hangs until the kernel closes the connection after about 15
+/// minutes. The limit is longer than the lifetime of a watch, [`WATCH_TIMEOUT_SECONDS`].
 const READ_TIMEOUT: Duration = Duration::from_secs(WATCH_TIMEOUT_SECONDS as u64 + 15);
 
 /// Returns the configuration of a client that does not retry requests. Each task retries within its
@@ -56,7 +56,7 @@ fn with_read_timeout(mut config: kube::Config) -> kube::Config {
 /// Runs the operator until SIGTERM or SIGINT, or until one of its tasks ends unexpectedly.
 ///
 /// # Errors
-/// Returns an error if a task fails, or the API server cannot be found.
+/// Returns an error if the operator cannot start, or if a task fails.
 pub async fn run(args: OperatorArgs) -> Result<()> {
     let quotas = args.quotas.settings();
     let OperatorArgs { namespace, agent_selector, lease, identity, metrics_addr, webhook, webhook_addr, .. } = args;
@@ -103,8 +103,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     });
     let recorder =
         Recorder::new(client.clone(), Reporter { controller: "cleave-operator".to_owned(), instance: Some(identity) });
-    let (demand, gated) = watch::channel(Arc::default());
-    let (unplanned, held) = watch::channel(Arc::default());
+    let ((demand, gated), (unplanned, held)) = (watch::channel(Arc::default()), watch::channel(Arc::default()));
     let (quota_changes, changed_quotas) = watch::channel(QuotaChanges::default());
     let context = Context { client, stores, claim, metrics, recorder, listed, stop: stop.clone() };
     let (passes_wake, placement_wake, tenants_wake) =
@@ -122,17 +121,15 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         quotas,
         quota_changes,
     });
-    let tenants = TenantController::new(context.clone(), wakes.clone());
-    let taint = args.taint_unhealthy;
+    let (tenants, taint) = (TenantController::new(context.clone(), wakes.clone()), args.taint_unhealthy);
     let inputs = passes::ControllerInputs { context: context.clone(), wakes, demand, unplanned: held, taint };
     let passes = GpuController::new(inputs);
     tasks.spawn(async move {
-        let quota_writes = quota_writer::run(context.clone(), changed_quotas);
         let (passes, placement, tenants, ()) = tokio::join!(
             task::run(passes, context.clone(), passes_wake),
             task::run(placement, context.clone(), placement_wake),
-            task::run(tenants, context, tenants_wake),
-            quota_writes,
+            task::run(tenants, context.clone(), tenants_wake),
+            quota_writer::run(context, changed_quotas),
         );
         // All writers have stopped, so the lease may be released.
         released.cancel();
@@ -182,7 +179,7 @@ fn spawn_webhook(
     let stop = stop.clone();
     tasks.spawn(async move {
         // Publish the certificate only after the exempt namespaces are known. API servers send no
-        // reviews before the certificate is published.
+        // reviews to this replica before it serves a certificate, because the replica is not ready.
         tokio::select! {
             () = stop.cancelled() => {}
             listed = exempt.wait_until_ready() => match listed {

@@ -21,8 +21,8 @@ pub struct Sum {
     amounts: BTreeMap<String, Amount>,
 }
 
-/// An amount in thousandths, or a text that is not a quantity. One malformed quantity makes the
-/// whole sum malformed.
+/// An amount in thousandths, or a text that is not a quantity. One malformed quantity makes the sum
+/// of its resource malformed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Amount {
     Milli(u64),
@@ -66,7 +66,7 @@ impl Sum {
         }
     }
 
-    /// Raises each amount to at least the amount of the same resource in another sum.
+    /// Raises amounts so that none is lower than the amount of the same resource in another sum.
     pub(crate) fn raise_to(&mut self, other: &Self) {
         for (name, amount) in &other.amounts {
             let sum = self.amounts.entry(name.clone()).or_insert(Amount::Milli(0));

@@ -28,10 +28,10 @@ pub(crate) struct Context {
     pub(crate) stop: CancellationToken,
 }
 
-/// The cause of a reconcile.
+/// When a reconcile was triggered, and whether a burst of changes triggered it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Trigger {
-    /// When the controller saw the first change.
+    /// When the controller saw the first change. Without a change, when the reconcile begins.
     pub(crate) seen: Instant,
     /// Whether more changes followed within the batch window.
     pub(crate) more: bool,
@@ -48,7 +48,8 @@ pub(crate) trait Controller {
 }
 
 /// Runs a controller until `stop` is cancelled. The controller reconciles after each `wake`, when
-/// the leader changes, and after the delay that the last reconcile returned.
+/// this process gains or loses the permission to write, and after the delay that the last reconcile
+/// returned.
 ///
 /// A reconcile is never interrupted. The controller must check the lease guard before each write.
 ///

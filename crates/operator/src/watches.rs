@@ -78,9 +78,9 @@ impl Wakers {
         }
     }
 
-    /// Records whether a waiting pod may preempt others. If no waiting pod could preempt others
-    /// before, wakes the placement controller again, because a budget that changed during the
-    /// current reconcile did not wake it.
+    /// Records whether a waiting pod may preempt others. If one may now and none could before,
+    /// wakes the placement controller again, because a budget that changed during the current
+    /// reconcile did not wake it.
     pub(crate) fn set_awaits_budgets(&self, awaits: bool) {
         let before = self.ignore_budgets.swap(!awaits, Ordering::AcqRel);
         if awaits && before {
@@ -126,9 +126,9 @@ impl Wakers {
         }
     }
 
-    /// Records whether the tenant controller has pods to report or evict. If the controller had no
-    /// such pods before, wakes the controller again, because a pod that changed meanwhile did not
-    /// wake it.
+    /// Records whether the tenant controller has pods to report or evict. If the controller has
+    /// such pods now and had none before, wakes the controller again, because a pod that changed
+    /// meanwhile did not wake it.
     pub(crate) fn set_has_tenants(&self, has: bool) {
         let before = self.ignore_tenants.swap(!has, Ordering::AcqRel);
         if has && before {
@@ -136,9 +136,9 @@ impl Wakers {
         }
     }
 
-    /// Records whether the current pass found a GPU that is partitioned on demand. If the previous
-    /// pass found none, requests another pass, because a pod that changed during the current pass
-    /// did not request one.
+    /// Records whether the current pass found a GPU that is partitioned on demand. If the current
+    /// pass found one and the previous pass found none, requests another pass, because a pod that
+    /// changed during the current pass did not request one.
     pub(crate) fn set_partitions_on_demand(&self, decide: bool) {
         let before = self.ignore_pods.swap(!decide, Ordering::AcqRel);
         if decide && before {
@@ -348,7 +348,7 @@ impl<'a> Watches<'a> {
         store
     }
 
-    /// Calls `handle` for each event of a watch until the process stops. Counts errors.
+    /// Calls `handle` for each event of a watch until the process stops. Counts and logs errors.
     fn watch<K>(
         &mut self,
         kind: &'static str,
@@ -447,7 +447,7 @@ impl StreamedList {
     }
 }
 
-/// Returns whether the cluster does not have the watched resource.
+/// Returns whether an error means that the cluster does not have the watched resource.
 fn is_absent(error: &watcher::Error) -> bool {
     let (watcher::Error::InitialListFailed(error)
     | watcher::Error::WatchStartFailed(error)

@@ -1,10 +1,10 @@
 //! Narrows a gated pod to nodes, in addition to its own affinity.
 //!
 //! Kubernetes combines the node selector terms of a pod with OR, so the requirement must be added
-//! to each term. While a pod is gated, the API server accepts only additions: requirements appended
-//! to existing terms, or a whole affinity if the pod has none. The API server refuses additional
-//! terms and changes to existing terms. Therefore the result is a list of JSON Patch additions (RFC
-//! 6902), which contain only the parts that the pod lacks.
+//! to each term. While a pod is gated, the API server accepts only additions to required node
+//! affinity: requirements appended to existing terms, or terms if the pod has none. The API server
+//! refuses additional terms and changes to existing terms. Therefore the result is a list of JSON
+//! Patch additions (RFC 6902), which contain only the parts that the pod lacks.
 //!
 //! Send the patch with a `test` of `/metadata/resourceVersion`, because the patch refers to terms
 //! by their index.
@@ -95,7 +95,8 @@ pub fn hostname_requirement<'a>(hostnames: impl IntoIterator<Item = &'a str>) ->
 }
 
 /// Returns the additions that restrict the pod to the nodes that match both its affinity and the
-/// requirement. The list is empty if the pod already has the requirement.
+/// requirement. The list is empty if every term with requirements already contains this
+/// requirement.
 ///
 /// # Errors
 /// Returns [`MatchesNoNode`] if no term of the pod's affinity has requirements.

@@ -18,7 +18,7 @@ pub(crate) struct Location {
 pub(crate) struct PlacementCost([i64; 3]);
 
 impl PlacementCost {
-    pub(crate) fn saturating_add(self, other: Self) -> Self {
+    pub(crate) fn plus(self, other: Self) -> Self {
         Self(std::array::from_fn(|at| self.0[at] + other.0[at]))
     }
 }
@@ -57,7 +57,8 @@ pub(crate) struct Assignment {
     pub(crate) locations: Vec<Option<Location>>,
     /// Pods on each node, in the order in which they were placed.
     pub(crate) pods: Vec<Vec<u32>>,
-    /// Version of each node. The version changes with the node's GPUs and never repeats.
+    /// Version of each node. The version changes when a pod is placed on the node or removed from
+    /// it, and never repeats.
     versions: Vec<u64>,
     version: u64,
 }
@@ -91,9 +92,10 @@ impl Assignment {
         needs.iter().all(|(dimension, need)| free.get(usize::from(*dimension)).is_some_and(|free| free >= need))
     }
 
-    /// Returns the lowest cost of placing one more pod of a group on a node. The cost is cached
-    /// until the node's GPUs change. The cost depends only on the GPU units, so groups with equal
-    /// units share the cache. Returns `None` if the pod does not fit.
+    /// Returns the cost of placing one more pod of a group on a node, as [`Self::find_location`]
+    /// finds it. The cost is cached until a pod is placed on the node or removed from it. The cost
+    /// depends only on the GPU units, so groups with equal units share the cache. Returns `None` if
+    /// the pod does not fit.
     pub(crate) fn cost(
         &self,
         model: &Model<'_>,
@@ -118,8 +120,8 @@ impl Assignment {
         *cost
     }
 
-    /// Returns the cheapest way to place one more pod of a group on a node. Writes the chosen GPUs
-    /// to `gpus`. Returns `None` if the pod does not fit.
+    /// Finds a cheap way to place one more pod of a group on a node. Writes the chosen GPUs to
+    /// `gpus` and returns the cost. Returns `None` if the pod does not fit.
     pub(crate) fn find_location(
         &self,
         model: &Model<'_>,
@@ -153,8 +155,8 @@ impl Assignment {
         }
     }
 
-    /// Places a pod. A location from [`Self::find_location`] is always possible. If a location is
-    /// not possible, changes nothing and returns false.
+    /// Places a pod. A location from [`Self::find_location`] is possible until the assignment
+    /// changes. If a location is not possible, changes nothing and returns false.
     pub(crate) fn place(&mut self, model: &Model<'_>, states: &mut States, pod: u32, location: Location) -> bool {
         let Some(group) = group_of_pod(model, pod) else { return false };
         if !self.has_room(&group.needs, location.node) {
@@ -244,7 +246,8 @@ pub(crate) fn change_cost(states: &States, from: StateId, to: StateId, rule: Cha
     allowed.then_some(PlacementCost(numbers))
 }
 
-/// Returns the cheapest GPU for one unit. Among GPUs of equal cost, returns the first.
+/// Returns the cheapest GPU for one unit. Among GPUs of equal cost, returns the first. Returns
+/// `None` if no GPU can serve the unit.
 fn cheapest_gpu(
     states: &mut States,
     slots: &[StateId],
@@ -294,7 +297,7 @@ fn place_on_one_gpu(
 }
 
 /// Places the units on several GPUs. Places each unit on the cheapest GPU. If that fails, searches
-/// all combinations.
+/// for a combination, in at most [`MAX_SPREAD_STEPS`] steps.
 fn place_on_several_gpus(
     states: &mut States,
     slots: &[StateId],
@@ -308,7 +311,7 @@ fn place_on_several_gpus(
         let Some((cost, at)) = cheapest_gpu(states, &now, unit, rule) else { break };
         let slot = now.get_mut(at as usize)?;
         *slot = states.with_demand(*slot, unit)?;
-        sum = sum.saturating_add(cost);
+        sum = sum.plus(cost);
         chosen.push(at);
     }
     if chosen.len() == units.len() {
@@ -322,9 +325,10 @@ fn place_on_several_gpus(
     chosen.clear();
     let mut steps = 0;
     let found = search_combinations(states, &mut now, units, rule, &mut chosen, &mut steps);
-    let cost = slots.iter().zip(&now).try_fold(PlacementCost::default(), |sum, (&from, &to)| {
-        Some(sum.saturating_add(change_cost(states, from, to, rule)?))
-    });
+    let cost = slots
+        .iter()
+        .zip(&now)
+        .try_fold(PlacementCost::default(), |sum, (&from, &to)| Some(sum.plus(change_cost(states, from, to, rule)?)));
     cost.filter(|_| found).map(|cost| (cost, chosen))
 }
 

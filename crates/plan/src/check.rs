@@ -1,5 +1,5 @@
-//! Verifies plans. The check shares no arithmetic with the planner, and uses only the snapshot and
-//! the plan.
+//! Verifies plans. The check shares no arithmetic with the planner. It uses only the snapshot, the
+//! plan, and the built-in MIG profiles of GPUs that report none.
 //!
 //! Tests check every plan, and the operator checks each plan before it applies the plan. Never
 //! apply a plan with a violation.
@@ -16,7 +16,7 @@ use crate::snapshot::{Gpu, Node, Pod, SliceGroup, Snapshot};
 /// A rule that a plan violates.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Violation {
-    /// Name of the GPU, pod or node.
+    /// UUID of the GPU, or name of the pod or node. `plan` for the plan as a whole.
     pub at: String,
     /// The violated rule.
     pub what: String,
@@ -84,7 +84,8 @@ impl PlanChecker {
         self.found.push(Violation { at: at.to_owned(), what: what.into() });
     }
 
-    /// Checks that the plan has each GPU of the snapshot exactly once.
+    /// Checks each GPU, and that the plan has each GPU of the snapshot exactly once. A GPU may be
+    /// in the plan several times if no entry changes it.
     fn check_gpus(&mut self, snapshot: &Snapshot, plan: &Plan) {
         let mut planned: BTreeMap<(&str, &str), Vec<&GpuPlan>> = BTreeMap::new();
         for gpu in &plan.gpus {
@@ -377,8 +378,8 @@ impl PlanChecker {
                 Some((Some(rest), left)) => *left = rest,
                 _ => self.record_violation(&pod.name, format!("GPU {gpu} has too few free {resource}")),
             }
-            // Resources other than whole GPUs, sized slices and MIG instances are shares. All
-            // shares of one resource that a pod requests must be on one GPU.
+            // Resources other than whole GPUs, sized slices and MIG instances are shares or
+            // replicas. All units of one such resource that a pod requests must be on one GPU.
             let slice = resource.starts_with(device::MIG_PREFIX) && !resource.ends_with(device::SHARED_SUFFIX);
             let shares =
                 !slice && resource != device::WHOLE_GPU_RESOURCE && device::sized_slice_gib(resource).is_none();

@@ -72,7 +72,8 @@ impl Families {
 }
 
 impl Mode {
-    /// Returns the families that the mode allows. An unused GPU can always serve as a whole GPU.
+    /// Returns the families that the mode allows. In every known mode, an unused GPU can serve as a
+    /// whole GPU.
     pub const fn families(self) -> Families {
         let whole = Families::NONE.with(Family::Whole);
         match self {
@@ -103,8 +104,8 @@ pub fn mig_resource(profile: &str) -> String {
     format!("{MIG_PREFIX}{}", profile.replace('+', "."))
 }
 
-/// Returns the number G in `nvidia.com/gpu-<G>gb`, the resource of slices of G GiB. G is at
-/// least 1.
+/// Returns the number G in `nvidia.com/gpu-<G>gb`, the resource of slices of G GiB. G is from 1 to
+/// 2^20. Returns `None` for any other name.
 pub fn sized_slice_gib(resource: &str) -> Option<u64> {
     let digits = resource.strip_prefix("nvidia.com/gpu-")?.strip_suffix("gb")?;
     // Refuse leading zeros: `010` would be a second name of the same slice.

@@ -1,4 +1,4 @@
-//! Places any number of pods, one by one. Moves a placed pod if another pod then fits.
+//! Places any number of pods, one by one. Moves up to two placed pods if another pod then fits.
 use std::collections::BTreeMap;
 
 use crate::assignment::{Assignment, ChangeRule, CostCache, Location, PlacementCost, change_cost, group_of_pod};
@@ -28,16 +28,16 @@ pub(crate) enum PlacementStyle {
     /// Like `FewestChanges`, but first places pods on their nodes in the previous plan.
     AsPlanned,
     /// Uses existing slices before it repartitions GPUs, and places small pods first. Repartitions
-    /// the fewest GPUs.
+    /// few GPUs.
     FewestChanges,
-    /// Places each pod where the most free capacity remains, small pods first. Places more pods
-    /// than other styles if few units are free.
+    /// Places each pod where the most free capacity remains, small pods first. This style can place
+    /// more pods than the others if few units are free.
     Packed,
     /// Like `Packed`, but places large pods first.
     LargeFirst,
 }
 
-/// Number of alternative nodes that are cached for each group.
+/// Maximum number of alternative nodes that are cached for each group.
 const ALTERNATIVES_PER_GROUP: usize = 4;
 /// Divisor of the remaining work for moving pods. Each group may use one of the resulting parts.
 const GROUP_WORK_DIVISOR: u64 = 8;
@@ -75,8 +75,8 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
                 let weight = i64::from(group.weight.memory.max(group.weight.compute));
                 let weight = if style == PlacementStyle::LargeFirst { -weight } else { weight };
                 // Place small pods first, because more small pods fit, except in style
-                // `LargeFirst`. Among equal pods, start with pods that have the fewest candidate
-                // nodes.
+                // `LargeFirst`. Among pods of equal size, start with pods that have the fewest
+                // units, and then the fewest candidate nodes.
                 (
                     std::cmp::Reverse(group.priority),
                     weight,
@@ -88,8 +88,8 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
         });
         let level = |group_id: &u32| first(*group_id).map(|group| group.priority);
         for level in groups.chunk_by(|a, b| level(a) == level(b)) {
-            // Place pods without repartitioning first, so that existing slices are still free for
-            // pods that can use them.
+            // Styles for few changes place pods without repartitioning first, so that existing
+            // slices are still free for pods that can use them.
             if style == PlacementStyle::AsPlanned {
                 for &group_id in level {
                     self.place_as_planned(group_id);
@@ -320,7 +320,7 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
             return true;
         }
         let (&[unit], &[other_unit]) = (of.units.as_slice(), others.units.as_slice()) else { return true };
-        // Even without the other pod, the pod does not fit on the GPU.
+        // Check whether the pod would fit on the other pod's GPU without the other pod.
         let gpu = self
             .assignment
             .locations
@@ -332,8 +332,8 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
         self.states.with_demand(less, unit).is_some_and(|then| change_cost(self.states, less, then, rule).is_some())
     }
 
-    /// Places a pod that was moved from `from`: on another node where it fits, or on the remaining
-    /// free slices of `from`. Returns whether the pod is placed.
+    /// Places a pod that was moved from `from`, on the cheapest of a few nodes where it fits. These
+    /// nodes include `from`. Returns whether the pod is placed.
     fn relocate_pod(&mut self, pod: u32, group_id: u32, from: u32, rule: ChangeRule) -> bool {
         let known = self.alternatives.get(&group_id).filter(|known| (known.0, known.1) == (self.epoch, rule));
         let mut nodes = match known {
@@ -374,8 +374,8 @@ impl<'g, 'a> GreedyPlacer<'g, 'a> {
         alternatives
     }
 
-    /// Restores the partitions of GPUs whose pods can be placed elsewhere without repartitioning
-    /// another GPU.
+    /// Restores the partitions of GPUs whose pods can be placed elsewhere without repartitioning a
+    /// further GPU.
     fn restore_partitions(&mut self, part: &ClusterPart) {
         let changed = |greedy: &Self, gpu: u32| {
             greedy.assignment.gpus.get(gpu as usize).is_some_and(|&state| greedy.states.summary(state).changed)

@@ -1,10 +1,11 @@
 //! Planning: decides how each GPU is partitioned, for which pods, and why.
 //!
-//! This crate does no I/O, reads no clock, draws no random numbers and is not async. The crate's
-//! dependencies enforce these rules. Every result depends only on the arguments, and maps are
-//! ordered. Equal inputs therefore produce equal outputs, byte for byte.
+//! This crate does no I/O, reads no clock, draws no random numbers and is not async. The crate
+//! depends only on `serde` and `thiserror`. Every result depends only on the arguments, and maps
+//! are ordered. Equal inputs therefore produce equal outputs, byte for byte.
 //!
-//! [`plan`] creates a plan and [`check`] verifies one. [`ledger`] reserves slices for pods.
+//! [`plan`] creates a plan and [`check`] verifies one. [`ledger`] reserves units of devices for
+//! pods.
 pub mod affinity;
 mod assignment;
 mod check;

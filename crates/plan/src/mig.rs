@@ -1,8 +1,8 @@
 //! Describes MIG profiles, and searches for placements on one GPU.
 //!
 //! The memory slices of a GPU are bits of a mask. NVML reports at which slices a profile can start.
-//! The code contains no list of combinations: the placements determine which instances fit
-//! together.
+//! The code contains no list of combinations: the placements and limits of the profiles determine
+//! which instances fit together.
 use serde::{Deserialize, Serialize};
 
 use crate::device::mig_resource;
@@ -34,7 +34,7 @@ pub enum TableError {
     /// The GPU has more profiles than the planner supports.
     #[error("the GPU reports {0} MIG profiles, more than the maximum of 32")]
     TooManyProfiles(usize),
-    /// A placement is outside the GPU.
+    /// A placement has no memory slices, or ends outside the first 32.
     #[error(
         "the driver reports an invalid placement of MIG profile {name}: {size} memory slices from slice {start}; a placement must have at least 1 slice and end within the first 32"
     )]
@@ -46,7 +46,7 @@ pub enum TableError {
         /// First memory slice of the placement.
         start: u32,
     },
-    /// Two profiles have the same name.
+    /// Two profiles have the same resource.
     #[error("MIG profile {0} is reported twice")]
     Repeated(String),
 }
@@ -64,7 +64,7 @@ pub(crate) struct Instance {
 /// The media engines of a profile, by NVIDIA's suffixes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum MediaEngines {
-    /// No suffix: the instance has the profile's standard part of the media engines.
+    /// No media suffix: the instance has the profile's standard part of the media engines.
     Plain,
     /// `+me`: the instance has the GPU's only set of extra media engines.
     Extra,
@@ -91,8 +91,8 @@ struct ProfileEntry {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ProfileTable {
     entries: Vec<ProfileEntry>,
-    /// Distinct sizes of profiles, in memory slices. Each size has the list of its possible first
-    /// slices. Used to estimate the value of free memory slices.
+    /// Distinct pairs of a profile's size, in memory slices, and its possible first slices. Used to
+    /// estimate the value of free memory slices.
     shapes: Vec<(u8, Vec<u8>)>,
     slices: u32,
     compute: u32,
@@ -170,7 +170,8 @@ impl ProfileTable {
         })
     }
 
-    /// Returns the built-in profiles of a model, for snapshots without NVML's report.
+    /// Returns the built-in profiles of a model, for snapshots without NVML's report. Returns
+    /// `None` if none are known.
     pub fn built_in(model: &str, memory_mib: u64) -> Option<Self> {
         let profiles = built_in(model, memory_mib)?;
         Self::new(&profiles).ok()
@@ -291,9 +292,9 @@ impl ProfileTable {
     }
 }
 
-/// Cost of an arrangement, lower is better: the number of instances destroyed and created, the
-/// decrease of [`ProfileTable::estimate_room`], and the placements. The placements make every cost
-/// unique.
+/// Cost of an arrangement, lower is better: the number of instances destroyed and created,
+/// `u32::MAX` minus [`ProfileTable::estimate_room`], and the placements. The placements make every
+/// cost unique.
 type ArrangementCost = (usize, u32, Vec<Instance>);
 
 struct ArrangementSearch<'a> {
@@ -371,8 +372,8 @@ fn media_engines(name: &str) -> MediaEngines {
     }
 }
 
-/// Returns the number of compute slices in a profile's name, such as 3 in `3g.20gb`. NVIDIA has no
-/// profile with more than 64 compute slices.
+/// Returns the number of compute slices in a profile's name, such as 3 in `3g.20gb`, or 0 if the
+/// name has none. NVIDIA has no profile with more than 64 compute slices.
 fn compute_slices(name: &str) -> u32 {
     name.split_once('g').and_then(|(digits, _)| digits.parse().ok()).filter(|&count: &u32| count <= 64).unwrap_or(0)
 }
@@ -386,8 +387,9 @@ struct SliceMemory {
     whole: u32,
 }
 
-/// Returns the placements of the A30, of data center GPUs with seven compute slices, and of the RTX
-/// PRO 6000, as `nvidia-smi mig -lgipp` prints them. Returns `None` for other models.
+/// Returns the profiles and placements of the A30, of data center GPUs with seven compute slices,
+/// and of the RTX PRO 6000, as `nvidia-smi mig -lgipp` prints them. Returns `None` for other
+/// models.
 pub fn built_in(model: &str, memory_mib: u64) -> Option<Vec<Profile>> {
     let words: Vec<&str> = model.split(|c: char| !c.is_ascii_alphanumeric()).collect();
     let has = |word: &str| words.contains(&word);
@@ -499,8 +501,7 @@ mod tests {
         assert!(ProfileTable::built_in("Tesla T4", 15_360).is_none());
     }
 
-    /// Returns all layouts to which no further instance can be added. The enumeration is
-    /// independent of the search.
+    /// Returns all legal layouts, complete or not. The enumeration is independent of the search.
     fn full_layouts(table: &ProfileTable) -> Vec<Vec<Instance>> {
         fn collect_layouts(
             table: &ProfileTable,
@@ -632,7 +633,7 @@ mod tests {
         assert!(matches!(ProfileTable::new(&many), Err(TableError::TooManyProfiles(40))));
         let none = ProfileTable::new(&[]).expect("an empty list is valid");
         assert_eq!((none.slices, none.estimate_room(0)), (0, 0));
-        // 16 instances with 31 placements each have far more combinations than the search may try.
+        // 16 instances with 32 placements each have far more combinations than the search may try.
         let starts: Vec<u32> = (0..32).collect();
         let wide = ProfileTable::new(&[profile("1g.1gb", 1, &starts)]).expect("valid");
         assert!(wide.arrange(&[], &[], &[0; 16]).is_some());

@@ -16,8 +16,8 @@ use crate::scheduling::{NodeConstraints, PODS_RESOURCE, UNLIMITED_BY_DEFAULT};
 use crate::snapshot::{Gpu, Node, Pod, SliceGroup, Snapshot};
 use crate::states::{ClassId, DemandId};
 
-/// Maximum number of slices that one pod may request. No node has more slices, and a pod that
-/// requests a million slices must not delay the plan.
+/// Maximum number of slices of one resource that a pod may request. A pod that requests a million
+/// slices must not delay the plan.
 const MAX_SLICES_PER_POD: u64 = 1024;
 
 /// Maximum number of equal slices of one GPU. No mode allows more, and a plan lists each slice.
@@ -36,7 +36,7 @@ pub(crate) struct Model<'a> {
     pub(crate) planned: Vec<Option<u32>>,
     /// Why each pod without a group cannot be planned, by the pod's index.
     pub(crate) unplannable_pods: BTreeMap<u32, String>,
-    /// Resources other than GPUs that pods request.
+    /// Resources other than GPUs that pods request, and `pods` if a node limits them.
     pub(crate) dimensions: Vec<&'a str>,
     pub(crate) resources: Vec<String>,
     pub(crate) classes: Vec<GpuClass>,
@@ -54,12 +54,12 @@ pub(crate) struct NodeModel<'a> {
 pub(crate) struct GpuModel<'a> {
     pub(crate) gpu: &'a Gpu,
     pub(crate) class: ClassId,
-    /// Why the GPU is not repartitioned. `None` if the GPU can be repartitioned, or if the policy
-    /// forbids repartitioning.
+    /// Why the GPU is not repartitioned. `None` if the GPU can be repartitioned, if the policy
+    /// forbids repartitioning, or if only the node is excluded.
     pub(crate) note: Option<String>,
 }
 
-/// Pods that differ only in their names.
+/// Pods with the same priority, requests and node constraints.
 pub(crate) struct PodGroup<'a> {
     pub(crate) priority: i32,
     /// Demands of one pod. All shares that a pod requests of one resource are one demand. Each
@@ -133,7 +133,7 @@ fn kind_by_name(name: &str) -> Option<ResourceKind> {
 #[derive(Default)]
 struct DistinctTables {
     all: Vec<Rc<ProfileTable>>,
-    /// Index of the table by node and GPU, in the snapshot's order.
+    /// Index of the table, or why the GPU has none, by node and GPU in the snapshot's order.
     of: Vec<Vec<Result<usize, String>>>,
 }
 
@@ -340,8 +340,8 @@ impl<'a> Model<'a> {
 
     /// Returns a pod's requests: units of Cleave's resources, and thousandths of other resources.
     ///
-    /// # Errors
-    /// Returns a clause that states which amount is not a valid quantity or is too large.
+    /// # Errors Returns a clause that states which amount is not a valid quantity, is not a whole
+    /// number or is too large.
     fn pod_requests(&self, pod: &Pod, names: &ResourceNames<'_>) -> Result<PodRequests, String> {
         let mut units = Vec::new();
         let mut needs = Vec::new();
@@ -516,7 +516,7 @@ impl<'b> ClassBuilder<'b> {
         (class, out.or(note))
     }
 
-    /// Sets the partitions other than MIG that the GPU can have.
+    /// Sets the shares and replicas that the GPU and its MIG instances can have.
     fn set_partitions(&self, gpu: &Gpu, class: &mut GpuClass, note: &mut Option<String>) {
         let name = |default: &str| {
             let name = gpu.resource_name.as_deref().unwrap_or(default);
@@ -547,7 +547,8 @@ impl<'b> ClassBuilder<'b> {
         }
     }
 
-    /// Reads the slices of the GPU. Invalid slices are kept, and the GPU is not repartitioned.
+    /// Reads the slices of the GPU. Returns why a slice is invalid. In this case, the GPU is not
+    /// repartitioned.
     fn read_slices(&self, gpu: &Gpu, class: &mut GpuClass) -> Result<(), String> {
         // Report only one problem, the first in alphabetical order. The report must not depend on
         // the order of slices.

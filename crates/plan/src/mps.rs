@@ -33,7 +33,8 @@ pub enum Threads {
 pub struct Limits {
     /// Active thread percentage. `None` means unlimited.
     pub threads: Option<Percent>,
-    /// Memory that all processes of the allocation together may use. `None` means unlimited.
+    /// Memory limit. MPS enforces the limit for each process, and the agent checks the sum of the
+    /// allocation's processes. `None` means unlimited.
     pub memory: Option<Mebibytes>,
 }
 
@@ -42,7 +43,8 @@ pub const fn shareable_memory(total: Mebibytes) -> Mebibytes {
     total.saturating_sub(SERVER_RESERVE)
 }
 
-/// Returns the thread percentage of `shares` of `units`, rounded down, at least 1 %.
+/// Returns the thread percentage of `shares` of `units`, rounded down, at least 1 %. Returns `None`
+/// if the policy sets no limit.
 ///
 /// If `shares` is larger than `units`, or `units` is 0, the result is the percentage of the whole
 /// GPU.

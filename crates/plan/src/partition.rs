@@ -90,8 +90,9 @@ pub(crate) struct GpuClass {
     /// Resource and number of the replicas that the GPU can have.
     pub(crate) replicas: Option<(ResourceId, u32)>,
     pub(crate) instance_sharing: Option<InstanceSharing>,
-    /// Resource of each MIG profile, and of a share of its instances.
+    /// Resource of each MIG profile.
     pub(crate) mig: Vec<(ResourceId, u8)>,
+    /// Resource of the shares of each MIG profile's instances.
     pub(crate) mig_shared: Vec<(ResourceId, u8)>,
     pub(crate) table: Option<SharedTable>,
     /// Slices in use, which are kept.
@@ -108,7 +109,7 @@ pub(crate) struct PackedPartition {
     pub(crate) changed: bool,
     /// Number of free slices that the partition removes.
     pub(crate) destroyed: u32,
-    /// Value of the remaining free slices for future pods. The value is lower for fuller GPUs.
+    /// Value of the remaining free capacity for future pods. The value is lower for fuller GPUs.
     pub(crate) room_value: i64,
     /// Memory and compute in use, in 65,536ths, rounded down.
     pub(crate) used: GpuUsage,
@@ -205,8 +206,8 @@ impl GpuClass {
             .fold(Families::NONE, |families, cell| self.family_of(cell).map_or(families, |f| families.with(f)))
     }
 
-    /// Returns the family of a slice. Returns `None` if the policy no longer allows the slice's
-    /// mode.
+    /// Returns the family of a slice. Returns `None` for shares and replicas that the policy no
+    /// longer allows.
     pub(crate) fn family_of(&self, cell: &SliceCell) -> Option<Family> {
         match cell.kind {
             ResourceKind::Whole => Some(Family::Whole),
@@ -437,8 +438,8 @@ impl GpuClass {
         (i64::try_from(room_value).unwrap_or(i64::MAX), used)
     }
 
-    /// Returns the remaining value, the total value, and the used parts of the GPU. The value
-    /// decreases faster than the free memory.
+    /// Returns the remaining value, the total value, and the used parts of the GPU. Without MIG,
+    /// the value decreases with the square of the free capacity.
     fn measure_partition(&self, free: &[SliceCell], demands: &[GpuDemand]) -> (u128, u128, GpuUsage) {
         let part = |used: u128, all: u128| {
             let part = (used << 16).checked_div(all).unwrap_or(0).min(u128::from(WHOLE_GPU));

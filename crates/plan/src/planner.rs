@@ -1,7 +1,8 @@
 //! Creates a plan for a snapshot.
 //!
 //! `docs/explanation/planning.md` describes the order of all decisions. No result depends on the
-//! order of nodes, GPUs or map entries in the snapshot. Pods are placed in order of arrival.
+//! order of nodes, GPUs or map entries in the snapshot. Equal pods receive their locations in order
+//! of arrival.
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
@@ -77,16 +78,16 @@ pub struct PlannedSlices {
     pub count: u32,
 }
 
-/// A pod that fits on no node.
+/// A pod that the plan does not place.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Unplaced {
     /// Name of the pod.
     pub pod: String,
-    /// Why the pod fits on no node, for the pod's owner.
+    /// Why the plan does not place the pod, for the pod's owner.
     pub reason: String,
-    /// Whether the pod fits nowhere because its requests are invalid. The JSON of a plan omits this
-    /// field.
+    /// Whether the pod cannot be planned, for example because its requests are invalid. The JSON of
+    /// a plan omits this field.
     #[serde(skip)]
     pub malformed: bool,
 }
@@ -116,8 +117,9 @@ const MAX_LOOKUPS_BEFORE_EXACT_SEARCH: u64 = 10_000;
 
 /// Plans the partition of each GPU and the placement of each pending pod.
 ///
-/// The plan places as many pods of the highest priority as possible, then as many of the next
-/// priority. Slices in use are kept. A GPU is repartitioned only if a pod needs it.
+/// The plan places as many pods of the highest priority as the search finds places for, then as
+/// many of the next priority. Slices in use are kept. A GPU is repartitioned only if a pod needs
+/// it.
 pub fn plan(snapshot: &Snapshot, policy: &Policy) -> ExplainedPlan {
     let mut model = Model::new(snapshot, policy);
     let mut states = States::new(std::mem::take(&mut model.classes), model.demands.clone());

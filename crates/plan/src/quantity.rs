@@ -33,7 +33,7 @@ impl Quantity {
     }
 
     /// Returns the value in thousandths, rounded up. An amount that exceeds 64 bits is `u64::MAX`.
-    /// Returns `None` if the text is not a quantity or is negative.
+    /// Returns `None` if the text is not a quantity, is negative or has too many digits.
     pub const fn milli(&self) -> Option<u64> {
         self.milli
     }

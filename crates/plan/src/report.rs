@@ -34,7 +34,7 @@ pub struct PodReport {
     pub reason: String,
 }
 
-/// A node or GPU that is excluded from the plan.
+/// A node or GPU that is excluded from the plan or not repartitioned.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeReport {
@@ -43,7 +43,7 @@ pub struct NodeReport {
     /// UUID of the GPU. `None` if the whole node is excluded.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gpu: Option<String>,
-    /// Why the node or GPU is excluded.
+    /// Why the node or GPU is excluded or not repartitioned.
     pub reason: String,
 }
 
@@ -254,7 +254,7 @@ fn competing_pods(cluster: &PlanContext<'_, '_>, group: &PodGroup<'_>, node: u32
     }
 }
 
-/// Formats thousandths as a number.
+/// Formats thousandths as a quantity, such as `2` or `1500m`.
 fn format_amount(milli: u64) -> String {
     if milli.is_multiple_of(1000) { (milli / 1000).to_string() } else { format!("{milli}m") }
 }

@@ -1,9 +1,10 @@
-//! Searches small parts of a cluster exactly. The search tries every assignment that can be better
-//! than the best known assignment.
+//! Searches small parts of a cluster exactly. Up to its limits, the search tries every assignment
+//! that can be better than the best known assignment.
 //!
 //! The search is depth first over the pods, highest priority first. The search skips a branch that
 //! cannot be better than the best known assignment, even if all remaining pods are placed. The
-//! search also skips a branch that leads to GPU states that it has already visited.
+//! search also skips a branch that leads to GPU states that it has already visited with at least as
+//! many placed pods.
 use std::collections::BTreeMap;
 
 use crate::assignment::{Assignment, ChangeRule, Location, change_cost, group_of_pod};
@@ -81,7 +82,8 @@ impl ClusterPart {
     }
 }
 
-/// Result of a search: an assignment that is better than the given assignment, if one exists.
+/// Result of a search: an assignment that is better than the given assignment, if the search found
+/// one.
 pub(crate) struct SearchResult {
     pub(crate) better: Option<(PlanScore, Vec<(u32, Location)>)>,
     /// Number of steps used.
@@ -107,7 +109,7 @@ struct ExactSearch<'s, 'a> {
     max_steps: u32,
 }
 
-/// Maximum number of ways to spread one pod's units over a node's GPUs.
+/// Maximum number of ways to spread one pod's units over a node's GPUs that are considered.
 const MAX_SPREADS_PER_POD: usize = 24;
 
 /// Searches for an assignment better than `best`. `assignment` must not place any pod of the part.
@@ -283,8 +285,8 @@ impl ExactSearch<'_, '_> {
         key
     }
 
-    /// Returns all locations for a pod, cheapest first. Includes only one of several
-    /// interchangeable locations.
+    /// Returns the locations for a pod, cheapest first, up to [`MAX_SPREADS_PER_POD`] for each node
+    /// and the cheapest one. Includes only one of several interchangeable locations.
     fn locations_for(&mut self, pod: u32) -> Vec<Location> {
         let Some(group_id) = self.model.group_of.get(pod as usize).copied().flatten() else { return Vec::new() };
         let model = self.model;
@@ -320,8 +322,8 @@ impl ExactSearch<'_, '_> {
         options.into_iter().map(|(_, location)| location).collect()
     }
 
-    /// Adds all ways to spread units over a node's GPUs to `options`. Includes only one of several
-    /// interchangeable combinations.
+    /// Adds ways to spread units over a node's GPUs to `options`, at most [`MAX_SPREADS_PER_POD`].
+    /// Includes only one of several interchangeable combinations.
     fn add_spreads(
         &mut self,
         units: &[u16],
@@ -364,7 +366,7 @@ impl ExactSearch<'_, '_> {
         for (now, chosen) in combinations {
             if chosen.len() == units.len() && !units.is_empty() {
                 let steps = slots.iter().zip(&now).map(|(&from, &to)| change_cost(self.states, from, to, self.rule));
-                let Some(cost) = steps.reduce(|sum, cost| Some(sum?.saturating_add(cost?))).flatten() else { continue };
+                let Some(cost) = steps.reduce(|sum, cost| Some(sum?.plus(cost?))).flatten() else { continue };
                 options.push((cost, Location { node, gpus: chosen }));
             }
         }

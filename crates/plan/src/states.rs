@@ -114,7 +114,8 @@ impl States {
         Some(before)
     }
 
-    /// Returns the properties of a state. An unknown state counts as a full GPU.
+    /// Returns the properties of a state. An unknown state counts as a repartitioned GPU without
+    /// value for future pods.
     pub(crate) fn summary(&self, state: StateId) -> StateSummary {
         let full = StateSummary { changed: true, destroyed: 0, room_value: 0, used: GpuUsage::default() };
         self.all.get(state as usize).map_or(full, |state| StateSummary {

@@ -131,8 +131,8 @@ impl Topology {
     /// contain have no links. The result does not depend on the order of `available`.
     ///
     /// Returns all available GPUs if there are at most `size`. With at most 16 available GPUs, no
-    /// set has a higher score than the choice. With more available GPUs, the choice adds one GPU at
-    /// a time.
+    /// set that includes `required` has a higher score than the choice. With more available GPUs,
+    /// the choice adds one GPU at a time.
     pub fn choose<'a>(&self, available: &[&'a str], required: &[&str], size: usize) -> Vec<&'a str> {
         let mut free: Vec<&str> = available.to_vec();
         free.sort_by_key(|gpu| (self.position(gpu).unwrap_or(usize::MAX), *gpu));

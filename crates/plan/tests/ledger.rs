@@ -33,12 +33,12 @@ enum Event {
     Tick { by: u64 },
     /// The operator is killed and restarted.
     Crash,
-    /// The capacity of a device changes. This event and the events below break the ledger's
+    /// The capacity of a device changes. This event and the next two break the ledger's
     /// assumptions.
     Resize { node: usize, device: usize, capacity: u32 },
     /// A pod uses units without a reservation.
     Bypass { node: usize, device: usize, units: u32 },
-    /// A node becomes unknown until units are allocated on it again.
+    /// A node becomes unknown until it is observed again.
     Forget { node: usize },
     /// A node is observed.
     Observe { node: usize },

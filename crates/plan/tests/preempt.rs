@@ -90,7 +90,8 @@ fn owned_names(pods: &[&str]) -> Vec<String> {
 #[test]
 fn victims_are_on_one_device() {
     // By the sum of the node's units, `a1` and `b1` would suffice and have the lowest priorities.
-    // However, these pods free 5 units of one device and 1 unit of another.
+    // However, 5 units of one device and 4 units of the other are then free, so a request for 6
+    // units does not fit.
     let facts = node(&["a", "b"], &[("a1", "a", 4), ("a2", "a", 5), ("b1", "b", 3), ("b2", "b", 6)]);
     let known = [("a1", holder(1)), ("a2", holder(2)), ("b1", holder(1)), ("b2", holder(2))];
     assert_eq!(victims(facts.clone(), &[5], &known), Some(owned_names(&["a1"])));

@@ -254,8 +254,8 @@ fn every_choice_among_sixteen_gpus_is_optimal() {
         let topology = topology(16, link);
         for round in 0..40 {
             bits = bits.wrapping_mul(0x0019_660d).wrapping_add(0x3c6e_f35f);
-            // The first case has all sixteen GPUs. The other cases have random sets of available
-            // GPUs.
+            // In the first sixteen rounds, all sixteen GPUs are available. The other rounds have
+            // random sets of available GPUs.
             let available = members_of_set(if round < 16 { 0xffff } else { (bits >> 8 | bits >> 20) & 0xffff });
             let size = 1 + round % 16;
             if size > available.len() {

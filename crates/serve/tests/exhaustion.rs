@@ -24,8 +24,7 @@ const HEADER_TIMEOUT_VARIABLE: &str = "TEST_SERVE_HEADER_TIMEOUT_MS";
 const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum number of connections that wait in the kernel's queue until the server accepts them.
 const LISTEN_BACKLOG: u32 = 1024;
-/// The server's limit of open files. The limit is lower than the number of connections in each
-/// test.
+/// The server's limit of open files. The limit is far lower than the number of silent connections.
 const MAX_SERVER_DESCRIPTORS: u64 = 256;
 
 /// HTTP request for the number of the server's open files.

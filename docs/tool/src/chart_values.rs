@@ -1,7 +1,7 @@
 //! Generates the reference page of the chart's values from the comments of `values.yaml`.
 //!
-//! A key that has properties in the schema is a section, and the page describes each of its fields.
-//! Every other key is one value.
+//! A key without a value on its own line is a section if the schema lists its properties. The page
+//! describes each field of a section. Every other key is one value.
 use std::fmt::Write as _;
 
 use anyhow::{Context as _, Result, bail};
@@ -41,7 +41,7 @@ struct ChartValue {
     path: Vec<String>,
     comment: Vec<String>,
     is_section: bool,
-    /// The lines of the default value: one line, or the lines of a YAML block.
+    /// The lines of the default value: one line, or the lines of a YAML block. Empty for a section.
     default: Vec<String>,
 }
 
@@ -51,7 +51,7 @@ fn parse_keys(values: &str, schema: &Value) -> Result<Vec<ChartValue>> {
     let mut comment: Vec<String> = Vec::new();
     let mut path: Vec<(usize, String)> = Vec::new();
     let mut leaf: Option<usize> = None;
-    // Skip the first line, which describes the file.
+    // Skip a comment on the first line, which describes the file.
     for (number, line) in values.lines().enumerate().skip_while(|(number, line)| *number == 0 && line.starts_with('#'))
     {
         let content = line.trim_start();
@@ -150,7 +150,7 @@ fn write_comment(out: &mut String, lines: &[String]) {
 enum CommentPart {
     /// A paragraph.
     Text(String),
-    /// An indented line that explains one choice: `word meaning`.
+    /// An indented line that explains one choice, `word  meaning`, with its continuation lines.
     Choice(String),
 }
 

@@ -14,7 +14,7 @@ fn documented_programs() -> Vec<Command> {
     let server = |name: &'static str, about: &'static str, arguments: fn(Command) -> Command| {
         arguments(Command::new(name)).name(name).about(about).long_about(None::<&str>)
     };
-    let operator = "Plan how GPUs are shared, and write it to each node's GpuNode";
+    let operator = "Plan how GPUs are shared, and write the plan to each node's GpuNode";
     let agent = "Serve this node's GPUs to the kubelet, and apply its GpuNode";
     let host = "Run this node's MPS daemons and enforce the limits of their clients";
     vec![
@@ -28,7 +28,7 @@ fn documented_programs() -> Vec<Command> {
     ]
 }
 
-/// Returns the page with a generated part for each command.
+/// Returns the page with the generated table of commands, and a generated part for each command.
 pub(crate) fn render_page(page: &str) -> Result<String> {
     let mut commands = Vec::new();
     for mut program in documented_programs() {
@@ -47,7 +47,7 @@ pub(crate) fn render_page(page: &str) -> Result<String> {
 }
 
 /// Adds each runnable command to `commands`, with its full name. A command is runnable if it has no
-/// subcommands or has positional arguments.
+/// documented subcommands or has positional arguments.
 fn collect_commands(command: &Command, name: &str, commands: &mut Vec<(String, Command)>) {
     let below: Vec<&Command> =
         command.get_subcommands().filter(|below| below.get_name() != "help" && !is_internal(below)).collect();
@@ -96,7 +96,7 @@ fn describe_command(name: &str, command: &Command) -> String {
     out
 }
 
-/// Returns the name of an argument's value.
+/// Returns the name of an argument's value, with `...` if the argument takes several values.
 fn value_name(arg: &Arg) -> String {
     let names = arg.get_value_names().unwrap_or_default();
     let name = names.first().map_or_else(|| arg.get_id().as_str().to_uppercase(), ToString::to_string);

@@ -77,7 +77,7 @@ fn declares_item(text: &str, item: &str) -> bool {
     lines.any(|words| words.windows(2).any(|pair| ITEM_KEYWORDS.contains(&pair[0]) && pair[1] == item))
 }
 
-/// Returns the words of a text: letters, digits and underscores.
+/// Returns the words of a text: sequences of letters, digits and underscores.
 fn words(text: &str) -> impl Iterator<Item = &str> {
     text.split(|c: char| !c.is_alphanumeric() && c != '_')
 }

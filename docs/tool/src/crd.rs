@@ -65,7 +65,8 @@ impl PageWriter {
         }
     }
 
-    /// Writes a section for an object, and a section for each object that it contains.
+    /// Writes a section for an object, and for each object in it that has no section yet.
+    /// Conditions have no section.
     fn write_section(&mut self, path: &str, level: usize, schema: &Value) {
         let Some(properties) = schema.get("properties").and_then(Value::as_object) else { return };
         // Record all objects at this level before writing their sections. An object that occurs at
@@ -184,12 +185,12 @@ fn child_path(path: &str, name: &str, field: &Value) -> String {
     format!("{path}.{name}{}", if field.get("items").is_some() { "[]" } else { "" })
 }
 
-/// Returns the anchor that mdBook generates for a heading.
+/// Returns the anchor that mdBook generates for a heading without spaces.
 fn heading_anchor(heading: &str) -> String {
     heading.chars().filter(|c| c.is_alphanumeric() || *c == '-' || *c == '_').collect::<String>().to_lowercase()
 }
 
-/// Returns the description of a schema as one line.
+/// Returns the description of a schema as one line, if the schema has a description.
 fn one_line_description(schema: &Value) -> Option<String> {
     let text = schema.get("description")?.as_str()?;
     Some(text.split_whitespace().collect::<Vec<_>>().join(" "))

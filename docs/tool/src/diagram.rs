@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! title A sentence for readers who cannot see the picture
-//! group 0 1 2 2 Text above a frame around columns 0 to 2 and rows 1 to 2
+//! group 0 1 2 2 Text at the top of a frame around columns 0 to 2 and rows 1 to 2
 //! box NAME 0 1 Text | second line
 //! arrow NAME -> NAME Text | second line
 //! arrow NAME <-> NAME Text

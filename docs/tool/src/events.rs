@@ -1,5 +1,5 @@
-//! Generates the tables of reasons for Events and conditions. Checks that the code uses no other
-//! reasons.
+//! Generates the tables of reasons for Events and conditions. Checks the agent and the operator for
+//! reasons that no table lists.
 use std::collections::BTreeSet;
 use std::path::Path;
 

@@ -11,7 +11,7 @@ const START_MARKER: &str = "<!-- generated: ";
 const END_MARKER: &str = "<!-- end of generated -->\n";
 
 /// Replaces each generated part of a page with the result of `content` for the part's name. Fails
-/// if the page lacks a part that `required` names.
+/// if `content` fails, if a part has no end, or if the page lacks a part that `required` names.
 pub(crate) fn fill_generated_parts(
     page: &str,
     required: &[String],

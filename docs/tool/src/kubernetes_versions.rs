@@ -1,7 +1,7 @@
-//! Generates the table of the Kubernetes versions on which the cluster tests ran.
+//! Generates the table of Kubernetes versions, with the results of the cluster tests.
 //!
-//! `make test-versions` writes the results. The table has the versions that the launcher of the
-//! local cluster builds.
+//! `make test-versions` writes the results. The table has all versions that the launcher of the
+//! local cluster builds, whether tested or not.
 use std::collections::BTreeMap;
 use std::path::Path;
 

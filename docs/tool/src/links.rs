@@ -1,4 +1,4 @@
-//! Checks the built site: the target and the anchor of every relative link must exist.
+//! Checks the built site: the target and the anchor of each link within the site must exist.
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
 

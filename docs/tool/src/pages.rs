@@ -15,7 +15,7 @@ const PAGE_DIRECTORIES: [&str; 7] =
 /// Directories of pages on which each command block needs a comment that states how the block is
 /// tested.
 const DIRECTORIES_WITH_COMMANDS: [&str; 2] = ["tutorial", "how-to"];
-/// Pages outside these directories.
+/// Pages outside [`PAGE_DIRECTORIES`].
 const OTHER_PAGES: [&str; 6] =
     ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "docs/README.md"];
 /// Pages outside docs/contributing that name files and items of the code.

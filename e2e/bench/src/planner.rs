@@ -24,7 +24,7 @@ pub(crate) struct PlannerArgs {
     /// Pending pods per node.
     #[arg(long, default_value_t = 5)]
     pods_per_node: u32,
-    /// Percentage of the slices that are in use.
+    /// Mean percentage of the slices that are in use.
     #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u32).range(0..=100))]
     in_use: u32,
     /// Number of clusters of each size. The benchmark plans each cluster three times.

@@ -24,7 +24,7 @@ pub(crate) struct QuotasArgs {
     /// GPUs per node.
     #[arg(long, default_value_t = 8)]
     gpus_per_node: usize,
-    /// Number of pods, waiting pods included.
+    /// Number of pods, including waiting pods. Drops running pods that fit on no GPU.
     #[arg(long, default_value_t = 10_000)]
     pods: usize,
     /// Number of waiting pods.
@@ -34,10 +34,11 @@ pub(crate) struct QuotasArgs {
     /// quota.
     #[arg(long, default_value_t = 0)]
     cells: usize,
-    /// Number of pods of each gang. All waiting pods belong to gangs. 0 means no gangs.
+    /// Number of pods of each gang. All waiting pods belong to gangs, except if the number is 0.
     #[arg(long, default_value_t = 0)]
     gang: usize,
-    /// Number of pools for each number of quotas. The benchmark measures each pool three times.
+    /// Number of pools for each number of quotas. In each pool, the benchmark measures the plan's
+    /// pass three times and the reconcile once.
     #[arg(long, default_value_t = 10)]
     pools: u64,
 }
@@ -52,7 +53,8 @@ struct QuotasOutputLine {
     /// A pass of the plan over a pool that is built already.
     look_ms_p50: f64,
     look_ms_p99: f64,
-    /// A reconcile of the operator in which all waiting pods arrive. It builds the pool.
+    /// A reconcile of the operator in which all waiting pods arrive. The reconcile also builds the
+    /// pool.
     reconcile_ms_p50: f64,
     reconcile_ms_p99: f64,
     released_p50: usize,

@@ -1,11 +1,11 @@
 //! `cleave-bench topology`: measures how policies choose whole GPUs by their links.
 //!
 //! For each kind of machine, the benchmark measures the time of a choice for all occupancies and
-//! sizes, or for a sample of the occupancies. The benchmark also simulates pods that arrive and end
-//! at random, to compare three policies. The policies are the order of UUIDs, the policy of
-//! NVIDIA's device plugin (`bestEffortPolicy` of go-gpuallocator) and Cleave's policy. The quality
-//! of a choice is its score divided by the best score of the same number of GPUs on an empty
-//! machine. Pods with one GPU do not count, because they use no links.
+//! sizes, or for a sample of the occupancies. For machines with eight GPUs, the benchmark also
+//! simulates pods that arrive and end at random, to compare three policies. The policies are the
+//! order of UUIDs, the policy of NVIDIA's device plugin (`bestEffortPolicy` of go-gpuallocator) and
+//! Cleave's policy. The quality of a choice is its score divided by the best score of the same
+//! number of GPUs on an empty machine. Pods with one GPU do not count, because they use no links.
 use std::collections::BTreeMap;
 use std::time::Instant;
 
@@ -17,7 +17,7 @@ use sim_machine::cube_mesh_nvlinks;
 /// Measures the choice of whole GPUs.
 #[derive(Debug, clap::Args)]
 pub(crate) struct TopologyArgs {
-    /// Number of simulated pods for each machine and policy.
+    /// Number of simulated pods for each machine with eight GPUs and each policy.
     #[arg(long, default_value_t = 50_000)]
     pods: u32,
     /// Mean number of pods that arrive during the mean lifetime of a pod.
@@ -174,7 +174,8 @@ fn choose_first_by_uuid(_: &Machine, free: GpuSet, size: u32) -> GpuSet {
 }
 
 /// Divides all free GPUs into sets of `size` and a remainder, so that the sum of the scores is
-/// maximal. Returns the set of `size` with the highest score.
+/// maximal. Returns the set of `size` with the highest score. For one GPU, returns the first free
+/// GPU.
 fn choose_as_nvidia(machine: &Machine, free: GpuSet, size: u32) -> GpuSet {
     fn divide(machine: &Machine, free: GpuSet, size: u32, sets: &mut Vec<GpuSet>, best: &mut (u32, Vec<GpuSet>)) {
         if free == 0 {

@@ -40,8 +40,8 @@ func (a addresses) host() string { return fmt.Sprintf("10.%d.0.1", a.second(0)) 
 func (a addresses) apiService() string { return fmt.Sprintf("10.%d.0.1", a.second(2)) }
 func (a addresses) dnsService() string { return fmt.Sprintf("10.%d.0.10", a.second(2)) }
 
-// loopback is the address at which control plane components listen for connections from the
-// machine. All addresses in 127.0.0.0/8 belong to the machine.
+// loopback is the address at which the control plane's components, except the API server, listen
+// for connections from the machine. All addresses in 127.0.0.0/8 belong to the machine.
 func (a addresses) loopback() string { return fmt.Sprintf("127.0.0.%d", 1+int(a)) }
 
 // node is the address of a node on the bridge.

@@ -184,7 +184,8 @@ func poll(ctx context.Context, try func() error) error {
 	}
 }
 
-// waitUntilServing waits until a component serves. It returns an error if the component exits.
+// waitUntilServing waits until a component serves. The error after the deadline states whether the
+// component has exited.
 func (c *cluster) waitUntilServing(ctx context.Context, one component, p process) error {
 	err := poll(ctx, func() error {
 		err := c.checkServing(ctx, one)

@@ -37,7 +37,7 @@ type unit struct {
 	cgo      bool // whether the programs need a C compiler and the machine's C library
 }
 
-// units returns all units for this version of Kubernetes.
+// units returns the units that every cluster needs, for this version of Kubernetes.
 func units(kube kubernetes) []unit {
 	const version = "k8s.io/component-base/version"
 	return []unit{
@@ -151,7 +151,8 @@ func cacheKey(u unit, source, goVersion string) (string, error) {
 // programs.
 const programsVariable = "CLEAVE_CLUSTER_PROGRAMS"
 
-// programsIn returns each unit's directory below dir. It fails if a directory lacks a program.
+// programsIn returns each unit's directory below dir. It fails if a directory lacks one of the
+// unit's links.
 func programsIn(dir string) (binaries, error) {
 	dir, err := filepath.Abs(dir)
 	if err != nil {
@@ -175,7 +176,8 @@ func programsIn(dir string) (binaries, error) {
 }
 
 // buildAll builds the programs that the cache lacks, and returns the directories of all programs.
-// If toolkit is true, the programs include NVIDIA's container toolkit.
+// If toolkit is true, the programs include NVIDIA's container toolkit. With prebuilt programs,
+// buildAll builds nothing.
 func buildAll(ctx context.Context, toolkit bool, progress *progress) (binaries, error) {
 	wanted := os.Getenv(versionVariable)
 	if dir := os.Getenv(programsVariable); dir != "" {
@@ -295,7 +297,7 @@ func (u unit) compile(ctx context.Context, module, output string, progress *prog
 		cgo = "CGO_ENABLED=1"
 	}
 	command.Env = append(os.Environ(), cgo, "GOWORK=off", "GOFLAGS=")
-	// Kill the whole process group, because go build runs the compilers as child processes.
+	// Terminate the whole process group, because go build runs the compilers as child processes.
 	command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	command.Cancel = func() error { return unix.Kill(-command.Process.Pid, unix.SIGTERM) }
 	command.WaitDelay = 10 * time.Second
@@ -403,8 +405,8 @@ func lockFile(ctx context.Context, path string, waiting func()) (unlock func(), 
 	}
 }
 
-// tryLock locks the file at path and returns it. If another process has the lock, tryLock returns
-// nil.
+// tryLock locks the file at path and returns it. If another process has the lock or removed the
+// file, tryLock returns nil.
 func tryLock(path string) (*os.File, error) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return nil, err

@@ -15,8 +15,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// hierarchy is a mounted cgroup tree. Version 1 has one tree per controller, and version 2 has one
-// tree for all controllers. A hybrid machine has trees of both versions.
+// hierarchy is a mounted cgroup tree. Version 1 has a tree for each controller or group of
+// controllers, and version 2 has one tree for all controllers. A hybrid machine has trees of both
+// versions.
 type hierarchy struct {
 	mount string // mount point
 	// Mount options with which a node mounts the hierarchy again.
@@ -86,7 +87,8 @@ func nodeLeaf() string {
 	return ""
 }
 
-// makeCgroup creates a cgroup in every hierarchy, with all controllers available to its children.
+// makeCgroup creates a cgroup and its parents in every hierarchy. On a machine with only version 2,
+// it makes all controllers available to a node's cgroup.
 func makeCgroup(path string) error {
 	all, err := hierarchies()
 	if err != nil {

@@ -35,7 +35,7 @@ type clusterState struct {
 	Addresses addresses `json:"addresses,omitempty"`
 }
 
-// cluster is a cluster's layout. Its methods are the launcher's commands.
+// cluster is a local cluster. Its methods implement the launcher's commands.
 type cluster struct {
 	layout   layout
 	progress *progress
@@ -408,7 +408,7 @@ func (c *cluster) spawn(ctx context.Context, one component) error {
 	return spec.start(ctx)
 }
 
-// bootNode starts a node's first process, which creates the node's namespaces.
+// bootNode starts a node's first process in new namespaces.
 func (c *cluster) bootNode(ctx context.Context, name string) error {
 	n, err := readJSON[node](c.layout.nodeFile(name))
 	if err != nil {
@@ -510,7 +510,7 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 	return nil
 }
 
-// cniDir returns the machine's directory of CNI plugins.
+// cniDir returns the directory of CNI plugins: that of the prebuilt programs, or of the machine.
 func cniDir() (string, error) {
 	dirs := []string{"/usr/lib/cni", "/opt/cni/bin", "/usr/libexec/cni"}
 	if given := os.Getenv(programsVariable); given != "" {
@@ -524,7 +524,8 @@ func cniDir() (string, error) {
 	return "", errors.New("the CNI plugin ptp is not installed (Debian: containernetworking-plugins)")
 }
 
-// startAlone starts one component. The command start uses it.
+// startAlone starts one component, or a node with all its components. The commands start, restart
+// and node add use startAlone.
 func (c *cluster) startAlone(ctx context.Context, one component) error {
 	state, err := readJSON[clusterState](c.layout.stateFile())
 	if err != nil {

@@ -27,7 +27,7 @@ var (
 )
 
 var componentHelp = fmt.Sprintf(`COMPONENT is %s, or on a node %s.
-With several nodes, add the name: kubelet@node1. Stopping node@NAME is a power cut of
+With several nodes, add the name: kubelet@node1. Killing node@NAME is a power cut of
 the node. Starting it boots the node with an unchanged disk.`,
 	strings.Join(controlPlaneKinds, ", "), strings.Join(nodeKinds, ", "))
 
@@ -252,7 +252,7 @@ func networkConfig(a addresses, n node) object {
 }
 
 // containerdConfig is containerd's configuration. containerd 2 always enables CDI, so the
-// configuration only sets the CDI directories.
+// configuration sets only the directories for CDI.
 const containerdConfig = `version = 3
 root = "/var/lib/containerd"
 state = "/run/containerd"

@@ -138,7 +138,7 @@ func shellQuote(text string) string {
 	return "'" + strings.ReplaceAll(text, "'", `'\''`) + "'"
 }
 
-// node contains the permanent properties of a node.
+// node contains the stored properties of a node.
 type node struct {
 	Name string `json:"name"`
 	// The index, from 1. The index determines addresses and device names.

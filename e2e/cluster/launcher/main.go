@@ -21,7 +21,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Hidden commands: the launcher starts new processes of its own program with these commands.
+// Commands with which the launcher starts new processes of its own program. All of them except
+// exec-node are hidden.
 const (
 	commandNodeInit = "node-init"
 	commandSpawn    = "spawn"
@@ -78,7 +79,7 @@ The command versions lists the versions. %s=NAME is the default of --name.`, ver
 
 	open := func() (*cluster, error) {
 		if os.Geteuid() != 0 {
-			return nil, errors.New("this needs root: it creates namespaces, mounts and network devices")
+			return nil, errors.New("root access is required, because the launcher creates namespaces, mounts and network devices")
 		}
 		l, err := newLayout(name, state)
 		if err != nil {
@@ -115,7 +116,7 @@ The command versions lists the versions. %s=NAME is the default of --name.`, ver
 			RunE: with(true, func(ctx context.Context, c *cluster, _ []string) error { return c.down(ctx) }),
 		},
 		&cobra.Command{
-			Use: "leftovers", Short: "List what a cluster left on the machine. Fails if there is anything", Args: cobra.NoArgs,
+			Use: "leftovers", Short: "List what a cluster left on the machine. Fails if the list is not empty", Args: cobra.NoArgs,
 			RunE: with(false, func(ctx context.Context, c *cluster, _ []string) error {
 				found, err := c.leftovers(ctx)
 				if err != nil {
@@ -131,7 +132,7 @@ The command versions lists the versions. %s=NAME is the default of --name.`, ver
 			}),
 		},
 		&cobra.Command{
-			Use: "env", Short: "Print shell lines that set KUBECONFIG and PATH", Args: cobra.NoArgs,
+			Use: "env", Short: "Print shell commands that set KUBECONFIG, PATH and Helm's directories", Args: cobra.NoArgs,
 			Example: "  eval \"$(cluster env)\"",
 			RunE: with(false, func(_ context.Context, c *cluster, _ []string) error {
 				if err := c.mustExist(); err != nil {
@@ -386,7 +387,7 @@ func imageCommand(with withCluster) *cobra.Command {
 	var output string
 	build := &cobra.Command{
 		Use: "build --tag NAME:TAG [--add SOURCE:TARGET[:MODE]]... --output FILE.tar", Short: "Build an image archive from files", Args: cobra.NoArgs,
-		Long: `Build an image archive out of files, the same bytes each time.
+		Long: `Build an image archive from files. The same files give the same bytes.
 
 Layers are, from the lowest: --base, --shell, the libraries of --ldd, --add.`,
 		Example: `  cluster image build --tag localhost/app:dev --shell --ldd \
@@ -450,7 +451,7 @@ func hiddenSpawn() *cobra.Command {
 	}
 }
 
-// execProgram replaces this process.
+// execProgram replaces this process with another program.
 func execProgram(argv []string) error {
 	path, err := lookPath(argv[0])
 	if err != nil {

@@ -68,8 +68,8 @@ func machineRoutes() ([]net.IPNet, error) {
 	return found, nil
 }
 
-// list repeats a query while it is interrupted. Another cluster may change the network at the same
-// time.
+// list repeats an interrupted query, up to 100 attempts in total. Another cluster may change the
+// network at the same time.
 func list[T any](query func() ([]T, error)) ([]T, error) {
 	var found []T
 	var err error = netlink.ErrDumpInterrupted
@@ -136,7 +136,7 @@ func (l layout) linkNode(n node, pid int) error {
 }
 
 // createRoutes creates the routes between the machine, the nodes and their pods. The machine
-// reaches services through the first node.
+// reaches services through the first running node.
 func (l layout) createRoutes(running map[string]process, nodes []node) error {
 	bridge, err := netlink.LinkByName(l.addresses.bridge())
 	if err != nil {

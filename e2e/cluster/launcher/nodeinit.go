@@ -56,7 +56,7 @@ func nodeInit(spec nodeInitSpec) error {
 		return err
 	}
 	if leaf := nodeLeaf(); leaf != "" {
-		// Enter a new cgroup namespace, so that the node's cgroup is the root.
+		// Leave the node's own cgroup, because the kubelet enables controllers for its children.
 		if err := joinCgroup(leaf); err != nil {
 			return err
 		}
@@ -257,7 +257,7 @@ func makeDevices(dev string) error {
 	if err := mount("tmpfs", dev, "tmpfs", unix.MS_NOSUID, "mode=755"); err != nil {
 		return err
 	}
-	// Skip these paths, because the node has its own mounts at them.
+	// Skip these paths. The node has its own mounts and links at them, except at /dev/hugepages.
 	own := map[string]bool{"/dev/pts": true, "/dev/shm": true, "/dev/mqueue": true, "/dev/hugepages": true, "/dev/ptmx": true}
 	err := filepath.WalkDir("/dev", func(path string, entry fs.DirEntry, err error) error {
 		if err != nil {

@@ -180,8 +180,8 @@ func spawn(s spawnSpec) error {
 		return err
 	}
 	defer log.Close()
-	// Open these directories before joining the namespaces, because their paths do not exist in the
-	// node's namespaces.
+	// Open this directory and /proc before joining the namespaces, because their paths do not refer to
+	// the machine's directories in the node's namespaces.
 	record, err := os.Open(filepath.Dir(s.ProcessFile))
 	if err != nil {
 		return err

@@ -9,7 +9,7 @@ import (
 
 // How containerd uses NVIDIA's runtime.
 const (
-	toolkitDefault = "default" // for each container
+	toolkitDefault = "default" // for each pod without a RuntimeClass
 	toolkitClass   = "class"   // for pods whose RuntimeClass has the handler nvidia
 )
 
@@ -54,8 +54,8 @@ func installToolkit(usr, driver, toolkit string) error {
 			return fmt.Errorf("copy %s: %w", source, err)
 		}
 	}
-	// On the node, these directories replace the machine's directories, so they must have the same
-	// modes.
+	// On the node, these directories cover the machine's directories and determine their modes, so the
+	// modes must be the same.
 	return filepath.WalkDir(usr, func(path string, entry fs.DirEntry, err error) error {
 		if err == nil && entry.IsDir() {
 			err = os.Chmod(path, 0o755)

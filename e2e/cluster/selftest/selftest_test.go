@@ -177,7 +177,7 @@ func testAnotherCluster(t *testing.T) {
 	kubectl(t, "delete", "pod", "after-another", "--wait=false")
 }
 
-// client is the path of the client program, which the first test builds.
+// client is the path of the client program, which testImage builds.
 var client string
 
 func TestCluster(t *testing.T) {

@@ -65,7 +65,8 @@ pub fn read_corpus(target: &Target) -> io::Result<Vec<(PathBuf, Vec<u8>)>> {
 /// Returns an error if the corpus cannot be read.
 ///
 /// # Panics
-/// Panics if an input fails, after printing the input and writing it to a file.
+/// Panics if the target panics, after printing the input and writing it to a file. If the target
+/// exceeds a limit, the process exits instead.
 pub fn fuzz(target: &Target, seed: u64, budget: RunLimit, mut report: impl FnMut(&Progress)) -> io::Result<Progress> {
     let started = Instant::now();
     let mut reported = started;

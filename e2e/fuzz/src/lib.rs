@@ -12,12 +12,12 @@
 //! seed. `make fuzz` and the program of this crate run targets for a given time. They write a
 //! failing input to a file. Add the file to the corpus in the commit that fixes the failure.
 //!
-//! The engine is part of this crate. It has about 300 lines and depends only on `fastrand` and
-//! `serde_json`, which other crates of the workspace also use. The alternatives have disadvantages.
-//! Coverage feedback (libFuzzer, `fuzzcheck`) needs a nightly compiler. Without coverage feedback,
-//! `bolero` generates only random bytes. `bolero` also needs about forty more crates, and has no
-//! mutations for JSON. `mutatis` changes Rust values, so it generates no malformed text. `mutatis`
-//! also needs a newer compiler than the workspace.
+//! The engine is part of this crate. It has about 420 lines of code and depends only on `fastrand`
+//! and `serde_json`, which other crates of the workspace also use. The alternatives have
+//! disadvantages. Coverage feedback (libFuzzer, `fuzzcheck`) needs a nightly compiler. Without
+//! coverage feedback, `bolero` generates only random bytes. `bolero` also needs about forty more
+//! crates, and has no mutations for JSON. `mutatis` changes Rust values, so it generates no
+//! malformed text. `mutatis` also needs a newer compiler than the workspace.
 pub mod engine;
 pub mod guard;
 pub mod mutate;

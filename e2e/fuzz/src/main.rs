@@ -10,9 +10,10 @@ use cleave_fuzz::{Target, all_targets, guard, target_named};
 /// Run fuzz targets, which read input from outside Cleave.
 ///
 /// Runs the targets one after another. The first input that fails ends the run with exit status
-/// 101. An input fails if its target panics, takes more than 20 s, or uses too much memory. The
-///      program prints the failing input and writes it to target/fuzz-failures. Copy the file to
-///      e2e/fuzz/corpus/TARGET in the commit that fixes the failure.
+/// 101. An input fails if its target panics or takes more than 20 s, or if the program uses more
+/// than 2 GiB of memory. The program prints the failing input and writes it to
+/// target/fuzz-failures. Copy the file to e2e/fuzz/corpus/TARGET in the commit that fixes the
+/// failure.
 ///
 /// With `--profile fuzz`, as in `make fuzz`, an arithmetic overflow is also a failure.
 #[derive(Debug, Parser)]

@@ -36,8 +36,8 @@ fn find_wide_comments(path: &str, text: &str) -> Option<Finding> {
         .then(|| Finding { description: format!("wide-comment {path} {}", locations.len()), locations })
 }
 
-/// Returns the characters that start a comment in the file. Returns `None` if the file's format has
-/// no comments, or if the file is generated.
+/// Returns the characters that start a comment in the file. Returns `None` if comments in the
+/// file's format are not checked, or if the file is a generated manifest.
 pub(crate) fn comment_marker(path: &str, text: &str) -> Option<&'static str> {
     if path == "deploy/manifests.yaml" || path.starts_with("crds/") {
         return None;

@@ -17,8 +17,8 @@ const CODE_DIRECTORIES: [&str; 4] = ["src", "tests", "benches", "examples"];
 /// Directories that are not part of the repository.
 const IGNORED_DIRECTORIES: [&str; 3] = [".git", ".gpu", "target"];
 
-/// Reads the Rust files of every member of the workspace at `root`, finds the members' libraries
-/// and programs, and reads all other files whose format has comments.
+/// Reads the Rust files in the code directories of every member of the workspace at `root`, finds
+/// the members' libraries and programs, and reads all other files whose comments are checked.
 ///
 /// # Errors
 /// Returns an error if a file cannot be read, or if a manifest contains no package name.
@@ -63,7 +63,7 @@ pub fn read_sources(root: &Path) -> Result<Sources> {
             return Ok(());
         }
         // Read the content, because the first line can show that the file's format has comments.
-        // Binary files have none.
+        // Binary files have no comments.
         let Ok(content) = String::from_utf8(read_bytes(file)?) else { return Ok(()) };
         if comments::comment_marker(&path, &content).is_some() {
             other_files.insert(path, content);

@@ -13,7 +13,7 @@ const MAX_FUNCTION_LINES: usize = 80;
 /// Prefix of a comment that states the reason why a file or function is longer.
 const REASON_PREFIX: &str = "// long:";
 
-/// Finds the files with over 800 lines that state no reason at their top.
+/// Finds the Rust files with over 800 lines that state no reason at their top.
 pub fn long_files(sources: &Sources) -> Vec<Finding> {
     let long = |(path, text): (&String, &String)| {
         let lines = text.lines().count();
@@ -108,7 +108,7 @@ impl<'ast> Visit<'ast> for FunctionVisitor<'_> {
     }
 }
 
-/// Returns whether a line is a comment or an attribute.
+/// Returns whether a line is a comment or an inner attribute (`#![…]`).
 fn is_comment_or_attribute(line: &str) -> bool {
     line.starts_with("//") || line.starts_with("#![")
 }

@@ -1,8 +1,8 @@
 //! Checks the structure of the workspace's code. The uses among the modules of a crate must not
 //! form a cycle, files and functions must be short, and comments must wrap at 100 columns.
 //!
-//! No module except [`files`] does I/O: the other modules receive sources as text and return
-//! findings.
+//! In this library, no module except [`files`] does I/O: the other modules receive sources as text
+//! and return findings.
 //!
 //! ```text
 //! files ── Sources ──► parse ──► modules ──► uses ──► cycles ──┐
@@ -11,12 +11,12 @@
 //! ```
 //!
 //! In the graph, each file is a node. A file depends on the files that define the items it names.
-//! The resolver follows a re-export to the definition. The checks ignore test code, `mod`
-//! declarations, and a parent's `pub use` of items that its children define.
+//! The resolver follows a re-export to the definition. The graph omits test code, `mod`
+//! declarations, and a module's `pub use` of items that its descendants define.
 //!
 //! Limits: a method call on a value does not name a module. A call of an inherent method that
-//! another file defines therefore does not count as a use of that file. The checks do not expand
-//! macros: they see only the arguments of a macro.
+//! another file defines therefore does not count as a use of that file. The resolver does not
+//! expand macros, and reads only their arguments.
 pub mod comments;
 pub mod cycles;
 pub mod files;

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 /// The code of a workspace, as text.
 #[derive(Debug, Default)]
 pub struct Sources {
-    /// All Rust files of the workspace's members, by path from the repository's root. Paths use
-    /// `/`.
+    /// The Rust files in the code directories of the workspace's members, by path from the
+    /// repository's root. Paths use `/`.
     pub files: BTreeMap<String, String>,
     /// Other files whose comments are checked, by path from the repository's root.
     pub other_files: BTreeMap<String, String>,
@@ -16,8 +16,8 @@ pub struct Sources {
 /// One library or program: a tree of modules.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Crate {
-    /// The name of the package. For a program, the package's name is followed by `/` and the name
-    /// of the program's root file.
+    /// The name of the package. For a program, the package's name is followed by `/` and the
+    /// program's name (`main` for `src/main.rs`).
     pub name: String,
     /// The path of the root file.
     pub root: String,

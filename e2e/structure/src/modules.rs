@@ -9,7 +9,8 @@ use syn::{Attribute, Block, Expr, File, ImplItem, Item, ItemMod, ItemUse, Lit, M
 use crate::parse::{Error, Parsed, is_only_in_test_builds};
 use crate::tokens;
 
-/// The modules of one crate. The first module is the crate's root.
+/// The modules of one crate, except modules that exist only in test builds. The first module is the
+/// crate's root.
 #[derive(Debug, Default)]
 pub struct ModuleTree {
     pub(crate) modules: Vec<Module>,
@@ -58,7 +59,7 @@ pub(crate) struct Import {
     pub(crate) module: usize,
     pub(crate) path: Vec<String>,
     pub(crate) glob: bool,
-    /// Whether other modules can import the name from this module.
+    /// Whether the `use` item has a visibility, such as `pub`.
     pub(crate) exported: bool,
     pub(crate) line: usize,
 }

@@ -12,8 +12,8 @@ pub(crate) fn mentioned_paths(tokens: TokenStream) -> Vec<PathAtLine> {
     found
 }
 
-/// Returns the paths in string literals, such as `"crate::quantity::zero"` in serde's attribute
-/// `default = "crate::quantity::zero"`.
+/// Returns the paths in string literals that start with `crate`, `self` or `super`, such as
+/// `"crate::quantity::zero"` in serde's attribute `default = "crate::quantity::zero"`.
 pub(crate) fn quoted_paths(tokens: TokenStream) -> Vec<PathAtLine> {
     let mut found = Vec::new();
     for token in tokens {

@@ -16,7 +16,8 @@ enum ResolvedPath {
     Item(usize),
 }
 
-/// Returns every use of one file by another file.
+/// Returns every use of one file by another file, except re-exports of items that descendants of a
+/// module define.
 pub fn uses_between_files(tree: &ModuleTree) -> Uses {
     let mut lines: BTreeMap<(usize, usize), (bool, usize)> = BTreeMap::new();
     let resolver = Resolver { tree };
@@ -68,8 +69,8 @@ impl Resolver<'_> {
     }
 
     /// Returns the definitions to which `path` resolves from `module`. The result is empty if the
-    /// path leads to another crate. `followed` contains the imports that the search has already
-    /// followed, so that the search ends if imports are circular.
+    /// path leads to another crate or starts with `Self`. `followed` contains the imports that the
+    /// search has already followed, so that the search ends if imports are circular.
     fn resolve_path(&self, module: usize, path: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<ResolvedPath> {
         let Some((first, mut rest)) = path.split_first() else { return BTreeSet::new() };
         let mut start = module;

@@ -95,8 +95,8 @@ fn a_variable_does_not_use_a_function_of_the_same_name() {
 
 #[test]
 fn re_exports_are_followed_to_the_definition() {
-    // `c` names `a::B`, which `b` defines. No use leads back to `c`, and no use leads from `b` to
-    // `a`.
+    // `c` names `a::B`, which `b` defines, so `c` uses `b` but not `a`. The use of `c` by `a` is
+    // therefore not part of a cycle.
     let root = ("src/lib.rs", "mod a; mod b; mod c; pub use c::C;");
     let re_export = ("src/a.rs", "pub use crate::b::B; use crate::C; pub struct A(C);");
     assert!(
@@ -132,7 +132,8 @@ fn names_are_found_through_module_and_glob_imports() {
         ),
         CYCLE
     );
-    // An import is not a use unless a path resolves through it.
+    // An import of a module, or of all names of a module, is not a use unless a path resolves
+    // through the import.
     assert!(findings_of_two_modules("use crate::b; fn f() {}", "use super::a::*; pub fn g() { h() }").is_empty());
 }
 

@@ -19,7 +19,7 @@ pub use versions::{KubernetesVersion, SKIP_FILE_ENV, report_skipped};
 
 /// Namespace in which the chart is installed.
 pub const SYSTEM_NAMESPACE: &str = "cleave-system";
-/// Label of the namespaces, policies and quotas that tests create. Cleanup selects policies and
+/// Label of the namespaces, policies and quotas that tests create. The cleanup selects policies and
 /// quotas by this label, and namespaces by name.
 pub const TEST_LABEL: &str = "cleave-e2e";
 /// Default timeout of a wait. The timeout is long, because the machine may have only two busy
@@ -178,8 +178,8 @@ pub fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_owned()
 }
 
-/// Calls `probe` repeatedly until it returns a value. Fails after `patience`, with the last error
-/// of `probe`.
+/// Calls `probe` repeatedly until `probe` returns a value. Errors of `probe` do not end the wait.
+/// Fails after `patience`, and the error contains the result of the last call.
 pub fn wait_for<T>(what: &str, patience: Duration, mut probe: impl FnMut() -> Result<Option<T>>) -> Result<T> {
     let deadline = Instant::now() + patience;
     loop {
@@ -195,13 +195,12 @@ pub fn wait_for<T>(what: &str, patience: Duration, mut probe: impl FnMut() -> Re
     }
 }
 
-/// Checks a condition repeatedly until it is true, for at most [`WAIT_TIMEOUT`].
+/// Checks a condition repeatedly until the condition is true, for at most [`WAIT_TIMEOUT`].
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
     wait_for(what, WAIT_TIMEOUT, || Ok(condition()?.then_some(())))
 }
 
-/// Waits until `done` returns true. Fails immediately if `violation` returns a violation before
-/// that.
+/// Waits until `done` returns true. Fails immediately if `violation` returns a violation first.
 pub fn wait_without_violation(
     what: &str,
     mut done: impl FnMut() -> Result<bool>,
@@ -274,7 +273,7 @@ pub fn signal_component(component: &str, signal: &str) -> Result<()> {
     run_program("kill", &[&format!("-{signal}"), pid]).map(drop)
 }
 
-/// Runs a command on a node, in its mount namespace.
+/// Runs a command on a node, in the node's namespaces.
 pub fn on_node(node: &str, command: &[&str]) -> Result<String> {
     let mut args = vec!["exec-node", node];
     args.extend_from_slice(command);
@@ -285,7 +284,7 @@ pub fn on_node(node: &str, command: &[&str]) -> Result<String> {
 pub const AGENT_SUPERVISOR: &str = "cleave-supervise /usr/bin/cleave-agent";
 
 /// Returns the PID of one of Cleave's programs on a node. `program` may also contain the program's
-/// first argument. Fails unless exactly one such process runs.
+/// first arguments. Fails unless exactly one such process runs.
 pub fn find_pid(node: &str, program: &str) -> Result<String> {
     // Compare only the first arguments, because the later arguments of other processes, including
     // this search, contain the name.
@@ -310,7 +309,8 @@ pub fn signal_program(node: &str, program: &str, signal: &str) -> Result<()> {
     on_node(node, &["kill", &format!("-{signal}"), &wait_for_pid(node, program)?]).map(drop)
 }
 
-/// Injects faults into a node's simulated hardware. Dropping this value clears the faults.
+/// Injects faults into a node's simulated hardware. Dropping this value clears all injected faults
+/// of the node.
 pub struct Faults<'a> {
     node: &'a str,
 }
@@ -357,7 +357,8 @@ pub fn apply_manifest(manifest: &str) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// The namespace and the policies of one test. Dropping this value deletes both.
+/// The namespace and the policies of one test. Dropping this value deletes the namespace, and the
+/// policies of all tests.
 pub struct Scope<'a> {
     /// The client of the cluster's API server.
     pub cluster: &'a Cluster,
@@ -383,9 +384,9 @@ impl<'a> Scope<'a> {
         Ok(scope)
     }
 
-    /// Deletes the namespace and the policies of all tests. Waits until the namespace has no pods
-    /// and the nodes advertise all GPUs as whole GPUs. Other objects of the namespace may remain
-    /// longer.
+    /// Deletes this test's namespace, and the policies of all tests. Waits until the namespace has
+    /// no pods and the nodes advertise all GPUs as whole GPUs. Other objects of the namespace may
+    /// remain longer.
     fn delete_test_objects(&self) -> Result<()> {
         for policy in self.cluster.list(&format!("{POLICIES_PATH}?labelSelector={TEST_LABEL}"))? {
             self.cluster.delete(&format!("{POLICIES_PATH}/{}", text(&policy["metadata"]["name"])), None)?;
@@ -447,17 +448,18 @@ impl<'a> Scope<'a> {
         self.cluster.create(&format!("/api/v1/namespaces/{}/pods", self.namespace), &object)
     }
 
-    /// Waits until a pod's container runs, and returns the pod. Fails immediately if the pod fails.
+    /// Waits until a pod's container runs, and returns the pod. Fails immediately if the pod has
+    /// failed.
     pub fn wait_until_running(&self, name: &str) -> Result<Value> {
         let path = self.pod_path(name);
-        wait_for(&format!("{name} runs"), WAIT_TIMEOUT, || {
+        let pod = wait_for(&format!("{name} runs"), WAIT_TIMEOUT, || {
             let pod = self.cluster.get(&path)?;
-            let ready = pod["status"]["containerStatuses"][0]["state"]["running"].is_object();
-            match text(&pod["status"]["phase"]).as_str() {
-                "Failed" => bail!("the pod failed: {}", pod["status"]),
-                _ => Ok(ready.then_some(pod)),
-            }
-        })
+            let is_running = pod["status"]["containerStatuses"][0]["state"]["running"].is_object();
+            let has_failed = text(&pod["status"]["phase"]) == "Failed";
+            Ok((is_running || has_failed).then_some(pod))
+        })?;
+        ensure!(text(&pod["status"]["phase"]) != "Failed", "{name} failed: {}", pod["status"]);
+        Ok(pod)
     }
 
     /// Waits until a pod has terminated, and returns its phase and log.
@@ -548,8 +550,9 @@ impl Random {
     }
 }
 
-/// Finds allocation errors in the status of a `GpuNode`. An error is a container with slices of two
-/// GPUs, a slice allocated twice, or a GPU with more than `units` slices allocated.
+/// Finds allocation errors in the status of a `GpuNode`. An error is a container with slices of one
+/// resource on several devices (GPUs or MIG devices), a slice allocated twice, or a GPU with more
+/// than `units` slices allocated.
 ///
 /// Considers only the allocations of `pods`, which contains `namespace/name` of each pod. After a
 /// pod is deleted with grace period 0, the kubelet may reallocate the pod's slices while it still

@@ -42,8 +42,8 @@ pub struct ChoiceRequest<'a> {
     pub size: usize,
 }
 
-/// Chooses the slices for a request, lowest numbers first. The choice always contains
-/// `must_include`.
+/// Chooses the slices for a request. On each GPU, the choice starts with the lowest numbers. The
+/// choice contains all of `must_include`, or `size` of these ids if there are more.
 ///
 /// If one GPU has enough free slices, and `must_include` names no other GPU, all slices come from
 /// one GPU. The function prefers GPUs in this order:
@@ -52,8 +52,9 @@ pub struct ChoiceRequest<'a> {
 /// - the GPU with the fewest free slices
 /// - the first GPU by UUID
 ///
-/// If no GPU has enough free slices, slices come first from the GPUs with the most free slices, so
-/// that the request uses as few GPUs as possible.
+/// Otherwise, slices come first from the GPUs of `must_include`, then from GPUs with a reservation
+/// for a request of this size, then from the GPUs with the most free slices, so that the request
+/// uses few GPUs.
 pub fn choose_preferred(view: &ResourceView<'_>, request: &ChoiceRequest<'_>) -> Vec<String> {
     let must: BTreeSet<&str> = request.must_include.iter().map(String::as_str).collect();
     let mut free: BTreeMap<&str, BTreeSet<(u32, &str)>> = BTreeMap::new();

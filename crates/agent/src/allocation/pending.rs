@@ -1,5 +1,5 @@
-//! Tracks the containers for which the kubelet has not called `Allocate` yet, and the device of
-//! each container's reservation. Pure: the time is an argument.
+//! Tracks for which containers the kubelet has not called `Allocate` yet, and the device of each
+//! container's reservation. Pure: the time is an argument.
 //!
 //! The module combines three sources, because no single source is complete. The API server lists
 //! the pods that are bound to the node, with the reservations in their annotations. `Allocate`
@@ -76,7 +76,7 @@ enum RequestState {
     /// The agent answered an `Allocate` call at this time, and assumes that the call was for this
     /// request.
     Answered(Instant),
-    /// The kubelet lists the container, or has admitted its pod.
+    /// The kubelet lists the container or a later container of its pod, or has admitted the pod.
     Listed,
 }
 
@@ -174,7 +174,7 @@ impl PendingAllocations {
     }
 
     /// Returns the reservations of one resource that are not allocated yet, in the order in which
-    /// the kubelet will call `Allocate`.
+    /// the kubelet will call `Allocate`. Omits terminating pods.
     pub fn open_reservations(&self, resource: &str) -> Vec<OpenReservation<'_>> {
         let mut staying: Vec<&PendingPod> = self.pods.values().filter(|pod| !pod.terminating).collect();
         staying.sort_by_key(|pod| pod.admission_order());
@@ -281,8 +281,8 @@ impl PendingAllocations {
             if pod.requests.iter().any(|request| request.state == RequestState::Listed) {
                 continue;
             }
-            // The kubelet does not list this pod, so the answered call was for a pod that no longer
-            // exists.
+            // The kubelet does not list this pod, so the answered call was for another pod, which
+            // may no longer exist.
             for request in &mut pod.requests {
                 if matches!(request.state, RequestState::Answered(at) if at + MAX_LIST_DELAY < requested_at) {
                     (request.state, request.allocated_on) = (RequestState::Pending, None);
@@ -338,8 +338,8 @@ impl PendingAllocations {
     }
 
     /// Marks a request of an admitted pod as listed. If the request was still pending, the agent
-    /// had attributed its `Allocate` call to another request. The request that received the call by
-    /// mistake becomes pending again.
+    /// may have attributed its `Allocate` call to another request. That request becomes pending
+    /// again.
     fn mark_admitted(&mut self, key: &RequestKey) {
         let Some(request) = self.request_mut(key) else { return };
         let was = std::mem::replace(&mut request.state, RequestState::Listed);
@@ -381,7 +381,8 @@ impl PendingAllocations {
         }
     }
 
-    /// Exchanges the reservations of two requests if each was allocated on the other's device.
+    /// Exchanges the reservations of two requests if one was allocated on the device of the other's
+    /// reservation, and the other was also allocated elsewhere or is still pending.
     fn swap_reservations(&mut self) {
         let elsewhere = |request: &PendingRequest| {
             request.state != RequestState::Pending

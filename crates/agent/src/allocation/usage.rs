@@ -13,7 +13,7 @@ use crate::gpu::layout::parse_slice_id;
 const UNLISTED_USER: &str = "a pod that is being admitted";
 
 /// Allocations by id. The kubelet does not announce the end of an allocation. The agent infers the
-/// end from the PodResources list, after a grace period.
+/// end from the PodResources list. An allocation that was never listed has a grace period.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Allocations {
     by_id: BTreeMap<String, TrackedAllocation>,

@@ -4,10 +4,11 @@
 //! NVML answers for each GPU separately ([`crate::run::hardware`]), and [`HardwareTracker`] merges
 //! the answers. A GPU is unreachable when the call for the GPU fails or misses its deadline. If a
 //! call to the driver fails, all GPUs are unreachable. Once the driver answers again, the last
-//! answer for each GPU is valid again. The tracker maps NVML's indices to GPUs, based only on
-//! answers since NVML's list last changed. The tracker marks a GPU as missing only after the call
-//! for every index has answered or failed. A missing GPU remains known, also after a reboot, until
-//! an administrator runs `cleave forget`.
+//! answer for each GPU is valid again, unless the driver was unloaded. The tracker maps NVML's
+//! indices to GPUs, based on answers since NVML's list last changed. If the call for an index fails
+//! first, the tracker uses the GPU that last had this index. The tracker marks a GPU as missing
+//! only after the call for every index has answered or failed. A missing GPU remains known, also
+//! after a reboot, until an administrator runs `cleave forget`.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -108,8 +109,8 @@ pub struct HardwareTracker {
     /// Time without errors after which a suspect GPU can become healthy.
     quiet: Duration,
     driver: DriverState,
-    /// Why the driver does not answer. `None` if the driver answers. Without the driver, NVML can
-    /// query no GPU.
+    /// Why the driver does not answer. `None` if the driver answers, or before its first answer.
+    /// Without the driver, NVML can query no GPU.
     driver_error: Option<LossCause>,
     gpus: BTreeMap<String, TrackedGpu>,
     /// The GPU at each of NVML's indices.
@@ -153,8 +154,8 @@ struct LossCause {
     reason: &'static str,
     message: String,
     since: Time,
-    /// Whether only a reset can restore the GPU, because the GPU fell off the bus or its driver was
-    /// unloaded. A driver that hangs is no proof of either cause.
+    /// Whether only a reset can restore the GPU, because the GPU fell off the bus, NVML no longer
+    /// lists the GPU, or its driver was unloaded. A driver that hangs proves none of these causes.
     permanent: bool,
 }
 
@@ -328,8 +329,8 @@ impl HardwareTracker {
         self.mark_missing(&since);
     }
 
-    /// Returns whether the driver and every GPU that it lists have answered or failed at least
-    /// once.
+    /// Returns whether the driver and every GPU that it lists have answered or failed at least once
+    /// since the list last changed.
     pub fn is_complete(&self) -> bool {
         match self.driver {
             DriverState::Unknown => false,

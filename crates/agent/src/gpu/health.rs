@@ -17,8 +17,9 @@
 //!
 //! Each of these is proof of a reset:
 //! - The node was rebooted.
-//! - NVML answers again for a GPU that fell off the bus, or after the driver was unloaded.
-//! - Error counters restarted at 0.
+//! - NVML answers again for a GPU that fell off the bus or was missing, or after the driver was
+//!   unloaded.
+//! - The count of uncorrected memory errors decreased.
 //! - The driver requested a reset and no longer requests one.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -35,8 +36,8 @@ use crate::gpu::xid::{FaultClass, classify_xid, describe_xid};
 /// Default quiet period: the time without further errors after which a suspect GPU can become
 /// healthy again. `--suspect-quiet` overrides this value.
 ///
-/// A GPU that fails under any load fails again within this time. A longer period would only keep
-/// the GPU out of service longer after a single error.
+/// A GPU that fails under any load probably fails again within this time. A longer period would
+/// only keep the GPU out of service longer after a single error.
 pub const DEFAULT_QUIET_PERIOD: Duration = Duration::from_secs(60);
 
 /// Values of [`cleave_api::gpunode::Health::reason`] for GPUs.

@@ -170,7 +170,8 @@ impl From<Layout> for TargetLayout {
 
 /// Returns the layout that `spec` requests. Without a spec, the layout contains the whole GPU or
 /// its existing MIG instances. `was_mig` states whether an earlier spec partitioned the GPU by MIG.
-/// If an earlier spec partitioned the GPU and `spec` is `None`, the changes remove the instances.
+/// If an earlier spec partitioned the GPU and `spec` is `None`, the changes remove the instances
+/// and turn MIG mode off.
 ///
 /// # Errors
 /// Returns a clause for the step's message if the GPU cannot have the layout.
@@ -213,7 +214,8 @@ pub fn target_layout(spec: Option<&GpuSpec>, gpu: &Gpu, was_mig: bool) -> Result
     Ok(TargetLayout { note: interval_note(time_slicing.as_ref()), ..wanted })
 }
 
-/// Returns the target of an undivided GPU. The agent can serve `layout` only while MIG mode is off.
+/// Returns the target of a GPU that the spec does not partition by MIG. The agent can serve
+/// `layout` only while MIG mode is off.
 fn layout_without_mig_mode(gpu: &Gpu, layout: Layout, target: MigTarget<'_>) -> Result<TargetLayout, String> {
     let mig_on = gpu.mig.as_ref().is_some_and(|mig| mig.enabled);
     let layout = if mig_on { empty_layout(SharingMode::Mig) } else { layout };

@@ -12,7 +12,8 @@ use cleave_api::names::{STEP_DONE, STEP_FAILED, STEP_IN_USE, STEP_WAITING};
 use cleave_gpu::nvml::{Gpu, MigInstance, MigProfile, MigState, Process};
 
 /// Maximum number of attempts at a failing change. After the last attempt, the agent retries only
-/// when the spec or the GPU changes.
+/// when the spec or the GPU changes. Attempts to turn on the MIG mode of a GPU in use are an
+/// exception (`MODE_RETRY_DELAY`).
 pub const MAX_CHANGE_ATTEMPTS: u32 = 5;
 /// Delay after the first failed attempt. Each further failure doubles the delay.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(500);
@@ -146,7 +147,7 @@ pub enum NextStep {
     Wait(MigChange, String),
 }
 
-/// Returns the first change that can start now.
+/// Returns the first change that can start now, or else the first change that waits for a daemon.
 ///
 /// `known` states whether the users of all slices are known. While some users are unknown, the
 /// agent must not remove instances or change MIG mode. `served` returns whether the kubelet can

@@ -13,11 +13,12 @@
 //! ```
 //!
 //! - Only a newer agent requests a hand-over from an older agent, so two agents never replace each
-//!   other repeatedly. The newer agent is the agent that first served later.
+//!   other repeatedly. The newer agent is the agent that first served later, or has not served yet.
 //! - An older standby reports the readiness that it had when it last served. Otherwise the
 //!   `DaemonSet` controller would delete the standby's pod, even while the new pod is not ready.
-//! - A newer standby reports that it is not ready. If a newer standby reported that it is ready,
-//!   Kubernetes would delete the old pod before the new agent has proved that it works.
+//! - A newer standby reports that it is not ready, unless the record is empty. If a newer standby
+//!   reported that it is ready, Kubernetes would delete the old pod before the new agent has proved
+//!   that it works.
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};

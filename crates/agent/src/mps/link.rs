@@ -15,7 +15,7 @@ use crate::files::{watch_directory, write_json_atomically};
 
 /// Interval between attempts to connect to the MPS host.
 const RECONNECT_INTERVAL: Duration = Duration::from_millis(250);
-/// Interval between reads of the status file while inotify does not work.
+/// Interval between reads of the status file while inotify or a read fails.
 const STATUS_POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Delay before a failed request is sent again.
 const REQUEST_RETRY_INTERVAL: Duration = Duration::from_millis(200);

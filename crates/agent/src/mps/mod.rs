@@ -12,9 +12,11 @@ const MAX_ERROR_CHARS: usize = 300;
 pub struct HostView {
     /// Whether the MPS host accepts connections on its socket.
     pub alive: bool,
-    /// The last status that the MPS host wrote, or the default status if the file cannot be read.
+    /// The last status that the agent read, or the default status if the file is missing or
+    /// unusable.
     pub status: MpsHostStatus,
-    /// Why the status is unusable. `None` if the status is usable.
+    /// Why the file is unusable or could not be read, or the error that the MPS host reports.
+    /// `None` if there is no error.
     pub error: Option<String>,
 }
 

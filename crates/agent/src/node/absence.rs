@@ -4,8 +4,9 @@
 //! The kubelet permanently rejects a pod that arrives while its shares are Unhealthy. An admitted
 //! pod only waits: `PreStartContainer` waits until the daemon is Active, and the pod's programs
 //! wait at their door. Therefore shares that a daemon has served remain Healthy while the daemon or
-//! the MPS host restarts. Shares become Unhealthy at once in three cases: the server is in state
-//! FAULT, the daemon fails repeatedly, or the daemon has not served its current layout yet.
+//! the MPS host restarts. Shares become Unhealthy at once if the server is in state FAULT, or if
+//! the daemon fails repeatedly, stops, has an unknown handshake, or has not served its current
+//! layout yet.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 

@@ -22,7 +22,7 @@ enum Severity {
     Pending,
     /// The GPU may recover by itself.
     Transient,
-    /// The GPU does not recover without an administrator.
+    /// The GPU may not recover without an administrator.
     Permanent,
     /// NVML no longer lists the GPU.
     Missing,

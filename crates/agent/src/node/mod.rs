@@ -76,7 +76,7 @@ pub struct Actions {
     pub orders: Vec<MigOrder>,
     /// Whether to poll NVML now.
     pub poll_nvml: bool,
-    /// Whether to keep NVML closed, because a GPU is quiesced.
+    /// Whether to keep NVML closed, because at least one GPU is ready for its quiesce.
     pub close_nvml: bool,
     /// The limits and allocations with which the agent detects tenants that exceed their limits.
     pub snapshot: TenantSnapshot,
@@ -108,7 +108,8 @@ pub struct Node {
     kubelet_since: Instant,
     view: mps::HostView,
     layouts: BTreeMap<String, Layout>,
-    /// Layouts of GPUs before a change of MIG mode that is not complete, by UUID of the GPU.
+    /// For GPUs whose MIG mode is being turned on: the layout before the change, by UUID of the
+    /// GPU.
     replaced: BTreeMap<String, Layout>,
     /// Daemons of the last desired file. The agent adopts them if the checkpoint is lost, and keeps
     /// each daemon until no pod uses it or a layout includes it.
@@ -127,7 +128,8 @@ pub struct Node {
     /// Time at which NVML last described each GPU after a MIG change. Answers to earlier queries
     /// are outdated.
     changed: BTreeMap<String, Instant>,
-    /// Whether the agent has restored a checkpoint. If so, all earlier allocations are known.
+    /// Whether the agent has restored a checkpoint. If so, the allocations at the last write of the
+    /// checkpoint are known.
     has_checkpoint: bool,
     /// Events for the next reconciliation.
     pending_events: Vec<NodeEvent>,

@@ -24,11 +24,9 @@ use crate::gpu::mig::{MigChange, MigOrder, MigProgress, NextStep, next_step};
 use crate::mps::HostView;
 use crate::tenants::snapshot::{self, TenantSnapshot};
 
-/// Interval between PodResources requests while slices are in use or a change waits for pods to
-/// terminate.
+/// Interval between PodResources requests while slices are or may be in use, or a change waits.
 pub(super) const LIST_INTERVAL_WHILE_IN_USE: Duration = Duration::from_secs(1);
-/// Interval between PodResources requests while no slices are in use and no change waits for pods
-/// to terminate.
+/// Interval between PodResources requests while no slices are in use and no change waits.
 const LIST_INTERVAL_WHILE_IDLE: Duration = Duration::from_secs(30);
 
 /// Interval between polls of NVML while processes outside of Kubernetes block a change.
@@ -450,8 +448,8 @@ impl Node {
         Desired { version: wire::FILE_FORMAT_VERSION, daemons, allocations: doors }
     }
 
-    /// Returns the slices in use. Until the kubelet has listed its pods, only the allocations from
-    /// the checkpoint count as in use. Returns `None` if there is neither a list nor a checkpoint.
+    /// Returns the slices in use. Until the kubelet has listed its pods, only the agent's own
+    /// allocations count as in use. Returns `None` if there is neither a list nor a checkpoint.
     fn slices_in_use(&self, allocations: &Allocations) -> Option<SliceUsage> {
         let known = self.pod_resources.is_some() || self.has_checkpoint;
         known.then(|| SliceUsage::new(self.pod_resources.as_deref().unwrap_or_default(), allocations))

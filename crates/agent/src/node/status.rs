@@ -43,7 +43,8 @@ pub mod reason {
     pub const MPS_UNAVAILABLE: &str = cleave_api::names::HEALTH_MPS_UNAVAILABLE;
     /// `Applied` is True: the node matches the spec.
     pub const APPLIED: &str = "Applied";
-    /// `Applied` is False: a change is in progress, or waits for pods that use slices.
+    /// `Applied` is False: a change is in progress, has failed, or waits, for example for pods that
+    /// use slices.
     pub const WAITING: &str = "Waiting";
     /// `Applied` is False: the agent cannot apply the spec on this node.
     pub const REFUSED: &str = "Refused";
@@ -485,7 +486,8 @@ fn gpus_healthy_condition(input: &StatusInput<'_>) -> ConditionContent {
     }
 }
 
-/// Returns the condition `GpusPresent`. Only `cleave forget` decreases the number of expected GPUs.
+/// Returns the condition `GpusPresent`. Only `cleave forget` removes a known GPU from the expected
+/// GPUs.
 fn gpus_present_condition(input: &StatusInput<'_>) -> ConditionContent {
     let hardware = input.hardware;
     if let DriverState::Missing(why) = &hardware.driver {

@@ -36,7 +36,7 @@ const MIN_STATUS_WRITE_INTERVAL: Duration = Duration::from_millis(200);
 /// Delay before a status with only minor changes is written. Pods often start in bursts, and the
 /// operator keeps their reservations until the status contains their allocations.
 const MINOR_CHANGE_DELAY: Duration = Duration::from_millis(500);
-/// First and maximum backoff after a failed write.
+/// First and maximum backoff after a failed write, or after a failure to configure the client.
 const STATUS_WRITE_BACKOFF: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
 /// Maximum number of characters of an Event's note. The API server's limit is 1024.
 const MAX_NOTE_CHARS: usize = 1000;
@@ -143,7 +143,8 @@ async fn write_status(
 ) {
     let api: Api<GpuNode> = Api::all(client);
     let mut pause = STATUS_WRITE_BACKOFF.0;
-    // The last written status and its version, until the watch reports a newer version.
+    // The last written status and its version. `trust_written` is true until the watch reports the
+    // object again.
     let mut written: Option<(GpuNodeStatus, Option<String>)> = None;
     let mut trust_written = false;
     let mut delayed_since: Option<Instant> = None;
@@ -204,8 +205,8 @@ async fn write_status(
 }
 
 /// Writes a status once and returns the new resource version. Replaces a known version, which costs
-/// the API server a third less than a patch. Patches the status if the version is unknown, or after
-/// a conflict with another writer.
+/// the API server less than a patch. Patches the status if the version is unknown, or after a
+/// conflict with another writer.
 async fn write_status_once(
     api: &Api<GpuNode>,
     name: &str,

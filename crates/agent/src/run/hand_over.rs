@@ -331,9 +331,8 @@ impl SuccessorWatch {
     }
 }
 
-/// Releases the lock, and replaces this process with the same program and the same arguments. The
-/// new program waits as a standby, because the record names its successor. Returns only on an
-/// error.
+/// Releases the lock, and replaces this process with the same program and the same arguments. If
+/// the record names a successor, the new program waits as a standby. Returns only on an error.
 ///
 /// The PID remains the same, so the supervisor does not notice the replacement. Threads that hang
 /// in the driver end with the old program. The lock is released even if a thread cannot end.

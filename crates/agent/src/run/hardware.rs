@@ -46,8 +46,8 @@ const BATCH_WINDOW: Duration = Duration::from_millis(50);
 /// only once.
 const FIRST_ANSWERS_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Polls the driver and its GPUs. Each call to NVML has the deadline `timeout`. Returns when the
-/// main loop has ended.
+/// Polls the driver and its GPUs. Each call about the driver or a GPU has the deadline `timeout`.
+/// Returns when the main loop has ended.
 ///
 /// # Errors
 /// Returns an error if a thread cannot be started.

@@ -21,7 +21,7 @@ use super::gpu_readings::GpuSensors;
 use crate::metrics::Metrics;
 
 /// Maximum age of the main loop's heartbeat while `/healthz` reports the agent as alive. The main
-/// loop reconciles at least every 5 s.
+/// loop usually reconciles at least every 5 s.
 const MAX_HEARTBEAT_AGE: Duration = Duration::from_secs(60);
 
 /// Heartbeat that the main loop sends after each reconciliation.

@@ -54,7 +54,7 @@ impl SocketTracker {
 pub(super) struct ListSchedule {
     /// Time between two requests.
     pub(super) interval: Duration,
-    /// Number of allocations. Each allocation triggers an early request.
+    /// Number of bursts of allocations. Each burst triggers an early request.
     pub(super) allocated: u64,
     /// Number of times that the agent resent device lists, so that the kubelet writes its
     /// checkpoint. When this number increases, the task requests the list soon after the kubelet
@@ -120,7 +120,7 @@ pub(super) async fn list_allocations(
     }
 }
 
-/// Detects restarts of the kubelet by repeated registrations of plugins.
+/// Detects starts of the kubelet by registrations of plugins.
 pub(super) async fn watch_restarts(
     mut states: watch::Receiver<PluginServerState>,
     inputs: mpsc::Sender<Input>,

@@ -1,4 +1,4 @@
-//! The main loop: the only task that makes decisions.
+//! The main loop: the only task that makes decisions about the node.
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -35,8 +35,7 @@ use crate::tenants::snapshot::TenantSnapshot;
 
 /// Maximum delay between an allocation and the update of files and status.
 const MAX_ALLOCATION_DELAY: Duration = Duration::from_millis(30);
-/// Maximum interval between two reconciliations. Even without inputs, decisions can change with
-/// time.
+/// Maximum time until the next reconciliation. Even without inputs, decisions can change with time.
 const MAX_RECONCILE_INTERVAL: Duration = Duration::from_secs(5);
 /// Maximum time for the last write of the files before a restart. The kubelet's calls wait during
 /// this time.
@@ -82,7 +81,7 @@ impl MainLoop {
     pub(super) async fn run(mut self, mut inputs: mpsc::Receiver<Input>) -> anyhow::Result<()> {
         let allocator = Arc::clone(&self.pods.allocator);
         loop {
-            let pause = self.reconcile().unwrap_or(MAX_RECONCILE_INTERVAL);
+            let pause = self.reconcile().map_or(MAX_RECONCILE_INTERVAL, |pause| pause.min(MAX_RECONCILE_INTERVAL));
             if self.must_restart_to_close_nvml() {
                 tracing::warn!("restarting this agent: a call to NVML hangs and keeps the GPUs open");
                 return self.restart().await;

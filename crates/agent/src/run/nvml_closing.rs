@@ -1,4 +1,4 @@
-//! Closes NVML for a quiesce even if a call to NVML hangs.
+//! Decides how to close NVML for a quiesce if a call to NVML hangs.
 //!
 //! A call that hangs keeps its NVML session open, and with the session the device files of all
 //! GPUs. Only the end of this program closes the files. The agent therefore restarts itself: it

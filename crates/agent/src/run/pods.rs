@@ -19,8 +19,8 @@ use crate::tenants::names::{PodNames, SharedPodNames};
 use crate::termination::pods::TerminatingPods;
 use crate::termination::shutdown::{Shutdown, ShutdownPeriods};
 
-/// Number of pods in one page of a list. A list of all pods of a node would take a megabyte of
-/// memory, which this process would never release.
+/// Number of pods in one page of a list. A list of all pods of a node could take a megabyte of
+/// memory, which this process might never release.
 const POD_LIST_PAGE_SIZE: u32 = 20;
 
 /// The recipients of changes of this node's pods.
@@ -28,7 +28,7 @@ const POD_LIST_PAGE_SIZE: u32 = 20;
 pub(super) struct NodePods {
     /// Receives updates of pending allocations.
     pub(super) allocator: Arc<Allocator>,
-    /// Pods that are terminating.
+    /// The node's pods with slices, and the deadlines of those that terminate.
     pub(super) terminating: watch::Sender<TerminatingPods>,
     /// Names of all pods, including those that request no GPUs.
     pub(super) names: SharedPodNames,

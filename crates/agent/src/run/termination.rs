@@ -1,5 +1,5 @@
-//! Terminates MPS clients of terminating pods. The task waits for changes of pods and of the MPS
-//! host, and does not poll.
+//! Terminates MPS clients of terminating pods. The task wakes when pods or the MPS host change, and
+//! at the time of the next decision.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 

@@ -14,8 +14,8 @@
 //! The operator reads `GpuNode.status` and evicts pods.
 //!
 //! The watch queries nothing while no process can use a shared device. While NVML does not answer
-//! for a GPU, the watch neither reports nor terminates the GPU's tenants. The watch of other GPUs
-//! continues.
+//! for a GPU, the watch reports no new violations of the GPU's tenants, and terminates none of
+//! their clients. The watch of other GPUs continues.
 pub mod findings;
 pub mod names;
 pub mod process;

@@ -8,7 +8,8 @@
 //! - [`Terminations`] decides which clients to terminate now.
 //!
 //! All of these modules and types except `process` are pure. A task in `run` sends the requests to
-//! the MPS host. Changes of the node's pods and of the MPS host's status wake the task.
+//! the MPS host. Changes of the node's pods and of the MPS host's status wake the task, and so do
+//! outcomes and deadlines.
 pub mod pods;
 pub(crate) mod process;
 pub mod shutdown;

@@ -44,8 +44,8 @@ pub struct PodObservation {
 pub struct Deletion {
     /// Grace period that the deletion requested.
     pub grace: Duration,
-    /// Remaining grace period. The remaining period is computed from times of the API server,
-    /// because the node's clock may differ from the API server's clock.
+    /// Remaining grace period, from the API server's time of deletion and the node's clock. The
+    /// node's clock may differ from the API server's clock.
     pub left: Duration,
 }
 
@@ -79,8 +79,8 @@ impl TerminationDeadlines {
     }
 
     /// Returns the time at which the agent must terminate a client. If SIGTERM ends the client, the
-    /// time is before the kubelet sends SIGTERM. If the client survives SIGTERM, the time is
-    /// shortly before the end of the grace period.
+    /// time is during the `preStop` sleep, or at once if no sleep delays SIGTERM. If the client
+    /// survives SIGTERM, the time is shortly before the end of the grace period.
     pub fn termination_time(&self, survives_sigterm: bool) -> Instant {
         if survives_sigterm { self.due.1 } else { self.due.0 }
     }

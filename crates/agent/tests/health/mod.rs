@@ -244,7 +244,7 @@ async fn a_gpu_that_hangs_is_unreachable_and_delays_no_reports_about_other_gpus(
     machine.kubelet.allocate(MPS_RESOURCE, &[&share[0]]).await.unwrap();
     machine.kubelet.pre_start(MPS_RESOURCE, &[&share[0]]).await.unwrap();
 
-    // The agent still reports XIDs and memory errors of other GPUs.
+    // The agent still reports XIDs and failed remappings of other GPUs.
     machine.simgpu(&["xid", "1", "48"]);
     machine.simgpu(&["set", "2", "remap-failed=on"]);
     let both = |status: &GpuNodeStatus| {

@@ -1,5 +1,5 @@
 //! Runs a node without a cluster: simulated GPUs, a fake kubelet, and the agent and the MPS host as
-//! processes. Dropping the node stops all processes.
+//! processes. Dropping the node stops the agents and the MPS host.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "only tests use it")]
 
 use std::fs::{self, File};
@@ -286,8 +286,8 @@ impl Machine {
         kill_if_running(&mut self.host);
     }
 
-    /// Simulates a reboot of the node: ends all processes, clears the state that a boot clears, and
-    /// sets another boot id in the checkpoint.
+    /// Simulates a reboot of the node: ends the agent and the MPS host, clears the state that a
+    /// boot clears, and sets another boot id in the checkpoint.
     pub(crate) fn reboot(&mut self) {
         self.kill_agent();
         self.stop_mps_host();

@@ -37,7 +37,7 @@ impl PodContext<'_> {
         help
     }
 
-    /// Returns the nodes that have free slices but are not usable for the pod, by reason.
+    /// Returns the nodes that have enough free slices for the pod but refuse the pod, by reason.
     fn unusable_nodes_by_refusal<'n>(&self, nodes: &'n [NodeView]) -> BTreeMap<&'n str, Vec<&'n str>> {
         let mut refusing: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for node in nodes {
@@ -50,8 +50,8 @@ impl PodContext<'_> {
         refusing
     }
 
-    /// Suggests pods to remove so that the pod fits. Ignores priorities: users can delete any of
-    /// these pods, and some pods end by themselves.
+    /// Suggests pods to remove so that the pod fits, or returns `None` if there are no such pods.
+    /// Ignores priorities: users can delete any of these pods, and some pods end by themselves.
     fn suggest_removals(&self, usable: &BTreeSet<&str>) -> Option<String> {
         let holders = self.removable_pods();
         let lowered = |holder: &Holder<'static>| Holder { priority: holder.priority.min(i32::MAX - 1), ..*holder };
@@ -90,7 +90,7 @@ impl PodContext<'_> {
     }
 
     /// Returns the bound pods that can be removed to free slices. Excludes pods on cordoned or
-    /// unhealthy GPUs, because their slices remain unavailable.
+    /// unhealthy GPUs, because slices of these GPUs remain unavailable.
     fn removable_pods(&self) -> Holders<'static> {
         let is_unavailable = |node: &str, gpu: &GpuStatus| {
             let cordons = self.live.observed.nodes.get(node).map(Node::cordons);
@@ -121,8 +121,8 @@ impl PodContext<'_> {
         holders
     }
 
-    /// Returns a line for each requested resource that no usable node serves, or that no GPU serves
-    /// in the requested amount.
+    /// Returns a line for each requested resource that no usable node serves, or that no device of
+    /// a usable node serves in the requested amount.
     fn missing_resource_lines(&self, nodes: &[NodeView], usable: &BTreeSet<&str>) -> Vec<String> {
         let resources: BTreeSet<&str> = self.device_requests.iter().map(|request| request.resource.as_str()).collect();
         resources.into_iter().filter_map(|resource| self.missing_resource_line(resource, nodes, usable)).collect()
@@ -153,7 +153,8 @@ impl PodContext<'_> {
         })
     }
 
-    /// Returns how messages name a device.
+    /// Returns how messages name a device: by the index of its GPU, or by the device's UUID if no
+    /// agent reports the device.
     fn gpu_or_device_name(&self, node: &str, device: &str) -> String {
         let has = |gpu: &GpuStatus| gpu.uuid == device || gpu.slices.iter().any(|slice| slice.device == device);
         let found = self.gpus().find(|(on, gpu)| *on == node && has(gpu));
@@ -161,7 +162,8 @@ impl PodContext<'_> {
     }
 }
 
-/// Returns a sentence that names nodes with free slices that the pod cannot use, and the reason.
+/// Returns a sentence that names nodes that have enough free slices but refuse the pod, and the
+/// reason.
 fn refusal_line(refusal: &str, nodes: &[&str]) -> String {
     let named = nodes.iter().take(MAX_NAMED_NODES).copied().collect::<Vec<_>>().join(", ");
     let more = nodes.len().saturating_sub(MAX_NAMED_NODES);

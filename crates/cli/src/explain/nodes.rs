@@ -93,7 +93,7 @@ impl PodContext<'_> {
         }
     }
 
-    /// Returns the free amounts, by node, of resources that Cleave does not manage. Resources that
+    /// Returns the free amounts, by node, of resources that Cleave does not serve. Resources that
     /// the explained pod uses count as free.
     fn free_amounts(&self) -> BTreeMap<&str, FreeAmounts<'_>> {
         let mut free: BTreeMap<&str, FreeAmounts> = BTreeMap::new();
@@ -116,7 +116,7 @@ impl PodContext<'_> {
     }
 }
 
-/// Returns why no pod can use a GPU now. Returns `None` if the GPU is usable.
+/// Returns why no new pod can use a GPU now. Returns `None` if the GPU is usable.
 pub(super) fn unavailable_reason(gpu: &GpuStatus, cordons: &Cordons) -> Option<String> {
     if let Some(reason) = cordons.0.get(&gpu.uuid) {
         return Some(if reason.is_empty() { "cordoned".to_owned() } else { format!("cordoned: {reason}") });

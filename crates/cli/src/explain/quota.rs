@@ -1,7 +1,7 @@
-//! What quotas say about one pod.
+//! Describes the quotas of one pod's namespace.
 //!
-//! The sentences repeat what the operator reported: the status of the pod's quotas, and the pod's
-//! capacity label. The verdict contains the reason why a pod waits.
+//! The sentences repeat the spec and the reported status of the quotas, and the pod's capacity
+//! label. The verdict contains the reason why a pod waits.
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
@@ -13,8 +13,8 @@ use kube::ResourceExt as _;
 use super::live::LiveCluster;
 use crate::quotas::report::Quota;
 
-/// Returns one sentence for each quota of the pod's namespace, or one sentence if the namespace has
-/// no quota. Returns none if the cluster has no quotas, or if the pod has ended or requests no
+/// Returns one text for each quota of the pod's namespace, or one text if the namespace has no
+/// quota. Returns none if the user can list no quotas, or if the pod has ended or requests no
 /// device.
 pub(super) fn quota_sentences(live: &LiveCluster, pod: &PodObject) -> Vec<String> {
     if live.quotas.is_empty() || pod.has_ended() || pod.device_requests().is_empty() {

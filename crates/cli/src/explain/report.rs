@@ -11,12 +11,12 @@ pub struct Explanation {
     pub priority: i32,
     /// The pod's remaining scheduling gates.
     pub gates: Vec<String>,
-    /// The resources that the pod requests. Each amount must be available on one device.
+    /// The pod's requests for devices. Each amount must be available on one device.
     pub requests: Vec<RequestedUnits>,
     /// The state of the pod.
     pub verdict: PodVerdict,
-    /// What quotas say about the pod, one sentence each. Empty if the cluster has no quotas, or if
-    /// the pod has ended or requests no device.
+    /// Descriptions of the quotas of the pod's namespace. Empty if the user can list no quotas, or
+    /// if the pod has ended or requests no device.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub quotas: Vec<String>,
     /// The pod's allocations, or its reservation if the pod is not yet running.
@@ -71,7 +71,7 @@ pub enum PodState {
 }
 
 impl PodState {
-    /// Returns whether a pod in this state needs room on a GPU.
+    /// Returns whether a pod in this state needs capacity on a GPU.
     pub(super) const fn needs_room(self) -> bool {
         matches!(self, Self::Fits) || self.runs_only_after_a_change()
     }
@@ -129,7 +129,7 @@ pub struct GpuView {
     /// Name of the policy that applies to the GPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub policy: Option<String>,
-    /// Why no pod can use the GPU now. `None` if the GPU is usable.
+    /// Why no new pod can use the GPU now. `None` if the GPU is usable.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub unavailable: Option<String>,
     /// The GPU or its MIG devices, with their resources.
@@ -152,6 +152,6 @@ pub struct DeviceView {
     pub reserved: u32,
     /// Number of free units.
     pub free: u32,
-    /// Whether the resource fits the pod, or why not.
+    /// Whether the pod fits into the resource, or why not. Empty if the pod needs no capacity.
     pub note: String,
 }

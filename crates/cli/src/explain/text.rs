@@ -21,11 +21,8 @@ pub fn render(explanation: &Explanation) -> String {
     let hidden = explanation.nodes.len().saturating_sub(MAX_NODE_ROWS);
     match hidden {
         0 => {}
-        1 => text.push_str("1 other node with GPUs has no more room than these nodes. Use -o json to see all.\n"),
-        more => drop(writeln!(
-            text,
-            "{more} other nodes with GPUs have no more room than these nodes. Use -o json to see all."
-        )),
+        1 => text.push_str("1 other node with GPUs is not shown. Use -o json to see all.\n"),
+        more => drop(writeln!(text, "{more} other nodes with GPUs are not shown. Use -o json to see all.")),
     }
     match explanation.other_nodes {
         0 => {}

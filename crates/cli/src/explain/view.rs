@@ -14,7 +14,7 @@ use super::live::{LiveCluster, run_placement_gate};
 use super::quota::quota_sentences;
 use super::report::{Assignment, Explanation, PodState, PodVerdict, RequestedUnits};
 
-/// The cluster, as one pod sees it.
+/// A pod, and the state of the cluster that explains the pod's state.
 pub(super) struct PodContext<'a> {
     pub(super) live: &'a LiveCluster,
     /// Allocations and reservations, except those of pods that still have the placement gate.
@@ -155,8 +155,8 @@ impl PodContext<'_> {
     }
 
     /// Returns whether the operator keeps the reservation of a released pod. The operator renews an
-    /// expired reservation unless the scheduler refused the pod. A renewal does not change the
-    /// annotation.
+    /// expired reservation a limited number of times, unless the scheduler refused the pod. A
+    /// renewal does not change the annotation.
     fn has_reservation(&self) -> bool {
         self.ledger.claim(self.name).is_some()
     }
@@ -190,8 +190,8 @@ impl PodContext<'_> {
         }
         let mut assignments = Vec::new();
         let Some(placement) = self.pod.placement.as_ref() else { return assignments };
-        // Reservations of an unbound pod are valid until they expire. After the pod is bound, only
-        // the reservation on its node is valid.
+        // The reservations of an unbound pod are valid while the operator keeps them. After the pod
+        // is bound, only the reservation on its node is valid.
         let valid = |node: &str| self.pod.node().map_or(self.has_reservation(), |bound| bound == node);
         for (node, reserved) in placement.nodes.iter().filter(|(node, _)| valid(node)) {
             assignments.extend(reserved.iter().map(|reserved| Assignment {

@@ -1,4 +1,5 @@
-//! Reads mappings of the input key by key, so that `cleave migrate` ignores no key silently. Pure.
+//! Reads mappings of the input key by key, so that `cleave migrate` ignores no key with a value
+//! silently. Pure.
 use anyhow::{Context as _, Result, bail};
 use serde_json::{Map, Value};
 
@@ -43,7 +44,7 @@ impl Section {
         self.keys.get(key).is_some_and(|value| !value.is_null())
     }
 
-    /// Returns a value without removing it.
+    /// Returns a value without removing it, or `None` if the key is missing.
     pub(super) fn value(&self, key: &str) -> Option<&Value> {
         self.keys.get(key)
     }
@@ -150,7 +151,7 @@ impl Section {
         self.keys.keys().cloned().collect()
     }
 
-    /// Removes the known keys, and reports them as dropped: these settings need no action.
+    /// Removes the known keys, and reports them as dropped: these settings need no decision.
     pub(super) fn drop_keys(&mut self, known: &[(&str, &str)], notes: &mut Notes) {
         self.take_keys(Outcome::Dropped, known, notes);
     }

@@ -44,7 +44,8 @@ pub(super) struct DivisionRule {
     pub(super) gpus: Option<GpuSelector>,
     /// How each GPU is divided.
     pub(super) division: Division,
-    /// The resource that pods currently request for a whole GPU, or for a share if GPUs are shared.
+    /// The resource that pods currently request for a whole GPU, or for a share or replica if GPUs
+    /// are shared.
     pub(super) name: String,
     /// Whether the other software currently refuses requests for more than 1.
     pub(super) refuses_above_one: bool,
@@ -462,8 +463,8 @@ fn hami_groups(config: &HamiConfig) -> Vec<NodeGroup> {
     groups
 }
 
-/// Adds a rule that keeps GPUs whole to each group of nodes that the policy of a less specific
-/// group would also select.
+/// Adds a rule that keeps GPUs whole to each group without a rule for all GPUs, if the policy of a
+/// more general group would also select the group's nodes.
 fn add_rules_for_whole_gpus(groups: &mut [NodeGroup]) {
     let general: Vec<Labels> =
         groups.iter().filter(|group| !group.rules.is_empty()).map(|group| group.selector.clone()).collect();

@@ -50,8 +50,8 @@ pub(super) struct Input {
     pub(super) plugin: BTreeMap<String, PluginConfig>,
     /// Name of the plugin's configuration for nodes without a label.
     pub(super) default_plugin: Option<String>,
-    /// How NVIDIA's plugin names MIG instances, if the input contains values of one of NVIDIA's
-    /// charts.
+    /// How NVIDIA's plugin names MIG instances, if values of NVIDIA's charts or a `ClusterPolicy`
+    /// determine this.
     pub(super) mig_strategy: Option<MigStrategy>,
     /// mig-parted's configurations, by name.
     pub(super) mig: BTreeMap<String, Vec<MigRule>>,
@@ -89,8 +89,8 @@ struct SortedDocuments {
 /// Parses the documents of the input.
 ///
 /// # Errors
-/// Returns an error if a document is not recognized, or if the software that reads the document
-/// would refuse it.
+/// Returns an error if a document without a kind is not recognized, if documents contradict each
+/// other, or if the software that reads a document would refuse it.
 pub(super) fn parse(documents: Vec<Document>, notes: &mut Notes) -> Result<Input> {
     let mut sorted = SortedDocuments::default();
     for document in documents {

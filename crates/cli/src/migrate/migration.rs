@@ -40,7 +40,8 @@ pub(super) struct Migration {
 /// Translates documents.
 ///
 /// # Errors
-/// Returns an error if the software that reads a setting would refuse it.
+/// Returns an error if [`input::parse`] returns an error, or if the software that reads a setting
+/// would refuse it.
 pub(super) fn migrate(documents: Vec<Document>, preview: bool) -> Result<Migration> {
     let mut notes = Notes::default();
     let input = input::parse(documents, &mut notes)?;

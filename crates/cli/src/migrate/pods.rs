@@ -13,7 +13,7 @@ const RESOURCE_PREFIXES: [&str; 2] = ["nvidia.com/", "nos.nebuly.com/"];
 /// A pod, or an object that creates pods.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Workload {
-    /// Kind, namespace and name.
+    /// Kind, namespace and name of the object, or of its first owner if it has owners.
     pub(super) what: String,
     /// The fields of the pod that affect the preview.
     pub(super) spec: PodSpec,
@@ -78,10 +78,11 @@ impl Container {
 }
 
 impl Workload {
-    /// Parses an object. Returns `None` if objects of its kind create no pods.
+    /// Parses an object. Returns `None` if the object is neither a pod nor of a built-in kind that
+    /// creates pods.
     ///
     /// # Errors
-    /// Returns an error if a field of the object has a wrong type.
+    /// Returns an error if a field of the object is missing or has a wrong type.
     pub(super) fn parse(object: &Value) -> Result<Option<Self>> {
         let text = |pointer: &str| object.pointer(pointer).and_then(Value::as_str).unwrap_or_default();
         let template = match text("/kind") {

@@ -88,7 +88,8 @@ pub(super) struct Rename {
 }
 
 impl Plan {
-    /// Returns the resources that pods must request by a new name, in order.
+    /// Returns the resources that pods must request by a new name, in order. Excludes requests to
+    /// HAMi, which [`super::preview`] translates for each pod.
     pub(super) fn renames(&self) -> Vec<Rename> {
         let mut renames = BTreeSet::new();
         for group in self.groups.iter().filter(|group| group.hami.is_none()) {
@@ -106,7 +107,8 @@ impl Plan {
 /// request.
 ///
 /// # Errors
-/// Returns an error if a value cannot be a node label, or if the operator would refuse a policy.
+/// Returns an error if a group's selector has a value that a node label cannot have, or if the
+/// operator would refuse a policy.
 pub(super) fn plan(groups: &[NodeGroup], input: &Input, notes: &mut Notes) -> Result<Plan> {
     let mut plan = Plan::default();
     let mut names = BTreeSet::new();

@@ -80,8 +80,8 @@ pub(super) fn preview(workloads: &[Workload], nodes: &[Node], plan: &Plan) -> Ve
 }
 
 /// Returns the groups of nodes on which a pod may run. For a pod on a node of the input, returns
-/// the node's group. For any other pod, excludes the groups with labels that differ from the pod's
-/// node selector.
+/// the node's group. For any other pod, excludes the groups whose labels do not match the pod's
+/// node selector. Ignores labels of the selector that no group has.
 fn groups_for_workload<'a>(
     workload: &Workload,
     nodes: &[Node],
@@ -239,7 +239,7 @@ fn result_without_counterpart(name: &str, amount: u64, no_group: bool) -> Reques
     RequestResult::without_counterpart("None of the policies serves this resource.")
 }
 
-/// Describes a container's request to HAMi. Such a request consists of several resources.
+/// Describes a container's request to HAMi. Such a request can consist of several resources.
 fn hami_request(requests: &BTreeMap<&str, u64>, names: &HamiResources) -> String {
     let all = [&names.count, &names.memory, &names.percentage, &names.cores];
     let parts = all.iter().filter_map(|name| requests.get(name.as_str()).map(|amount| format!("{name}: {amount}")));

@@ -13,7 +13,8 @@ use super::yaml;
 
 /// Maximum number of objects in one page of a list.
 const PAGE_SIZE: u32 = 500;
-/// The lists that `cleave migrate` always reads: the path of each list and the kind of its objects.
+/// The lists that `cleave migrate` reads from every cluster: the path of each list and the kind of
+/// its objects.
 const ALWAYS_READ_LISTS: [(&str, &str); 2] = [("/api/v1/nodes", "Node"), ("/api/v1/configmaps", "ConfigMap")];
 /// The list of the GPU Operator's settings. The list does not exist without the GPU Operator.
 const CLUSTER_POLICY_LIST: (&str, &str) = ("/apis/nvidia.com/v1/clusterpolicies", "ClusterPolicy");
@@ -54,7 +55,8 @@ fn read_text(path: &Path) -> std::io::Result<String> {
 /// Reads nodes, `ConfigMap`s, the settings of the GPU Operator and, for the preview, pods.
 ///
 /// # Errors
-/// Returns an error if the API server does not respond, or refuses a list.
+/// Returns an error if the API server does not respond, or refuses a list. A missing list of the
+/// GPU Operator's settings is not an error.
 pub(super) async fn from_cluster(client: &Client, preview: bool) -> Result<Vec<Document>> {
     let mut documents = Vec::new();
     for (path, kind) in ALWAYS_READ_LISTS.into_iter().chain(preview.then_some(POD_LIST)) {

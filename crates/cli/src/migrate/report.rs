@@ -11,7 +11,7 @@ pub(super) enum Outcome {
     Translated,
     /// The setting belongs to software that can remain installed, and does not change.
     Kept,
-    /// The setting has no counterpart in Cleave and needs no action.
+    /// The setting has no counterpart in Cleave and needs no decision.
     Dropped,
     /// The administrator must decide: Cleave cannot keep the effect, or the input does not
     /// determine it.
@@ -43,7 +43,7 @@ pub(super) struct ReportLine {
     pub(super) source: String,
     /// Path of the setting in the source. Empty if the line describes the whole source.
     pub(super) setting: String,
-    /// Value of the setting, as JSON. Empty if the value does not matter.
+    /// Value of the setting, as one line of text. Empty if the value does not matter.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub(super) value: String,
     /// The outcome for the setting.
@@ -59,7 +59,7 @@ pub(super) struct SettingPlace {
     pub(super) source: String,
     /// Path of the setting in the source.
     pub(super) setting: String,
-    /// Value of the setting, as JSON.
+    /// Value of the setting, as one line of text.
     pub(super) value: String,
 }
 

@@ -11,7 +11,7 @@ use crate::preflight::text::write_wrapped;
 /// Width of the outcome column, in characters.
 const OUTCOME_WIDTH: usize = 12;
 
-/// Renders the report, the renamed resources, and the preview.
+/// Renders the report, the policies and values, the renamed resources, and the preview.
 pub(super) fn render_report(migration: &Migration) -> String {
     let mut text = String::new();
     let mut source = None;
@@ -85,8 +85,8 @@ fn write_renames(text: &mut String, migration: &Migration) {
     if migration.from_hami {
         let _ = writeln!(
             text,
-            "\nHAMi: pods that request memory of a GPU request nvidia.com/gpu-<G>gb instead, one by one. With \
-             `--preview`,\nthe report has the request of each pod."
+            "\nHAMi: pods that request memory of a GPU must request nvidia.com/gpu-<G>gb instead. G depends on the\n\
+             pod: with `--preview`, the report has the request of each pod."
         );
     } else if renames.is_empty() {
         let _ = writeln!(text, "\nNo resource changes its name.");
@@ -153,7 +153,7 @@ pub(super) fn policies_yaml(migration: &Migration) -> Result<String> {
     Ok(text)
 }
 
-/// Renders the values as a values file for Helm. Without values, the file contains only a comment.
+/// Renders the values as a values file for Helm. Without values, the file contains only comments.
 ///
 /// # Errors
 /// Returns an error if the values cannot be written as YAML.

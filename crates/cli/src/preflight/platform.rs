@@ -65,7 +65,8 @@ impl Platform {
         }
     }
 
-    /// Returns the name of the chart's values file for the platform, without its extension.
+    /// Returns the name of the chart's values file for the platform, without its extension. Returns
+    /// `None` if the chart has no such file.
     pub(super) const fn values_file(self) -> Option<&'static str> {
         match self {
             Self::Gke => Some("gke"),
@@ -112,8 +113,8 @@ impl Platform {
     }
 
     /// Detects the platform of a node from its labels, operating system and kubelet version. Checks
-    /// platforms that run on every cloud before the clouds. Returns `None` if nothing identifies a
-    /// platform.
+    /// `OpenShift` and Talos, which run on every cloud, before the clouds. Returns `None` if
+    /// nothing identifies a platform.
     pub(super) fn of(node: &Node) -> Option<Self> {
         let info = &node.status.node_info;
         let (os, kubelet) = (info.os_image.as_str(), info.kubelet_version.as_str());

@@ -48,19 +48,19 @@ reasons! {
     GpuLabelNotStable: "Only feature discovery sets the labels that the chart uses to select GPU nodes.",
     ContainerRuntimeUnsupported: "A node's container runtime is neither containerd nor CRI-O.",
     ContainerRuntimeWithoutCdi: "A node's containerd is too old for CDI.",
-    KernelTooOld: "A node's kernel lacks a system call that the MPS host needs.",
+    KernelTooOld: "A node's kernel is older than the oldest supported kernel.",
     ArchitectureUnsupported: "Cleave has no image for a node's architecture.",
     Arm64: "GPU nodes have the architecture arm64.",
     TaintNotTolerated: "Pods with shares do not tolerate a taint of GPU nodes.",
     OperatorUnschedulable: "No node can run the operator.",
     OneOperatorNode: "Only one node can run the operator.",
-    DriverLayout: "The location of the driver was detected.",
+    DriverLayout: "The expected location of the driver.",
     RuntimeClassFound: "Cleave's pods will use the `RuntimeClass` of NVIDIA's runtime.",
     RuntimeHandlerUnknown: "The `RuntimeClass` of NVIDIA's runtime exists whether or not the runtime is installed.",
     RuntimeClassMissing: "The platform needs a `RuntimeClass` that does not exist.",
     RivalPlugin: "Another device plugin runs on GPU nodes.",
     RivalPluginElsewhere: "Another device plugin runs on no GPU node that Cleave will manage.",
-    GpusServedByOthers: "A device plugin that is not a `DaemonSet` serves GPUs.",
+    GpusServedByOthers: "A device plugin that is not a known `DaemonSet` serves GPUs.",
     OtherSoftwareInstalled: "Software that manages GPUs is installed, but runs no device plugin now.",
     DraDriver: "NVIDIA's DRA driver allocates GPUs.",
     MigManager: "NVIDIA's MIG manager changes MIG modes.",
@@ -69,7 +69,7 @@ reasons! {
     PodSecurityNotSet: "The namespace has no Pod Security label.",
     QuotaRefusesPods: "A `ResourceQuota` refuses Cleave's pods.",
     QuotaTooSmall: "A `ResourceQuota` does not allow enough pods.",
-    PriorityQuotaMissing: "The platform requires a `ResourceQuota` for system priority classes. The chart creates it.",
+    PriorityQuotaMissing: "The platform requires a `ResourceQuota` for system priority classes. The chart can create this quota.",
     WebhookMatchesNamespace: "A webhook must answer before Cleave's pods can be created.",
     MeshInjection: "A service mesh injects sidecars into the namespace's pods.",
 }
@@ -81,7 +81,7 @@ pub(super) struct Finding {
     pub(super) reason: FindingReason,
     /// A description of the finding, in sentences.
     pub(super) message: String,
-    /// The recommended action. Empty if no action is needed.
+    /// The recommended action. Empty if preflight recommends no action.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub(super) action: String,
 }
@@ -92,7 +92,7 @@ pub(super) struct Finding {
 pub(super) struct Report {
     /// Version of the API server.
     pub(super) kubernetes: Option<String>,
-    /// Names of the platforms of the GPU nodes, or of all nodes if no GPU node was found.
+    /// Names of the platforms of the GPU nodes, or of all Linux nodes if no GPU node was found.
     pub(super) platforms: Vec<String>,
     /// Number of GPU nodes that Cleave will manage.
     pub(super) gpu_nodes: usize,

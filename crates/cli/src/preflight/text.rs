@@ -90,7 +90,7 @@ fn install_text(report: &Report) -> Result<String> {
     Ok(text)
 }
 
-/// Renders the values as a values file for Helm. Without values, the file contains only a comment.
+/// Renders the values as a values file for Helm. Without values, the file contains only comments.
 ///
 /// # Errors
 /// Returns an error if the values cannot be written as YAML.

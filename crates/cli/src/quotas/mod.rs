@@ -109,17 +109,17 @@ async fn list_quotas(client: &Client) -> Result<Vec<DeserializeGuard<GpuQuota>>>
     let quotas = Api::<DeserializeGuard<GpuQuota>>::all(client.clone());
     match quotas.list(&ListParams::default()).await {
         Err(kube::Error::Api(status)) if status.code == 404 => Ok(Vec::new()),
-        count_listed_quotas => Ok(count_listed_quotas.context("failed to list GpuQuotas")?.items),
+        listed => Ok(listed.context("failed to list GpuQuotas")?.items),
     }
 }
 
 /// Lists the quotas of a cluster for commands that also show other objects. Returns none if the
-/// user may not list quotas.
+/// user may not list quotas, or if the cluster lacks the CRD.
 pub(crate) async fn list_quotas_if_allowed(client: &Client) -> Result<Vec<DeserializeGuard<GpuQuota>>> {
     let quotas = Api::<DeserializeGuard<GpuQuota>>::all(client.clone());
     match quotas.list(&ListParams::default()).await {
         Err(kube::Error::Api(status)) if matches!(status.code, 403 | 404) => Ok(Vec::new()),
-        count_listed_quotas => Ok(count_listed_quotas.context("failed to list GpuQuotas")?.items),
+        listed => Ok(listed.context("failed to list GpuQuotas")?.items),
     }
 }
 

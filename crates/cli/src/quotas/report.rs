@@ -1,4 +1,5 @@
-//! The content of `cleave quotas`. The fields are those of `--output json`.
+//! The content of `cleave quotas`. `--output json` prints these fields, except `is_malformed` and a
+//! quota's `unnamed`.
 use std::collections::BTreeMap;
 
 use cleave_api::GpuQuota;
@@ -65,8 +66,8 @@ pub struct Quota {
     pub lent: String,
     /// Amount that the quota uses beyond its guarantee, divided by its weight.
     pub share: String,
-    /// Number of GPUs that the quota's pods own. `None` unless whole GPUs are guaranteed
-    /// (`guarantee: Cells`).
+    /// Number of GPUs that the quota owns. `None` unless whole GPUs are guaranteed (`guarantee:
+    /// Cells`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cells: Option<u32>,
     /// Numbers of pods.
@@ -87,7 +88,8 @@ pub struct Quota {
     /// Whether the object could not be parsed. If true, the amounts are unknown.
     #[serde(skip)]
     pub is_malformed: bool,
-    /// What pods without a quota use of the pool, if the status of this quota shows it.
+    /// What pods of namespaces without a quota use of the pool. Set only on the oldest quota of the
+    /// pool.
     #[serde(skip)]
     pub unnamed: Option<QuotaUnnamed>,
 }

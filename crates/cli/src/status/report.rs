@@ -110,9 +110,9 @@ pub struct MpsDaemon {
     pub pid: Option<u32>,
     /// Whether the daemon's doors enforce limits.
     pub door: String,
-    /// Number of restarts.
+    /// Number of restarts after failures since the MPS host started.
     pub restarts: u32,
-    /// Why the daemon is not active.
+    /// The current or last problem of the daemon. Empty if no problem occurred.
     pub message: String,
 }
 
@@ -128,7 +128,7 @@ pub struct Policy {
     pub gpus: u32,
     /// Number of nodes with these GPUs.
     pub nodes: u32,
-    /// Number of slices of these GPUs.
+    /// Total number of slices of these GPUs.
     pub total: u32,
     /// Number of these slices that pods use.
     pub in_use: u32,
@@ -160,7 +160,7 @@ pub struct Allocation {
     pub threads: Option<u8>,
     /// Maximum number of SMs.
     pub sms: Option<u32>,
-    /// Memory limit, in MiB.
+    /// Memory limit of each of the container's processes, in MiB.
     pub memory_mib: Option<u64>,
     /// The part of the memory limit that one program can allocate: the limit without the CUDA
     /// context, in MiB. `None` if the size of the context is unknown.

@@ -72,7 +72,7 @@ fn health_text(gpu: &Gpu) -> String {
 
 fn policy_table(report: &StatusReport, wide: bool) -> String {
     if report.policies.is_empty() {
-        return "No SharingPolicies. Every GPU is whole.\n".to_owned();
+        return "No SharingPolicies. Cleave divides no GPU.\n".to_owned();
     }
     let mut table = Table::new(&["POLICY", "MODE", "GPUS", "NODES", "IN USE", "TOTAL", "READY", "REASON"])
         .with_wide_columns(wide, &["MESSAGE"]);

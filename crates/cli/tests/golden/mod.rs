@@ -1,7 +1,7 @@
 //! Compares output with committed files.
 
 /// Compares `actual` with the file `name` below `tests`. `UPDATE_EXPECTED=1 cargo test -p
-/// cleave-cli` writes the file instead.
+/// cleave-cli` writes the file first.
 pub(crate) fn assert_matches_file(name: &str, actual: &str) {
     let path = format!("{}/tests/{name}", env!("CARGO_MANIFEST_DIR"));
     if std::env::var_os("UPDATE_EXPECTED").is_some() {

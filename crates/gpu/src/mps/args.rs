@@ -9,7 +9,7 @@ use super::compute_mode::SettableComputeMode;
 #[command(args_conflicts_with_subcommands = true)]
 pub struct HostArgs {
     #[command(subcommand)]
-    pub(crate) command: Option<HostCommand>,
+    pub(crate) command: Option<MpsHostCommand>,
 
     #[command(flatten)]
     pub(crate) paths: PathArgs,
@@ -24,7 +24,7 @@ pub(crate) struct PathArgs {
     #[arg(long, env = "CLEAVE_RUN_DIR", value_name = "DIR", default_value = "/run/cleave")]
     pub(crate) run_dir: PathBuf,
 
-    /// Program of the MPS control daemon. The MPS host searches for the server program in the same
+    /// Program of the MPS control daemon. The daemon searches for the server program in the same
     /// directory first.
     #[arg(long, env = "CLEAVE_MPS_CONTROL", value_name = "PATH", default_value = "nvidia-cuda-mps-control")]
     pub(crate) mps_control: PathBuf,
@@ -50,7 +50,7 @@ pub(crate) struct PathArgs {
 }
 
 #[derive(Debug, Clone, clap::Subcommand)]
-pub(crate) enum HostCommand {
+pub(crate) enum MpsHostCommand {
     /// Set a GPU's compute mode and print the previous mode. The MPS host runs this command in a
     /// child process, so that the MPS host itself does not load NVML.
     #[command(hide = true)]

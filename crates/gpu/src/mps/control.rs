@@ -17,8 +17,8 @@ use super::process::{ChildExit, Children};
 use super::protocol::{self, Command, PeerKind, ReplyPacket, UnexpectedAnswer};
 use super::seqpacket::{Credentials, Socket};
 
-/// Time limit for a daemon's answer. The MPS host treats a daemon that misses this limit as hung. A
-/// daemon answers even while its server is in FAULT.
+/// Time limit for a daemon's answer. The MPS host treats a daemon that misses this limit twice in a
+/// row as hung. A daemon answers even while its server is in FAULT.
 pub(crate) const ANSWER_DEADLINE: Duration = Duration::from_secs(2);
 /// The command that stops a daemon and allows its clients 3 seconds to exit.
 pub(crate) const QUIT_COMMAND: Command = Command::Quit { seconds: 3 };
@@ -88,7 +88,7 @@ pub(crate) async fn send_command_to_socket(
 }
 
 /// Returns whether the daemon sends the known greeting. Without this greeting, Cleave can neither
-/// send commands to the daemon nor enforce limits with doors.
+/// use the daemon's sockets nor enforce limits with doors.
 pub(crate) async fn has_known_greeting(pipe: &Path) -> Result<bool, ControlError> {
     with_deadline(ANSWER_DEADLINE, "hello", async {
         let socket = Socket::connect(&pipe.join("control")).await?;

@@ -38,8 +38,8 @@ use super::seqpacket::Listener;
 use super::wire::{Allocation, AllocationStatus};
 
 /// Maximum number of connections that a door serves at the same time, slightly more than the 48
-/// clients of a server. Further connections wait in the kernel's queue, so the `connect` call of
-/// their clients blocks.
+/// clients of a server. Further connections stay in the kernel's queue, and their clients wait for
+/// the door's greeting.
 const MAX_DOOR_CONNECTIONS: usize = 64;
 /// Maximum number of connections of one allocation to its server. A client has two or three
 /// connections, and a GPU has at most 48 contexts.

@@ -1,8 +1,8 @@
 //! Defines the errors of the MPS host: one enum for each step that can fail.
 //!
-//! [`HostError`] ends the process. After a [`DaemonError`], the MPS host replaces the daemon. A
-//! [`DesiredError`] changes no daemon or door. [`TerminateError`] and [`NotReady`] answer a request
-//! of the agent. A failed exchange with a daemon is a [`ControlError`].
+//! [`HostError`] ends the process. After a [`DaemonError`], the MPS host probes or replaces the
+//! daemon. A [`DesiredError`] changes no daemon or door. [`TerminateError`] and [`NotReady`] answer
+//! a request of the agent. A failed exchange with a daemon is a [`ControlError`].
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use super::seqpacket::MAX_SOCKET_PATH_BYTES;
 use super::wire::{DaemonState, InvalidDesired};
 use crate::nvml;
 
-/// Why the MPS host cannot start.
+/// Why a command of the MPS host failed.
 #[derive(Debug, thiserror::Error)]
 pub enum HostError {
     /// A directory or the socket of the MPS host could not be created.
@@ -39,7 +39,7 @@ pub enum HostError {
         length: usize,
     },
     /// Another MPS host has locked this directory.
-    #[error("another MPS host is running in {0}")]
+    #[error("another MPS host has locked {0}. Stop the other MPS host before you start this one")]
     Taken(PathBuf),
     /// The MPS host did not answer a probe.
     #[error("the MPS host does not answer on {path}")]

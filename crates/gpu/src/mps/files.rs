@@ -14,8 +14,8 @@ use super::error::HostError;
 use super::seqpacket::{MAX_SOCKET_PATH_BYTES, async_fd};
 use super::wire::Paths;
 
-/// Creates the run directory. Returns a lock on the directory, which only one MPS host at a time
-/// can hold.
+/// Creates the run directory. Returns a lock on the MPS host's directory below the run directory.
+/// Only one MPS host at a time can hold this lock.
 ///
 /// # Errors
 /// Returns [`HostError`] if the path is too long, another MPS host has the lock, or a directory

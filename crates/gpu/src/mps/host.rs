@@ -11,7 +11,7 @@ use tokio::task::LocalSet;
 use tokio::time::sleep;
 
 pub use super::args::HostArgs;
-use super::args::{HostCommand, PathArgs};
+use super::args::{MpsHostCommand, PathArgs};
 use super::compute_mode::SettableComputeMode;
 use super::context::{HostContext, HostOptions};
 pub use super::error::HostError;
@@ -28,7 +28,7 @@ const RECONCILER_MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
 /// Doors need several descriptors per client.
 const WANTED_DESCRIPTOR_LIMIT: u64 = 65_536;
 
-/// Runs until SIGTERM or SIGINT.
+/// Runs the MPS host until SIGTERM or SIGINT, or runs the subcommand of `args`.
 ///
 /// `subcommand` is the word before the arguments [`HostArgs`] on this program's command line, if
 /// any.
@@ -37,13 +37,14 @@ const WANTED_DESCRIPTOR_LIMIT: u64 = 65_536;
 /// of the process, so other code must not start child processes.
 ///
 /// # Errors
-/// Returns [`HostError`] if the MPS host cannot start. The status reports later errors.
+/// Returns [`HostError`] if the MPS host cannot start, or if the subcommand fails. The status
+/// reports later errors of the MPS host.
 pub async fn run(args: HostArgs, subcommand: Option<&str>) -> Result<(), HostError> {
     match &args.command {
-        Some(HostCommand::ComputeMode { device, mode, nvml_library }) => {
+        Some(MpsHostCommand::ComputeMode { device, mode, nvml_library }) => {
             return set_compute_mode(nvml_library.as_deref(), device, *mode);
         }
-        Some(HostCommand::Ready { run_dir }) => return socket::probe_host(&Paths::new(run_dir).socket()).await,
+        Some(MpsHostCommand::Ready { run_dir }) => return socket::probe_host(&Paths::new(run_dir).socket()).await,
         None => {}
     }
     LocalSet::new().run_until(run_host(args.paths, subcommand)).await
@@ -95,7 +96,8 @@ async fn run_host(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostEr
     Ok(())
 }
 
-/// Returns the options of daemons. A child process of this program sets the compute modes.
+/// Returns the programs and files that the MPS host uses. A child process of this program sets the
+/// compute modes.
 fn build_host_options(args: PathArgs, subcommand: Option<&str>) -> Result<HostOptions, HostError> {
     let PathArgs { run_dir: _, mps_control, mps_library_path, nvml_library, driver_version_file } = args;
     let mut compute_mode = vec![std::env::current_exe()?.into_os_string()];
@@ -107,7 +109,8 @@ fn build_host_options(args: PathArgs, subcommand: Option<&str>) -> Result<HostOp
     Ok(HostOptions { mps_control, library_path: mps_library_path, compute_mode, driver_version_file })
 }
 
-/// Raises the limit of open files as far as the kernel allows. Returns the limit in force.
+/// Raises the limit of open files to [`WANTED_DESCRIPTOR_LIMIT`], or as far as the kernel allows.
+/// Returns the limit in force, at most [`WANTED_DESCRIPTOR_LIMIT`].
 fn raise_descriptor_limit() -> usize {
     let limit = rustix::process::getrlimit(Resource::Nofile);
     let max = limit.maximum.unwrap_or(u64::MAX).min(WANTED_DESCRIPTOR_LIMIT);

@@ -45,7 +45,7 @@ pub struct LogLine<'a> {
     pub source: &'a str,
     /// PID of the process that wrote the line.
     pub pid: Option<u32>,
-    /// The text after the prefix.
+    /// The text after the prefix, or the trimmed line if it has no prefix.
     pub text: &'a str,
     /// The event that the text reports.
     pub event: LogEvent,
@@ -98,8 +98,8 @@ fn parse_event(text: &str) -> LogEvent {
     parsed.unwrap_or(LogEvent::Other)
 }
 
-/// Returns the client and context of a [`LogEvent::ClientLost`] line. "recevie" is the driver's
-/// spelling.
+/// Returns the client and context of a line about a lost client, or `None` for any other line.
+/// "recevie" is the driver's spelling.
 fn parse_lost_context(text: &str) -> Option<(u32, u32)> {
     let (_, client) = text.strip_prefix("Server failed to rec")?.split_once("assuming client {PID: ")?;
     let (pid, rest) = client.split_once(',')?;

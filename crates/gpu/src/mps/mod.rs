@@ -13,7 +13,7 @@
 //! |---|---|
 //! | [`wire`] | the contract with the agent: files and requests |
 //! | [`protocol`], [`log`], [`drivers`], `diff`, `text` | pure: MPS packets, log lines, driver branches, changes of the desired state |
-//! | `seqpacket`, `process`, `procfs`, `files` | the operating system |
+//! | `seqpacket`, `process`, `procfs`, `files`, `selinux` | the operating system |
 //! | `control` | one exchange with a daemon |
 //! | `context`, `error`, `compute_mode`, `args` | state, errors and options for all tasks |
 //! | `daemon` | supervises the daemon of one device: lifecycle, probes, faults, clients |

@@ -1,4 +1,4 @@
-//! Finds MPS processes in `/proc` and reads their state. Kills processes of an earlier MPS host.
+//! Finds MPS processes in `/proc` and reads their state. Kills leftover MPS processes.
 //!
 //! A file that cannot be read is an error and never means that there is no process. Two cases are
 //! no errors, because they must not prevent the start or stop of other devices' daemons: a process
@@ -16,7 +16,7 @@ use tokio::time::timeout;
 
 use super::process::PidFd;
 
-/// Time limit of a search through all processes. 10,000 processes take 0.1 s.
+/// Time limit of a search through all processes.
 const PROCESS_SEARCH_DEADLINE: Duration = Duration::from_secs(5);
 /// Stack size of the search thread, in bytes.
 const SEARCH_THREAD_STACK_BYTES: usize = 128 * 1024;

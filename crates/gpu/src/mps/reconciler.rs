@@ -176,8 +176,8 @@ impl Reconciler {
         device
     }
 
-    /// Cleans up after an earlier MPS host: removes doors that are not desired and restores compute
-    /// modes.
+    /// Cleans up after an earlier MPS host: removes doors that are not desired, and restores the
+    /// compute modes of devices that are not desired.
     pub(crate) async fn clean_up(&self) {
         let allocations = std::fs::read_dir(self.context.paths.allocations()).into_iter().flatten().flatten();
         for id in allocations.filter_map(|entry| entry.file_name().into_string().ok()) {

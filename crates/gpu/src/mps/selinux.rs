@@ -29,8 +29,8 @@ impl ContainerLabel {
         Self { enabled: lists_selinux(&filesystems) }
     }
 
-    /// Labels a file or directory. Logs a warning instead of an error if the file system does not
-    /// label single files, or if the policy does not know the label. In these cases, the
+    /// Labels a file or directory. Logs a warning instead of returning an error if the file system
+    /// does not label single files, or if the policy does not know the label. In these cases, the
     /// administrator chooses the label.
     ///
     /// # Errors
@@ -109,7 +109,8 @@ mod tests {
         for path in [directory.path(), &socket] {
             match enabled.try_apply(path) {
                 Ok(()) => assert_eq!(label(path).unwrap(), CONTAINER_FILE_LABEL),
-                // Only root may write labels, and not every file system supports labels.
+                // Without SELinux, only root may write labels. With SELinux, the policy must allow
+                // the label. Not every file system supports labels.
                 Err(error) => assert!(
                     matches!(
                         Errno::from_io_error(&error),

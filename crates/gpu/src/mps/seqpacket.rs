@@ -181,8 +181,8 @@ impl Socket {
         }
     }
 
-    /// Returns once the peer has closed or sent an unexpected packet. Does not remove packets from
-    /// the queue.
+    /// Returns once the peer has closed or a packet is queued. Does not remove packets from the
+    /// queue.
     pub(crate) async fn wait_until_closed_or_readable(&self) {
         loop {
             let Ok(mut ready) = self.0.readable().await else { return };
@@ -235,7 +235,8 @@ impl Listener {
     /// the socket accepts connections and `label` has labelled it.
     ///
     /// # Errors
-    /// Returns an error if a step fails. A file at `path` is then unchanged.
+    /// Returns an error if a step fails. A file at `path` is then unchanged, unless the last step
+    /// fails: the registration with tokio.
     pub(crate) fn bind(path: &Path, label: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<Self> {
         let building = path.with_extension("new");
         match std::fs::remove_file(&building) {

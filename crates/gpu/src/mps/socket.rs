@@ -103,8 +103,8 @@ async fn serve_connection(reconciler: &Reconciler, stream: UnixStream) -> io::Re
         text.push(b'\n');
         timeout(REPLY_DEADLINE, writer.write_all(&text)).await.map_err(|_| io::ErrorKind::TimedOut)??;
         if !is_complete {
-            // The line is too long. Close the connection, so that the remainder of the line is not
-            // parsed as another request.
+            // The line is too long or has no end. Close the connection, so that the remainder of
+            // the line is not parsed as another request.
             return Ok(());
         }
     }

@@ -168,7 +168,8 @@ impl Paths {
         Self { run: run.into() }
     }
 
-    /// Returns `RUN/mps`: the MPS host's directory. Only root can enter it.
+    /// Returns `RUN/mps`: the MPS host's directory. Only root can enter the directory, unless a
+    /// daemon has one server per user.
     pub fn mps_host_dir(&self) -> PathBuf {
         self.run.join("mps")
     }
@@ -221,7 +222,8 @@ pub struct DaemonSettings {
     /// Whether clients of several users share one server (`-multiuser-server`).
     pub multi_user: bool,
     /// Whether to set the GPU to `EXCLUSIVE_PROCESS` while the daemon runs and restore the previous
-    /// mode afterwards. False does not change the mode. Always false for MIG instances.
+    /// mode afterwards. False only restores a mode that an earlier daemon changed. Always false for
+    /// MIG instances.
     pub exclusive: bool,
     /// Default active thread percentage, 1 to 100 (`set_default_active_thread_percentage`). The
     /// default limits clients for which no door sets a limit.
@@ -271,8 +273,8 @@ pub struct MpsHostStatus {
     pub daemons: BTreeMap<String, DaemonStatus>,
     /// Allocations with an open door, by ID.
     pub allocations: BTreeMap<String, AllocationStatus>,
-    /// Why the desired file could not be applied. In older MPS hosts, this field also contains the
-    /// errors of doors.
+    /// Why the desired file could not be applied, or the information that the MPS host has stopped.
+    /// In older MPS hosts, this field also contains the errors of doors.
     pub error: Option<String>,
     /// Why doors could not be opened or restored, by device. Older MPS hosts omit this field.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
@@ -303,8 +305,8 @@ pub struct DaemonStatus {
     pub replies_unproven: bool,
     /// The current or last problem. Empty if no problem occurred.
     pub message: String,
-    /// The clients that MPS lists, sorted by PID, each with the allocation of the door that
-    /// admitted it.
+    /// The clients that MPS lists or that a door has just admitted, sorted by PID. Each client has
+    /// the allocation of the door that admitted the client, if any.
     pub clients: Vec<Client>,
     /// The last fatal GPU error since the MPS host started, if any. Older MPS hosts omit this
     /// field.
@@ -320,8 +322,8 @@ pub struct Fault {
     /// Counts a device's faults from 1 since the MPS host ([`MpsHostStatus::pid`]) started.
     pub number: u64,
     /// The only client that was killed while its kernels ran, just before the fault. If none or
-    /// several were killed, the client that the server's log names. That client may be a neighbour
-    /// of the real culprit.
+    /// several were killed, the only client that the server's log names. That client may be a
+    /// neighbour of the real culprit.
     pub culprit: Option<Client>,
     /// Whether the culprit was killed while its kernels ran and caused no GPU error itself.
     pub killed: bool,
@@ -336,7 +338,7 @@ pub struct Fault {
 /// Lifecycle state of a daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum DaemonState {
-    /// The daemon has started, but its limits are not confirmed yet. Doors admit no client.
+    /// The daemon is starting, and its limits are not confirmed yet. Doors admit no client.
     Starting,
     /// The daemon serves, and its limits are in force.
     Active,
@@ -370,8 +372,9 @@ pub enum Enforcement {
 pub struct Client {
     /// PID in the node's PID namespace.
     pub pid: u32,
-    /// The allocation of the door that admitted the client. `None` for a client that bypassed the
-    /// doors.
+    /// The allocation of the door that admitted the client. `None` if no door of this MPS host
+    /// admitted the client, for example because the client bypassed the doors or limits are
+    /// advisory.
     pub allocation: Option<String>,
 }
 

@@ -22,8 +22,8 @@ pub trait Gpus: Send + Sync {
         Err(NvmlError::NotSupported { call: "nvmlDeviceGetHandleByIndex" })
     }
 
-    /// Returns the GPU at an index and its processes. The list is empty if the GPU cannot report
-    /// processes.
+    /// Returns the GPU at an index and its processes. The list is empty if the processes cannot be
+    /// read.
     fn observe(&self, index: u32) -> Result<GpuObservation, NvmlError> {
         let gpu = self.gpu_at(index)?;
         let processes = self.processes(&gpu.uuid).unwrap_or_default();
@@ -38,7 +38,7 @@ pub trait Gpus: Send + Sync {
     }
 
     /// Passes each event of the GPU at an index to `report` until `report` returns `Break`. Blocks
-    /// this thread. Without events, the call passes `None` about once a second, so that `report`
+    /// this thread. Without events, the call passes `None` about twice a second, so that `report`
     /// can stop the wait.
     fn listen(
         &self,
@@ -59,13 +59,13 @@ pub trait Gpus: Send + Sync {
     }
 
     /// Returns the memory errors of a GPU and the recovery action that its driver requests. Fails
-    /// only if the GPU is not found, or if the GPU or the driver is lost.
+    /// only if the GPU cannot be found, or if the GPU or the driver is lost.
     fn vitals(&self, _uuid: &str) -> Result<GpuVitals, NvmlError> {
         Ok(GpuVitals::default())
     }
 
-    /// Returns the readings of a GPU's sensors. Fails only if the GPU is not found, or if the GPU
-    /// or the driver is lost.
+    /// Returns the readings of a GPU's sensors. Fails only if the GPU cannot be found, or if the
+    /// GPU or the driver is lost.
     fn readings(&self, _uuid: &str) -> Result<GpuReadings, NvmlError> {
         Ok(GpuReadings::default())
     }
@@ -98,7 +98,8 @@ pub trait Gpus: Send + Sync {
     }
 
     /// Creates a GPU instance of `profile` at exactly `start`, and one compute instance that spans
-    /// the GPU instance. On failure, neither instance remains.
+    /// the GPU instance. If the compute instance cannot be created, destroys the GPU instance
+    /// again.
     fn create_mig_instance(&self, _gpu: &str, _profile: &str, _start: u32) -> Result<MigInstance, NvmlError> {
         Err(NvmlError::NotSupported { call: "nvmlDeviceCreateGpuInstanceWithPlacement" })
     }

@@ -200,8 +200,8 @@ impl Library {
         self.call_tracked(|gpus, _| call(gpus))
     }
 
-    /// Calls [`Gpus::listen`] on this thread. Returns `Ok` when another thread has closed the
-    /// session, so that the next call listens in the new session.
+    /// Calls [`Gpus::listen`] on this thread. Returns `Ok` when `report` returns `Break`, or when
+    /// another thread has closed the session. The next call then listens in the new session.
     pub(super) fn listen(
         &self,
         index: u32,

@@ -73,7 +73,7 @@ fn read_nvlink(
     let link = device.link_wrapper_for(number);
     match link.is_active() {
         Ok(true) => {}
-        // GPUs of one generation have different numbers of links.
+        // Most GPUs have fewer links than the maximum.
         Ok(false) | Err(Code::InvalidArg | Code::NotSupported) => return Ok(()),
         Err(code) => return Err(NvmlError::from_code("nvmlDeviceGetNvLinkState", code)),
     }

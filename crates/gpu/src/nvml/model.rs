@@ -34,7 +34,8 @@ pub enum GpuEvent {
         /// The GPU instance, if the GPU is in MIG mode.
         gpu_instance: Option<u32>,
     },
-    /// A GPU may have changed, but NVML does not report which one. Read all GPUs again.
+    /// A GPU may have changed: NVML reported another event, or the events of a GPU could not be
+    /// read. Read all GPUs again.
     Rescan,
 }
 

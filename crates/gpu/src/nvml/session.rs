@@ -332,7 +332,8 @@ fn read_requested_recovery(device: &Device<'_>) -> Result<Option<RecoveryAction>
     Ok(action.and_then(parse_recovery_action))
 }
 
-/// Translates `nvmlDeviceGpuRecoveryAction_t` of `nvml.h`. Drivers after 580 report 6 and 7.
+/// Translates `nvmlDeviceGpuRecoveryAction_t` of `nvml.h`. Returns `None` for an unknown value.
+/// Drivers after 580 report 6 and 7.
 const fn parse_recovery_action(action: u64) -> Option<RecoveryAction> {
     match action {
         0 => Some(RecoveryAction::Nothing),
@@ -343,8 +344,8 @@ const fn parse_recovery_action(action: u64) -> Option<RecoveryAction> {
     }
 }
 
-/// Reads the state of MIG. Reuses the known profiles until MIG mode changes, because reading
-/// profiles takes dozens of calls.
+/// Reads the state of MIG. Returns `None` if the GPU does not support MIG. Reuses the known
+/// profiles until MIG mode changes, because reading profiles takes dozens of calls.
 fn read_mig(
     nvml: &nvml_wrapper::Nvml,
     device: &Device<'_>,

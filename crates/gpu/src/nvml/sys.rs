@@ -1,5 +1,6 @@
-//! The calls that nvml-wrapper does not wrap: MIG instances, events with their GPU instance, the
-//! first version of the memory call, remapped rows, and the device at the end of an NVLink.
+//! The calls that nvml-wrapper does not wrap, or wraps incompletely: MIG instances, events with
+//! their GPU instance, the first version of the memory call, remapped rows, and the device at the
+//! end of an NVLink.
 //!
 //! The product has no other unsafe code. Each function passes NVML pointers only to its own
 //! live, zeroed values and buffers, with their true lengths. Every handle comes from the same
@@ -58,7 +59,7 @@ pub(super) struct RemappedRows {
     pub(super) failed: bool,
 }
 
-/// Returns the remapped rows of a GPU. Returns `None` if the GPU cannot remap rows.
+/// Returns the state of a GPU's remapped rows, or `None` if the GPU or driver does not report it.
 pub(super) fn remapped_rows(nvml: &Nvml, device: &Device<'_>) -> Result<Option<RemappedRows>, NvmlError> {
     const CALL: &str = "nvmlDeviceGetRemappedRows";
     let Ok(call) = nvml_sym(nvml.lib().nvmlDeviceGetRemappedRows.as_ref()) else { return Ok(None) };

@@ -16,7 +16,7 @@ use super::model::GpuEvent;
 
 /// Maximum time until a waiting thread checks whether it should stop.
 const STOP_CHECK_INTERVAL: Duration = Duration::from_secs(2);
-/// First and maximum delay after an error. Without a delay, the thread of a lost GPU would spin,
+/// Minimum and maximum delay after an error. Without a delay, the thread of a lost GPU would spin,
 /// because every read fails immediately.
 const BACK_OFF_RANGE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 /// Maximum number of queued events. A full channel blocks the threads, and NVML then queues further
@@ -97,7 +97,7 @@ fn watch_gpu(library: &Library, index: u32, events: &mpsc::Sender<GpuEvent>, sto
                         }
                     }
                 }
-                // After a long run without an error, the delay returns to its first value.
+                // After a long run without an error, the delay returns to its minimum.
                 pause = if started.elapsed() > BACK_OFF_RANGE.1 {
                     BACK_OFF_RANGE.0
                 } else {

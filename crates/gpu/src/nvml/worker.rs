@@ -16,8 +16,8 @@ type Job = Box<dyn FnOnce() + Send>;
 /// A handle to a worker thread. The thread stops once the last handle is dropped and the thread's
 /// call has returned.
 ///
-/// A call that hangs blocks only this worker, so use one worker per GPU and purpose. While a call
-/// hangs, further calls fail immediately, so a worker never blocks more than one thread.
+/// A call that hangs blocks only this worker, so use one worker per GPU and purpose. Once a call
+/// has missed its deadline, further calls with a deadline fail immediately until that call returns.
 #[derive(Debug, Clone)]
 pub struct Worker {
     library: Library,
@@ -53,7 +53,7 @@ impl Worker {
     ///
     /// # Errors
     /// Returns the errors of the call. Returns [`NvmlError::Hung`] after `deadline`, or immediately
-    /// if an earlier call hangs.
+    /// if an earlier call has missed its deadline and has not returned.
     pub async fn call<T: Send + 'static>(
         &self,
         deadline: Duration,

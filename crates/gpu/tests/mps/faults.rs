@@ -186,7 +186,7 @@ fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
             status.daemons[&uuid].clients.len() == count
         });
     };
-    // A client exits cleanly by itself, after a signal that it handles, and through MPS.
+    // One client exits cleanly by itself, one after a signal that it handles, and one through MPS.
     assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     let mut handles = start_running_client(&node, ALLOCATION_A, &["--hold", "forever", "--handle-sigterm"]);
     handles.signal(Signal::TERM);

@@ -23,7 +23,7 @@ use node::{Client, Node, default_daemon, parse_limits, send_signal, set_user, wa
 const ALLOCATION_A: &str = "aa";
 const ALLOCATION_B: &str = "bb";
 
-/// Returns one GPU with two allocations: one fifth and one half of the GPU.
+/// Returns a node with one GPU and two allocations: one fifth and one half of the GPU.
 fn node_with_two_tenants() -> Node {
     let mut node = Node::with_mps_host(1);
     node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
@@ -146,7 +146,7 @@ fn a_client_that_connects_without_a_daemon_waits_and_runs_under_its_limits() {
     });
     assert!(first.has_no_output());
     assert_eq!(parse_limits(&first.read_line()), (26, Some(8192)));
-    // This client connects after the daemon was killed.
+    // These clients connect after the daemon was killed.
     for _ in 0..2 {
         send_signal(node.wait_for_state(0, DaemonState::Active).pid.unwrap(), Signal::KILL);
         node.wait_for_state(0, DaemonState::Restarting);
@@ -171,7 +171,7 @@ fn a_killed_server_is_restarted_and_gets_its_limits_again() {
         status.daemons[&uuid].state == DaemonState::Active && is_new(status.daemons[&uuid].server_pid)
     });
     assert_eq!(after.daemons[&uuid].pid, before.pid, "the daemon is the same");
-    // The new server has the last limits of the old server.
+    // A client of the new server runs under the limits of its allocation.
     assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
 }
 
@@ -262,8 +262,8 @@ fn connections_leak_no_descriptors() {
     let before = settled(&node);
     let door = node.paths.door(ALLOCATION_A);
     for round in 0..250 {
-        // Four peers connect. One only connects, one disconnects during the handshake, one
-        // disconnects after it has received the server's socket, and one is an administrator.
+        // Peers that disconnect: one before the handshake, one during it, one after it has received
+        // the server's socket (in every tenth round), and an administrator.
         drop(Connection::connect(&door).unwrap());
         drop(mps::introduce_to_daemon(&door, mps::KIND_CLIENT).unwrap());
         if round % 10 == 0 {
@@ -591,23 +591,23 @@ fn valid_and_invalid_requests_are_answered() {
     assert!(
         matches!(node.send_request(&unknown), Reply::Error { message } if message.contains("not in the desired file"))
     );
-    // Connections that send nothing, or only half a line, delay no other connection.
+    // Connections that send only a part of a line delay no other connection.
     let mut silent: Vec<UnixStream> = (0..20).map(|_| UnixStream::connect(node.paths.socket()).unwrap()).collect();
     for stream in &mut silent {
         std::io::Write::write_all(stream, b"{\"op\":").unwrap();
     }
     assert_eq!(node.wait_until_ready(ALLOCATION_A), Reply::Done);
-    // A client is terminated through MPS.
+    // The MPS host terminates a client through MPS.
     let mut running = node.start_client(ALLOCATION_A, &["--hold", "forever"]);
     running.read_line();
     let terminate = Request::Terminate { device: node.uuid(0), pid: running.pid() };
     assert_eq!(node.send_request(&terminate), Reply::Done);
-    // This client has no context.
+    // The first request ends this client's context, and the program keeps running.
     let mut ended = node.start_client(ALLOCATION_A, &["--hold", "forever", "--linger", "forever"]);
     ended.read_line();
     let terminate = Request::Terminate { device: node.uuid(0), pid: ended.pid() };
     assert_eq!([node.send_request(&terminate), node.send_request(&terminate)], [Reply::Done, Reply::NoContext]);
-    // A stopped client would block the daemon until it continues.
+    // A stopped client would block the daemon until the client continues.
     let stopped = node.start_client(ALLOCATION_A, &["--hold", "forever", "--read-line"]);
     stopped.signal(Signal::STOP);
     let stat = format!("/proc/{}/stat", stopped.pid());

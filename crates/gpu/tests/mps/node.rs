@@ -141,7 +141,7 @@ impl Node {
         self.desired.allocations.insert(id.to_owned(), allocation);
     }
 
-    /// Writes the desired file as the agent does.
+    /// Writes the desired file and renames it into place, as the agent does.
     pub(crate) fn write_desired(&self) {
         self.write_desired_bytes(&serde_json::to_vec(&self.desired).unwrap());
     }
@@ -222,13 +222,13 @@ impl Node {
         fs::read_to_string(self.path("log.txt")).unwrap_or_default()
     }
 
-    /// Sends an administrator's command as root.
+    /// Sends an administrator's command to a GPU's daemon, and returns the answer.
     pub(crate) fn send_admin_command(&self, gpu: usize, command: &str) -> String {
         let socket = self.paths.pipe(&self.uuid(gpu)).join("control_privileged");
         handshake::send_command(&socket, command).unwrap().unwrap().trim().to_owned()
     }
 
-    /// Returns a program that uses an allocation.
+    /// Returns the command of a program that uses an allocation.
     pub(crate) fn client_command(&self, allocation: &str, arguments: &[&str]) -> Command {
         let device = &self.desired.allocations[allocation].device;
         let mut command = Command::new(self.path("cleave-client"));
@@ -247,7 +247,7 @@ impl Node {
         Client::spawn(self.client_command(allocation, arguments))
     }
 
-    /// Returns a client that ignores SIGTERM.
+    /// Starts a client that ignores SIGTERM.
     pub(crate) fn start_client_ignoring_sigterm(&self, allocation: &str, arguments: &[&str]) -> Client {
         let program = self.client_command(allocation, arguments);
         let mut shell = Command::new("sh");
@@ -261,7 +261,8 @@ impl Node {
         Client::spawn(shell)
     }
 
-    /// Returns the SMs and the memory limit in MiB that a program of the allocation sees.
+    /// Runs a program that uses the allocation. Returns the number of SMs and the memory limit in
+    /// MiB that the program sees.
     pub(crate) fn run_and_read_limits(&self, allocation: &str) -> (u64, Option<u64>) {
         let mut client = self.start_client(allocation, &[]);
         let line = client.read_line();
@@ -339,7 +340,7 @@ pub(crate) fn default_daemon() -> DaemonSettings {
     }
 }
 
-/// Reads the SMs and the memory limit from a line that a program printed.
+/// Reads the number of SMs and the memory limit in MiB from a line that a program printed.
 pub(crate) fn parse_limits(line: &Value) -> (u64, Option<u64>) {
     assert_eq!(line["viaMps"], true, "{line}");
     (line["sms"].as_u64().unwrap(), line["limitMiB"].as_u64())

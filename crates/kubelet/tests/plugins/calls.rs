@@ -175,13 +175,13 @@ async fn hostile_connections_do_not_affect_the_kubelet() {
         vec![0xff; 4096],
         HTTP2_PREFACE[..10].to_vec(),
         [HTTP2_PREFACE, &settings[..5]].concat(),
-        // A frame header with a length of 16 MiB.
+        // A frame header with a length of almost 16 MiB.
         [HTTP2_PREFACE, &settings, &[0xff, 0xff, 0xff, 0, 0, 0, 0, 0, 1][..]].concat(),
         // Truncated headers, and invalid headers.
         [HTTP2_PREFACE, &settings, &call[..20]].concat(),
         [HTTP2_PREFACE, &settings, &encode_frame(HEADERS_FRAME, 4, 1, &[0xff; 64])].concat(),
-        // A message that is shorter than its declared length, a message with a declared length of 4
-        // GiB, and an invalid message.
+        // A message that is shorter than its declared length, a message with a declared length of
+        // almost 4 GiB, and an invalid message.
         [HTTP2_PREFACE, &settings, &call, &encode_frame(DATA_FRAME, 1, 1, &[0, 0, 0, 0, 9, 1])].concat(),
         [HTTP2_PREFACE, &settings, &call, &encode_frame(DATA_FRAME, 0, 1, &[0, 0xff, 0xff, 0xff, 0xff])].concat(),
         [HTTP2_PREFACE, &settings, &call, &encode_frame(DATA_FRAME, 1, 1, &[0, 0, 0, 0, 2, 0xff, 0xff])].concat(),

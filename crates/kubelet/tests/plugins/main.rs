@@ -105,7 +105,8 @@ fn resources_by_name(named: &[(&str, &Arc<TestResource>)]) -> BTreeMap<ResourceN
         .collect()
 }
 
-/// A device plugin directory with timers that do not fire unless a test sets them.
+/// A device plugin directory. The timers for streams, registrations and polls do not fire unless a
+/// test sets them.
 struct Fixture {
     directory: tempfile::TempDir,
     config: PluginServerConfig,
@@ -135,7 +136,7 @@ impl Fixture {
         plugins
     }
 
-    /// Returns the names of the sockets in the directory, except `kubelet.sock`.
+    /// Returns the sorted names of the files in the directory, except `kubelet.sock`.
     fn socket_names(&self) -> Vec<String> {
         let names = std::fs::read_dir(self.path()).expect("a directory").map(|e| e.expect("an entry").file_name());
         let mut names: Vec<_> =

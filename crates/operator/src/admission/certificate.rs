@@ -3,10 +3,10 @@
 //!
 //! Each certificate has its own CA. The operator discards the CA's key after signing, so the CA
 //! cannot sign another certificate. The Secret contains the certificate, its key, and the CAs that
-//! API servers must trust: the certificate's own CA and the previous CA. API servers therefore also
-//! trust a replica that still serves the previous certificate. [`next_step`] selects the next
-//! action and is pure. The function detects an expired certificate by verifying the certificate as
-//! a client does.
+//! API servers must trust: the certificate's own CA and, if it is still valid, the previous
+//! certificate's CA. API servers therefore also trust a replica that still serves the previous
+//! certificate. [`next_step`] selects the next action and is pure. The function detects an expired
+//! certificate by verifying the certificate as a client does.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -34,7 +34,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::leader::LeaseGuard;
 
-/// How long a certificate is valid.
+/// How long a certificate is valid after its creation.
 pub(crate) const CERTIFICATE_VALIDITY: Duration = Duration::from_secs(90 * 24 * 3600);
 /// How long before its expiry a certificate is renewed.
 pub(crate) const RENEW_BEFORE_EXPIRY: Duration = Duration::from_secs(30 * 24 * 3600);
@@ -58,13 +58,13 @@ pub(crate) enum Error {
     /// The certificate library failed to create a key or a certificate.
     #[error("failed to create a certificate")]
     Create(#[source] rcgen::Error),
-    /// The Secret has no entry with this key.
+    /// The Secret has no entry with this key, or the entry contains no certificate.
     #[error("the Secret has no {0}")]
     Lacks(&'static str),
     /// An entry of the Secret is not PEM.
     #[error("{0} of the Secret is not valid PEM")]
     Pem(&'static str, #[source] rustls::pki_types::pem::Error),
-    /// The certificate and the key do not match, or are not supported.
+    /// The certificate and the key do not match, or a CA or the key is not supported.
     #[error("the Secret's certificate, key and CAs do not match")]
     Unusable(#[source] rustls::Error),
     /// The CAs cannot be used to verify a certificate.
@@ -173,7 +173,8 @@ impl Certificate {
         self.authorities.iter().all(|authority| trusted.contains(authority))
     }
 
-    /// Returns the certificate's own CA as PEM. Returns `None` if the Secret has no CA.
+    /// Returns the certificate's own CA, the first in the list, as PEM. Returns `None` if the list
+    /// contains no complete PEM block.
     fn own_authority(&self) -> Option<String> {
         const PEM_END: &str = "-----END CERTIFICATE-----\n";
         let pem = self.authorities_pem.replace("\r\n", "\n");
@@ -208,7 +209,8 @@ pub(crate) enum CertificateStep {
     Serve,
     /// Create a new certificate, and serve it once API servers trust it.
     Renew,
-    /// The stored certificate is not trusted: create a new certificate immediately.
+    /// No stored certificate is trusted: create a new certificate, even if this process does not
+    /// lead.
     Create,
 }
 
@@ -353,8 +355,8 @@ impl CertificateManager {
         step: CertificateStep,
         now: SystemTime,
     ) -> Result<Certificate, UpdateError> {
-        // Other replicas still serve the stored certificate, or the last readable certificate. API
-        // servers must continue to trust its CA.
+        // Other replicas may still serve the stored certificate, or the last readable certificate.
+        // API servers must continue to trust that certificate's CA.
         let before = stored.or_else(|| self.known.clone()).filter(|before| before.is_trusted(&self.host, now));
         let current = Certificate::create(&self.host, now, before.as_ref())?;
         tracing::info!(secret = self.name, ?step, "creating a new webhook certificate");
@@ -369,7 +371,8 @@ impl CertificateManager {
         Ok(current)
     }
 
-    /// Adds the certificate's CAs to the webhook configuration, so that API servers trust them.
+    /// Writes the certificate's CAs to each webhook of the configuration that lacks one of them, so
+    /// that API servers trust the CAs.
     async fn publish_authorities(&self, current: &Certificate) -> Result<(), UpdateError> {
         let configured = with_timeout(self.webhooks.get(&self.name)).await?;
         for webhook in configured.webhooks.unwrap_or_default() {
@@ -395,7 +398,7 @@ mod tests {
 
     const SERVICE_HOST: &str = "cleave-webhook.cleave-system.svc";
 
-    /// Returns the time of day in whole seconds, which is the precision of certificates.
+    /// Returns a fixed time in whole seconds, which is the precision of certificates.
     fn now() -> SystemTime {
         SystemTime::UNIX_EPOCH + Duration::from_secs(1_800_000_000)
     }

@@ -1,8 +1,10 @@
-//! The admission webhook. The webhook gates new pods and adds `preStop` hooks to containers with
-//! shares, on API servers without mutating admission policies (Kubernetes before 1.36).
+//! The admission webhook. The webhook gates new pods that request GPUs, and adds `preStop` hooks to
+//! containers with MPS shares, on API servers without mutating admission policies (Kubernetes
+//! before 1.36).
 //!
 //! [`review`] is pure and has no state, so any replica can answer any request. Its inputs are the
-//! review and the exempt namespaces. [`crate::admission::certificate`] manages the certificate.
+//! change, the review and the exempt namespaces. [`crate::admission::certificate`] manages the
+//! certificate.
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -57,7 +59,8 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limit for a request's header and for an idle connection. API servers close idle connections
 /// after 90 s. This limit is longer, so that the API servers close connections first.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(120);
-/// Time limit of a whole request. The API server waits for 10 s.
+/// Time limit for a request's body, including the wait for other bodies. With the chart, the API
+/// server waits 10 s for a review of the gate and 5 s for a review of the preStop hook.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(8);
 /// How long the webhook still answers requests after `stop` is cancelled. API servers need some
 /// time to switch to another replica.
@@ -65,7 +68,7 @@ pub(crate) const DRAIN_TIME: Duration = Duration::from_secs(3);
 /// How long open requests may continue after [`DRAIN_TIME`].
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The request body is not a review of a pod.
+/// The request body is not a review of a pod, or the answer could not be created.
 #[derive(Debug, thiserror::Error)]
 pub enum MalformedReview {
     /// The body is not JSON, or not an `AdmissionReview`.
@@ -125,7 +128,7 @@ fn shorten_error(error: &serde_json::Error) -> String {
 /// namespace is exempt.
 ///
 /// # Errors
-/// Returns an error if the body is not a review of a pod.
+/// Returns an error if the body is not a review of a pod, or if the patch cannot be serialized.
 pub fn review(
     change: PodChange,
     body: &[u8],
@@ -176,14 +179,14 @@ fn requests_any(pod: &RawPod, is_selected: fn(&str) -> bool) -> bool {
     })
 }
 
-/// Returns whether a toleration is for taints whose key is [`RESOURCE_GPU`], or for all taints. In
-/// this case, the operator does not change the pod's tolerations.
+/// Returns whether a toleration is for taints whose key is [`RESOURCE_GPU`], or for taints with any
+/// key. In this case, the operator does not change the pod's tolerations.
 fn covers_gpu_taint(toleration: &Toleration) -> bool {
     toleration.key == RESOURCE_GPU || toleration.key.is_empty() && toleration.operator == "Exists"
 }
 
-/// Returns the operation that appends a value to a list. If the object has no such list, the
-/// operation adds a list with the value.
+/// Returns the operation that appends a value to a list. With `is_missing`, the list is absent or
+/// empty, and the operation adds a list with the value.
 fn append_operation(list: [&str; 2], is_missing: bool, value: serde_json::Value) -> PatchOperation {
     let (path, value) = if is_missing {
         (PointerBuf::from_tokens(list), json!([value]))
@@ -194,9 +197,9 @@ fn append_operation(list: [&str; 2], is_missing: bool, value: serde_json::Value)
 }
 
 /// Returns the patch that adds a sleep before SIGTERM to containers with MPS shares, unless they
-/// have a preStop hook. Returns `None` if no container needs a hook, if the sleep would use up the
-/// grace period, or if the pod opts out. The API server accepts hooks of init containers only for
-/// sidecars.
+/// have a preStop hook. Returns `None` if `seconds` is 0, if no container needs a hook, if the
+/// sleep would use up the grace period, or if the pod opts out. The API server accepts hooks of
+/// init containers only for sidecars.
 fn pre_stop_patch(pod: &RawPod, seconds: u16) -> Option<Patch> {
     let spec = &pod.spec;
     let declined = || {
@@ -246,8 +249,9 @@ pub(crate) struct Reviewer {
 }
 
 impl Reviewer {
-    /// Creates a reviewer. `namespaces` contains the exempt namespaces. With `tolerate`, gated pods
-    /// that request shares get a toleration of taints whose key is [`RESOURCE_GPU`].
+    /// Creates a reviewer. `namespaces` contains the namespaces with the label [`ALLOW_LABEL`].
+    /// With `tolerate`, gated pods that request shares get a toleration of taints whose key is
+    /// [`RESOURCE_GPU`].
     pub(crate) fn new(namespaces: Namespaces, tolerate: bool) -> Self {
         Self { namespaces, tolerate, bodies: Arc::new(Semaphore::new(MAX_CONCURRENT_BODIES)) }
     }

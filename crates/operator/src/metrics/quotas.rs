@@ -85,7 +85,7 @@ impl QuotaMetrics {
             self.unmet.clone(),
         );
         registry.register("share", "Borrowed amount for each unit of the quota's weight", self.share.clone());
-        registry.register("pods", "Running pods, by class: in-quota or over-quota", self.pods.clone());
+        registry.register("pods", "Released pods, by class: in-quota or over-quota", self.pods.clone());
         registry.register("waiting_pods", "Pods at the placement gate, by reason", self.waiting_pods.clone());
         registry.register(
             "evictions",
@@ -140,7 +140,7 @@ impl QuotaMetrics {
         counted.insert((exchange.from, exchange.to, kind));
     }
 
-    /// Clears the gauges. A process that does not lead reports no values.
+    /// Clears the gauges. A process that does not lead reports no gauges.
     pub(crate) fn clear_gauges(&self) {
         for family in [
             &self.min,

@@ -82,19 +82,20 @@ pub struct NominationRecord {
     pub uid: String,
     /// The pod for which other pods are evicted: the pod itself, or another pod of its gang.
     pub preemptor: String,
-    /// The room.
+    /// The nominated node and units.
     pub room: Placement,
 }
 
-/// A waiting pod from which disruption budgets keep guaranteed room. The time is written to the
-/// pod, so that it does not start again with another leader.
+/// A waiting pod within its guarantee that gets no GPU, because disruption budgets protect
+/// borrowing pods. The start of this state is written to the pod, so that another leader does not
+/// restart the count.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProtectedPod {
     /// The pod, as `namespace/name`.
     pub pod: String,
     /// UID of the pod.
     pub uid: String,
-    /// Since when budgets keep the room, in seconds since the Unix epoch.
+    /// When budgets began to protect the borrowing pods, in seconds since the Unix epoch.
     pub since: u64,
 }
 
@@ -105,7 +106,7 @@ pub struct QuotaEviction {
     pub kind: Kind,
     /// Quota of the pod. `None` if the pod's namespace has no quota.
     pub from: Option<String>,
-    /// Quota of the waiting pod. `None` if its namespace has no quota.
+    /// Quota of the waiting pod. `None` if the waiting pod's namespace has no quota.
     pub to: Option<String>,
     /// Grace period in seconds. `None` means the pod's own grace period.
     pub grace: Option<u32>,
@@ -134,13 +135,14 @@ const WAITING_RECHECK_TIME: Duration = Duration::from_secs(5);
 /// The decisions of one reconcile.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Actions {
-    /// Pods to release, in order of priority and age.
+    /// Pods to release, in the order of the decisions.
     pub releases: Vec<Release>,
     /// Pods to evict. The ledger keeps the freed shares for the preemptor.
     pub evictions: Vec<Eviction>,
     /// Nominations to write to pods before the evictions.
     pub kept: Vec<NominationRecord>,
-    /// Waiting pods from which disruption budgets keep guaranteed slices, to be recorded.
+    /// Waiting pods within their guarantee that get no GPU because of disruption budgets, to be
+    /// recorded.
     pub protected: Vec<ProtectedPod>,
     /// Pods that wait at the gate, each with the reason.
     pub waiting: BTreeMap<String, WaitingPod>,
@@ -173,9 +175,9 @@ impl Actions {
         self.requeue = Some(self.requeue.map_or(time, |requeue| requeue.min(time)));
     }
 
-    /// Returns the delay before the next reconcile, if no change wakes the placement controller
-    /// earlier. A change of a pod without GPUs does not wake the controller, but may free CPU or
-    /// affect the rules of a waiting pod.
+    /// Returns the maximum delay before the next reconcile. A change can wake the placement
+    /// controller earlier. A change of a pod without GPUs does not wake the controller, but may
+    /// free CPU or affect the rules of a waiting pod.
     pub(super) fn delay(&self) -> Option<Duration> {
         let recheck = (!self.waiting.is_empty()).then_some(WAITING_RECHECK_TIME);
         self.requeue.into_iter().chain(recheck).min()

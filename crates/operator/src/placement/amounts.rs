@@ -75,7 +75,8 @@ mod tests {
             .collect()
     }
 
-    /// Requests, free pod slots in thousandths, and whether the free amounts suffice for the pod.
+    /// Requests, free pod slots in thousandths, and whether the free amounts suffice for the pod,
+    /// without and with its GPUs.
     type Case = (&'static [(&'static str, &'static str)], i128, bool, bool);
 
     #[test]

@@ -46,7 +46,7 @@ impl<'a> DisruptionBudgets<'a> {
 
     /// Returns whether budgets allow the eviction of a pod that is bound.
     pub(super) fn protection(&self, pod: &PodObject) -> BudgetProtection {
-        // The Eviction API ignores budgets for pods whose containers were never started.
+        // The Eviction API ignores budgets for pods in the phase `Pending`.
         if pod.status.phase == "Pending" {
             return BudgetProtection::None;
         }
@@ -72,8 +72,8 @@ impl<'a> DisruptionBudgets<'a> {
 }
 
 impl BudgetObject {
-    /// Returns the number of evictions that the budget allows now. Returns 0 if the API server has
-    /// not processed the latest change of the budget.
+    /// Returns the number of evictions that the budget allows now. Returns 0 if the budget's status
+    /// does not include the latest change of the budget's spec.
     pub(super) fn allowed_evictions(&self) -> u32 {
         let is_current = self.status.observed_generation >= self.metadata.generation.unwrap_or(0);
         if is_current { u32::try_from(self.status.disruptions_allowed).unwrap_or(0) } else { 0 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use cleave_plan::ledger::{Claim, Ledger, Moment, NodeFacts, Place};
 
-use super::cluster::{ReconcileTime, is_released};
+use super::cluster::{ReconcileTime, is_released_and_unbound};
 use super::facts::annotated_reservations;
 use super::pod_tracker::PodTracker;
 use super::replicas::ReplicaIndex;
@@ -17,8 +17,8 @@ pub(super) const RESERVATION_TIME: Duration = Duration::from_secs(300);
 /// Maximum number of renewals of a reservation. After an hour, the operator assumes that no
 /// scheduler will bind the pod.
 pub(super) const MAX_RENEWALS: u32 = 11;
-/// How long the ledger keeps the claim of a deleted pod if the agent never reported the pod's
-/// allocation. A pod that is deleted without a grace period may still use its shares.
+/// How long the ledger keeps the claim of an ended or deleted pod if the agent never reported the
+/// pod's allocation. A pod that is deleted without a grace period may still use its shares.
 pub(super) const UNREPORTED_CLAIM_TIME: Duration = Duration::from_secs(5);
 /// How long the listed units of an ended or deleted pod count as about to be free. After that, the
 /// units count as used until the node reports otherwise. The kubelet may be unable to stop the
@@ -47,12 +47,12 @@ pub(super) struct PodClaims {
     ended: BTreeMap<String, BTreeMap<String, Duration>>,
     /// When the ledger was built. Pods that are not in `ended` count as ended at this time.
     built: Duration,
-    /// Nodes on which reservations have ended.
+    /// Nodes on which claims have ended since the last call of [`Self::take_freed_nodes`].
     freed: BTreeSet<String>,
 }
 
 impl PodClaims {
-    /// Builds the ledger from the nodes' devices and the pods' annotations.
+    /// Builds the ledger from the nodes' devices, and from the nodes and annotations of pods.
     pub(super) fn rebuild(
         &mut self,
         nodes: BTreeMap<String, NodeFacts>,
@@ -97,7 +97,7 @@ impl PodClaims {
         true
     }
 
-    /// Removes and returns the nodes on which reservations have ended since the last call.
+    /// Removes and returns the nodes on which claims have ended since the last call.
     pub(super) fn take_freed_nodes(&mut self) -> BTreeSet<String> {
         std::mem::take(&mut self.freed)
     }
@@ -238,13 +238,15 @@ impl PodClaims {
         up < ended.saturating_add(LISTED_TIME)
     }
 
-    /// Ends the expired reservations of pods that the scheduler refuses.
+    /// Ends the expired reservations of pods that the scheduler has reported as unschedulable and
+    /// not nominated, and of pods that are no longer released.
     ///
-    /// Renews other expired reservations. The scheduler may be slow or may wait for a volume, or a
-    /// temporary obstacle on the node may end. [`super::stranded`] limits the total time.
+    /// Renews other expired reservations, at most [`MAX_RENEWALS`] times. The scheduler may be slow
+    /// or may wait for a volume, or a temporary obstacle on the node may end. [`super::stranded`]
+    /// limits the total time.
     pub(super) fn expire_reservations(&mut self, ledger: &mut Ledger, unsettled: &[&PodObject], now: ReconcileTime) {
         let mut due: BTreeSet<String> = ledger.pods_with_expired_claims(Moment(now.epoch)).into_iter().collect();
-        for pod in unsettled.iter().filter(|pod| is_released(pod)) {
+        for pod in unsettled.iter().filter(|pod| is_released_and_unbound(pod)) {
             let name = full_name(&pod.metadata);
             if !due.remove(&name) {
                 continue;
@@ -269,8 +271,11 @@ impl PodClaims {
 
     /// Removes the renewal counts of all pods except released pods that are still not bound.
     pub(super) fn drop_renewals(&mut self, unsettled: &[&PodObject]) {
-        let unbound: BTreeSet<&str> =
-            unsettled.iter().filter(|pod| is_released(pod)).filter_map(|pod| pod.metadata.uid.as_deref()).collect();
+        let unbound: BTreeSet<&str> = unsettled
+            .iter()
+            .filter(|pod| is_released_and_unbound(pod))
+            .filter_map(|pod| pod.metadata.uid.as_deref())
+            .collect();
         self.renewals.retain(|uid, _| unbound.contains(uid.as_str()));
     }
 
@@ -279,7 +284,7 @@ impl PodClaims {
         self.lingering.keys().map(String::as_str)
     }
 
-    /// Returns the time until each lingering claim ends.
+    /// Returns the time until each lingering claim ends, at least 1 ms.
     pub(super) fn lingering_claim_expiries(&self, up: Duration) -> impl Iterator<Item = Duration> + '_ {
         self.lingering.values().map(move |until| until.saturating_sub(up).max(Duration::from_millis(1)))
     }
@@ -304,7 +309,7 @@ pub(super) fn expiry(now: ReconcileTime) -> Moment {
 }
 
 /// Returns the node that a pod is bound to, or the nodes of the reservation in the pod's
-/// annotation.
+/// annotation. Returns `None` if the pod is gated, or if it has no annotation.
 fn placement_of(pod: &PodObject, now: ReconcileTime) -> Option<Place> {
     if let Some(node) = pod.node() {
         return Some(Place::Bound(node.to_owned()));

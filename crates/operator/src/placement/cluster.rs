@@ -30,9 +30,9 @@ pub struct Cluster {
     pub agents: Vec<Arc<AgentPod>>,
     /// MPS hosts. `None` if the operator does not replace MPS hosts, or has not listed them yet.
     pub hosts: Option<MpsHosts>,
-    /// `PersistentVolumeClaim`s that pods refer to.
+    /// `PersistentVolumeClaim`s, to which pods refer.
     pub volume_claims: Vec<Arc<VolumeClaimObject>>,
-    /// `PersistentVolume`s that claims are bound to.
+    /// `PersistentVolume`s, to which claims are bound.
     pub volumes: Vec<Arc<VolumeObject>>,
     /// Quotas.
     pub quotas: Vec<Arc<DeserializeGuard<GpuQuota>>>,
@@ -65,7 +65,7 @@ pub(super) struct ReconcileInput<'a> {
 }
 
 /// Returns whether a pod has no gate and is neither bound nor deleted.
-pub(super) fn is_released(pod: &PodObject) -> bool {
+pub(super) fn is_released_and_unbound(pod: &PodObject) -> bool {
     pod.node().is_none() && pod.spec.scheduling_gates.is_empty() && pod.metadata.deletion_timestamp.is_none()
 }
 

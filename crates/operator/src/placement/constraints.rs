@@ -115,8 +115,8 @@ impl<'a> Constraints<'a> {
         self.reserved.push(ReservedPod { pod, nodes });
     }
 
-    /// Returns the key of a pod. Returns `None` if neither the pod's own rules nor other pods'
-    /// rules restrict the pod.
+    /// Returns the key of a pod. Returns `None` if neither the pod's own rules and volumes nor
+    /// other pods' rules restrict the pod.
     pub(super) fn key<'p>(&self, pod: &'p PodObject) -> Option<ConstraintKey<'p>> {
         let rules = &pod.spec.rules;
         let repelled = || self.terms.iter().any(|(own, term)| term.may_select(own, namespace(pod), labels(pod)));

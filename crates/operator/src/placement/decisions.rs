@@ -25,8 +25,8 @@ use crate::pods::is_interchangeable;
 use crate::policies::demand::{Reason, WaitingPod};
 use crate::rollout::Rollout;
 
-/// Maximum number of pods released per reconcile. The operator writes their patches before it
-/// reconciles again.
+/// Maximum number of pods released per reconcile, unless a larger gang is released alone. The
+/// operator writes their patches before it reconciles again.
 pub(super) const MAX_RELEASES: usize = 128;
 /// Maximum number of pods released as unschedulable per reconcile. If thousands of such pods have a
 /// high priority, they must not use up the releases of pods that can run.
@@ -67,18 +67,18 @@ pub(super) struct Decisions<'a, 'm> {
     pub(super) unplaceable_releases: usize,
 }
 
-/// Why a pod found no free room.
+/// Why a search found no free units for a pod.
 struct NoRoom {
     /// Whether more GPUs would not help.
     needs_no_gpus: bool,
-    /// Where the pod may run, in the order in which it tries, and why it found no room there.
+    /// Where the search tried to place the pod, in order, and why the pod did not fit there.
     attempts: Vec<(Option<QuotaTurn>, Verdict)>,
-    /// Whether quotas kept the pod from looking for free room.
+    /// Whether the rules of quotas did not permit a search for free units.
     is_held: bool,
 }
 
 impl NoRoom {
-    /// Returns why the pod found no room. Obstacles that may pass come first.
+    /// Returns why the pod did not fit. Obstacles that may pass come first.
     fn verdict(&self) -> Verdict {
         let may_pass = self.attempts.iter().find(|(_, verdict)| verdict.permanent_obstacle().is_none());
         let first = may_pass.or(self.attempts.first());
@@ -148,7 +148,13 @@ impl<'a> Decisions<'a, '_> {
                     self.reserve(candidate, turn, &fits);
                     return;
                 }
-                Ok(_) => no_room.attempts.push((turn, Verdict::Waits(String::new()))),
+                Ok(_) => {
+                    if let Some(fits) = self.find_cheaper(turn, candidate) {
+                        self.reserve(candidate, turn, &fits);
+                        return;
+                    }
+                    no_room.attempts.push((turn, Verdict::Waits(String::new())));
+                }
                 Err(verdict) => no_room.attempts.push((turn, verdict)),
             }
             no_room.is_held = false;
@@ -177,7 +183,7 @@ impl<'a> Decisions<'a, '_> {
         }
     }
 
-    /// Starts an attempt of a pod to get room: in a pool with quotas, or on other nodes.
+    /// Starts an attempt to place a pod: in a pool with quotas, or on other nodes.
     fn start_attempt(&mut self, name: &str, turn: Option<QuotaTurn>) {
         self.search.set_turn(turn);
         if let Some(pass) = &self.quotas {
@@ -186,12 +192,22 @@ impl<'a> Decisions<'a, '_> {
         }
     }
 
-    /// Returns whether a pod may use the room that a search found.
+    /// Returns whether a pod may use the placement that a search found.
     fn may_use(&mut self, turn: Option<QuotaTurn>, fits: &Fits) -> bool {
         self.quotas.as_mut().zip(turn).is_none_or(|(pass, turn)| pass.may_use(turn, fits))
     }
 
-    /// Reserves room for a pod, and releases it.
+    /// Finds a placement on devices where the pod costs little enough, after a search that found
+    /// another one.
+    fn find_cheaper(&mut self, turn: Option<QuotaTurn>, candidate: &'a Candidate<'a>) -> Option<Fits> {
+        let (pass, turn) = self.quotas.as_mut().zip(turn)?;
+        pass.withhold_dear_devices(self.ledger, turn, &candidate.device_requests);
+        let found = self.search.find(self.ledger, candidate).ok();
+        pass.withhold_others(self.ledger, Some(turn));
+        found.filter(|fits| pass.may_use(turn, fits))
+    }
+
+    /// Reserves units for a pod, and releases the pod.
     fn reserve(&mut self, candidate: &'a Candidate<'a>, turn: Option<QuotaTurn>, fits: &Fits) {
         let name = &candidate.name;
         if self.ledger.reserve(name, fits, self.expires).is_err() {
@@ -202,7 +218,7 @@ impl<'a> Decisions<'a, '_> {
         self.reserved.insert(name.clone());
     }
 
-    /// Releases pods to the room that is reserved for them.
+    /// Releases pods to the units that are reserved for them.
     fn release(&mut self, pods: &[&'a Candidate<'a>], turn: Option<QuotaTurn>, found: &[&Fits]) {
         let named: Vec<(&str, &Fits)> = pods.iter().map(|one| one.name.as_str()).zip(found.iter().copied()).collect();
         let label = self.quotas.as_mut().and_then(|pass| pass.label_released(turn, &named));
@@ -220,7 +236,8 @@ impl<'a> Decisions<'a, '_> {
         }
     }
 
-    /// Finds room on a node of another device plugin.
+    /// Finds a node of another device plugin with enough free resources for a pod. Returns the
+    /// requirement that excludes the pod from Cleave's nodes.
     fn find_other_node(&mut self, candidate: &Candidate<'_>) -> Option<cleave_plan::snapshot::Requirement> {
         let (nodes, labels, input) = (self.nodes, self.agent_labels, self.input);
         let new = || OtherNodes::new(nodes, input.tracker, labels, input.unsettled);
@@ -243,7 +260,8 @@ impl<'a> Decisions<'a, '_> {
         NeedInputs::new(self.offers, self.input.demand.get(&candidate.name), withheld, returns)
     }
 
-    /// Evicts pods for a pod that found no room, unless it is about to get room without evictions.
+    /// Evicts pods for a pod that does not fit, unless this pod is about to get units without
+    /// evictions.
     fn make_room(&mut self, candidate: &'a Candidate<'a>, no_room: &NoRoom) -> PreemptionProspect {
         let name = &candidate.name;
         let turns = no_room.attempts.iter().map(|(turn, _)| *turn);
@@ -278,7 +296,7 @@ impl<'a> Decisions<'a, '_> {
     }
 
     /// Records why a pod waits, or releases it as unschedulable after some time. `quota_wait` is
-    /// set if a quota keeps the pod from room.
+    /// set if the rules of quotas explain the wait.
     fn wait_or_give_up(
         &mut self,
         candidate: &'a Candidate<'a>,
@@ -361,7 +379,7 @@ impl<'a> Decisions<'a, '_> {
         }
     }
 
-    /// Evicts pods for a gang that found no room, unless one of its pods is about to get room
+    /// Evicts pods for a gang that does not fit, unless one of its pods is about to get units
     /// without evictions.
     fn make_room_for_gang(&mut self, gang: &[&'a Candidate<'a>], turns: &[QuotaTurn]) -> PreemptionProspect {
         let mut pause = None;
@@ -392,7 +410,7 @@ impl<'a> Decisions<'a, '_> {
         prospect
     }
 
-    /// Makes pods wait that may not get room now, and ends their nominations.
+    /// Records that pods wait because they may not get units now, and ends their nominations.
     fn make_wait(&mut self, pods: &[&'a Candidate<'a>], wait: &WaitingPod) {
         for one in pods {
             self.preemption.withdraw_nomination(self.ledger, &mut self.search, &one.name);
@@ -401,7 +419,7 @@ impl<'a> Decisions<'a, '_> {
         }
     }
 
-    /// Makes pods wait that a quota keeps from all room.
+    /// Records that pods wait because the rules of quotas permit them no units now.
     fn make_wait_for_quota(&mut self, pods: &[&'a Candidate<'a>], why: impl FnOnce(&QuotaPass<'_>) -> QuotaWait) {
         let Some(wait) = self.quotas.as_ref().map(|pass| why(pass).into_waiting_pod()) else { return };
         self.make_wait(pods, &wait);
@@ -416,7 +434,8 @@ fn waiting_for_free_units(message: String) -> WaitingPod {
 }
 
 /// Builds the reservation for the pod's annotation. The reservation lists groups of units in the
-/// order of the pod's requests. The units of one group must be on one device.
+/// order of the pod's requests, without whole GPUs and whole MIG instances. The units of one group
+/// must be on one device.
 fn build_placement(device_requests: &[DeviceRequest], fits: &Fits, expires: Moment) -> Placement {
     let held = |takes: &[Reservation]| {
         let mut left: Vec<&Reservation> = takes.iter().filter(|take| !is_interchangeable(&take.resource)).collect();

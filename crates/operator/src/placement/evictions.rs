@@ -32,8 +32,8 @@ const MAX_RATE_LIMIT_PAUSE: Duration = Duration::from_secs(60);
 /// Results of earlier evictions. Times are durations since the process started.
 #[derive(Debug, Default)]
 pub(super) struct EvictionRecords {
-    /// UIDs of pods whose eviction the API server accepted, each with the time until which the pod
-    /// counts as terminating.
+    /// UIDs of pods that the API server evicts or did not find, each with the time until which the
+    /// pod counts as terminating.
     accepted: BTreeMap<String, Duration>,
     /// Pods that could not be evicted, by UID.
     failures: BTreeMap<String, EvictionFailures>,
@@ -103,7 +103,8 @@ impl EvictionRecords {
         ended
     }
 
-    /// Returns whether the API server accepted an eviction of the pod with this UID recently.
+    /// Returns whether the API server recently accepted an eviction of the pod with this UID, or
+    /// did not find the pod.
     pub(super) fn is_accepted(&self, uid: &str) -> bool {
         self.accepted.contains_key(uid)
     }

@@ -63,12 +63,6 @@ impl Seeker<'_> {
     }
 }
 
-/// Returns whether a pod has precedence over borrowers: it is within its guarantee or overrides
-/// quotas.
-pub(super) const fn has_precedence(turn: &QuotaTurn) -> bool {
-    turn.rights.is_within || turn.rank.overriding.is_some()
-}
-
 /// Whether pods to evict are searched for a waiting pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SearchTurn {
@@ -196,13 +190,14 @@ impl ExchangeTurns {
 
     /// Decides whether pods to evict are searched for a waiting pod now.
     pub(super) fn take_turn(&mut self, seeker: &Seeker<'_>, up: Duration) -> SearchTurn {
-        let (key, rights) = (seeker.key(), seeker.turn.rights);
+        let (key, rights) = (seeker.key(), (seeker.turn.rights, seeker.turn.has_precedence()));
         let known = self.searches.get(&key).filter(|search| search.uid == seeker.uid());
-        let same = known.filter(|search| search.rights == rights && search.pods == seeker.pods);
-        if let Some(Failure { is_protected, .. }) = same.and_then(|search| self.failure(key.1, search, up)) {
+        let is_same = |search: &&Search| (search.rights, search.has_precedence) == rights && search.pods == seeker.pods;
+        let failure = known.filter(is_same).and_then(|search| self.failure(key.1, search, up));
+        if let Some(Failure { is_protected, .. }) = failure {
             return SearchTurn::Futile { is_protected };
         }
-        let has_precedence = has_precedence(&seeker.turn);
+        let has_precedence = seeker.turn.has_precedence();
         let is_first = known.is_none_or(|search| has_precedence && !search.has_precedence);
         let is_done = known.is_some_and(|search| search.is_done);
         if is_first {
@@ -236,7 +231,7 @@ impl ExchangeTurns {
             pods: seeker.pods,
             account: seeker.account(),
             rights: seeker.turn.rights,
-            has_precedence: has_precedence(&seeker.turn),
+            has_precedence: seeker.turn.has_precedence(),
             position,
             is_done,
             failure,

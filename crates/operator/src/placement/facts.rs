@@ -59,7 +59,7 @@ pub(super) struct Blocked {
 ///
 /// Units that are unavailable now but may be available later count as used:
 ///
-/// - all units of a GPU that is being repartitioned, is unhealthy or is cordoned
+/// - all units of a GPU that is being repartitioned, or is unhealthy, quiesced or cordoned
 /// - units that are reported as unhealthy
 /// - units that `availability` excludes
 pub(super) fn node_facts(object: &GpuNode, availability: Availability<'_>, mps: &MpsState) -> (NodeFacts, Blocked) {

@@ -23,8 +23,8 @@ pub(super) struct FreeResources<'a> {
     tracker: &'a PodTracker,
     /// Requests of the pods that are released to each node but not bound.
     released: BTreeMap<&'a str, Vec<&'a BTreeMap<String, Quantity>>>,
-    /// Waiting pods with a nomination on each node, by name. For pods that must leave them room,
-    /// the resources that these pods request do not count as free.
+    /// Waiting pods with a nomination on each node, by name. The resources that these pods request
+    /// do not count as free for pods that must leave resources to them.
     nominated: BTreeMap<String, BTreeMap<String, Nominee<'a>>>,
     /// Requests of terminating pods without units of healthy GPUs, by node. These requests count
     /// only in the scheduler's sum, and only until the pods end.
@@ -91,8 +91,8 @@ impl<'a> FreeResources<'a> {
         resources
     }
 
-    /// Nominates a waiting pod for a node, so that pods that must leave it room cannot use the
-    /// resources that it requests.
+    /// Nominates a waiting pod for a node, so that pods that must leave resources to the waiting
+    /// pod cannot use the resources that it requests.
     pub(super) fn nominate(
         &mut self,
         pod: String,

@@ -5,8 +5,8 @@
 //! and the next reconcile releases it with a patch for its new version. Otherwise another pod could
 //! use the units, and a part of the gang would run alone.
 //!
-//! The reservation is not renewed. If the API server refuses all patches until then, the pod waits
-//! at the gate like the replacement of a lost pod.
+//! The reservation is not renewed. If the API server refuses all patches until 60 s before the
+//! reservation expires, the pod waits at the gate like the replacement of a lost pod.
 use std::collections::BTreeMap;
 use std::time::Duration;
 

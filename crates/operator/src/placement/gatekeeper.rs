@@ -10,7 +10,7 @@ use cleave_plan::ledger::{Chooser, Ledger, Moment, Place};
 
 use super::actions::{Actions, Eviction, Release};
 use super::claims::{self, PodClaims};
-use super::cluster::{Cluster, ReconcileInput, ReconcileTime, is_released};
+use super::cluster::{Cluster, ReconcileInput, ReconcileTime, is_released_and_unbound};
 use super::decisions::{Decisions, MAX_RELEASES};
 use super::evictions::{Evictability, EvictionRecords};
 use super::fragments::FragmentationTaints;
@@ -161,7 +161,7 @@ impl Gatekeeper {
         Self { quotas, ..self }
     }
 
-    /// Drops all state. Call this while another process leads.
+    /// Drops all state except the settings. Call this function while another process leads.
     pub fn reset(&mut self) {
         let agent_labels = std::mem::take(&mut self.agent_labels);
         let new = Self::new(self.unschedulable_after)
@@ -288,7 +288,7 @@ impl Gatekeeper {
         )
     }
 
-    /// Returns the ledger, after the first reconcile.
+    /// Returns the ledger. Returns `None` before the first reconcile, and after [`Self::reset`].
     pub fn ledger(&self) -> Option<&Ledger> {
         self.ledger.as_ref()
     }
@@ -304,7 +304,7 @@ impl Gatekeeper {
         self.reconcile_changes(cluster, PodChanges::All(cluster.pods.clone()), demand, now)
     }
 
-    /// Decides like [`Self::reconcile`], but examines only the pods in `changes`. Ignores the pods
+    /// Decides like [`Self::reconcile`], but reads changes of pods from `changes`. Ignores the pods
     /// in `cluster`.
     pub fn reconcile_changes(
         &mut self,
@@ -440,7 +440,8 @@ impl Gatekeeper {
                     settled.push(name.clone());
                 }
             } else if pod.waits_at_gate() {
-                // A pod with a claim is already released, but the watch has not reported that yet.
+                // A pod with a claim was released, but the watch has not reported that yet, or the
+                // release is retried.
                 if ledger.claim(&name).is_none() {
                     self.unanswered.remove(&name);
                     waiting.push((name.clone(), *pod));
@@ -511,7 +512,7 @@ impl Gatekeeper {
         let mut found: Vec<(&PodObject, stranded::Reason)> = Vec::new();
         let mut unschedulable: Vec<Candidate<'_>> = Vec::new();
         let mut at_other_nodes: Vec<Candidate<'_>> = Vec::new();
-        for pod in input.unsettled.iter().copied().filter(|pod| is_released(pod)) {
+        for pod in input.unsettled.iter().copied().filter(|pod| is_released_and_unbound(pod)) {
             if let Some(reason) = stranded::Reason::of_released_pod(pod, ledger, nodes, tracker) {
                 found.push((pod, reason));
             } else if pod.placement.is_none() && pod.unschedulable {

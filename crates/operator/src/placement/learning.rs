@@ -90,7 +90,7 @@ pub(super) fn count_running_pods(chooser: &mut Chooser, tracker: &PodTracker) {
 }
 
 /// Returns the models of the nodes that the pod can use, sorted. Returns an empty list if the pod
-/// can use all models.
+/// can use all models, or none.
 fn usable_models(nodes: &Nodes, pod: &PlanPod) -> Vec<String> {
     let mut models: BTreeMap<&str, bool> = BTreeMap::new();
     for state in nodes.0.values().filter(|state| state.managed) {

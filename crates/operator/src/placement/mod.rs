@@ -14,16 +14,16 @@
 //! | | `search`, `constraints`, `free_resources`, `amounts`, `verdict` | a placement for a pod, or why it is not placeable |
 //! | | `quota_objects`, `quotas`, `quota_costs`, `quota_times`, `quota_pass`, `quota_turns` | quotas: the order of the pods, the units that each pod may use, and the pods that may be evicted for it |
 //! | | `gangs` | pods that are released together |
-//! | | `handover` | nominations that remain when the leader changes |
-//! | | `preemption`, `preemptors`, `exchange_turns`, `eviction_rounds`, `evictions`, `budgets`, `unlisted` | pods to evict for waiting pods |
+//! | | `handover`, `long_waits` | nominations that remain when the leader changes, and nominations of pods that have waited long |
+//! | | `preemption`, `preemptors`, `exchange_turns`, `eviction_rounds`, `evictions`, `budgets`, `unlisted`, `unbound` | pods to evict for waiting pods |
 //! | | `stranded` | released pods to evict |
 //! | | `other_nodes` | nodes of other device plugins |
 //! | | `growth`, `returning`, `fragments` | pods to report to cluster autoscalers, nodes that only look free to them |
 //! | | `mps_hosts` | MPS hosts to replace, with `crate::rollout` |
 //! | apply, report | `run`, `patch`, `quota_reports` | patches, evictions, conditions, Events and metrics |
 //!
-//! The API server creates a pod that requests shares with Cleave's scheduling gate. The ledger
-//! reserves shares of one device for each request. Then one patch narrows the pod to the nodes of
+//! The API server creates a pod that requests GPUs with Cleave's scheduling gate. The ledger
+//! reserves units of one device for each request. Then one patch narrows the pod to the nodes of
 //! the reservation, writes the reservation into an annotation, and removes the gate. The annotation
 //! is the only record of the reservation. After a restart, [`Gatekeeper::reconcile`] rebuilds the
 //! ledger from the annotations. The node's agent reads the annotation when the kubelet allocates.
@@ -32,7 +32,7 @@
 //! |---|---|
 //! | fits | It is released to one node, or to a few nodes if the scheduler applies rules that the operator does not evaluate. |
 //! | fits after a pod ends, a GPU is repartitioned, or a temporary obstacle (a cordon, a node's condition) ends | It waits, with the reason in an Event. |
-//! | fits no GPU for [`UNSCHEDULABLE_AFTER`], with temporary obstacles ignored | It is released as unschedulable, to nodes whose GPUs are larger than any GPU of the cluster. |
+//! | fits no GPU for [`UNSCHEDULABLE_AFTER`], with temporary obstacles ignored | It is released as unschedulable: to nodes whose GPUs are larger than any GPU of the cluster, or to any node if no GPU serves the resource or if the pod requests whole GPUs. |
 //! | fits on no node of Cleave, but on a node of another device plugin | It is released to the nodes of other plugins. |
 //! | requests nothing that Cleave serves | It is released unchanged. |
 //!

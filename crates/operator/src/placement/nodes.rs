@@ -43,8 +43,8 @@ pub(super) struct NodeState {
     offers: BTreeSet<String>,
     /// Current numbers of units of the node's GPUs, by resource.
     pub(super) unit_counts: BTreeMap<String, UnitCounts>,
-    /// Resources that Cleave served on the node before its `GpuNode` disappeared, and that the
-    /// kubelet still reports.
+    /// Resources that Cleave served on the node before the `GpuNode` or its status disappeared, and
+    /// that the kubelet still reports.
     missing: BTreeSet<String>,
     /// Number of GPUs that the agent reports.
     gpus: usize,
@@ -272,7 +272,7 @@ impl NodeState {
         self.managed && self.node.labels.contains_key(HOSTNAME)
     }
 
-    /// Returns why a pod cannot use the node, regardless of the free units of the node's GPUs.
+    /// Returns why a pod cannot use the node, regardless of the ledger's free units on the node.
     /// Returns `None` if the pod can use the node.
     fn exclusion(&self, pod: &PlanPod, checks: &NodeChecks<'_>) -> Option<Exclusion> {
         if !self.is_usable() {
@@ -358,8 +358,8 @@ impl Nodes {
         self.0.get(node).is_some_and(|state| state.admits(pod))
     }
 
-    /// Returns the nodes with GPUs by name, each with its last valid `GpuNode`, and whether that is
-    /// the present one.
+    /// Returns the nodes with GPUs by name, each with its last valid `GpuNode` with GPUs, and
+    /// whether this is the present `GpuNode`.
     pub(super) fn with_gpus(&self) -> impl Iterator<Item = (&str, &GpuNode, bool)> {
         self.0.iter().filter_map(|(name, state)| {
             let (object, is_current) = state.last_gpu_node.as_ref()?;
@@ -377,7 +377,8 @@ impl Nodes {
         self.0.contains_key(node)
     }
 
-    /// Returns whether a pod uses units of a faulted GPU on a node.
+    /// Returns whether a pod uses units on a node that the node withholds from new pods, for
+    /// example units of a faulted GPU.
     pub(super) fn is_blocked(&self, node: &str, pod: &str) -> bool {
         self.0.get(node).is_some_and(|state| state.blocked.pods.contains(pod))
     }
@@ -406,7 +407,7 @@ impl Nodes {
             .or_else(|| lacks_units().then(|| TOO_FEW_UNITS_IN_SUM.to_owned()))
     }
 
-    /// Returns the pods with allocations that preemption can evict. Also returns ended or deleted
+    /// Returns the bound pods with GPUs that preemption can evict. Also returns ended or deleted
     /// pods if their node still reports their allocations. Ended or deleted pods that `is_ending`
     /// accepts count as terminating, so that no other pod is evicted for the same units. The units
     /// of other ended or deleted pods count as used. `is_ending` receives the node and the name of
@@ -440,7 +441,8 @@ impl Nodes {
                     holders.pods.entry(node.clone()).or_default().insert(pod.clone(), gone);
                 }
             }
-            // A pod that runs on and is not listed for another reason keeps its units.
+            // A pod that still runs, and that the node does not list for another reason, keeps its
+            // units.
             let runs = |pod: &str| {
                 holders.get(node, pod).is_some_and(|holder| !holder.ending)
                     || kept.contains(&(node.as_str(), pod.to_owned()))

@@ -12,7 +12,7 @@ use cleave_plan::scheduling;
 use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Operator, Pod as PlanPod, Requirement};
 
 use super::amounts::{self, FreeAmounts};
-use super::cluster::{is_released, to_plan_pod};
+use super::cluster::{is_released_and_unbound, to_plan_pod};
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use crate::pods::PodObject;
@@ -55,7 +55,7 @@ impl<'a> OtherNodes<'a> {
             Some(OtherNode { node: &state.node, free: state.free_resources_with_gpus(tracker), label: (key, value) })
         };
         let mut found = Self(others.into_iter().filter_map(other).collect());
-        for pod in unsettled.iter().filter(|pod| pod.to_other_nodes && is_released(pod)) {
+        for pod in unsettled.iter().filter(|pod| pod.to_other_nodes && is_released_and_unbound(pod)) {
             found.place_pod(&to_plan_pod(pod));
         }
         found
@@ -63,7 +63,7 @@ impl<'a> OtherNodes<'a> {
 
     /// Finds a node with enough free resources for the pod, and subtracts the pod's requests.
     /// Returns a requirement that excludes the pod from all of Cleave's nodes. Returns `None` if no
-    /// node has enough free resources.
+    /// node allows the pod and has enough free resources.
     pub(super) fn place_pod(&mut self, pod: &PlanPod) -> Option<Requirement> {
         let has_room = |other: &&mut OtherNode<'_>| {
             amounts::has_room_for_pod(&other.free, amounts::requested_with_gpus(&pod.requests))

@@ -100,7 +100,8 @@ impl PodTracker {
             if pod.node().is_some() && pod.spec.rules.repels() {
                 self.repelling.insert(address(&pod), Arc::clone(&pod));
             }
-            // For a pod that neither uses nor awaits a GPU, only the resource requests matter.
+            // For a pod that neither uses nor awaits a GPU, only the resource requests and the
+            // rules matter.
             if pod.waits_at_gate() || pod.requests_gpus() {
                 self.unsettled.insert(full_name(&pod.metadata), Arc::clone(&pod));
             }

@@ -12,7 +12,7 @@ use super::cluster::ReconcileTime;
 use super::constraints;
 use super::eviction_rounds::QuotaRound;
 use super::evictions::{Evictability, TERMINATION_TIME};
-use super::exchange_turns::{SearchTurn, Seeker, has_precedence};
+use super::exchange_turns::{SearchTurn, Seeker};
 use super::handover;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
@@ -132,8 +132,8 @@ impl<'a> PreemptionSearch<'a> {
     }
 
     /// If evictions free enough units for a pod at the placement gate, evicts the victims and
-    /// nominates the pod. Keeps an earlier nomination while its victims terminate. Returns whether
-    /// the pod is nominated.
+    /// nominates the pod. Keeps an earlier nomination while its victims terminate. Returns the
+    /// prospect that evictions free units for the pod.
     ///
     /// `pause` is the time for which evictions are delayed, because this pod is about to get units
     /// without evictions.
@@ -359,7 +359,7 @@ impl<'a> PreemptionSearch<'a> {
         self.mark_evicted(&evictions);
         if !evictions.is_empty() {
             let nodes = found.iter().map(|(_, found)| found.node.clone()).collect();
-            let (has_precedence, decided) = (has_precedence(&turn), self.evictability.now());
+            let (has_precedence, decided) = (turn.has_precedence(), self.evictability.now());
             self.preemptors.start_round(&preemptor, QuotaRound { has_precedence, nodes, decided });
         }
         let until = self.evictability.now().saturating_add(cap.as_secs()).saturating_add(TERMINATION_TIME.as_secs());
@@ -563,8 +563,8 @@ impl<'a> PreemptionSearch<'a> {
         }
     }
 
-    /// Returns whether disruption budgets allow that all of these victims leave, and the rest of
-    /// their gangs, which can run on other nodes.
+    /// Returns whether disruption budgets allow the evictions of all of these victims, and of the
+    /// rest of their gangs, which can run on other nodes.
     fn is_within_budgets(&self, (pass, turn): (&QuotaPass<'_>, QuotaTurn), found: &[PodAndRoom<'_>]) -> bool {
         let victims: BTreeSet<&String> = found.iter().flat_map(|(_, found)| &found.victims).collect();
         let all = pass.with_gang_members(turn.member, victims.iter().copied());
@@ -593,9 +593,9 @@ impl<'a> PreemptionSearch<'a> {
         all
     }
 
-    /// Returns how long disruption budgets may still keep pods from leaving for a waiting pod, or
-    /// for the waiting pods of a gang. The time belongs to the pod that waits: it does not start
-    /// again when other pods protect the room.
+    /// Returns how long disruption budgets may still block evictions for a waiting pod, or for the
+    /// waiting pods of a gang. The time is counted for the waiting pod, so it does not restart when
+    /// the budgets protect other pods. In a gang, the pod with the least time left counts.
     fn patience_left<'p>(
         &mut self,
         patience: Duration,
@@ -608,7 +608,7 @@ impl<'a> PreemptionSearch<'a> {
             let uid = pod.uid().unwrap_or_default();
             let created = pod.metadata.creation_timestamp.as_ref();
             let created = created.map_or(0, |time| u64::try_from(time.0.as_second()).unwrap_or(0));
-            // Budgets kept no room from the pod before it existed.
+            // Budgets blocked no eviction for the pod before the pod existed.
             let recorded = pod.protected_since.map(|since| since.max(created));
             let since = self.preemptors.protected_since(&uid, recorded, now);
             left = left.min(patience.saturating_sub(Duration::from_secs(now.epoch.saturating_sub(since))));

@@ -1,5 +1,6 @@
-//! Records the preemption searches of waiting pods, so that each pod has its turn. A search without
-//! a result is repeated only on nodes that have changed. Pure: callers pass in the time.
+//! Records the preemption searches of waiting pods, so that each pod has its turn. For up to a
+//! minute, a search without a result is repeated only on nodes that have changed. Pure: callers
+//! pass in the time.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,7 +8,7 @@ use std::time::Duration;
 use super::actions::Actions;
 use super::cluster::ReconcileTime;
 use super::eviction_rounds::{EvictionRounds, QuotaRound};
-use super::exchange_turns::{ExchangeTurns, PoolChanges, SearchTurn, Seeker, has_precedence};
+use super::exchange_turns::{ExchangeTurns, PoolChanges, SearchTurn, Seeker};
 use super::quota_pass::QuotaTurn;
 use super::quotas::{PoolWorld, QuotaWorlds};
 use crate::pods::PodObject;
@@ -44,12 +45,13 @@ pub(super) struct Preemptors {
     exchanges: ExchangeTurns,
     /// Evictions for waiting pods.
     rounds: EvictionRounds,
-    /// Waiting pods from which disruption budgets keep guaranteed room, by UID: since when, in
-    /// seconds since the Unix epoch, and when this was last found. The time belongs to the pod that
-    /// waits. Otherwise pods that are replaced would protect the room again and again.
+    /// Waiting pods within their guarantee for which disruption budgets block evictions, by UID:
+    /// since when, in seconds since the Unix epoch, and when this was last found. The time is
+    /// counted for the waiting pod. Otherwise the time would restart whenever a protected pod is
+    /// replaced.
     protected: BTreeMap<String, (u64, Duration)>,
-    /// When this process first searched for protected pods. Until [`RECHECK_TIME`] later, it
-    /// continues what an earlier leader recorded.
+    /// When this process first searched for protected pods. Until [`RECHECK_TIME`] later, this
+    /// process continues the times that an earlier leader recorded.
     first_protected: Option<Duration>,
 }
 
@@ -122,7 +124,7 @@ impl Preemptors {
         self.last_cluster_change = self.version;
     }
 
-    /// Compares the disruption budgets with their previous state. Records only a change that allows
+    /// Compares the disruption budgets with their previous state. Records a change that may allow
     /// more evictions.
     pub(super) fn update_budgets(&mut self, budgets: &[Arc<BudgetObject>]) {
         let state = |budget: &Arc<BudgetObject>| {
@@ -192,14 +194,14 @@ impl Preemptors {
         self.exchanges.record_success(name);
     }
 
-    /// Records that disruption budgets keep guaranteed room from the waiting pod with this UID.
-    /// Returns since when they do, in seconds since the Unix epoch. `recorded` is what an earlier
-    /// leader recorded.
+    /// Records that disruption budgets block evictions for the guaranteed units of the waiting pod
+    /// with this UID. Returns when this began, in seconds since the Unix epoch. `recorded` is the
+    /// time that an earlier leader recorded.
     pub(super) fn protected_since(&mut self, uid: &str, recorded: Option<u64>, now: ReconcileTime) -> u64 {
         let ReconcileTime { up, epoch } = now;
         self.protected.retain(|_, (_, found)| found.saturating_add(RECHECK_TIME) >= up);
         let first = *self.first_protected.get_or_insert(up);
-        // A later record is of an earlier wait that is over.
+        // After this time, the record is of an earlier wait that is over.
         let recorded = recorded.filter(|_| up <= first.saturating_add(RECHECK_TIME));
         let new = (recorded.map_or(epoch, |recorded| recorded.min(epoch)), up);
         let (since, found) = self.protected.entry(uid.to_owned()).or_insert(new);
@@ -207,8 +209,8 @@ impl Preemptors {
         *since
     }
 
-    /// Records that nothing is known to have changed since disruption budgets kept guaranteed room
-    /// from a waiting pod: the time continues.
+    /// Records that nothing is known to have changed since disruption budgets blocked evictions for
+    /// a waiting pod, so the time continues.
     pub(super) fn continue_protection(&mut self, pod: &PodObject, up: Duration) {
         let known = self.protected.get_mut(pod.metadata.uid.as_deref().unwrap_or_default());
         if let Some((_, found)) = known.filter(|(_, found)| found.saturating_add(RECHECK_TIME) >= up) {
@@ -293,7 +295,7 @@ impl Preemptors {
             return false;
         }
         let last = self.rounds.last_by_quota(pod);
-        let is_over = last.is_some_and(|last| !last.has_precedence && has_precedence(turn) || is_taken(last));
+        let is_over = last.is_some_and(|last| !last.has_precedence && turn.has_precedence() || is_taken(last));
         if is_over {
             self.rounds.forget(pod);
         }

@@ -33,7 +33,7 @@ pub(super) struct Queue(BTreeMap<String, GatedPod>, BTreeSet<String>);
 struct GatedPod {
     uid: String,
     since: Duration,
-    /// Whether the pod had another scheduling gate until then.
+    /// Whether the pod had another scheduling gate until `since`.
     had_other_gate: bool,
     /// When the pod became unplaceable. `None` if the pod is placeable or the obstacle is
     /// temporary.
@@ -115,8 +115,8 @@ impl Queue {
         oldest.into_iter().map(|(since, name)| (name, up.saturating_sub(since))).collect()
     }
 
-    /// Returns how long a pod has been unplaceable. Returns `None` if `may_pass` is true, because
-    /// the obstacle is then temporary.
+    /// Returns how long a pod has been unplaceable. Returns `None` if the pod is not at the gate,
+    /// or if `may_pass` is true, because the obstacle is then temporary.
     pub(super) fn unplaceable_time(&mut self, name: &str, may_pass: bool, up: Duration) -> Option<Duration> {
         let gated = self.0.get_mut(name)?;
         gated.unplaceable_since = if may_pass { None } else { gated.unplaceable_since.or(Some(up)) };

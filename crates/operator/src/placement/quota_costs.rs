@@ -1,4 +1,4 @@
-//! What pods request, and what it costs on the nodes that they may use.
+//! The requests of pods, and the cost of these requests on the nodes that the pods may use.
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
@@ -23,8 +23,8 @@ pub(super) struct NodeView<'a> {
 /// Node selector, affinity and tolerations of a pod.
 type NodeRules = (BTreeMap<String, String>, Vec<NodeSelectorTerm>, Vec<Toleration>);
 
-/// What requests cost on the nodes that a pod may use, by pool. A node that no pod may use, or
-/// whose report is wrong, then makes nothing dearer for the others.
+/// The cost of requests on the nodes that a pod may use, by pool. So a node that the pod may not
+/// use does not raise the cost of the pod.
 pub(super) struct EligibleCosts<'n, 'v> {
     pub(super) nodes: &'n Nodes,
     views: &'n [NodeView<'v>],
@@ -37,7 +37,8 @@ impl<'n, 'v> EligibleCosts<'n, 'v> {
         Self { nodes, views, pools, known: BTreeMap::new() }
     }
 
-    /// Returns the costs in a pool.
+    /// Returns the costs in a pool, on the nodes that the pod may use. Returns `None` if the pool
+    /// does not exist.
     pub(super) fn of(&mut self, pod: &PodObject, pool: usize) -> Option<&NodeCosts> {
         let pod = to_plan_pod(pod);
         let rules = (pod.node_selector.clone(), pod.affinity.clone(), pod.tolerations.clone());
@@ -85,7 +86,7 @@ impl<'p> WaitingRequests<'p> {
     }
 }
 
-/// Returns what a pod requests, in order, whole GPUs and MIG instances included.
+/// Returns the sorted requests of a pod, including whole GPUs and MIG instances.
 pub(super) fn requests_of(pod: &PodObject) -> Cow<'_, [DeviceRequest]> {
     let is_short = pod.spec.device_requests.len() < 2;
     if !is_short || pod.spec.requests.keys().any(|resource| is_interchangeable(resource)) {

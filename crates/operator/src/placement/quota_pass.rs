@@ -10,14 +10,15 @@ use cleave_plan::quota::{Amount, Book, Class, Kind, Owner, Place, Pod, PodId, Ri
 use super::quota_reports::{has_label, label_of};
 use super::quotas::{PoolWorld, QuotaWorlds};
 use crate::pods::PodObject;
-use crate::quotas::charge::is_mig;
+
+mod costs;
 
 /// Where a pod that has waited long can run.
 #[derive(Debug, Default)]
 pub(super) struct LongWait {
-    /// The units that it requests, without a device. `None` if the pod is not nominated.
+    /// The units that the pod requests, without a device. `None` if the pod is not nominated.
     pub(super) take: Option<Reservation>,
-    /// The devices that it can use, by GPU: name of the node, and UUID.
+    /// The devices that the pod can use, by GPU: name of the node, and UUID.
     pub(super) devices: BTreeMap<usize, (String, String)>,
 }
 
@@ -37,23 +38,42 @@ pub(super) struct QuotaTurn {
     pub(super) was_nominated: bool,
     /// Whether the pod may use units that are free now.
     pub(super) may_use_free_room: bool,
-    /// Whether the pod may use it only where it costs less than elsewhere.
-    pub(super) needs_cheap_room: bool,
+    /// What the pod may do only on devices where it costs less than elsewhere.
+    cheap: OnlyWhereCheap,
     pub(super) rank: Rank,
+}
+
+impl QuotaTurn {
+    /// Returns whether the pod has precedence over borrowers: it is within its guarantee, or
+    /// overrides quotas.
+    pub(super) const fn has_precedence(&self) -> bool {
+        self.rights.is_within || self.cheap.reclaims || self.rank.overriding.is_some()
+    }
+}
+
+/// What a waiting pod may do only on devices where it costs less than elsewhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct OnlyWhereCheap {
+    /// It may use free units.
+    uses_free_room: bool,
+    /// It is within its guarantee, so borrowers are evicted for it.
+    reclaims: bool,
+    /// It may run. Elsewhere, it must wait.
+    runs: bool,
 }
 
 /// A waiting pod that must wait regardless of free units, and the reason.
 pub(super) type Hold = (Member, Wait);
 
-/// Where a waiting pod, or all waiting pods of its gang, may get room now.
+/// Where a waiting pod, or all waiting pods of its gang, may get units now.
 pub(super) struct Turns {
-    /// The pools in which it may get room, in the order in which it tries. `None` are the nodes
-    /// that are in no pool with an enforced quota.
+    /// The pools in which the pod may get units, in the order of attempts. `None` stands for the
+    /// GPUs that no enforced quota counts.
     pub(super) attempts: Vec<Option<QuotaTurn>>,
-    /// Why it gets no room in another pool.
+    /// Why the pod gets no units in another pool.
     pub(super) hold: Option<Hold>,
-    /// Whether more GPUs would not help: a maximum, or its own guarantee, keeps it waiting in all
-    /// pools.
+    /// Whether more GPUs would not help: a maximum, or the pod's own guarantee, keeps the pod
+    /// waiting in all pools.
     pub(super) needs_no_gpus: bool,
 }
 
@@ -74,12 +94,13 @@ type OwnPod<'n> = (i32, Reverse<Moment>, &'n str, PodId, Option<usize>);
 pub(super) struct QuotaPass<'w> {
     worlds: &'w QuotaWorlds,
     books: Vec<Book<'w>>,
-    /// Room that is reserved for pods that have waited long, by pod. It is nominated in the ledger,
-    /// except during the turn of the pod, and does not count as used.
+    /// Units that are kept for pods that have waited long, by pod. The ledger has a nomination for
+    /// these units, except during the turn of the pod. The units do not count as used.
     long_waits: BTreeMap<String, (QuotaTurn, Nomination)>,
     /// The waiting pods of each gang in all enforced pools.
     gangs: BTreeMap<&'w str, BTreeSet<&'w str>>,
-    /// What quotas use of each GPU, by pool. Only of quotas with pods that use MIG instances.
+    /// The amounts that quotas use of each GPU, by pool and quota. Computed when first needed, and
+    /// only in pools with MIG instances.
     own_use: BTreeMap<(usize, &'w Owner), BTreeMap<usize, Amount>>,
 }
 
@@ -140,7 +161,7 @@ impl<'w> QuotaPass<'w> {
             let usable = |id: PodId| {
                 let (member, pod) = (Member { pool, id }, of.world.pod(id));
                 if ledger.nominations().contains_key(&pod.name) {
-                    // Room is kept for the pod in another pool.
+                    // The pod already has a nomination, for example in another pool.
                     return BTreeSet::new();
                 }
                 // What the pod leaves to nominated pods depends on its rank.
@@ -162,8 +183,8 @@ impl<'w> QuotaPass<'w> {
                 let Ok(rights) = self.book(member).rights(id) else { continue };
                 let is_within = self.book(member).class_with(&[(id, gpu)], &[]) == Class::In;
                 let rank = self.rank_of(member, is_within);
-                let (was_nominated, may_use_free_room, needs_cheap_room) = (false, false, false);
-                let turn = QuotaTurn { member, rights, was_nominated, may_use_free_room, needs_cheap_room, rank };
+                let (was_nominated, may_use_free_room, cheap) = (false, false, OnlyWhereCheap::default());
+                let turn = QuotaTurn { member, rights, was_nominated, may_use_free_room, cheap, rank };
                 ledger.set_rank(&pod.name, rank);
                 if ledger.nominate(&pod.name, nomination.clone()).is_ok() {
                     self.books[pool].reserve(id, gpu);
@@ -212,8 +233,9 @@ impl<'w> QuotaPass<'w> {
         }
     }
 
-    /// Returns a pod in the enforced pools whose GPUs it may use. First are pools that all waiting
-    /// pods of its gang may use, then pools in which it is within its guarantee.
+    /// Returns a pod's entries in the enforced pools whose GPUs the pod may use. First are pools
+    /// that all waiting pods of its gang may use, then the pool of its nomination, and then pools
+    /// in which the pod is within its guarantee.
     pub(super) fn members(&self, name: &str) -> Vec<Member> {
         let pools = self.worlds.pools.iter().enumerate().filter(|(_, pool)| pool.is_enforced);
         let mut members: Vec<Member> =
@@ -234,8 +256,8 @@ impl<'w> QuotaPass<'w> {
         waiting.is_none_or(|waiting| self.book(member).unit(member.id).len() >= waiting.len())
     }
 
-    /// Starts the turn of a waiting pod, or of all waiting pods of its gang. Their nominations do
-    /// not count meanwhile in the accounts.
+    /// Starts the turn of a waiting pod, or of all waiting pods of its gang. During the turn, the
+    /// nominations of these pods do not count in the accounts.
     pub(super) fn start_turns(&mut self, ledger: &mut Ledger, name: &str) -> Turns {
         if self.long_waits.contains_key(name) {
             ledger.withdraw(name);
@@ -257,7 +279,7 @@ impl<'w> QuotaPass<'w> {
         }
         attempts.sort_by_key(|turn| turn.is_none_or(|turn| !turn.was_nominated));
         if attempts.is_empty() && hold.is_none() || self.worlds.has_other_nodes && is_complete {
-            // A pod tries first where room is kept for it.
+            // A nominated pod first tries the GPUs of its nomination.
             let is_kept = |of: &Nomination| self.worlds.is_nominated_in(None, of);
             let is_first = ledger.nominations().get(name).is_some_and(is_kept);
             needs_no_gpus = false;
@@ -269,7 +291,7 @@ impl<'w> QuotaPass<'w> {
     /// Starts the turn of a waiting pod, or of all waiting pods of its gang, in one pool.
     ///
     /// # Errors
-    /// Returns why the pod must wait regardless of free room.
+    /// Returns why the pod must wait regardless of free units.
     fn start_turn(&mut self, member: Member) -> Result<QuotaTurn, Wait> {
         let was_nominated = self.book(member).class(member.id).is_some();
         if was_nominated {
@@ -279,20 +301,17 @@ impl<'w> QuotaPass<'w> {
         if !self.has_whole_gang(member) {
             return Err(Wait::GangIncomplete);
         }
-        let turn = self.turn_now(member, was_nominated)?;
-        if turn.may_use_free_room || self.book(member).unit(member.id).len() > 1 {
-            return Ok(turn);
+        let turn = self.turn_now(member, was_nominated);
+        if self.book(member).unit(member.id).len() > 1 {
+            return turn;
         }
-        // What the pod costs depends on its GPU.
-        let cheaper = self.least(member).and_then(|least| self.turn_at(member, was_nominated, least));
-        let needs_cheap_room = cheaper.is_some_and(|turn| turn.may_use_free_room);
-        Ok(QuotaTurn { may_use_free_room: needs_cheap_room, needs_cheap_room, ..turn })
+        self.consider_cheaper_devices(member, was_nominated, turn)
     }
 
-    /// Returns the turn of a waiting pod with what it costs where it costs most.
+    /// Returns the turn of a waiting pod at the pod's current charge.
     ///
     /// # Errors
-    /// Returns why the pod must wait regardless of free room.
+    /// Returns why the pod must wait regardless of free units.
     fn turn_now(&self, member: Member, was_nominated: bool) -> Result<QuotaTurn, Wait> {
         let book = self.book(member);
         let rights = book.rights(member.id)?;
@@ -308,69 +327,15 @@ impl<'w> QuotaPass<'w> {
             None => book.class_with(&parts, &[]) == Class::In,
         };
         let rank = self.rank_of(member, is_within);
-        let may_use_free_room = !rights.is_over_max && (was_nominated || book.leaves_kept_room(member.id));
-        Ok(QuotaTurn { member, rights, was_nominated, may_use_free_room, needs_cheap_room: false, rank })
+        // A nominated pod whose quota's pods still terminate waits for their units, or leaves
+        // enough for other quotas.
+        let has_room = was_nominated && !book.awaits_own_leaving(member.id);
+        let may_use_free_room = !rights.is_over_max && (has_room || book.leaves_kept_room(member.id));
+        Ok(QuotaTurn { member, rights, was_nominated, may_use_free_room, cheap: OnlyWhereCheap::default(), rank })
     }
 
-    /// Returns the turn of a waiting pod if it costs this much.
-    fn turn_at(&mut self, member: Member, was_nominated: bool, charge: Amount) -> Option<QuotaTurn> {
-        let now = self.book(member).charge(member.id);
-        self.books[member.pool].set_charge(member.id, charge);
-        let turn = self.turn_now(member, was_nominated).ok();
-        self.books[member.pool].set_charge(member.id, now);
-        turn
-    }
-
-    /// Returns what a waiting pod costs at least, if this depends on the GPU.
-    fn least(&mut self, member: Member) -> Option<Amount> {
-        let pool = &self.worlds.pools[member.pool];
-        let least = *pool.least.get(&member.id)?;
-        if !pool.has_mig {
-            return Some(least);
-        }
-        let left = self.own_use(member).iter().map(|(&gpu, used)| pool.sizes[gpu].minus(*used));
-        left.filter(|left| *left > Amount::ZERO).chain([least]).min()
-    }
-
-    /// Returns what the quota of a pod uses of each GPU.
-    fn own_use(&mut self, member: Member) -> &mut BTreeMap<usize, Amount> {
-        let owner = &self.pod(member).owner;
-        let pool = &self.worlds.pools[member.pool];
-        self.own_use.entry((member.pool, owner)).or_insert_with(|| pool.use_of(owner))
-    }
-
-    /// Returns what a waiting pod costs with these units. Returns `None` if that is not known.
-    fn cost_of(&mut self, member: Member, (node, takes): UnitsOnNode<'_>) -> Option<Amount> {
-        let pool = &self.worlds.pools[member.pool];
-        let mut sum = Amount::ZERO;
-        for take in takes {
-            let mut cost = pool.cost(node, (&take.resource, &take.device, take.units))?;
-            if let Some(gpu) = pool.gpu(node, &take.device).filter(|_| is_mig(&take.resource)) {
-                let used = self.own_use(member).get(&gpu).copied().unwrap_or_default();
-                cost = cost.min(pool.sizes[gpu].minus(used));
-            }
-            sum = sum.plus(cost);
-        }
-        (!takes.is_empty()).then_some(sum)
-    }
-
-    /// Returns whether a waiting pod may use the room that a search found: the pod may use all
-    /// room, or costs little enough there.
-    pub(super) fn may_use(&mut self, turn: QuotaTurn, fits: &Fits) -> bool {
-        if !turn.needs_cheap_room {
-            return true;
-        }
-        let mut most = Amount::ZERO;
-        for fit in fits.iter() {
-            let Some(cost) = self.cost_of(turn.member, (fit.node(), fit.reservations())) else { return false };
-            most = most.max(cost);
-        }
-        let there = self.turn_at(turn.member, turn.was_nominated, most);
-        there.is_some_and(|turn| turn.may_use_free_room)
-    }
-
-    /// Sets the rank of a waiting pod, or of all waiting pods of its gang, for an attempt to get
-    /// room. On nodes that are in no pool with an enforced quota, priority alone decides.
+    /// Sets the rank of a waiting pod, or of all waiting pods of its gang, for an attempt to place
+    /// these pods. On nodes that are in no pool with an enforced quota, priority alone decides.
     pub(super) fn set_rank(&self, ledger: &mut Ledger, name: &str, turn: Option<QuotaTurn>) {
         match turn {
             Some(QuotaTurn { member, rank, .. }) => {
@@ -382,7 +347,7 @@ impl<'w> QuotaPass<'w> {
         }
     }
 
-    /// Withholds the GPUs of other pools, for an attempt to get room.
+    /// Withholds the GPUs of other pools, for an attempt to place a pod.
     pub(super) fn withhold_others(&self, ledger: &mut Ledger, turn: Option<QuotaTurn>) {
         ledger.withhold(self.worlds.withheld(turn.map(|turn| turn.member.pool)));
     }
@@ -406,22 +371,8 @@ impl<'w> QuotaPass<'w> {
         found.iter().flat_map(|(name, found)| self.parts_of(member, name, (&found.node, &found.takes))).collect()
     }
 
-    /// Records what a waiting pod costs with these units.
-    fn set_charge(&mut self, member: Member, name: &str, (node, takes): UnitsOnNode<'_>) {
-        let Some(&id) = self.worlds.pools[member.pool].ids.get(name) else { return };
-        let member = Member { id, ..member };
-        if let Some(charge) = self.cost_of(member, (node, takes)) {
-            self.books[member.pool].set_charge(id, charge);
-            let pool = &self.worlds.pools[member.pool];
-            let gpu = takes.first().and_then(|take| pool.gpu(node, &take.device));
-            if let Some(gpu) = gpu.filter(|_| pool.has_mig) {
-                let used = self.own_use(member).entry(gpu).or_default();
-                *used = used.plus(charge);
-            }
-        }
-    }
-
-    /// Records that the pods of a turn are released to devices. Returns the class of the first pod.
+    /// Records that the pods of a turn are released to devices. Returns the class of the pod that
+    /// has the turn.
     pub(super) fn record_release(&mut self, member: Member, released: &[(&str, &Fits)]) -> Option<Class> {
         let mut parts = Vec::new();
         for (name, fits) in released {
@@ -511,13 +462,17 @@ impl<'w> QuotaPass<'w> {
     /// attempts. While a quota cannot be read, pods of one quota are not evicted for others: the
     /// malformed quota may guarantee their units.
     pub(super) fn kinds(&self, turn: &QuotaTurn) -> impl Iterator<Item = Kind> + use<> {
-        let rights = if turn.rights.is_within { Kind::Reclaim } else { Kind::FairShare };
+        let QuotaTurn { rights, cheap, .. } = *turn;
         let is_enforced = self.book(turn.member).quota(turn.member.id).is_enforced();
         let is_known = !self.worlds.are_incomplete;
-        let rights = (!turn.rights.is_over_max && is_enforced && is_known).then_some(rights);
+        let may_exchange = is_enforced && !rights.is_over_max && is_known;
+        let reclaims = may_exchange && (rights.is_within || cheap.reclaims);
+        let shares = may_exchange && !rights.is_within && !cheap.runs;
         let stays_in_quota = matches!(self.pod(turn.member).owner, Owner::Quota(_)) && turn.rank.overriding.is_none();
-        let priority = (is_known || is_enforced && stays_in_quota).then_some(Kind::Priority);
-        rights.into_iter().chain(priority)
+        let priority = !cheap.runs && (is_known || is_enforced && stays_in_quota);
+        [(reclaims, Kind::Reclaim), (shares, Kind::FairShare), (priority, Kind::Priority)]
+            .into_iter()
+            .filter_map(|(is_permitted, kind)| is_permitted.then_some(kind))
     }
 
     /// Returns the pods that may be evicted for a waiting pod, and pods that terminate. The
@@ -556,8 +511,8 @@ impl<'w> QuotaPass<'w> {
     }
 
     /// Returns whether a pod terminates, and does so within the maximum grace period of evicted
-    /// pods. A pod that terminates later counts as running, and can be evicted: that shortens its
-    /// grace period.
+    /// pods. A pod that terminates later counts as running, and can be evicted: an eviction
+    /// shortens its grace period.
     fn is_ending_soon(&self, member: Member, name: &str, holder: &Holder<'_>) -> bool {
         let pool = &self.worlds.pools[member.pool];
         let runs_on = |id: &PodId| pool.terminates_late.contains(id) && self.book(member).class(*id).is_some();
@@ -592,8 +547,8 @@ impl<'w> QuotaPass<'w> {
         evictable
     }
 
-    /// Returns the gangs of which all pods that run can be evicted now. If one of them is
-    /// protected, all stay.
+    /// Returns the gangs whose running pods can all be evicted now. If one pod of a gang is
+    /// protected, no pod of the gang is evicted.
     fn evictable_gangs(&self, member: Member, all: &Holders<'_>) -> BTreeSet<usize> {
         let (book, world) = (self.book(member), &self.worlds.pools[member.pool].world);
         if world.pods.iter().all(|pod| pod.gang.is_none()) {
@@ -623,7 +578,7 @@ impl<'w> QuotaPass<'w> {
     }
 
     /// Returns how long a disruption budget can protect a borrower from eviction for a pod within
-    /// its guarantee.
+    /// its guarantee. `None` means forever.
     pub(super) fn budget_patience(&self, member: Member) -> Option<Duration> {
         self.worlds.pools[member.pool].world.settings.budget_patience.map(Duration::from_secs)
     }
@@ -663,6 +618,13 @@ impl<'w> QuotaPass<'w> {
     /// Returns whether the rules permit an exchange. All pods of the victims' gangs count as
     /// victims.
     pub(super) fn is_legal(&self, kind: Kind, member: Member, found: &[PodAndRoom<'_>]) -> bool {
+        if kind == Kind::Reclaim && !self.book(member).is_guaranteed(member.id) {
+            // The pod may be within its guarantee where it costs less.
+            let is_within = |(_, found): &PodAndRoom<'_>| self.is_within_with(member, (&found.node, &found.takes));
+            if !matches!(found, [one] if is_within(one)) {
+                return false;
+            }
+        }
         let victims = self.ids_with_gang_members(member, found.iter().flat_map(|(_, found)| &found.victims));
         let victims: Vec<PodId> = victims.into_iter().collect();
         self.book(member).is_legal(kind, &self.gpus_of_found(member, found), &victims)
@@ -702,7 +664,7 @@ impl<'w> QuotaPass<'w> {
             after = after.minus(charge);
             chosen.push((mates, charge));
         }
-        // Pods stay that need not leave, the most important first.
+        // Keep the pods whose eviction is not needed, the most important first.
         for (mates, charge) in chosen.iter().rev().filter(|(_, charge)| *charge > Amount::ZERO) {
             if after.plus(*charge) <= max {
                 after = after.plus(*charge);

@@ -155,8 +155,9 @@ fn kueue_pods(tracker: &PodTracker, quotas: &Quotas) -> BTreeMap<String, KueuePo
     pods
 }
 
-/// Returns the classes of the pods that run in pools with an enforced quota, by name. Pods without
-/// a quota borrow. Pods of exempt namespaces, and pods of quotas that only count, have no class.
+/// Returns the classes of the pods that are released or run in pools with an enforced quota, by name.
+/// Pods without a quota borrow. Pods of exempt namespaces, and pods of quotas that only count, have
+/// no class.
 fn classes<'v>(views: &'v [PoolView<'_>]) -> BTreeMap<&'v str, Class> {
     let mut classes = BTreeMap::new();
     for view in views.iter().filter(|view| view.world.quotas.values().any(Quota::is_enforced)) {

@@ -97,8 +97,8 @@ impl TurnQueues {
         queues
     }
 
-    /// Removes and returns the next waiting pod. Pods of pools without quotas come first, because
-    /// they use other GPUs.
+    /// Removes and returns the next waiting pod. Pods that are in no pool with an enforced quota
+    /// come first, because these pods use other GPUs.
     fn next(&mut self, pass: &QuotaPass<'_>) -> Option<usize> {
         if let Some(at) = self.others.pop_front() {
             return Some(at);

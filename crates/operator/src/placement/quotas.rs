@@ -8,7 +8,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::GpuStatus;
 use cleave_plan::ledger::{DeviceAmounts, DeviceRequest, Ledger, Moment, Nomination, UnitsOnDevice};
-use cleave_plan::quota::{Amount, GPU, Gang, Owner, Piece, Place, Pod, PodId, Settings, Unit, World, charge_per_gpu};
+use cleave_plan::quota::{
+    Amount, GPU, Gang, Owner, Piece, Place, Pod, PodId, Quota, Settings, Unit, World, charge_per_gpu,
+};
 use kube::Resource as _;
 
 use super::cluster::Cluster;
@@ -21,14 +23,14 @@ use crate::quotas::charge::{DeviceCosts, NodeCosts, is_mig};
 use crate::quotas::validate::{Quotas, Unnamed};
 
 /// How long waiting pods of a gang wait for pods that are missing, in seconds after the newest of
-/// them was created. A controller that restarts a gang creates all pods again within this time. The
-/// operator does not watch ended pods, so it cannot count them.
+/// them was created. The operator assumes that a controller that restarts a gang creates all pods
+/// again within this time. The operator does not watch ended pods, so it cannot count them.
 const MISSING_PODS_TIME: u64 = 30;
 
 /// Settings of quotas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct QuotaSettings {
-    /// Durations of the rules.
+    /// Settings of the rules.
     pub rules: Settings,
     /// How quotas treat pods of namespaces without a quota.
     pub unnamed: Unnamed,
@@ -51,7 +53,7 @@ pub(crate) struct PoolWorld {
     pub(super) sizes: Vec<Amount>,
     /// Whether the pool has MIG instances.
     pub(super) has_mig: bool,
-    /// What waiting pods cost at least, if this depends on the GPU.
+    /// The lowest cost of each waiting pod, if the cost depends on the GPU.
     pub(super) least: BTreeMap<PodId, Amount>,
     /// Pods that terminate, but later than an evicted pod would. They count as running.
     pub(super) terminates_late: BTreeSet<PodId>,
@@ -97,7 +99,7 @@ struct GangPresence {
     stated: Option<usize>,
     /// The largest size that a pod states.
     size: usize,
-    /// When the newest pod was created that waits at the gate, in seconds since the Unix epoch.
+    /// When the newest pod at the gate was created, in seconds since the Unix epoch.
     newest: u64,
     /// Whether Kueue admits the pods.
     is_of_kueue: bool,
@@ -114,8 +116,8 @@ impl GangPresence {
         (is_short && may_have_ended && !self.has_other_gates).then(|| self.newest.saturating_add(MISSING_PODS_TIME))
     }
 
-    /// Returns the number of pods without which none of the waiting pods is released. A gang of
-    /// which all pods exist somewhere misses none.
+    /// Returns the number of pods that must exist before a waiting pod of the gang is released. The
+    /// number is 1 if all pods of the gang exist, or if missing pods count as ended.
     fn needed(&self, now: u64) -> usize {
         let is_over = self.missing_until().is_some_and(|until| until <= now);
         if self.pods >= self.size || is_over { 1 } else { self.size }
@@ -140,7 +142,7 @@ struct MixedDevice {
     pool: Option<usize>,
 }
 
-/// A released pod of which the devices are not known.
+/// A released pod whose devices are not known.
 struct Unlocated<'p> {
     name: String,
     pod: &'p PodObject,
@@ -221,11 +223,11 @@ impl QuotaWorlds {
     }
 
     /// Limits which running pods of a gang are counted and evicted together. Otherwise all
-    /// borrowers of a quota could become one gang, one by one. Such a gang can never leave for a
-    /// smaller pod.
+    /// borrowers of a quota could become one gang, one by one. Such a gang could not be evicted for
+    /// a smaller pod.
     ///
-    /// A gang is at most as many pods as it states: those that were released first. A gang that
-    /// states no size is the pods that one reconcile released.
+    /// A gang that states a size has at most this many running pods: those that were released
+    /// first. A gang that states no size consists of the pods that one reconcile released.
     fn limit_gangs(&mut self, gangs: &Gangs<'_>) {
         let stated: BTreeMap<String, usize> = gangs
             .iter()
@@ -255,7 +257,7 @@ impl QuotaWorlds {
             }
         }
         for pod in self.pools.iter_mut().flat_map(|pool| &mut pool.world.pods) {
-            // These pods are more than the gang states. They are released together.
+            // These pods exceed the size that the gang states. They form a gang of their own.
             if let (Some(gang), Place::Waiting { .. }) = (&mut pod.gang, pod.place)
                 && full.contains(&gang.name)
             {
@@ -290,7 +292,7 @@ impl QuotaWorlds {
         self.pools_of_node.get(node).is_none_or(|of| of.has_others)
     }
 
-    /// Returns whether room is kept for a pod on a GPU of this pool. `None` are the GPUs that no
+    /// Returns whether a nomination is for a GPU of this pool. `None` stands for the GPUs that no
     /// enforced quota counts.
     pub(super) fn is_nominated_in(&self, pool: Option<usize>, nomination: &Nomination) -> bool {
         let mixed = |device: &str| self.mixed_device(&nomination.node, device);
@@ -319,7 +321,8 @@ impl QuotaWorlds {
         withheld
     }
 
-    /// Returns the pods of enforced quotas on nodes that also have GPUs that no enforced quota
+    /// Returns all pods in pools with an enforced quota, if a node has GPUs of several pools.
+    /// Otherwise returns no pods, because no such pod runs beside GPUs that no enforced quota
     /// counts.
     pub(super) fn pods_beside_others(&self) -> BTreeSet<String> {
         if self.mixed.is_empty() {
@@ -330,8 +333,8 @@ impl QuotaWorlds {
     }
 
     /// Adds the GPUs of all nodes, each to the pool of its model. A node whose `GpuNode`
-    /// disappeared, or is not valid now, has no room. Its pods still count, as they do on a GPU
-    /// that is unhealthy.
+    /// disappeared, or is not valid now, has no capacity. Its pods still count, like pods on an
+    /// unhealthy GPU.
     fn add_nodes<'a>(&mut self, gpu_nodes: &'a Nodes, quotas: &Quotas) -> Vec<NodeView<'a>> {
         let mut nodes: Vec<NodeView<'a>> = Vec::new();
         for (name, node, is_current) in gpu_nodes.with_gpus() {
@@ -393,7 +396,8 @@ impl QuotaWorlds {
             let cost = |found: &Vec<(usize, Vec<Piece>)>| {
                 found.iter().flat_map(|(_, pieces)| pieces).map(|piece| piece.charge).sum::<Amount>()
             };
-            // A pod that may still be bound to several nodes costs what it costs at most.
+            // A pod that may still be bound to one of several nodes has the highest cost of these
+            // nodes.
             let dearest = units.iter().map(on_node).filter(|found| !found.is_empty()).max_by_key(cost);
             let is_elsewhere = |(node, units): &(&str, Vec<UnitsOnDevice<'_>>)| {
                 units.iter().any(|(_, device, _)| self.mixed_device(node, device).is_some())
@@ -414,8 +418,8 @@ impl QuotaWorlds {
         self.add_unlocated(cluster, known, unlocated, (&by_name, costs, used), is_evicted);
     }
 
-    /// Adds released pods of which the devices are not known, and pods on nodes of which nothing is
-    /// known. `used` are the GPUs that other pods use.
+    /// Adds released pods whose devices are not known, and pods on nodes whose GPUs are not known.
+    /// `used` contains the GPUs that other pods use.
     fn add_unlocated(
         &mut self,
         cluster: &Cluster,
@@ -446,8 +450,8 @@ impl QuotaWorlds {
             } else if !self.pools_of_node.contains_key(&node)
                 && managed.get_or_init(|| nodes_of_cleave(cluster)).contains(node.as_str())
             {
-                // Nothing is known of the node's GPUs. The pod counts in each pool in which it
-                // could be, on a GPU without room.
+                // The node's GPUs are not known. The pod counts in each pool in which it could be,
+                // on a GPU without capacity.
                 for (at, costs) in costs.iter().enumerate() {
                     let pool = &mut self.pools[at];
                     let dearest = |request: &DeviceRequest| costs.dearest(request, pool.unit);
@@ -466,8 +470,9 @@ impl QuotaWorlds {
         }
     }
 
-    /// Returns what a pod with these units on a node uses of the node's GPUs of one pool. Returns
-    /// `None` if it uses none of them. `is_only` says that the node has GPUs of no other pool.
+    /// Returns the parts that a pod with these units on a node uses of the node's GPUs of one pool.
+    /// Returns `None` if the pod uses none of these GPUs. `is_only` states whether the node has no
+    /// GPUs of other pools.
     fn pieces_on(
         &self,
         view: &NodeView<'_>,
@@ -487,8 +492,8 @@ impl QuotaWorlds {
         (!pieces.is_empty()).then_some(pieces)
     }
 
-    /// Adds a waiting pod to each pool that it may use. What it costs depends on the GPU, so it
-    /// costs what it costs at most on the nodes that it may use.
+    /// Adds a waiting pod to each pool that it may use. The cost may depend on the GPU, so the pod
+    /// has the highest cost of the nodes that it may use.
     fn add_waiting(
         &mut self,
         known: (&Quotas, &Gangs<'_>),
@@ -546,7 +551,7 @@ impl QuotaWorlds {
         pool.next_change = pool.next_change.into_iter().chain(next_change).min();
     }
 
-    /// Adds a pod. Returns `None` if the pool offers nothing that the pod requests.
+    /// Adds a pod. Returns `None` if the pool serves nothing that the pod requests.
     fn insert(
         &mut self,
         (quotas, gangs): (&Quotas, &Gangs<'_>),
@@ -559,7 +564,15 @@ impl QuotaWorlds {
             return None;
         }
         let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
-        let gang = pod.gang.as_ref().map(|gang| {
+        let owner = quotas.owner(pool, namespace);
+        // Quotas neither delay nor evict pods that no enforced quota counts, so their gangs have no
+        // effect.
+        let is_enforced = match &owner {
+            Owner::Quota(name) => self.pools[pool].world.quotas.get(name).is_some_and(Quota::is_enforced),
+            Owner::Unnamed => true,
+            Owner::Outside => false,
+        };
+        let gang = pod.gang.as_ref().filter(|_| is_enforced).map(|gang| {
             let present = gangs.get(&(namespace, gang.name.as_str())).copied().unwrap_or_default();
             let size = present.needed(self.now.0);
             Gang { name: format!("{namespace}/{}", gang.name), size }
@@ -569,7 +582,7 @@ impl QuotaWorlds {
         ids.insert(name.to_owned(), id);
         world.pods.push(Pod {
             name: name.to_owned(),
-            owner: quotas.owner(pool, namespace),
+            owner,
             charge: pieces.iter().map(|piece| piece.charge).sum(),
             priority: pod.spec.priority.unwrap_or(0),
             created: created(pod),
@@ -603,6 +616,11 @@ impl PoolWorld {
         at
     }
 
+    /// Returns the node and the UUID of each device.
+    pub(super) fn devices(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.devices.iter().flat_map(|(node, of)| of.gpus.keys().map(|device| (node.as_str(), device.as_str())))
+    }
+
     /// Returns the GPU of a node's device.
     pub(super) fn gpu(&self, node: &str, device: &str) -> Option<usize> {
         self.devices.get(node)?.gpus.get(device).copied()
@@ -614,9 +632,9 @@ impl PoolWorld {
         self.devices.get(node)?.costs.cost(device, resource, units.get(), self.unit)
     }
 
-    /// Returns what each request costs, and on which GPU. `units` are the pod's units on the node, if
-    /// they are known. Other requests cost what `dearest` returns, and are on the GPU that `elsewhere`
-    /// returns. Requests of resources that the pool does not offer are left out.
+    /// Returns what each request costs, and on which GPU. `units` are the pod's units on the node,
+    /// if they are known. Other requests cost what `dearest` returns, and are on the GPU that
+    /// `elsewhere` returns. Requests of resources that the pool does not offer are left out.
     fn pieces(
         &self,
         requests: &[DeviceRequest],
@@ -641,7 +659,7 @@ impl PoolWorld {
         requests.iter().filter_map(&mut piece).collect()
     }
 
-    /// Returns what the pods of a quota use of each GPU, released and nominated ones.
+    /// Returns the amounts that the released and nominated pods of a quota use of each GPU.
     pub(super) fn use_of(&self, owner: &Owner) -> BTreeMap<usize, Amount> {
         let mut sums: BTreeMap<usize, Amount> = BTreeMap::new();
         for pod in self.world.pods.iter().filter(|pod| pod.owner == *owner) {
@@ -659,7 +677,8 @@ impl PoolWorld {
         sums
     }
 
-    /// Cuts what the pods of a quota cost on one GPU at the size of the GPU. The youngest pay less.
+    /// Limits the sum of a quota's charges on one GPU to the size of the GPU. The charges of the
+    /// newest pods are reduced.
     fn cut_charges(&mut self) {
         let Self { world, sizes, .. } = self;
         let mut on: BTreeMap<(usize, Owner), Vec<PartOfGpu>> = BTreeMap::new();
@@ -697,15 +716,15 @@ impl PoolWorld {
 /// The GPUs of each node, by pool.
 type ViewsOfNodes<'v, 'n> = BTreeMap<&'v str, Vec<&'v NodeView<'n>>>;
 
-/// What a pod uses of a GPU: when the pod was released and created, its index, the index of its
-/// piece, and the cost.
+/// The part of a GPU that a pod uses: when the pod was released and created, its index, the index
+/// of its piece, and the cost.
 type PartOfGpu = (Moment, Moment, usize, usize, Amount);
 
 /// Gangs by namespace and name.
 type Gangs<'a> = BTreeMap<(&'a str, &'a str), GangPresence>;
 
-/// Counts the pods of each gang. Pods count that request no GPUs, or GPUs of other pools. Pods do
-/// not count that terminate, or that have another scheduling gate.
+/// Counts the pods of each gang. Pods that request no GPUs, or GPUs of other pools, also count.
+/// Pods that terminate, and pods with GPUs that have another scheduling gate, do not count.
 fn gangs_of(tracker: &PodTracker) -> Gangs<'_> {
     let mut gangs = Gangs::new();
     for pod in tracker.living_pods().filter(|pod| pod.metadata.deletion_timestamp.is_none()) {

@@ -19,9 +19,9 @@ use super::verdict::PreemptionProspect;
 
 /// How long pods wait for the units of a node that are briefly unavailable.
 ///
-/// An agent restarts within a second, or within a minute if its image is pulled. A GPU is
-/// repartitioned within a minute. Longer absences, such as the reboot of a server, take about as
-/// long as an autoscaler needs to add a node.
+/// An agent usually restarts within a second, or within a minute if its image is pulled. A GPU is
+/// usually repartitioned within a minute. Longer absences, such as the reboot of a server, take
+/// about as long as an autoscaler needs to add a node.
 pub(super) const RETURN_TIME: Duration = Duration::from_secs(120);
 
 /// Nodes with units that are briefly unavailable, and when each absence began. Times are durations

@@ -1,5 +1,5 @@
 //! The placement controller: applies the gatekeeper's decisions and reports them. The controller is
-//! separate from the passes, so that a release does not wait for writes to nodes.
+//! separate from the passes, so that a release does not wait for writes of `GpuNode`s.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -101,8 +101,8 @@ impl WriteSummary {
 
 /// Returns the delay before the next reconcile if no change wakes the placement controller earlier.
 /// If the API server did not accept writes, the next reconcile does not follow immediately, because
-/// the next reconcile would repeat the same writes. `later` is the time until Events or failed
-/// taint writes are due.
+/// the next reconcile would repeat the same writes. `later` is the time until Events, failed taint
+/// writes or reports about quotas are due.
 fn next_delay(actions: &Actions, writes: WriteSummary, later: Option<Duration>) -> Option<Duration> {
     if writes.is_impaired {
         return Some(RETRY_DELAY);

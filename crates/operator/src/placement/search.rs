@@ -398,8 +398,8 @@ impl<'a> PlacementSearch<'a> {
         self.nodes_with_missing(ledger, candidate, |node, checker| is_searched(node) && self.allows(node, checker))
     }
 
-    /// Returns the same of all eligible nodes that rules between pods and volumes allow, regardless
-    /// of quotas.
+    /// Like [`Self::preemption_nodes`], but returns all eligible nodes that rules between pods and
+    /// volumes allow, regardless of quotas.
     pub(super) fn nodes_allowed_by_rules(
         &self,
         ledger: &Ledger,
@@ -451,7 +451,8 @@ impl<'a> PlacementSearch<'a> {
         self.free.borrow_mut().nominate(candidate.name.clone(), *priority, requests, node);
     }
 
-    /// Returns the pods that a search by priority alone must not evict: quotas decide about them.
+    /// Returns the pods that a search by priority alone must not evict, because quotas decide about
+    /// these pods.
     pub(super) fn pods_of_quotas(&self) -> BTreeSet<String> {
         self.worlds.filter(|_| self.turn.is_none()).map(QuotaWorlds::pods_beside_others).unwrap_or_default()
     }

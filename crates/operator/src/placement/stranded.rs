@@ -3,14 +3,14 @@
 //!
 //! A scheduling gate cannot be added again. So if a pod has lost its reservation, or its nodes no
 //! longer accept it, the pod's controller must recreate the pod. The operator evicts the pod, and
-//! the replacement waits at the gate. The operator never deletes a pod that no controller
+//! the replacement waits at the gate. The operator never evicts a stranded pod that no controller
 //! recreates. Instead, a condition and an Event state how to resolve the problem.
 //!
 //! | a released pod that is not bound | is stranded |
 //! |---|---|
-//! | Its reservation ended, and the scheduler refuses it or its GPUs have too few free units. | immediately |
+//! | Its reservation ended, although one of its nodes accepts it. | immediately |
 //! | All its nodes were deleted. | after [`MISSING_NODE_DELAY`] |
-//! | All its nodes are cordoned, tainted or full. | after `--unschedulable-after-seconds` |
+//! | All its nodes refuse it, for example because they are cordoned, tainted or full. | after `--unschedulable-after-seconds` |
 //! | It was released to nodes of another device plugin, the scheduler refuses it, and it would fit on a node of Cleave now. | after [`MISSING_NODE_DELAY`] |
 //! | It was released as unschedulable, and would wait or fit now. | after [`MISSING_NODE_DELAY`] |
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,7 +1,8 @@
 //! Finds released pods that are not bound, and that the rules of quotas may evict.
 //!
-//! A scheduler may bind such a pod late or never. Its reservation counts like an allocation, so it
-//! can be reclaimed like one. Otherwise one unbound pod would protect its whole gang.
+//! A scheduler may bind such a pod late or never. The pod's reservation counts like an allocation,
+//! so the reservation can be reclaimed like an allocation. Otherwise one unbound pod would protect
+//! its whole gang.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_plan::ledger::{Holder, Ledger, Moment, Place};
@@ -13,9 +14,9 @@ use super::pod_tracker::PodTracker;
 /// Released pods that are not bound, by node and name.
 pub(super) type UnboundPods<'a> = BTreeMap<String, BTreeMap<String, Holder<'a>>>;
 
-/// Returns the pods with reservations on these nodes. Deleted pods count as terminating while their
-/// reservations last. Disruption budgets are ignored: the API server evicts pending pods regardless
-/// of budgets.
+/// Returns the unbound pods with reservations on the nodes that `is_searched` accepts. Deleted pods
+/// count as terminating while their reservations last. Disruption budgets are ignored: the API
+/// server evicts pending pods regardless of budgets.
 pub(super) fn unbound_pods<'a>(
     ledger: &Ledger,
     (tracker, claims): (&'a PodTracker, &PodClaims),

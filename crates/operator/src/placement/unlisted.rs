@@ -105,7 +105,8 @@ mod tests {
         }
     }
 
-    /// Observes these states of a node, one each second. Returns the pods that it no longer lists.
+    /// Observes these states of a node, one each second. Returns the unlisted units, and the names
+    /// of their pods.
     fn unlisted(states: &[NodeFacts]) -> (UnlistedUnits, Vec<String>) {
         let (mut ledger, mut units) = (Ledger::default(), UnlistedUnits::default());
         for (second, state) in (0..).zip(states) {

@@ -7,7 +7,8 @@
 //!
 //! Other GPUs keep the partition from [`crate::policies::plan`]. The planner counts their free
 //! slices, so it repartitions no GPU for a pod that these slices can serve. If `cleave_plan::check`
-//! finds a plan invalid, the operator does not apply the plan, and every GPU keeps its partition.
+//! finds a plan invalid, the operator does not apply the plan, and every GPU that is partitioned on
+//! demand keeps its partition.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -70,7 +71,7 @@ pub enum Reason {
     Malformed,
     /// With the pod, its quota would exceed its maximum.
     OverMax,
-    /// The pod does not borrow, and its quota's guarantee is used up.
+    /// The pod does not borrow, and the unused part of its quota's guarantee does not suffice.
     WaitsForGuarantee,
     /// Only pods that disruption budgets protect could be evicted for the pod.
     Protected,

@@ -186,8 +186,8 @@ fn plan_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
         return;
     };
     if gpus.is_empty() && !current.gpus.is_empty() {
-        // Keep the spec. If all GPUs disappear at the same time, the driver has failed, and the
-        // GPUs are still installed.
+        // Keep the spec. If all GPUs disappear at the same time, the driver has probably failed,
+        // and the GPUs are still installed.
         return;
     }
     let mut desired: Vec<GpuSpec> = Vec::with_capacity(gpus.len());
@@ -219,8 +219,8 @@ fn report_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
     }
 }
 
-/// Computes the desired state of one GPU. Returns `None` for a whole GPU without a policy.
-/// `current` is the GPU's current spec.
+/// Computes the desired state of one GPU. Returns `None` for a GPU that becomes a whole GPU without
+/// a policy. `current` is the GPU's current spec.
 fn plan_gpu(
     (name, node): (&str, &Node),
     gpu: &GpuStatus,

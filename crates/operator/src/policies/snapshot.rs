@@ -7,8 +7,8 @@
 //! | is being repartitioned | its desired slices. Other GPUs of its node are not repartitioned. |
 //! | waits for pods that use slices to remove | its slices. It may be repartitioned around them. |
 //! | did not reach its partition in time | its slices. It remains unchanged during a backoff. |
-//! | is cordoned or unhealthy, or whose agent does not respond | nothing. |
-//! | follows another policy, or none | its slices. It is never repartitioned. |
+//! | is cordoned, quiesced or unhealthy, or whose agent is not ready | nothing. |
+//! | is not partitioned on demand | its slices. It is never repartitioned. |
 //!
 //! If the kubelet does not list the devices of a bound pod yet, the slices in use are unknown.
 //! Until the kubelet lists these devices, every GPU to which they may belong keeps its slices.
@@ -32,8 +32,8 @@ use crate::read::{Node, Observed};
 
 /// Maximum time for a node to reach its desired state, unless the policy sets `dynamic.timeout`.
 pub const DEFAULT_APPLY_DEADLINE: Duration = Duration::from_secs(30);
-/// Minimum deadline, even if `dynamic.timeout` is shorter. Creating one MIG instance takes a
-/// second.
+/// Minimum deadline, even if `dynamic.timeout` is shorter. The creation of one MIG instance can
+/// take about a second.
 const MIN_APPLY_DEADLINE: Duration = Duration::from_secs(5);
 /// How long a GPU remains unchanged after it failed to reach a partition: the first and the maximum
 /// backoff.

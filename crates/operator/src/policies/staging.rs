@@ -66,12 +66,12 @@ struct ServingPeriod {
 }
 
 /// A change of a policy's partitions. The change begins when a GPU of the policy gets another
-/// newest partition. The change ends when all nodes serve or another change begins.
+/// newest partition. The change ends when it is complete, or when another change begins.
 #[derive(Debug, Clone, Default)]
 struct PolicyChange {
-    /// The newest partitions, by node, until all nodes serve.
+    /// The newest partitions, by node, until the change is complete.
     partitions: BTreeMap<String, Partitions>,
-    /// Nodes that the change affects, until all nodes serve. Other nodes may have the newest
+    /// Nodes that the change affects, until the change is complete. Other nodes may have the newest
     /// partition, but do not prove the change.
     affected: BTreeMap<String, AffectedNode>,
     /// Whether a former leader may have begun the change.
@@ -150,7 +150,8 @@ pub struct Staging {
     /// Changing nodes whose agent does not report. Each value is the last generation that the agent
     /// read, and the time at which the agent stopped reporting.
     not_reporting: BTreeMap<PolicyAndNode, (i64, Duration)>,
-    /// Nodes that failed or were lost with an older partition, until they serve.
+    /// Nodes that failed or were lost with an older partition, or were lost outside a rollout,
+    /// until they serve.
     failed_before: BTreeSet<PolicyAndNode>,
     /// The periods for which nodes have served the partitions in their specs.
     services: BTreeMap<PolicyAndNode, ServingPeriod>,
@@ -252,7 +253,7 @@ impl Staging {
         }
     }
 
-    /// Records the newest partitions of a change, until all nodes serve them.
+    /// Records the newest partitions of a change, until the change is complete.
     fn record_change(&mut self, policy: &str, progress: &RolloutProgress, plan: &Plan, observed: &Observed) {
         let Some(change) = self.changes.get_mut(policy) else { return };
         if progress.phase == Phase::Complete {
@@ -531,8 +532,8 @@ fn node_view(
     any.then_some((view, gpus))
 }
 
-/// Returns why a node or a GPU of a policy cannot serve any partition. Ignores cordoned nodes and
-/// GPUs.
+/// Returns why a node or a GPU of a policy cannot serve any partition. Ignores the faults of
+/// cordoned GPUs. Ignores that a cordoned node is not ready.
 fn loss_reason(policy: &str, node: &Node, desired: &GpuNodeSpec) -> Option<String> {
     let follows = |entry: &GpuSpec| entry.policy.as_deref() == Some(policy) && !entry.cordoned;
     let judged = |gpu: &GpuStatus| desired.gpus.iter().any(|entry| entry.uuid == gpu.uuid && follows(entry));

@@ -304,7 +304,7 @@ fn rolled_out_verdict(report: &PolicyReport) -> ConditionVerdict {
     }
 }
 
-/// Returns how many nodes a change has reached, and the names of the other nodes.
+/// Returns how many nodes serve the newest partition, and the names of the other nodes.
 fn rollout_sentence(progress: &RolloutProgress) -> String {
     let RolloutProgress { phase: _, updated, changing, waiting, failed, pending, unsteady, cordoned } = progress;
     let mut parts: Vec<String> = Vec::new();
@@ -501,8 +501,8 @@ fn gpu_problem(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(GpuProblem, Str
         let why = if gpu.health.message.is_empty() { &gpu.health.reason } else { &gpu.health.message };
         return Some((GpuProblem::Unhealthy, format!("{} is unhealthy: {why}", gpu_name(at))));
     }
-    // A restarting daemon usually serves again within 4 s. Otherwise the GPU's health reports the
-    // failure.
+    // A restarting daemon usually serves again within a few seconds. Otherwise the GPU's health
+    // reports the failure.
     let serves =
         |state: &str| matches!(state, daemon_state::ACTIVE | daemon_state::STARTING | daemon_state::RESTARTING | "");
     if let Some(daemon) = gpu.mps.iter().find(|daemon| !serves(&daemon.state)) {

@@ -17,8 +17,8 @@ use crate::leader::LeaseGuard;
 use crate::read::{Node, Observed};
 use crate::write::{MAX_IN_FLIGHT, WRITE_TIMEOUT};
 
-/// How long an agent may be not ready before its node is tainted. An upgrade of the agent takes a
-/// second. The start of a node takes longer.
+/// How long an agent may be not ready before its node is tainted. An upgrade of the agent usually
+/// takes a few seconds. The start of a node takes longer.
 pub(crate) const NOT_READY_TIMEOUT: Duration = Duration::from_secs(60);
 /// First delay after the taint of a node could not be written. Each further failure doubles the
 /// delay.
@@ -156,8 +156,8 @@ impl Taints {
             return NodeVerdict::NotReady(now.saturating_sub(since));
         }
         self.away.remove(name);
-        // Suspect GPUs become healthy again within a minute. Other causes, such as a failed MPS
-        // daemon, are not faults of the GPU.
+        // Suspect GPUs usually become healthy again within a minute. Other causes, such as a failed
+        // MPS daemon, are not faults of the GPU.
         let is_out = |class: &str| matches!(class, HEALTH_LOST | HEALTH_NEEDS_RESET);
         if gpus.iter().all(|gpu| !gpu.health.healthy && is_out(&gpu.health.class)) {
             return NodeVerdict::Unusable("all GPUs of the node are lost or need a reset");

@@ -9,8 +9,8 @@
 //! - At most `maxUnavailable` nodes are repartitioned at a time.
 //! - Nodes whose GPUs are in use wait for their pods after their spec is written. These nodes count
 //!   separately, so they do not delay unused nodes.
-//! - If a node fails, no further node changes, unless `onFailure: Continue` is set. The failure is
-//!   reported only if it lasts.
+//! - If a node fails, no further node changes except failed nodes that are repaired, unless
+//!   `onFailure: Continue` is set. The failure is reported only if it lasts.
 //! - If a node has served the newest partition for some time, nodes that are still between older
 //!   partitions, or that failed to reach one, change immediately. These nodes serve nothing that
 //!   the change could interrupt. So when an administrator reverts a policy, the operator repairs
@@ -133,7 +133,7 @@ pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Rollou
         }
     }
     let mut progress = RolloutProgress::default();
-    let is_proven = is_proven_by_changed(nodes);
+    let is_proven = is_proven_by_affected_node(nodes);
     for (name, view) in nodes {
         let name = name.clone();
         let hold = if is_proven { None } else { withheld_by(rules, view) };
@@ -178,7 +178,7 @@ fn is_unsteady(view: &NodeView) -> bool {
 
 /// Returns whether a node that the change affects proves the change. Unaffected nodes may differ
 /// from pending nodes.
-fn is_proven_by_changed(nodes: &BTreeMap<String, NodeView>) -> bool {
+fn is_proven_by_affected_node(nodes: &BTreeMap<String, NodeView>) -> bool {
     nodes.values().any(|view| view.affected && proves_change(view))
 }
 
@@ -187,8 +187,8 @@ fn ready_pending_nodes(nodes: &BTreeMap<String, NodeView>) -> impl Iterator<Item
     nodes.iter().filter(may_begin).map(|(name, view)| (name.as_str(), view))
 }
 
-/// Returns the pending nodes that do not serve an older partition. If a node fails, only failed
-/// nodes follow.
+/// Returns the pending nodes that do not serve an older partition, once a node proves the newest
+/// partition. If a node fails, returns only failed nodes.
 fn broken_nodes(nodes: &BTreeMap<String, NodeView>, proven: bool, held: bool) -> impl Iterator<Item = &str> {
     let is_broken = move |view: &NodeView| match view.state {
         NodeState::Failed(_) => true,
@@ -204,7 +204,7 @@ fn broken_nodes(nodes: &BTreeMap<String, NodeView>, proven: bool, held: bool) ->
 /// Returns the nodes of the next wave. A wave is one node, until a node that the change affects
 /// proves the change.
 fn next_wave(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> BTreeSet<&str> {
-    if !is_proven_by_changed(nodes) {
+    if !is_proven_by_affected_node(nodes) {
         return next_canary(rules, nodes).into_iter().collect();
     }
     let limit = rules.max_unavailable.of(nodes.len());

@@ -108,7 +108,7 @@ impl DeviceCosts {
     }
 
     /// Returns what units of a resource cost on a device. Returns `None` if the device does not
-    /// offer the resource.
+    /// serve the resource.
     pub fn cost(&self, device: &str, resource: &str, units: u32, unit: Unit) -> Option<Amount> {
         let (_, of) = self.0.get(device)?.iter().find(|(name, _)| name == resource)?;
         Some(of.cost(units, unit))
@@ -146,14 +146,14 @@ impl NodeCosts {
         }
     }
 
-    /// Returns what a request costs where it costs most, of the GPUs on which it fits. Returns
-    /// `None` if no GPU offers the resource.
+    /// Returns the highest cost of a request on the GPUs on which it fits, or on all GPUs if it
+    /// fits on none. Returns `None` if no GPU serves the resource.
     pub fn dearest(&self, request: &DeviceRequest, unit: Unit) -> Option<Amount> {
         self.each(request, unit).max()
     }
 
-    /// Returns what a request costs where it costs least, of the GPUs on which it fits. Returns
-    /// `None` if no GPU offers the resource.
+    /// Returns the lowest cost of a request on the GPUs on which it fits, or on all GPUs if it fits
+    /// on none. Returns `None` if no GPU serves the resource.
     pub fn cheapest(&self, request: &DeviceRequest, unit: Unit) -> Option<Amount> {
         self.each(request, unit).min()
     }

@@ -2,7 +2,7 @@
 //!
 //! | module | content |
 //! |---|---|
-//! | `validate` | the valid quotas of each pool, and the problems of the other quotas |
+//! | `validate` | the valid quotas of each pool, and the problems of quotas |
 //! | `status` | the status of quotas |
 //! | `usage` | the use of quotas, for metrics |
 //! | `charge` | the cost of a pod on the GPUs of a node |

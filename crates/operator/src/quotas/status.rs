@@ -123,7 +123,7 @@ pub(crate) struct KueuePods {
 impl KueuePods {
     fn message(&self) -> String {
         format!(
-            "Kueue admits pods of this quota too: {}, such as {}. Each of the two queues can hold pods that the other admitted. Set mode: Count, or exclude the namespaces from Kueue",
+            "Kueue admits pods of this quota too: {}, such as {}. Each of the two queues can delay pods that the other admitted. Set mode: Count, or exclude the namespaces from Kueue",
             self.count, self.first
         )
     }

@@ -1,4 +1,4 @@
-//! Finds the valid quotas of each pool of GPUs, and the problems of the other quotas.
+//! Finds the valid quotas of each pool of GPUs, and the problems of quotas.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuQuota;
@@ -92,7 +92,7 @@ impl Problem {
 /// The quotas of one pool of GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pool {
-    /// Models of the pool. If empty, the pool consists of the GPUs that no other quota names.
+    /// Models of the pool. If empty, the pool consists of the GPUs that no other pool names.
     pub models: BTreeSet<String>,
     /// What the quotas count.
     pub unit: Unit,
@@ -100,7 +100,7 @@ pub struct Pool {
     pub quotas: BTreeMap<String, Quota>,
     /// The quota of each namespace.
     owners: BTreeMap<String, String>,
-    /// The first quota of the pool.
+    /// The oldest quota of the pool.
     first: String,
 }
 
@@ -137,9 +137,9 @@ impl Quotas {
         self.unnamed
     }
 
-    /// Validates quotas. `products` are the product names of the cluster's GPUs. Nodes report them,
-    /// so they never decide whether a quota is valid: GPUs that two pools name are of the older
-    /// pool.
+    /// Validates quotas. `products` are the product names of the cluster's GPUs. Nodes report these
+    /// names, so the names never decide whether a quota is valid. GPUs that two pools name belong
+    /// to the older pool.
     pub fn new<'a>(
         objects: impl Iterator<Item = &'a GpuQuota>,
         namespaces: &[LabelledNamespace<'_>],

@@ -21,10 +21,11 @@ pub(crate) const STEADY_TIME: Duration = Duration::from_secs(10);
 /// Minimum time between two updates. The placement controller reconciles more often, on each change
 /// of a pod.
 pub(crate) const UPDATE_INTERVAL: Duration = Duration::from_secs(1);
-/// How long replacement is suspended after the API server refused to delete a pod.
+/// How long replacement is suspended after the API server refused to delete a pod or did not
+/// answer.
 const REFUSAL_BACKOFF: Duration = Duration::from_secs(60);
 /// Once an MPS host of the newest revision has served, the operator replaces at most one in ten MPS
-/// hosts at a time.
+/// hosts at a time, but at least one.
 const BATCH_DIVISOR: usize = 10;
 /// Maximum number of nodes that a message names.
 const MAX_NAMED_NODES: usize = 4;
@@ -50,8 +51,8 @@ impl Replacement {
 pub struct RolloutStep {
     /// MPS hosts whose pods the operator deletes.
     pub replace: Vec<Replacement>,
-    /// Why replacement stopped and which `DaemonSet` is affected. `None` if the stop was already
-    /// reported.
+    /// Why replacement stopped and which `DaemonSet` is affected. `None` if replacement is not
+    /// stopped, or if the stop was already reported.
     pub stop_report: Option<(String, ObjectReference)>,
     /// Whether replacement is stopped.
     pub stopped: bool,
@@ -70,7 +71,7 @@ struct Outage {
     why: String,
     /// Whether the MPS host itself is down, and not only one of its daemons.
     down: bool,
-    /// Whether the MPS host has been down for longer than [`START_TIMEOUT`].
+    /// Whether the MPS host has not served for [`START_TIMEOUT`].
     late: bool,
     /// When the MPS host began to serve again. The outage ends after [`STEADY_TIME`] of service.
     serving: Option<Duration>,
@@ -82,10 +83,11 @@ pub(crate) struct Rollout {
     /// Closed nodes, on which no MPS shares are reserved. Each value is the UID of the MPS host to
     /// replace and the time of closing.
     closed: BTreeMap<String, (String, Duration)>,
-    /// The UIDs of deleted MPS hosts, by node, until a successor serves.
+    /// The UIDs of deleted MPS hosts, by node, until the outage ends or has lasted for
+    /// [`START_TIMEOUT`].
     deleted: BTreeMap<String, String>,
     outages: BTreeMap<String, Outage>,
-    /// End of the suspension after the API server refused a deletion.
+    /// End of the suspension after the API server refused a deletion or did not answer.
     suspended: Option<Duration>,
     /// Why replacement is stopped, as last reported.
     reported: Option<String>,
@@ -164,8 +166,8 @@ impl Rollout {
         self.closed.remove(node);
     }
 
-    /// Records that the API server refused a deletion. Pods can use the node until replacement
-    /// resumes.
+    /// Records that the API server refused a deletion or did not answer. Pods can use the node
+    /// until replacement resumes.
     pub(crate) fn record_refusal(&mut self, node: &str, up: Duration) {
         self.closed.remove(node);
         self.suspended = Some(up.saturating_add(REFUSAL_BACKOFF));

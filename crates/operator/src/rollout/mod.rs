@@ -16,8 +16,9 @@
 //! - The MPS host is terminating, absent or not ready: for at most `decide::START_TIMEOUT`, the
 //!   operator reserves no MPS shares on the node. The operator replaces other MPS hosts once this
 //!   MPS host has served for `decide::STEADY_TIME`.
-//! - The MPS host does not serve within `decide::START_TIMEOUT`: replacement stops until the MPS
-//!   host serves or its `DaemonSet` changes. An Event reports the stop.
+//! - The MPS host does not serve within `decide::START_TIMEOUT`, and its node is neither
+//!   unreachable nor cordoned: replacement stops until the MPS host serves or its `DaemonSet`
+//!   changes. An Event reports the stop.
 //!
 //! | step | module | purpose |
 //! |---|---|---|
@@ -27,8 +28,8 @@
 //!
 //! The decision is part of placement's reconcile ([`crate::placement`]). So the operator reserves
 //! nothing between the check that a node is idle and the closing of the node. [`Rollout`] remembers
-//! only its own actions and their times. Each update reads again which MPS hosts are outdated,
-//! terminating or not ready, so a new leader can continue.
+//! only its own actions and reports, and when outages began and ended. Each update reads again
+//! which MPS hosts are outdated, terminating or not ready, so a new leader can continue.
 mod decide;
 mod hosts;
 mod replace;

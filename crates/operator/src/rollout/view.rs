@@ -102,17 +102,18 @@ pub(crate) struct MpsHostView {
     pub host: Option<MpsHost>,
     /// Why a daemon does not serve.
     pub daemon_problem: Option<String>,
-    /// A pod or program that uses MPS on the node, or has a reservation for MPS shares.
+    /// Why the MPS host is in use: a pod or program that uses MPS on the node or has a reservation
+    /// for MPS shares, or an outdated agent that is upgraded first.
     pub busy: Option<String>,
-    /// Whether the node is unreachable or cordoned. If it is, its failures are not attributed to
-    /// a release.
+    /// Whether the node is unreachable or cordoned. If so, failures of the node are not attributed
+    /// to a release.
     pub excused: bool,
 }
 
 impl MpsHostView {
     /// Returns why the MPS host or one of its daemons does not serve, and whether the MPS host
-    /// itself is down. An outdated MPS host does not have to serve, so its outage counts only if
-    /// `deleted` is its UID.
+    /// itself is down. An outdated MPS host does not have to serve, so its outage counts only if it
+    /// terminates, or if `deleted` is its UID.
     pub(super) fn outage(&self, deleted: Option<&str>) -> Option<(String, bool)> {
         let Some(host) = &self.host else { return Some(("the node has no MPS host".to_owned(), true)) };
         let pod = &host.pod;
@@ -132,7 +133,7 @@ pub(crate) fn may_be_down(node: &cleave_plan::snapshot::Node) -> bool {
     node.unschedulable || node.taints.iter().any(|taint| UNREACHABLE_TAINTS.contains(&taint.key.as_str()))
 }
 
-/// Returns, for each node, one pod that uses MPS shares or has a reservation for them, according to
+/// Returns, for each node, one pod with a claim for MPS shares or with a nomination, according to
 /// the ledger.
 pub(crate) fn pending_users(ledger: &Ledger, serves: impl Fn(&str, &str) -> bool) -> BTreeMap<&str, String> {
     let mut found: BTreeMap<&str, String> = BTreeMap::new();

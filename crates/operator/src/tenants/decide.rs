@@ -13,8 +13,8 @@ use kube::core::DeserializeGuard;
 
 use crate::pods::{PodCondition, PodObject, full_name};
 
-/// Delay before the operator retries an eviction that a disruption budget refused or that had no
-/// effect.
+/// Delay before the operator evicts a pod again that still has a finding, and before it retries a
+/// failed write of a condition.
 pub(crate) const EVICTION_RETRY_DELAY: Duration = Duration::from_secs(5);
 /// How long the operator assumes that a written condition exists before the watch delivers it.
 const WATCH_LAG: Duration = Duration::from_secs(10);
@@ -67,17 +67,18 @@ pub(crate) struct FindingTracker {
     written: BTreeMap<String, (PodCondition, Duration)>,
     /// When each pod was last evicted, by UID.
     evicted: BTreeMap<String, Duration>,
-    /// Whether the last decision found a pod to report, or a pod with a condition.
+    /// Whether the last decision found a pod to report, or a pod with the condition `WithinShare`.
     busy: bool,
 }
 
 impl FindingTracker {
-    /// Drops all state. Call this after another process has led.
+    /// Drops all state. Call this while this process does not lead.
     pub(crate) fn reset(&mut self) {
         *self = Self::default();
     }
 
-    /// Returns whether the last decision found no pod to report, and no pod with a condition.
+    /// Returns whether the last decision found no pod to report, and no pod with the condition
+    /// `WithinShare`.
     pub(crate) fn is_idle(&self) -> bool {
         !self.busy
     }

@@ -6,7 +6,7 @@ use cleave_operator::policies::staging::{FAILURE_TIME, PROOF_TIME};
 
 use crate::world::{FIVE_SHARES_YAML, TEN_SHARES_TWO_NODES_YAML, TEN_SHARES_YAML, World};
 
-/// Returns the spec of a policy of the nodes with these labels.
+/// Returns the spec of a policy that selects the nodes with this label.
 fn spec(selector: &str, units: u32) -> String {
     format!("nodeSelector: {{{selector}}}\nmode: Mps\nmps: {{units: {units}}}\nrollout: {{maxUnavailable: 3}}")
 }

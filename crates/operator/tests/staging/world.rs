@@ -135,7 +135,7 @@ impl World {
         self.now += PROOF_TIME;
     }
 
-    /// Runs the agent of a node until it serves its spec.
+    /// Simulates that the agent of a node applies the spec, and that the node serves it.
     pub(crate) fn apply(&mut self, node: &str) {
         let object = self.object(node);
         let GpuNode { metadata, spec, status } = object;

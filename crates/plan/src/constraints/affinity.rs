@@ -25,11 +25,11 @@ pub(super) struct RequiredDomains<'a> {
     /// Domains with a pod that matches all terms of the subject's affinity.
     attracting_domains: Domains<'a>,
     /// Whether the subject may be the first pod of a group: it matches its own affinity, and no pod
-    /// in any domain matches.
+    /// in any domain matches or may match.
     may_be_first: bool,
-    /// Domains with a pod that matches a term of the subject's anti-affinity.
+    /// Domains with a pod that matches, or may match, a term of the subject's anti-affinity.
     avoided_domains: Domains<'a>,
-    /// Domains with a pod that has anti-affinity to the subject.
+    /// Domains with a pod that has, or may have, anti-affinity to the subject.
     repelling_domains: Domains<'a>,
 }
 

@@ -1,4 +1,4 @@
-//! Reasons why a pod's rules about other pods exclude a node.
+//! Reasons why a pod's rules about other pods, its volumes or an earlier pod exclude a node.
 use super::selector::MAX_REQUIREMENTS;
 
 /// Why a pod cannot run on a node.

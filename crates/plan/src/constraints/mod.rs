@@ -9,11 +9,11 @@
 //!
 //! # Cost
 //!
-//! [`NodeChecker::new`] makes at most [`MAX_REQUIREMENTS`] comparisons for each node, and twice as
-//! many for each placed pod. A subject that exceeds this limit is refused on every node
-//! ([`Conflict::TooManyRules`]). The checker ignores a placed pod's anti-affinity terms and host
-//! ports beyond the limit. The checker reads nodes and pods only if a rule needs them. For a pod
-//! without rules, the checker reads only placed pods with anti-affinity or host ports.
+//! [`NodeChecker::new`] makes about [`MAX_REQUIREMENTS`] comparisons at most for each node, and up
+//! to three times as many for each placed pod. A subject that exceeds this limit is refused on
+//! every node ([`Conflict::TooManyRules`]). The checker ignores a placed pod's anti-affinity terms
+//! and host ports beyond the limit. The checker reads nodes and pods only if a rule needs them. For
+//! a pod without rules, the checker reads only placed pods with anti-affinity or host ports.
 //! [`NodeChecker::check_node`] looks up each of the subject's rules once.
 mod affinity;
 mod conflict;

@@ -204,8 +204,9 @@ pub struct HostPort {
 const EVERY_ADDRESS: &str = "0.0.0.0";
 
 impl HostPort {
-    /// Returns whether both ports are bound to the same address. Two ports conflict if this
-    /// function returns true and their [sockets](Self::socket) are equal.
+    /// Returns whether both ports are bound to the same address, or one of them to every address.
+    /// Two ports conflict if this function returns true and their [sockets](Self::socket) are
+    /// equal.
     pub(super) fn shares_address_with(&self, other: &Self) -> bool {
         let every = self.address() == EVERY_ADDRESS || other.address() == EVERY_ADDRESS;
         every || self.address() == other.address()

@@ -22,7 +22,8 @@ struct DomainCounts<'a> {
     narrowed: bool,
     /// 1 if the subject itself is selected, otherwise 0.
     subject_count: i64,
-    /// Number of selected pods in the domain with the fewest selected pods.
+    /// Number of selected pods in the domain with the fewest selected pods. 0 if there are fewer
+    /// domains than `minDomains`.
     lowest_count: i64,
 }
 

@@ -9,7 +9,7 @@ use super::pack::{assign_to_devices, tightest_devices};
 use super::request::{DeviceRequest, Units};
 use crate::placement::{self, Demand, Rank, Score, THOUSANDTHS_PER_GPU};
 
-/// Why a pod fits nowhere, for the node that is closest to fitting.
+/// Why a pod fits on no node, for the node that is closest to fitting the pod.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub enum NoFit {
     /// The list of nodes is empty, or the ledger knows none of the nodes in the list.
@@ -120,7 +120,8 @@ impl Node {
         }
     }
 
-    /// Finds the best placement of all requests.
+    /// Finds a placement of all requests: each request on its best device, unless another request
+    /// would then not fit.
     pub(super) fn fit_requests<S: Score>(
         &self,
         wanted: &RequestedUnits<'_>,
@@ -218,8 +219,8 @@ fn for_each_device<S: Score>(
     }
 }
 
-/// Returns why these units do not fit on a node's devices. The reason refers to the largest size
-/// that does not fit.
+/// Returns why these units do not fit on a node's devices. The reason refers to the largest
+/// request, or to the number of requests for one unit.
 fn no_fit_reason(resource: &str, units: &[Units], units_by_device: &UnitsByDevice) -> NoFit {
     let resource = resource.to_owned();
     let Some(&requested) = units.iter().max() else { return NoFit::NoNode };

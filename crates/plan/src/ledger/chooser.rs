@@ -22,7 +22,7 @@ use crate::placement::{self, Candidate, Demand, LearnedScore, Placer, ReplicaCou
 const MAX_LEARNED_RESOURCES: usize = 64;
 /// Maximum size of all tables together.
 const TABLE_LIMITS: TableLimits = TableLimits { tables: 256, ranks: 1 << 21 };
-/// Free CPU of a node whose CPU is unknown, in thousandths of a core.
+/// CPU of a node whose CPU is unknown, in thousandths of a core.
 const UNKNOWN_CPU: NodeCpu = NodeCpu { total: 0, free: u32::MAX as u64 };
 
 /// Nodes that changed since the last [`Ledger::synchronize`].
@@ -193,12 +193,13 @@ impl<S: Score + Default> Chooser<S> {
 }
 
 impl<S: Score> Chooser<S> {
-    /// Returns the score for devices of this capacity.
+    /// Returns the score for devices of this resource and capacity. Returns `None` if no table has
+    /// such devices.
     pub fn score(&self, resource: &str, capacity: u32) -> Option<&S> {
         Some(self.tables.get(resource)?.get(&capacity)?.placer.score())
     }
 
-    /// Replaces the score for devices of this capacity.
+    /// Replaces the score for devices of this resource and capacity, if a table has such devices.
     pub fn set_score(&mut self, resource: &str, capacity: u32, score: S) {
         if let Some(table) = self.tables.get_mut(resource).and_then(|tables| tables.get_mut(&capacity)) {
             table.placer.set_score(score);
@@ -206,7 +207,7 @@ impl<S: Score> Chooser<S> {
     }
 
     /// Returns the nodes and devices that fit the requests, best first. A pod with several requests
-    /// has candidates only if it requests whole devices.
+    /// has candidates only if they are equal requests for whole devices.
     pub(super) fn candidates(
         &mut self,
         device_requests: &[DeviceRequest],

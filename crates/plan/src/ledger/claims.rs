@@ -5,8 +5,8 @@ use std::sync::Arc;
 use super::facts::Claim;
 use crate::shared::{Interner, Shared};
 
-/// The claims by pod. Pods with equal requests on one device share a claim, because a large cluster
-/// has many such pods.
+/// The claims by pod. Pods with equal claims share one value, because a large cluster has many such
+/// pods.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Claims {
     by_pod: BTreeMap<Arc<str>, Shared<Claim>>,

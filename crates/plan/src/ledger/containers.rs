@@ -44,7 +44,7 @@ pub struct RequestPart {
     /// Index into [`device_requests`] of the request that the units belong to.
     pub request: usize,
     /// Units of the request that this container and the previous containers need together. For the
-    /// last container, this is the whole request.
+    /// last container of the request, this is the whole request.
     pub needed: Units,
 }
 

@@ -1,4 +1,5 @@
-//! Counts the units of one resource on one device. Only this module subtracts units.
+//! Counts the units of one resource on one device. Only this module changes a device's free units
+//! and its reservations.
 use std::collections::BTreeMap;
 
 use super::request::Units;
@@ -26,7 +27,7 @@ impl DeviceUnits {
         device_units
     }
 
-    /// Updates `free`. No other function subtracts units.
+    /// Updates `free`. No other function sets `free`.
     fn recount(&mut self) {
         self.free = self.capacity.saturating_sub(self.used).saturating_sub(self.reserved());
     }

@@ -7,7 +7,8 @@ use super::request::{DeviceRequest, Units};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Moment(pub u64);
 
-/// The claim of a released pod. The kubelet may not have allocated all units of the claim yet.
+/// The claim of a released or bound pod. The kubelet may not have allocated all units of the claim
+/// yet.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Claim {
     /// Requests of the pod.

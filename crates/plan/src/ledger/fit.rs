@@ -27,7 +27,8 @@ impl Fit {
 pub struct Fits {
     pub(super) device_requests: Vec<DeviceRequest>,
     pub(super) places: Vec<Fit>,
-    /// Lowest priority among the nominations with units that did not count as free.
+    /// Priority of the pod for which the placements were found. The lowest priority if no pod was
+    /// named.
     pub(super) priority: i32,
 }
 
@@ -38,7 +39,8 @@ impl Fits {
     }
 }
 
-/// Why a fit was not reserved. In this case, the ledger does not change.
+/// Why a fit was not reserved, or units were not nominated. In this case, the ledger does not
+/// change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ReserveError {
     /// The pod already has a claim.

@@ -59,7 +59,7 @@ impl<'a> NodeClaim<'a> {
     }
 }
 
-/// Swaps the annotated reservations of two pods if each pod was allocated the units that the other
+/// Swaps the annotated reservations of two pods if one pod was allocated the units that the other
 /// pod's annotation names. If the kubelet allocated other units to a pod, and no other pod's
 /// annotation names these units, the pod's reservation moves to them.
 pub(super) fn swap_reservations(claims: &mut Claims, pods: &BTreeSet<Arc<str>>, node: &str, allocated: &Allocations) {
@@ -99,8 +99,9 @@ pub(super) fn set_reservations(claims: &mut Claims, node: &str, notes: Vec<(Arc<
     }
 }
 
-/// Returns the reservations for all missing units of the claims, regardless of the annotated
-/// reservations. Returns `None` if the reservations do not fit together.
+/// Returns new reservations for all units of the claims: allocated units where they are, and
+/// missing units regardless of the annotated reservations. Returns `None` if the missing units do
+/// not fit together.
 pub(super) fn new_reservations(
     units_by_device: &BTreeMap<String, UnitsByDevice>,
     claimed: &[NodeClaim<'_>],
@@ -140,8 +141,8 @@ pub(super) fn reserve_missing(
 ) -> Vec<DeviceRequest> {
     let mut wanted: BTreeMap<&str, Vec<Units>> = BTreeMap::new();
     let mut annotated: Vec<&Reservation> = Vec::new();
-    // If the kubelet has allocated a part of a request, reserve the remaining units on the same
-    // device.
+    // If the kubelet has allocated a part of a request, prefer the same device for the remaining
+    // units.
     let mut started_on: BTreeSet<(&str, &str)> = BTreeSet::new();
     for one in claimed {
         let (left, _) = one.compare_with_annotation();

@@ -3,8 +3,8 @@
 //! A scheduler that sums the units of a node's GPUs does not know which units are on one GPU.
 //! Therefore a pod is released only when the ledger has reserved units of one device for each of
 //! the pod's [`DeviceRequest`]s. A [`Claim`] records the requests of a released pod. A
-//! [`Reservation`] reserves units of a device. Reservations are stored by node, resource and size,
-//! not by pod. Two pods with equal requests can therefore swap their units.
+//! [`Reservation`] reserves units of a device. Reservations are stored by node, resource, device
+//! and size, not by pod. Two pods with equal requests can therefore swap their units.
 //!
 //! [`Ledger::observe`] and every other change apply three steps to a node:
 //!
@@ -18,12 +18,12 @@
 //! A claim has a copy of the reservations in its pod's annotation ([`Claim::annotated`]). The
 //! copies follow allocations: if the kubelet allocated to a pod the units that another pod's
 //! annotation names, the ledger swaps the copies of the two pods. The annotations do not change.
-//! The ledger has no other history. Therefore:
+//! Reservations depend on no other history. Therefore:
 //!
-//! - The units reserved on a device never exceed its free units. Only `device_units.rs` subtracts
-//!   units or adds a reservation.
-//! - A ledger rebuilt from observations and annotations equals the lost ledger, unless a node is
-//!   short of units ([`Ledger::rebuild`]).
+//! - The units reserved on a device never exceed its free units. Only `device_units.rs` adds a
+//!   reservation.
+//! - A ledger rebuilt from observations and annotations has the reservations of the lost ledger,
+//!   unless a node is short of units ([`Ledger::rebuild`]).
 //!
 //! The ledger does not depend on how a node allocates units, and it reads no clock: callers pass in
 //! the time.
@@ -139,14 +139,15 @@ impl Ledger {
     /// Finds up to `most` placements for a pod on these nodes, best first.
     ///
     /// On each node, every request is placed on the device with the best score, unless this choice
-    /// would prevent another request from fitting. If a placement exists, it is found. No units are
-    /// reserved. A pod without requests fits on every node.
+    /// would prevent another request from fitting. If a placement exists, it is found, unless the
+    /// search for several requests reaches its limit. No units are reserved. A pod without requests
+    /// fits on every node.
     ///
     /// [Nominated](Self::nominate) units are not free here. Use [`Self::fit_for`] for a pod with a
     /// priority or a nomination.
     ///
     /// # Errors
-    /// Returns why the pod fits nowhere.
+    /// Returns why the pod fits on none of the nodes.
     pub fn fit<'a, S: Score>(
         &self,
         device_requests: &[DeviceRequest],
@@ -162,7 +163,7 @@ impl Ledger {
     /// priorities.
     ///
     /// # Errors
-    /// Returns why the pod fits nowhere.
+    /// Returns why the pod fits on none of the nodes.
     pub fn fit_for<'a, S: Score>(
         &self,
         waiting: PendingPod<'_>,
@@ -183,9 +184,9 @@ impl Ledger {
     /// Finds at most `most` placements on nodes that `may` accepts, best first by the chooser's
     /// score, usually without checking every node.
     ///
-    /// Returns `None` if the pod fits nowhere. Also returns `None` if the pod requests several
-    /// parts of GPUs, or if only nodes with nominated units remain. In these cases, call
-    /// [`Self::fit_for`].
+    /// Returns `None` if the pod fits on no node. Also returns `None` if the pod has no requests,
+    /// has several that are not equal requests for whole devices, or fits only on nodes with
+    /// nominated units. In these cases, call [`Self::fit_for`].
     pub fn choose<S: Score>(
         &self,
         waiting: PendingPod<'_>,
@@ -241,8 +242,8 @@ impl Ledger {
         })
     }
 
-    /// Returns the node and the units that a pod uses, or that are reserved for it. Units are in
-    /// the order of their resources and devices.
+    /// Returns the units that a pod uses or that are reserved for it, by node. Allocated units are
+    /// in the order of their resources and devices.
     pub fn units_of(&self, pod: &str) -> Vec<(&str, Vec<UnitsOnDevice<'_>>)> {
         let Some(claim) = self.claims.get(pod) else { return Vec::new() };
         let units = |name| {
@@ -460,21 +461,21 @@ impl Ledger {
     /// preemption helps.
     ///
     /// Victims are pods of strictly lower priority that are in `holders` and have allocations on
-    /// the node. Victims free units of devices and the node's missing resources
-    /// ([`PreemptionNode::missing`]). Reserved units remain reserved, except those of
-    /// [`Holders::unbound`]. Units that are nominated for other pods of the same or higher priority
-    /// remain nominated. A node that has too few units of a requested resource for its claims is
-    /// excluded. The units and other resources of terminating pods count as free, so no pod is
-    /// preempted for units that become free anyway. The same applies to units of pods that have
-    /// just ended ([`Holders::unlisted`]). While the victims terminate, another call returns no
-    /// further victims.
+    /// the node, or reservations if they are in [`Holders::unbound`]. Victims free units of devices
+    /// and the node's missing resources ([`PreemptionNode::missing`]). Reserved units remain
+    /// reserved, except those of [`Holders::unbound`]. Units that are nominated for other pods of
+    /// the same or higher priority remain nominated. A node that has too few units of a requested
+    /// resource for its claims is excluded. The units and other resources of terminating pods count
+    /// as free, so no pod is preempted for units that become free anyway. The same applies to units
+    /// of pods that have just ended ([`Holders::unlisted`]). While the victims terminate, another
+    /// call returns no further victims.
     ///
-    /// For each way to place the requests on devices, as many pods as possible are kept: first pods
-    /// of higher priority, then pods that started earlier. The victims never exceed the evictions
-    /// that their disruption budgets allow. The best way has victims with the lowest maximum
-    /// priority, then the lowest sum of priorities, then the fewest victims. The last criterion is
-    /// the latest start among the victims of the highest priority. Among equal ways, the first by
-    /// name is chosen.
+    /// For each way to place the requests on devices, every pod is kept that need not be evicted:
+    /// first pods of higher priority, then pods that started earlier. The victims never exceed the
+    /// evictions that their disruption budgets allow. The best way has victims with the lowest
+    /// maximum priority, then the lowest sum of priorities, then the fewest victims. The last
+    /// criterion is the earliest start among the victims of the highest priority: a later start is
+    /// better. Among equal ways, the first by the node's name is chosen.
     ///
     /// If a budget limits the victims, the search always finds a possible preemption for a pod with
     /// one request on a node that lacks only units of devices. In other cases, the search may miss
@@ -534,8 +535,8 @@ impl Ledger {
         self.withheld = units;
     }
 
-    /// Forgets the ranks of all pods: priority alone decides which nominations a pod sees. No units
-    /// are withheld.
+    /// Forgets the ranks of all pods: priority alone decides which nominations a pod must respect.
+    /// No units are withheld.
     pub fn clear_ranks(&mut self) {
         self.withheld.clear();
         self.ranks.clear();
@@ -572,9 +573,9 @@ impl Ledger {
         self.ranks.get(pod).copied().unwrap_or(Rank::of_priority(priority))
     }
 
-    /// Returns whether a waiting pod leaves to another pod what is nominated for that pod. Pods
-    /// are names and priorities. With `takes_own`, the pod takes what is nominated for itself. It
-    /// then leaves room only to nominated pods that come first: the others get their room later.
+    /// Returns whether a waiting pod leaves the units that are nominated for another pod. Each pod
+    /// is its name and priority. With `takes_own`, the waiting pod uses units that are nominated
+    /// for itself. The pod then leaves only the units of nominated pods that come before it.
     pub fn leaves_nominated(
         &self,
         (pod, priority): (&str, i32),
@@ -582,11 +583,12 @@ impl Ledger {
         takes_own: bool,
     ) -> bool {
         let (rank, nominee) = (self.rank(pod, priority), self.rank(other, other_priority));
-        pod != other && rank.sees(&nominee) && (!takes_own || nominee.comes_before(other, (&rank, pod)))
+        pod != other && rank.respects(&nominee) && (!takes_own || nominee.comes_before(other, (&rank, pod)))
     }
 
-    /// Returns the units by node that a pod leaves to nominated pods. A nominated pod that uses its
-    /// own units now leaves fewer: see [`Self::leaves_nominated`].
+    /// Returns the units by node that a pod leaves to nominated pods, and the units that are
+    /// withheld. A nominated pod that uses its own units now leaves fewer: see
+    /// [`Self::leaves_nominated`].
     fn nominated_units(
         &self,
         (pod, priority): (Option<&str>, i32),
@@ -604,7 +606,7 @@ impl Ledger {
                 let takes_own = is_own(&nomination.node, take);
                 let is_left = match pod {
                     Some(pod) => self.leaves_nominated((pod, priority), nominee, takes_own),
-                    None => Rank::of_priority(priority).sees(&self.rank(of, nomination.priority)),
+                    None => Rank::of_priority(priority).respects(&self.rank(of, nomination.priority)),
                 };
                 if is_left {
                     let node = units.entry(nomination.node.clone()).or_default();

@@ -99,7 +99,7 @@ impl Node {
         Self { model: facts.model, units_by_device, allocations, short: Vec::new() }
     }
 
-    /// Returns the facts that the node was created from.
+    /// Returns facts from which [`Self::from_facts`] creates the same node.
     pub(super) fn facts(&self) -> NodeFacts {
         let devices = self.devices().map(|usage| {
             let DeviceUsage { resource, device, capacity, used, .. } = usage;

@@ -1,4 +1,5 @@
-//! Assigns sizes to devices. The search is exact: if an assignment exists, it is found.
+//! Assigns sizes to devices. If an assignment exists, it is found, unless the search reaches its
+//! limit.
 use std::collections::BTreeSet;
 
 /// Maximum number of states that a search visits. A pod of one container needs one state. The limit
@@ -6,11 +7,11 @@ use std::collections::BTreeSet;
 const MAX_SEARCHED_STATES: usize = 20_000;
 
 /// Returns the index of a device for each size. Returns `None` if the sizes do not fit at the same
-/// time.
+/// time, or if the search reaches its limit.
 ///
 /// `order` returns the devices to try for a size, given the free units, best first. Devices that
-/// `order` omits are not tried. Returns the first assignment that it finds. For one size, the first
-/// assignment is the best.
+/// `order` omits are not tried. The search returns the first assignment that it finds. For one
+/// size, the first assignment is the best.
 pub(super) fn assign_to_devices(
     sizes: &[u32],
     free: &[u32],

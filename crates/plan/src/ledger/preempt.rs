@@ -3,7 +3,7 @@
 //! Chooses victims as kube-scheduler does, with one difference. kube-scheduler sums the units of a
 //! node's GPUs, so the units that it frees may be on two GPUs and fit no request. This search
 //! considers each way to place the requests on devices separately. A pod is preempted only if it
-//! frees units on a chosen device.
+//! frees units on a chosen device, or a resource that the node lacks.
 //!
 //! The units are then [nominated](super::Ledger::nominate). Until the units are reserved for the
 //! pod, pods of the same or lower priority do not see these units as free.
@@ -19,8 +19,8 @@ use super::request::DeviceRequest;
 use crate::Quantity;
 use crate::scheduling::PODS_RESOURCE;
 
-/// Maximum number of ways to place the requests on a node's devices. A pod of one container has one
-/// way for each device.
+/// Maximum number of ways to place the requests on a node's devices that are considered. A pod of
+/// one container has one way for each device.
 const MAX_PLACEMENTS_PER_NODE: usize = 512;
 /// Maximum number of steps of the search for ways to place the requests.
 const MAX_PLACEMENT_SEARCH_STEPS: usize = 20_000;
@@ -66,8 +66,8 @@ pub struct Holders<'a> {
     pub unbound: BTreeMap<String, BTreeMap<String, Holder<'a>>>,
     /// Number of evictions that each disruption budget allows now.
     pub budgets: Vec<u32>,
-    /// Units by node that pods used which have just ended, and which the node no longer lists. If
-    /// the units are still used, and the node lists no pod for them, they become free without
+    /// Units by node of pods that have just ended and that the node no longer lists. If the units
+    /// still count as used, and the node lists no pod for them, they become free without
     /// preemption.
     pub unlisted: BTreeMap<String, DeviceAmounts>,
 }
@@ -140,8 +140,8 @@ pub struct Nomination {
     pub takes: Vec<Reservation>,
 }
 
-/// Rank of a waiting pod while quotas are enforced. The rank decides which nominations the pod
-/// sees.
+/// Rank of a waiting pod while quotas are enforced. The rank decides which nominations the pod must
+/// respect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rank {
     /// Number of the pod's quota. All pods without a quota have one further number.
@@ -150,7 +150,7 @@ pub struct Rank {
     pub is_within: bool,
     /// Priority of the pod.
     pub priority: i32,
-    /// The priority, if pods of this priority do not stop at the borders of quotas.
+    /// The priority, if it overrides quotas.
     pub overriding: Option<i32>,
     /// When the pod was created. `None` while no quota is enforced.
     pub created: Option<Moment>,
@@ -162,11 +162,13 @@ impl Rank {
         Self { quota: 0, is_within: false, priority, overriding: None, created: None }
     }
 
-    /// Returns whether a pod of this rank sees units that are nominated for another pod. It does
-    /// not see nominations of pods that only borrow if it is within its guarantee itself, and in
-    /// its own quota and class no nominations of lower priority. For pods that do not stop at the
-    /// borders of quotas, priority alone decides.
-    pub fn sees(&self, nominee: &Self) -> bool {
+    /// Returns whether a pod of this rank must respect the nomination of another pod, and leave the
+    /// nominated units unused. A pod within its guarantee ignores nominations of pods that borrow.
+    /// A pod that borrows must respect all nominations of pods within their guarantee. In the same
+    /// class, a pod must respect all nominations of other quotas, and in its own quota those of at
+    /// least its priority. If the priority of one of the pods overrides quotas,
+    /// [`Self::overriding`] alone decides.
+    pub fn respects(&self, nominee: &Self) -> bool {
         if self.overriding.is_some() || nominee.overriding.is_some() {
             return self.overriding <= nominee.overriding;
         }
@@ -176,10 +178,10 @@ impl Rank {
         self.quota != nominee.quota || self.priority <= nominee.priority
     }
 
-    /// Returns whether a nominated pod gets its units before another nominated pod that sees its
-    /// nomination: its class is higher, its priority is higher in the same quota, or it is older.
-    /// Without this order, pods that arrive could delay the other pod again and again. Without
-    /// quotas, each of the two waits until both fit.
+    /// Returns whether a nominated pod gets its units before another nominated pod that must
+    /// respect its nomination: its class is higher, its priority is higher in the same quota, or it
+    /// is older. Without this order, pods that arrive could delay the other pod again and again.
+    /// Without quotas, each of the two waits until both fit.
     pub(super) fn comes_before(&self, name: &str, (other, other_name): (&Self, &str)) -> bool {
         let (Some(created), Some(other_created)) = (self.created, other.created) else { return true };
         (self.overriding, self.is_within) > (other.overriding, other.is_within)
@@ -236,9 +238,8 @@ struct LimitedResource<'a> {
     resource: &'a str,
     /// UUID of the device. The UUID is empty for a resource of the node.
     device: &'a str,
-    /// Amount that is free if all candidates are preempted. For a resource of the node, the amount
-    /// that the pending pod needs is subtracted. The value is negative if more units are needed or
-    /// reserved than exist.
+    /// Amount that is free if all candidates are preempted. For a resource of the node, the missing
+    /// amount is subtracted. The value is negative if more units are needed or reserved than exist.
     most: i128,
 }
 
@@ -356,8 +357,8 @@ impl<'a> PreemptionSearch<'a> {
         })
     }
 
-    /// Returns the candidates that free enough units without other victims, the least important
-    /// first.
+    /// Returns the candidates that free enough units without other victims and whose disruption
+    /// budget allows the eviction, the least important first.
     fn victims_alone(&self, slots: &[usize]) -> impl Iterator<Item = &PossibleVictim<'a>> {
         let mut spare = self.spare(slots);
         self.candidates.iter().for_each(|candidate| candidate.deduct_from_spare(&mut spare));
@@ -595,8 +596,8 @@ mod tests {
     fn a_priority_that_overrides_quotas_decides_alone() {
         let urgent = |priority| Rank { overriding: Some(priority), ..rank(1, false, priority, 9) };
         let guaranteed = rank(2, true, 5, 1);
-        assert!(guaranteed.sees(&urgent(9)) && !urgent(9).sees(&guaranteed));
-        assert!(urgent(9).sees(&urgent(9)) && !urgent(10).sees(&urgent(9)) && urgent(9).sees(&urgent(10)));
+        assert!(guaranteed.respects(&urgent(9)) && !urgent(9).respects(&guaranteed));
+        assert!(urgent(9).respects(&urgent(9)) && !urgent(10).respects(&urgent(9)) && urgent(9).respects(&urgent(10)));
         assert!(urgent(9).comes_before("b", (&guaranteed, "a")));
     }
 

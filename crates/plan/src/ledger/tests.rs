@@ -385,7 +385,7 @@ fn typical_requests_decide_on_which_device_units_remain_free() {
     assert_eq!(device(&ledger.fit(&device_requests(&[6]), ["n"], 1, &value).unwrap()), "b");
 }
 
-/// Learned only once, because learning takes a second in unoptimized builds.
+/// Learned only once, because learning takes about a second in unoptimized builds.
 static LEARNED_VALUE: LazyLock<CapacityValue> = LazyLock::new(|| {
     let mut observed = ObservedDemands::new(None);
     for per_gpu in [600, 400, 300] {

@@ -43,12 +43,13 @@ impl TypicalPod {
     }
 }
 
-/// Fraction of all pods that the typical kinds cover, as in "Beware of Fragmentation" (USENIX
-/// ATC'23).
+/// Minimum fraction of all pods that the typical kinds cover, as in "Beware of Fragmentation"
+/// (USENIX ATC'23).
 const TYPICAL_COVERAGE: f64 = 0.95;
 
 /// Maximum number of kinds that are counted. Beyond this maximum, [`ObservedDemands::add`] drops
-/// the half with the lower weights. Otherwise, pods with different requests could exhaust memory.
+/// about half of the kinds, those with the lowest weights. Otherwise, pods with different requests
+/// could exhaust memory.
 const MAX_OBSERVED_KINDS: usize = 4096;
 
 /// Kinds of pods that arrived, each with its weight. Older pods weigh less.
@@ -103,7 +104,7 @@ impl ObservedDemands {
         kinds
     }
 
-    /// Returns the most frequent kinds that cover 95 % of the pods.
+    /// Returns the most frequent kinds that together cover at least 95 % of the pods, by weight.
     pub fn typical_pods(&self) -> Vec<TypicalPod> {
         let kinds = self.by_weight();
         let mut sum = 0.0;

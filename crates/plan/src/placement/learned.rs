@@ -77,7 +77,7 @@ impl Learner {
         self.has_enough_pods() && self.pods - self.learned_at >= interval
     }
 
-    /// Records that the scores are up to date.
+    /// Records that an update of the scores has begun.
     pub fn record_update(&mut self) {
         self.learned_at = self.pods;
     }

@@ -85,7 +85,7 @@ pub struct Rank {
 }
 
 impl Rank {
-    /// Compares two choices. Compares two ranks. The better rank is greater.
+    /// Compares two ranks. The better rank is greater.
     fn compare(&self, other: &Self) -> std::cmp::Ordering {
         self.score
             .total_cmp(&other.score)
@@ -111,7 +111,8 @@ pub trait Score {
     fn rank(&self, node: &Node, before: &Self::NodeValues, demand: &Demand, way: Way) -> Rank;
 }
 
-/// Returns the thousandths of the GPU that remain after a placement.
+/// Returns the thousandths of the GPU that remain after a placement. Returns 0 for a pod with
+/// several GPUs.
 pub fn remaining_thousandths(node: &Node, demand: &Demand, way: Way) -> u32 {
     way.and_then(|device| node.gpus.get(device)).map_or(0, |free| free.saturating_sub(demand.per_gpu))
 }

@@ -185,7 +185,7 @@ impl<S: Score> Placer<S> {
         node.ways(demand).map(candidate).collect()
     }
 
-    /// Computes the ranks for a kind of pod, if they are not cached.
+    /// Computes the ranks for a kind of pod that are not cached or are out of date.
     pub fn cache_ranks(&mut self, demand: &Demand) {
         let behind =
             self.cached_ranks.get(demand).map_or(usize::MAX, |cached_ranks| self.changes.len() - cached_ranks.seen);

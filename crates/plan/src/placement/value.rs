@@ -27,10 +27,10 @@ const MAX_MODEL_SCARCITY: f64 = 1.5;
 
 /// Number of steps into which the loss of one GPU's value is divided.
 const LOSS_STEPS: f64 = 1_048_576.0;
-/// Preference for the fuller node if everything else is equal.
+/// Weight of the preference for fuller nodes.
 const FULLER_NODE_BONUS: f64 = 0.06;
 
-/// Penalty for a node with much CPU per GPU. Applies only if CPU is scarce.
+/// Weight of the penalty for a node with much CPU per GPU. Applies only if CPU is scarce.
 const SPARE_CPU_PENALTY: f64 = 0.05;
 
 /// CPU counts as scarce if requested CPU per GPU divided by available CPU per GPU exceeds this
@@ -48,7 +48,7 @@ const USUAL_CPU_PER_GPU: f64 = 12_000.0;
 pub struct CapacityValue {
     /// Value of a GPU by its free hundredths. An entirely free GPU has the value 1.
     packing: Vec<f64>,
-    /// Thousandths of a core that pods request per thousandth of a GPU.
+    /// Thousandths of a core that pods with GPUs request per thousandth of a GPU.
     cpu_per_gpu: f64,
     /// Demand for each model by the pods that name it, relative to the supply of the model.
     models: BTreeMap<String, f64>,
@@ -64,7 +64,8 @@ const fn to_f64(number: u64) -> f64 {
 }
 
 impl CapacityValue {
-    /// Learns from typical pods, separated by model, and from the nodes of the cluster.
+    /// Learns from typical pods, with the models that they can run on, and from the nodes of the
+    /// cluster.
     pub fn learn(typical: &[TypicalPod], nodes: &[Node]) -> Self {
         let gpu_wanted: f64 = typical.iter().map(|kind| kind.weight * kind.total()).sum();
         let cpu_beside: f64 =
@@ -111,8 +112,8 @@ impl CapacityValue {
     /// Adapts the value to pending pods. The adapted score places pods on free parts that no
     /// pending pod needs, rather than on whole GPUs that pending pods wait for.
     ///
-    /// The adaptation has an effect only if pods terminate. Without it, new pods that share GPUs
-    /// would prevent GPUs from becoming entirely free again.
+    /// The adaptation helps only if pods terminate. Without the adaptation, new pods that share
+    /// GPUs could prevent GPUs from becoming entirely free again.
     #[must_use]
     pub fn with_pending<'a>(mut self, waiting: impl Iterator<Item = &'a Demand>) -> Self {
         let (mut whole, mut all) = (0u64, 0u64);
@@ -210,9 +211,8 @@ fn shared_sizes(typical: &[TypicalPod]) -> Vec<(usize, f64)> {
 /// Returns the value of a GPU with x hundredths free, for each x. The value is the highest sum of
 /// prices of sizes that fit into x. Prices are dual prices of a cutting-stock problem: fit all
 /// shared pods on the fewest GPUs. A free part in which no typical pod fits has no value. A size
-/// that tiles a GPU is worth its part of the GPU. The method of multiplicative weights solves the
-/// linear program. For this purpose, its result is as good as exact duals, and the method needs no
-/// solver.
+/// that tiles a GPU is worth its part of the GPU. The method of multiplicative weights approximates
+/// the solution of the linear program, and needs no solver.
 fn packing_values(items: &[(usize, f64)]) -> Vec<f64> {
     const ROUNDS: usize = 4000;
     const WARM_UP_ROUNDS: usize = 1000;

@@ -21,7 +21,7 @@ struct Account<'w> {
     used: Amount,
     /// Sum of the charges of terminating pods.
     leaving: Amount,
-    /// GPUs that these pods still use.
+    /// GPUs that terminating pods still use.
     leaving_on: BTreeSet<usize>,
     /// Sum of the charges of the members that borrow.
     over: Amount,
@@ -42,7 +42,7 @@ pub(super) struct Accounts<'w> {
     entries: Vec<Account<'w>>,
     /// Account of each pod.
     account_of: Vec<usize>,
-    /// What each pod costs.
+    /// Charge of each pod.
     charges: Vec<Amount>,
     gangs: Arc<Gangs>,
     /// Counted pods, by pod.
@@ -55,10 +55,10 @@ pub(super) struct Accounts<'w> {
 #[derive(Debug, Clone)]
 struct Cells<'w> {
     order: BTreeSet<(Since, &'w str, PodId)>,
-    /// What pods use of each of their GPUs, if they use several.
+    /// Amounts that pods use of each of their GPUs, if they use several.
     pieces: BTreeMap<PodId, Vec<(usize, Amount)>>,
     limits: Vec<usize>,
-    /// Whether some of these quotas are enforced. Quotas that are not enforced own no GPUs.
+    /// Whether a quota that guarantees cells is enforced. Quotas that are not enforced own no GPUs.
     are_enforced: bool,
     ownership: Ownership,
 }
@@ -103,22 +103,22 @@ impl<'w> Accounts<'w> {
         }
     }
 
-    /// Returns what a pod costs, without the rest of its gang.
+    /// Returns the charge of a pod, without the rest of its gang.
     pub(super) fn charge_of(&self, id: PodId) -> Amount {
         self.charges[id.0]
     }
 
-    /// Changes what a pod costs that does not count.
+    /// Sets the charge of a pod that does not count.
     pub(super) fn set_charge(&mut self, id: PodId, charge: Amount) {
         self.charges[id.0] = charge;
     }
 
-    /// Returns what the pods of these parts cost.
+    /// Returns the sum of the charges of the pods of these parts.
     pub(super) fn cost(&self, parts: &[Part]) -> Amount {
         parts.chunk_by(|one, next| one.0 == next.0).map(|pod| self.charge_of(pod[0].0)).sum()
     }
 
-    /// Counts many pods, each on a GPU and on the further GPUs that the world knows.
+    /// Counts many pods, each on the given GPU, or on the GPUs of its pieces if it uses several.
     pub(super) fn add_all(&mut self, pods: impl Iterator<Item = (PodId, usize, Since)>) {
         for (id, gpu, since) in pods {
             let further = self.world.pod(id).pieces.iter().filter_map(|piece| piece.gpu);
@@ -189,8 +189,8 @@ impl<'w> Accounts<'w> {
         }
     }
 
-    /// Returns what a pod uses of each of several GPUs: in the order of its requests, or equal
-    /// parts if their number differs.
+    /// Returns the amounts that a pod uses of several GPUs: those of its requests, in order, or
+    /// equal parts if the number of requests differs.
     fn pieces_on(&self, id: PodId, gpus: &[usize]) -> Vec<(usize, Amount)> {
         let pieces = &self.world.pod(id).pieces;
         if pieces.len() == gpus.len() {
@@ -200,7 +200,7 @@ impl<'w> Accounts<'w> {
         gpus.iter().map(|&gpu| (gpu, part)).collect()
     }
 
-    /// Determines the classes of an account that guarantees an amount.
+    /// Determines the classes of an account's pods, if its quota guarantees an amount.
     fn count_classes(&mut self, account: usize) {
         let Account { quota, members, .. } = &self.entries[account];
         if quota.cells().is_some() {
@@ -305,7 +305,8 @@ impl<'w> Accounts<'w> {
         self.gangs.priority(self.world, id)
     }
 
-    /// Returns the priority of a pod, if this priority overrides quotas.
+    /// Returns the priority of a pod, if this priority overrides quotas and the pod's quota is
+    /// enforced.
     pub(super) fn overriding(&self, id: PodId) -> Option<i32> {
         let is_enforced = self.entries[self.account_of[id.0]].quota.is_enforced();
         self.world.settings.overriding(self.priority(id)).filter(|_| is_enforced)
@@ -362,17 +363,17 @@ impl<'w> Accounts<'w> {
         used.plus(*leaving)
     }
 
-    /// Returns what pods of an account hold that leave.
+    /// Returns the amount that terminating pods of an account use.
     pub(super) fn leaving(&self, account: usize) -> Amount {
         self.entries[account].leaving
     }
 
     /// Returns whether an account stays within its guarantee if a unit gets GPUs before the
-    /// account's pods that leave are gone.
+    /// account's terminating pods have exited.
     ///
-    /// Only then do pods of other quotas leave for the unit. Otherwise a quota could use a multiple
-    /// of its guarantee, if its pods are deleted and replaced again and again while the earlier
-    /// ones still terminate.
+    /// Only then are pods of other quotas evicted for the unit. Otherwise, a quota whose pods are
+    /// deleted and replaced again and again could use a multiple of its guarantee while the earlier
+    /// pods terminate.
     pub(super) fn guarantees_beside_leaving(&self, parts: &[Part]) -> bool {
         let Some(&(id, _)) = parts.first() else { return true };
         let account = self.account_of[id.0];
@@ -389,8 +390,16 @@ impl<'w> Accounts<'w> {
         gpus.len() <= limit
     }
 
+    /// Returns whether a unit uses only GPUs of terminating pods of its own quota.
+    pub(super) fn replaces_leaving(&self, parts: &[Part]) -> bool {
+        let Some(&(id, _)) = parts.first() else { return false };
+        let leaving_on = &self.entries[self.account_of[id.0]].leaving_on;
+        parts.iter().all(|(_, gpu)| leaving_on.contains(gpu))
+    }
+
     /// Returns the amount that an account uses beyond its guarantee, after its use grows by `more`
-    /// and falls by `less`.
+    /// and falls by `less`. Accounts without an enforced quota count together, and have no
+    /// guarantee.
     pub(super) fn excess(&self, account: usize, more: Amount, less: Amount) -> Amount {
         let Account { quota, used, over, .. } = &self.entries[account];
         if !quota.is_enforced() {
@@ -415,7 +424,7 @@ impl<'w> Accounts<'w> {
         self.entries[account].members.iter().map(|member| member.id)
     }
 
-    /// Returns whether quotas own GPUs.
+    /// Returns whether an enforced quota guarantees cells.
     pub(super) fn has_cells(&self) -> bool {
         self.cells.as_ref().is_some_and(|cells| cells.are_enforced)
     }
@@ -431,7 +440,8 @@ impl<'w> Accounts<'w> {
     }
 
     /// Returns the class that a unit would have on GPUs without some pods. The unit must not count
-    /// yet. Among pods of equal priority that borrow, or do not, the unit is the last.
+    /// yet. Among pods of equal priority that may all borrow, or may all not borrow, the unit is
+    /// the last.
     pub(super) fn class_with(&self, parts: &[Part], without: &[PodId]) -> Class {
         let Some(&(id, _)) = parts.first() else { return Class::Over };
         let account = self.account_of[id.0];
@@ -481,9 +491,14 @@ impl<'w> Accounts<'w> {
 
     /// Returns whether a unit that does not count yet would be within its quota's guarantee.
     pub(super) fn is_within(&self, id: PodId) -> bool {
+        self.is_within_at(id, self.charge(id))
+    }
+
+    /// Like [`Self::is_within`], for a unit that costs this much.
+    pub(super) fn is_within_at(&self, id: PodId, charge: Amount) -> bool {
         let account = self.account_of[id.0];
         let cells = self.cells.as_ref().map_or(0, |cells| cells.ownership.cells[account]);
-        self.is_within_beside(id, self.entries[account].used, cells)
+        self.is_within_beside((id, charge), self.entries[account].used, cells)
     }
 
     /// Like [`Self::is_within`], but terminating pods of the quota count too. Otherwise a quota
@@ -496,13 +511,13 @@ impl<'w> Accounts<'w> {
             let others = leaving_on.iter().filter(|gpu| cells.ownership.owner[**gpu] != Some(account));
             cells.ownership.cells[account] + others.count()
         });
-        self.is_within_beside(id, self.held(account), cells)
+        self.is_within_beside((id, self.charge(id)), self.held(account), cells)
     }
 
-    /// Returns whether a unit would be within its quota's guarantee if the quota's other pods use
-    /// this amount, and this number of GPUs.
-    fn is_within_beside(&self, id: PodId, used: Amount, gpus: usize) -> bool {
-        let (account, charge) = (self.account_of[id.0], self.charge(id));
+    /// Returns whether a unit with this charge would be within its quota's guarantee if the quota's
+    /// other pods use this amount, and this number of GPUs.
+    fn is_within_beside(&self, (id, charge): (PodId, Amount), used: Amount, gpus: usize) -> bool {
+        let account = self.account_of[id.0];
         let quota = &self.entries[account].quota;
         let (Some(limit), Some(Cells { ownership, .. })) = (quota.cells(), &self.cells) else {
             return used.plus(charge) <= quota.min();
@@ -525,7 +540,7 @@ impl<'w> Accounts<'w> {
         fits(&charges, &rooms)
     }
 
-    /// Returns what a pod requests of each GPU.
+    /// Returns the amounts that a pod requests of each GPU.
     fn pieces(&self, id: PodId) -> Vec<Amount> {
         match self.world.pod(id).pieces.as_slice() {
             [] | [_] => vec![self.charge_of(id)],
@@ -533,7 +548,7 @@ impl<'w> Accounts<'w> {
         }
     }
 
-    /// Returns a function that returns `Some(true)` for GPUs of the account, `Some(false)` for GPUs
+    /// Returns a function of a GPU: `Some(true)` for GPUs of the account, `Some(false)` for GPUs
     /// without an owner, and otherwise `None`. Also returns how many GPUs the account may still
     /// acquire.
     pub(super) fn cells_for(&self, account: usize) -> (impl Fn(usize) -> Option<bool>, usize) {

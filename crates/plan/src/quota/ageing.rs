@@ -1,20 +1,21 @@
 //! Reserves capacity for pods that have waited long, so that a stream of small pods cannot starve a
 //! large pod.
 //!
-//! A pod overtakes a waiting pod if it was created later, is not more important, and uses capacity
-//! that the waiting pod could use. Once a pod has waited for
-//! [`Settings::ageing`](super::Settings::ageing), capacity is reserved for the pod. The pod must
-//! fit on the GPU of the reservation together with the pods that have not overtaken it. Other pods
-//! of the same class or of a lower class can no longer use this capacity. Exceptions are pods of
-//! the same quota with a higher priority, and pods that are already nominated. Pods of the same
-//! quota that are not more important must also leave enough of the quota's maximum unused and, if
-//! the waiting pod does not borrow, enough of the guarantee. A reservation evicts no pods.
+//! A pod overtakes a waiting pod if it uses capacity that the waiting pod could use, and was
+//! released after the creation of the waiting pod. A nominated pod overtakes a waiting pod if it
+//! was created later. Once a pod has waited for [`Settings::ageing`](super::Settings::ageing),
+//! capacity is reserved for the pod. The pod must fit on the GPU of the reservation together with
+//! the pods that have not overtaken it. Other pods of the same class or of a lower class can no
+//! longer use this capacity. Exceptions are pods of the same quota with a higher priority, and pods
+//! that are already nominated. Pods of the same quota that are not more important must also leave
+//! enough of the quota's maximum unused and, if the waiting pod does not borrow, enough of the
+//! guarantee. A reservation evicts no pods.
 //!
 //! | limit | reason |
 //! |---|---|
 //! | one pod of each quota at a time: the first that has waited long | the quota's order is kept |
-//! | one reservation on each GPU, the longest waiting pod first | reserved capacity is unused |
-//! | none if older or more important pods of the quota use its maximum | it might never end |
+//! | one reservation on each GPU: guaranteed pods first, then by age | reserved capacity is unused |
+//! | none if older or more important pods of the quota use its maximum | the wait might never end |
 //! | none if older pods leave too little for the guarantees of other quotas | the same |
 //! | none on GPUs that the pod cannot use | the reserved capacity would stay unused |
 //! | none for gangs, except the last pod of a running gang | their pods need several GPUs |
@@ -32,10 +33,10 @@
 //! nominated on the same GPU meanwhile. Newer pods do not delay the nominated pods: see
 //! [`State::free_for_nominee`].
 //!
-//! Capacity is reserved as soon as the pod has waited for `ageing`, is the first such pod of its
-//! quota, and fits on a GPU beside older pods and beside reservations of pods that have waited
-//! longer. Running and nominated pods that have overtaken the pod do not delay the reservation.
-//! Otherwise, a stream of nominated pods would delay the reservation again and again.
+//! Within the limits above, capacity is reserved as soon as the pod has waited for `ageing`, is the
+//! first such pod of its quota, and fits beside older pods on a GPU without a reservation that
+//! takes precedence. Running and nominated pods that have overtaken the pod do not delay the
+//! reservation. Otherwise, a stream of nominated pods would delay the reservation again and again.
 //!
 //! The bound does not hold if pods of a higher class, or pods of the same quota with a higher
 //! priority, use the capacity. The bound also does not hold if the guarantees of other quotas do
@@ -52,12 +53,13 @@ use super::state::State;
 use super::world::PodId;
 use crate::ledger::Moment;
 
-/// The GPUs that a pod may use, as indexes. `None` means all.
+/// The GPUs that a pod may use, as indices. `None` means all.
 pub(super) type UsableGpus = Option<Arc<BTreeSet<usize>>>;
 
-/// Returns the pods that have waited long, and the GPUs on which capacity is reserved for them.
+/// Returns the pods that have waited long and have a reservation, with the GPU of the reservation.
 /// `queues` are the waiting pods of each account, the most important first. `usable` returns the
-/// GPUs that a pod may use. It is asked only about pods that would be the next with a reservation.
+/// GPUs that a pod may use. `usable` is called for a pod only if no earlier pod of its quota can
+/// have a reservation.
 pub(super) fn reservations(
     state: &State<'_>,
     queues: &[VecDeque<PodId>],
@@ -156,7 +158,7 @@ impl<'s, 'w> AgeingGpus<'s, 'w> {
     fn take(&mut self, id: PodId, usable: &UsableGpus) -> Option<usize> {
         let (state, charge) = (self.state, self.state.charge(id));
         let may_use = |gpu: usize| usable.as_ref().is_none_or(|gpus| gpus.contains(&gpu));
-        let is_possible = |of: &AgeingGpu| !of.is_taken && may_use(of.gpu) && is_overtaken_on(state, id, of.gpu);
+        let is_possible = |of: &AgeingGpu| !of.is_taken && may_use(of.gpu) && would_fit_on(state, id, of.gpu);
         let have_room = self.by_free.iter().copied().take_while(|&at| self.gpus[at].free >= i128::from(charge));
         let mut best =
             have_room.filter(|&at| is_possible(&self.gpus[at])).map(|at| (Moment(0), self.gpus[at].gpu, at)).min();
@@ -192,8 +194,9 @@ fn has_overtaken(state: &State<'_>, other: PodId, id: PodId) -> bool {
     })
 }
 
-/// Returns whether a pod's quota would allow the pod to run if enough capacity were free and if no
-/// pod of the quota had overtaken it.
+/// Returns whether a pod's quota would allow the pod to run if enough capacity were free, and if no
+/// pod of the quota with at most its priority had overtaken it. The guarantees of other quotas must
+/// also allow the pod to run.
 fn may_run(state: &State<'_>, id: PodId) -> bool {
     let (accounts, pod) = (&state.accounts, state.world.pod(id));
     let account = accounts.rights_of(id);
@@ -210,7 +213,7 @@ fn may_run(state: &State<'_>, id: PodId) -> bool {
 }
 
 /// Returns whether a pod would leave enough free for the guarantees of other quotas if no pod had
-/// overtaken it. Otherwise the reserved room would stay unused until older pods end.
+/// overtaken it. Otherwise the reserved capacity would stay unused until older pods end.
 fn leaves_kept_room(state: &State<'_>, id: PodId) -> bool {
     let accounts = &state.accounts;
     let account = accounts.rights_of(id);
@@ -235,7 +238,7 @@ fn leaves_kept_room(state: &State<'_>, id: PodId) -> bool {
 }
 
 /// Returns whether a pod would fit on a GPU if no pod there had overtaken it.
-fn is_overtaken_on(state: &State<'_>, id: PodId, gpu: usize) -> bool {
+fn would_fit_on(state: &State<'_>, id: PodId, gpu: usize) -> bool {
     let (accounts, pod, room) = (&state.accounts, state.world.pod(id), &state.gpus[gpu]);
     if room.size() < pod.charge {
         return false;

@@ -16,7 +16,7 @@ pub struct Amount(pub u64);
 pub const GPU: Amount = Amount(1_000_000);
 
 impl Amount {
-    /// Nothing.
+    /// The amount 0.
     pub const ZERO: Self = Self(0);
 
     /// Returns an amount of GPUs in thousandths, or `None` if it exceeds 64 bits.
@@ -52,7 +52,7 @@ impl From<Amount> for i128 {
     }
 }
 
-/// Writes millionths as a decimal number, such as `2.5`.
+/// Writes millionths of a GPU as a decimal number of GPUs, such as `2.5`.
 impl fmt::Display for Amount {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (whole, rest) = (self.0 / GPU.0, self.0 % GPU.0);
@@ -75,7 +75,7 @@ pub struct MigSlice {
     pub mib: Mebibytes,
 }
 
-/// The part of one device that a container requests.
+/// What a container requests of one resource: whole GPUs, or a part of one GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Requested {
     /// Whole GPUs.
@@ -123,7 +123,8 @@ impl MigSlice {
 
 impl Requested {
     /// Returns the cost in millionths of a GPU, rounded down, on a GPU with this memory. The cost
-    /// is rounded down, so that requests that fit on a GPU never cost more than the GPU.
+    /// is rounded down, so that shares that fit on a GPU never cost more than the GPU. MIG
+    /// instances can: see [`charge_per_gpu`].
     pub fn gpus(self, memory: Mebibytes) -> Amount {
         match self {
             Self::Whole { count } => Amount(GPU.0.saturating_mul(count.into())),

@@ -1,8 +1,8 @@
 //! The use and the rights of quotas, for callers that place pods themselves.
 //!
-//! The operator searches nodes with its own rules. It asks the book for everything that concerns
-//! quotas, and records each of its decisions there, so that later decisions of the same pass see
-//! them.
+//! The operator searches nodes with its own rules. The operator queries the book for everything
+//! that concerns quotas. It also records each decision in the book, so that later decisions of the
+//! same pass see the decision.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -27,7 +27,8 @@ pub struct Book<'w> {
     nominated: Amount,
     /// Sum of the charges of running and nominated pods.
     counted: Amount,
-    /// Pods that have waited long, and the free room that is reserved for them, in their order.
+    /// Pods that have waited long, and the free capacity that is reserved for each pod. The pod
+    /// whose reservation takes precedence is first.
     reserved: Vec<(PodId, Amount)>,
 }
 
@@ -122,8 +123,8 @@ impl<'w> Book<'w> {
         self.end_reservations(parts);
     }
 
-    /// Records that room of a GPU is reserved for a pod that has waited long. Call this for these
-    /// pods in their order, before any decision.
+    /// Records that capacity of a GPU is reserved for a pod that has waited long. Call this in the
+    /// order of precedence, before any decision.
     pub fn reserve(&mut self, id: PodId, gpu: usize) {
         let uses = |pod: &&Pod| match pod.place {
             Place::Running { gpu: at, .. } | Place::Leaving { gpu: at, .. } => at == gpu,
@@ -138,7 +139,8 @@ impl<'w> Book<'w> {
         self.reserved.retain(|(reserved, _)| parts.iter().all(|(id, _)| id != reserved));
     }
 
-    /// Returns the free room that a waiting pod leaves to pods that have waited longer.
+    /// Returns the free capacity that a waiting pod leaves to pods whose reservations take
+    /// precedence.
     fn reserved_before(&self, id: PodId) -> Amount {
         let is_more_important =
             |other: PodId| self.account(other) == self.account(id) && self.priority(id) > self.priority(other);
@@ -150,7 +152,8 @@ impl<'w> Book<'w> {
         self.accounts.cost(parts)
     }
 
-    /// Changes what a waiting pod costs that does not count: what it costs depends on its GPU.
+    /// Sets the charge of a waiting pod that does not count yet. The charge depends on the pod's
+    /// GPU.
     pub fn set_charge(&mut self, id: PodId, charge: Amount) {
         if self.accounts.class(id).is_none() {
             self.accounts.set_charge(id, charge);
@@ -163,7 +166,7 @@ impl<'w> Book<'w> {
         self.accounts.gangs().unit(id)
     }
 
-    /// Returns a number that the pods of a pod's gang share. Returns `None` if the pod has no gang.
+    /// Returns the number of a pod's gang. Returns `None` if the pod has no gang.
     pub fn gang(&self, id: PodId) -> Option<usize> {
         self.accounts.gangs().of(id)
     }
@@ -215,7 +218,7 @@ impl<'w> Book<'w> {
         quota.is_enforced() && (exceeds_max || is_within && self.accounts.used(account).plus(both) > quota.min())
     }
 
-    /// Records that a waiting pod has no nomination any more.
+    /// Records that a waiting pod no longer has a nomination.
     pub fn withdraw(&mut self, id: PodId) {
         if self.accounts.class(id).is_some() {
             let charge = self.accounts.charge_of(id);
@@ -243,7 +246,7 @@ impl<'w> Book<'w> {
         self.world.quotas.keys().position(|quota| quota == name).map(|account| self.usage_of(account))
     }
 
-    /// Returns what pods without a quota use.
+    /// Returns the usage of pods without a quota.
     pub fn unnamed_usage(&self) -> Usage {
         self.usage_of(self.world.quotas.len())
     }
@@ -299,8 +302,8 @@ impl<'w> Book<'w> {
         self.accounts.used(self.accounts.account_of(id))
     }
 
-    /// Returns what pods hold that leave, if no pod of another quota is evicted for a waiting pod
-    /// within its guarantee until they are gone. Returns 0 if they do not matter.
+    /// Returns the amount that terminating pods of a waiting pod's quota use, if they may have to
+    /// exit before pods of other quotas are evicted for the waiting pod. Otherwise returns 0.
     pub fn awaits_leaving(&self, id: PodId) -> Amount {
         let (quota, account) = (self.quota(id), self.accounts.account_of(id));
         let fits = self.accounts.held(account).plus(self.charge(id)) <= quota.min();
@@ -333,7 +336,7 @@ impl<'w> Book<'w> {
         (Reverse(self.overriding(id)), share, Reverse(self.priority(id)), self.created(id), &pod.name)
     }
 
-    /// Returns whether an enforced quota guarantees room for a waiting pod.
+    /// Returns whether a waiting pod is within the guarantee of an enforced quota.
     pub fn is_guaranteed(&self, id: PodId) -> bool {
         let quota = self.quota(id);
         quota.is_enforced()
@@ -343,6 +346,12 @@ impl<'w> Book<'w> {
                 Some(class) if quota.cells().is_some() => class == Class::In,
                 Some(_) => self.used(id) <= quota.min(),
             }
+    }
+
+    /// Returns whether an enforced quota guarantees room for a waiting pod that does not count yet,
+    /// if the pod costs this much.
+    pub fn is_guaranteed_at(&self, id: PodId, charge: Amount) -> bool {
+        self.quota(id).is_enforced() && self.accounts.is_within_at(id, charge)
     }
 
     /// Returns the priority of a pod, if its priority overrides quotas.
@@ -400,6 +409,12 @@ impl<'w> Book<'w> {
             || free - i128::from(self.charge(id)) >= i128::from(kept)
     }
 
+    /// Returns whether a waiting pod is within its guarantee only without the terminating pods of its
+    /// quota.
+    pub fn awaits_own_leaving(&self, id: PodId) -> bool {
+        self.quota(id).is_enforced() && self.accounts.is_within(id) && !self.accounts.is_within_beside_leaving(id)
+    }
+
     fn size(&self) -> Amount {
         self.world.gpus.iter().copied().sum()
     }
@@ -436,8 +451,8 @@ impl<'w> Book<'w> {
         }
     }
 
-    /// Returns whether pods of other quotas may leave for a waiting pod by priority alone. At its
-    /// quota's maximum, only pods of its own quota help.
+    /// Returns whether pods of other quotas may be evicted for a waiting pod by priority alone. At
+    /// the quota's maximum, only evicting pods of the same quota helps.
     fn overrides_others(&self, taker: PodId) -> bool {
         let after = self.used(taker).plus(self.charge(taker));
         self.overriding(taker).is_some() && self.quota(taker).max().is_none_or(|max| after <= max)
@@ -460,7 +475,7 @@ impl<'w> Book<'w> {
         }
         let mut less: BTreeMap<usize, Amount> = BTreeMap::new();
         let mut freed = Amount::ZERO;
-        // The rest of a victim's gang, for which room is kept, loses that room.
+        // The nominated pods of a victim's gang lose their nominations.
         let mut gangs = BTreeSet::new();
         let mut is_first = |victim: &PodId| accounts.gangs().of(*victim).is_none_or(|gang| gangs.insert(gang));
         let leaving: BTreeSet<PodId> = victims
@@ -478,10 +493,15 @@ impl<'w> Book<'w> {
         match kind {
             Kind::Reclaim => {
                 let is_within = quota.cells().is_none() || accounts.class_with(parts, victims) == Class::In;
-                is_within && (victims.is_empty() || accounts.guarantees_beside_leaving(parts))
+                let is_permitted = if victims.is_empty() {
+                    self.leaves_kept_room(taker) || accounts.replaces_leaving(parts)
+                } else {
+                    accounts.guarantees_beside_leaving(parts)
+                };
+                is_within && is_permitted
             }
             Kind::FairShare => {
-                // Its own pods that leave still use their room.
+                // Terminating pods of the quota still use their capacity.
                 let share = accounts.share(account, charge.plus(accounts.leaving(account)), Amount::ZERO);
                 let after = |victim: &PodId| {
                     let other = accounts.account_of(*victim);

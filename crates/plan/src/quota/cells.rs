@@ -1,9 +1,10 @@
 //! Determines which quota owns which GPU.
 //!
 //! A quota with `guarantee: Cells` owns whole GPUs. [`Ownership::assign`] visits pods in the order
-//! in which they were released. A pod of such a quota is within the guarantee if the quota owns the
-//! pod's GPU. The pod is also within the guarantee if the GPU has no owner and the quota owns fewer
-//! GPUs than its guarantee. A GPU belongs to the quota of its first pod within a guarantee.
+//! in which they were released, and nominated pods last. A pod of such a quota is within the
+//! guarantee if the quota owns the pod's GPU. The pod is also within the guarantee if the GPU has
+//! no owner and the quota owns fewer GPUs than its guarantee. A GPU belongs to the quota of its
+//! first pod within a guarantee.
 use std::collections::BTreeSet;
 
 use super::amount::Amount;

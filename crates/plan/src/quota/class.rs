@@ -56,9 +56,9 @@ pub(super) struct Since {
     pub(super) nominated: Option<Moment>,
 }
 
-/// Position of a pod among the pods of its quota. The most important pod is first. Pods that do not
-/// borrow come before all others: they run only within the guarantee, so a pod that borrows does
-/// not push them out of it.
+/// Position of a pod among the pods of its quota. The most important pod is first. Pods that may
+/// not borrow come before all others: they run only within the guarantee, so a pod that may borrow
+/// does not push them out of the guarantee.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Importance<'w> {
     pub(super) borrows: bool,

@@ -24,8 +24,9 @@ pub enum Kind {
     /// The pod borrows, and evicts borrowing pods of other quotas. After the eviction, the shares
     /// of these quotas are still at least as high as the share of the pod's quota.
     FairShare,
-    /// The pod evicts pods of lower priority of its own quota. If its priority overrides quotas, it
-    /// evicts pods of lower priority of all enforced quotas.
+    /// The pod evicts pods of lower priority of its own quota, or of no enforced quota if its own
+    /// is not enforced. If its priority overrides quotas, it evicts pods of lower priority of all
+    /// enforced quotas.
     Priority,
 }
 
@@ -338,8 +339,9 @@ impl<'s, 'w> Search<'s, 'w> {
         Some(candidates.iter().filter(leaves).copied().collect())
     }
 
-    /// Returns one candidate that may be evicted and frees enough capacity alone: the candidate
-    /// with the lowest priority, then the smallest, then the youngest.
+    /// Returns one candidate that may be evicted and frees enough capacity alone. Prefers
+    /// candidates that no disruption budget protects, then the lowest priority, the smallest, and
+    /// the youngest.
     fn single_victim(
         &self,
         free: i128,

@@ -8,7 +8,7 @@
 //! | eviction | if one pod is evicted, all pods are evicted, and all count as victims |
 //! | priority | the highest priority of its pods |
 //!
-//! A waiting gang has either nominations for all of its pods or none. So two gangs never wait for
+//! A gang has either nominations for all of its waiting pods or none. So two gangs never wait for
 //! each other. Pods that replace lost pods of a running gang are released together too.
 //!
 //! A pod without a gang is treated like a gang of one pod. Such a group of pods is a *unit*, and
@@ -19,8 +19,8 @@ use super::amount::Amount;
 use super::world::{Place, PodId, World};
 use crate::ledger::Moment;
 
-/// Maximum number of pods of a gang. A larger gang is never released: each pass would take too long
-/// for the pods of others.
+/// Maximum number of pods of a gang. A larger gang is never released, because its decisions would
+/// delay each pass too much.
 pub const MAX_GANG_PODS: usize = 1000;
 
 /// A pod and the index of its GPU.
@@ -44,9 +44,9 @@ struct Members {
     waiting: Vec<PodId>,
     size: usize,
     priority: i32,
-    /// What the pods cost that wait when the pass begins.
+    /// Sum of the charges of the waiting pods.
     charge: Amount,
-    /// When the newest of these pods was created.
+    /// When the newest of the waiting pods was created.
     newest: Moment,
     /// Whether all pods may run outside their quota's guarantee.
     borrows: bool,

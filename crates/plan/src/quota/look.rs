@@ -38,19 +38,19 @@ pub struct Exchange {
 /// Why a pod waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Wait {
-    /// Other pods are being evicted for the pod, and their capacity is nominated for it.
+    /// Capacity is nominated for the pod, and terminating pods still use a part of it.
     Nominated,
-    /// Not enough capacity is free, and the pod has no right to evict other pods.
+    /// Not enough capacity is free, and no eviction that the rules allow would help.
     NoRoom,
     /// The pod's quota would exceed its maximum.
     OverMax,
     /// The pod alone exceeds its quota's maximum.
     LargerThanMax,
-    /// The pod must not borrow, and its quota's guarantee is used up.
+    /// The pod must not borrow, and does not fit into the unused part of its quota's guarantee.
     WaitsForGuarantee,
     /// Only the eviction of pods that disruption budgets protect would help.
     Protected,
-    /// No GPU is large enough for the pod.
+    /// The pod, or its gang, would not fit even if all GPUs were empty.
     NoGpuFits,
     /// Pods of the pod's gang are missing.
     GangIncomplete,
@@ -106,8 +106,8 @@ pub fn look(world: &World, now: Moment) -> Outcome {
 /// Returns the pods that have waited long and have a reservation, with the index of the GPU, for
 /// callers that place pods themselves. The pod whose reservation takes precedence is first.
 ///
-/// `usable` returns the GPUs that a pod can use now or once pods have ended that overtook it. It is
-/// asked about a pod only if no earlier pod of its quota gets a reservation.
+/// `usable` returns the GPUs that a pod can use now, or once the pods that overtook it have ended.
+/// `usable` is called for a pod only if no earlier pod of its quota can have a reservation.
 pub fn reserved_for_long_waits(
     world: &World,
     now: Moment,
@@ -146,7 +146,7 @@ impl<'w> Pass<'w> {
         Self::with_usable_gpus(world, now, &mut |id| world.pod(id).gpus.clone())
     }
 
-    /// Starts a pass. `usable` returns the GPUs that a pod may use which has waited long.
+    /// Starts a pass. `usable` returns the GPUs that a pod that has waited long may use.
     fn with_usable_gpus(world: &'w World, now: Moment, usable: &mut dyn FnMut(PodId) -> UsableGpus) -> Self {
         let mut state = State::new(world, now);
         let mut queues = vec![VecDeque::new(); state.accounts.len()];
@@ -177,8 +177,9 @@ impl<'w> Pass<'w> {
     }
 
     /// Removes the next waiting pod from its queue. Pods that cannot be released come first, so
-    /// that they delay no other pod. Of the first pods of all quotas, pods within a guarantee are
-    /// next. Then come pods whose quota would have the lowest share with the pod.
+    /// that they delay no other pod. Of the first pods of all quotas, pods whose priority overrides
+    /// quotas are next, and then pods within a guarantee. Then come pods whose quota would have the
+    /// lowest share with the pod.
     pub(super) fn next(&mut self) -> Option<PodId> {
         let firsts = || self.queues.iter().filter_map(VecDeque::front).copied();
         let hopeless = firsts().find(|&id| self.is_hopeless(id));
@@ -303,8 +304,8 @@ impl<'w> Pass<'w> {
     }
 
     /// Decides about a nominated pod: it is released to the nominated GPUs, or keeps its
-    /// nomination. Returns `None` if the nomination no longer fits. The capacity that must stay
-    /// free for other quotas was checked at the nomination.
+    /// nomination. Returns `None` if the nomination no longer fits, or would exceed the quota's
+    /// maximum. The capacity that must stay free for other quotas was checked at the nomination.
     fn own_place(
         &self,
         id: PodId,

@@ -2,8 +2,8 @@
 //! evicted.
 //!
 //! A quota guarantees an amount of one pool of GPUs. Pods of other quotas may borrow the unused
-//! part, up to their own quota's maximum. A pod within its quota's guarantee reclaims GPUs from
-//! borrowing pods of other quotas. Quotas share unused GPUs by weight.
+//! part that the quota lends, up to their own quota's maximum. A pod within its quota's guarantee
+//! reclaims GPUs from borrowing pods of other quotas. Quotas share unused GPUs by weight.
 //!
 //! | module | what |
 //! |---|---|
@@ -25,8 +25,8 @@
 //! | `look` | one pass over the waiting pods |
 //! | `simulate` | passes until nothing changes |
 //!
-//! Every result depends only on the pods, GPUs and quotas that the caller passes in. No state is
-//! kept between passes, so a restart changes nothing.
+//! Every result depends only on the pods, GPUs, quotas, settings and time that the caller passes
+//! in. No state is kept between passes, so a restart changes nothing.
 mod account;
 mod ageing;
 mod amount;

@@ -28,11 +28,11 @@ pub(super) fn fits(charges: &[Amount], room: &[i128]) -> bool {
     pack_items(order, room, false).is_some()
 }
 
-/// What needs room on one GPU.
+/// A pod or an amount that needs capacity on one GPU.
 struct Item<'w> {
     id: PodId,
     charge: Amount,
-    /// The GPUs that it may use. `None` means all.
+    /// The GPUs that the pod may use. `None` means all.
     gpus: Option<&'w BTreeSet<usize>>,
 }
 

@@ -17,7 +17,13 @@ impl Search<'_, '_> {
             return true;
         }
         if kind == Kind::Reclaim {
-            return victims.is_empty() || accounts.guarantees_beside_leaving(parts);
+            return if victims.is_empty() {
+                accounts.is_within_beside_leaving(self.taker)
+                    || accounts.replaces_leaving(parts)
+                    || self.keeps_enough_free(rank, &BTreeMap::new(), &BTreeMap::new())
+            } else {
+                accounts.guarantees_beside_leaving(parts)
+            };
         }
         let mut less: BTreeMap<usize, Amount> = BTreeMap::new();
         for victim in victims {
@@ -29,7 +35,7 @@ impl Search<'_, '_> {
         match kind {
             Kind::Reclaim => true,
             Kind::FairShare => {
-                // Its own pods that leave still use their room.
+                // Terminating pods of the quota still use their capacity.
                 let more = self.charge.plus(accounts.leaving(self.account));
                 let share = accounts.share(self.account, more, Amount::ZERO);
                 let after = |account: usize| accounts.share(account, Amount::ZERO, less[&account]);
@@ -62,7 +68,8 @@ impl Search<'_, '_> {
         freed
     }
 
-    /// Adds to `less` the amounts of other accounts' pods that would lose their nominations.
+    /// Adds to `less` the amounts of pods that would lose their nominations: pods of other
+    /// accounts, and pods of the victims' gangs.
     fn add_displaced(
         &self,
         parts: &[Part],

@@ -17,7 +17,7 @@ impl Rank {
     /// Returns whether a pod of this rank must respect the nomination of another pod. A pod ignores
     /// nominations of a lower class. In its own quota and class, a pod also ignores nominations of
     /// a lower priority. If one of the priorities overrides quotas, these priorities alone decide.
-    pub(super) fn sees(&self, nominee: &Self) -> bool {
+    pub(super) fn respects(&self, nominee: &Self) -> bool {
         if self.overriding.is_some() || nominee.overriding.is_some() {
             return self.overriding <= nominee.overriding;
         }
@@ -68,8 +68,8 @@ impl GpuRoom {
 
     /// Returns the capacity that is free now if only the reservations before a position count.
     pub(super) fn free_before(&self, rank: &Rank, position: usize) -> i128 {
-        let seen = self.reserved.filter(|(reserved, at)| *at < position && rank.sees(&reserved.rank));
-        self.free_with_reserved(rank) - seen.map_or(0, |(reserved, _)| i128::from(reserved.charge))
+        let reserved = self.reserved.filter(|(reserved, at)| *at < position && rank.respects(&reserved.rank));
+        self.free_with_reserved(rank) - reserved.map_or(0, |(reserved, _)| i128::from(reserved.charge))
     }
 
     /// Returns the capacity that is free now for a pod of this rank, including reserved capacity.
@@ -81,9 +81,9 @@ impl GpuRoom {
     /// Of the nominations that the pod must respect, only those that `counts` accepts are
     /// subtracted.
     pub(super) fn free_beside(&self, rank: &Rank, counts: impl Fn(&Nominee) -> bool) -> i128 {
-        let seen = self.nominees.iter().filter(|nominee| rank.sees(&nominee.rank) && counts(nominee));
-        let seen: Amount = seen.map(|nominee| nominee.charge).sum();
-        i128::from(self.room) - i128::from(self.held) - i128::from(seen)
+        let respected = self.nominees.iter().filter(|nominee| rank.respects(&nominee.rank) && counts(nominee));
+        let respected: Amount = respected.map(|nominee| nominee.charge).sum();
+        i128::from(self.room) - i128::from(self.held) - i128::from(respected)
     }
 
     /// Returns the capacity that is free for a pod of this rank once terminating pods have exited.
@@ -157,12 +157,12 @@ impl GpuRoom {
     pub(super) fn displaced<K: Ord>(&self, rank: &Rank, more: i128, key: impl Fn(PodId) -> K) -> Vec<PodId> {
         let room = i128::from(self.room) - i128::from(self.held) + i128::from(self.leaving);
         let mut left = room - i128::from(self.nominated()) + more;
-        let mut unseen: Vec<&Nominee> = self.nominees.iter().filter(|nominee| !rank.sees(&nominee.rank)).collect();
-        unseen.sort_by_key(|Nominee { id, rank, .. }| {
+        let mut ignored: Vec<&Nominee> = self.nominees.iter().filter(|nominee| !rank.respects(&nominee.rank)).collect();
+        ignored.sort_by_key(|Nominee { id, rank, .. }| {
             (rank.overriding, rank.class, rank.priority, std::cmp::Reverse(key(*id)))
         });
         let mut displaced = Vec::new();
-        for nominee in unseen {
+        for nominee in ignored {
             if left >= 0 {
                 break;
             }
@@ -185,19 +185,19 @@ mod tests {
     fn a_priority_that_overrides_quotas_decides_alone() {
         let urgent = |priority| Rank { overriding: Some(priority), ..rank(0, Class::Over, priority) };
         let guaranteed = rank(1, Class::In, 5);
-        assert!(guaranteed.sees(&urgent(9)) && !urgent(9).sees(&guaranteed));
-        assert!(urgent(9).sees(&urgent(9)) && !urgent(10).sees(&urgent(9)) && urgent(9).sees(&urgent(10)));
+        assert!(guaranteed.respects(&urgent(9)) && !urgent(9).respects(&guaranteed));
+        assert!(urgent(9).respects(&urgent(9)) && !urgent(10).respects(&urgent(9)) && urgent(9).respects(&urgent(10)));
     }
 
     #[test]
     fn class_comes_first_and_priority_counts_within_a_quota() {
         let nominee = rank(0, Class::Over, 5);
-        assert!(!rank(1, Class::In, -9).sees(&nominee), "a higher class");
-        assert!(rank(1, Class::Over, 900).sees(&nominee), "priority does not count across quotas");
-        assert!(rank(0, Class::Over, 5).sees(&nominee) && !rank(0, Class::Over, 6).sees(&nominee));
+        assert!(!rank(1, Class::In, -9).respects(&nominee), "a higher class");
+        assert!(rank(1, Class::Over, 900).respects(&nominee), "priority does not count across quotas");
+        assert!(rank(0, Class::Over, 5).respects(&nominee) && !rank(0, Class::Over, 6).respects(&nominee));
         let guaranteed = rank(0, Class::In, 5);
-        assert!(rank(0, Class::Over, 900).sees(&guaranteed), "a lower class of the same quota");
-        assert!(rank(1, Class::In, 900).sees(&guaranteed) && !rank(0, Class::In, 6).sees(&guaranteed));
+        assert!(rank(0, Class::Over, 900).respects(&guaranteed), "a lower class of the same quota");
+        assert!(rank(1, Class::In, 900).respects(&guaranteed) && !rank(0, Class::In, 6).respects(&guaranteed));
     }
 
     #[test]

@@ -90,9 +90,10 @@ const fn nomination(place: &Place) -> Option<usize> {
     }
 }
 
-/// Applies the decisions of a pass. Returns the time at which the last pod was created.
+/// Applies the decisions of a pass. Returns the time at which the last evicted pod was replaced, or
+/// `now` if no pod was evicted.
 fn apply(world: &mut World, outcome: &Outcome, now: Moment) -> Moment {
-    // Pods that were terminating before this pass have exited and were replaced.
+    // Pods that were terminating before this pass have exited. They are removed below.
     let mut now = now;
     for (at, pod) in world.pods.iter_mut().enumerate() {
         if let Place::Waiting { nominated } = &mut pod.place {

@@ -60,9 +60,9 @@ pub struct QuotaSpec {
     pub models: BTreeSet<String>,
     /// What `min`, `max` and `lend` count.
     pub unit: Unit,
-    /// The guaranteed amount.
+    /// The guaranteed amount. `None` means 0.
     pub min: Option<Quantity>,
-    /// The maximum.
+    /// The maximum. `None` means no maximum.
     pub max: Option<Quantity>,
     /// Part of `min` that others may use while it is unused. `None` means all of `min`.
     pub lend: Option<Quantity>,
@@ -105,7 +105,7 @@ pub enum InvalidQuota {
         written: String,
     },
     /// An amount exceeds `MAX_GPUS` GPUs or `MAX_MEBIBYTES` MiB.
-    #[error("{field} is more than {MAX_GPUS} GPUs, which is the maximum")]
+    #[error("{field} is too large: the maximum is {MAX_GPUS} GPUs, or {MAX_MEBIBYTES} MiB for unit Memory")]
     TooLarge {
         /// Name of the field.
         field: &'static str,
@@ -247,7 +247,7 @@ fn parse_amount(field: &'static str, written: &Quantity, unit: Unit) -> Result<A
     }
 }
 
-/// Returns whether a quantity has a suffix or digits below thousandths, which it rounds up.
+/// Returns whether a quantity has a suffix or digits below thousandths, which parsing rounds up.
 fn is_finer_than_thousandths(text: &str) -> bool {
     let fraction = text.split_once('.').map_or("", |(_, fraction)| fraction);
     let digits = fraction.trim_end_matches(|c: char| !c.is_ascii_digit()).trim_end_matches('0').len();

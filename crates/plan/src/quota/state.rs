@@ -258,7 +258,8 @@ impl<'w> State<'w> {
     }
 
     /// Returns the capacity of a GPU that counts as free when checking that enough stays free for
-    /// other quotas. Only reservations of pods that have waited longer are subtracted.
+    /// other quotas. Of the reservations, only those that take precedence over the current pod's
+    /// are subtracted.
     pub(super) fn free_beside_older(&self, gpu: usize, rank: &Rank) -> i128 {
         self.gpus[gpu].free_before(rank, self.position)
     }

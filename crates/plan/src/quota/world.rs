@@ -59,12 +59,12 @@ pub struct Gang {
     pub size: usize,
 }
 
-/// What a pod uses of one GPU.
+/// The part of one GPU that a pod uses or requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
-    /// What it costs.
+    /// Charge of this part.
     pub charge: Amount,
-    /// The GPU, as an index of [`World::gpus`]. `None` if the pod waits and has no room.
+    /// Index of the GPU in [`World::gpus`]. `None` if the pod has no GPU for this part yet.
     pub gpu: Option<usize>,
 }
 
@@ -92,8 +92,9 @@ pub struct Pod {
     pub protected: Option<Moment>,
     /// The gang of the pod. Most pods have no gang.
     pub gang: Option<Gang>,
-    /// What the pod uses of each GPU, if it requests parts of several GPUs. Empty for other pods.
-    /// Only [`Book`](super::Book) reads the pieces: [`look`](super::look) places no such pods.
+    /// The parts of GPUs that the pod uses or requests, if it requests parts of several GPUs. Empty
+    /// for other pods. Only callers of [`Book`](super::Book) pass such pods: [`look`](super::look)
+    /// does not place them.
     pub pieces: Vec<Piece>,
     /// The GPUs that the pod may use, as indices into [`World::gpus`]. `None` means all.
     pub gpus: Option<Arc<BTreeSet<usize>>>,

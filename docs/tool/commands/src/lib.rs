@@ -53,14 +53,15 @@ pub enum BlockTest {
 /// The output that a page shows for a block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShownOutput {
-    /// The lines, in any order. A line of dots stands for lines that are not shown.
+    /// The lines, in any order. A line of dots stands for lines that the page does not show.
     pub text: String,
     /// Whether numbers, ages and generated names must also be equal.
     pub exact: bool,
 }
 
 impl CodeBlock {
-    /// Returns the commands to run, with the words of [`BlockTest::Run`] replaced.
+    /// Returns the commands to run, with the words of [`BlockTest::Run`] replaced. Returns an empty
+    /// string if no test runs the block.
     pub fn script(&self) -> String {
         let BlockTest::Run { values, .. } = &self.test else { return String::new() };
         values.iter().fold(self.text.clone(), |text, (word, value)| replace_word(&text, word, value))
@@ -186,7 +187,8 @@ fn collapse_white_space(line: &str) -> String {
     line.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Replaces numbers, ages, GPU UUIDs and the random suffixes of generated names with fixed text.
+/// Replaces numbers, ages, the UUIDs of GPUs and MIG devices, and the random suffixes of generated
+/// names with fixed text.
 fn mask_variable_parts(line: &str) -> String {
     line.split_whitespace().map(mask_variable_part).collect::<Vec<_>>().join(" ")
 }

@@ -26,8 +26,8 @@ const PUBLISHED_EMPTY_CALL_MEDIAN_MILLISECONDS: f64 = 0.058;
 /// Median from exec to Register in the published measurement, in milliseconds.
 const PUBLISHED_REGISTER_MEDIAN_MILLISECONDS: f64 = 8.9;
 
-/// Maximum of the 99th percentile of `Allocate`, as a multiple of the 99th percentile of an empty
-/// call.
+/// Maximum of the 99th percentile of `Allocate` for five units, as a multiple of the 99th
+/// percentile of an empty call.
 const MAX_ALLOCATE_TO_EMPTY_CALL_RATIO: f64 = 3.0;
 
 /// Maximum processor time of a plugin without requests, in milliseconds per minute.
@@ -296,8 +296,9 @@ async fn measure_allocate_calls(
     Ok(())
 }
 
-/// Measures `GetPreferredAllocation`. Counts the answers that differ although only the order of the
-/// available devices differs. Also counts the answers that split a request over several GPUs.
+/// Measures `GetPreferredAllocation`. Counts the distinct answers after the first, although only
+/// the order of the available devices differs. Also counts the answers that split a request over
+/// several GPUs.
 async fn measure_preferred_calls(
     client: &DevicePluginClient<Channel>,
     all: &[&str],
@@ -337,8 +338,8 @@ async fn measure_preferred_calls(
         report.add(
             Figure::new(CALL_LATENCIES_CASE_NAME, format!("{what}, answers that differ"), different, "").with_goal(0.0),
         );
-        // The published figure is for the policy `packed`. The policy `distributed` splits each
-        // request.
+        // The published figure is for NVIDIA's policy `packed`. The policy `distributed` splits
+        // each request for several units.
         report.add(
             Figure::new(CALL_LATENCIES_CASE_NAME, format!("{what}, split"), count_to_f64(split), "")
                 .with_published(0.0)

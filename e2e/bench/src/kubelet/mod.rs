@@ -23,8 +23,8 @@ use simulated::Sharing;
 /// Measures a device plugin from the kubelet's side, and compares the plugin with NVIDIA's plugin.
 #[derive(clap::Args)]
 pub(crate) struct KubeletArgs {
-    /// Measure the agent of this `cleave` program, on simulated GPUs. The simulated NVML and MPS
-    /// must be in the directory of the program.
+    /// Measure the agent of this `cleave` program, on simulated GPUs. The simulated NVML and MPS,
+    /// and `cleave-mps-host`, must be in the directory of the program.
     #[arg(long, value_name = "PATH", conflicts_with = "command")]
     agent: Option<PathBuf>,
     /// Run this `cleave-kubelet-relay` between the kubelet and the agent, as the chart does.
@@ -69,10 +69,11 @@ pub(crate) struct KubeletArgs {
     /// Shares of each GPU.
     #[arg(long, default_value_t = 10)]
     units: u32,
-    /// Command of the plugin. The plugin finds its directories in `CLEAVE_DEVICE_PLUGIN_DIR`,
-    /// `CLEAVE_POD_RESOURCES_SOCKET`, `CLEAVE_RUN_DIR`, `CLEAVE_STATE_DIR` and `CLEAVE_CDI_DIR`.
-    /// `{dir}` in an argument stands for a new directory that contains all of them except
-    /// `CLEAVE_RUN_DIR`.
+    /// Command of the plugin. The plugin finds its directories and socket in
+    /// `CLEAVE_DEVICE_PLUGIN_DIR`, `CLEAVE_POD_RESOURCES_SOCKET`, `CLEAVE_RUN_DIR`,
+    /// `CLEAVE_STATE_DIR` and `CLEAVE_CDI_DIR`. `{dir}` in an argument stands for a new directory
+    /// that contains all of them, except that `CLEAVE_RUN_DIR` is in `/dev/shm` if the machine has
+    /// one.
     #[arg(last = true)]
     command: Vec<String>,
 }

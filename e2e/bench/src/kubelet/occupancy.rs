@@ -1,7 +1,7 @@
 //! Generates occupancies, and arrivals and departures of pods. Pure, with seeded random numbers.
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Returns the GPU of a share: the part of the share's id before `::`.
+/// Returns the GPU of a share: the part of the share's id before the last `::`.
 pub(super) fn gpu_of_id(id: &str) -> &str {
     id.rsplit_once("::").map_or(id, |(gpu, _)| gpu)
 }
@@ -54,9 +54,9 @@ pub(super) struct PodChurn<'a> {
 }
 
 impl<'a> PodChurn<'a> {
-    /// Creates a simulation in which all these shares are free. The mean lifetime of a pod is
-    /// proportional to the number of shares. With 40 shares it is 12.5 arrivals, and about two
-    /// thirds of the shares are in use.
+    /// Creates a simulation in which all these shares are free. The mean lifetime of a pod is about
+    /// proportional to the number of shares. With 40 shares, the mean lifetime is 12.5 arrivals,
+    /// and about two thirds of the shares are in use.
     pub(super) fn new(all: &[&'a str], seed: u64) -> Self {
         Self {
             free: all.iter().copied().collect(),

@@ -223,7 +223,8 @@ impl Plugin {
         seen.endpoints.remove(&resource).context("an endpoint")
     }
 
-    /// Waits until the kubelet's state meets a condition. Fails if the plugin exits.
+    /// Waits until the kubelet's state meets a condition. Fails if the plugin exits, or after
+    /// [`PLUGIN_REACTION_TIMEOUT`].
     pub(super) async fn wait_for_kubelet(
         &mut self,
         what: &str,

@@ -34,8 +34,8 @@ pub(super) struct SimulatedHardware {
 }
 
 impl SimulatedHardware {
-    /// Uses the simulated NVML and MPS in the directory of the `cleave` program. Fails if a file is
-    /// missing.
+    /// Uses the simulated NVML and MPS and the MPS host in the directory of the agent's program.
+    /// Fails if a file is missing.
     pub(super) fn new(resource: &str, cleave: &Path, sharing: Sharing, gpus: u32, units: u32) -> Result<Self> {
         let beside = |name: &str| {
             let path = cleave.canonicalize().ok().and_then(|path| Some(path.parent()?.join(name)));

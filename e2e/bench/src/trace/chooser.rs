@@ -33,7 +33,7 @@ pub(super) trait PlacementPolicy: Score + Default {
     /// Updates the score from the pods that arrived (`seen`) and the pods that wait (`waiting`).
     fn update_score(cluster: &mut Cluster<Self>, seen: &ObservedDemands, waiting: &[&Pod]);
 
-    /// Decides where to place a pod.
+    /// Decides where to place a pod. Returns `None` if the pod fits on no node.
     fn place_pod(cluster: &mut Cluster<Self>, pod: &Pod) -> Option<PodPlacement> {
         cluster.place_pod(pod)
     }

@@ -23,7 +23,7 @@ const OFFERED_LOAD_PER_CAPACITY: f64 = 1.05;
 const HALF_LIFE_ARRIVALS: f64 = 4_000.0;
 /// Number of arrivals between updates of the typical demands.
 const RELEARN_INTERVAL_ARRIVALS: usize = 500;
-/// Number of arrivals that fill the cluster before the measurement starts.
+/// Number of arrivals that fill the cluster before the measurement of the allocation starts.
 const WARM_UP_ARRIVALS: usize = ARRIVALS / 3;
 /// Maximum number of waiting pods considered when a pod ends. The pods that have waited longest are
 /// considered.

@@ -10,7 +10,7 @@ use cleave_plan::placement::{self, Score, THOUSANDTHS_PER_GPU};
 
 use super::lists::{Host, Pod};
 
-/// The resource of the simulated GPUs. Each GPU has [`GPU`] units.
+/// The resource of the simulated GPUs. Each GPU has [`THOUSANDTHS_PER_GPU`] units.
 pub(super) const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
 /// The node and the GPUs of a placed pod.
@@ -29,7 +29,7 @@ pub(super) struct Cluster<S: Score> {
     by_name: BTreeMap<String, usize>,
     ledger: Ledger,
     pub(super) chooser: Chooser<S>,
-    /// The initial score, which is used until the policy has learned a score.
+    /// The score that ranks nodes for pods without GPUs until the policy has learned a score.
     score: S,
     /// Allocations of each node, as the node's agent would report them.
     allocations: Vec<Vec<Allocation>>,

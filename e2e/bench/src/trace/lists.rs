@@ -38,7 +38,7 @@ impl Host {
         self.cpu >= pod.demand.cpu && self.memory >= pod.memory && (models.is_empty() || models.contains(&self.model))
     }
 
-    /// Returns the free thousandths of all GPUs.
+    /// Returns the sum of the free thousandths of all GPUs.
     pub(super) fn free_gpu_thousandths(&self) -> u32 {
         self.gpus.iter().sum()
     }

@@ -26,8 +26,8 @@ use policies::{BestFitScore, FgdScore, RandomScore};
 use random::Rng;
 use serde_json::json;
 
-/// Replays a list of pods on a list of nodes, and prints the fraction of the GPUs that a placement
-/// policy allocates.
+/// Replays a list of pods on a list of nodes, and prints the fraction of the GPU capacity that a
+/// placement policy allocates.
 #[derive(clap::Args)]
 pub(crate) struct TraceArgs {
     /// CSV file of nodes: `sn,cpu_milli,memory_mib,gpu,model`.

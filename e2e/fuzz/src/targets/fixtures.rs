@@ -173,7 +173,7 @@ pub(super) fn policy(name: &str, indices: &[u32], spec: &Value) -> Value {
     policy
 }
 
-/// Returns a policy for each sharing mode.
+/// Returns policies for all sharing modes except `Whole`.
 pub(super) fn policies() -> Vec<Value> {
     vec![
         policy(
@@ -200,8 +200,8 @@ pub(super) fn policies() -> Vec<Value> {
     ]
 }
 
-/// Returns a cluster of two nodes with the GPUs of [`gpus`]. The cluster consists of lists of the
-/// objects that the operator watches.
+/// Returns a cluster of two nodes with the GPUs of [`gpus`], without MIG instances. The cluster
+/// consists of lists of objects that the operator watches.
 pub(super) fn cluster() -> Value {
     let profiles: Vec<Value> = built_in(GPU_MODEL, GPU_MEMORY_MIB)
         .unwrap_or_default()

@@ -87,7 +87,7 @@ pub(super) const POLICY: Target = Target {
     },
 };
 
-/// Lists of the objects that the operator watches.
+/// Lists of objects that the operator watches.
 #[derive(Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 struct FuzzedCluster {

@@ -79,7 +79,7 @@ pub(super) const SNAPSHOT: Target = Target {
     run: |bytes| {
         let Ok(snapshot) = serde_json::from_slice::<Snapshot>(bytes) else { return ReadResult::Refused };
         mps::check_round_trip::<Snapshot>(bytes);
-        // Varies `--units` and `--replicas`. Use few search steps, because the target needs valid
+        // Vary `--units` and `--replicas`. Use few search steps, because the target needs valid
         // plans but not good plans.
         let numbers = [None, Some(0), Some(4), Some(48), Some(u32::MAX)];
         let at = |byte: usize| {

@@ -9,20 +9,20 @@ use crate::lie::HandshakeViolation;
 
 const ABOUT: &str = r#"A simulated CUDA program for the simulated GPUs and MPS.
 
-Like the CUDA library it connects to `control` in CUDA_MPS_PIPE_DIRECTORY (default /tmp/nvidia-mps). If that accepts the
-connection, it is an MPS client and waits for the answer without a deadline. Otherwise it is a plain CUDA program with
-all SMs and all memory, which fails on an EXCLUSIVE_PROCESS GPU that another process uses.
+Like the CUDA library, the program connects to `control` in CUDA_MPS_PIPE_DIRECTORY (default /tmp/nvidia-mps). If an MPS
+daemon listens there, the program is an MPS client, and waits for the answer without a deadline. Otherwise the program is a
+plain CUDA program with all SMs and all memory, which fails on an EXCLUSIVE_PROCESS GPU that another process uses.
 
-It prints one line, {"sms":…,"freeMiB":…,"totalMiB":…,"viaMps":…,"uuid":…,"pid":…,"limitMiB":…}, and then performs the
-actions of its flags, in this order: --read-line, --allocate, --fault or --busy, --hold. Without flags it exits.
+The program prints one line, {"sms":…,"freeMiB":…,"totalMiB":…,"viaMps":…,"uuid":…,"pid":…,"limitMiB":…}, and then performs
+the actions of its flags, in this order: --read-line, --allocate, --fault or --busy, --hold. Without flags, the program exits.
 
 A CUDA error prints {"error":700,"name":"CUDA_ERROR_ILLEGAL_ADDRESS"}. The exit status is the code modulo 256 (700 is 188,
-806 is 38, 808 is 40, 810 is 42), or 1 if that is 0. By default, a signal kills the program immediately, and its MPS server
-detects that the client disconnected without closing its contexts.
+806 is 38, 808 is 40, 810 is 42), or 1 if the remainder is 0. By default, a signal kills the program immediately, and its MPS
+server detects that the client disconnected without closing its contexts.
 
-Its GPUs are those of NVIDIA_VISIBLE_DEVICES. If that is unset or `void`, they are those whose /dev/nvidia<n> exists. If
-none exists, they are all GPUs if CUDA_VISIBLE_DEVICES is set, else none. CUDA_VISIBLE_DEVICES selects among them, and
-the program uses the first."#;
+The GPUs of the program are those of NVIDIA_VISIBLE_DEVICES. If this variable is unset or `void`, they are the GPUs whose
+/dev/nvidia<n> exists. If none exists, the program has all GPUs if NVIDIA_VISIBLE_DEVICES is unset and CUDA_VISIBLE_DEVICES
+is set, and otherwise no GPU. CUDA_VISIBLE_DEVICES selects among the GPUs, and the program uses the first."#;
 
 /// The command line arguments of the program.
 // The flags are independent of each other, so an enum cannot replace them.
@@ -65,7 +65,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "SECONDS")]
     pub(crate) linger: Option<StepDuration>,
 
-    /// Wait for a line on standard input first
+    /// Wait for a line on standard input after the first line of output
     #[arg(long)]
     pub(crate) read_line: bool,
 

@@ -93,7 +93,7 @@ impl Context {
         }
     }
 
-    /// Returns the memory limit of the context, in bytes.
+    /// Returns the memory limit of the context in bytes, or `None` without a limit.
     pub(crate) fn memory_limit(&self) -> Option<u64> {
         match self {
             Self::Mps(context) => context.memory_limit(),
@@ -131,7 +131,7 @@ impl Context {
         }
     }
 
-    /// Waits until all kernels have finished.
+    /// Reports that all kernels have finished. The caller must have waited for the running kernel.
     pub(crate) fn synchronize(&self) -> Result<(), i32> {
         match self {
             Self::Mps(context) => context.synchronize(),
@@ -157,7 +157,8 @@ impl Context {
 }
 
 impl PlainContext {
-    /// Returns the `CUresult` of the error that broke the context as an error.
+    /// Fails with the `CUresult` of the error that broke the context, or if the context no longer
+    /// exists.
     fn check_error(&self) -> Result<(), i32> {
         match self.error.load(Ordering::Relaxed) {
             0 => self.context.check_exists().map_err(|error| error.cuda_code()),

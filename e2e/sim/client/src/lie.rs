@@ -36,7 +36,7 @@ pub(crate) enum HandshakeViolation {
     Descriptors,
     /// Claims the PID of another process, which the kernel allows for root.
     Pid(i32),
-    /// Claims root's user id.
+    /// Claims root's user id and group id.
     Root,
     /// Sends a valid introduction. After that, neither reads nor closes the connection.
     Unread,
@@ -60,8 +60,8 @@ pub(crate) enum HandshakeViolation {
     NoLastWord,
     /// Sends this value as the last packet of the handshake to the daemon.
     LastWord(u32),
-    /// Sends `OUTBCRED` and exits. A child process keeps the connection. It sends the kind after
-    /// this process has exited and its parent has read the exit status.
+    /// Sends `OUTBCRED` and exits. A child process keeps the connection. The child sends the kind
+    /// after this process has exited and its parent has read the exit status.
     Orphan,
     /// Completes this number of handshakes and keeps the connections open without using them.
     Enter(usize),

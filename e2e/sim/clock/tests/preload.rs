@@ -1,5 +1,5 @@
 //! Tests the library in a program that queries the time through Rust's standard library. The test
-//! sets the program's clock while it runs.
+//! sets the program's clock while the program runs.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panicking")]
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};

@@ -1,4 +1,5 @@
-//! Manages contexts on devices: which processes may open a context, and how much memory it uses.
+//! Manages contexts on devices: which processes may open a context, and how much memory each
+//! context uses.
 
 use std::fs::{self, File};
 
@@ -51,8 +52,8 @@ impl Machine {
     /// a GPU in MIG mode, open a context on a MIG device instead.
     ///
     /// # Errors
-    /// Returns an error if the device does not exist, is lost, does not allow a context in its
-    /// compute mode, or has too little free memory.
+    /// Returns an error if programs cannot use the device, if its compute mode does not allow the
+    /// context, or if too little memory is free.
     pub fn open_context(&self, device: &str, kind: ContextKind, overhead: u64) -> Result<Context, ContextError> {
         let kind = match kind {
             ContextKind::Compute => ProcessKind::Compute,
@@ -67,7 +68,7 @@ impl Machine {
     /// apply, because the client uses the server's context.
     ///
     /// # Errors
-    /// Returns an error if the device does not exist, is lost, or has too little free memory.
+    /// Returns an error if programs cannot use the device, or if too little memory is free.
     pub fn register_client(&self, device: &str, pid: u32, used: u64) -> Result<Context, ContextError> {
         self.register_context(device, ProcessKind::MpsClient, PidRef::of_pid(pid), process::process_name(pid), used)
     }
@@ -107,8 +108,8 @@ impl Context {
     /// Allocates `bytes` bytes of device memory.
     ///
     /// # Errors
-    /// Returns an error if too little memory is free, or the device or the context no longer
-    /// exists.
+    /// Returns an error if too little memory is free, if programs cannot use the device, or if the
+    /// context no longer exists.
     pub fn allocate(&self, bytes: u64) -> Result<(), ContextError> {
         self.change(|state, entry| {
             check_memory_fits(state, &usable_device(state, &state.processes[entry].device)?, bytes)?;
@@ -120,7 +121,7 @@ impl Context {
     /// Frees `bytes` bytes of device memory, or less if the context uses less.
     ///
     /// # Errors
-    /// Returns an error if the device or the context no longer exists.
+    /// Returns an error if programs cannot use the device, or if the context no longer exists.
     pub fn free(&self, bytes: u64) -> Result<(), ContextError> {
         self.change(|state, entry| {
             let used = &mut state.processes[entry].used;
@@ -132,7 +133,7 @@ impl Context {
     /// Returns the number of bytes that this context uses, including its overhead.
     ///
     /// # Errors
-    /// Returns an error if the device or the context no longer exists.
+    /// Returns an error if the context no longer exists.
     pub fn used_bytes(&self) -> Result<u64, ContextError> {
         let state = self.machine.snapshot()?;
         Ok(state.processes[self.process_index(&state)?].used)
@@ -141,7 +142,7 @@ impl Context {
     /// Returns the free and total memory of the device.
     ///
     /// # Errors
-    /// Returns an error if the device or the context no longer exists.
+    /// Returns an error if programs cannot use the device, or if the context no longer exists.
     pub fn memory(&self) -> Result<MemoryInfo, ContextError> {
         let state = self.machine.snapshot()?;
         self.process_index(&state)?;
@@ -150,11 +151,11 @@ impl Context {
         Ok(MemoryInfo { free: total.saturating_sub(state.used_bytes(&self.machine.processes()?, &self.device)), total })
     }
 
-    /// Checks that the context and its device still exist.
+    /// Checks that the context still exists, and that programs can use its device.
     ///
     /// # Errors
-    /// Returns an error if the context or its device no longer exists. A real CUDA call on the
-    /// context would return this error.
+    /// Returns an error if the context no longer exists, or if programs cannot use its device. A
+    /// real CUDA call on the context would return this error.
     pub fn check_exists(&self) -> Result<(), ContextError> {
         let state = self.machine.snapshot()?;
         self.process_index(&state)?;
@@ -191,7 +192,8 @@ impl Drop for Context {
     }
 }
 
-/// Returns the device with this UUID, if programs can use the device.
+/// Returns the device with this UUID. Fails if programs cannot use the device: the driver is not
+/// loaded, or the device does not exist, is lost or is a GPU in MIG mode.
 fn usable_device<'a>(state: &'a State, uuid: &str) -> Result<DeviceRef<'a>, ContextError> {
     if !state.driver.present {
         return Err(ContextError::NoDevice("the driver is not loaded".to_owned()));

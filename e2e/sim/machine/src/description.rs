@@ -66,8 +66,8 @@ impl MachineDescription {
     ///
     /// # Errors
     /// Returns an error if a model is unknown, if a model with MIG mode does not support MIG, if
-    /// two GPUs have the same UUID, minor number or PCI address, or if the topology requires
-    /// another number of GPUs.
+    /// two GPUs have the same UUID, minor number or PCI address, if an entry for several GPUs sets
+    /// a serial number, or if the topology requires another number of GPUs.
     pub fn state(&self) -> Result<State, Error> {
         let mut gpus: Vec<Gpu> = Vec::new();
         for entry in &self.gpus {

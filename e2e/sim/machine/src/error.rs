@@ -59,8 +59,8 @@ pub enum ContextError {
     /// The GPU fell off the bus.
     #[error("GPU {0} is lost")]
     Lost(String),
-    /// The context no longer exists: the machine rebooted, or the context's MIG instance was
-    /// destroyed.
+    /// The context no longer exists: the machine rebooted, or the process that owned the context
+    /// has exited.
     #[error("the context was destroyed")]
     Destroyed,
     /// The state directory is unusable.

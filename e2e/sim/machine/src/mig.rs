@@ -42,8 +42,8 @@ impl Gpu {
     }
 
     /// Switches MIG mode. `busy` is true if a process uses the GPU or one of its instances. If the
-    /// mode cannot change now, the change remains pending until the next reset, and the error
-    /// contains the reason.
+    /// GPU is in use or requires a reset, the change remains pending until the next reset, and the
+    /// error contains the reason.
     ///
     /// # Errors
     /// Returns an error if the model does not support MIG, a process or an instance uses the GPU,

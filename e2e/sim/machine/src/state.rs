@@ -108,7 +108,7 @@ pub struct Gpu {
     /// removed GPU is also lost.
     #[serde(default)]
     pub removed: bool,
-    /// Numbers of uncorrected and corrected ECC errors since the last boot or reset.
+    /// Numbers of corrected and uncorrected ECC errors since the last boot or reset.
     #[serde(default)]
     pub ecc: [u64; 2],
     /// Whether the next reset remaps memory rows.
@@ -271,8 +271,8 @@ pub struct Fault {
 pub enum FaultEffect {
     /// The call returns this code.
     Code(i32),
-    /// The call hangs for this number of seconds, and then works. With `None`, the call hangs until
-    /// the fault is cleared.
+    /// The call hangs for this number of seconds, and then continues. With `None`, the call hangs
+    /// until the fault is cleared.
     Hang(Option<f64>),
 }
 
@@ -455,8 +455,8 @@ impl State {
 
     /// Reboots the machine. A board that stores MIG mode (Ampere) activates the pending mode. Other
     /// boards (Hopper) turn MIG mode off. As on a real machine, a reboot clears processes, MIG
-    /// instances, events, ECC counts and compute modes, and restores lost GPUs. Injected faults
-    /// remain until the test clears them.
+    /// instances, events, ECC counts and compute modes, and restores lost GPUs that were not
+    /// removed. Injected faults remain until the test clears them.
     pub fn reboot(&mut self) {
         self.boot += 1;
         self.processes.clear();

@@ -286,9 +286,9 @@ impl Machine {
         }
     }
 
-    /// Consumes one call of a fault. Returns false if other processes have consumed all calls.
-    /// After its last call, a fault with the effect `Hang` remains in the list with 0 remaining
-    /// calls. The hanging calls continue when the fault is cleared.
+    /// Consumes one call of a fault. Returns false if other processes have consumed all calls, or
+    /// if the fault no longer exists. After its last call, a fault with the effect `Hang` remains
+    /// in the list with 0 remaining calls. The hanging calls continue when the fault is cleared.
     fn consume_fault(&self, id: u64) -> Result<bool, Error> {
         self.update(|state| {
             let Some(fault) = state.faults.iter_mut().find(|f| f.id == id) else { return Ok(false) };

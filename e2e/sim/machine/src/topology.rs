@@ -13,8 +13,8 @@ use crate::state::{Gpu, NvLinkEnd};
 pub enum MachineTopology {
     /// A DGX-1 with V100: eight GPUs, each with six NVLinks to four other GPUs.
     HybridCubeMesh,
-    /// A DGX or HGX with A100 or newer GPUs. NVSwitches connect all GPUs, and every two GPUs share
-    /// a PCIe switch.
+    /// A DGX or HGX with A100 or newer GPUs. NVSwitches connect all GPUs. The GPUs 0 and 1 share a
+    /// PCIe switch, as do 2 and 3, and so on.
     NvSwitch,
     /// A server with PCIe boards only. Each GPU has a separate host bridge.
     TwoSockets,

@@ -233,7 +233,8 @@ impl MpsContext {
         self.notify(&ToContext::Busy(kernel_ms))
     }
 
-    /// Waits until all kernels have finished.
+    /// Reports to the server that all kernels have finished. The caller must have waited for the
+    /// running kernel.
     ///
     /// # Errors
     /// Returns the `CUresult` of the failure.

@@ -13,7 +13,8 @@
 //! | `mps:heal` | the server remains in FAULT after its last broken client has exited | it hangs at that time |
 //!
 //! The server applies `mps:server` and `mps:heal`, and the daemon applies all other faults. A fault
-//! for a GPU applies to the daemon that serves this GPU.
+//! for a GPU applies to the daemon and the servers whose first visible device is this GPU or one of
+//! its MIG devices.
 
 use std::sync::OnceLock;
 

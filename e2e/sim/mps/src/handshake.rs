@@ -105,7 +105,8 @@ impl From<io::Error> for HandshakeFailure {
 /// credentials and kind.
 ///
 /// # Errors
-/// Returns [`HandshakeFailure`] if the peer closes the connection or violates the protocol.
+/// Returns [`HandshakeFailure`] if the peer closes the connection or violates the protocol, or if
+/// the socket fails.
 pub fn read_peer_kind(connection: &Connection, hello: &[u8]) -> Result<IntroducedPeer, HandshakeFailure> {
     connection.send(hello).map_err(|_| HandshakeFailure::Closed)?;
     let first = connection.recv_credentials(64)?.ok_or(HandshakeFailure::Closed)?;
@@ -126,7 +127,8 @@ pub fn read_peer_kind(connection: &Connection, hello: &[u8]) -> Result<Introduce
 /// command.
 ///
 /// # Errors
-/// Returns [`HandshakeFailure`] if the peer closes the connection or violates the protocol.
+/// Returns [`HandshakeFailure`] if the peer closes the connection or violates the protocol, or if
+/// the socket fails.
 pub fn next_command(connection: &Connection) -> Result<Option<String>, HandshakeFailure> {
     let length = connection.recv(64)?.ok_or(HandshakeFailure::Closed)?;
     let length = <[u8; 8]>::try_from(length.data.as_slice())
@@ -160,7 +162,8 @@ pub fn send_answer_line(connection: &Connection, line: &str) -> io::Result<()> {
 /// Reads all three packets of the introduction before checking them, as the real server does.
 ///
 /// # Errors
-/// Returns [`HandshakeFailure`] if the client closes the connection or violates the protocol.
+/// Returns [`HandshakeFailure`] if the client closes the connection or violates the protocol, or if
+/// an operation on a file or socket fails.
 pub fn receive_introduction(
     connection: &Connection,
     channel: &Connection,

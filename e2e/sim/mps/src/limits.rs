@@ -41,7 +41,8 @@ pub struct ClientSettings {
     pub priority: u8,
 }
 
-/// A memory limit, as an administrator entered it. Neither field is validated.
+/// A memory limit, as an administrator or the daemon's environment set it. This type validates
+/// neither field.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryLimit {
     /// The device's ordinal, its UUID or a prefix of its UUID.

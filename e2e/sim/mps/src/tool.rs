@@ -35,7 +35,7 @@ Environment of the daemon:
   SIM_MPS_SEED                       which of twelve exits with kernels of 1 to 100 ms breaks the neighbours
 
 Tests inject faults through the simulated machine: `simgpu fail` and `simgpu hang` with mps:start, mps:handshake,
-mps:reply, mps:client, mps:server, mps:command:<name> or mps:close:<name>.
+mps:reply, mps:client, mps:server, mps:heal, mps:command:<name> or mps:close:<name>.
 ";
 
 /// The action that the arguments request.
@@ -131,7 +131,8 @@ fn send_commands(commands: impl IntoIterator<Item = io::Result<String>>) -> Exit
             Ok(Some(answer)) => {
                 print(&answer);
             }
-            // After `quit`, this error is expected: the daemon has accepted the command and exited.
+            // The daemon closed the connection before the end of its answer, for example because of
+            // an injected `mps:close`.
             Ok(None) => {
                 eprintln!("The MPS control daemon closed the connection");
                 return ExitCode::FAILURE;

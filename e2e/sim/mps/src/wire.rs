@@ -77,7 +77,7 @@ pub enum ToServer {
 /// Messages from a server to the daemon.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum FromServer {
-    /// The server's new state.
+    /// The server's new status.
     Status(ServerStatus),
     /// The server accepted the connection of a process.
     Process {
@@ -122,7 +122,7 @@ pub enum ToContext {
     Create {
         /// The device's UUID.
         device: String,
-        /// A valid `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`.
+        /// The client's `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`, if it is valid.
         threads: Option<f64>,
         /// The program's name for `ps`.
         command: String,
@@ -139,7 +139,8 @@ pub enum ToContext {
     Busy(f64),
     /// No kernel is running. Not answered.
     Idle,
-    /// An illegal access. The server does not answer, because all clients receive the error.
+    /// An illegal access. The server does not answer, because all working contexts receive the
+    /// error.
     IllegalAccess,
     /// The client has ended the context, as [`FromContext::Terminate`] requested.
     Terminated,

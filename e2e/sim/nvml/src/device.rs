@@ -180,7 +180,7 @@ pub(crate) fn processes_on_gpu(machine: &Machine, state: &State, gpu: &str) -> V
 }
 
 /// Returns the percentage of time in which kernels run. This is the configured value, or 20 % for
-/// each context that can launch kernels.
+/// each context except those of MPS servers, up to 100 %.
 pub(crate) fn utilization_percent(view: &MachineView, device: &DeviceRef<'_>) -> u32 {
     if let Some(percent) = device.gpu.utilization {
         return percent.min(100);

@@ -7,8 +7,9 @@
 //!
 //! Return codes and calls that return lists behave as measured on a real H200 with driver 580 and
 //! MIG off. All other behaviour follows NVIDIA's documentation. The library also exports functions
-//! that are not simulated, and these return `NVML_ERROR_NOT_SUPPORTED`. Errors and hangs that
-//! `simgpu fail` and `simgpu hang` inject take precedence over all other behaviour.
+//! that are not simulated, and these return `NVML_ERROR_NOT_SUPPORTED`. For calls that read the
+//! machine's state, errors and hangs that `simgpu fail` and `simgpu hang` inject take precedence
+//! over this state.
 //!
 //! As with the real library, programs can determine the number of SMs in several ways. For a MIG
 //! device, `nvmlDeviceGetAttributes` returns the number. For a whole GPU, divide the result of

@@ -46,9 +46,8 @@ impl From<MigError> for Code {
 
 pub(crate) type Result<T, E = Code> = std::result::Result<T, E>;
 
-/// The object that a handle refers to, identified by names and numbers. A handle remains valid
-/// after its object no longer exists. Calls with the handle then report that the object no longer
-/// exists.
+/// The object that a handle refers to, identified by names and numbers. A handle is not reused
+/// after its object no longer exists. Calls with the handle then fail.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum HandleTarget {
     /// A GPU or a MIG device, by UUID.

@@ -82,7 +82,7 @@ pub(crate) fn find_gpu_instance<'v>(
     Ok((gpu, model, found))
 }
 
-/// Switches MIG mode. The returned code tells whether the new mode is active. An error means that
+/// Switches MIG mode. The returned code states whether the new mode is active. An error means that
 /// NVML refused the request.
 pub(crate) fn set_mig_mode(view: &MachineView, uuid: &str, on: bool) -> Result<sys::nvmlReturn_t> {
     view.machine.update(|state| {

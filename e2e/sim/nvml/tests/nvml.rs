@@ -127,8 +127,9 @@ fn change_state(machine: &Machine, change: impl FnOnce(&mut State)) {
 /// Calls a raw function of the library.
 macro_rules! raw {
     ($nvml:expr, $name:ident($($argument:expr),*)) => {
-        // SAFETY: the arguments are handles of the library, numbers, and pointers to variables. The
-        // variables outlive the call, and have the size that NVML requires.
+        // SAFETY: the arguments are handles, numbers, and pointers. The library refuses invalid
+        // handles and null pointers. All other pointers are to variables that outlive the call and
+        // have the size that NVML requires.
         unsafe { $nvml.lib().$name($($argument),*) }
     };
 }
@@ -314,8 +315,8 @@ fn the_largest_profile_of_a_hopper_gpu_has_all_its_sms() {
 }
 
 fn zeroed<T>() -> T {
-    // SAFETY: the function is used only for NVML structures of integers and arrays, for which zero
-    // is valid.
+    // SAFETY: the function is used only for NVML structures of integers, arrays and raw pointers,
+    // for which zero is valid.
     unsafe { std::mem::zeroed() }
 }
 

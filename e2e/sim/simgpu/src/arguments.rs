@@ -103,9 +103,9 @@ pub(crate) enum Command {
         gpu: String,
     },
     /// Reset a GPU: activate a pending MIG mode, clear the ECC counts and the requested recovery
-    /// action, destroy the MIG instances and restore a lost GPU. Fails while a process uses the
-    /// GPU, unless the GPU is lost, and while any program has an NVML session open, because a
-    /// session opens every GPU.
+    /// action, destroy the MIG instances and restore a lost GPU that was not removed. Fails while a
+    /// process uses the GPU, unless the GPU is lost, and while any program has an NVML session
+    /// open, because a session opens every GPU.
     Reset {
         /// The index or UUID of the GPU.
         gpu: String,
@@ -129,11 +129,12 @@ pub(crate) enum Command {
         #[arg(long)]
         count: Option<u32>,
     },
-    /// Make calls of an NVML function hang, and then succeed.
+    /// Make calls of an NVML function hang, and then continue.
     Hang {
-        /// The name of the NVML function.
+        /// The name or prefix, such as `nvmlEventSetWait` or `nvmlDevice*`.
         call: String,
-        /// Apply the fault only to calls about this GPU.
+        /// Apply the fault only to calls about this GPU and its MIG devices, or about this MIG
+        /// device.
         #[arg(long)]
         gpu: Option<String>,
         /// Seconds for which calls hang. By default, calls hang until the fault is cleared.
@@ -155,7 +156,8 @@ pub(crate) enum Command {
     Set {
         /// The index or UUID of the GPU.
         gpu: String,
-        /// The changes as KEY=VALUE. An empty value restores the model's default.
+        /// The changes as KEY=VALUE. An empty value of numa, cpus, temperature, utilization,
+        /// throttling or energy restores the default.
         #[arg(required = true, value_name = "KEY=VALUE")]
         values: Vec<String>,
     },
@@ -189,8 +191,8 @@ pub(crate) enum Command {
     /// open. `driver --present true` loads the driver again.
     Unload,
     /// Reboot the machine. A reboot clears processes, MIG instances, events, ECC counts and compute
-    /// modes, and restores lost GPUs. Injected faults remain. The MIG mode remains if the board
-    /// stores the mode (Ampere).
+    /// modes, and restores lost GPUs that were not removed. Injected faults remain. The MIG mode
+    /// remains if the board stores the mode (Ampere).
     Reboot,
 }
 

@@ -79,7 +79,7 @@ pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
     })
 }
 
-/// Returns the numbers of the contexts on a GPU and on its MIG devices.
+/// Returns the numbers of the contexts on a GPU and on its MIG devices whose processes still exist.
 fn context_numbers_on(machine: &Machine, state: &State, gpu: &str) -> Result<Vec<u64>> {
     let uuid = &state.gpu(gpu)?.uuid;
     let here = |device: &str| state.device(device).is_some_and(|d| d.gpu.uuid == *uuid);
@@ -243,7 +243,8 @@ pub(crate) fn destroy_mig_device(machine: &Machine, uuid: &str) -> Result<()> {
     })
 }
 
-/// Uses a GPU until this process is killed.
+/// Uses a GPU until this process is killed. Returns an error if the context is destroyed, for
+/// example by a reboot of the machine.
 pub(crate) fn use_gpu(machine: &Machine, gpu: &str, memory: u64, graphics: bool) -> Result<()> {
     let uuid = device_uuid(&*machine.snapshot()?, gpu)?;
     let kind = if graphics { ContextKind::Graphics } else { ContextKind::Compute };

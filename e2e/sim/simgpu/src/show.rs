@@ -69,7 +69,7 @@ pub(crate) fn format_machine_table(machine: &Machine) -> Result<String> {
         for (is, note) in [
             (gpu.remap_pending, "remap pending"),
             (gpu.remap_failed, "remap failed"),
-            (gpu.recovery > 0, "the driver requests a reset"),
+            (gpu.recovery > 0, "the driver requests a recovery action"),
         ] {
             if is {
                 notes.push(note.to_owned());

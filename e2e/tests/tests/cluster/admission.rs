@@ -242,10 +242,11 @@ fn the_operator_deletes_only_pods_that_request_gpus_and_only_with_a_grace_period
     let (graceful, immediate): (&[&str], &[&str]) = (&["--grace-period=5"], &["--grace-period=0", "--force"]);
     delete("shares", graceful)?;
     // The operator requests one second for a pod whose own grace period is zero.
-    let hasty = pod_with(&json!({SHARES_RESOURCE: 1}), |spec| spec["terminationGracePeriodSeconds"] = json!(0));
-    scope.create(&hasty)?;
-    scope.wait_until_running("t")?;
-    delete("t", &["--grace-period=1"])?;
+    let mut hasty = pod("hasty", &json!({SHARES_RESOURCE: 1}), SLEEP_FOREVER_SCRIPT);
+    hasty["spec"]["terminationGracePeriodSeconds"] = json!(0);
+    cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &hasty)?;
+    scope.wait_until_running("hasty")?;
+    delete("hasty", &["--grace-period=1"])?;
     for (pod, grace) in [("shares", immediate), ("no-shares", graceful)] {
         let error = delete(pod, grace).err().with_context(|| format!("{pod} was deleted with {grace:?}"))?;
         ensure!(format!("{error:#}").contains("the Cleave operator may delete only pods"), "{error:#}");

@@ -43,7 +43,8 @@ impl<'a> AgentDaemonSet<'a> {
         self.set_containers(&containers)
     }
 
-    /// Returns whether all agents match the template and are ready, and no other agent exists.
+    /// Returns whether all agents match the template and are available, and all other agents are
+    /// terminating.
     fn is_rolled_out(&self) -> Result<bool> {
         let set = self.cluster.get(&self.path)?;
         let (status, all) = (&set["status"], &set["status"]["desiredNumberScheduled"]);
@@ -87,7 +88,7 @@ fn a_rollout_of_agents_that_fail_after_they_take_over_stops_at_the_first_node() 
     for node in old.values().map(|pod| text(&pod["spec"]["nodeName"])) {
         wait_until(&format!("{node} advertises shares"), || Ok(cluster.allocatable(&node, SHARES_RESOURCE)? > 0))?;
     }
-    // With this value, a new agent takes over from the old agent but never serves.
+    // With this relay directory, a new agent takes over from the old agent but never serves.
     agents.set_env(&[("CLEAVE_RELAY_DIR", "/run/none"), ("CLEAVE_PROBATION", "5")])?;
     let new_pods = || -> Result<Vec<Value>> {
         Ok(agents.pods()?.into_iter().filter(|(uid, _)| !old.contains_key(uid)).map(|(_, pod)| pod).collect())

@@ -13,7 +13,7 @@ use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, ten_shares};
 const WAITING_POD_COUNT: usize = 500;
 const HOSTNAME_LABEL: &str = "kubernetes.io/hostname";
 
-/// Creates [`WAITING_POD_COUNT`] pods on [`NODE`]. Each pod requests `shares` shares.
+/// Creates [`WAITING_POD_COUNT`] pods that select [`NODE`]. Each pod requests `shares` shares.
 fn create_many_pods(scope: &Scope, shares: u32) -> Result<()> {
     for index in 0..WAITING_POD_COUNT {
         scope.create_pod_on_node(
@@ -97,7 +97,8 @@ fn a_policy_that_is_deleted_while_five_hundred_pods_wait_delays_no_other_pod() -
     }
     create_many_pods(&scope, 10)?;
     cluster.delete(&format!("{POLICIES_PATH}/ten-shares"), None)?;
-    // The idle GPU becomes a whole GPU again, although hundreds of pods wait for its shares.
+    // After the pod `full-0` is deleted, its GPU becomes a whole GPU again, although hundreds of
+    // pods wait for shares.
     scope.create_pod_on_node(NODE, "whole", &json!({"nvidia.com/gpu": 1}), SLEEP_FOREVER_SCRIPT)?;
     wait_until("the operator has planned without the policy", || {
         let gpus = cluster.gpu_node(NODE)?["spec"]["gpus"].as_array().cloned().unwrap_or_default();

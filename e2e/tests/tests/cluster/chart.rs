@@ -11,8 +11,8 @@ pub(crate) struct ChartSetting {
 }
 
 impl ChartSetting {
-    /// Changes a value. `path` is a path of `helm --set`, without lists. Waits until all changed
-    /// objects are ready.
+    /// Changes a value. `path` is a path of `helm --set`, without lists. Waits until the chart's
+    /// release is ready.
     pub(crate) fn change(path: &'static str, value: impl Into<Value>) -> Result<Self> {
         let mut setting = Self { earlier_values: Vec::new() };
         setting.change_also(&[(path, value.into())])?;

@@ -1,6 +1,6 @@
-//! Tests sudden changes of the clock. The tests change the time that Cleave's programs read: to one
-//! hour ahead, then to one hour behind, and then to the correct time. The machine's clock does not
-//! change.
+//! Tests sudden changes of the clock. The tests change the time that Cleave's programs read, except
+//! the kubelet relay: by up to one hour ahead or behind, and then to the correct time. The
+//! machine's clock does not change.
 //!
 //! The programs read the time through `libsim_clock.so` (e2e/sim/clock), which is in the image of
 //! the local cluster. The clock can be at most one hour behind, because the API server's
@@ -25,7 +25,7 @@ use crate::{
 };
 
 const CLOCK_LIBRARY_PATH: &str = "/usr/lib/libsim_clock.so";
-/// Cleave's workloads.
+/// Cleave's workloads, except the kubelet relay.
 const WORKLOADS: [&str; 3] = ["daemonset/cleave-agent", "daemonset/cleave-mps-host", "deployment/cleave-operator"];
 const HOUR_SECONDS: i64 = 3600;
 /// Script of a client that ignores SIGTERM, so that the client runs until the end of its grace
@@ -52,8 +52,8 @@ impl<'a> Clocks<'a> {
         Ok(clocks)
     }
 
-    /// Changes the environment of all programs, and waits until they have restarted with the
-    /// changed environment.
+    /// Changes the environment of the programs of [`WORKLOADS`], and waits until the programs have
+    /// restarted with the changed environment.
     fn change_environment(&self, change: &str) -> Result<()> {
         for workload in WORKLOADS {
             kubectl(&["-n", SYSTEM_NAMESPACE, "set", "env", workload, change])?;
@@ -82,7 +82,7 @@ impl<'a> Clocks<'a> {
         })
     }
 
-    /// Returns the node and PID of each program.
+    /// Returns the node and PID of each program of [`WORKLOADS`].
     fn processes(&self) -> Result<Vec<(String, String)>> {
         let mut all = Vec::new();
         for node in self.cluster.nodes()? {
@@ -95,7 +95,8 @@ impl<'a> Clocks<'a> {
         Ok(all)
     }
 
-    /// Sets the clock of all programs to this number of seconds ahead of the correct time.
+    /// Sets the clock of the programs of [`WORKLOADS`] to this number of seconds ahead of the
+    /// correct time.
     fn set_offset(&self, seconds: i64) -> Result<()> {
         for (node, pid) in self.processes()? {
             // Write the file atomically, because a program that reads an incomplete number would

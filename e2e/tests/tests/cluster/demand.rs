@@ -97,7 +97,7 @@ fn event_notes(cluster: &Cluster, kind: &str, name: &str, reason: &str) -> Resul
         .collect())
 }
 
-/// Waits until a new Event about an object contains this text.
+/// Waits until a new or repeated Event about an object contains this text.
 fn wait_for_new_event(
     cluster: &Cluster,
     (kind, name, reason): (&str, &str, &str),
@@ -242,7 +242,7 @@ fn an_instance_that_nvml_refuses_is_rolled_back_and_retried() -> Result<()> {
     scope.wait_until_running("mig").map(drop)
 }
 
-/// Keeps the agent of [`NODE`] stopped until this value is dropped.
+/// Dropping this value continues the stopped agent of [`NODE`].
 struct StoppedAgent;
 
 impl Drop for StoppedAgent {
@@ -295,15 +295,15 @@ enum RepartitioningStep {
     Requested,
     /// The plan is in the `GpuNode`'s spec.
     Planned,
-    /// The node has applied a part of the plan.
+    /// The node's status shows that the agent applies the plan.
     Started,
     /// The node has applied the plan.
     Applied,
 }
 
-/// Kills a component: the operator's pod, or the agent's supervisor and with it the agent. For the
-/// agent, also deletes the pod, because the kubelet delays the restart of a container by minutes if
-/// the container was killed often.
+/// Kills a component: all pods of the operator, or the supervisor of the agent and with it the
+/// agent. For the agent, also deletes the pod, because the kubelet delays the restart of a
+/// container by minutes if the container was killed often.
 fn kill_component(cluster: &Cluster, victim: KilledComponent) -> Result<()> {
     let component = match victim {
         KilledComponent::Agent => {

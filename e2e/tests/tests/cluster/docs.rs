@@ -23,7 +23,8 @@ const BLOCK_TIMEOUT_SECONDS: u64 = 90;
 const RETRY_TIMEOUT: Duration = Duration::from_secs(30);
 /// The namespace of the demo's pods, which the commands in the tutorial use.
 const DEMO_NAMESPACE: &str = "demo";
-/// The namespace in which the pages' placeholder commands run: `e2e-` and the scope's name.
+/// The name of the test's scope. In its namespace, `e2e-docs`, the commands with the pages'
+/// placeholders run.
 const SCOPE_NAME: &str = "docs";
 /// The how-to guides, in the order in which the test runs them. The last guide deletes all
 /// policies.
@@ -59,8 +60,8 @@ fn commands_of_the_pages_run_and_print_what_the_pages_show() -> Result<()> {
     start_demo(&cluster)?;
     run_page("tutorial/first-shares.md")?;
     delete_demo(&cluster)?;
-    // Create a pod for the guides' command `cleave explain`. The pod waits until the first guide
-    // applies a policy to all nodes.
+    // Create a pod for the guides' command `cleave explain`. The pod waits until a guide applies a
+    // policy to all nodes.
     scope.create_pod_on_node("node2", "waits", &json!({SHARES_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;
     for guide in GUIDES {
         run_page(&format!("how-to/{guide}.md"))?;
@@ -180,7 +181,8 @@ fn run_page(page: &str) -> Result<()> {
     Ok(())
 }
 
-/// Runs a block once. The exit status must be 0, and the output must match the page.
+/// Runs a block once. The exit status must be 0, and the output must contain the lines that the
+/// page shows.
 fn run_block(block: &CodeBlock) -> Result<()> {
     let script = block.script();
     let program = PathBuf::from(cleave_path());
@@ -202,7 +204,7 @@ fn run_block(block: &CodeBlock) -> Result<()> {
     Ok(())
 }
 
-/// Returns the complete policies and quotas in a page's YAML blocks.
+/// Returns the YAML blocks of a page that contain a complete policy or quota.
 fn policies_and_quotas_in(page: &str) -> Vec<&str> {
     let blocks = page.split("```yaml\n").skip(1).filter_map(|rest| rest.split_once("```"));
     let is_complete =

@@ -250,7 +250,7 @@ fn delete_busy_pods(scope: &Scope, deletion: Deletion) -> Result<DeletionCount> 
             Ok(all.find(|allocation| text(&allocation["pod"]) == own).unwrap_or(Value::Null))
         };
         scope.cluster.delete(&path, Some(grace))?;
-        // After a deletion with grace period 0, the program runs longer than the object exists.
+        // After a deletion with grace period 0, the program may run longer than the object exists.
         wait_until(&format!("{name} and its client no longer exist"), || {
             Ok(scope.cluster.find(&path)?.is_none() && allocation()?["clients"].as_u64().unwrap_or(0) == 0)
         })?;

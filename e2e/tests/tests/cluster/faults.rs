@@ -67,7 +67,7 @@ fn an_illegal_access_is_reported_on_each_affected_pod_and_programs_that_do_not_e
             .context("no GpuFault Event names the culprit")?;
         Ok(event.contains(&format!("{}/near", scope.namespace)) && event.contains(&format!("{}/far", other.namespace)))
     })?;
-    // Delete this pod here, because dropping `scope` deletes the policy, and then waits until no
-    // pod has shares.
+    // Delete this pod here, because dropping `scope` deletes the policy, and then waits until all
+    // GPUs are whole.
     other.delete_pod("far", 0)
 }

@@ -172,7 +172,7 @@ fn check_tolerations(scope: &Scope) -> Result<()> {
         }
         let admitted = admit_in_dry_run(scope, &pod)?;
         let tolerations = admitted["spec"]["tolerations"].as_array().cloned().unwrap_or_default();
-        // The API server adds other tolerations itself, so compare only tolerations with this key.
+        // Ignore the tolerations that the API server itself adds.
         let default = |toleration: &Value| text(&toleration["key"]).starts_with("node.kubernetes.io/");
         let tolerations: Vec<&Value> = tolerations.iter().filter(|toleration| !default(toleration)).collect();
         ensure!(tolerations == expected, "{limits} with {given:?}: {tolerations:?}");
@@ -204,7 +204,8 @@ fn check_exceptions(scope: &Scope) -> Result<()> {
     wait_for_gates(scope, &pod_requesting(&two), &[GATE_NAME])
 }
 
-/// Checks that only the operator removes the gate, unless the namespace has an exception.
+/// Checks that only the operator removes the gate from a pod that requests GPUs, unless the
+/// namespace has an exception.
 fn check_gate_is_protected(scope: &Scope) -> Result<()> {
     let pods = format!("/api/v1/namespaces/{}/pods", scope.namespace);
     let keep = |gates: &[&str]| {
@@ -213,7 +214,7 @@ fn check_gate_is_protected(scope: &Scope) -> Result<()> {
         change
     };
     let create = |name: &str, limits: &Value| {
-        // The other gate prevents that the operator releases the pod.
+        // Because of the other gate, the operator does not release the pod.
         let mut pod = pod(name, limits, "true");
         set_gates(&mut pod, &[OTHER_GATE_NAME, GATE_NAME]);
         scope.cluster.create(&pods, &pod)
@@ -235,7 +236,7 @@ fn check_gate_is_protected(scope: &Scope) -> Result<()> {
     let args = ["-n", &scope.namespace, "patch", "pod", "waits", "--type=merge", "-p", &change];
     kubectl(&[&AS_OPERATOR_ARGUMENTS[..], &args].concat())?;
     ensure!(gate_names(&scope.cluster.get(&path)?) == [OTHER_GATE_NAME], "the operator failed to remove the gate");
-    // Any user can remove the gate from a pod without shares.
+    // Any user who may update pods can remove the gate from a pod that requests no GPU.
     create("plain", &json!({}))?;
     scope.cluster.patch(&scope.pod_path("plain"), &keep(&[OTHER_GATE_NAME]))?;
     create("allowed", &json!({SHARES_RESOURCE: 1}))?;

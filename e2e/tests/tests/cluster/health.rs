@@ -164,7 +164,7 @@ fn one_lost_gpu_fails_no_pod_on_another_gpu_and_recovers_by_itself() -> Result<(
     for (at, shares) in [10, 1, 5, 3].into_iter().enumerate() {
         let name = format!("p{at}");
         scope.create_pod_on_node(NODE, &name, &json!({SHARES_RESOURCE: shares}), HOLD_CLIENT_SCRIPT)?;
-        // This wait fails immediately if the pod fails.
+        // This wait fails if the pod fails.
         scope.wait_until_running(&name)?;
     }
     wait_for_health(&cluster, 1, "Lost")?;
@@ -248,7 +248,7 @@ fn only_a_hanging_gpu_is_unreachable_and_it_recovers_by_itself() -> Result<()> {
     wait_until_advertised(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
 
     scope.create_pod_on_node(NODE, "new", &json!({SHARES_RESOURCE: 5}), HOLD_CLIENT_SCRIPT)?;
-    // This wait fails immediately if the pod fails.
+    // This wait fails if the pod fails.
     scope.wait_until_running("new")?;
     ensure!(text(&scope.client_report("new")?["uuid"]) != uuid, "the new pod is on the GPU that hangs");
     wait_without_violation(

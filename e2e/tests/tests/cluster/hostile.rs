@@ -3,7 +3,7 @@
 //!
 //! An attempt with the expected outcome `NoEffect` must return a description of the state that did
 //! not change. No attempt may affect Cleave's pods and programs, an MPS daemon, or a neighbour that
-//! computes on the same GPU.
+//! uses the same GPU.
 mod floods;
 mod programs;
 mod requests;
@@ -97,8 +97,8 @@ const TENANT_NAME: &str = "tenant";
 
 impl<'a> TestBed<'a> {
     fn new(scope: Scope<'a>) -> Result<Self> {
-        // Grant more permissions than any built-in role has, so that Cleave, not RBAC, refuses the
-        // attempts.
+        // Grant more permissions than the built-in role `admin` has, so that Cleave, not RBAC,
+        // refuses the attempts.
         let pods = ["pods", "pods/status", "pods/ephemeralcontainers", "pods/resize", "pods/binding", "bindings"];
         let rules = json!([{"apiGroups": [""], "resources": pods, "verbs": ["*"]}]);
         let roles = format!("/apis/rbac.authorization.k8s.io/v1/namespaces/{}/roles", scope.namespace);

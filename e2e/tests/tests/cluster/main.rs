@@ -45,7 +45,7 @@ const GPUS_PER_NODE: u64 = 4;
 const SMS_PER_GPU: u32 = 132;
 /// The resource of MPS shares, unless a policy sets another name.
 const SHARES_RESOURCE: &str = "nvidia.com/gpu-mps";
-/// Script of an MPS client that reports what it sees of the GPU, and then runs until it is killed.
+/// Script of a CUDA client that reports what it sees of the GPU, and then runs until it is killed.
 const HOLD_CLIENT_SCRIPT: &str = "exec cleave-client --hold forever";
 
 /// Creates a namespace, and a policy that divides each GPU of [`NODE`] into ten strict shares.

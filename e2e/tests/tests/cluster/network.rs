@@ -8,7 +8,7 @@ use crate::chart::ChartSetting;
 use crate::restarts::{component_pod, is_ready};
 use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, ten_shares, wait_until_advertised};
 
-/// The port on which Cleave's programs serve `/metrics`.
+/// The port on which the agent and the operator serve `/metrics`.
 const METRICS_PORT: &str = "8080";
 /// Script of a server on port 8081 that accepts every connection and then closes the connection.
 const LISTEN_ON_8081_SCRIPT: &str = "exec busybox nc -ll -p 8081 -e true";
@@ -105,7 +105,7 @@ fn only_labelled_namespaces_can_read_metrics_and_cleave_connects_only_to_the_api
 }
 
 /// Shows that the policies cause the failed connections in the other test: without the policies,
-/// all connections succeed.
+/// the connections of this test succeed.
 #[test]
 fn without_the_policies_every_namespace_reads_metrics_and_the_agent_connects_anywhere() -> Result<()> {
     let cluster = Cluster::connect()?;

@@ -53,8 +53,7 @@ fn the_other_operator_takes_over_when_the_leader_is_killed() -> Result<()> {
     scope.wait_until_running("before")?;
     let old = leader_identity(&cluster)?;
     cluster.delete(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{old}"), Some(0))?;
-    // The new leader must count the shares of both pods, although the earlier leader may have
-    // released a pod.
+    // The new leader must also count the shares of a pod that the earlier leader has released.
     scope.create_pod("first", &json!({SHARES_RESOURCE: 7}), HOLD_CLIENT_SCRIPT)?;
     scope.create_pod("second", &json!({SHARES_RESOURCE: 7}), HOLD_CLIENT_SCRIPT)?;
     // The new leader is the other replica, or the replica that replaces the old leader.

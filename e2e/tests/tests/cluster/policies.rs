@@ -182,8 +182,8 @@ fn a_change_of_one_gpu_does_not_affect_other_gpus() -> Result<()> {
         "last-gpu",
         &json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": [3]}, "mode": "Mps", "mps": {"units": 20}}),
     )?;
-    // Check the `GpuNode`, which shows the devices immediately after the agent has sent them to the
-    // kubelet. The kubelet updates the Node later.
+    // Check the `GpuNode`, which shows the devices shortly after the agent has sent the devices to
+    // the kubelet. The kubelet updates the Node later.
     wait_without_violation(
         "the last GPU has twenty shares",
         || Ok(cluster.allocatable(NODE, SHARES_RESOURCE)? == 50),
@@ -194,8 +194,8 @@ fn a_change_of_one_gpu_does_not_affect_other_gpus() -> Result<()> {
     )
 }
 
-/// Returns the number of shares per GPU in the spec of each node's `GpuNode`, in the order of
-/// `nodes`.
+/// Returns the number of shares of the first GPU in the spec of each node's `GpuNode`, in the order
+/// of `nodes`.
 fn shares_in_specs(cluster: &Cluster, nodes: &[String]) -> Result<Vec<Value>> {
     let shares = |node: &String| {
         let gpus = cluster.gpu_node(node)?["spec"]["gpus"].as_array().cloned().unwrap_or_default();

@@ -55,8 +55,8 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
         }
         cluster.create(&pods, &pod)?;
         // Among pods of equal priority, the operator first evicts the youngest pod. Wait, because
-        // the pods with a budget must be younger than the pod without a budget, and start times are
-        // in whole seconds.
+        // the pods with a budget must be younger than the pod without a budget, and creation times
+        // are in whole seconds.
         std::thread::sleep(Duration::from_millis(1100));
     }
     cluster.create(
@@ -163,7 +163,8 @@ fn eight_waiting_pods_that_no_eviction_helps_do_not_block_the_ninth() -> Result<
     let _priorities = PriorityClasses::new(&cluster)?;
     let scope = ten_shares(&cluster, "preempt-turns")?;
     let free = free_cpu(&cluster)?;
-    // The operator cannot evict this pod, which uses half of the CPU.
+    // The operator cannot evict this pod, because the waiting pods have the same priority. The pod
+    // requests half of the free CPU.
     let mut fixed = pod_with_high_priority(pod_with_cpu("fixed", 1, free / 2));
     fixed["metadata"]["labels"] = json!({"app": "fixed"});
     create_pod(&scope, &fixed)?;

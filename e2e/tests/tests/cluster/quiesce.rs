@@ -11,7 +11,7 @@ use crate::{HOLD_CLIENT_SCRIPT, SHARES_RESOURCE, container_and_restarts};
 /// The node of these tests, which few other tests use, and the number of its simulated GPUs.
 const NODE: &str = "node2";
 const GPU_COUNT: u64 = 2;
-/// The label with which the GPU Operator starts and stops programs that use GPUs.
+/// The label with which the GPU Operator starts and stops the device plugin on a node.
 const DEPLOY_LABEL: &str = "nvidia.com/gpu.deploy.device-plugin";
 
 /// Dropping this value loads the driver of [`NODE`] and reverts the label, the cordon and the

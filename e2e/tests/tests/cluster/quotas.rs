@@ -1,6 +1,6 @@
-//! Tests elastic quotas: guarantees are kept, borrowers (pods beyond their quota's guarantee) are
-//! evicted and not endlessly replaced and evicted again, and this also holds when the leading
-//! operator is killed.
+//! Tests elastic quotas. Guarantees must be met, and the replacements of evicted borrowers (pods
+//! beyond their quota's guarantee) must not be evicted again and again. The rules of quotas must
+//! also hold when leading operators are killed.
 use std::collections::BTreeMap;
 use std::io::Write as _;
 use std::sync::Arc;
@@ -23,8 +23,8 @@ use crate::{GPUS_PER_NODE, SHARES_RESOURCE, container_and_restarts, ten_shares};
 const QUOTAS_PATH: &str = "/apis/cleave.dev/v1alpha1/gpuquotas";
 /// Number of shares of one GPU.
 const SHARES_PER_GPU: u64 = 10;
-/// Grace period of borrowers, in seconds. Their script ignores SIGTERM, so they run until the end
-/// of the grace period.
+/// Grace period of borrowers, in seconds. Their program has PID 1 and no handler for SIGTERM, so
+/// borrowers run until the end of the grace period.
 const GRACE_SECONDS: u64 = 5;
 /// The time, in addition to the grace period, within which promise P8 requires the operator to
 /// release a guaranteed pod.
@@ -40,7 +40,7 @@ struct Teams<'a> {
 }
 
 impl<'a> Teams<'a> {
-    /// Creates namespaces with these names and labels.
+    /// Creates a namespace `e2e-NAME` with these labels for each name.
     fn new(cluster: &'a Cluster, teams: &[(&str, Value)]) -> Result<Self> {
         let namespaces = teams.iter().map(|(name, _)| format!("e2e-{name}")).collect();
         let created = Self { cluster, namespaces };
@@ -60,7 +60,7 @@ impl<'a> Teams<'a> {
         Ok(created)
     }
 
-    /// Creates a quota of H100 GPUs for a namespace, and waits until the quota is in effect.
+    /// Creates a quota of H100 GPUs for a namespace, and waits until the quota is ready.
     fn create_quota(&self, name: &str, namespace: &str, mut spec: Value) -> Result<()> {
         spec["namespaces"] = json!([namespace]);
         spec["gpus"] = json!({"models": ["H100"]});
@@ -217,12 +217,12 @@ fn borrowers_that_a_deployment_replaces_immediately_are_not_evicted_repeatedly()
     }
     wait_until("the replaced borrower still waits", waits)?;
     let notes = reclaim_events(&cluster, "e2e-quota-b")?;
-    ensure!(notes.len() == 1, "one eviction makes room: {notes:?}");
+    ensure!(notes.len() == 1, "one eviction frees enough shares: {notes:?}");
     Ok(())
 }
 
-/// Checks, on a separate thread, that the pods of a quota never hold more than the quota's maximum
-/// (promise R1).
+/// Checks repeatedly, on a separate thread, that the released pods of a namespace request at most
+/// the maximum of its quota (rule R1 of the quota tests of `cleave-plan`).
 struct MaxChecker {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<Result<u64>>,
@@ -235,8 +235,8 @@ impl MaxChecker {
         Self { stop, thread: std::thread::spawn(move || Self::run(&namespace, max, &stopped)) }
     }
 
-    /// Checks until `stopped` is true. Returns the largest number of shares that released pods held
-    /// at the same time.
+    /// Checks until `stopped` is true. Returns the largest number of shares that released pods
+    /// requested at the same time.
     fn run(namespace: &str, max: u64, stopped: &AtomicBool) -> Result<u64> {
         let cluster = Cluster::connect()?;
         let mut most = 0;
@@ -245,7 +245,7 @@ impl MaxChecker {
                 let has_ended = |pod: &&Value| matches!(text(&pod["status"]["phase"]).as_str(), "Failed" | "Succeeded");
                 let held =
                     pods.iter().filter(|pod| !is_gated(pod) && !has_ended(pod)).map(requested_shares).sum::<u64>();
-                ensure!(held <= max, "pods of {namespace} hold {held} shares, and the maximum is {max}");
+                ensure!(held <= max, "pods of {namespace} request {held} shares, and the maximum is {max}");
                 most = most.max(held);
             }
             std::thread::sleep(Duration::from_millis(50));
@@ -263,8 +263,9 @@ fn requested_shares(pod: &Value) -> u64 {
     text(&pod["spec"]["containers"][0]["resources"]["limits"][SHARES_RESOURCE]).parse().unwrap_or(0)
 }
 
-/// Tests the promises R1 to R4. In summary: no quota exceeds its maximum, only borrowers of other
-/// quotas are evicted, and pods of exempt namespaces are never evicted.
+/// Tests some of the rules R1 to R4 of the quota tests of `cleave-plan`: no quota exceeds its
+/// maximum, and no pod within its guarantee and no pod of an exempt namespace is evicted for a pod
+/// of another quota.
 #[test]
 fn no_promise_is_broken_when_leaders_are_killed_in_a_storm_with_quotas() -> Result<()> {
     const MAX_SHARES: u64 = 3 * SHARES_PER_GPU;
@@ -308,7 +309,7 @@ fn no_promise_is_broken_when_leaders_are_killed_in_a_storm_with_quotas() -> Resu
     }
     let foreign = notes.iter().filter(|note| !note.contains(&format!("evicted for {}/", scope.namespace)));
     ensure!(foreign.count() == 0, "only pods of the other quota reclaim: {notes:?}");
-    wait_for("the borrowers that are left run again", WAIT_TIMEOUT, || {
+    wait_for("all borrowers are released again", WAIT_TIMEOUT, || {
         Ok((released_pods(&cluster, "e2e-quota-b")?.len() as u64 == GPUS_PER_NODE + 1).then_some(()))
     })
 }
@@ -374,7 +375,8 @@ fn the_documented_example_of_nos_ends_with_the_same_pods() -> Result<()> {
 }
 
 /// Imports a file with the quotas of another system, applies the result, and returns the names of
-/// the quotas. Some objects of the file are refused, because Cleave has no counterpart.
+/// the quotas. `cleave quotas import` refuses some objects of the file, because Cleave has no
+/// counterpart.
 fn apply_imported(file: &str) -> Result<Vec<String>> {
     let path = format!("{}/../../crates/cli/tests/quotas/{file}", env!("CARGO_MANIFEST_DIR"));
     let imported = program_output(&cleave_path(), &["quotas", "import", &path])?;
@@ -394,7 +396,8 @@ fn apply_imported(file: &str) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Waits until the operator reports that quotas are ready, and whether they are enforced.
+/// Waits until the operator reports each quota as ready and unused, and reports the reason
+/// `enforced` in the condition `Enforced`.
 fn wait_for_statuses(teams: &Teams<'_>, names: &[String], enforced: &str) -> Result<()> {
     for name in names {
         wait_until(&format!("the operator reports the status of the quota {name}"), || {
@@ -422,7 +425,8 @@ fn the_api_server_accepts_imported_quotas_of_nos_and_the_operator_reports_their_
     wait_for_statuses(&teams, &names, "Enforced")
 }
 
-/// The examples of Kueue's documentation. Imported quotas only count.
+/// The examples of Kueue's documentation. The operator does not enforce quotas that are imported
+/// from Kueue, and only counts their pods.
 #[test]
 fn the_api_server_accepts_imported_queues_of_kueue_and_the_operator_reports_their_status() -> Result<()> {
     let cluster = Cluster::connect()?;

@@ -223,7 +223,7 @@ fn wait_until_consistent(scope: &Scope) -> Result<()> {
     })
 }
 
-/// Returns the number of SMs that a pod can use with `shares` of a GPU's ten shares.
+/// Returns the number of SMs that a pod can use with 2, 3 or 5 of a GPU's ten shares.
 fn sms_of_shares(shares: u64) -> u64 {
     // A limit consists of whole TPCs, and each TPC has two SMs.
     match shares {

@@ -146,7 +146,7 @@ impl AddedNodes<'_> {
 
 impl Drop for AddedNodes<'_> {
     fn drop(&mut self) {
-        // Each call removes at least one node or fails.
+        // Each call removes at least one name from the list, even if the call fails.
         while !self.names.is_empty() {
             if let Err(error) = self.remove_all() {
                 let _ = writeln!(std::io::stderr(), "failed to remove a node: {error:#}");
@@ -297,7 +297,7 @@ fn a_released_pod_whose_node_is_deleted_before_binding_is_recreated() -> Result<
     drop(stopped);
     wait_until("the replacement runs on another node", || {
         let Some(pod) = of_deployment()? else { return Ok(false) };
-        ensure!(pod["metadata"]["uid"] != first["metadata"]["uid"], "it is still the first");
+        ensure!(pod["metadata"]["uid"] != first["metadata"]["uid"], "the pod was not replaced");
         Ok(pod["status"]["phase"] == "Running")
     })?;
     wait_for_advice(&scope, "bare")

@@ -10,7 +10,8 @@ use crate::{HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE};
 
 const GPU_RESOURCE: &str = "nvidia.com/gpu";
 const SLEEP_SCRIPT: &str = "exec sleep infinity";
-/// Script that prints the device nodes of GPUs and the driver's libraries that a container sees.
+/// Script that prints the device nodes of GPUs and the files of the driver's library libcuda that a
+/// container sees.
 const LIST_DRIVER_FILES_SCRIPT: &str = "ls /dev | grep -E '^nvidia[0-9]+$' || true; find / -xdev -name 'libcuda.so*' 2>/dev/null; \
                            grep -o '/[^ ]*libcuda.so[^ ]*' /proc/mounts || true";
 
@@ -55,8 +56,8 @@ fn scope_with_one_divided_gpu<'a>(cluster: &'a Cluster, name: &str) -> Result<Sc
     Ok(scope)
 }
 
-/// Returns whether a container sees the driver's libraries, and the names of the GPU device nodes
-/// that the container sees.
+/// Returns whether a container sees the driver's library libcuda, and the names of the GPU device
+/// nodes that the container sees.
 fn visible_driver_and_gpus(scope: &Scope, name: &str) -> Result<(bool, Vec<String>)> {
     let listed = scope.exec_in_pod(name, &["sh", "-c", LIST_DRIVER_FILES_SCRIPT])?;
     let gpus = listed.lines().filter(|line| line.starts_with("nvidia")).map(str::to_owned).collect();
@@ -123,8 +124,8 @@ fn a_pod_without_shares_cannot_set_visible_devices() -> Result<()> {
     Ok(())
 }
 
-/// Tests the access that the admission policy prevents, and other cases in which an environment
-/// variable of an image grants the same access.
+/// Tests the access that the admission policy prevents. An environment variable of an image grants
+/// the same access.
 #[test]
 #[ignore = "e2e/toolkit/test runs it"]
 fn without_the_policy_visible_devices_grants_every_gpu() -> Result<()> {

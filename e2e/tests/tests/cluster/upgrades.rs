@@ -14,8 +14,8 @@ use crate::{
     wait_until_advertised,
 };
 
-/// Annotation of the template. An annotation of the template. The tests change this annotation to
-/// simulate an upgrade of the chart.
+/// An annotation of the template. The tests change this annotation to simulate an upgrade of the
+/// chart.
 const RELEASE_ANNOTATION: &str = "e2e/release";
 
 /// The `DaemonSet` of the MPS hosts. Dropping this value restores the template, and waits until all
@@ -52,7 +52,7 @@ impl<'a> MpsHostDaemonSet<'a> {
         self.cluster.patch(&self.path, &change).map(drop)
     }
 
-    /// Returns whether all MPS hosts match the template and are ready. If not, returns an error
+    /// Returns true if all MPS hosts match the template and are ready. Otherwise, returns an error
     /// that contains the status.
     fn is_rolled_out(&self) -> Result<bool> {
         let set = self.cluster.get(&self.path)?;

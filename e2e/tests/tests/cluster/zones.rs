@@ -142,7 +142,8 @@ fn pods_with_zonal_volumes_run_in_their_zone_and_wait_while_it_is_full() -> Resu
     create_pod_with_volume(&scope, "late", "e2e-late")?;
     let late = scope.wait_until_running("late")?;
     ensure!(late["spec"]["nodeName"] == "node2", "it runs on {}", late["spec"]["nodeName"]);
-    // Node2 is full. The node node1 has free GPUs, but cannot mount the volume.
+    // The node node2 is full. The node node1 has free GPUs, but pods on node1 cannot mount the
+    // volume.
     create_pod_with_volume(&scope, "waits", "e2e-bound")?;
     check_stays_gated(&scope, "waits", Duration::from_secs(3))?;
     wait_for_event(&scope, "waits", "NoGpu")?;

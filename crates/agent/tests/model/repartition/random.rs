@@ -18,7 +18,7 @@ enum RandomEvent {
     PodEnds(usize),
     ProcessStarts(usize),
     AllProcessesEnd,
-    /// The next calls with this name fail. The number is how many.
+    /// The next calls with this name fail. The number is the number of these calls.
     CallsFail(&'static str, u32),
     /// The agent is killed, possibly in the middle of a change.
     AgentRestarts {

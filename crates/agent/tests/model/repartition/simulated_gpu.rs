@@ -1,5 +1,5 @@
-//! Simulates one GPU in memory. The simulated GPU refuses the same changes as a real GPU, and can
-//! fail any change.
+//! Simulates one GPU in memory. The simulated GPU refuses changes as a real GPU does, and can fail
+//! any change.
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 

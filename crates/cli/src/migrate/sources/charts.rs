@@ -20,8 +20,8 @@ pub(in crate::migrate) struct ChartFacts {
     pub(in crate::migrate) default_config: Option<String>,
     /// The MIG manager's configuration for nodes without a label.
     pub(in crate::migrate) default_mig: Option<String>,
-    /// Whether the GPU Operator is installed. The GPU Operator has no fallback for nodes without a
-    /// label.
+    /// Whether the input has settings of the GPU Operator. The GPU Operator has no fallback for
+    /// nodes without a label.
     pub(in crate::migrate) gpu_operator: bool,
 }
 
@@ -47,7 +47,7 @@ pub(in crate::migrate) fn is_operator_values(value: &Value) -> bool {
 /// Parses a values file of NVIDIA's device plugin.
 ///
 /// # Errors
-/// Returns an error if a value has a wrong type.
+/// Returns an error if a value has a wrong type or is unknown.
 pub(in crate::migrate) fn parse_plugin_values(source: &str, value: Value, notes: &mut Notes) -> Result<ChartFacts> {
     let mut top = Section::root(source, value)?;
     let mut facts = ChartFacts::default();
@@ -169,7 +169,7 @@ const OTHER_COMPONENTS: [(&str, &str); 30] = [
 /// Parses a values file of the GPU Operator, or the `spec` of its `ClusterPolicy`.
 ///
 /// # Errors
-/// Returns an error if a value has a wrong type.
+/// Returns an error if a value has a wrong type or is unknown.
 pub(in crate::migrate) fn parse_operator(source: &str, value: Value, notes: &mut Notes) -> Result<ChartFacts> {
     let mut top = Section::root(source, value)?;
     let mut facts = ChartFacts { gpu_operator: true, ..ChartFacts::default() };

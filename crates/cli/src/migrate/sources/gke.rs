@@ -20,7 +20,7 @@ pub(in crate::migrate) const CLIENTS_LABEL: &str = "cloud.google.com/gke-max-sha
 /// Label with the profile of the MIG instances.
 pub(in crate::migrate) const PARTITION_LABEL: &str = "cloud.google.com/gke-gpu-partition-size";
 
-/// The models that support MIG: GKE's name, NVML's name, and the memory in MiB.
+/// Models of GKE that support MIG: GKE's name, NVML's name, and the memory in MiB.
 const MODELS: [(&str, &str, u64); 6] = [
     ("nvidia-tesla-a100", "NVIDIA A100-SXM4-40GB", 40_960),
     ("nvidia-a100-80gb", "NVIDIA A100-SXM4-80GB", 81_920),
@@ -41,7 +41,8 @@ pub(in crate::migrate) struct Pool {
     pub(in crate::migrate) shared: Option<(Strategy, u32)>,
     /// Profile of the MIG instances.
     pub(in crate::migrate) partition: Option<String>,
-    /// The number of MIG instances of each GPU. `None` if the model is unknown.
+    /// The number of MIG instances of each GPU. `None` if the pool has no instances, or if the
+    /// model or the profile is unknown.
     pub(in crate::migrate) instances: Option<usize>,
 }
 
@@ -74,7 +75,7 @@ pub(in crate::migrate) fn is_gke_node(labels: &Labels) -> bool {
 /// Parses a description of a node pool.
 ///
 /// # Errors
-/// Returns an error if a field has a wrong type or names an unknown strategy.
+/// Returns an error if a field has a wrong type or a value that GKE does not set.
 pub(in crate::migrate) fn parse(source: &str, value: &Value, notes: &mut Notes) -> Result<Vec<Pool>> {
     let name = value.get("name").and_then(Value::as_str).unwrap_or_default();
     let accelerators = value.pointer("/config/accelerators").cloned().unwrap_or_default();

@@ -39,7 +39,7 @@ impl Default for HamiResources {
 /// How HAMi limits programs on one node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::migrate) enum OperatingMode {
-    /// A library that HAMi loads into each program enforces the limits.
+    /// Software enforces the limits: a library that HAMi loads into each program, or MPS.
     Core,
     /// MIG instances, created on demand.
     Mig,
@@ -82,7 +82,7 @@ const OWN_POD_NOTE: &str = "The setting applies only to HAMi's own pods.";
 /// Parses a values file.
 ///
 /// # Errors
-/// Returns an error if a value has a wrong type.
+/// Returns an error if a value has a wrong type or is unknown.
 pub(in crate::migrate) fn parse_values(
     source: &str,
     value: Value,
@@ -145,7 +145,7 @@ pub(in crate::migrate) fn parse_values(
 /// Parses the configuration of the scheduler (`device-config.yaml`).
 ///
 /// # Errors
-/// Returns an error if a value has a wrong type.
+/// Returns an error if a value has a wrong type or is unknown.
 pub(in crate::migrate) fn parse_device_config(
     source: &str,
     value: Value,
@@ -189,7 +189,8 @@ pub(in crate::migrate) fn parse_device_config(
 /// Parses the configuration of nodes (`config.json`).
 ///
 /// # Errors
-/// Returns an error if a value has a wrong type, or two entries describe the same node.
+/// Returns an error if a value is missing, has a wrong type or is unknown, or if two entries
+/// describe the same node.
 pub(in crate::migrate) fn parse_node_config(
     source: &str,
     value: Value,
@@ -281,7 +282,7 @@ fn read_resource_names(section: &mut Section, keys: [&str; 5], into: &mut HamiCo
     Ok(())
 }
 
-/// Reads the number of pods per GPU and the over-commitment factors.
+/// Reads the number of pods per GPU, the over-commitment factors and the default requests.
 fn read_limits(section: &mut Section, notes: &mut Notes) -> Result<()> {
     for key in [
         "deviceSplitCount",

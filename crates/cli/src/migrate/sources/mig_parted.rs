@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::migrate::fields::Section;
 use crate::migrate::report::{Notes, SettingPlace};
 
-/// Maximum number of MIG instances of a GPU.
+/// Maximum number of MIG instances in the layout of a policy.
 const MAX_INSTANCES: u64 = 8;
 /// NVIDIA's vendor ID, the lower half of a PCI device ID.
 const NVIDIA_VENDOR_ID: u32 = 0x10DE;
@@ -65,8 +65,8 @@ pub(in crate::migrate) fn is_mig_config(value: &Value) -> bool {
 /// lists. The report summarizes all other configurations in one line.
 ///
 /// # Errors
-/// Returns an error if mig-parted would refuse the configuration, or if a layout is not a valid
-/// number of instances.
+/// Returns an error if mig-parted would refuse the configuration, or if a layout has more instances
+/// than a policy accepts.
 pub(in crate::migrate) fn parse(
     source: &str,
     value: Value,

@@ -21,7 +21,7 @@ pub(in crate::migrate) enum Partitioning {
 }
 
 impl Partitioning {
-    /// Parses a value of [`PARTITIONING_LABEL`].
+    /// Parses a value of [`PARTITIONING_LABEL`]. Returns `None` for any other value.
     pub(in crate::migrate) fn parse(text: &str) -> Option<Self> {
         match text {
             "mig" => Some(Self::Mig),
@@ -60,7 +60,7 @@ pub(in crate::migrate) fn is_values(value: &Value) -> bool {
 /// Parses a values file.
 ///
 /// # Errors
-/// Returns an error if a value has a wrong type.
+/// Returns an error if a value has a wrong type or is out of range.
 pub(in crate::migrate) fn parse(source: &str, value: Value, notes: &mut Notes) -> Result<NosValues> {
     const QUOTAS_NOTE: &str =
         "Nos's quotas. `cleave quotas import` translates ElasticQuota and CompositeElasticQuota objects.";

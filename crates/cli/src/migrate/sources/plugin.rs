@@ -137,7 +137,7 @@ pub(in crate::migrate) fn parse(source: &str, value: Value, notes: &mut Notes) -
 }
 
 /// Reads the section `flags` of a configuration, or the same settings at the top of a chart's
-/// values.
+/// values. Returns the MIG strategy, if it is set.
 ///
 /// # Errors
 /// Returns an error if a flag has a wrong type or value.
@@ -219,7 +219,7 @@ pub(in crate::migrate) fn read_plugin_flags(plugin: &mut Section, notes: &mut No
     }
     match plugin.take_string("deviceIDStrategy")? {
         Some((place, id)) if id == "index" => {
-            notes.dropped(place, "Containers get GPUs by UUID. Indices change when a GPU is lost.");
+            notes.dropped(place, "Containers get GPUs by UUID. Indices can change when a GPU is lost.");
         }
         Some((place, id)) if id == "uuid" => notes.translated(place, "Containers get GPUs by UUID."),
         Some((place, id)) => {

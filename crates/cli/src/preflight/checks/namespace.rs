@@ -11,8 +11,8 @@ use super::view::{View, items};
 const POD_SECURITY_LABEL: &str = "pod-security.kubernetes.io/enforce";
 /// The scope of a quota that selects pods by their priority class.
 const PRIORITY_CLASS_SCOPE: &str = "PriorityClass";
-/// Number of Cleave's `DaemonSets`: the agents and the MPS hosts.
-const DAEMON_SET_COUNT: u64 = 2;
+/// Number of the chart's `DaemonSets`: the agents, the MPS hosts and the kubelet relays.
+const DAEMON_SET_COUNT: u64 = 3;
 /// Default number of the operator's replicas.
 const DEFAULT_OPERATOR_REPLICAS: u64 = 2;
 
@@ -94,7 +94,7 @@ fn check_mesh(view: &View<'_>, report: &mut Report) {
         report.add_warning(
             FindingReason::MeshInjection,
             format!(
-                "{mesh} adds sidecars to the pods of the namespace {}. Cleave's pods talk only to the API server, \
+                "{mesh} adds sidecars to the pods of the namespace {}. Cleave's pods connect only to the API server, \
                  and the webhook's TLS would end at the sidecar.",
                 namespace.metadata.name
             ),

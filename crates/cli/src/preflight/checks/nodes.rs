@@ -193,8 +193,9 @@ fn check_architectures(view: &View<'_>, report: &mut Report) {
     }
 }
 
-/// Reports taints of GPU nodes that pods with shares do not tolerate. Cleave's own `DaemonSets`
-/// tolerate every taint, and admission adds a toleration of `nvidia.com/gpu` to pods.
+/// Reports taints of GPU nodes that pods with shares do not tolerate. By default, Cleave's own
+/// `DaemonSets` tolerate every taint. Admission adds a toleration of `nvidia.com/gpu` to pods that
+/// request GPUs.
 fn check_taints(view: &View<'_>, report: &mut Report) {
     let mut tainted: BTreeMap<String, Vec<&Node>> = BTreeMap::new();
     for node in &view.gpu_nodes {

@@ -8,7 +8,7 @@ use super::view::{View, can_run, items, runs_cleave_agent};
 /// The role of a `DaemonSet` on GPU nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Role {
-    /// Advertises GPUs to the kubelet.
+    /// Advertises GPUs to the kubelet, or controls MPS for a device plugin.
     Plugin,
     /// Allocates GPUs through dynamic resource allocation.
     Dra,
@@ -254,8 +254,8 @@ fn check_plugins(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mu
     }
 }
 
-/// Reports software that is installed but runs no device plugin on the GPU nodes. The software may
-/// start a device plugin later.
+/// Reports installed software, unless a known device plugin, DRA driver or MIG manager runs on the
+/// GPU nodes. The software may start a device plugin later.
 fn check_definitions(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
     let runs_plugins = found.iter().any(|found| {
         matches!(found.product.role, Role::Plugin | Role::Dra | Role::MigManager) && !found.nodes.is_empty()

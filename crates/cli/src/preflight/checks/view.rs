@@ -7,8 +7,8 @@ use cleave_plan::snapshot;
 use super::super::facts::{DaemonSet, Facts, Node, PodSpec, Target};
 use super::super::platform::Platform;
 
-/// The chart's `nodes.gpuLabels`: Cleave's pods run on nodes with at least one of these labels.
-/// `None` means any value.
+/// The chart's `nodes.gpuLabels`: Cleave's `DaemonSets` run on nodes with at least one of these
+/// labels. `None` means any value.
 pub(in super::super) const GPU_LABELS: [(&str, Option<&str>); 10] = [
     ("cleave.dev/gpu", Some("true")),
     ("nvidia.com/gpu.present", Some("true")),
@@ -35,7 +35,7 @@ const OTHER_GPU_LABELS: [(&str, Option<&str>); 4] = [
     ("nvidia.com/gpu.count", None),
     ("nvidia.com/gpu.product", None),
 ];
-/// Prefix of the labels that Talos sets for NVIDIA's system extensions.
+/// Prefix of the labels that Talos sets for most of NVIDIA's system extensions.
 const TALOS_EXTENSION_LABEL_PREFIX: &str = "extensions.talos.dev/nvidia";
 /// Prefixes of the labels that node feature discovery and NVIDIA's GPU feature discovery set. Both
 /// may remove these labels while pods run.

@@ -10,7 +10,7 @@ use super::view::{View, items};
 /// The label that the API server adds to each namespace.
 const NAMESPACE_NAME_LABEL: &str = "kubernetes.io/metadata.name";
 /// The components of Cleave that run in pods.
-const COMPONENTS: [&str; 3] = ["agent", "mps-host", "operator"];
+const COMPONENTS: [&str; 4] = ["agent", "kubelet-relay", "mps-host", "operator"];
 
 /// Adds a finding for each configuration with a webhook that can block Cleave's pods.
 pub(super) fn check(view: &View<'_>, report: &mut Report) {
@@ -46,8 +46,8 @@ fn belongs_to_cleave(configuration: &WebhookConfiguration) -> bool {
     configuration.metadata.labels.get("app.kubernetes.io/name").is_some_and(|name| name == "cleave")
 }
 
-/// Returns whether Cleave's pods cannot be created while the webhook does not respond. Does not
-/// evaluate match conditions.
+/// Returns whether pods of one of the [`COMPONENTS`] cannot be created while the webhook does not
+/// respond. Does not evaluate match conditions.
 fn blocks_pods(webhook: &Webhook, namespace: &Labels) -> bool {
     let pod = |component: &str| -> Labels {
         [("app.kubernetes.io/name", "cleave"), ("app.kubernetes.io/instance", "cleave"), (COMPONENT_LABEL, component)]

@@ -102,7 +102,7 @@ fn merge(object: &mut Value, changes: &Value) {
     }
 }
 
-/// Checks a cluster. No node selector limits the checks to some nodes.
+/// Checks a cluster, without a node selector.
 fn report_of(objects: &Value) -> Report {
     report_for_node_selector(&facts(objects), &[])
 }
@@ -224,7 +224,7 @@ fn missing_admission_policies_are_reported() {
     assert_eq!(only_finding(&report, FindingReason::MutatingPoliciesMissing).level, Level::Warning);
     assert_eq!(report.values["admission.gate"], "webhook");
 
-    // Before Kubernetes 1.36, the chart always uses the webhook.
+    // Before Kubernetes 1.36, `admission.gate: auto` means the webhook.
     facts.server = Ok(serde_json::from_value(json!({"gitVersion": "v1.35.1"})).unwrap());
     assert_eq!(problems(&report_for_node_selector(&facts, &[])), []);
 

@@ -75,12 +75,13 @@ fn report_of_quota(quota: &Value) -> Report {
 
 #[test]
 fn quotas_must_allow_all_pods_of_cleave() {
-    // Cleave needs six pods: two agents, two MPS hosts and two operators.
+    // The check counts eight pods: an agent, an MPS host and a kubelet relay on each of two nodes,
+    // and two operators.
     for (hard, used, expected) in [
-        ("6", "0", vec![]),
-        ("10", "4", vec![]),
-        ("5", "0", vec![FindingReason::QuotaTooSmall]),
-        ("10", "5", vec![FindingReason::QuotaTooSmall]),
+        ("8", "0", vec![]),
+        ("10", "2", vec![]),
+        ("7", "0", vec![FindingReason::QuotaTooSmall]),
+        ("10", "3", vec![FindingReason::QuotaTooSmall]),
         ("10", "10", vec![FindingReason::QuotaRefusesPods]),
         ("0", "0", vec![FindingReason::QuotaRefusesPods]),
     ] {
@@ -186,7 +187,8 @@ fn webhooks_that_can_block_the_pods_are_reported() {
         (namespaces("In"), blocks.clone()),
         (namespaces("NotIn"), vec![]),
         (json!({"namespaceSelector": {"matchLabels": {"policy": "on"}}}), vec![]),
-        (json!({"objectSelector": {"matchLabels": {"app.kubernetes.io/component": "agent"}}}), blocks),
+        (json!({"objectSelector": {"matchLabels": {"app.kubernetes.io/component": "agent"}}}), blocks.clone()),
+        (json!({"objectSelector": {"matchLabels": {"app.kubernetes.io/component": "kubelet-relay"}}}), blocks),
         (json!({"objectSelector": {"matchLabels": {"app": "web"}}}), vec![]),
     ] {
         assert_eq!(problems(&report_of_webhook(&changes)), expected, "{changes}");

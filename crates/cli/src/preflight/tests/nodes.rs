@@ -90,11 +90,11 @@ fn only_gpu_resources_identify_gpu_nodes() {
         ("nvidia.com/sriovrdma", 1),
         ("amd.com/gpu", 1),
     ] {
-        let offered = json!({"status": {"capacity": {resource: "8"}, "allocatable": {resource: "8"}}});
-        let report = report_of_node(&with_changes(without.clone(), &offered));
+        let advertised = json!({"status": {"capacity": {resource: "8"}, "allocatable": {resource: "8"}}});
+        let report = report_of_node(&with_changes(without.clone(), &advertised));
         assert_eq!(report.gpu_nodes, gpu_nodes, "{resource}");
         // No other plugin serves GPUs on a GPU node with network devices.
-        let served = problems(&report_of_node(&offered));
+        let served = problems(&report_of_node(&advertised));
         assert_eq!(served.contains(&FindingReason::GpusServedByOthers), gpu_nodes == 2, "{resource}");
     }
 }

@@ -102,7 +102,7 @@ fn labels_operating_systems_and_kubelet_versions_identify_platforms() {
         (label("kubernetes.azure.com/cluster"), Some(Platform::Aks)),
         (os("Red Hat Enterprise Linux CoreOS 9.6.20251212-0 (Plow)"), Some(Platform::OpenShift)),
         (label("node.openshift.io/os_id"), Some(Platform::OpenShift)),
-        // A cluster with OpenShift or Talos also has the labels of its cloud.
+        // A node with OpenShift or Talos can also have the labels of its cloud.
         (with_changes(os("Talos (v1.11.2)"), &label("kubernetes.azure.com/cluster")), Some(Platform::Talos)),
         (kubelet("v1.34.1+k3s1"), Some(Platform::K3s)),
         (kubelet("v1.34.1+rke2r1"), Some(Platform::Rke2)),

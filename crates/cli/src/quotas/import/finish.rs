@@ -141,11 +141,31 @@ fn build(draft: &Draft, name: &str) -> Result<GpuQuota, String> {
     ))
 }
 
-/// Returns whether a text is a valid name of a Kubernetes object.
+/// Returns whether a text is valid for the name of a Kubernetes object: parts of lowercase letters,
+/// digits and hyphens that start and end with a letter or a digit. With `with_dots`, dots separate
+/// several parts.
 fn is_dns_name(name: &str, longest: usize, with_dots: bool) -> bool {
     let is_edge = |byte: Option<&u8>| byte.is_some_and(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit());
-    let is_inner =
-        |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-' || (with_dots && byte == b'.');
-    let bytes = name.as_bytes();
-    bytes.len() <= longest && is_edge(bytes.first()) && is_edge(bytes.last()) && name.bytes().all(is_inner)
+    let is_inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+    let is_part = |part: &str| {
+        let bytes = part.as_bytes();
+        is_edge(bytes.first()) && is_edge(bytes.last()) && part.bytes().all(is_inner)
+    };
+    name.len() <= longest && if with_dots { name.split('.').all(is_part) } else { is_part(name) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_api_server_accepts_names_that_the_import_accepts() {
+        for name in ["a", "team-a", "a.b", "0.x-1"] {
+            assert!(is_dns_name(name, 253, true), "{name}");
+        }
+        for name in ["", "-a", "a-", "a..b", ".a", "a.", "a.-b", "A", "a_b", "ä"] {
+            assert!(!is_dns_name(name, 253, true), "{name}");
+        }
+        assert!(!is_dns_name("a.b", 63, false) && !is_dns_name("aaaa", 3, true));
+    }
 }

@@ -151,7 +151,7 @@ pub(super) struct FlavorSpec {
     pub(super) node_labels: Option<BTreeMap<String, String>>,
 }
 
-/// The objects of the input, in the order of the input.
+/// The objects of the input. Each list has the order of the input.
 #[derive(Debug, Default)]
 pub(super) struct Objects {
     pub(super) elastic: Vec<Object<NosSpec>>,
@@ -230,13 +230,14 @@ impl Objects {
                 let group = if group.is_empty() { "no API group" } else { group };
                 self.foreign.insert(format!("{kind} of {group}"));
             }
-            // Other kinds do not limit GPUs.
+            // Ignore other kinds: they are not quotas of Nos or Kueue.
             _ => {}
         }
         Ok(())
     }
 
-    /// Returns whether the input has no object that can be imported.
+    /// Returns whether the input has no quota of Nos or Kueue. A malformed object counts as a
+    /// quota.
     pub(super) const fn is_empty(&self) -> bool {
         self.elastic.is_empty()
             && self.composite.is_empty()
@@ -259,7 +260,8 @@ fn push_parsed_object<S: DeserializeOwned>(
     }
 }
 
-/// Parses a field of an object. Adds a malformed field to `malformed`.
+/// Parses a field of an object. If the field is malformed, adds the reason to `malformed` and
+/// returns `None`.
 fn parse<T: DeserializeOwned>(malformed: &mut Vec<Refusal>, origin: String, field: &str, value: &Value) -> Option<T> {
     match T::deserialize(value) {
         Ok(parsed) => Some(parsed),

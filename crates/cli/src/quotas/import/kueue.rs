@@ -10,7 +10,7 @@ use super::amounts::{InvalidAmount, parse_gpus, scale_weights};
 use super::input::{ClusterQueueSpec, FlavorQuotas, FlavorSpec, Object, Objects, ResourceQuota};
 use super::model::{Draft, Import, NamespaceSelection, Refusal};
 
-/// The label that contains the name of a namespace. Every namespace has it.
+/// The label that contains the name of a namespace. Every namespace has this label.
 const NAMESPACE_NAME_LABEL: &str = "kubernetes.io/metadata.name";
 /// Node labels with the model of the node's GPUs.
 const MODEL_LABELS: [&str; 2] = ["nvidia.com/gpu.product", "cloud.google.com/gke-accelerator"];
@@ -110,7 +110,7 @@ fn queue_drafts(
     Ok(pools.into_iter().map(draft).collect())
 }
 
-/// Returns the limits of a queue by model.
+/// Returns the limits of a queue by model. The key is `None` for flavors without a known model.
 fn pools(
     spec: &ClusterQueueSpec,
     flavors: &BTreeMap<String, FlavorSpec>,
@@ -138,7 +138,8 @@ fn add_limits(pool: &mut PoolLimits, flavor: &FlavorQuotas, resource: &ResourceQ
     Ok(())
 }
 
-/// Returns the model of a flavor's GPUs, from the labels of its nodes or from its name.
+/// Returns the model of a flavor's GPUs, if it is known: from the labels of its nodes, or from its
+/// name if no label names the product.
 fn model_of(name: &str, flavor: Option<&FlavorSpec>) -> Option<&'static str> {
     let labels = flavor.and_then(|flavor| flavor.node_labels.as_ref());
     let product = MODEL_LABELS.iter().find_map(|label| labels?.get(*label));
@@ -259,7 +260,9 @@ fn set_weights(drafts: &mut [Draft], imported: &mut Import) {
     let scaled = scale_weights(&numbers);
     for (draft, weight) in drafts.iter_mut().zip(scaled.weights) {
         if draft.weight == 0 {
-            draft.notes.push("fairSharing.weight is 0. The least weight is 1.".to_owned());
+            draft
+                .notes
+                .push("fairSharing.weight is 0. The quota gets weight 1, the minimum weight of a GpuQuota.".to_owned());
         }
         draft.weight = u64::from(weight);
     }

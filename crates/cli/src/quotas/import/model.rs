@@ -6,7 +6,8 @@ use cleave_plan::quota::{Amount, Unit};
 /// The result of an import.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Import {
-    /// The `GpuQuota`s, in the order of the input.
+    /// The `GpuQuota`s: first those of `ElasticQuota`s, then of `CompositeElasticQuota`s, then of
+    /// `ClusterQueue`s.
     pub quotas: Vec<ImportedQuota>,
     /// Objects that have no counterpart because they limit no GPUs.
     pub skipped: Vec<Refusal>,
@@ -23,7 +24,7 @@ pub struct ImportedQuota {
     pub origin: String,
     /// The quota.
     pub quota: GpuQuota,
-    /// Settings that have no counterpart or a different effect, one sentence each.
+    /// Notes about the conversion, for example about settings that have no counterpart.
     pub notes: Vec<String>,
 }
 
@@ -43,7 +44,7 @@ pub(super) struct Draft {
     /// Possible names of the quota, the preferred name first.
     pub(super) names: Vec<String>,
     pub(super) namespaces: NamespaceSelection,
-    /// Models of the pool. Empty if the pool is not known.
+    /// Models of the pool. Empty if the models are not known.
     pub(super) models: Vec<String>,
     pub(super) unit: Unit,
     pub(super) min: Amount,

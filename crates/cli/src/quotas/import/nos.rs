@@ -24,8 +24,8 @@ enum Counted {
     Slices(BTreeMap<String, u64>),
 }
 
-/// Converts the quotas. Refuses a `CompositeElasticQuota` with a namespace of another quota: Nos
-/// would delete the other quota.
+/// Converts the quotas. Refuses a quota with a namespace of an earlier quota. Nos deletes an
+/// `ElasticQuota` in a namespace of a `CompositeElasticQuota`.
 pub(super) fn drafts(objects: &Objects, mode: QuotaMode, imported: &mut Import) -> Vec<Draft> {
     let mut owners: BTreeMap<String, String> = BTreeMap::new();
     let mut drafts = Vec::new();
@@ -60,8 +60,8 @@ pub(super) fn drafts(objects: &Objects, mode: QuotaMode, imported: &mut Import) 
         imported.notes.push(note.to_owned());
     }
     if !drafts.is_empty() {
-        let note = "In Cleave quotas may borrow everything that is free, up to max. In Nos they may borrow only what \
-                    others are guaranteed and do not use.";
+        let note = "In Cleave, a quota may borrow everything that is free, up to max. In Nos, a quota may borrow only what \
+                    other quotas are guaranteed and do not use.";
         imported.notes.push(note.to_owned());
     }
     drafts
@@ -164,7 +164,7 @@ fn is_gpu_memory(resource: &str) -> bool {
 }
 
 /// Returns the size of a slice in GB, from a name such as `nvidia.com/gpu-10gb` or
-/// `nvidia.com/mig-1g.10gb`.
+/// `nvidia.com/mig-1g.10gb`. Returns `None` for any other name.
 fn slice_gigabytes(resource: &str) -> Option<u64> {
     let mig = resource.strip_prefix(RESOURCE_MIG_PREFIX).and_then(|profile| profile.split_once("g."));
     let size = match mig {
@@ -228,7 +228,7 @@ fn set_weights(drafts: &mut [Draft], imported: &mut Import) {
         let scaled = scale_weights(&guarantees);
         for (draft, weight) in drafts.iter_mut().filter(|draft| draft.unit == unit).zip(scaled.weights) {
             if draft.weight == 0 {
-                let note = "Without a guarantee, Nos gives no part of what is unused. Weight 1 is the least.";
+                let note = "Without a guarantee, a quota gets no unused amount from Nos. The minimum weight of a GpuQuota is 1.";
                 draft.notes.push(note.to_owned());
             }
             draft.weight = u64::from(weight);

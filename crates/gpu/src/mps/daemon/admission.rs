@@ -18,7 +18,7 @@ impl Device {
     /// Sets the limits of the clients that connect next, and reads them back.
     ///
     /// # Errors
-    /// Returns [`ControlError`] if a command fails or the daemon reads back other limits.
+    /// Returns [`ControlError`] if a command fails or the daemon reports other limits.
     pub(crate) async fn set_limits(
         &self,
         control: &mut ControlLock,
@@ -76,8 +76,8 @@ impl Device {
         }
     }
 
-    /// Registers a client that a door admitted. The next regular probe compares it with MPS's own
-    /// list, so no extra probe is needed.
+    /// Registers a client that a door admitted. The next regular probe reads MPS's own list, so no
+    /// extra probe is needed.
     pub(crate) fn register_client(&self, client: u32, allocation: &str, pidfd: Option<PidFd>) {
         self.clients.borrow_mut().admit(client, allocation, pidfd);
         self.handshake.borrow_mut().record_connected_client();

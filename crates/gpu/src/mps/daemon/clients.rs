@@ -7,8 +7,8 @@ use tokio::time::Instant;
 use crate::mps::process::PidFd;
 use crate::mps::wire::Client;
 
-/// Maximum time from a client's exit until MPS logs the exit. After this time, MPS no longer logs
-/// the exit.
+/// Maximum time from the detection of a client's exit until MPS logs the exit. After this time, the
+/// MPS host no longer expects the log line.
 const MAX_EXIT_LOG_DELAY: Duration = Duration::from_millis(500);
 
 /// A client that a door admitted.
@@ -108,7 +108,7 @@ impl Clients {
         self.terminated.contains(&pid)
     }
 
-    /// Returns the allocation whose door admitted a client.
+    /// Returns the allocation whose door admitted a client, if any.
     pub(super) fn allocation_of(&self, pid: u32) -> Option<String> {
         self.admitted.get(&pid).map(|admitted| admitted.allocation.clone())
     }
@@ -163,7 +163,8 @@ impl Clients {
         self.admitted.iter().filter(is_other).count()
     }
 
-    /// Removes each client that exited more than [`MAX_EXIT_LOG_DELAY`] ago.
+    /// Removes each client whose exit was detected at least [`MAX_EXIT_LOG_DELAY`] ago, and each
+    /// client without a pidfd.
     pub(super) fn forget_exited(&mut self, now: Instant) {
         self.admitted.retain(|_, admitted| {
             !admitted.has_exited()

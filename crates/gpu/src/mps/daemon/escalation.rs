@@ -1,7 +1,8 @@
 //! The steps that end a FAULT, from waiting to replacing the daemon. Pure.
 use std::time::Duration;
 
-/// The steps against a server in FAULT. [`Escalation`] returns each step once, in this order.
+/// The steps against a server in FAULT. [`Escalation`] starts with `Wait`, and returns each other
+/// step at most once, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum EscalationStep {
     /// Do nothing. Programs that check for errors exit by themselves. The server is ACTIVE again
@@ -158,7 +159,7 @@ mod tests {
                 last = (step, now);
             }
             // The limit applies for any probe times, even if clients connect and exit at any time.
-            let most = [EscalationStep::Wait, EscalationStep::SignalTerm, EscalationStep::SignalKill].map(|rung| rung.time_until_next_step() + IDLE_SERVER_RECOVERY_TIME).iter().sum::<Duration>();
+            let most = [EscalationStep::Wait, EscalationStep::SignalTerm, EscalationStep::SignalKill].map(|step| step.time_until_next_step() + IDLE_SERVER_RECOVERY_TIME).iter().sum::<Duration>();
             let most = most + EscalationStep::ShutDownServer.time_until_next_step() + EscalationStep::QuitDaemon.time_until_next_step() + Duration::from_millis(400) * 8;
             prop_assert!(last.0 == EscalationStep::KillDaemon || now < most, "{:?} at {:?}", last, now);
         }

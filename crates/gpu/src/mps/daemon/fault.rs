@@ -53,7 +53,7 @@ pub(super) struct FaultTracker {
 }
 
 impl FaultTracker {
-    /// Returns the last fault, which may be over.
+    /// Returns the last fault, if any. The fault may be over.
     pub(super) fn last_fault(&self) -> Option<&Fault> {
         self.last.as_ref()
     }
@@ -138,7 +138,7 @@ impl FaultTracker {
     }
 
     /// Returns whether an ACTIVE server with this number of clients has recovered. Returns false if
-    /// the log has just reported a fault that the server has not confirmed yet.
+    /// clients remain and the log has just reported a fault that the server has not confirmed yet.
     pub(super) fn has_recovered(&self, clients: usize, now: Instant) -> bool {
         let is_pending = |current: &CurrentFault| {
             !current.confirmed && clients > 0 && now.saturating_duration_since(current.began) < FAULT_CONFIRMATION_TIME

@@ -30,7 +30,8 @@ pub(super) struct HandshakeRecord {
     /// the daemon does not.
     held_at: Option<Instant>,
     /// Whether the report about held clients ended because no reply arrived for
-    /// [`MAX_REPORT_TIME`]. False again once the running daemon has sent an expected reply.
+    /// [`MAX_REPORT_TIME`]. False again after an expected reply, after a restart of the daemon, and
+    /// while the status reports held clients.
     unproven: bool,
 }
 
@@ -108,7 +109,7 @@ impl HandshakeRecord {
         self.unproven
     }
 
-    /// Returns whether the daemon's latest replies are all unexpected, so that doors hold clients.
+    /// Returns whether the status reports that doors hold clients.
     pub(super) fn are_clients_held(&self) -> bool {
         self.held_at.is_some()
     }

@@ -21,7 +21,7 @@ use crate::mps::procfs;
 use crate::mps::protocol::{self, Command};
 use crate::mps::wire::{DaemonSettings, DaemonState, Enforcement};
 
-/// Interval of probes. A probe costs the daemon 0.1 ms.
+/// Interval of probes while the daemon serves.
 const PROBE_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval of probes while the daemon does not serve. The interval is short because clients are
 /// waiting.
@@ -160,8 +160,8 @@ impl Device {
         }
     }
 
-    /// Starts the daemon and its server, and confirms the server's limits. Doors admit no client
-    /// before this function returns.
+    /// Starts the daemon and confirms its default limits. If all users share one server, also
+    /// starts the server. Doors admit no client before these steps are done.
     async fn start_daemon(
         self: &Rc<Self>,
         settings: &DaemonSettings,

@@ -63,7 +63,8 @@ impl Device {
             }
             LogEvent::Fault { client } => {
                 tracing::error!(device, source, pid, "{text}");
-                // In other states, the server has no clients that a fault could break.
+                // In other states, the server has no clients that a fault could break, or the next
+                // probe records the fault.
                 let serves = matches!(self.phase.borrow().state, DaemonState::Active | DaemonState::Fault);
                 if serves && self.record_logged_fault(client) {
                     self.set_state(DaemonState::Fault, None);

@@ -81,7 +81,7 @@ impl Device {
     }
 
     /// Accepts the failure of a probe if it concerns one connection only. An unexpected packet must
-    /// not end the daemon, because the clients would end with the daemon. If several probes in a
+    /// not stop the daemon, because its clients would lose their contexts. If several probes in a
     /// row fail, the error concerns the daemon.
     fn tolerate_unexpected_end(&self, error: DaemonError) -> Result<(), DaemonError> {
         if error.is_descriptor_exhaustion() {
@@ -98,8 +98,8 @@ impl Device {
         Ok(())
     }
 
-    /// Returns the reason to stop or replace this daemon: new settings, or a daemon that is no
-    /// longer desired.
+    /// Returns the reason to stop or replace this daemon now: new settings, or a daemon that is no
+    /// longer desired. Returns `None` if there is no reason, or while clients still run.
     fn compare_settings(&self, settings: &DaemonSettings, desired: Option<&DaemonSettings>) -> Option<DaemonEndReason> {
         let clients = self.clients.borrow().count_clients();
         let count = || if clients == 1 { "1 client".to_owned() } else { format!("{clients} clients") };
@@ -152,7 +152,8 @@ impl Device {
     }
 
     /// Returns the server that the daemon lists. If the daemon lists none and all users share one
-    /// server, starts the server.
+    /// server, starts the server, unless the daemon is stopping. Returns `None` if there is no
+    /// server afterwards.
     async fn find_or_start_server(
         &self,
         listed: Option<u32>,

@@ -53,7 +53,7 @@ impl Device {
         }
     }
 
-    /// Signals the clients that a door admitted and that are still running.
+    /// Signals the running clients that a door admitted and whose identity is proven.
     fn signal_clients(&self, signal: Signal) {
         let signalled: Vec<Client> = {
             let clients = self.clients.borrow();

@@ -16,8 +16,8 @@ impl Device {
     /// Terminates a client's contexts through MPS.
     ///
     /// # Errors
-    /// Returns [`TerminateError`] if the client is or may be stopped, the device has no server or
-    /// the command fails.
+    /// Returns [`TerminateError`] if the client is or may be stopped, the control lock is busy, the
+    /// device has no server or the command fails.
     pub(crate) async fn terminate(&self, client: u32) -> Result<TerminateResult, TerminateError> {
         if procfs::is_process_stopped(client)? {
             // A stopped client would block the daemon, and therefore all other clients, until the

@@ -76,7 +76,8 @@ pub(super) fn cgroup_versions(mount: &Path) -> &'static str {
     }
 }
 
-/// Finds a program by its path or through PATH.
+/// Finds a program by its path, or through PATH if the path is only a name. Returns `None` if no
+/// such file exists.
 pub(super) fn find_program(program: &Path) -> Option<PathBuf> {
     if program.components().count() > 1 {
         return program.is_file().then(|| program.to_owned());

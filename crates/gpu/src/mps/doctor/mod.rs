@@ -149,8 +149,8 @@ fn print_report(report: &Report, json: bool) -> Result<(), DoctorError> {
     }
 }
 
-/// Describes every GPU, by index. Each GPU has its own worker, so a GPU that hangs does not delay
-/// the other GPUs.
+/// Describes every GPU, by index. Each GPU has its own worker, so a GPU that hangs does not block
+/// calls to the other GPUs.
 async fn describe_gpus(library: &Library, count: u32) -> Result<BTreeMap<u32, Result<Gpu, NvmlError>>, DoctorError> {
     let mut calls = JoinSet::new();
     for index in 0..count {
@@ -160,7 +160,7 @@ async fn describe_gpus(library: &Library, count: u32) -> Result<BTreeMap<u32, Re
     Ok(calls.join_all().await.into_iter().collect())
 }
 
-/// Returns the first GPU with the wanted index or UUID.
+/// Returns the first GPU with the wanted index or UUID, or the first GPU if `wanted` is `None`.
 fn choose_gpu(gpus: BTreeMap<u32, Result<Gpu, NvmlError>>, wanted: Option<&str>) -> Result<Gpu, DoctorError> {
     let mut available = Vec::new();
     for (index, gpu) in gpus {

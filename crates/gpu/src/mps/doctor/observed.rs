@@ -64,7 +64,8 @@ pub(super) struct LimitedView {
     pub(super) view: GpuView,
 }
 
-/// The views of two programs with environments that set limits other than the server's.
+/// The views of three programs: one without limits in its environment, and two with limits other
+/// than the server's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct LoweredLimits {
     pub(super) set: LimitedView,

@@ -62,7 +62,7 @@ pub(super) struct OwnDaemon {
 }
 
 impl OwnDaemon {
-    /// Starts a daemon with the options that the MPS host uses.
+    /// Starts a daemon with the options that the MPS host uses for servers that all users share.
     pub(super) fn start(setup: &DoctorSetup) -> Result<Self, OwnDaemonError> {
         Self::try_start(setup).map_err(OwnDaemonError::Start)
     }

@@ -7,8 +7,8 @@ use crate::mps::procfs;
 use crate::mps::wire::{Desired, Paths};
 use crate::nvml::{ComputeMode, Gpu};
 
-/// The node's initial PID namespace (`PROC_PID_INIT_INO` of the kernel). Only in this namespace are
-/// all processes visible.
+/// The node's initial PID namespace (`PROC_PID_INIT_INO` of the kernel). All processes are visible
+/// only in this namespace.
 const INITIAL_PID_NAMESPACE: &str = "pid:[4026531836]";
 
 /// The facts that determine whether the doctor may start a daemon.

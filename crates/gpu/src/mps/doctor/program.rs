@@ -3,8 +3,8 @@
 //! Once the program has a context, it prints a line of JSON: `{"sms": 26, "freeMiB": 8069}`, or
 //! `{"error": 2}` with the error code of the CUDA driver API. With `--allocate MIB` the program
 //! then allocates MIB MiB and prints a second line: an error, or any other line on success. With
-//! `--read-line` the program first waits for a line on its standard input, or for the end of the
-//! input. After these steps, the program exits.
+//! `--read-line`, the program waits before the allocation for a line on its standard input, or for
+//! the end of the input. After these steps, the program exits.
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -19,8 +19,8 @@ use tokio::time::timeout;
 use super::observed::{AllocationResult, GpuView};
 use crate::mps::text::shorten;
 
-/// Time limit for a line of output. The creation of a context takes 0.1 s, or much longer if the
-/// driver first initializes the GPU.
+/// Time limit for a line of output. The creation of a context takes about 0.1 s, or much longer if
+/// the driver first initializes the GPU.
 const OUTPUT_LINE_DEADLINE: Duration = Duration::from_secs(30);
 /// Time limit for a program to exit after its last line.
 const PROGRAM_EXIT_DEADLINE: Duration = Duration::from_secs(10);
@@ -40,7 +40,7 @@ pub(super) struct ProgramRunOptions {
     /// `CUDA_MPS_PIPE_DIRECTORY`.
     pub(super) pipe: PathBuf,
     pub(super) environment: BTreeMap<&'static str, String>,
-    /// UID to run the program as. Default: this process's user.
+    /// UID and GID to run the program as. Default: this process's user and group.
     pub(super) uid: Option<u32>,
     /// Whether the program waits for a line before it allocates.
     pub(super) waits: bool,
@@ -56,8 +56,8 @@ pub(super) enum ProgramError {
     /// A CUDA call failed.
     #[error("the program failed with CUDA error {0}")]
     Cuda(i64),
-    /// The program printed nothing before the deadline, because it waits for CUDA.
-    #[error("the CUDA program printed nothing for {} s: it still waits for CUDA", OUTPUT_LINE_DEADLINE.as_secs())]
+    /// The program printed no line before the deadline. Usually, the program still waits for CUDA.
+    #[error("the CUDA program printed no line for {} s: it probably still waits for CUDA", OUTPUT_LINE_DEADLINE.as_secs())]
     Timeout,
 }
 

@@ -13,7 +13,7 @@ use super::judge::{CheckResult, CheckVerdict};
 pub(super) struct Report {
     #[serde(flatten)]
     pub(super) facts: SystemFacts,
-    /// Why nothing was tested. `None` if tests ran.
+    /// Why the doctor started no daemon. `None` if it tried to start one.
     pub(super) skip_reason: Option<String>,
     /// Whether no check differs.
     pub(super) as_expected: bool,

@@ -96,7 +96,7 @@ pub(super) async fn run_tests(setup: &DoctorSetup, daemon: &OwnDaemon, seen: &mu
         setup,
         directory: &daemon.directory,
         log: &daemon.log,
-        // The context uses a negligible part of this limit, and every GPU has this much memory.
+        // The context uses less than half of this limit, and every GPU has this much memory.
         limit_mib: (setup.memory_mib / 8).clamp(2048, 8192),
         server: Cell::new(None),
         client: Cell::new(None),
@@ -234,7 +234,7 @@ impl DriverTests<'_> {
         LimitedView { percent: USUAL_THREAD_PERCENTAGE, limit_mib: self.limit_mib, view }
     }
 
-    /// Sends each command that Cleave uses.
+    /// Sends the commands that start a server, set and read limits, and list servers and clients.
     async fn send_commands(&self) -> Result<Vec<CommandExchange>, NoObservation> {
         let mut exchanges = Vec::new();
         let limit = Some(self.limit_mib);
@@ -292,7 +292,8 @@ impl DriverTests<'_> {
         Ok(exchanges)
     }
 
-    /// Returns whether MPS lists a client, and whether NVML lists it as an MPS client.
+    /// Returns whether MPS lists a client, and whether NVML lists the client as an MPS client. The
+    /// second value is `None` if this driver does not distinguish clients from other processes.
     async fn check_client_lists(&self) -> Result<(bool, Option<bool>), NoObservation> {
         self.set_limits(100, None).await?;
         let server = self.server_pid()?;

@@ -23,8 +23,8 @@ use crate::mps::wire::Enforcement;
 /// Time limit for a client's handshake with the door. A slow handshake delays no other client.
 const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(5);
 /// Time limit for a client to introduce itself to the server. No other client can connect to this
-/// GPU during the introduction. A client needs 1 ms, or 50 ms while the server recreates its
-/// contexts. A client in a CPU-throttled container needs several periods of 100 ms.
+/// GPU during the introduction. A client in a CPU-throttled container can need several periods of
+/// 100 ms.
 const INTRODUCTION_DEADLINE: Duration = Duration::from_secs(2);
 /// Minimum of [`INTRODUCTION_DEADLINE`]. Each stalled client of an allocation halves the deadline
 /// for the allocation's next client.

@@ -75,7 +75,8 @@ impl Door {
         true
     }
 
-    /// Relays all packets unchanged between a client and its daemon until one of them closes.
+    /// Relays all packets unchanged between a client and its daemon until one of them closes, or no
+    /// packet has arrived for [`IDLE_RELAY_TIMEOUT`].
     async fn relay_to_daemon(&self, client: &Socket) {
         let Ok(daemon) = Socket::connect(&self.device.pipe.join("control")).await else { return };
         loop {

@@ -1,4 +1,5 @@
-//! Writes what the placement controller reports about quotas, and what another leader must know.
+//! Writes the placement controller's reports about quotas, and the annotations that the next leader
+//! reads.
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -21,15 +22,16 @@ const QUOTA_STATUS_INTERVAL: Duration = Duration::from_millis(500);
 const QUOTA_REFRESH_INTERVAL: Duration = Duration::from_secs(30);
 
 impl PlacementController {
-    /// Returns whether quotas are listed, or the cluster does not have the resource. Without them,
-    /// a pod could exceed its quota's maximum, and priorities would apply across teams.
+    /// Returns whether quotas are listed, or the cluster does not have the resource. Without the
+    /// quotas, a pod could exceed its quota's maximum, and priorities would apply across teams.
     pub(super) fn are_quotas_listed(&self) -> bool {
         let stores = &self.context.stores;
         stores.has_no_quotas.load(Ordering::Acquire)
             || stores.quotas.wait_until_ready().now_or_never().is_some_and(|listed| listed.is_ok())
     }
 
-    /// Sends the GPU controller the pods for which no GPU need be partitioned, if they changed.
+    /// Sends the GPU controller the pods for which no GPU need be partitioned, if this set has
+    /// changed.
     pub(super) fn send_unplanned(&self, actions: &Actions) {
         let modified = self.unplanned.send_if_modified(|sent| {
             let mut unplanned = actions.unplanned.clone();
@@ -75,8 +77,8 @@ impl PlacementController {
         self.reports_quotas.then_some(QUOTA_REFRESH_INTERVAL)
     }
 
-    /// Writes the room that is kept for pods to these pods. Returns the pods for which no others
-    /// may be evicted, because a write failed.
+    /// Writes the nominations to the nominated pods. Returns the preemptors for which no pod may be
+    /// evicted, because a write failed.
     pub(super) async fn write_nominations<'k>(&self, kept: &'k [NominationRecord]) -> BTreeSet<&'k str> {
         let annotations = kept.iter().map(|NominationRecord { pod, uid, preemptor, room }| {
             (preemptor.as_str(), (pod.as_str(), uid.as_str()), room.to_text().unwrap_or_default())
@@ -85,8 +87,8 @@ impl PlacementController {
         results.into_iter().filter(|(_, is_written)| !is_written).map(|(preemptor, _)| preemptor).collect()
     }
 
-    /// Records since when disruption budgets keep room from waiting pods. A failed write is
-    /// repeated, because a later reconcile decides the same.
+    /// Writes to waiting pods when disruption budgets began to block evictions for these pods. A
+    /// failed write is repeated, because a later reconcile decides the same.
     pub(super) async fn write_protected(&self, protected: &[ProtectedPod]) {
         if protected.is_empty() || !self.context.claim.is_current() {
             return;

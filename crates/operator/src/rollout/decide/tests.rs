@@ -34,7 +34,7 @@ fn revision(set: &str, hash: &str, number: i64) -> Revision {
     )
 }
 
-/// Returns a pod of the `DaemonSet` `s`.
+/// Returns a pod of the `DaemonSet` with the UID `s`.
 fn pod(name: &str, node: &str, hash: &str, terminating: bool) -> Arc<AgentPod> {
     let owner = json!({"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "hosts", "uid": "s", "controller": true});
     let mut pod = json!({"metadata": {"name": name, "namespace": "system", "uid": format!("{name}-uid"), "labels": {REVISION_HASH_LABEL: hash}, "ownerReferences": [owner]},
@@ -193,8 +193,8 @@ impl TestCluster {
         step.replace.into_iter().map(|one| one.node).collect()
     }
 
-    /// Waits until the serving MPS hosts count as steady and a closed node has been idle long
-    /// enough. Then deletes the MPS host of that node.
+    /// Waits until the serving MPS hosts count as steady and the closed nodes have been idle long
+    /// enough. Then deletes the MPS hosts that the operator selects, and returns their nodes.
     fn replace_next_mps_host(&mut self) -> Vec<String> {
         self.update();
         self.up += STEADY_TIME;

@@ -81,7 +81,7 @@ pub(super) fn assert_rebuilt(kept: &State<'_>, pool: &Pool) {
     }
 }
 
-/// Returns the victims that Cleave evicts for a pod in a pool without quotas.
+/// Returns the victims that the ledger's preemption evicts for a pod in a pool without quotas.
 fn without_quotas(world: &World, pod: &Pod) -> Option<Vec<String>> {
     let units = |amount: Amount| Units::new(u32::try_from(amount.0 / super::worlds::TENTH).unwrap()).unwrap();
     let (mut ledger, mut holders) = (Ledger::default(), Holders::default());

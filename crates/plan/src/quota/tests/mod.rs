@@ -11,7 +11,7 @@
 //! | `inputs` | R7 to R11: inputs on which decisions do not depend |
 //! | `ageing` | a stream of small pods does not starve a large pod |
 //! | `overriding` | pods of high priority that override quotas |
-//! | `pieces` | pods of several GPUs, and pods that do not borrow |
+//! | `pieces` | pods that use several GPUs, and pods that must not borrow |
 //! | `gangs` | pods that are released, counted and evicted together |
 //! | `models` | R12: agreement with the naive model |
 //!

@@ -95,7 +95,7 @@ impl Pool {
         (rights, class, self.world.pods[pod].priority, self.overriding(pod))
     }
 
-    /// Returns whether a pod, or all pods of its gang, may run outside the guarantee.
+    /// Returns whether a pod, and all other pods of its gang, may run outside the guarantee.
     pub(super) fn borrows(&self, pod: usize) -> bool {
         self.pods().filter(|&other| self.are_together(pod, other)).all(|other| self.world.pods[other].borrows)
     }
@@ -324,7 +324,7 @@ impl Pool {
         others.map(kept).sum()
     }
 
-    pub(super) fn sees(rank: &Rank, nominee: &Rank) -> bool {
+    pub(super) fn respects(rank: &Rank, nominee: &Rank) -> bool {
         if rank.3.max(nominee.3).is_some() {
             return rank.3 <= nominee.3;
         }
@@ -341,7 +341,7 @@ impl Pool {
         let takes = |pod: usize| match self.world.pods[pod].place {
             Place::Running { gpu: at, .. } => at == gpu,
             Place::Leaving { gpu: at, .. } => at == gpu && !later,
-            Place::Waiting { nominated } => nominated == Some(gpu) && Self::sees(rank, &self.ranks[&pod]),
+            Place::Waiting { nominated } => nominated == Some(gpu) && Self::respects(rank, &self.ranks[&pod]),
         };
         i128::from(self.world.gpus[gpu]) - i128::from(self.sum(takes))
     }
@@ -363,7 +363,7 @@ impl Pool {
 
     /// Like [`Self::free`], but without capacity that is reserved for pods that have waited long.
     pub(super) fn unreserved(&self, gpu: usize, rank: &Rank, later: bool) -> i128 {
-        let seen = self.reserved.iter().filter(|(_, (at, reserved))| *at == gpu && Self::sees(rank, reserved));
+        let seen = self.reserved.iter().filter(|(_, (at, reserved))| *at == gpu && Self::respects(rank, reserved));
         self.free(gpu, rank, later) - seen.map(|(&pod, _)| i128::from(self.charge(pod))).sum::<i128>()
     }
 
@@ -412,7 +412,7 @@ impl Pool {
         may_borrow_all || size - i128::from(older) - i128::from(self.charge(pod)) >= kept
     }
 
-    /// Returns whether a counted pod overtakes a waiting pod: it was released after the waiting
+    /// Returns whether a counted pod has overtaken a waiting pod: it was released after the waiting
     /// pod's creation, or it is nominated and was created later.
     fn has_overtaken(&self, other: usize, pod: usize) -> bool {
         let key = |pod: usize| (self.world.pods[pod].created, self.world.pods[pod].name.clone());
@@ -422,8 +422,9 @@ impl Pool {
         }
     }
 
-    /// Returns the GPU on which capacity is reserved for a pod. Of the GPUs on which the pod was
-    /// overtaken, this is the GPU on which the last pod that must end was released first.
+    /// Returns the GPU on which capacity is reserved for a pod. Of the GPUs on which the pod would
+    /// fit without the pods that overtook it, this is the GPU on which the last pod that must end
+    /// was released first.
     pub(super) fn overtaken_on(&self, pod: usize) -> Option<usize> {
         let of_cells = has_cells(&self.quota(&self.rights(pod))) && self.is_within(pod);
         let possible = (0..self.world.gpus.len()).filter(|&gpu| {
@@ -490,7 +491,7 @@ impl Pool {
         within.all(|pod| classes.of[&pod] == Class::In)
     }
 
-    /// Returns whether quotas own GPUs.
+    /// Returns whether an enforced quota guarantees cells.
     pub(super) fn has_cells(&self) -> bool {
         self.world.quotas.values().any(|quota| has_cells(quota) && quota.is_enforced())
     }
@@ -520,20 +521,20 @@ impl Pool {
     /// Returns the nominated pods of lower rank for which a GPU has not enough capacity after
     /// `more` capacity becomes free.
     pub(super) fn displaced(&self, gpu: usize, rank: &Rank, more: i128) -> Vec<usize> {
-        let mut unseen: Vec<usize> = self.pods().filter(|&other| self.nominated(other) == Some(gpu)).collect();
-        unseen.retain(|other| !Self::sees(rank, &self.ranks[other]));
-        unseen.sort_by_key(|&other| {
+        let mut ignored: Vec<usize> = self.pods().filter(|&other| self.nominated(other) == Some(gpu)).collect();
+        ignored.retain(|other| !Self::respects(rank, &self.ranks[other]));
+        ignored.sort_by_key(|&other| {
             let pod = &self.world.pods[other];
             let (_, class, priority, overriding) = self.ranks[&other];
             (overriding, class, priority, Reverse((pod.created, pod.name.clone())))
         });
         let mut left = self.room_after_all(gpu) + more;
-        unseen.retain(|&other| {
+        ignored.retain(|&other| {
             let is_displaced = left < 0;
             left += if is_displaced { i128::from(self.charge(other)) } else { 0 };
             is_displaced
         });
-        unseen
+        ignored
     }
 
     /// Returns the free capacity of a GPU once terminating pods have exited and nominated pods have

@@ -163,7 +163,7 @@ enum Decision {
     Wait(Wait),
 }
 
-/// Victims of one GPU and their cost.
+/// Cost of the victims on one GPU.
 type Cost =
     (usize, bool, Reverse<Option<Share>>, Option<i32>, Amount, i128, usize, Reverse<Option<(Moment, Option<Moment>)>>);
 
@@ -404,7 +404,10 @@ impl Pool {
         };
         match kind {
             _ if !quota.is_enforced() => true,
-            Kind::Reclaim => victims.is_empty() || self.guarantees_beside_leaving(taker, gpu),
+            Kind::Reclaim if victims.is_empty() => {
+                self.is_within_beside_leaving(taker) || self.leaving_on(&owner).contains(&gpu) || leaves_kept()
+            }
+            Kind::Reclaim => self.guarantees_beside_leaving(taker, gpu),
             Kind::FairShare => {
                 let leaving = self.held(&owner).minus(self.used(&owner));
                 let share = self.share(&owner, charge.plus(leaving), Amount::ZERO);

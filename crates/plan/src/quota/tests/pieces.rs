@@ -1,9 +1,10 @@
-//! Tests pods that use several GPUs, and pods that do not borrow.
+//! Tests pods that use several GPUs, and pods that must not borrow.
 use super::super::{Book, Class, Guarantee, Kind, Owner, Piece, Place, Pod, PodId, Quota, World};
 use super::worlds::{settings, tenths};
 use crate::ledger::Moment;
 
-/// A pod of a quota that requests parts of GPUs. With GPUs, it runs there since this time.
+/// Returns a pod of a quota that requests parts of GPUs. With `on`, the pod runs on these GPUs
+/// since this time.
 fn pod(name: &str, quota: &str, pieces: &[u64], on: Option<(&[usize], u64)>) -> Pod {
     let charge = tenths(pieces.iter().sum());
     let gpus = on.map_or(&[][..], |(gpus, _)| gpus);
@@ -99,8 +100,22 @@ fn a_pod_that_does_not_borrow_is_within_the_guarantee_before_more_important_pods
     assert_eq!((book.class(PodId(0)), book.class(PodId(1))), (Some(Class::In), Some(Class::Over)));
     let may_leave = |kind, taker, victim| book.may_leave(kind, PodId(taker), PodId(victim));
     assert!(!may_leave(Kind::Reclaim, 3, 0) && may_leave(Kind::Reclaim, 3, 1));
-    // Only a more important pod of its own quota takes its room, and is then within the guarantee.
+    // Only a more important pod of the same quota may evict the pod, and is then within the
+    // guarantee.
     assert!(may_leave(Kind::Priority, 2, 0));
     assert_eq!(book.class_with(&[(PodId(2), 0)], &[]), Class::Over);
     assert_eq!(book.class_with(&[(PodId(2), 0)], &[PodId(0), PodId(1)]), Class::In);
+}
+
+#[test]
+fn a_terminating_pod_counts_on_each_of_its_gpus() {
+    let leaving = Pod { place: Place::Leaving { gpu: 0, held: true }, ..pod("a1", "a", &[10, 10], Some((&[0, 1], 1))) };
+    let borrowers = [2, 3].map(|gpu| pod(&format!("b{gpu}"), "b", &[10], Some((&[gpu], 2))));
+    let pods = [leaving, pod("a2", "a", &[10, 10], None)].into_iter().chain(borrowers).collect();
+    for (cells, is_legal) in [(3, false), (4, true)] {
+        let world = world(4, cells, Vec::clone(&pods));
+        let book = Book::new(&world, Moment(9));
+        let parts = [(PodId(1), 2), (PodId(1), 3)];
+        assert_eq!(book.is_legal(Kind::Reclaim, &parts, &[PodId(2), PodId(3)]), is_legal, "{cells} cells");
+    }
 }

@@ -80,7 +80,8 @@ proptest! {
     }
 
     /// P3: if all quotas guarantee cells, and the pool has enough healthy GPUs for all guarantees,
-    /// no pod waits whose quota owns fewer cells than its guarantee.
+    /// no pod waits whose quota owns fewer cells than its guarantee and stays within its maximum
+    /// with the pod.
     #[test]
     fn r6_in_cells_no_pod_within_its_guarantee_waits(
         Start(mut start) in worlds(&Shape { guarantees: Guarantees::Cells, ..PLAIN }),
@@ -103,8 +104,9 @@ proptest! {
         }
     }
 
-    /// P6: a borrowing pod waits only if an eviction would be unfair. With the pod, its quota would
-    /// have a higher share than the quota of each possible victim without the victim.
+    /// P6: if no quota keeps capacity from borrowers, a borrowing pod waits only if an eviction
+    /// would be unfair. With the pod, its quota would have a higher share than the quota of each
+    /// possible victim without the victim.
     #[test]
     fn r6_fair_share_is_fair_up_to_one_pod(start in worlds(&ANY)) {
         let rest = at_rest(start.0);

@@ -1,7 +1,7 @@
 //! Generates random pools of GPUs, quotas and pods, and random histories of them.
 //!
-//! Amounts are tenths of a GPU. A world has up to four GPUs, five quotas and some pods. A history
-//! is a world and the events that follow it.
+//! Amounts are tenths of a GPU. A world has up to four GPUs, up to five quotas and some pods. A
+//! history is a world and the events that follow it.
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
@@ -63,7 +63,7 @@ pub(super) struct Limits {
 /// A pod. It runs on `gpu` if it fits there, and otherwise waits.
 #[derive(Debug, Clone)]
 pub(super) struct Row {
-    /// Index of [`QUOTAS`]. An index past the end means no quota.
+    /// Index into [`QUOTAS`]. An index past the end means no quota.
     owner: usize,
     tenths: u64,
     priority: i32,

@@ -351,7 +351,7 @@ impl Client {
         self.wait();
     }
 
-    /// Sends a line to a program that waits for it because of `--read-line`.
+    /// Sends a line to a program with `--read-line`.
     pub(crate) fn send_line(&mut self) {
         self.child.stdin.take().unwrap().write_all(b"\n").unwrap();
     }

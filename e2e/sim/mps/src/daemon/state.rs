@@ -15,7 +15,7 @@ pub(super) struct DaemonState {
     pub(super) defaults: ClientSettings,
     /// The servers by PID.
     pub(super) servers: BTreeMap<u32, ServerRecord>,
-    /// Number of servers that exited before they were ACTIVE.
+    /// Number of servers that could not be started, or that exited before they were ACTIVE.
     pub(super) failed_starts: u32,
     /// Answers of servers by request number, until a command reads them.
     pub(super) answers: BTreeMap<u64, i32>,
@@ -138,8 +138,8 @@ impl DaemonState {
         lines
     }
 
-    /// Returns the lines of `get_device_client_list`: a line for each device, with the PIDs of its
-    /// clients.
+    /// Returns the lines of `get_device_client_list`: a line for each device that has clients, with
+    /// their PIDs.
     pub(super) fn device_client_lines(&self, only: Option<u32>) -> Vec<String> {
         let mut devices: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
         for (server, pid, context) in self.contexts() {

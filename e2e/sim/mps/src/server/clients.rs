@@ -14,7 +14,7 @@ use crate::limits::MAX_CLIENT_CONTEXTS;
 use crate::wire::ServerStatus;
 
 /// `CUDA_ERROR_ILLEGAL_ADDRESS`: a client accessed memory illegally. The server sends this error to
-/// all clients.
+/// all working contexts.
 pub const CUDA_ERROR_ILLEGAL_ADDRESS: i32 = 700;
 /// `CUDA_ERROR_MPS_SERVER_NOT_READY`: the server is in FAULT.
 pub const CUDA_ERROR_MPS_SERVER_NOT_READY: i32 = 807;
@@ -151,7 +151,7 @@ impl Clients {
         self.connected.get(&connection).map(|client| client.pid)
     }
 
-    /// Returns the PIDs of the clients that a fatal error broke, without duplicates.
+    /// Returns the PIDs of the clients that a fatal error broke, without adjacent duplicates.
     pub fn broken_pids(&self) -> Vec<u32> {
         let mut pids: Vec<u32> = self
             .connected

@@ -239,7 +239,7 @@ impl Server {
             }
         };
         let channel = Arc::new(channel);
-        let entered = self.register_with_machine(connection, subject, pid, settings, &channel);
+        let entered = self.register_connection(connection, subject, pid, settings, &channel);
         // Ignore errors, because the thread below detects a closed connection.
         let _ = socket.send(&entered.err().unwrap_or(0).to_le_bytes());
         if entered.is_err() {
@@ -257,7 +257,7 @@ impl Server {
     }
 
     /// Registers a process or a context. If the server refuses it, returns the `CUresult`.
-    fn register_with_machine(
+    fn register_connection(
         &self,
         connection: u64,
         subject: IntroductionSubject,
@@ -528,7 +528,7 @@ impl ServerState {
         }
     }
 
-    /// Notifies a client. Do not wait: a client that does not read must not block the other
+    /// Notifies a client without waiting: a client that does not read must not block the other
     /// clients.
     fn notify(&self, connection: u64, message: &FromContext) {
         if let Some(entry) = self.connections.get(&connection) {

@@ -115,7 +115,7 @@ exports! {
             let HandleTarget::Device(other) = object_of_handle(other)? else { return Err(Code::INVALID_ARGUMENT) };
             let (other, _) = view.gpu(&other)?;
             if gpu.uuid == other.uuid {
-                // An H200 with driver 580.159.03 returns these codes.
+                // An H200 with driver 580.159.03 returns this code.
                 return Err(Code::NOT_SUPPORTED);
             }
             level.put(device::topology_level(gpu.common_ancestor(other)))

@@ -1,5 +1,5 @@
 //! Disrupts one component of the cluster at a time: kills or pauses the component, or causes its
-//! calls to fail.
+//! calls to fail or hang.
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -14,13 +14,14 @@ use crate::common::{Counts, DYNAMIC_NODE, SHARES_NODE, format_counts, pick_rando
 pub(crate) struct Disruption {
     /// Kind of disruption, from [`DISRUPTION_KINDS`].
     pub(crate) what: &'static str,
-    /// Name of the disrupted node.
+    /// Name of the disrupted node. For a component of the whole cluster, the name of either node.
     pub(crate) node: &'static str,
     /// Whether the disruption can cause the node's MPS clients to fail.
     pub(crate) breaks_clients: bool,
 }
 
-/// Carries out disruptions and counts them. Dropping this value repairs lasting disruptions.
+/// Carries out disruptions and counts them. Dropping this value ends the injected faults and makes
+/// the agents' directories writable.
 #[derive(Debug, Default)]
 pub(crate) struct Chaos {
     done: Counts,
@@ -47,7 +48,7 @@ const DISRUPTION_KINDS: [(&str, bool); 16] = [
 ];
 
 impl Chaos {
-    /// Carries out a random disruption, and waits until the component has recovered.
+    /// Carries out a random disruption, and waits until a killed component runs again.
     pub(crate) fn disrupt(&mut self, cluster: &Cluster, random: &mut Random) -> Result<Disruption> {
         let node = *pick_random(random, &[SHARES_NODE, DYNAMIC_NODE]).context("no node")?;
         let &(what, breaks_clients) = pick_random(random, &DISRUPTION_KINDS).context("no disruption")?;
@@ -56,7 +57,7 @@ impl Chaos {
         Ok(Disruption { what, node, breaks_clients })
     }
 
-    /// Repairs all lasting disruptions.
+    /// Ends the injected faults, and makes the agents' directories writable.
     pub(crate) fn repair() -> Result<()> {
         for node in [SHARES_NODE, DYNAMIC_NODE] {
             run_simgpu(node, &["clear"])?;
@@ -65,7 +66,7 @@ impl Chaos {
         Ok(())
     }
 
-    /// Returns the number of disruptions so far of each kind.
+    /// Formats the number of disruptions so far of each kind.
     pub(crate) fn summary(&self) -> String {
         format!("disrupted: {}", format_counts(&self.done))
     }
@@ -86,7 +87,7 @@ fn run_simgpu(node: &str, args: &[&str]) -> Result<String> {
     on_node(node, &command)
 }
 
-/// Carries out one kind of disruption, and waits until the component has recovered.
+/// Carries out one kind of disruption, and waits until a killed component runs again.
 fn run_disruption(cluster: &Cluster, random: &mut Random, what: &str, node: &'static str) -> Result<()> {
     match what {
         "agent" => {
@@ -125,7 +126,7 @@ fn run_disruption(cluster: &Cluster, random: &mut Random, what: &str, node: &'st
         "etcd stopped" => stop_briefly("etcd", random),
         "NVML hangs" => run_simgpu(node, &["hang", "nvmlDevice*", "--seconds", "3", "--count", "3"]).map(drop),
         "NVML fails" => run_simgpu(node, &["fail", "nvmlDevice*", "--code", "UNKNOWN", "--count", "3"]).map(drop),
-        // An immutable directory refuses writes, as a full disk does. The agent must retry.
+        // An immutable directory refuses new files, as a full disk does. The agent must retry.
         "full disk" => {
             on_node(node, &["chattr", "+i", "/var/lib/cleave"])?;
             std::thread::sleep(Duration::from_secs(random.random_below(4)));

@@ -1,10 +1,11 @@
 //! Creates and deletes pods and causes failures of components for a given time, and checks Cleave's
 //! promises during the whole time. At the end, the soak checks that no objects of deleted pods
-//! remain on the nodes, and that no program's memory grows or exceeds its goal.
+//! remain on the nodes, and that no program's memory has grown by more than 4 MiB or exceeds its
+//! goal.
 //!
 //! `make soak MINUTES=30 SEED=1` starts a cluster of two nodes with four GPUs each and runs this
-//! program. The seed determines all random choices, but the effects of the choices depend on
-//! timing.
+//! program. The seed determines the random numbers, but the choices and their effects also depend
+//! on timing.
 mod chaos;
 mod common;
 mod promises;
@@ -24,13 +25,14 @@ use crate::resources::ObjectCounts;
 
 /// Resource of whole GPUs.
 const WHOLE_GPUS_RESOURCE: &str = "nvidia.com/gpu";
-/// Maximum number of pods at a time. The kubelet accepts 110 pods, but two cores cannot run that
-/// many sandboxes.
+/// If at least this number of pods exists, the soak creates no more pods. The kubelet accepts 110
+/// pods, but two cores cannot run that many sandboxes.
 const MAX_PODS: usize = 40;
 /// Script of a pod that keeps its allocation without using MPS, so that MPS failures do not affect
 /// the pod.
 const SLEEP_FOREVER_SCRIPT: &str = "exec sleep 1000000";
-/// Script of an MPS client. The client may fail only if its MPS daemon or MPS server is killed.
+/// Script of a CUDA client. A client with shares may fail only if its MPS host, MPS daemon or MPS
+/// server is killed.
 const HOLD_CLIENT_SCRIPT: &str = "exec cleave-client --hold forever";
 
 /// Reads a number from an environment variable.
@@ -59,8 +61,8 @@ fn main() -> Result<()> {
         create_and_delete_pods(&scope, &mut random, &mut tracker)?;
         tracker.observe(&Observation::read(&scope)?);
         if random.random_below(6) == 0 {
-            // Wait before creating pods, because a kubelet permanently rejects pods that it
-            // receives during a disruption. The cluster tests measure these rejections, and
+            // Wait before the disruption, because a kubelet may permanently reject pods that arrive
+            // during a disruption. The cluster tests measure these rejections, and
             // docs/explanation/placement.md describes them.
             if wait_until_no_pod_is_in_transit(&scope, &mut tracker)? {
                 let since = Timestamp::now();
@@ -143,11 +145,11 @@ fn create_policies(scope: &Scope) -> Result<()> {
     Ok(())
 }
 
-/// Waits until both nodes advertise all of their slices, and until all GPUs are healthy and have no
-/// allocations.
+/// Waits until [`SHARES_NODE`] advertises all of its shares, and until both nodes have applied
+/// their plans and all GPUs are healthy and have no allocations.
 fn wait_until_settled(scope: &Scope) -> Result<()> {
     let cluster = scope.cluster;
-    wait_until("both nodes advertise all of their slices", || {
+    wait_until("all shares are advertised and both nodes have settled", || {
         let gpus = |node: &str| -> Result<u64> {
             Ok(cluster.gpu_node(node)?["status"]["gpus"].as_array().map_or(0, Vec::len) as u64)
         };
@@ -167,7 +169,7 @@ fn wait_until_settled(scope: &Scope) -> Result<()> {
     })
 }
 
-/// Creates several pods, and deletes some of the earlier pods.
+/// Creates one to six pods unless [`MAX_PODS`] exist, and deletes some of the earlier pods.
 fn create_and_delete_pods(scope: &Scope, random: &mut Random, tracker: &mut Tracker) -> Result<()> {
     let living = scope.pods()?;
     for _ in 0..=random.random_below(6) {

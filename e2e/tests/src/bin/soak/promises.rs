@@ -1,5 +1,5 @@
-//! Tracks the pods of the soak, and checks Cleave's promises at each observation, also during
-//! disruptions.
+//! Tracks the pods of the soak, and checks Cleave's promises at each observation, also immediately
+//! after disruptions.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -39,15 +39,15 @@ impl Observation {
     }
 }
 
-/// Returns whether a pod requests shares. Only pods with shares are gated. Other unbound pods wait
-/// in the scheduler until a GPU is partitioned for them.
+/// Returns whether a pod requests shares of [`SHARES_NODE`]. Other pods are not in transit until
+/// they are bound.
 fn requests_shares(pod: &Value) -> bool {
     let limits = pod["spec"]["containers"][0]["resources"]["limits"].as_object();
     limits.is_some_and(|limits| limits.keys().any(|name| name == SHARES_RESOURCE))
 }
 
-/// Time after a disruption during which slices may remain unhealthy. The agent retries a failed
-/// NVML call after 10 s.
+/// Time after a disruption during which slices may remain unhealthy. The agent polls the GPUs every
+/// 10 s.
 const AFTERMATH_DURATION: Duration = Duration::from_secs(40);
 
 /// The period from the start of a disruption until the component has recovered.
@@ -68,10 +68,10 @@ fn is_aftermath(disruptions: &[Period], failed: Timestamp) -> bool {
 #[expect(clippy::struct_excessive_bools, reason = "independent facts about one pod")]
 struct TrackedPod {
     node: &'static str,
-    /// Whether the pod receives the placement gate. Pods for whole GPUs do not receive the gate, so
-    /// their GPUs may be repartitioned while the pods are in transit to the node.
-    gated: bool,
-    /// Whether the pod runs an MPS client.
+    /// Whether the pod requests shares or slices. The soak accepts that the kubelet rejects a pod
+    /// that requests a whole GPU.
+    requests_slices: bool,
+    /// Whether the pod runs a CUDA client.
     client: bool,
     /// Whether the tracker has counted the end of the pod, or expects the end because the soak
     /// deletes the pod.
@@ -97,9 +97,9 @@ pub(crate) struct Tracker {
 
 impl Tracker {
     /// Records that the soak created a pod.
-    pub(crate) fn record_created_pod(&mut self, name: &str, node: &'static str, gated: bool, client: bool) {
+    pub(crate) fn record_created_pod(&mut self, name: &str, node: &'static str, requests_slices: bool, client: bool) {
         self.created += 1;
-        let pod = TrackedPod { node, gated, client, done: false, mps_killed: false, container: None };
+        let pod = TrackedPod { node, requests_slices, client, done: false, mps_killed: false, container: None };
         self.pods.insert(name.to_owned(), pod);
     }
 
@@ -119,7 +119,7 @@ impl Tracker {
         }
     }
 
-    /// Checks that an observation violates no promise.
+    /// Records the promises that an observation violates.
     pub(crate) fn observe(&mut self, observation: &Observation) {
         for pod in &observation.pods {
             self.check_pod(pod);
@@ -132,7 +132,8 @@ impl Tracker {
         }
     }
 
-    /// Checks that a pod keeps its container and does not fail without an accepted cause.
+    /// Records a violation if a pod has lost its container, or has failed without an accepted
+    /// cause.
     fn check_pod(&mut self, pod: &Value) {
         let name = text(&pod["metadata"]["name"]);
         let Some(tracked) = self.pods.get_mut(&name) else { return };
@@ -153,8 +154,9 @@ impl Tracker {
             }
             "Failed" if !tracked.done => {
                 tracked.done = true;
-                // Use the time of the failure, not the time of the observation, because the time
-                // between observations is long on a busy machine.
+                // Use the start time, not the time of the observation, because the time between
+                // observations is long on a busy machine. The start time of a rejected pod is the
+                // time of its rejection.
                 let failed = text(&pod["status"]["startTime"]).parse().unwrap_or_else(|_| Timestamp::now());
                 let is_recent = self.disruptions.get(tracked.node).is_some_and(|periods| is_aftermath(periods, failed));
                 let rejected = text(&pod["status"]["reason"]) == "UnexpectedAdmissionError";
@@ -163,8 +165,8 @@ impl Tracker {
                     *self.outcomes.entry("failed because their MPS was killed").or_default() += 1;
                 } else if is_recent && rejected {
                     *self.outcomes.entry("rejected after a disruption").or_default() += 1;
-                } else if !tracked.gated && rejected {
-                    *self.outcomes.entry("rejected, not gated").or_default() += 1;
+                } else if !tracked.requests_slices && rejected {
+                    *self.outcomes.entry("rejected, whole GPU").or_default() += 1;
                 } else {
                     self.violations.insert(format!("{name} on {} failed: {why} {}", tracked.node, status["state"]));
                 }
@@ -173,7 +175,7 @@ impl Tracker {
         }
     }
 
-    /// Returns the number of outcomes so far of each kind.
+    /// Formats the numbers of created pods, of outcomes of each kind and of violations so far.
     pub(crate) fn summary(&self) -> String {
         format!("{} pods: {}; violations: {}", self.created, format_counts(&self.outcomes), self.violations.len())
     }

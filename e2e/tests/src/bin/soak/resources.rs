@@ -57,7 +57,7 @@ pub(crate) fn remaining_objects(before: &ObjectCounts, after: &ObjectCounts) -> 
 /// Resident memory of Cleave's programs in KiB, by program and node.
 pub(crate) type MemoryByProgram = BTreeMap<(&'static str, String), u64>;
 
-/// Prints one line `PROGRAM KIB` for each program.
+/// Prints one line `PROGRAM KIB` for each process of Cleave's programs.
 const MEMORY_SCRIPT: &str = r#"
 for p in /proc/[0-9]*; do
   case "$(tr '\0' ' ' <$p/cmdline 2>/dev/null)" in
@@ -71,13 +71,16 @@ for p in /proc/[0-9]*; do
 done
 "#;
 
-/// Measures the memory of Cleave's programs on all nodes.
+/// Measures the memory of Cleave's programs on all nodes. If several processes of a program run on
+/// a node, the result contains the largest of these processes.
 pub(crate) fn measure_memory() -> Result<MemoryByProgram> {
     let mut all = MemoryByProgram::new();
     for node in [SHARES_NODE, DYNAMIC_NODE] {
         for line in on_node(node, &["sh", "-c", MEMORY_SCRIPT])?.lines() {
             if let Some((what, kib)) = line.split_once(' ') {
-                all.insert((node, what.to_owned()), kib.trim().parse().unwrap_or_default());
+                let kib: u64 = kib.trim().parse().unwrap_or_default();
+                let largest = all.entry((node, what.to_owned())).or_default();
+                *largest = kib.max(*largest);
             }
         }
     }
@@ -100,7 +103,7 @@ pub(crate) fn format_memory_over_time(memory: &[MemoryByProgram]) -> String {
 /// allocator may retain this amount of memory.
 const MAX_GROWTH_KIB: u64 = 4096;
 
-/// Maximum resident memory of each program at the end of the run, in KiB.
+/// Maximum resident memory of programs at the end of the run, in KiB.
 const MEMORY_GOALS_KIB: [(&str, u64); 3] = [("agent", 12 << 10), ("mps-host", 4 << 10), ("operator", 25 << 10)];
 
 /// Describes the programs whose memory exceeds its goal at the end of the run.

@@ -17,7 +17,7 @@ use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, allocation
 /// The pod in which most attempts run, and the number of its shares.
 const HOSTILE_POD: &str = "hostile";
 const HOSTILE_SHARES: u32 = 3;
-/// The pod that computes on the same GPU, and the number of its shares.
+/// The pod that uses the same GPU, and the number of its shares.
 pub(super) const NEIGHBOUR_POD: &str = "neighbour";
 const NEIGHBOUR_SHARES: u32 = 2;
 /// The pod that violates the protocol of the door from its start, on several simultaneous
@@ -431,8 +431,8 @@ pub(super) fn run_script(bed: &TestBed<'_>, pod: &str, script: &str) -> Result<S
     Ok(String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr))
 }
 
-/// Checks that `printed` contains the reports of `programs` programs, and that no program has
-/// higher limits than those of `shares` shares.
+/// Checks that `printed` contains the reports of `programs` programs, and that each program uses
+/// MPS with the SMs and at most the memory of `shares` shares.
 pub(super) fn check_limits(bed: &TestBed<'_>, shares: u32, printed: &str, programs: usize) -> Result<Outcome> {
     let node = bed.scope.cluster.gpu_node(NODE)?;
     let total = node["status"]["gpus"][0]["memoryMib"].as_u64().context("no memory in the status")?;

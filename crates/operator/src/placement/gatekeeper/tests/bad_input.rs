@@ -10,8 +10,8 @@ use crate::placement::actions::Actions;
 use crate::placement::gatekeeper::{Gatekeeper, MAX_RELEASES, UNSCHEDULABLE_AFTER};
 use crate::placement::stranded::StrandedActions;
 
-/// Time limit of one pass in a debug build on a busy machine. Work that grows exponentially or with
-/// the square of the input far exceeds this limit.
+/// Time limit of one pass in a debug build on a busy machine. The limit detects work that grows
+/// exponentially or with the square of the input.
 const PASS_LIMIT: Duration = Duration::from_secs(20);
 /// Maximum length of a message. An Event's note has at most 1,000 bytes.
 const MAX_MESSAGE_BYTES: usize = 1000;

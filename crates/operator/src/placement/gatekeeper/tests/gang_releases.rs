@@ -65,7 +65,7 @@ fn a_pod_whose_release_failed_keeps_its_units_and_is_released_again() {
         let mut case = gang();
         let release = release_only_g1(&mut case);
         record(&mut case, release);
-        // Its quota has the lower share, so its turn is before that of g2.
+        // The quota of c1 has the lower share, so the turn of c1 is before the turn of g2.
         let mut case = case.waiting(&[("c1", "c", 5, 0)]);
         let actions = reconcile(&mut case);
         assert_eq!(released(&actions), ["a/g2"]);

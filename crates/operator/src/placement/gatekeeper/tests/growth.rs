@@ -31,7 +31,7 @@ fn restore_gate(world: &mut TestCluster, pod: &str) {
     world.change(|world| &mut world.pods, pod, |pod| pod["status"]["conditions"] = gated);
 }
 
-/// Adds a pod of the lowest priority to the node `n1`. The pod has `shares` of the node's used
+/// Adds a policy, and a pod of priority 0 on the node `n1`. The pod has `shares` of the node's used
 /// shares.
 fn with_low_priority_pod(world: TestCluster, shares: u32) -> TestCluster {
     let bound = json!({"nodeName": "n1", "schedulingGates": [], "priority": 0});

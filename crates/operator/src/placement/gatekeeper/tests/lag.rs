@@ -19,7 +19,7 @@ enum Step {
     Create(u32),
     /// The gatekeeper reconciles. Contains the maximum number of release writes that succeed.
     Reconcile(usize),
-    /// The gatekeeper reconciles, but all answers of the API server are lost.
+    /// Like `Reconcile`, but all answers of the API server are lost.
     LoseAnswers(usize),
     /// The watch of pods reports all changes.
     ReportPods,

@@ -46,7 +46,7 @@ fn cluster_with_waiting_pods(pods: &[&str]) -> TestCluster {
     pods.iter().fold(world, |world, pod| world.pod_with(pod, 1, requesting(GPU_RESOURCE, 1)))
 }
 
-/// Returns a gatekeeper whose agents run only on nodes with the label.
+/// Returns a gatekeeper whose agents run only on nodes with two labels.
 fn gatekeeper_with_agent_labels() -> Gatekeeper {
     let labels = [("gpu", "cleave"), ("kubernetes.io/os", "linux")];
     Gatekeeper::default().with_agent_labels(labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into())

@@ -71,7 +71,7 @@ fn a_quota_of_one_model_does_not_lock_pods_out_of_other_gpus() {
         quota(&mut world, "h", &["a"], "H100", json!({"min": "1"}));
         change(&mut world);
         add(&mut world, &mut actual, ("a", "a1", 10), (Some("h1"), 0));
-        // Unnamed pods use less of the H100s, so they are tried first.
+        // Pods without a quota use less of the H100s, so the H100s are tried first.
         add(&mut world, &mut actual, ("other", "y", 3), (Some("l1"), 0));
         add(&mut world, &mut actual, ("other", "x", 5), (None, 0));
         let actions = reconcile(&mut keeper(), &world, 9);
@@ -107,14 +107,14 @@ fn a_pod_that_does_not_borrow_waits_although_another_pool_is_free() {
     let actions = reconcile(&mut keeper(), &world, 9);
     assert_eq!((actions.releases.len(), actions.waiting["a/a1"].reason), (0, Reason::WaitsForGuarantee));
     assert!(actions.unplanned.contains("a/a1"), "no GPU is partitioned for the pod");
-    // GPUs that no quota counts are not borrowed from anybody.
+    // A pod on a GPU that no quota counts does not borrow.
     world.quotas.pop();
     let actions = reconcile(&mut keeper(), &world, 9);
     assert_eq!(nodes_of(&actions), [["l1"]]);
 }
 
 #[test]
-fn at_its_maximum_a_pod_waits_only_in_that_pool() {
+fn a_pod_over_the_maximum_of_one_pool_can_use_another_pool() {
     let (mut world, mut actual) = (two_models(), ActualAllocations::default());
     quota(&mut world, "h", &["a"], "H100", json!({"max": "500m"}));
     add(&mut world, &mut actual, ("b", "b1", 6), (Some("l1"), 0));

@@ -508,7 +508,7 @@ fn delete_pod_with_unlisted_shares(world: &mut TestCluster, pod: &str) {
     unlist(world, pod);
 }
 
-/// Makes a pod's node list the pod no longer, and still count its shares as used.
+/// Removes a pod from the allocations of its node. The node still counts the pod's shares as used.
 fn unlist(world: &mut TestCluster, pod: &str) {
     world.change(
         |world| &mut world.gpu_nodes,

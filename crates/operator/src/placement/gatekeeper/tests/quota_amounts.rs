@@ -8,7 +8,7 @@ use super::world::{ActualAllocations, MPS_RESOURCE, TestCluster, at, nodes_of, r
 use crate::placement::gatekeeper::Gatekeeper;
 use crate::policies::demand::Reason;
 
-/// Makes a GpuNode unreadable or removes it.
+/// Changes that remove a GpuNode, make it unreadable, or remove its GPUs.
 const LOSSES: [fn(&mut TestCluster); 3] = [
     |world| drop(world.gpu_nodes.remove("n2")),
     |world| world.change(|world| &mut world.gpu_nodes, "n2", |node| node["status"]["gpus"] = json!("new version")),
@@ -82,7 +82,7 @@ pub(super) fn mig_cluster(nodes: &[&str]) -> TestCluster {
 pub(super) const FOUR: &str = "nvidia.com/mig-4g.40gb";
 pub(super) const THREE: &str = "nvidia.com/mig-3g.40gb";
 
-/// Binds a pod to a node, whose kubelet gave it a device.
+/// Binds a pod to a node whose kubelet gives the pod a device.
 pub(super) fn bind(world: &mut TestCluster, pod: &str, node: &str, (device, resource): (usize, &str)) {
     world.change(
         |world| &mut world.pods,
@@ -215,8 +215,23 @@ fn a_pod_that_does_not_borrow_is_not_evicted_for_another_team() {
     let actions = case.step();
     let victims: Vec<&str> = actions.evictions.iter().map(|eviction| eviction.pod.as_str()).collect();
     assert_eq!(victims, ["a/a2"], "the pod of higher priority borrows");
-    // Only a more important pod of its own quota takes its room.
+    // Only a pod of the same quota with a higher priority evicts the pod.
     let case = case.until_rest();
     let kinds: Vec<(&str, &str)> = case.evicted.iter().map(|(kind, _, victim)| (&**kind, &**victim)).collect();
     assert_eq!(kinds, [("Reclaim", "a2"), ("Priority", "a1")]);
+}
+
+/// Otherwise a user could push a more important pod of the same quota out of the guarantee.
+#[test]
+fn an_annotation_that_is_written_after_the_release_changes_no_importance() {
+    let mut case = Case::new(1, &[("a", json!({"min": 5})), ("b", json!({"min": 5}))])
+        .waiting(&[("high", "a", 5, 9), ("low", "a", 5, 0)])
+        .until_rest();
+    case.world.change(
+        |world| &mut world.pods,
+        "a/low",
+        |pod| pod["metadata"]["annotations"]["cleave.dev/borrow"] = json!("Never"),
+    );
+    let case = case.waiting(&[("b1", "b", 5, 0)]).until_rest();
+    assert_eq!(case.evicted, [("Reclaim".to_owned(), "b1".to_owned(), "low".to_owned())]);
 }

@@ -180,6 +180,77 @@ fn nodes_that_a_pod_may_not_use_make_it_no_dearer() {
     assert_eq!(evicted(&actions), [("b/b1", Some(Kind::Reclaim))], "{:?}", actions.waiting);
 }
 
+#[test]
+fn a_pod_uses_devices_where_it_costs_less_than_its_maximum_or_guarantee() {
+    let never = json!({"cleave.dev/borrow": "Never"});
+    let cases = [
+        (json!({"max": "500m"}), Value::Null),
+        (json!({"min": "500m"}), never.clone()),
+        (json!({"min": "500m", "max": "500m"}), never),
+    ];
+    for (spec, annotations) in cases {
+        for is_free in [true, false] {
+            // On n2, two shares are a whole GPU. On n1, they are a fifth of a GPU.
+            let (mut world, mut actual) =
+                (TestCluster::default().node("n1", &[0]).node("n2", &[0]), ActualAllocations::default());
+            edit_gpu(&mut world, "n2", |gpu| gpu["slices"][0]["total"] = json!(2));
+            add_quota(&mut world, "a", spec.clone());
+            add_quota(&mut world, "b", json!({}));
+            if !is_free {
+                add(&mut world, &mut actual, ("b", "b1", 10), (Some("n1"), 0));
+            }
+            add(&mut world, &mut actual, ("a", "a1", 2), (None, 0));
+            world.change(|world| &mut world.pods, "a/a1", |pod| pod["metadata"]["annotations"] = annotations.clone());
+            let actions = reconcile(&mut keeper(), &world, 9);
+            let is_guaranteed = !spec["min"].is_null();
+            let victims: &[_] = if is_guaranteed && !is_free { &[("b/b1", Some(Kind::Reclaim))] } else { &[] };
+            assert_eq!(evicted(&actions), victims, "{spec}: {:?}", actions.waiting);
+            let expected: &[[&str; 1]] = if is_free { &[["n1"]] } else { &[] };
+            assert_eq!(nodes_of(&actions), expected, "{spec}: never on n2: {:?}", actions.waiting);
+        }
+    }
+}
+
+/// A stolen token of an agent can report any UUID.
+#[test]
+fn a_node_that_reports_devices_of_another_node_does_not_change_what_pods_cost_there() {
+    for forger in ["n0", "n9"] {
+        let mut world = TestCluster::default().node("n5", &[0, 0]).node(forger, &[0, 0]);
+        let mut actual = ActualAllocations::default();
+        for guarantee in ["Count", "Cells"] {
+            world.quotas.clear();
+            add_quota(&mut world, "a", json!({"min": "1", "guarantee": guarantee}));
+            add_quota(&mut world, "b", json!({"min": "2"}));
+            for (pod, shares, gpu) in [(("a", "a1"), 3, 0), (("a", "a2"), 5, 0), (("b", "b1"), 10, 1)] {
+                run_on(&mut world, &mut actual, (pod.0, pod.1, shares), ("n5", gpu));
+            }
+            add(&mut world, &mut ActualAllocations::default(), ("b", "b2", 5), (None, 0));
+            actual.report_on(&mut world, 2);
+            world.change(|world| &mut world.nodes, forger, |node| node["spec"] = json!({"unschedulable": true}));
+            edit_gpu(&mut world, forger, |gpu| {
+                let slice = gpu["slices"][0].clone();
+                for device in ["n5-GPU-0", "n5-GPU-1"] {
+                    let mut forged = slice.clone();
+                    (forged["device"], forged["total"]) = (json!(device), json!(1));
+                    gpu["slices"].as_array_mut().unwrap().push(forged);
+                }
+            });
+            let actions = reconcile(&mut keeper(), &world, 9);
+            assert_eq!(evicted(&actions), [], "{forger}, {guarantee}: the pods of a are within the guarantee");
+            let used = keeper_reports(&world);
+            assert_eq!(used["a"], 800_000, "{forger}, {guarantee}");
+        }
+    }
+}
+
+/// Returns what each quota uses, in millionths of a GPU.
+fn keeper_reports(world: &TestCluster) -> BTreeMap<String, u64> {
+    let mut gate = keeper();
+    reconcile(&mut gate, world, 9);
+    let reports = gate.quota_reports(&world.cluster(), &BTreeMap::new(), at(9));
+    reports.usages.into_iter().map(|(name, usage)| (name, usage.usage.used.0)).collect()
+}
+
 /// Returns a node with an H100 and an L4, and a quota for each.
 fn mixed_node() -> (TestCluster, ActualAllocations) {
     let mut world = TestCluster::default().node("n1", &[0, 0]);
@@ -189,17 +260,17 @@ fn mixed_node() -> (TestCluster, ActualAllocations) {
     (world, ActualAllocations::default())
 }
 
-/// Moves a running pod to a GPU of n1.
-fn run_on(world: &mut TestCluster, actual: &mut ActualAllocations, pod: (&str, &str, u32), gpu: usize) {
-    add(world, &mut ActualAllocations::default(), pod, (Some("n1"), 0));
-    actual.given.insert(format!("{}/{}", pod.0, pod.1), (format!("n1-GPU-{gpu}"), pod.2));
+/// Adds a pod that runs on a GPU of a node with two GPUs.
+fn run_on(world: &mut TestCluster, actual: &mut ActualAllocations, pod: (&str, &str, u32), (node, gpu): (&str, usize)) {
+    add(world, &mut ActualAllocations::default(), pod, (Some(node), 0));
+    actual.given.insert(format!("{}/{}", pod.0, pod.1), (format!("{node}-GPU-{gpu}"), pod.2));
     actual.report_on(world, 2);
 }
 
 #[test]
 fn each_gpu_of_a_node_is_of_the_pool_of_its_model() {
     let (mut world, mut actual) = mixed_node();
-    run_on(&mut world, &mut actual, ("h", "h1", 10), 0);
+    run_on(&mut world, &mut actual, ("h", "h1", 10), ("n1", 0));
     add(&mut world, &mut actual, ("h", "h2", 10), (None, 0));
     add(&mut world, &mut actual, ("l", "l1", 10), (None, 0));
     actual.report_on(&mut world, 2);
@@ -218,13 +289,13 @@ fn each_gpu_of_a_node_is_of_the_pool_of_its_model() {
 #[test]
 fn a_guarantee_of_one_model_reclaims_no_gpu_of_another() {
     let (mut world, mut actual) = mixed_node();
-    run_on(&mut world, &mut actual, ("h", "h1", 10), 0);
-    run_on(&mut world, &mut actual, ("other", "x", 10), 1);
+    run_on(&mut world, &mut actual, ("h", "h1", 10), ("n1", 0));
+    run_on(&mut world, &mut actual, ("other", "x", 10), ("n1", 1));
     add(&mut world, &mut actual, ("h", "h2", 10), (None, 0));
     actual.report_on(&mut world, 2);
     let actions = reconcile(&mut keeper(), &world, 9);
     assert_eq!((evicted(&actions).len(), actions.releases.len()), (0, 0), "{:?}", actions.evictions);
-    // The team of the L4 reclaims it.
+    // The quota of the L4 reclaims the L4.
     add(&mut world, &mut actual, ("l", "l1", 10), (None, 0));
     actual.report_on(&mut world, 2);
     let actions = reconcile(&mut keeper(), &world, 9);
@@ -235,8 +306,8 @@ fn a_guarantee_of_one_model_reclaims_no_gpu_of_another() {
 fn beside_gpus_of_a_quota_priority_decides_only_about_the_others() {
     let (mut world, mut actual) = mixed_node();
     world.quotas.truncate(1);
-    run_on(&mut world, &mut actual, ("h", "h1", 10), 0);
-    run_on(&mut world, &mut actual, ("other", "low", 10), 1);
+    run_on(&mut world, &mut actual, ("h", "h1", 10), ("n1", 0));
+    run_on(&mut world, &mut actual, ("other", "low", 10), ("n1", 1));
     add(&mut world, &mut actual, ("other", "high", 5), (None, 10));
     actual.report_on(&mut world, 2);
     let actions = reconcile(&mut keeper(), &world, 9);

@@ -28,7 +28,7 @@ fn pods_that_no_eviction_helps_do_not_keep_others_from_evictions() {
     for name in &names[..11] {
         case.add((&format!("hopeless-{name}"), name, 10, 0), None);
     }
-    // Its quota has the highest share, so its turn is the last.
+    // The quota of the pod `high` has the highest share, so the turn of `high` is the last.
     let case = case.waiting(&[("high", "q11", 10, 100)]).until_rest();
     assert_eq!(case.evicted, [("Priority".to_owned(), "high".to_owned(), "low".to_owned())]);
 }
@@ -99,7 +99,7 @@ fn a_new_leader_continues_the_time_of_a_disruption_budget() {
     assert_eq!(case(Some(now + 900)).0, Some(now), "a record of the future is corrected");
 }
 
-/// A Deployment replaces pods of a few minutes, or the owner changes the gang of the pods.
+/// A Deployment may replace running pods, or the owner may change the gang of the pods.
 #[test]
 fn the_time_of_a_disruption_budget_does_not_start_again_when_a_victim_is_replaced() {
     for gang in [false, true] {
@@ -225,7 +225,8 @@ fn a_pod_of_two_gpus_is_not_within_a_guarantee_of_one_cell() {
     assert!(case.step().evictions.is_empty(), "one GPU is guaranteed, and the pod needs two");
 }
 
-/// It has waited for its guarantee so that it is not evicted for that of others.
+/// A pod that does not borrow has waited for its guarantee, so it is not evicted for the guarantee
+/// of another quota.
 #[test]
 fn a_pod_that_does_not_borrow_is_not_pushed_out_of_its_guarantee() {
     let mut case = Case::new(2, &[("a", json!({"min": 5})), ("b", json!({"min": 5}))])

@@ -297,7 +297,7 @@ fn a_pod_of_a_gang_whose_release_failed_keeps_its_room() {
     case.failing_release = Some("a/g2".to_owned());
     assert_eq!(case.step().releases.len(), 2);
     case.failing_release = None;
-    // Its quota has the lower share, so its turn is before that of g2.
+    // The quota of c1 has the lower share, so the turn of c1 is before the turn of g2.
     let case = case.waiting(&[("c1", "c", 5, 0)]).until_rest();
     assert_eq!(case.is_running(), ["g1", "g2"].map(str::to_owned).into(), "{:?}", case.evicted);
 }
@@ -330,5 +330,21 @@ fn gangs_have_no_effect_without_an_enforced_quota() {
             Case::new(1, &quotas).waiting(&[("g1", "a", 6, 0), ("g2", "a", 6, 0)]).gang("a", "train", 2, &["g1", "g2"]);
         let actions = keeper().reconcile(&case.world.cluster(), &BTreeMap::new(), at(1));
         assert_eq!(actions.releases.len(), 1, "the pod that fits is released");
+    }
+}
+
+#[test]
+fn gangs_of_counted_quotas_and_of_exempt_namespaces_have_no_effect_beside_an_enforced_quota() {
+    for is_exempt in [false, true] {
+        let mut case = Case::new(1, &[("a", json!({"min": 5})), ("b", json!({"mode": "Count"}))]);
+        if is_exempt {
+            case.world.quotas.pop();
+            let labels = json!({"cleave.dev/allow": "quota"});
+            case.world.namespaces.push(json!({"metadata": {"name": "b", "labels": labels}}));
+        }
+        let mut case =
+            case.waiting(&[("g1", "b", 5, 0), ("g2", "b", 5, 0)]).gang("b", "train", 1_000_000, &["g1", "g2"]);
+        let actions = case.step();
+        assert_eq!(actions.releases.len(), 2, "exempt {is_exempt}: {:?}", actions.waiting);
     }
 }

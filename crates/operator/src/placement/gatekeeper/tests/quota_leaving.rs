@@ -8,8 +8,8 @@ const A_DAY_LATER: &str = "1970-01-13T13:46:40Z";
 /// Five minutes after the first second of a case: within the maximum grace period.
 const SOON: &str = "1970-01-12T13:51:40Z";
 
-/// Pods of the quota `a` use one GPU, and one of them is deleted. Another pod of the quota waits,
-/// and needs the GPU that `b` borrows.
+/// A pod of the quota `a` uses half a GPU, and terminates until `until`. Another pod of the quota
+/// waits, and needs the GPU that `b` borrows.
 fn deleted_and_replaced(a: Value, until: &str) -> Case {
     let mut case = Case::new(2, &[("a", a), ("b", json!({})), ("c", json!({"min": 5}))])
         .running(&[(("a1", "a", 5, 0), 0), (("c1", "c", 5, 0), 0), (("b1", "b", 10, 0), 1)])
@@ -83,4 +83,38 @@ fn a_pod_uses_the_room_of_a_pod_of_its_quota_that_terminates() {
     case.end("a/a1");
     let case = case.until_rest();
     assert!(case.evicted.is_empty() && case.is_running().contains("a2"), "{:?}", case.evicted);
+}
+
+#[test]
+fn a_pod_of_several_gpus_counts_once_while_pods_of_its_quota_terminate() {
+    let mut case = Case::new(3, &[("a", json!({"min": 30})), ("b", json!({}))])
+        .running(&[(("a1", "a", 1, 0), 0), (("b1", "b", 10, 0), 1), (("b2", "b", 10, 0), 2)])
+        .waiting(&[("a2", "a", 10, 0)]);
+    let add_container = |pod: &mut Value| {
+        let mut second = pod["spec"]["containers"][0].clone();
+        second["name"] = json!("second");
+        pod["spec"]["containers"].as_array_mut().unwrap().push(second);
+    };
+    case.world.change(|world| &mut world.pods, "a/a2", add_container);
+    case.world.terminate("a/a1", SOON);
+    case.step();
+    let victims: Vec<&str> = case.evicted.iter().map(|(_, _, victim)| victim.as_str()).collect();
+    assert_eq!(victims, ["b2"], "0.1 GPUs terminate, and 2 more are within the guarantee of 3");
+}
+
+#[test]
+fn a_quota_does_not_use_unlent_room_again_for_pods_that_still_terminate() {
+    for spec in [json!({"min": 10}), json!({"min": 10, "guarantee": "Cells"})] {
+        let mut case = Case::new(3, &[("a", spec.clone()), ("b", json!({"min": 20, "lend": 0}))])
+            .running(&[(("a1", "a", 10, 0), 0)])
+            .waiting(&[("a2", "a", 10, 0)]);
+        case.world.terminate("a/a1", SOON);
+        for _ in 0..3 {
+            let actions = case.step();
+            assert!(actions.releases.is_empty(), "{spec}: the free GPUs are kept for b: {:?}", actions.releases);
+        }
+        case.end("a/a1");
+        let case = case.until_rest();
+        assert!(case.is_running().contains("a2"), "{spec}");
+    }
 }

@@ -1,4 +1,5 @@
-//! Tests where room is reserved for pods that have waited long: only where they can use it.
+//! Tests where units are reserved for pods that have waited long: only where these pods can use
+//! them.
 use cleave_api::names::GATE;
 use cleave_plan::affinity::HOSTNAME;
 use serde_json::{Value, json};
@@ -114,7 +115,7 @@ fn the_time_behind_another_gate_does_not_count() {
     assert_eq!(released(&case.step()), [], "it waits for 8 s");
 }
 
-/// What is not lent leaves the pod no room as long as an older pod runs.
+/// While an older pod runs, too few units remain for the pod beside the amount that is not lent.
 #[test]
 fn no_room_is_reserved_while_older_pods_leave_too_little_for_other_guarantees() {
     let mut case = Case::new(2, &[("a", json!({})), ("b", json!({})), ("idle", json!({"min": 10, "lend": 6}))])
@@ -128,7 +129,7 @@ fn no_room_is_reserved_while_older_pods_leave_too_little_for_other_guarantees() 
     assert_eq!(released(&case.step()), [("b/s1", "reserved")]);
 }
 
-/// Otherwise small pods on other GPUs could keep the reserved room unused forever.
+/// Otherwise small pods on other GPUs could keep the reserved units unused forever.
 #[test]
 fn borrowers_leave_room_for_a_reservation_beside_what_is_kept_for_guarantees() {
     let mut case = Case::new(2, &[("a", json!({})), ("b", json!({})), ("idle", json!({"min": 10, "lend": 6}))])

@@ -1,4 +1,4 @@
-//! Tests which waiting pod gets room first while quotas are enforced.
+//! Tests which waiting pod gets units first while quotas are enforced.
 use serde_json::{Value, json};
 
 use super::quotas::{Case, Ending};
@@ -37,7 +37,7 @@ fn of_two_nominated_pods_the_older_gets_the_first_room_and_does_not_wait_for_the
 #[test]
 fn newer_nominated_pods_do_not_delay_an_older_one() {
     let mut case = two_nominees_beside_each_other();
-    // Its turn is before that of b1, because its priority is higher.
+    // The turn of a0 is before the turn of b1, because the priority of a0 is higher.
     case.add(("a0", "a", 3, 9), None);
     case.step();
     case.end("c/c1");
@@ -45,7 +45,8 @@ fn newer_nominated_pods_do_not_delay_an_older_one() {
     assert_eq!(released(&actions), [("b/b1", "reserved")], "{actions:?}");
 }
 
-/// Room of a GPU and CPU are freed together. A pod that leaves the first must leave the second.
+/// Shares and CPU are freed together. A pod that leaves the shares to another pod must also leave
+/// the CPU.
 #[test]
 fn a_borrower_of_higher_priority_does_not_use_cpu_that_is_kept_for_a_guarantee() {
     let mut case = Case::new(1, &[("a", json!({"min": 5})), ("b", json!({})), ("c", json!({}))])

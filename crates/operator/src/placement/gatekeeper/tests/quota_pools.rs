@@ -8,13 +8,13 @@ use super::quotas::{Case, keeper};
 use super::world::{at, nodes_of, released, requesting, whole_gpus};
 use crate::policies::demand::Reason;
 
-/// A quota of H100 GPUs. Node `n1` has H100 GPUs.
+/// Returns the spec of a quota of H100 GPUs. Node `n1` has H100 GPUs.
 fn of_h100(mut spec: Value) -> Value {
     spec["gpus"] = json!({"models": ["H100"]});
     spec
 }
 
-/// Adds the node `n2` with as many L4 GPUs as `n1` has GPUs.
+/// Adds the node `n2` with this number of L4 GPUs.
 fn with_l4(mut case: Case, gpus: usize) -> Case {
     case.world = case.world.node("n2", &vec![0; gpus]);
     let set = |object: &mut Value| {

@@ -47,8 +47,8 @@ struct PodLocation {
     gpu: usize,
 }
 
-/// Returns a pod of a Deployment with 50 replicas, as the API server reports it. Without `place`,
-/// the pod waits at the gate.
+/// Returns a pod of a Deployment with 50 replicas, as the API server reports it. Without `node`,
+/// the pod waits at the gate. With `place`, the pod has a reservation.
 fn pod(number: usize, shares: Option<&str>, node: Option<usize>, place: Option<PodLocation>) -> RawPod {
     let app = format!("app-{}", number / 50);
     let mut resources = json!({"requests": {"cpu": "250m", "memory": "512Mi"}, "limits": {"memory": "512Mi"}});
@@ -91,7 +91,8 @@ fn node_name(node: usize) -> String {
     format!("node-{node:04}")
 }
 
-/// A fleet of nodes with eight GPUs each. All shares are in use by pods with one share each.
+/// A fleet of nodes with eight GPUs each. Pods with one share each use the shares. Pods beyond the
+/// number of shares use no GPU.
 struct Fleet {
     nodes: usize,
     pods: usize,
@@ -264,7 +265,7 @@ fn measure_reconciles(nodes: usize, pods: usize) {
         }
         fleet.writer.apply(Event::Apply(fleet.listed_pod(number)));
     });
-    // Half of the pods end.
+    // Pods end until half of the shares are free.
     fleet.pods = fleet.nodes * GPUS_PER_NODE * UNITS_PER_GPU / 2;
     for node in 0..fleet.nodes {
         fleet.version += 1;

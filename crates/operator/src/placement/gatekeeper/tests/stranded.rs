@@ -119,7 +119,8 @@ fn a_pod_that_requests_a_resource_of_another_plugin_is_released() {
     assert_eq!(released(&reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS)), [("team/a", "not_managed")]);
 }
 
-/// Returns a pod with or without a controller that is released to n1 and not bound.
+/// Returns a cluster whose pod, with or without a controller, is released to n1 and not bound. Also
+/// returns the gatekeeper.
 fn cluster_with_pod_released_to_n1(owned: bool) -> (TestCluster, Gatekeeper) {
     let world = TestCluster::default().node("n1", &[0]);
     let mut world = if owned { add_replica_set_pod(world, "a", json!({})) } else { world.pod("a", 2) };

@@ -279,7 +279,7 @@ pub(super) const GPUS_PER_NODE: usize = 2;
 pub(super) struct ActualAllocations {
     /// Device and number of shares by pod.
     pub(super) given: BTreeMap<String, (String, u32)>,
-    /// Number of steps until each deleted pod frees its shares.
+    /// The step in which each deleted pod frees its shares.
     pub(super) ending: BTreeMap<String, usize>,
     /// The same as `given`, of ended pods that the node no longer lists.
     pub(super) unlisted: BTreeMap<String, (String, u32)>,

@@ -15,7 +15,7 @@ use super::simulation::{CreatedPod, Simulation};
 /// controller are delayed by up to 600 s.
 const RESCUE_DEADLINE_SECONDS: u64 = 1000;
 
-/// Checks that no unit of a GPU is reserved twice.
+/// Checks that no unit of a GPU is reserved twice, or reserved and used.
 pub(super) fn no_units_are_reserved_twice(simulation: &Simulation) -> Result<(), String> {
     let mut units: BTreeMap<String, u32> = BTreeMap::new();
     for pod in simulation.api.pods.values() {
@@ -117,7 +117,7 @@ fn narrowed(pod: &Value, node: &str) -> Value {
     pod
 }
 
-/// Returns whether each request fits on one GPU.
+/// Returns whether all requests fit together, each on one GPU.
 fn fits(wanted: &[u32], free: &[u32]) -> bool {
     let Some((first, rest)) = wanted.split_first() else { return true };
     (0..free.len()).any(|gpu| {
@@ -130,7 +130,7 @@ fn fits(wanted: &[u32], free: &[u32]) -> bool {
 }
 
 /// Checks that at most four pods of each controller were evicted since `before`. Skips controllers
-/// whose pods have new volumes.
+/// whose pods have new volumes, and controllers that do not recreate evicted pods.
 pub(super) fn no_controller_is_evicted_repeatedly(
     simulation: &Simulation,
     before: &BTreeMap<String, usize>,

@@ -8,9 +8,10 @@
 //! | `operator` | the gatekeeper under test, with lagging watches and lost answers |
 //! | `checks` | conditions that must hold |
 //!
-//! Each history has random steps, followed by a quiet time that is longer than each deadline of the
-//! operator. `cargo test` runs the same [`DEFAULT_CASES`] histories each time, so that it never
-//! fails by chance. `PROPTEST_CASES` sets another number, and selects the histories at random.
+//! Each history has random steps, followed by a quiet time of an hour, in which most deadlines of
+//! the operator pass. `cargo test` runs the same [`DEFAULT_CASES`] histories each time, so that it
+//! never fails by chance. `PROPTEST_CASES` sets another number, and selects the histories at
+//! random.
 //!
 //! Documented exceptions:
 //!
@@ -391,7 +392,8 @@ impl World {
             self.settle(0)?;
             let changed = self.simulation.api.version != before;
             let next = [self.operator.due, self.simulation.next_container_end()].into_iter().flatten().min();
-            // To save time, the operator may be late by up to a twentieth of this quiet period.
+            // To save time, the operator may be late by up to 1 s and a twentieth of the quiet time
+            // so far.
             let late = now + 1 + (now - begin) / 20;
             self.simulation.now = if changed { now + 1 } else { next.unwrap_or(end).max(late).min(end) };
         }

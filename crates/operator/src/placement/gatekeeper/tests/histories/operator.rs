@@ -439,6 +439,7 @@ pub(super) fn has_stranded_condition(pod: &Value) -> bool {
 }
 
 /// Returns the reserved units of a released pod that has no allocation yet, each with its device.
+/// Excludes dropped reservations, and devices whose units pods without a reservation received.
 pub(super) fn units_reserved_for(simulation: &Simulation, pod: &Value) -> Vec<(String, u32)> {
     let uid = text(pod, "/metadata/uid");
     if simulation.allocations.contains_key(uid) || simulation.dropped.contains(uid) {

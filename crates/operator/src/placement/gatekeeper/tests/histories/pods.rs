@@ -23,7 +23,7 @@ pub(super) enum Owner {
     Job,
 }
 
-/// A rule that restricts where a pod can run.
+/// A rule that affects where a pod can run.
 #[derive(Debug, Clone)]
 pub(super) enum Rule {
     /// Node selector.
@@ -89,7 +89,7 @@ pub(super) struct Template {
     pub(super) priority: i32,
     /// Requested shares of each container.
     pub(super) shares: Vec<u32>,
-    /// Requested CPU, in thousandths.
+    /// Requested CPU of the first container, in thousandths.
     pub(super) cpu: u32,
     pub(super) rules: Vec<Rule>,
 }

@@ -60,7 +60,8 @@ fn milli(quantity: &Value) -> u64 {
     }
 }
 
-/// Returns the requests of a pod, in thousandths. Limits without a request are requests.
+/// Returns the requests of a pod, in thousandths. A container has either a request or a limit of a
+/// resource, so the function adds both.
 fn requests(pod: &Value) -> BTreeMap<&str, u64> {
     let mut sums = BTreeMap::from([("pods", 1000)]);
     for container in list(pod, "/spec/containers") {

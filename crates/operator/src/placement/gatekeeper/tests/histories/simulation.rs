@@ -273,8 +273,8 @@ impl Simulation {
         }
     }
 
-    /// Ends the containers of deleted pods at their due time, and deletes pods that do not tolerate
-    /// a taint with `NoExecute`.
+    /// Records the GPUs that cannot serve. Ends the containers of deleted pods at their due time,
+    /// except on nodes that are down. Deletes pods that do not tolerate a taint with `NoExecute`.
     pub(super) fn run_kubelets(&mut self) {
         for (name, gpu) in &self.gpus.clone() {
             if !self.can_serve(gpu) {
@@ -329,9 +329,9 @@ impl Simulation {
         self.allocations.values().flatten().filter(|part| part.device == device).map(|part| part.units).sum()
     }
 
-    /// Returns whether a pod without a reservation received units of a device after this pod was
-    /// released to the device. A pod whose reservation has ended has no gate, so the scheduler may
-    /// bind it at any time.
+    /// Returns whether a pod without a reservation received units of a device after the release of
+    /// this pod, or up to 60 s before the release. A pod whose reservation has ended has no gate,
+    /// so the scheduler may bind it at any time.
     pub(super) fn is_disturbed(&self, uid: &str, device: &str) -> bool {
         let released = self.released_at.get(uid).copied().unwrap_or(0);
         self.disturbed.get(device).is_some_and(|until| *until >= released)
