@@ -240,21 +240,20 @@ impl ExchangeTurns {
     }
 
     /// Records that no pods can be evicted for a waiting pod. `version` is the number of the last
-    /// change. With `protected`, only pods that disruption budgets protect could make room; it
-    /// contains the time until the operator deletes them, if it does.
+    /// change. `is_protected` states whether only pods that disruption budgets protect could make
+    /// room, and `left` is the time until the operator deletes them, if it does.
     pub(super) fn record_failure(
         &mut self,
         seeker: &Seeker<'_>,
-        protected: Option<Option<Duration>>,
+        (is_protected, left): (bool, Option<Duration>),
         version: u64,
         up: Duration,
     ) {
         let recheck = if seeker.has_rules { RULES_RECHECK_TIME } else { RECHECK_TIME };
-        let recheck = recheck.min(protected.flatten().unwrap_or(recheck));
         let next = self.pools.get(seeker.turn.member.pool).and_then(|pool| pool.next);
-        let until = up.saturating_add(recheck).min(next.unwrap_or(Duration::MAX));
-        let failure = Failure { version, until, is_protected: protected.is_some() };
-        self.record(seeker, None, true, Some(failure));
+        let until = up.saturating_add(left.map_or(recheck, |left| left.min(recheck)));
+        let until = next.map_or(until, |next| next.min(until));
+        self.record(seeker, None, true, Some(Failure { version, until, is_protected }));
     }
 
     /// Records that evictions free enough units for a pod.

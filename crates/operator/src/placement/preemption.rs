@@ -422,7 +422,7 @@ impl<'a> PreemptionSearch<'a> {
         }
         let seeker = Seeker { name, pod, turn, pods: 1, has_rules: key.has_rules() };
         if self.futile.contains(&key) {
-            self.preemptors.record_failed_exchange(&seeker, None, self.up);
+            self.preemptors.record_failed_exchange(&seeker, (false, None), self.up);
             return Err(NoEvictions::Impossible);
         }
         self.take_exchange_turn(&seeker)?;
@@ -466,10 +466,13 @@ impl<'a> PreemptionSearch<'a> {
         seeker: &Seeker<'_>,
         found: Result<Exchange<'a>, NoEvictions>,
     ) -> Result<Exchange<'a>, NoEvictions> {
-        match found {
-            Err(NoEvictions::Protected(left)) => self.preemptors.record_failed_exchange(seeker, Some(left), self.up),
-            Err(NoEvictions::Impossible) => self.preemptors.record_failed_exchange(seeker, None, self.up),
-            _ => {}
+        let failure = match found {
+            Err(NoEvictions::Protected(left)) => Some((true, left)),
+            Err(NoEvictions::Impossible) => Some((false, None)),
+            _ => None,
+        };
+        if let Some(failure) = failure {
+            self.preemptors.record_failed_exchange(seeker, failure, self.up);
         }
         found
     }

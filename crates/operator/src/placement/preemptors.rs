@@ -254,16 +254,16 @@ impl Preemptors {
         self.exchanges.take_turn(seeker, up)
     }
 
-    /// Records that by the rules of quotas no pods can be evicted for a pod. With `protected`, only
-    /// pods that disruption budgets protect could make room; it contains the time until the
-    /// operator deletes them, if it does.
+    /// Records that by the rules of quotas no pods can be evicted for a pod. `is_protected` states
+    /// whether only pods that disruption budgets protect could make room, and `left` is the time
+    /// until the operator deletes them, if it does.
     pub(super) fn record_failed_exchange(
         &mut self,
         seeker: &Seeker<'_>,
-        protected: Option<Option<Duration>>,
+        (is_protected, left): (bool, Option<Duration>),
         up: Duration,
     ) {
-        self.exchanges.record_failure(seeker, protected, self.version, up);
+        self.exchanges.record_failure(seeker, (is_protected, left), self.version, up);
     }
 
     /// Records that this reconcile decided evictions for a waiting pod by the rules of quotas.

@@ -175,7 +175,6 @@ async fn evict_until_failure<'e, F: Future<Output = EvictionResult>>(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
     use std::sync::atomic::AtomicUsize;
 
     use super::*;
@@ -195,23 +194,19 @@ mod tests {
     /// number of requests, and the maximum number of requests at the same time.
     async fn evict_gang(count: usize, concurrency: usize, refused: &str) -> (usize, usize) {
         let evictions = evictions(count);
-        let (in_flight, most) = (AtomicUsize::new(0), Mutex::new(0));
+        let (in_flight, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let evict = |eviction: &'_ Eviction| {
             let is_refused = eviction.uid == refused;
             let (in_flight, most) = (&in_flight, &most);
             async move {
-                let now = in_flight.fetch_add(1, Ordering::Relaxed) + 1;
-                let mut most = most.lock().unwrap();
-                *most = now.max(*most);
-                drop(most);
+                most.fetch_max(in_flight.fetch_add(1, Ordering::Relaxed) + 1, Ordering::Relaxed);
                 tokio::task::yield_now().await;
                 in_flight.fetch_sub(1, Ordering::Relaxed);
                 if is_refused { EvictionResult::Refused("no".to_owned()) } else { EvictionResult::Done }
             }
         };
         let results = evict_until_failure(evictions.iter().collect(), concurrency, || true, evict).await;
-        let most = *most.lock().unwrap();
-        (results.len(), most)
+        (results.len(), most.into_inner())
     }
 
     #[tokio::test]
