@@ -2,8 +2,9 @@
 //! pass in the time.
 //!
 //! Each search examines all devices of a pool, so a reconcile searches only for some of the pods.
-//! The first searches are in the order of the quotas, with one search for each quota even if there
-//! are many waiting pods of another. A pod whose rights have risen has a first search again. A search without a result is repeated after a change in the pool, in turns:
+//! The first searches are in the order of the quotas, with one search for each quota even if many
+//! pods of another quota wait. A pod whose rights have risen has a first search again. A search
+//! without a result is repeated after a change in the pool, in turns:
 //!
 //! - Pods within a guarantee and pods that override quotas have turns of their own. Borrowers do
 //!   not delay them.
@@ -16,7 +17,6 @@ use std::time::Duration;
 use cleave_plan::quota::Rights;
 
 use super::actions::Actions;
-use super::preemptors::{RECHECK_TIME, RULES_RECHECK_TIME};
 use super::quota_pass::QuotaTurn;
 use crate::pods::PodObject;
 
@@ -26,6 +26,12 @@ use crate::pods::PodObject;
 const MAX_SEARCHES: usize = 8;
 /// The same limit for the first pod of each quota in the first searches of one reconcile.
 const MAX_WITH_EACH_QUOTA: usize = 16;
+/// Time after which a search without a result is repeated even if nothing has changed. After this
+/// time, changes that this module does not track, such as another pod's labels, take effect.
+pub(super) const RECHECK_TIME: Duration = Duration::from_secs(60);
+/// Time after which a search is repeated for a pod with rules about other pods or volumes. A change
+/// of any node may affect such rules.
+pub(super) const RULES_RECHECK_TIME: Duration = Duration::from_secs(10);
 /// Delay before searches for more borrowers are repeated. It limits the load of many pods that no
 /// eviction helps.
 const REPEAT_DELAY: Duration = Duration::from_millis(100);

@@ -80,7 +80,8 @@ enum NoEvictions {
     /// Only evictions of pods that disruption budgets protect would free enough units. Contains the
     /// time until the operator deletes these pods, if it does.
     Protected(Option<Duration>),
-    /// Earlier evictions had no effect, so further evictions are delayed.
+    /// Evictions are delayed: earlier ones had no effect, or it is not known what a quota
+    /// guarantees.
     Delayed,
 }
 
@@ -233,13 +234,10 @@ impl<'a> PreemptionSearch<'a> {
                 return Ok(found);
             }
         }
-        if self.are_quotas_unknown {
-            return Err(NoEvictions::Impossible);
-        }
         if self.is_paused || is_paused {
             return Err(NoEvictions::Later);
         }
-        if self.preemptors.is_preemption_delayed(name, self.up) {
+        if self.are_quotas_unknown || self.preemptors.is_preemption_delayed(name, self.up) {
             return Err(NoEvictions::Delayed);
         }
         let is_turn = if self.preemptors.has_waited(name) {

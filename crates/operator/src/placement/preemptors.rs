@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::actions::Actions;
 use super::cluster::ReconcileTime;
 use super::eviction_rounds::{EvictionRounds, QuotaRound};
-use super::exchange_turns::{ExchangeTurns, PoolChanges, SearchTurn, Seeker};
+use super::exchange_turns::{ExchangeTurns, PoolChanges, RECHECK_TIME, RULES_RECHECK_TIME, SearchTurn, Seeker};
 use super::quota_pass::QuotaTurn;
 use super::quotas::{PoolWorld, QuotaWorlds};
 use crate::pods::PodObject;
@@ -17,12 +17,6 @@ use crate::read::BudgetObject;
 /// Maximum number of waiting pods per reconcile for which the operator repeats the search for
 /// preemption victims.
 const MAX_REPEATED_SEARCHES: usize = 8;
-/// Time after which a search without a result is repeated even if nothing has changed. After this
-/// time, changes that this module does not track, such as another pod's labels, take effect.
-pub(super) const RECHECK_TIME: Duration = Duration::from_secs(60);
-/// Time after which a search is repeated for a pod with rules about other pods or volumes. A change
-/// of any node may affect such rules.
-pub(super) const RULES_RECHECK_TIME: Duration = Duration::from_secs(10);
 
 /// Waiting pods that may preempt others, and the changes since the last searches.
 #[derive(Debug, Default)]

@@ -85,7 +85,8 @@ pub(super) fn build_reports<'a>(
             let problem = if quota.is_known { Problem::Malformed } else { Problem::Unknown };
             problem(quota.error.clone())
         });
-        // The present status of such a quota is not known. A constant time keeps equal statuses equal.
+        // The present status of a malformed quota is not known. A constant time keeps equal
+        // statuses equal.
         let time = malformed.get(name).map_or(time, |quota| timestamp(quota.since));
         let view = views.iter().find(|view| view.world.quotas.contains_key(name));
         let named = quota.spec.namespaces.iter().flatten().map(String::as_str);
@@ -155,9 +156,9 @@ fn kueue_pods(tracker: &PodTracker, quotas: &Quotas) -> BTreeMap<String, KueuePo
     pods
 }
 
-/// Returns the classes of the pods that are released or run in pools with an enforced quota, by name.
-/// Pods without a quota borrow. Pods of exempt namespaces, and pods of quotas that only count, have
-/// no class.
+/// Returns the classes of the pods that are released or run in pools with an enforced quota, by
+/// name. Pods without a quota borrow. Pods of exempt namespaces, and pods of quotas that only
+/// count, have no class.
 fn classes<'v>(views: &'v [PoolView<'_>]) -> BTreeMap<&'v str, Class> {
     let mut classes = BTreeMap::new();
     for view in views.iter().filter(|view| view.world.quotas.values().any(Quota::is_enforced)) {
