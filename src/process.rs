@@ -65,10 +65,10 @@ pub(crate) fn block_on<T>(program: impl Future<Output = anyhow::Result<T>>) -> a
     runtime.context("failed to start the runtime")?.block_on(program)
 }
 
-/// Makes each panic print its message and abort the process. The release profile already aborts. The
-/// development profile, with which the cluster tests build the programs, cannot: Cargo's tests need
-/// panics that unwind. Without this function, a panic in the development profile would end one task
-/// only, and the programs would behave differently from those of a release.
+/// Makes each panic print its message and abort the process. The release profile already aborts.
+/// The development profile, with which the cluster tests build the programs, cannot: Cargo's tests
+/// need panics that unwind. Without this function, a panic in the development profile would end one
+/// task only, and the programs would behave differently from those of a release.
 fn abort_on_panic() {
     let print = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {

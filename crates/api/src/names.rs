@@ -128,7 +128,8 @@ pub const UNHEALTHY_TAINT: &str = "cleave.dev/unhealthy";
 pub const HEALTH_SUSPECT: &str = "Suspect";
 /// Health class of a GPU that must be reset.
 pub const HEALTH_NEEDS_RESET: &str = "NeedsReset";
-/// Health class of a GPU for which NVML does not answer.
+/// Health class of a GPU for which NVML does not answer, that NVML reports as lost, or that NVML no
+/// longer lists.
 pub const HEALTH_LOST: &str = "Lost";
 /// Health reason of a GPU that the node had and that NVML no longer lists.
 pub const HEALTH_GPU_MISSING: &str = "GpuMissing";

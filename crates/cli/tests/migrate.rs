@@ -49,7 +49,7 @@ fn translate_error(text: &str) -> String {
 }
 
 #[test]
-fn published_configurations_are_translated_as_expected() {
+fn configurations_are_translated_as_expected() {
     for case in cases() {
         let Translation { report, policies, values } = translate_case(&case);
         assert_matches_file(&format!("migrate/{case}/report.txt"), &report);

@@ -5,7 +5,7 @@
 //! the lock of a file when the process that holds it ends.
 //!
 //! - The serving agent locks the directory itself.
-//! - The agent that requests a hand-over locks `successor`, which contains the agent's UID.
+//! - The agent that requests a hand-over locks `successor`, which contains the agent's id.
 //! - Every waiting agent has a shared lock on `waiting`.
 //! - `hand-over.json` contains the [`HandOverRecord`]. Only the serving agent writes this file.
 use std::fs::File;

@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn failed_attempts_are_repeated_with_growing_pauses_until_the_process_has_ended() {
+    fn failed_attempts_are_retried_with_growing_delays_until_the_process_has_ended() {
         let start = Instant::now();
         let pods = terminating_pods(&[("a", 30)], start);
         let one = client(&pods, "a", "G", 1, false).unwrap();

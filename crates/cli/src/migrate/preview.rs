@@ -194,7 +194,11 @@ fn request_result(counterpart: &Counterpart, now: &str, amount: u64) -> RequestR
             _ => return RequestResult::without_counterpart("No policy serves this resource."),
         },
     };
-    let refused = if counterpart.refuses_above_one && amount > 1 { " Requests above 1 are refused today." } else { "" };
+    let refused = if counterpart.refuses_above_one && amount > 1 {
+        " The current device plugin refuses requests above 1."
+    } else {
+        ""
+    };
     RequestResult::new(request, format!("{text}{refused}"))
 }
 

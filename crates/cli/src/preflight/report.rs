@@ -34,7 +34,7 @@ reasons! {
     NotChecked: "A part of the cluster could not be read.",
     KubernetesTooOld: "The API server is older than the oldest supported version.",
     KubernetesUntested: "The API server is newer than the newest tested version.",
-    AdmissionPoliciesMissing: "The API server has no `ValidatingAdmissionPolicies`.",
+    AdmissionPoliciesMissing: "The API server does not serve `ValidatingAdmissionPolicies`.",
     MutatingPoliciesMissing: "The API server should have `MutatingAdmissionPolicies`, but has none.",
     PlatformDetected: "The platform was detected.",
     PlatformUnknown: "The platform was not detected.",
@@ -183,7 +183,7 @@ pub(super) fn join_names<'a>(names: impl IntoIterator<Item = &'a str>) -> String
     }
 }
 
-/// Returns `1 node`, or `3 nodes`.
+/// Formats a count with its noun, for example `1 node` or `3 nodes`.
 pub(super) fn format_count(count: usize, noun: &str) -> String {
     if count == 1 { format!("1 {noun}") } else { format!("{count} {noun}s") }
 }

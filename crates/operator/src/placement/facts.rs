@@ -27,7 +27,8 @@ pub(super) enum Absence {
 pub(super) struct Availability<'a> {
     /// Whether the node's agent is ready. A pod that starts on a node without an agent fails.
     pub(super) ready: bool,
-    /// Whether MPS shares are withheld, because the operator is replacing the node's MPS host.
+    /// Whether MPS shares are withheld, because the node's MPS host is being replaced or is not
+    /// ready.
     pub(super) withheld: bool,
     /// Absences that are treated as if they had ended.
     pub(super) over: &'a BTreeSet<Absence>,

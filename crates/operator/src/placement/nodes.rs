@@ -79,8 +79,8 @@ struct NodeStateInputs<S = String> {
     gpu_node: Option<S>,
     /// Whether the agent is ready. `None` without an agent.
     agent: Option<bool>,
-    /// Whether the node's MPS shares are withheld, because the operator is replacing the node's MPS
-    /// host.
+    /// Whether the node's MPS shares are withheld, because the node's MPS host is being replaced or
+    /// is not ready.
     withheld: bool,
 }
 

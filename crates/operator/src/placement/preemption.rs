@@ -17,7 +17,7 @@ use super::handover;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use super::preemptors::{Preemptors, SearchScope};
-use super::quota_pass::{PodAndRoom, QuotaPass, QuotaTurn, requested_grace};
+use super::quota_pass::{PodAndPreemption, QuotaPass, QuotaTurn, requested_grace};
 use super::quota_times::released;
 use super::search::{Candidate, PlacementSearch, SearchKey};
 use super::unbound::UnboundPods;
@@ -340,7 +340,7 @@ impl<'a> PreemptionSearch<'a> {
         // The API server may refuse to evict pods with a disruption budget. After a refusal, the
         // operator does not evict the others.
         victims.sort_by_key(|pod| !with_budget.contains(pod));
-        let named: Vec<PodAndRoom<'_>> =
+        let named: Vec<PodAndPreemption<'_>> =
             found.iter().map(|(candidate, found)| (candidate.name.as_str(), found)).collect();
         pass.nominate(turn.member, &named, &victims);
         let to = pass.quota_of(turn.member, &preemptor);
@@ -566,7 +566,7 @@ impl<'a> PreemptionSearch<'a> {
 
     /// Returns whether disruption budgets allow the evictions of all of these victims, and of the
     /// rest of their gangs, which can run on other nodes.
-    fn is_within_budgets(&self, (pass, turn): (&QuotaPass<'_>, QuotaTurn), found: &[PodAndRoom<'_>]) -> bool {
+    fn is_within_budgets(&self, (pass, turn): (&QuotaPass<'_>, QuotaTurn), found: &[PodAndPreemption<'_>]) -> bool {
         let victims: BTreeSet<&String> = found.iter().flat_map(|(_, found)| &found.victims).collect();
         let all = pass.with_gang_members(turn.member, victims.iter().copied());
         if all.len() == victims.len() && found.len() == 1 {

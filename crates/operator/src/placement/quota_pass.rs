@@ -84,7 +84,7 @@ type UnitsOnNode<'a> = (&'a str, &'a [Reservation]);
 type PodsByNode<'h> = BTreeMap<String, BTreeMap<String, Holder<'h>>>;
 
 /// A pod, and the units that were found for it.
-pub(super) type PodAndRoom<'f> = (&'f str, &'f Preemption);
+pub(super) type PodAndPreemption<'f> = (&'f str, &'f Preemption);
 
 /// A pod of a waiting pod's quota: priority, start, name, and index of its disruption budget. The
 /// least important pod is first.
@@ -367,7 +367,7 @@ impl<'w> QuotaPass<'w> {
         }
     }
 
-    fn gpus_of_found(&self, member: Member, found: &[PodAndRoom<'_>]) -> Vec<(PodId, usize)> {
+    fn gpus_of_found(&self, member: Member, found: &[PodAndPreemption<'_>]) -> Vec<(PodId, usize)> {
         found.iter().flat_map(|(name, found)| self.parts_of(member, name, (&found.node, &found.takes))).collect()
     }
 
@@ -398,7 +398,7 @@ impl<'w> QuotaPass<'w> {
     }
 
     /// Records that the pods of a turn are nominated, and that these victims are evicted.
-    pub(super) fn nominate(&mut self, member: Member, found: &[PodAndRoom<'_>], victims: &[String]) {
+    pub(super) fn nominate(&mut self, member: Member, found: &[PodAndPreemption<'_>], victims: &[String]) {
         let parts = self.gpus_of_found(member, found);
         for victim in self.pod_ids(member, victims.iter()) {
             self.books[member.pool].evict(victim);
@@ -617,10 +617,11 @@ impl<'w> QuotaPass<'w> {
 
     /// Returns whether the rules permit an exchange. All pods of the victims' gangs count as
     /// victims.
-    pub(super) fn is_legal(&self, kind: Kind, member: Member, found: &[PodAndRoom<'_>]) -> bool {
+    pub(super) fn is_legal(&self, kind: Kind, member: Member, found: &[PodAndPreemption<'_>]) -> bool {
         if kind == Kind::Reclaim && !self.book(member).is_guaranteed(member.id) {
             // The pod may be within its guarantee where it costs less.
-            let is_within = |(_, found): &PodAndRoom<'_>| self.is_within_with(member, (&found.node, &found.takes));
+            let is_within =
+                |(_, found): &PodAndPreemption<'_>| self.is_within_with(member, (&found.node, &found.takes));
             if !matches!(found, [one] if is_within(one)) {
                 return false;
             }

@@ -393,9 +393,9 @@ impl<'w> Book<'w> {
         self.accounts.kept_from(self.accounts.account_of(id), &BTreeMap::new())
     }
 
-    /// Returns whether a waiting pod may use free room: it is within its guarantee together with the
-    /// terminating pods of its quota, its priority overrides quotas, or enough stays free for the
-    /// other quotas.
+    /// Returns whether a waiting pod may use free room: it is within its guarantee together with
+    /// the terminating pods of its quota, its priority overrides quotas, or enough stays free for
+    /// the other quotas.
     pub fn leaves_kept_room(&self, id: PodId) -> bool {
         let kept = self.kept_from(id);
         let free = i128::from(self.size())
@@ -409,8 +409,8 @@ impl<'w> Book<'w> {
             || free - i128::from(self.charge(id)) >= i128::from(kept)
     }
 
-    /// Returns whether a waiting pod is within its guarantee only without the terminating pods of its
-    /// quota.
+    /// Returns whether a waiting pod is within its guarantee only without the terminating pods of
+    /// its quota.
     pub fn awaits_own_leaving(&self, id: PodId) -> bool {
         self.quota(id).is_enforced() && self.accounts.is_within(id) && !self.accounts.is_within_beside_leaving(id)
     }
@@ -464,7 +464,7 @@ impl<'w> Book<'w> {
     }
 
     /// Returns whether these victims may be evicted for a waiting pod or gang that then uses these
-    /// GPUs. The victims must contain all pods of each gang.
+    /// GPUs. If a victim belongs to a gang, the victims must contain all pods of that gang.
     pub fn is_legal(&self, kind: Kind, parts: &[(PodId, usize)], victims: &[PodId]) -> bool {
         let accounts = &self.accounts;
         let Some(&(taker, _)) = parts.first() else { return false };

@@ -89,8 +89,8 @@ fn lock_library() -> MutexGuard<'static, InitializedLibrary> {
 /// Implements `nvmlInit`. Each successful call requires a call of `nvmlShutdown`.
 pub(crate) fn init(name: &str) -> sys::nvmlReturn_t {
     catch_panic(|| {
-        // Open the machine again at the first `nvmlInit`, because `simgpu init` may have replaced
-        // it.
+        // After the last `nvmlShutdown`, reopen the machine at the next `nvmlInit`, because `simgpu
+        // init` may have replaced it.
         let known = lock_library().machine.clone();
         let machine = match known {
             Some(machine) => machine,

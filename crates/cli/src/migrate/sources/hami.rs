@@ -170,7 +170,7 @@ pub(in crate::migrate) fn parse_device_config(
         read_nvidia(&mut nvidia, into, notes)?;
         nvidia.drop_keys(
             &[
-                ("overwriteEnv", "Containers without shares may set NVIDIA_VISIBLE_DEVICES to void themselves."),
+                ("overwriteEnv", "Containers without shares may themselves set NVIDIA_VISIBLE_DEVICES=void."),
                 ("memoryFactor", "gpumem counts MiB."),
                 ("runtimeClassName", "The chart's value driver.runtimeClassName."),
                 ("migProfileAllowlist", "Cleave reads the profiles of each GPU from NVML."),

@@ -77,7 +77,7 @@ impl Device {
                 if phase.server == Some(server) && phase.is_open() {
                     // Change the state now, not at the next probe: clients that connect now have to
                     // wait.
-                    self.set_state(DaemonState::Restarting, Some("the MPS server exited and was restarted"));
+                    self.set_state(DaemonState::Restarting, Some("the MPS server exited"));
                 }
                 self.request_probe();
             }

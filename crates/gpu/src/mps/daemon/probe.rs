@@ -175,7 +175,7 @@ impl Device {
             return Ok(None);
         }
         tracing::warn!(device = self.name, server = was, "MPS server exited; restarting it");
-        self.set_state(DaemonState::Restarting, Some("the MPS server exited and was restarted"));
+        self.set_state(DaemonState::Restarting, Some("the MPS server exited"));
         self.start_server(0).await.map(Some)
     }
 

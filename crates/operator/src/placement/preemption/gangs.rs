@@ -9,7 +9,7 @@ use cleave_plan::quota::Kind;
 use super::{Exchange, NoEvictions, PreemptionSearch, pods_of_affinity};
 use crate::placement::actions::Actions;
 use crate::placement::exchange_turns::Seeker;
-use crate::placement::quota_pass::{PodAndRoom, QuotaPass, QuotaTurn};
+use crate::placement::quota_pass::{PodAndPreemption, QuotaPass, QuotaTurn};
 use crate::placement::search::{Candidate, PlacementSearch};
 use crate::placement::verdict::PreemptionProspect;
 
@@ -91,7 +91,8 @@ impl<'a> PreemptionSearch<'a> {
             let holders = pass.holders(kind, turn.member, self.holders());
             let found = legal_rooms(ledger, search, gang, (pass, turn), (holders, kept), kind);
             let is_allowed = |found: &Rooms<'a>| {
-                let named: Vec<PodAndRoom<'_>> = found.iter().map(|(one, found)| (one.name.as_str(), found)).collect();
+                let named: Vec<PodAndPreemption<'_>> =
+                    found.iter().map(|(one, found)| (one.name.as_str(), found)).collect();
                 self.is_within_budgets((pass, turn), &named)
             };
             if let Some(found) = found.filter(is_allowed) {
@@ -120,7 +121,7 @@ fn legal_rooms<'a>(
     kind: Kind,
 ) -> Option<Rooms<'a>> {
     let found = rooms(ledger, search, gang, (pass, turn), holders, |_, _| true)?;
-    let named: Vec<PodAndRoom<'_>> = found.iter().map(|(one, found)| (one.name.as_str(), found)).collect();
+    let named: Vec<PodAndPreemption<'_>> = found.iter().map(|(one, found)| (one.name.as_str(), found)).collect();
     pass.is_legal(kind, turn.member, &named).then_some(found)
 }
 

@@ -99,9 +99,9 @@ impl PlacementController {
         self.annotate(PROTECTED_SINCE_ANNOTATION, annotations).await;
     }
 
-    /// Writes an annotation of several pods. Each of `values` is a key of the caller, the pod's name
-    /// and UID, and the annotation's value. Returns for each key whether its annotation was written,
-    /// or its pod no longer exists.
+    /// Writes an annotation of several pods. Each of `values` is a key of the caller, the pod's
+    /// name and UID, and the annotation's value. Returns for each key whether its annotation was
+    /// written, or its pod no longer exists.
     async fn annotate<'p, K>(
         &self,
         annotation: &str,

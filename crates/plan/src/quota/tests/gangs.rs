@@ -97,7 +97,7 @@ fn fit(pods: &[Amount], rooms: &mut Vec<Amount>) -> bool {
     })
 }
 
-/// Returns the free capacity of each GPU without some pods.
+/// Returns the free capacity that each GPU would have without the pods that `leaves` selects.
 fn rooms(pool: &Pool, leaves: impl Fn(usize) -> bool) -> Vec<Amount> {
     let on = |gpu: usize| pool.sum(|pod| pool.counts_on(pod) == Some(gpu) && !leaves(pod));
     (0..pool.world.gpus.len()).map(|gpu| pool.world.gpus[gpu].minus(on(gpu))).collect()

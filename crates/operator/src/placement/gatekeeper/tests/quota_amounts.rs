@@ -42,7 +42,7 @@ fn pods_count_while_the_object_of_their_node_is_missing() {
             expect(&mut case, &mut gate);
             let reports = gate.quota_reports(&case.world.cluster(), &BTreeMap::new(), at(case.seconds));
             assert_eq!(reports.usages["a"].usage.used.0, 800_000);
-            // Once the pod is gone, nothing is remembered.
+            // After the pod is deleted, the operator no longer counts it for the quota.
             case.end("a/a1");
             let actions = gate.reconcile(&case.world.cluster(), &BTreeMap::new(), at(case.seconds + 1));
             assert_eq!((actions.evictions.len(), actions.waiting.len()), (1, 1), "a9 is within the guarantee");

@@ -17,8 +17,10 @@
 //!
 //! | exception | where |
 //! |---|---|
-//! | A released pod fails if its GPU, the agent or the partition was lost before its admission. | `Simulation::admit` |
-//! | The scheduler may bind a pod after its reservation ended. The pod then uses any units. | `Simulation::is_disturbed` |
+//! | A released pod fails if its GPU, the agent or the partition was lost before its admission. |
+//! `Simulation::admit` |
+//! | The scheduler may bind a pod after its reservation ended. The pod then uses any units. |
+//! `Simulation::is_disturbed` |
 //! | The operator does not know where a volume can be created. | `checks` |
 //! | A released pod counts only its node for `minDomains`. | `checks::narrowed` |
 //!
@@ -34,7 +36,7 @@ use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use serde_json::json;
 
-use self::operator::{KINDS, Kind, Operator, WriteAnswers};
+use self::operator::{KINDS, Kind, Operator, WriteResponses};
 use self::pods::{App, DEDICATED_TAINT, Owner, Template, template};
 use self::scheduler::list;
 use self::simulation::Simulation;
@@ -52,7 +54,7 @@ const MAX_NODES: usize = 6;
 #[derive(Debug, Clone)]
 enum Step {
     Create(Template),
-    Reconcile(WriteAnswers),
+    Reconcile(WriteResponses),
     Report(Kind),
     /// The agent and the kubelet of a node report.
     ReportNode(usize),
@@ -106,8 +108,8 @@ fn step() -> impl Strategy<Value = Step> {
     let app = || (0_u8..3).prop_map(App);
     prop_oneof![
         14 => template().prop_map(Step::Create),
-        8 => Just(Step::Reconcile(WriteAnswers::Good)),
-        4 => any::<u64>().prop_map(|seed| Step::Reconcile(WriteAnswers::Faulty(seed))),
+        8 => Just(Step::Reconcile(WriteResponses::Good)),
+        4 => any::<u64>().prop_map(|seed| Step::Reconcile(WriteResponses::Faulty(seed))),
         8 => prop::sample::select(&KINDS[..]).prop_map(Step::Report),
         4 => which().prop_map(Step::ReportNode),
         6 => which().prop_map(Step::Schedule),
@@ -154,9 +156,9 @@ fn handover_history() -> impl Strategy<Value = (Vec<usize>, Vec<Step>, bool, boo
             let create = |shares: u32| Step::Create(Template { shares: vec![shares], ..Template::plain() });
             let waiting = Template { shares: vec![shares], owner: Owner::ReplicaSet, replicas, ..Template::plain() };
             let count = deleted.len();
-            let mut steps = vec![Step::Reconcile(WriteAnswers::Good), Step::Wait(10)];
+            let mut steps = vec![Step::Reconcile(WriteResponses::Good), Step::Wait(10)];
             steps.extend(deleted.into_iter().map(create));
-            steps.extend([Step::Report(Kind::Pods), Step::Reconcile(WriteAnswers::Good)]);
+            steps.extend([Step::Report(Kind::Pods), Step::Reconcile(WriteResponses::Good)]);
             steps.extend((0..count).map(|_| Step::Schedule(0)).chain((0..gpus.len()).map(Step::Admit)));
             // The containers run for some more seconds.
             steps.extend((0..count).map(|_| Step::Delete { pod: 0, force: true, seconds: 3 }));
@@ -192,7 +194,7 @@ impl World {
         }
     }
 
-    fn reconcile(&mut self, answers: WriteAnswers) -> Result<(), String> {
+    fn reconcile(&mut self, answers: WriteResponses) -> Result<(), String> {
         self.operator.report_stale(&self.simulation);
         self.operator.reconcile(&mut self.simulation, answers)?;
         checks::no_units_are_reserved_twice(&self.simulation)
@@ -204,7 +206,7 @@ impl World {
         simulation.run_kubelets();
         simulation.run_controllers();
         operator.report_all(simulation);
-        self.reconcile(WriteAnswers::Good)?;
+        self.reconcile(WriteResponses::Good)?;
         if self.reacted == (self.simulation.api.version, self.simulation.ended) {
             return Ok(());
         }
@@ -243,7 +245,7 @@ impl World {
             }
             self.simulation.run_kubelets();
             if self.operator.due.is_some_and(|due| due <= self.simulation.now) {
-                self.reconcile(WriteAnswers::Good)?;
+                self.reconcile(WriteResponses::Good)?;
             }
         }
         Ok(())
@@ -399,7 +401,7 @@ impl World {
         }
         // The last reaction may have created a pod.
         self.operator.report_all(&self.simulation);
-        self.reconcile(WriteAnswers::Good)?;
+        self.reconcile(WriteResponses::Good)?;
         checks::no_runnable_pod_waits(&self.simulation, &self.operator)?;
         // If the simulation skipped the second half of the quiet time, no pod was evicted in that
         // half.

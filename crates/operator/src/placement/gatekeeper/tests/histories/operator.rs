@@ -65,7 +65,7 @@ pub(super) const KINDS: [Kind; 4] = [Kind::Pods, Kind::Nodes, Kind::GpuNodes, Ki
 
 /// How the API server answers the writes of one reconcile.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum WriteAnswers {
+pub(super) enum WriteResponses {
     /// All writes succeed.
     Good,
     /// Some writes fail, and some answers are lost. The number decides which.
@@ -74,7 +74,7 @@ pub(super) enum WriteAnswers {
 
 /// How the API server answers one write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum WriteAnswer {
+enum WriteResponse {
     Done,
     /// The write is not applied.
     Failed,
@@ -84,15 +84,15 @@ enum WriteAnswer {
     LostRequest,
 }
 
-impl WriteAnswers {
-    fn next(&mut self) -> WriteAnswer {
-        let Self::Faulty(seed) = self else { return WriteAnswer::Done };
+impl WriteResponses {
+    fn next(&mut self) -> WriteResponse {
+        let Self::Faulty(seed) = self else { return WriteResponse::Done };
         *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         match *seed >> 61 {
-            0 => WriteAnswer::Failed,
-            1 => WriteAnswer::Lost,
-            2 => WriteAnswer::LostRequest,
-            _ => WriteAnswer::Done,
+            0 => WriteResponse::Failed,
+            1 => WriteResponse::Lost,
+            2 => WriteResponse::LostRequest,
+            _ => WriteResponse::Done,
         }
     }
 }
@@ -107,8 +107,9 @@ pub(super) struct Operator {
     policies: Watch<kube::core::DeserializeGuard<cleave_api::SharingPolicy>>,
     agents: Watch<crate::read::AgentPod>,
     budgets: Watch<crate::read::BudgetObject>,
-    /// The resource version that each watch has reached, and the version that a new leader needs.
+    /// The resource version that each watch has reached.
     stored: Versions,
+    /// The resource versions that a new leader needs.
     required: Versions,
     /// UIDs of pods with an unanswered release.
     unanswered: BTreeSet<String>,
@@ -207,7 +208,7 @@ impl Operator {
     ///
     /// # Errors
     /// Returns an error if a decision breaks a rule.
-    pub(super) fn reconcile(&mut self, simulation: &mut Simulation, mut answers: WriteAnswers) -> Result<(), String> {
+    pub(super) fn reconcile(&mut self, simulation: &mut Simulation, mut answers: WriteResponses) -> Result<(), String> {
         if !self.stored.has_reached(self.required) {
             return Ok(());
         }
@@ -256,7 +257,7 @@ impl Operator {
     }
 
     /// Sends the patch of a release. Returns false if a retry is necessary.
-    fn release(&mut self, simulation: &mut Simulation, release: &Release, answer: WriteAnswer) -> bool {
+    fn release(&mut self, simulation: &mut Simulation, release: &Release, answer: WriteResponse) -> bool {
         let mut release = release.clone();
         if release.reported {
             let version = patch::resource_version(&release.patch).unwrap().to_owned();
@@ -271,36 +272,37 @@ impl Operator {
             release.patch = patch::with_resource_version(&release.patch, written);
             release.reported = false;
         }
-        let applied = matches!(answer, WriteAnswer::Done | WriteAnswer::Lost) && simulation.api.apply_release(&release);
+        let applied =
+            matches!(answer, WriteResponse::Done | WriteResponse::Lost) && simulation.api.apply_release(&release);
         let reason = &release.reason;
         simulation.log(|| format!("release of {} ({reason:?}): {answer:?}, applied: {applied}", release.pod));
         if applied {
             simulation.released_at.insert(release.uid.clone(), simulation.now);
         }
         match answer {
-            WriteAnswer::Done if applied => self.keeper.record_release(&release.pod),
-            WriteAnswer::Done if simulation.uid(&release.pod).is_some() => {
+            WriteResponse::Done if applied => self.keeper.record_release(&release.pod),
+            WriteResponse::Done if simulation.uid(&release.pod).is_some() => {
                 self.keeper.record_refused_release(
                     &release.pod,
                     "the test failed",
                     Duration::from_secs(simulation.now),
                 );
             }
-            WriteAnswer::Done => {
+            WriteResponse::Done => {
                 self.keeper.record_missing_pod(&release.pod, &release.uid, Duration::from_secs(simulation.now));
                 return true;
             }
-            WriteAnswer::Failed => self.keeper.record_failed_release(&release.pod),
-            WriteAnswer::Lost | WriteAnswer::LostRequest => {
+            WriteResponse::Failed => self.keeper.record_failed_release(&release.pod),
+            WriteResponse::Lost | WriteResponse::LostRequest => {
                 self.unanswered.insert(release.uid.clone());
                 self.keeper.record_unanswered_release(release);
             }
         }
-        answer == WriteAnswer::Done && applied
+        answer == WriteResponse::Done && applied
     }
 
     /// Evicts victims, as `run` does. Returns false if a retry is necessary.
-    fn evict(&mut self, simulation: &mut Simulation, evictions: &[Eviction], answers: &mut WriteAnswers) -> bool {
+    fn evict(&mut self, simulation: &mut Simulation, evictions: &[Eviction], answers: &mut WriteResponses) -> bool {
         let mut unsuccessful: Vec<&str> = Vec::new();
         for eviction in evictions {
             if unsuccessful.contains(&eviction.preemptor.as_str()) {
@@ -322,7 +324,7 @@ impl Operator {
 
     /// Evicts stranded pods, and writes the condition of stranded pods that no controller
     /// recreates.
-    fn apply_stranded_actions(&mut self, simulation: &mut Simulation, actions: &Actions, answers: &mut WriteAnswers) {
+    fn apply_stranded_actions(&mut self, simulation: &mut Simulation, actions: &Actions, answers: &mut WriteResponses) {
         for one in &actions.stranded.recreate {
             let owner = controller_uid(simulation, &one.pod);
             simulation.log(|| format!("eviction of {}: {}", one.pod, one.message));
@@ -384,17 +386,17 @@ fn write_condition(
     simulation: &mut Simulation,
     target: VersionedPod<'_>,
     (kind, status, reason): (&str, &str, &str),
-    answer: WriteAnswer,
+    answer: WriteResponse,
 ) -> bool {
-    if matches!(answer, WriteAnswer::Done | WriteAnswer::Lost) && has_version(simulation, target) {
+    if matches!(answer, WriteResponse::Done | WriteResponse::Lost) && has_version(simulation, target) {
         simulation.set_condition(target.0, kind, status, reason);
     }
-    answer == WriteAnswer::Done
+    answer == WriteResponse::Done
 }
 
 /// Evicts a pod as the API server does.
-fn evict(simulation: &mut Simulation, target: VersionedPod<'_>, answer: WriteAnswer) -> EvictionResult {
-    if matches!(answer, WriteAnswer::Failed | WriteAnswer::LostRequest) {
+fn evict(simulation: &mut Simulation, target: VersionedPod<'_>, answer: WriteResponse) -> EvictionResult {
+    if matches!(answer, WriteResponse::Failed | WriteResponse::LostRequest) {
         return EvictionResult::Failed("lost".to_owned());
     }
     if !has_version(simulation, target) {
@@ -424,7 +426,7 @@ fn evict(simulation: &mut Simulation, target: VersionedPod<'_>, answer: WriteAns
         }
     }
     simulation.delete(target.0, false, 3);
-    if answer == WriteAnswer::Lost { EvictionResult::Failed("lost".to_owned()) } else { EvictionResult::Done }
+    if answer == WriteResponse::Lost { EvictionResult::Failed("lost".to_owned()) } else { EvictionResult::Done }
 }
 
 /// Returns whether this owner recreates evicted pods, so that the operator evicts its stranded
