@@ -54,6 +54,8 @@ pub(super) struct PreemptionSearch<'a> {
     /// Properties of pods for which no preemption helps. Replicas of a workload have the same
     /// result.
     futile: BTreeSet<SearchKey<'a>>,
+    /// When the operator last released a pod to each node. Computed only if evictions are delayed.
+    latest_releases: OnceCell<BTreeMap<&'a str, u64>>,
     /// Whether no pods are evicted now, because the API server limits requests.
     is_paused: bool,
     /// Whether no pods are evicted by priority alone, because it is not known whether a quota
@@ -109,6 +111,7 @@ impl<'a> PreemptionSearch<'a> {
             new: 0,
             searches: 0,
             futile,
+            latest_releases: OnceCell::new(),
             is_paused,
             are_quotas_unknown: false,
             up,
@@ -432,11 +435,10 @@ impl<'a> PreemptionSearch<'a> {
     /// had no effect. Evictions had an effect if the operator has since released another pod to the
     /// freed units.
     fn is_exchange_delayed(&mut self, name: &str, turn: &QuotaTurn) -> bool {
-        let tracker = self.tracker;
+        let (tracker, releases) = (self.tracker, &self.latest_releases);
         let is_taken = |round: &QuotaRound| {
-            let is_there =
-                |pod: &&PodObject| pod.requests_gpus() && pod.node().is_some_and(|node| round.nodes.contains(node));
-            tracker.living_pods().filter(is_there).any(|pod| was_released_since(pod, round.decided))
+            let releases = releases.get_or_init(|| latest_releases(tracker));
+            round.nodes.iter().any(|node| releases.get(node.as_str()).is_some_and(|time| *time >= round.decided))
         };
         self.preemptors.is_exchange_delayed((name, turn), is_taken, self.up)
     }
@@ -698,10 +700,17 @@ fn pods_to_keep(tracker: &PodTracker, search: &PlacementSearch<'_>, pod: &PodObj
     kept
 }
 
-/// Returns whether the operator released a pod at this time or later, in seconds since the Unix
+/// Returns when the operator last released a pod with GPUs to each node, in seconds since the Unix
 /// epoch. Pods without a reservation, such as static pods, were not released.
-fn was_released_since(pod: &PodObject, time: u64) -> bool {
-    pod.reserved_until.is_some() && released(pod).0 >= time
+fn latest_releases(tracker: &PodTracker) -> BTreeMap<&str, u64> {
+    let mut latest: BTreeMap<&str, u64> = BTreeMap::new();
+    for pod in tracker.living_pods().filter(|pod| pod.requests_gpus() && pod.reserved_until.is_some()) {
+        if let Some(node) = pod.node() {
+            let time = latest.entry(node).or_default();
+            *time = released(pod).0.max(*time);
+        }
+    }
+    latest
 }
 
 /// Returns the names of the pods with GPUs that the required affinity of a pod selects. The
