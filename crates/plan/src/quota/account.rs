@@ -160,13 +160,29 @@ impl<'w> Accounts<'w> {
 
     /// Counts a terminating pod against its quota's maximum.
     pub(super) fn hold_leaving(&mut self, id: PodId) {
-        let account = &mut self.entries[self.account_of[id.0]];
         let pod = self.world.pod(id);
+        let first = match pod.place {
+            Place::Running { gpu, .. } | Place::Leaving { gpu, .. } => Some(gpu),
+            Place::Waiting { .. } => None,
+        };
+        let further = pod.pieces.iter().filter_map(|piece| piece.gpu);
+        self.hold_on(id, first.into_iter().chain(further));
+    }
+
+    /// Stops counting a pod that is evicted, and counts it against its quota's maximum until it has
+    /// exited.
+    pub(super) fn evict(&mut self, id: PodId) {
+        let first = self.counted[id.0].map(|counted| counted.gpu);
+        let pieces = self.cells.as_ref().and_then(|cells| cells.pieces.get(&id));
+        let further: Vec<usize> = pieces.into_iter().flatten().map(|(gpu, _)| *gpu).collect();
+        self.remove(id);
+        self.hold_on(id, first.into_iter().chain(further));
+    }
+
+    fn hold_on(&mut self, id: PodId, gpus: impl Iterator<Item = usize>) {
+        let account = &mut self.entries[self.account_of[id.0]];
         account.leaving = account.leaving.plus(self.charges[id.0]);
-        if let Place::Running { gpu, .. } | Place::Leaving { gpu, .. } = pod.place {
-            account.leaving_on.insert(gpu);
-        }
-        account.leaving_on.extend(pod.pieces.iter().filter_map(|piece| piece.gpu));
+        account.leaving_on.extend(gpus);
     }
 
     fn importance(&self, id: PodId, since: Since) -> Importance<'w> {

@@ -235,8 +235,7 @@ impl<'w> Book<'w> {
             let charge = self.accounts.charge_of(id);
             self.counted = self.counted.minus(charge);
             self.leaving = self.leaving.plus(charge);
-            self.accounts.remove(id);
-            self.accounts.hold_leaving(id);
+            self.accounts.evict(id);
         }
     }
 

@@ -199,8 +199,7 @@ impl<'w> State<'w> {
         let charge = self.charge(id);
         self.special.insert(gpu);
         self.gpus[gpu].mark_terminating(id, charge);
-        self.accounts.remove(id);
-        self.accounts.hold_leaving(id);
+        self.accounts.evict(id);
         let gangs = self.accounts.gangs();
         let waiting = gangs.of(id).and_then(|gang| gangs.waiting_of(gang).first().copied());
         if let Some(head) = waiting.filter(|&head| self.nominated(head).is_some() && !self.is_complete(head)) {

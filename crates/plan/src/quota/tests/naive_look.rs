@@ -169,7 +169,7 @@ type Cost =
 
 impl Pool {
     /// Returns whether the rules are met after an exchange in a pool where quotas own GPUs.
-    fn meets_rules_after(&self, pod: usize, kind: Kind, gpu: usize, victims: &[usize]) -> bool {
+    pub(super) fn meets_rules_after(&self, pod: usize, kind: Kind, gpu: usize, victims: &[usize]) -> bool {
         if !self.has_cells() {
             return true;
         }

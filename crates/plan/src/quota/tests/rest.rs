@@ -2,7 +2,7 @@
 use proptest::option;
 use proptest::prelude::*;
 
-use super::super::{Amount, Class, Owner, Place, Quota, Rest, World, simulate};
+use super::super::{Amount, Class, Kind, Owner, Place, Quota, Rest, World, simulate};
 use super::config;
 use super::naive::Pool;
 use super::worlds::{ANY, Guarantees, Shape, Start, count, describe, worlds};
@@ -129,7 +129,9 @@ proptest! {
                     && pool.quota(&other).is_enforced()
                     && victim.protected.is_none()
                     && victim.priority < SYSTEM;
-                if may_leave && room_without(&pool, gpu, |leaver| leaver == at) >= one.charge {
+                let has_room = room_without(&pool, gpu, |leaver| leaver == at) >= one.charge;
+                // In a pool with cells, the exchange can change the classes of other pods.
+                if may_leave && has_room && pool.meets_rules_after(pod, Kind::FairShare, gpu, &[at]) {
                     let share = pool.share(&owner, one.charge, Amount::ZERO);
                     let theirs = pool.share(&other, Amount::ZERO, victim.charge);
                     prop_assert!(share > theirs, "{} could take from {}: {}", one.name, victim.name, show(&rest));
