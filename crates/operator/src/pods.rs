@@ -53,6 +53,8 @@ pub struct PodObject {
     pub unschedulable: bool,
     /// Whether the pod was released to nodes on which another device plugin serves GPUs.
     pub to_other_nodes: bool,
+    /// Whether the pod is the mirror of a static pod, which only its node's kubelet ends.
+    pub is_static: bool,
     /// Whether the pod is ready. Set by [`PodObject::trim`].
     pub ready: bool,
     /// The controller that owns the pod. Set only for pods with GPUs that are not bound.
@@ -173,6 +175,10 @@ const MAX_VOLUME_CLAIMS: usize = 128;
 /// Maximum number of devices that the operator lists for one pod. No node has more devices.
 const MAX_DEVICES: u64 = 1024;
 
+/// The kubelet's annotation of the mirror of a static pod. The API server refuses to add or remove
+/// the annotation later.
+const MIRROR_ANNOTATION: &str = "kubernetes.io/config.mirror";
+
 /// The condition in which the scheduler reports whether it found a node.
 pub(crate) const POD_SCHEDULED: &str = "PodScheduled";
 /// The condition in which the kubelet reports whether a pod is ready.
@@ -206,12 +212,18 @@ impl PodObject {
     /// Returns all requests of the pod for devices. Units of [interchangeable](is_interchangeable)
     /// resources are listed one by one.
     pub fn device_requests(&self) -> Vec<DeviceRequest> {
+        self.device_requests_up_to(|_| MAX_DEVICES)
+    }
+
+    /// Like [`Self::device_requests`], but lists at most `most` units of each interchangeable
+    /// resource.
+    pub(crate) fn device_requests_up_to(&self, most: impl Fn(&str) -> u64) -> Vec<DeviceRequest> {
         let mut device_requests = self.spec.device_requests.clone();
         for (resource, quantity) in
             self.spec.requests.iter().filter(|(name, _)| is_served(name) && is_interchangeable(name))
         {
             // Limit the length of the list. No node can serve more devices.
-            let count = quantity.count().unwrap_or(0).min(MAX_DEVICES);
+            let count = quantity.count().unwrap_or(0).min(MAX_DEVICES).min(most(resource));
             let one = Units::new(1).map(|units| DeviceRequest { resource: resource.clone(), units });
             device_requests.extend((0..count).filter_map(|_| one.clone()));
         }
@@ -247,6 +259,7 @@ impl PodObject {
         let annotation = |name: &str| annotations.as_ref().and_then(|all| all.get(name));
         self.unschedulable = self.unschedulable || annotation(UNSCHEDULABLE_ANNOTATION).is_some();
         self.to_other_nodes = self.to_other_nodes || annotation(OTHER_NODES_ANNOTATION).is_some();
+        self.is_static = self.is_static || annotation(MIRROR_ANNOTATION).is_some();
         let note = annotation(placement::PLACEMENT_ANNOTATION);
         let mut note = note.and_then(|text| Placement::parse(text).ok());
         // Equal placements are shared, so the gang and the right to borrow are stored beside them.

@@ -66,6 +66,8 @@ pub struct Eviction {
     pub uid: String,
     /// The waiting pod, as `namespace/name`.
     pub preemptor: String,
+    /// Whether a disruption budget selects the pod, so that the API server may refuse the eviction.
+    pub may_be_refused: bool,
     /// How quotas change the eviction. `None` if priority alone decides.
     pub quota: Option<QuotaEviction>,
 }

@@ -313,18 +313,6 @@ pub(super) fn expiry(now: ReconcileTime) -> Moment {
     Moment(now.epoch.saturating_add(RESERVATION_TIME.as_secs()))
 }
 
-/// Returns when a pod was released. A pod that did not wait at the gate counts from its creation.
-pub(super) fn released(pod: &PodObject) -> Moment {
-    let released = pod.reserved_until.map(|until| until.saturating_sub(RESERVATION_TIME.as_secs()));
-    released.map_or_else(|| created(pod), Moment)
-}
-
-/// Returns when a pod was created.
-pub(super) fn created(pod: &PodObject) -> Moment {
-    let seconds = pod.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second());
-    Moment(u64::try_from(seconds).unwrap_or(0))
-}
-
 /// Returns the node that a pod is bound to, or the nodes of the reservation in the pod's
 /// annotation. Returns `None` if the pod is gated, or if it has no annotation.
 fn placement_of(pod: &PodObject, now: ReconcileTime) -> Option<Place> {

@@ -118,7 +118,7 @@ impl<'a> Decisions<'a, '_> {
 
     /// Ends the reconcile. Returns the names of the pods that received a reservation.
     pub(super) fn finish(self, candidates: &[Candidate<'_>]) -> BTreeSet<String> {
-        let Self { ledger, actions, growth, preemption, quotas, reserved, .. } = self;
+        let Self { ledger, actions, growth, mut preemption, quotas, reserved, .. } = self;
         preemption.finish(actions);
         actions.awaits_budgets |= quotas.is_some();
         quotas.into_iter().for_each(|pass| pass.finish(ledger));

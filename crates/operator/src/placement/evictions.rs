@@ -160,8 +160,12 @@ impl<'a> Evictability<'a> {
     }
 
     /// Returns the properties of a bound pod that determine whether it is preempted. Returns `None`
-    /// if the pod cannot be evicted now, or does not terminate after an eviction.
+    /// if the pod cannot be evicted now, or does not terminate after an eviction. The kubelet
+    /// creates the mirror of a static pod again, and the static pod runs on.
     pub(super) fn holder(&self, pod: &'a PodObject) -> Option<Holder<'a>> {
+        if pod.is_static {
+            return None;
+        }
         let is_terminating = is_terminating(pod);
         if is_terminating && !ends_soon(pod, self.now) {
             return None;

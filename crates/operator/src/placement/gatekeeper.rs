@@ -23,6 +23,7 @@ use super::pod_tracker::PodTracker;
 use super::preemption::PreemptionSearch;
 use super::preemptors::Preemptors;
 use super::queue::{self, Queue};
+use super::quota_objects::QuotaObjects;
 use super::quota_pass::QuotaPass;
 use super::quota_reports::{self, QuotaReports};
 use super::quota_turns::TurnOrder;
@@ -75,6 +76,7 @@ pub struct Gatekeeper {
     returning: Returning,
     fragments: FragmentationTaints,
     quotas: QuotaSettings,
+    quota_objects: QuotaObjects,
     /// Whether the next reconcile restores the nominations of an earlier leader.
     restores_nominations: bool,
     /// State of the replacement of MPS hosts.
@@ -114,6 +116,7 @@ impl Gatekeeper {
             returning: Returning::default(),
             fragments: FragmentationTaints::new(false),
             quotas: QuotaSettings::default(),
+            quota_objects: QuotaObjects::default(),
             restores_nominations: false,
             rollout: Rollout::default(),
             next_rollout: Duration::ZERO,
@@ -263,6 +266,8 @@ impl Gatekeeper {
         now: ReconcileTime,
     ) -> QuotaReports {
         let Some(ledger) = &self.ledger else { return QuotaReports::default() };
+        let last_readable = self.quota_objects.last_readable(cluster);
+        let cluster = last_readable.as_ref().unwrap_or(cluster);
         let unsettled = self.tracker.unsettled_pods();
         let waiting: Vec<(String, &PodObject)> = unsettled
             .iter()
@@ -280,7 +285,7 @@ impl Gatekeeper {
             waiting,
             (is_evicted, is_in_flight),
             (&self.quotas, now.epoch),
-            waits,
+            (waits, &self.quota_objects),
         )
     }
 
@@ -309,6 +314,11 @@ impl Gatekeeper {
         demand: &BTreeMap<String, WaitingPod>,
         now: ReconcileTime,
     ) -> Actions {
+        if self.quota_objects.update(&cluster.quotas, now.epoch) {
+            self.preemptors.record_cluster_change();
+        }
+        let last_readable = self.quota_objects.last_readable(cluster);
+        let cluster = last_readable.as_ref().unwrap_or(cluster);
         let mut tracker = std::mem::take(&mut self.tracker);
         let maybe_deleted = tracker.update(changes);
         let actions = self.decide(cluster, (&mut tracker, maybe_deleted), demand, now);
@@ -597,6 +607,7 @@ impl Gatekeeper {
             (&self.quotas, input.now.epoch),
         )
         .filter(QuotaWorlds::are_enforced);
+        preemptors.start_exchanges(worlds.as_ref(), input.now);
         if let Some(Moment(until)) = worlds.as_ref().and_then(|worlds| worlds.gangs.next_end) {
             actions.requeue_in(Duration::from_secs(until.saturating_sub(input.now.epoch)));
         }
@@ -614,7 +625,8 @@ impl Gatekeeper {
         let mut decisions = Decisions {
             search: search.with_quotas(worlds.as_ref()),
             preemption: PreemptionSearch::new((nodes, tracker, unlisted), evictability, claims, preemptors, up)
-                .with_unbound(unbound),
+                .with_unbound(unbound)
+                .with_unknown_quotas(self.quota_objects.are_unknown()),
             returning: returning.units(nodes, (ledger, claims), up, actions),
             ledger,
             actions,

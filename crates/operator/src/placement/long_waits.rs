@@ -11,10 +11,10 @@ use cleave_plan::ledger::{DeviceRequest, Ledger, Moment, Reservation};
 use cleave_plan::quota::PodId;
 
 use super::amounts;
-use super::claims::released;
 use super::cluster::ReconcileInput;
 use super::queue::Queue;
 use super::quota_pass::{LongWait, QuotaPass};
+use super::quota_times::released;
 use super::quotas::PoolWorld;
 use super::search::{Candidate, PlacementSearch, SearchKey};
 

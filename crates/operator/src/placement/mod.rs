@@ -12,10 +12,10 @@
 //! | | `unanswered`, `gang_releases` | releases to send again |
 //! | | `learning`, `replicas` | data by which the search ranks nodes |
 //! | | `search`, `constraints`, `free_resources`, `amounts`, `verdict` | a placement for a pod, or why it is not placeable |
-//! | | `quotas`, `quota_costs`, `quota_pass`, `quota_turns`, `quota_waits` | quotas: the order of the pods, the units that each pod may use, and the pods that may be evicted for it |
+//! | | `quota_objects`, `quotas`, `quota_costs`, `quota_times`, `quota_pass`, `quota_turns`, `quota_waits` | quotas: the order of the pods, the units that each pod may use, and the pods that may be evicted for it |
 //! | | `quota_gangs`, `gangs` | pods that are released together |
 //! | | `handover`, `long_waits` | nominations that remain when the leader changes, and nominations of pods that have waited long |
-//! | | `preemption`, `preemptors`, `evictions`, `budgets`, `unlisted`, `unbound` | pods to evict for waiting pods |
+//! | | `preemption`, `preemptors`, `exchange_turns`, `eviction_rounds`, `evictions`, `budgets`, `unlisted`, `unbound` | pods to evict for waiting pods |
 //! | | `stranded` | released pods to evict |
 //! | | `other_nodes` | nodes of other device plugins |
 //! | | `growth`, `returning`, `fragments` | pods to report to cluster autoscalers, nodes that only look free to them |
@@ -44,7 +44,9 @@ mod claims;
 mod cluster;
 mod constraints;
 mod decisions;
+mod eviction_rounds;
 mod evictions;
+mod exchange_turns;
 mod facts;
 mod fragments;
 mod free_resources;
@@ -65,8 +67,10 @@ mod preemptors;
 mod queue;
 mod quota_costs;
 mod quota_gangs;
+mod quota_objects;
 mod quota_pass;
 mod quota_reports;
+mod quota_times;
 mod quota_turns;
 mod quota_waits;
 pub(crate) mod quota_writer;

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use cleave_api::GpuNode;
-use cleave_api::names::is_served;
+use cleave_api::names::{RESOURCE_GPU, is_served};
 use cleave_plan::Quantity;
 use cleave_plan::affinity::HOSTNAME;
 use cleave_plan::constraints::Conflict;
@@ -544,6 +544,14 @@ impl Nodes {
     pub(super) const fn max_gpus(&self) -> usize {
         self.1
     }
+
+    /// Returns a number of whole GPUs or MIG instances that is larger than any node has, or a
+    /// future node may have. More units of a request make no difference to a placement.
+    pub(super) fn too_many_units(&self, resource: &str) -> u64 {
+        let gpus = u64::try_from(self.max_gpus().max(GPUS_OF_LARGE_NODE)).unwrap_or(u64::MAX);
+        let units = if resource == RESOURCE_GPU { gpus } else { gpus.saturating_mul(MIG_INSTANCES_PER_GPU) };
+        units.saturating_add(1)
+    }
 }
 
 /// Checks, other than selector, affinity and taints, that can exclude a pod from a node.
@@ -554,6 +562,11 @@ pub(super) struct NodeChecks<'a> {
     /// scheduler's sum.
     pub(super) shortage: &'a dyn Fn(&str) -> Option<Shortage>,
 }
+
+/// Number of GPUs of a large node.
+const GPUS_OF_LARGE_NODE: usize = 16;
+/// Maximum number of MIG instances of one GPU.
+const MIG_INSTANCES_PER_GPU: u64 = 7;
 
 /// Taints of nodes whose kubelet may have stopped its reports.
 pub(super) const OUTDATED_TAINTS: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];

@@ -10,12 +10,15 @@ use super::actions::{Actions, Eviction, NominationRecord, ProtectedPod, QuotaEvi
 use super::claims::PodClaims;
 use super::cluster::ReconcileTime;
 use super::constraints;
+use super::eviction_rounds::QuotaRound;
 use super::evictions::{Evictability, TERMINATION_TIME};
+use super::exchange_turns::{SearchTurn, Seeker};
 use super::handover;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use super::preemptors::{Preemptors, SearchScope};
 use super::quota_pass::{PodAndPreemption, QuotaPass, QuotaTurn, requested_grace};
+use super::quota_times::released;
 use super::search::{Candidate, PlacementSearch, SearchKey};
 use super::unbound::UnboundPods;
 use super::unlisted::UnlistedUnits;
@@ -27,12 +30,6 @@ mod gangs;
 /// Maximum number of waiting pods per reconcile for which the operator searches for preemption
 /// victims for the first time. Each search scans every device.
 const MAX_NEW_PREEMPTORS: usize = 4;
-
-/// Maximum number of waiting pods per reconcile with their first search for victims by the rules of
-/// quotas. All pods of a gang count, because each is a search of all devices; a larger gang is
-/// searched for alone. The turns are in the order of the quotas: pods that override quotas, pods
-/// within a guarantee, and then borrowers.
-const MAX_EXCHANGES: usize = 8;
 
 /// Searches for pods to evict, within one reconcile.
 pub(super) struct PreemptionSearch<'a> {
@@ -54,15 +51,16 @@ pub(super) struct PreemptionSearch<'a> {
     new: usize,
     /// Number of all searches in this reconcile.
     searches: u64,
-    /// Number of pods in first searches so far by the rules of quotas.
-    exchanges: usize,
-    /// Waiting pods whose turn it is for a repeated search by the rules of quotas, with the pool.
-    exchanges_in_turn: BTreeSet<(String, usize)>,
     /// Properties of pods for which no preemption helps. Replicas of a workload have the same
     /// result.
     futile: BTreeSet<SearchKey<'a>>,
+    /// When the operator last released a pod to each node. Computed only if evictions are delayed.
+    latest_releases: OnceCell<BTreeMap<&'a str, u64>>,
     /// Whether no pods are evicted now, because the API server limits requests.
     is_paused: bool,
+    /// Whether no pods are evicted by priority alone, because it is not known whether a quota
+    /// guarantees their units.
+    are_quotas_unknown: bool,
     up: Duration,
 }
 
@@ -81,8 +79,12 @@ enum NoEvictions {
     Impossible,
     /// It is not the pod's turn, or the pod is about to get units without evictions.
     Later,
-    /// Only evictions of pods that disruption budgets protect would free enough units.
-    Protected,
+    /// Only evictions of pods that disruption budgets protect would free enough units. Contains the
+    /// time until the operator deletes these pods, if it does.
+    Protected(Option<Duration>),
+    /// Evictions are delayed: earlier ones had no effect, or it is not known what a quota
+    /// guarantees.
+    Delayed,
 }
 
 impl<'a> PreemptionSearch<'a> {
@@ -95,7 +97,6 @@ impl<'a> PreemptionSearch<'a> {
     ) -> Self {
         let (pods_in_turn, is_paused) = (preemptors.pods_in_turn(up), evictability.is_paused(up));
         let (holders, futile, unbound) = (OnceCell::new(), BTreeSet::new(), UnboundPods::new());
-        let exchanges_in_turn = preemptors.exchanges_in_turn(up);
         Self {
             nodes,
             tracker,
@@ -109,10 +110,10 @@ impl<'a> PreemptionSearch<'a> {
             pods_in_turn,
             new: 0,
             searches: 0,
-            exchanges: 0,
-            exchanges_in_turn,
             futile,
+            latest_releases: OnceCell::new(),
             is_paused,
+            are_quotas_unknown: false,
             up,
         }
     }
@@ -123,8 +124,14 @@ impl<'a> PreemptionSearch<'a> {
         self
     }
 
+    /// Prevents evictions by priority alone while it is not known what a quota guarantees.
+    pub(super) fn with_unknown_quotas(mut self, are_unknown: bool) -> Self {
+        self.are_quotas_unknown = are_unknown;
+        self
+    }
+
     /// Ends the reconcile, and records in `actions` when the next reconcile is due.
-    pub(super) fn finish(&self, actions: &mut Actions) {
+    pub(super) fn finish(&mut self, actions: &mut Actions) {
         self.preemptors.finish_reconcile(self.up, actions);
     }
 
@@ -165,7 +172,7 @@ impl<'a> PreemptionSearch<'a> {
                 let _ = ledger.nominate(&candidate.name, nomination);
                 PreemptionProspect::Nominated
             }
-            Err(NoEvictions::Impossible | NoEvictions::Protected) => {
+            Err(NoEvictions::Impossible | NoEvictions::Protected(_) | NoEvictions::Delayed) => {
                 self.withdraw_nomination(ledger, search, &candidate.name);
                 PreemptionProspect::Impossible
             }
@@ -233,8 +240,8 @@ impl<'a> PreemptionSearch<'a> {
         if self.is_paused || is_paused {
             return Err(NoEvictions::Later);
         }
-        if self.preemptors.is_preemption_delayed(name, self.up) {
-            return Err(NoEvictions::Impossible);
+        if self.are_quotas_unknown || self.preemptors.is_preemption_delayed(name, self.up) {
+            return Err(NoEvictions::Delayed);
         }
         let is_turn = if self.preemptors.has_waited(name) {
             self.pods_in_turn.contains(name)
@@ -296,7 +303,7 @@ impl<'a> PreemptionSearch<'a> {
         found: Result<Exchange<'a>, NoEvictions>,
         actions: &mut Actions,
     ) -> PreemptionProspect {
-        if matches!(found, Err(NoEvictions::Later | NoEvictions::Protected)) {
+        if matches!(found, Err(NoEvictions::Later | NoEvictions::Protected(_) | NoEvictions::Delayed)) {
             pods.iter().for_each(|one| self.preemptors.continue_protection(one.pod, self.up));
         }
         let are_nominated =
@@ -311,8 +318,8 @@ impl<'a> PreemptionSearch<'a> {
                 return PreemptionProspect::Nominated;
             }
             Err(NoEvictions::Later) => PreemptionProspect::Unknown,
-            Err(NoEvictions::Protected) => PreemptionProspect::Protected,
-            Err(NoEvictions::Impossible) => PreemptionProspect::Impossible,
+            Err(NoEvictions::Protected(_)) => PreemptionProspect::Protected,
+            Err(NoEvictions::Impossible | NoEvictions::Delayed) => PreemptionProspect::Impossible,
         };
         pods.iter().for_each(|one| self.withdraw_nomination(ledger, search, &one.name));
         prospect
@@ -332,22 +339,30 @@ impl<'a> PreemptionSearch<'a> {
         actions.requeue_in(TERMINATION_TIME);
         let (message, cap) = (pass.eviction_message(kind, turn.member), pass.grace_cap(turn.member));
         let mut victims = pass.with_gang_members(found.iter().flat_map(|(_, found)| &found.victims));
+        let with_budget = self.pods_with_budget(&victims);
         // The API server may refuse to evict pods with a disruption budget. After a refusal, the
         // operator does not evict the others.
-        victims.sort_by_key(|pod| !self.has_budget(pod));
+        victims.sort_by_key(|pod| !with_budget.contains(pod));
         let named: Vec<PodAndPreemption<'_>> =
             found.iter().map(|(candidate, found)| (candidate.name.as_str(), found)).collect();
         pass.nominate(turn.member, &named, &victims);
+        let to = pass.quota_of(turn.member, &preemptor);
+        let graces = self.requested_graces(&victims, |pod| requested_grace(pod, cap, force));
         let mut evictions = Vec::new();
         for pod in victims {
             let uid = self.claims.uid(&pod).unwrap_or_default().to_owned();
-            let living = self.tracker.living_pods().find(|one| full_name(&one.metadata) == pod);
-            let grace = living.and_then(|pod| requested_grace(pod, cap, force));
-            let (from, to) = (pass.quota_of(turn.member, &pod), pass.quota_of(turn.member, &preemptor));
+            let grace = graces.get(&pod).copied().flatten();
+            let (from, to) = (pass.quota_of(turn.member, &pod), to.clone());
             let quota = Some(QuotaEviction { kind, from, to, grace, force, message: message.clone() });
-            evictions.push(Eviction { pod, uid, preemptor: preemptor.clone(), quota });
+            let may_be_refused = with_budget.contains(&pod);
+            evictions.push(Eviction { pod, uid, preemptor: preemptor.clone(), may_be_refused, quota });
         }
         self.mark_evicted(&evictions);
+        if !evictions.is_empty() {
+            let nodes = found.iter().map(|(_, found)| found.node.clone()).collect();
+            let (has_precedence, decided) = (turn.has_precedence(), self.evictability.now());
+            self.preemptors.start_round(&preemptor, QuotaRound { has_precedence, nodes, decided });
+        }
         let until = self.evictability.now().saturating_add(cap.as_secs()).saturating_add(TERMINATION_TIME.as_secs());
         for (candidate, found) in found {
             if !evictions.is_empty() {
@@ -403,55 +418,61 @@ impl<'a> PreemptionSearch<'a> {
         if is_paused {
             return Err(NoEvictions::Later);
         }
-        if self.preemptors.is_preemption_delayed(name, self.up) {
-            return Err(NoEvictions::Impossible);
+        if self.is_exchange_delayed(name, &turn) {
+            return Err(NoEvictions::Delayed);
         }
+        let seeker = Seeker { name, pod, turn, pods: 1, has_rules: key.has_rules() };
         if self.futile.contains(&key) {
-            self.preemptors.record_failed_exchange((name.clone(), member.pool), (1, false), self.up);
+            self.preemptors.record_failed_exchange(&seeker, (false, None), self.up);
             return Err(NoEvictions::Impossible);
         }
-        self.take_exchange_turn((name, member.pool), 1)?;
+        self.take_exchange_turn(&seeker)?;
         let found = self.search_exchange(ledger, search, candidate, (pass, turn), &kept, actions);
-        self.record_exchange((name, member.pool), 1, found)
+        self.record_exchange(&seeker, found)
     }
 
-    /// Decides whether pods to evict for a waiting pod or gang are searched for now in a pool. Of
-    /// pods whose search failed, those with the oldest search come first, so that no pod waits for
-    /// its search forever.
+    /// Returns whether no pods are evicted for a waiting pod or gang now, because earlier evictions
+    /// had no effect. Evictions had an effect if the operator has since released another pod to the
+    /// freed units.
+    fn is_exchange_delayed(&mut self, name: &str, turn: &QuotaTurn) -> bool {
+        let (tracker, releases) = (self.tracker, &self.latest_releases);
+        let is_taken = |round: &QuotaRound| {
+            let releases = releases.get_or_init(|| latest_releases(tracker));
+            round.nodes.iter().any(|node| releases.get(node.as_str()).is_some_and(|time| *time >= round.decided))
+        };
+        self.preemptors.is_exchange_delayed((name, turn), is_taken, self.up)
+    }
+
+    /// Decides whether pods to evict for a waiting pod or gang are searched for now in a pool.
     ///
     /// # Errors
     /// Returns `Later` if other pods come first. Returns the result of the last search if it failed
     /// and nothing has changed.
-    fn take_exchange_turn(&mut self, (name, pool): (&str, usize), pods: usize) -> Result<(), NoEvictions> {
-        let key = (name.to_owned(), pool);
-        if let Some(is_protected) = self.preemptors.failed_exchange(&key, self.up) {
-            return Err(if is_protected { NoEvictions::Protected } else { NoEvictions::Impossible });
+    fn take_exchange_turn(&mut self, seeker: &Seeker<'_>) -> Result<(), NoEvictions> {
+        match self.preemptors.take_exchange_turn(seeker, self.up) {
+            SearchTurn::Now => {
+                self.searches += 1;
+                Ok(())
+            }
+            SearchTurn::Later => Err(NoEvictions::Later),
+            SearchTurn::Futile { is_protected: true } => Err(NoEvictions::Protected(None)),
+            SearchTurn::Futile { is_protected: false } => Err(NoEvictions::Impossible),
         }
-        let is_turn = if self.preemptors.has_exchange(&key) {
-            self.exchanges_in_turn.contains(&key)
-        } else {
-            let has_turns_left = self.exchanges < MAX_EXCHANGES;
-            self.exchanges += pods;
-            has_turns_left && (self.exchanges <= MAX_EXCHANGES || self.exchanges == pods)
-        };
-        if !is_turn {
-            self.preemptors.defer_exchange(key, pods);
-            return Err(NoEvictions::Later);
-        }
-        self.searches += 1;
-        Ok(())
     }
 
     /// Records the result of a search by the rules of quotas, and returns it.
     fn record_exchange(
         &mut self,
-        (name, pool): (&str, usize),
-        pods: usize,
+        seeker: &Seeker<'_>,
         found: Result<Exchange<'a>, NoEvictions>,
     ) -> Result<Exchange<'a>, NoEvictions> {
-        if let Err(NoEvictions::Impossible | NoEvictions::Protected) = found {
-            let is_protected = matches!(found, Err(NoEvictions::Protected));
-            self.preemptors.record_failed_exchange((name.to_owned(), pool), (pods, is_protected), self.up);
+        let failure = match found {
+            Err(NoEvictions::Protected(left)) => Some((true, left)),
+            Err(NoEvictions::Impossible) => Some((false, None)),
+            _ => None,
+        };
+        if let Some(failure) = failure {
+            self.preemptors.record_failed_exchange(seeker, failure, self.up);
         }
         found
     }
@@ -540,7 +561,7 @@ impl<'a> PreemptionSearch<'a> {
             Some(Duration::ZERO) => Ok(Exchange { kind: Kind::Reclaim, found, force: true }),
             left => {
                 left.into_iter().for_each(|left| actions.requeue_in(left));
-                Err(NoEvictions::Protected)
+                Err(NoEvictions::Protected(left))
             }
         }
     }
@@ -554,13 +575,10 @@ impl<'a> PreemptionSearch<'a> {
             // The search has considered the budgets of these pods.
             return true;
         }
-        let holders = self.holders();
-        let holder = |pod: &String| {
-            let mut nodes = holders.pods.values().chain(holders.blocked.values());
-            nodes.find_map(|pods| pods.get(pod).filter(|one| !one.ending))
-        };
+        let (holders, all): (_, BTreeSet<&str>) = (self.holders(), all.iter().map(String::as_str).collect());
         let mut counts: BTreeMap<usize, u32> = BTreeMap::new();
-        all.iter().filter_map(|pod| holder(pod)?.budget).for_each(|budget| *counts.entry(budget).or_default() += 1);
+        let leaving = holders.all().filter(|(_, pod, holder)| all.contains(pod) && !holder.ending);
+        leaving.filter_map(|(.., holder)| holder.budget).for_each(|budget| *counts.entry(budget).or_default() += 1);
         counts.iter().all(|(budget, count)| holders.budgets.get(*budget).is_some_and(|allowed| count <= allowed))
     }
 
@@ -607,11 +625,12 @@ impl<'a> PreemptionSearch<'a> {
     /// Marks pods as evicted for the rest of the reconcile.
     fn mark_evicted(&mut self, evictions: &[Eviction]) {
         let Some(holders) = self.holders.get_mut() else { return };
-        for Eviction { pod, .. } in evictions {
-            let nodes = holders.all().filter(|(_, name, _)| name == pod);
-            let nodes: Vec<String> = nodes.map(|(node, ..)| node.to_owned()).collect();
-            nodes.iter().for_each(|node| holders.evict(node, [pod]));
+        let evicted: BTreeSet<&str> = evictions.iter().map(|eviction| eviction.pod.as_str()).collect();
+        let mut by_node: BTreeMap<String, Vec<String>> = BTreeMap::new();
+        for (node, pod, _) in holders.all().filter(|(_, pod, _)| evicted.contains(pod)) {
+            by_node.entry(node.to_owned()).or_default().push(pod.to_owned());
         }
+        by_node.iter().for_each(|(node, pods)| holders.evict(node, pods));
     }
 
     fn holders(&self) -> &Holders<'a> {
@@ -634,10 +653,26 @@ impl<'a> PreemptionSearch<'a> {
         priority > 0 && *self.lowest_holder.get_or_init(lowest) < priority
     }
 
-    /// Returns whether a disruption budget limits the eviction of a pod.
-    fn has_budget(&self, pod: &str) -> bool {
-        let mut nodes = self.holders().pods.values().chain(self.holders().blocked.values());
-        nodes.any(|pods| pods.get(pod).is_some_and(|holder| holder.budget.is_some()))
+    /// Returns the pods of which a disruption budget limits the eviction.
+    fn pods_with_budget(&self, pods: &[String]) -> BTreeSet<String> {
+        let pods: BTreeSet<&str> = pods.iter().map(String::as_str).collect();
+        let limited = self.holders().all().filter(|(_, pod, holder)| holder.budget.is_some() && pods.contains(pod));
+        limited.map(|(_, pod, _)| pod.to_owned()).collect()
+    }
+
+    /// Returns the grace period to request for each pod, by name.
+    fn requested_graces(
+        &self,
+        pods: &[String],
+        requested: impl Fn(&PodObject) -> Option<u32>,
+    ) -> BTreeMap<String, Option<u32>> {
+        if pods.is_empty() {
+            return BTreeMap::new();
+        }
+        let pods: BTreeSet<&str> = pods.iter().map(String::as_str).collect();
+        let living = self.tracker.living_pods().filter(|pod| pod.requests_gpus());
+        let named = living.map(|pod| (full_name(&pod.metadata), pod)).filter(|(name, _)| pods.contains(name.as_str()));
+        named.map(|(name, pod)| (name, requested(pod))).collect()
     }
 
     /// Adds the evictions of these victims on a node for the pod `preemptor`. Victims with a
@@ -645,11 +680,14 @@ impl<'a> PreemptionSearch<'a> {
     /// refusal, the operator does not evict the other victims.
     fn add_evictions(&mut self, node: &str, mut victims: Vec<String>, preemptor: &str, actions: &mut Actions) {
         let Some(holders) = self.holders.get_mut() else { return };
-        victims.sort_by_key(|pod| holders.get(node, pod).is_none_or(|holder| holder.budget.is_none()));
+        let has_budget = |pod: &String| holders.get(node, pod).is_some_and(|holder| holder.budget.is_some());
+        let with_budget: BTreeSet<String> = victims.iter().filter(|pod| has_budget(pod)).cloned().collect();
+        victims.sort_by_key(|pod| !with_budget.contains(pod));
         holders.evict(node, &victims);
         actions.evictions.extend(victims.into_iter().map(|pod| {
             let uid = self.claims.uid(&pod).unwrap_or_default().to_owned();
-            Eviction { pod, uid, preemptor: preemptor.to_owned(), quota: None }
+            let may_be_refused = with_budget.contains(&pod);
+            Eviction { pod, uid, preemptor: preemptor.to_owned(), may_be_refused, quota: None }
         }));
     }
 }
@@ -660,6 +698,19 @@ fn pods_to_keep(tracker: &PodTracker, search: &PlacementSearch<'_>, pod: &PodObj
     let mut kept = pods_of_affinity(tracker, pod);
     kept.extend(search.pods_of_quotas());
     kept
+}
+
+/// Returns when the operator last released a pod with GPUs to each node, in seconds since the Unix
+/// epoch. Pods without a reservation, such as static pods, were not released.
+fn latest_releases(tracker: &PodTracker) -> BTreeMap<&str, u64> {
+    let mut latest: BTreeMap<&str, u64> = BTreeMap::new();
+    for pod in tracker.living_pods().filter(|pod| pod.requests_gpus() && pod.reserved_until.is_some()) {
+        if let Some(node) = pod.node() {
+            let time = latest.entry(node).or_default();
+            *time = released(pod).0.max(*time);
+        }
+    }
+    latest
 }
 
 /// Returns the names of the pods with GPUs that the required affinity of a pod selects. The

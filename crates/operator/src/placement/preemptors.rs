@@ -7,32 +7,16 @@ use std::time::Duration;
 
 use super::actions::Actions;
 use super::cluster::ReconcileTime;
+use super::eviction_rounds::{EvictionRounds, QuotaRound};
+use super::exchange_turns::{ExchangeTurns, PoolChanges, RECHECK_TIME, RULES_RECHECK_TIME, SearchTurn, Seeker};
+use super::quota_pass::QuotaTurn;
+use super::quotas::{PoolWorld, QuotaWorlds};
 use crate::pods::PodObject;
 use crate::read::BudgetObject;
 
 /// Maximum number of waiting pods per reconcile for which the operator repeats the search for
 /// preemption victims.
 const MAX_REPEATED_SEARCHES: usize = 8;
-/// Time after which a search without a result is repeated even if nothing has changed. After this
-/// time, changes that this module does not track, such as another pod's labels, take effect.
-pub(super) const RECHECK_TIME: Duration = Duration::from_secs(60);
-/// Time after which a search is repeated for a pod with rules about other pods or volumes. A change
-/// of any node may affect such rules.
-const RULES_RECHECK_TIME: Duration = Duration::from_secs(10);
-/// Time after which a search by the rules of quotas is repeated even if nothing has changed. After
-/// this time, the end of a minimum run time takes effect.
-const EXCHANGE_RECHECK_TIME: Duration = Duration::from_secs(2);
-/// Time for which the search for a large gang is not repeated, for each pod beyond
-/// [`MAX_REPEATED_SEARCHES`]. Each pod costs a search of all devices. Without the pause, a gang of
-/// 1,000 pods that fits nowhere would delay the releases of all other pods after each change.
-const GANG_SEARCH_PAUSE: Duration = Duration::from_millis(10);
-/// Number of rounds of evictions for a waiting pod that are not delayed.
-const UNDELAYED_ROUNDS: u32 = 3;
-/// First delay between two rounds of evictions for a pod that still waits. Each further round
-/// doubles the delay.
-const FIRST_ROUND_DELAY: Duration = Duration::from_secs(60);
-/// Maximum delay between two rounds of evictions for a pod that still waits.
-const MAX_ROUND_DELAY: Duration = Duration::from_secs(3600);
 
 /// Waiting pods that may preempt others, and the changes since the last searches.
 #[derive(Debug, Default)]
@@ -51,11 +35,10 @@ pub(super) struct Preemptors {
     budgets: BTreeMap<String, BudgetState>,
     /// Whether another reconcile may help a waiting pod that had no turn in this reconcile.
     is_deferred: bool,
-    /// Searches by the rules of quotas, by pod and pool. Excludes pods for which victims were
-    /// found.
-    exchanges: BTreeMap<(String, usize), ExchangeSearch>,
-    /// Waiting pods for which pods were evicted, by name.
-    rounds: BTreeMap<String, EvictionRounds>,
+    /// Searches by the rules of quotas.
+    exchanges: ExchangeTurns,
+    /// Evictions for waiting pods.
+    rounds: EvictionRounds,
     /// Waiting pods within their guarantee for which disruption budgets block evictions, by UID:
     /// since when, in seconds since the Unix epoch, and when this was last found. The time is
     /// counted for the waiting pod. Otherwise the time would restart whenever a protected pod is
@@ -64,20 +47,6 @@ pub(super) struct Preemptors {
     /// When this process first searched for protected pods. Until [`RECHECK_TIME`] later, this
     /// process continues the times that an earlier leader recorded.
     first_protected: Option<Duration>,
-}
-
-/// The evictions for one waiting pod. Evictions have no effect if the waiting pod's rules then
-/// refuse the node. Without a delay, the operator would repeatedly evict the victims' replacements.
-#[derive(Debug)]
-struct EvictionRounds {
-    count: u32,
-    /// The reconcile that decided the last evictions.
-    reconcile: u64,
-    /// Whether one of the last evictions did not succeed. The next evictions complete the round, so
-    /// they are neither counted nor delayed.
-    is_incomplete: bool,
-    /// No pods are evicted for the waiting pod before this time, unless `is_incomplete` is set.
-    until: Duration,
 }
 
 /// A waiting pod.
@@ -97,28 +66,6 @@ struct FutileSearch {
     until: Duration,
     /// Whether the result also applies to equal pods.
     is_shared: bool,
-}
-
-/// The last search by the rules of quotas for a waiting pod.
-#[derive(Debug, Clone, Copy)]
-struct ExchangeSearch {
-    /// The reconcile that last searched, or that first deferred the pod.
-    turn: u64,
-    /// The result. `None` if the pod was deferred.
-    failed: Option<FailedExchange>,
-    /// Number of pods: those of the gang that wait, or 1.
-    pods: usize,
-}
-
-/// A search by the rules of quotas that found no victims.
-#[derive(Debug, Clone, Copy)]
-struct FailedExchange {
-    version: u64,
-    until: Duration,
-    /// Until then, changes do not repeat the search.
-    settled_until: Duration,
-    /// Whether only evictions of pods that disruption budgets protect would free enough units.
-    is_protected: bool,
 }
 
 /// The nodes on which a preemption may help a pod.
@@ -149,12 +96,12 @@ impl Preemptors {
             return;
         }
         let present: BTreeMap<&str, &PodObject> = waiting.iter().map(|(name, pod)| (name.as_str(), *pod)).collect();
-        self.rounds.retain(|name, _| present.contains_key(name.as_str()));
+        self.rounds.retain(|name| present.contains_key(name));
+        self.exchanges.retain(&present);
         self.waiting.retain(|name, one| present.get(name.as_str()).is_some_and(|pod| one.id == uid_and_version(pod)));
-        if self.waiting.is_empty() {
+        if self.waiting.is_empty() && self.exchanges.is_empty() {
             self.changed.clear();
         }
-        self.exchanges.retain(|(name, _), _| present.contains_key(name.as_str()));
     }
 
     /// Records a change of a node that may make preemption possible on the node.
@@ -238,7 +185,7 @@ impl Preemptors {
     /// Records that evictions free enough units for the pod.
     pub(super) fn record_success(&mut self, name: &str) {
         self.waiting.remove(name);
-        self.exchanges.retain(|(pod, _), _| pod != name);
+        self.exchanges.record_success(name);
     }
 
     /// Records that disruption budgets block evictions for the guaranteed units of the waiting pod
@@ -280,85 +227,73 @@ impl Preemptors {
             .insert(name.to_owned(), Preemptor { id: uid_and_version(pod), turn: self.reconciles, futile_search });
     }
 
-    /// Returns the pods and pools whose turn it is for a repeated search by the rules of quotas:
-    /// those with the oldest searches, among those that another search may help.
-    pub(super) fn exchanges_in_turn(&self, up: Duration) -> BTreeSet<(String, usize)> {
-        let due = self.exchanges.iter().filter(|(_, search)| self.result_of(search, up).is_none());
-        let mut due: Vec<(u64, &(String, usize), usize)> =
-            due.map(|(key, search)| (search.turn, key, search.pods)).collect();
-        due.sort_unstable();
-        let mut pods = 0_usize;
-        // All pods of a gang count. A larger gang is searched for alone.
-        let is_in_turn = |(.., of): &(u64, &(String, usize), usize)| {
-            let is_first = pods == 0;
-            pods = pods.saturating_add(*of);
-            is_first || pods <= MAX_REPEATED_SEARCHES
+    /// Starts the searches of a reconcile by the rules of quotas.
+    pub(super) fn start_exchanges(&mut self, worlds: Option<&QuotaWorlds>, now: ReconcileTime) {
+        let pools =
+            worlds.into_iter().flat_map(|worlds| worlds.pools.iter().enumerate().map(move |pool| (worlds, pool)));
+        let changes = |(worlds, (at, pool)): (&QuotaWorlds, (usize, &PoolWorld))| {
+            let changed = self.changed.iter().filter(|(node, _)| worlds.has_node(at, node));
+            let version = changed.map(|(_, version)| *version).max().unwrap_or(0).max(self.last_cluster_change);
+            let next = pool
+                .next_change
+                .map(|next| now.up.saturating_add(Duration::from_secs(next.0.saturating_sub(now.epoch))));
+            PoolChanges { version, next }
         };
-        due.into_iter().take_while(is_in_turn).map(|(_, key, _)| key.clone()).collect()
+        let pools = pools.map(changes).collect();
+        self.exchanges.start(pools, now.up);
     }
 
-    /// Returns whether victims were searched for a pod in a pool, or the pod was deferred.
-    pub(super) fn has_exchange(&self, key: &(String, usize)) -> bool {
-        self.exchanges.contains_key(key)
+    /// Decides whether pods to evict by the rules of quotas are searched for a pod now.
+    pub(super) fn take_exchange_turn(&mut self, seeker: &Seeker<'_>, up: Duration) -> SearchTurn {
+        self.exchanges.take_turn(seeker, up)
     }
 
-    /// Records that by the rules of quotas no pods can be evicted in a pool for a pod, or for this
-    /// number of pods of a gang.
+    /// Records that by the rules of quotas no pods can be evicted for a pod. `is_protected` states
+    /// whether only pods that disruption budgets protect could make room, and `left` is the time
+    /// until the operator deletes them, if it does.
     pub(super) fn record_failed_exchange(
         &mut self,
-        key: (String, usize),
-        (pods, is_protected): (usize, bool),
+        seeker: &Seeker<'_>,
+        (is_protected, left): (bool, Option<Duration>),
         up: Duration,
     ) {
-        let more = u32::try_from(pods.saturating_sub(MAX_REPEATED_SEARCHES)).unwrap_or(u32::MAX);
-        let settled_until = up.saturating_add(GANG_SEARCH_PAUSE.saturating_mul(more));
-        let until = settled_until.max(up.saturating_add(EXCHANGE_RECHECK_TIME));
-        let failed = Some(FailedExchange { version: self.version, until, settled_until, is_protected });
-        self.exchanges.insert(key, ExchangeSearch { turn: self.reconciles, failed, pods });
+        self.exchanges.record_failure(seeker, (is_protected, left), self.version, up);
     }
 
-    /// Returns whether only evictions of protected pods would free enough units for a pod in a
-    /// pool. Returns `None` unless a recent search there found no victims, and nothing has changed
-    /// since.
-    pub(super) fn failed_exchange(&self, key: &(String, usize), up: Duration) -> Option<bool> {
-        self.exchanges.get(key).and_then(|search| self.result_of(search, up))
-    }
-
-    fn result_of(&self, search: &ExchangeSearch, up: Duration) -> Option<bool> {
-        let failed = search.failed?;
-        let is_same = self.version == failed.version && self.last_cluster_change <= failed.version;
-        (failed.settled_until > up || failed.until > up && is_same).then_some(failed.is_protected)
-    }
-
-    /// Records that a pod, or this number of pods of a gang, must wait for a turn in a pool.
-    pub(super) fn defer_exchange(&mut self, key: (String, usize), pods: usize) {
-        self.exchanges.entry(key).or_insert(ExchangeSearch { turn: self.reconciles, failed: None, pods });
-        self.is_deferred = true;
+    /// Records that this reconcile decided evictions for a waiting pod by the rules of quotas.
+    pub(super) fn start_round(&mut self, preemptor: &str, round: QuotaRound) {
+        self.rounds.start_by_quota(preemptor, round);
     }
 
     /// Records an eviction for a waiting pod. The evictions of one reconcile are one round.
     pub(super) fn record_eviction(&mut self, preemptor: &str, succeeded: bool, up: Duration) {
-        let new = EvictionRounds { count: 0, reconcile: 0, is_incomplete: false, until: Duration::ZERO };
-        let rounds = self.rounds.entry(preemptor.to_owned()).or_insert(new);
-        if !succeeded {
-            rounds.is_incomplete = true;
-            return;
-        }
-        let is_counted = rounds.reconcile == self.reconciles;
-        rounds.reconcile = self.reconciles;
-        if is_counted || std::mem::take(&mut rounds.is_incomplete) {
-            return;
-        }
-        rounds.count = rounds.count.saturating_add(1);
-        if let Some(more) = rounds.count.checked_sub(UNDELAYED_ROUNDS) {
-            let delay = FIRST_ROUND_DELAY.saturating_mul(2_u32.saturating_pow(more)).min(MAX_ROUND_DELAY);
-            rounds.until = up.saturating_add(delay);
-        }
+        self.rounds.record(preemptor, succeeded, (self.reconciles, up));
     }
 
     /// Returns whether no pods are evicted for a pod now, because earlier evictions had no effect.
     pub(super) fn is_preemption_delayed(&self, pod: &str, up: Duration) -> bool {
-        self.rounds.get(pod).is_some_and(|rounds| !rounds.is_incomplete && rounds.until > up)
+        self.rounds.is_delayed(pod, up)
+    }
+
+    /// Like [`Self::is_preemption_delayed`], but by the rules of quotas. Evictions are not delayed
+    /// if they had an effect, but not for this pod: `is_taken` returns whether the operator itself
+    /// has given the units of a round to other pods. A pod whose rights have risen is not delayed
+    /// either.
+    pub(super) fn is_exchange_delayed(
+        &mut self,
+        (pod, turn): (&str, &QuotaTurn),
+        is_taken: impl FnOnce(&QuotaRound) -> bool,
+        up: Duration,
+    ) -> bool {
+        if !self.rounds.is_delayed(pod, up) {
+            return false;
+        }
+        let last = self.rounds.last_by_quota(pod);
+        let is_over = last.is_some_and(|last| !last.has_precedence && turn.has_precedence() || is_taken(last));
+        if is_over {
+            self.rounds.forget(pod);
+        }
+        !is_over
     }
 
     /// Records that the pod must wait for its turn.
@@ -369,15 +304,14 @@ impl Preemptors {
     }
 
     /// Ends a reconcile, and records in `actions` when the next reconcile is due.
-    pub(super) fn finish_reconcile(&self, up: Duration, actions: &mut Actions) {
+    pub(super) fn finish_reconcile(&mut self, up: Duration, actions: &mut Actions) {
+        self.exchanges.finish(up, actions);
         actions.more |= self.is_deferred;
         actions.awaits_budgets = !self.waiting.is_empty();
         let rechecks = self.waiting.values().filter_map(|one| one.futile_search).map(|futile| futile.until);
-        let delays = self.rounds.values().map(|rounds| rounds.until);
-        let exchanges = self.exchanges.values().filter_map(|search| search.failed).map(|failed| failed.until);
         // This reconcile has searched again for a pod whose recheck is due, or the pod waits for
         // something else.
-        if let Some(recheck) = rechecks.chain(delays).chain(exchanges).filter(|until| *until > up).min() {
+        if let Some(recheck) = rechecks.chain(self.rounds.delays()).filter(|until| *until > up).min() {
             actions.requeue_in(recheck.saturating_sub(up));
         }
     }
@@ -385,23 +319,4 @@ impl Preemptors {
 
 fn uid_and_version(pod: &PodObject) -> (Option<String>, Option<String>) {
     (pod.uid(), pod.metadata.resource_version.clone())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Otherwise each change of a node would repeat 1,000 searches of all devices.
-    #[test]
-    fn the_search_for_a_large_gang_is_not_repeated_at_once_after_a_change() {
-        let seconds = Duration::from_secs;
-        for (pods, pause) in [(1, 0), (8, 0), (1000, 9)] {
-            let (mut preemptors, key) = (Preemptors::default(), ("team/head".to_owned(), 0));
-            preemptors.record_failed_exchange(key.clone(), (pods, false), seconds(100));
-            assert_eq!(preemptors.failed_exchange(&key, seconds(101)), Some(false), "{pods}: nothing has changed");
-            preemptors.record_node_change("n1");
-            assert_eq!(preemptors.failed_exchange(&key, seconds(100 + pause)), (pause > 0).then_some(false), "{pods}");
-            assert_eq!(preemptors.failed_exchange(&key, seconds(110)), None, "{pods}");
-        }
-    }
 }

@@ -20,9 +20,9 @@ use cleave_api::placement::ReleasedGang;
 use cleave_plan::ledger::Moment;
 use cleave_plan::quota::{Gang, MAX_GANG_PODS, NEVER_EVICTED, Wait};
 
-use super::claims::{created, released};
 use super::nodes::{Nodes, ResourceProvider};
 use super::pod_tracker::PodTracker;
+use super::quota_times::{created, released};
 use super::quota_waits::QuotaWait;
 use crate::pods::{PodObject, full_name};
 

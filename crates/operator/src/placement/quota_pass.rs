@@ -8,7 +8,7 @@ use cleave_plan::ledger::{Fits, Holder, Holders, Ledger, Moment, Nomination, Pre
 use cleave_plan::quota::{Amount, Book, Class, Kind, Owner, Pod, PodId, Rights, Wait, reserved_for_long_waits};
 
 use super::quota_gangs::GangUnit;
-use super::quota_reports::label_of;
+use super::quota_reports::{has_label, label_of};
 use super::quota_waits::QuotaWait;
 use super::quotas::{PoolWorld, QuotaWorlds};
 use crate::pods::PodObject;
@@ -45,6 +45,14 @@ pub(super) struct QuotaTurn {
     /// What the pod may do only on devices where it costs less than elsewhere.
     cheap: OnlyWhereCheap,
     pub(super) rank: Rank,
+}
+
+impl QuotaTurn {
+    /// Returns whether the pod has precedence over borrowers: it is within its guarantee, or
+    /// overrides quotas.
+    pub(super) const fn has_precedence(&self) -> bool {
+        self.rights.is_within || self.cheap.reclaims || self.rank.overriding.is_some()
+    }
 }
 
 /// What a waiting pod may do only on devices where it costs less than elsewhere.
@@ -356,14 +364,15 @@ impl<'w> QuotaPass<'w> {
     }
 
     /// Records that the pods of a turn are released, and returns the value of their label. Pods of
-    /// exempt namespaces, and pods on nodes in no pool with an enforced quota, have no label.
+    /// exempt namespaces, pods of quotas that only count, and pods on nodes in no pool with an
+    /// enforced quota have no label.
     pub(super) fn label_released(&mut self, turn: Option<QuotaTurn>, pods: &[(&str, &Fits)]) -> Option<&'static str> {
         let Some(turn) = turn else {
             pods.iter().for_each(|(name, _)| drop(self.long_waits.remove(*name)));
             return None;
         };
         let class = self.record_release(turn.member, pods)?;
-        (self.pod(turn.member).owner != Owner::Outside).then(|| label_of(class))
+        has_label(&self.worlds.pools[turn.member.pool].world, self.pod(turn.member)).then(|| label_of(class))
     }
 
     /// Records that the pods of a turn are nominated, and that these victims are evicted.
@@ -403,14 +412,18 @@ impl<'w> QuotaPass<'w> {
     }
 
     /// Returns the kinds of evictions that are permitted for a waiting pod, in the order of
-    /// attempts.
+    /// attempts. While a quota cannot be read, pods of one quota are not evicted for others: the
+    /// malformed quota may guarantee their units.
     pub(super) fn kinds(&self, turn: &QuotaTurn) -> impl Iterator<Item = Kind> + use<> {
         let QuotaTurn { rights, cheap, .. } = *turn;
         let is_enforced = self.book(turn.member).quota(turn.member.id).is_enforced();
-        let may_exchange = is_enforced && !rights.is_over_max;
+        let is_known = !self.worlds.are_incomplete;
+        let may_exchange = is_enforced && !rights.is_over_max && is_known;
         let reclaims = may_exchange && (rights.is_within || cheap.reclaims);
         let shares = may_exchange && !rights.is_within && !cheap.runs;
-        [(reclaims, Kind::Reclaim), (shares, Kind::FairShare), (!cheap.runs, Kind::Priority)]
+        let stays_in_quota = matches!(self.pod(turn.member).owner, Owner::Quota(_)) && turn.rank.overriding.is_none();
+        let priority = !cheap.runs && (is_known || is_enforced && stays_in_quota);
+        [(reclaims, Kind::Reclaim), (shares, Kind::FairShare), (priority, Kind::Priority)]
             .into_iter()
             .filter_map(|(is_permitted, kind)| is_permitted.then_some(kind))
     }

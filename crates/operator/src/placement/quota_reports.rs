@@ -2,20 +2,21 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::names::{CAPACITY_IN_QUOTA, CAPACITY_LABEL, CAPACITY_OVER_QUOTA, KUEUE_LABELS};
-use cleave_api::{GpuQuota, GpuQuotaStatus};
+use cleave_api::{GpuQuota, GpuQuotaSpec, GpuQuotaStatus};
 use cleave_plan::ledger::{Ledger, Moment};
-use cleave_plan::quota::{Book, Class, Owner, Place, PodId, Unit};
+use cleave_plan::quota::{Book, Class, Owner, Place, Pod, PodId, Quota, Unit, World};
 use jiff::Timestamp;
 
 use super::cluster::Cluster;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
+use super::quota_objects::{MalformedQuota, QuotaObjects};
 use super::quotas::{PoolWorld, QuotaSettings, QuotaWorlds, quotas_of};
 use crate::pods::{PodObject, full_name};
 use crate::policies::demand::WaitingPod;
 use crate::quotas::status::{self, KueuePods, PoolView};
 use crate::quotas::usage::{Limits, QuotaUsage};
-use crate::quotas::validate::{Quotas, Unnamed};
+use crate::quotas::validate::{Problem, Quotas, Unnamed};
 
 /// The reports about quotas.
 #[derive(Debug, Default, PartialEq)]
@@ -24,6 +25,8 @@ pub(crate) struct QuotaReports {
     pub(crate) statuses: Vec<(String, GpuQuotaStatus)>,
     /// The use of each valid quota, by name.
     pub(crate) usages: BTreeMap<String, QuotaUsage>,
+    /// Number of quotas that cannot be read.
+    pub(crate) malformed: usize,
     /// Pods whose label differs from their class.
     pub(crate) labels: Vec<CapacityLabel>,
 }
@@ -54,7 +57,7 @@ pub(super) fn build_reports<'a>(
     waiting: impl Iterator<Item = (&'a str, &'a PodObject)>,
     known: (impl Fn(&str) -> bool, impl Fn(&str, &PodObject) -> bool),
     (settings, now): (&QuotaSettings, u64),
-    waits: &BTreeMap<String, WaitingPod>,
+    (waits, objects): (&BTreeMap<String, WaitingPod>, &QuotaObjects),
 ) -> QuotaReports {
     if cluster.quotas.is_empty() {
         return QuotaReports { labels: wrong_labels(tracker, &BTreeMap::new()), ..QuotaReports::default() };
@@ -67,13 +70,24 @@ pub(super) fn build_reports<'a>(
         .zip(&quotas.pools)
         .map(|(pool, of)| PoolView { world: &pool.world, book: Book::new(&pool.world, Moment(now)), unit: of.unit })
         .collect();
-    let time = Timestamp::from_second(i64::try_from(now).unwrap_or(0)).unwrap_or_default();
+    let time = timestamp(now);
     let namespaces = cluster.namespaces.iter().filter_map(|object| object.metadata.name.as_deref());
     let namespaces: BTreeSet<&str> = namespaces.collect();
     let kueue = kueue_pods(tracker, &quotas);
-    let mut reports = QuotaReports::default();
-    for quota in cluster.quotas.iter().filter_map(|object| object.0.as_ref().ok()) {
+    let malformed: BTreeMap<&str, &MalformedQuota> =
+        objects.malformed().filter_map(|quota| Some((quota.metadata.name.as_deref()?, quota))).collect();
+    let unknown: Vec<GpuQuota> =
+        malformed.values().filter(|quota| !quota.is_known).map(|quota| placeholder(quota)).collect();
+    let mut reports = QuotaReports { malformed: malformed.len(), ..QuotaReports::default() };
+    for quota in cluster.quotas.iter().filter_map(|object| object.0.as_ref().ok()).chain(&unknown) {
         let Some(name) = quota.metadata.name.as_deref() else { continue };
+        let problem = malformed.get(name).map(|quota| {
+            let problem = if quota.is_known { Problem::Malformed } else { Problem::Unknown };
+            problem(quota.error.clone())
+        });
+        // The present status of a malformed quota is not known. A constant time keeps equal
+        // statuses equal.
+        let time = malformed.get(name).map_or(time, |quota| timestamp(quota.since));
         let view = views.iter().find(|view| view.world.quotas.contains_key(name));
         let named = quota.spec.namespaces.iter().flatten().map(String::as_str);
         let absent: Vec<&str> = named.filter(|name| !namespaces.contains(name)).collect();
@@ -81,7 +95,7 @@ pub(super) fn build_reports<'a>(
         let shows_unnamed = is_oldest && quotas.unnamed() == Unnamed::Borrow;
         let (status, waiting) = status::status(
             quota,
-            (view, quotas.problems.get(name)),
+            (view, problem.as_ref().or(quotas.problems.get(name))),
             (&absent, kueue.get(name)),
             (waits, shows_unnamed),
             time,
@@ -93,9 +107,20 @@ pub(super) fn build_reports<'a>(
             reports.statuses.push((name.to_owned(), status));
         }
     }
-    let classes = if settings.without_labels { BTreeMap::new() } else { classes(&views) };
-    reports.labels = wrong_labels(tracker, &classes);
+    if !objects.are_unknown() {
+        let classes = if settings.without_labels { BTreeMap::new() } else { classes(&views) };
+        reports.labels = wrong_labels(tracker, &classes);
+    }
     reports
+}
+
+/// Returns an object for the report about a quota of which nothing but the metadata is known.
+fn placeholder(quota: &MalformedQuota) -> GpuQuota {
+    GpuQuota { metadata: quota.metadata.clone(), spec: GpuQuotaSpec::default(), status: None }
+}
+
+fn timestamp(seconds: u64) -> Timestamp {
+    Timestamp::from_second(i64::try_from(seconds).unwrap_or(0)).unwrap_or_default()
 }
 
 fn quota_usage(quota: &GpuQuota, view: &PoolView<'_>, waiting: &status::WaitingPods) -> Option<QuotaUsage> {
@@ -131,19 +156,29 @@ fn kueue_pods(tracker: &PodTracker, quotas: &Quotas) -> BTreeMap<String, KueuePo
     pods
 }
 
-/// Returns the classes of the pods that are released or run, by name. Pods without a quota borrow.
-/// Pods of exempt namespaces have no class.
+/// Returns the classes of the pods that are released or run in pools with an enforced quota, by
+/// name. Pods without a quota borrow. Pods of exempt namespaces, and pods of quotas that only
+/// count, have no class.
 fn classes<'v>(views: &'v [PoolView<'_>]) -> BTreeMap<&'v str, Class> {
     let mut classes = BTreeMap::new();
-    for view in views {
+    for view in views.iter().filter(|view| view.world.quotas.values().any(Quota::is_enforced)) {
         for (at, pod) in view.world.pods.iter().enumerate() {
-            let is_counted = matches!(pod.place, Place::Running { .. }) && pod.owner != Owner::Outside;
+            let is_counted = matches!(pod.place, Place::Running { .. }) && has_label(view.world, pod);
             if let Some(class) = is_counted.then(|| view.book.class(PodId(at))).flatten() {
                 classes.insert(pod.name.as_str(), class);
             }
         }
     }
     classes
+}
+
+/// Returns whether the label of a pod in a pool with an enforced quota shows the pod's class.
+pub(super) fn has_label(world: &World, pod: &Pod) -> bool {
+    match &pod.owner {
+        Owner::Quota(name) => world.quotas.get(name).is_some_and(Quota::is_enforced),
+        Owner::Unnamed => true,
+        Owner::Outside => false,
+    }
 }
 
 /// Returns the pods whose label is not that of their class. Pods without a class have no label.

@@ -11,22 +11,16 @@ use cleave_plan::ledger::{DeviceAmounts, DeviceRequest, Ledger, Moment, Nominati
 use cleave_plan::quota::{Amount, GPU, Owner, Piece, Place, Pod, PodId, Quota, Settings, Unit, World, charge_per_gpu};
 use kube::Resource as _;
 
-use super::claims::{created, released};
 use super::cluster::Cluster;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
-use super::quota_costs::{EligibleCosts, NodeView, requests_of};
+use super::quota_costs::{EligibleCosts, NodeView, WaitingRequests, requests_of};
 use super::quota_gangs::{Gangs, Location};
+use super::quota_times::{ReleasedPlace, created};
 use crate::pods::{PodObject, full_name};
 use crate::quotas::charge::{DeviceCosts, NodeCosts, is_mig};
 use crate::quotas::validate::{Quotas, Unnamed};
 
-/// Seconds after the end of a pod's grace period during which the pod counts towards its quota's
-/// maximum.
-const HELD_AFTER_GRACE_SECONDS: u64 = 30;
-/// A pod terminates late if it ends more than this time after the maximum grace period of evicted
-/// pods. The time allows for clocks that differ.
-const LATE_AFTER_GRACE_CAP: u64 = 30;
 /// Settings of quotas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct QuotaSettings {
@@ -57,6 +51,8 @@ pub(crate) struct PoolWorld {
     pub(super) least: BTreeMap<PodId, Amount>,
     /// Pods that terminate, but later than an evicted pod would. They count as running.
     pub(super) terminates_late: BTreeSet<PodId>,
+    /// When the rules next treat a released pod differently although the pod does not change.
+    pub(super) next_change: Option<Moment>,
     /// Whether a quota of the pool is enforced.
     pub(crate) is_enforced: bool,
 }
@@ -81,6 +77,8 @@ pub(crate) struct QuotaWorlds {
     /// Whether the cluster has nodes with GPUs that are in no pool with an enforced quota.
     pub(super) has_other_nodes: bool,
     pub(super) gangs: Gangs,
+    /// Whether it is not known what a quota guarantees, because the quota cannot be read.
+    pub(super) are_incomplete: bool,
     pub(super) now: Moment,
 }
 
@@ -145,7 +143,8 @@ impl QuotaWorlds {
         }
         let (pools, pools_of_node) = (Vec::new(), BTreeMap::new());
         let (mixed, has_other_nodes, gangs) = (Vec::new(), false, Gangs::default());
-        let mut worlds = Self { pools, pools_of_node, mixed, has_other_nodes, gangs, now: Moment(now) };
+        let are_incomplete = cluster.quotas.iter().any(|object| object.0.is_err());
+        let mut worlds = Self { pools, pools_of_node, mixed, has_other_nodes, gangs, are_incomplete, now: Moment(now) };
         for (at, pool) in quotas.pools.iter().enumerate() {
             let world = World { quotas: pool.quotas.clone(), settings: settings.rules, ..World::default() };
             worlds.pools.push(PoolWorld {
@@ -157,6 +156,7 @@ impl QuotaWorlds {
                 has_mig: false,
                 least: BTreeMap::new(),
                 terminates_late: BTreeSet::new(),
+                next_change: None,
                 is_enforced: quotas.is_enforced(at),
             });
         }
@@ -168,13 +168,7 @@ impl QuotaWorlds {
         let mut costs: Vec<NodeCosts> = vec![NodeCosts::default(); worlds.pools.len()];
         nodes.iter().for_each(|node| costs[node.pool].extend(&node.costs));
         let known = (&quotas, &gangs);
-        worlds.add_released(
-            cluster,
-            known,
-            (tracker, ledger),
-            (&nodes, &costs),
-            (&is_evicted, settings.rules.grace_cap),
-        );
+        worlds.add_released(cluster, known, (tracker, ledger), (&nodes, &costs), &is_evicted);
         let mut eligible = EligibleCosts::new(gpu_nodes, &nodes, costs.len());
         for (name, pod) in waiting {
             let nominated = ledger.nominations().get(name);
@@ -307,7 +301,7 @@ impl QuotaWorlds {
         known: (&Quotas, &Gangs),
         (tracker, ledger): (&PodTracker, &Ledger),
         (nodes, costs): (&[NodeView<'_>], &[NodeCosts]),
-        (is_evicted, grace_cap): (&impl Fn(&str) -> bool, u64),
+        is_evicted: &impl Fn(&str) -> bool,
     ) {
         let mut by_name = ViewsOfNodes::new();
         nodes.iter().for_each(|view| by_name.entry(view.name).or_default().push(view));
@@ -343,10 +337,10 @@ impl QuotaWorlds {
             };
             for (pool, pieces) in found {
                 used.extend(pieces.iter().filter_map(|piece| Some((pool, piece.gpu?))));
-                self.insert_released(known, (pool, &name, pod), pieces, (is_evicted, grace_cap));
+                self.insert_released(known, (pool, &name, pod), pieces, is_evicted);
             }
         }
-        self.add_unlocated(cluster, known, unlocated, (&by_name, costs, used), (is_evicted, grace_cap));
+        self.add_unlocated(cluster, known, unlocated, (&by_name, costs, used), is_evicted);
     }
 
     /// Adds released pods whose devices are not known, and pods on nodes whose GPUs are not known.
@@ -357,7 +351,7 @@ impl QuotaWorlds {
         known: (&Quotas, &Gangs),
         unlocated: Vec<Unlocated<'_>>,
         (by_name, costs, mut used): (&ViewsOfNodes<'_, '_>, &[NodeCosts], BTreeSet<(usize, usize)>),
-        (is_evicted, grace_cap): (&impl Fn(&str) -> bool, u64),
+        is_evicted: &impl Fn(&str) -> bool,
     ) {
         let managed = OnceCell::new();
         let mut absent: BTreeMap<(usize, String), usize> = BTreeMap::new();
@@ -377,7 +371,7 @@ impl QuotaWorlds {
                 let unused =
                     |_: &DeviceRequest| view.gpus.iter().copied().find(|gpu| used.insert((at, *gpu))).or(first);
                 let pieces = pool.pieces(&requests, (&node, &[]), dearest, unused);
-                self.insert_released(known, (at, &name, pod), pieces, (is_evicted, grace_cap));
+                self.insert_released(known, (at, &name, pod), pieces, is_evicted);
             } else if !self.pools_of_node.contains_key(&node)
                 && managed.get_or_init(|| nodes_of_cleave(cluster)).contains(node.as_str())
             {
@@ -395,7 +389,7 @@ impl QuotaWorlds {
                         pool.world.gpus.len() - 1
                     });
                     let pieces = pool.pieces(&requests, (&node, &[]), dearest, |_| Some(gpu));
-                    self.insert_released(known, (at, &name, pod), pieces, (is_evicted, grace_cap));
+                    self.insert_released(known, (at, &name, pod), pieces, is_evicted);
                 }
             }
         }
@@ -432,7 +426,8 @@ impl QuotaWorlds {
         nominated: Option<&Nomination>,
         (costs, eligible): (&[NodeCosts], &mut EligibleCosts<'_, '_>),
     ) {
-        let requests = requests_of(pod);
+        let waiting = WaitingRequests::of(pod, eligible.nodes);
+        let requests = &waiting.listed;
         for (at, all) in costs.iter().enumerate() {
             let unit = self.pools[at].unit;
             let differs = |request: &DeviceRequest| all.cheapest(request, unit) != all.dearest(request, unit);
@@ -441,17 +436,21 @@ impl QuotaWorlds {
             let dearest =
                 |request: &DeviceRequest| here.and_then(|here| of(here, request)).or_else(|| of(all, request));
             let least = here.unwrap_or(all);
-            let least: Amount = requests.iter().filter_map(|request| least.cheapest(request, unit)).sum();
+            let cheapest = |request: &DeviceRequest| least.cheapest(request, unit);
+            let least = requests.iter().filter_map(cheapest).sum::<Amount>().plus(waiting.cost_of_more(cheapest));
+            let more = waiting.cost_of_more(dearest);
             let nominated = nominated.filter(|of| self.is_nominated_in(Some(at), of));
             let takes = nominated.into_iter().flat_map(|of| &of.takes);
             let takes: Vec<UnitsOnDevice<'_>> =
                 takes.map(|take| (take.resource.as_str(), take.device.as_str(), take.units)).collect();
             let (pool, node) = (&self.pools[at], nominated.map_or("", |of| of.node.as_str()));
-            let pieces = pool.pieces(&requests, (node, &takes), dearest, |_| None);
+            let pieces = pool.pieces(requests, (node, &takes), dearest, |_| None);
             let nominated = nominated.map(|_| pieces.first().and_then(|piece| piece.gpu).unwrap_or(0));
-            let is_mig = pool.has_mig && matches!(&*requests, [request] if is_mig(&request.resource));
+            let is_mig = pool.has_mig && matches!(&**requests, [request] if is_mig(&request.resource));
             if let Some(id) = self.insert(known, at, (name, pod), pieces, Place::Waiting { nominated }) {
                 let pool = &mut self.pools[at];
+                let charge = &mut pool.world.pods[id.0].charge;
+                *charge = charge.plus(more);
                 if is_mig || least < pool.world.pod(id).charge {
                     pool.least.insert(id, least);
                 }
@@ -465,37 +464,16 @@ impl QuotaWorlds {
         known: (&Quotas, &Gangs),
         (pool, name, pod): (usize, &str, &PodObject),
         pieces: Vec<Piece>,
-        (is_evicted, grace_cap): (&impl Fn(&str) -> bool, u64),
+        is_evicted: &impl Fn(&str) -> bool,
     ) {
         let gpu = pieces.first().and_then(|piece| piece.gpu).unwrap_or(0);
-        let (place, is_late) = self.place_of(pod, gpu, is_evicted, grace_cap);
+        let rules = &self.pools[pool].world.settings;
+        let ReleasedPlace { place, terminates_late, next_change } =
+            ReleasedPlace::of(pod, gpu, is_evicted, (rules, self.now));
         let id = self.insert(known, pool, (name, pod), pieces, place);
-        self.pools[pool].terminates_late.extend(id.filter(|_| is_late));
-    }
-
-    /// Returns where a pod is, and whether it terminates later than an evicted pod would. Such a
-    /// pod counts as running: otherwise a long grace period would keep its units from a guarantee.
-    fn place_of(
-        &self,
-        pod: &PodObject,
-        gpu: usize,
-        is_evicted: &impl Fn(&str) -> bool,
-        grace_cap: u64,
-    ) -> (Place, bool) {
-        let seconds = |time: i64| u64::try_from(time).unwrap_or(0);
-        let is_evicted = is_evicted(pod.metadata.uid.as_deref().unwrap_or_default());
-        let deleted = pod.metadata.deletion_timestamp.as_ref().map(|deleted| seconds(deleted.0.as_second()));
-        let latest = self.now.0.saturating_add(grace_cap).saturating_add(LATE_AFTER_GRACE_CAP);
-        let is_late = !is_evicted && deleted.is_some_and(|deleted| deleted > latest);
-        match deleted {
-            _ if is_evicted => return (Place::Leaving { gpu, held: true }, false),
-            Some(deleted) if !is_late => {
-                let held = self.now.0 < deleted.saturating_add(HELD_AFTER_GRACE_SECONDS);
-                return (Place::Leaving { gpu, held }, false);
-            }
-            _ => {}
-        }
-        (Place::Running { gpu, since: released(pod) }, is_late)
+        let pool = &mut self.pools[pool];
+        pool.terminates_late.extend(id.filter(|_| terminates_late));
+        pool.next_change = pool.next_change.into_iter().chain(next_change).min();
     }
 
     /// Adds a pod. Returns `None` if the pool serves nothing that the pod requests.

@@ -10,7 +10,7 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ObjectReference;
 use tokio::sync::watch;
 
-use super::actions::{Actions, AutoscalerReport, Eviction, Release, ReleaseReason};
+use super::actions::{Actions, AutoscalerReport, Release, ReleaseReason};
 use super::cluster::{Cluster, ReconcileTime};
 use super::gatekeeper::Gatekeeper;
 use super::patch;
@@ -18,8 +18,8 @@ use super::quota_writer::QuotaChanges;
 use super::quotas::QuotaSettings;
 use super::stranded::{PlacedReport, Recreation, StrandedActions};
 use crate::events::{self, EventSelector};
-use crate::evict::{self, EvictionOptions, EvictionResult};
-use crate::metrics::{NO_QUOTA, Outcome};
+use crate::evict::{self, EvictionResult};
+use crate::metrics::Outcome;
 use crate::pod_condition::{self, ConditionTarget, WriteResult};
 use crate::pods::{POD_SCHEDULED, PodCondition};
 use crate::policies::demand::WaitingPod;
@@ -29,6 +29,7 @@ use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakers;
 use crate::write::{MAX_IN_FLIGHT, WRITE_TIMEOUT, publish, publish_all};
 
+mod evictions;
 mod quotas;
 
 /// Time to wait for further changes after the first one. Pods are often created in bursts.
@@ -394,64 +395,6 @@ impl PlacementController {
         let target = ConditionTarget { pod, uid, version: Some(version) };
         let condition = scheduled_condition(message.as_deref());
         (uid, pod_condition::write_to(&self.context.client, target, &condition, false).await)
-    }
-
-    /// Evicts pods for waiting pods. Returns false if any of the victims was not evicted. If one
-    /// victim cannot be evicted, the preemptor's later victims are not evicted. Returns true if
-    /// this process no longer leads.
-    async fn evict_all(&mut self, actions: &Actions) -> bool {
-        if actions.evictions.is_empty() || !self.context.claim.is_current() {
-            return true;
-        }
-        let mut unsuccessful = self.write_nominations(&actions.kept).await;
-        for eviction in &actions.evictions {
-            let Eviction { pod, uid, preemptor, quota } = eviction;
-            if !self.context.claim.is_current() {
-                return true;
-            }
-            if unsuccessful.contains(preemptor.as_str()) {
-                continue;
-            }
-            let options =
-                EvictionOptions { grace: quota.as_ref().and_then(|quota| quota.grace), timeout: WRITE_TIMEOUT };
-            let evicted = if quota.as_ref().is_some_and(|quota| quota.force) {
-                evict::delete(&self.context.client, pod, uid, options).await
-            } else {
-                evict::evict_with(&self.context.client, pod, uid, options).await
-            };
-            self.keeper.record_eviction(eviction, &evicted, self.started.elapsed());
-            self.context.metrics.evictions.get_or_create(&Outcome { result: evicted.as_str() }).inc();
-            match &evicted {
-                EvictionResult::Done => {
-                    tracing::info!(pod, preemptor, "preempted a pod");
-                    let event = match quota {
-                        Some(quota) => {
-                            let name = |quota: &Option<String>| quota.clone().unwrap_or_else(|| NO_QUOTA.to_owned());
-                            let (from, to) = (name(&quota.from), name(&quota.to));
-                            self.context.metrics.quotas.count_eviction(&from, &to, quota.kind.name());
-                            events::reclaimed_event(preemptor, &quota.message)
-                        }
-                        None => events::preempted_event(preemptor),
-                    };
-                    publish(&self.context.recorder, &event, &events::pod_reference(pod, uid)).await;
-                    continue;
-                }
-                EvictionResult::NotFound => continue,
-                EvictionResult::Protected(message) => {
-                    tracing::info!(pod, preemptor, message, "a disruption budget prevented an eviction");
-                }
-                EvictionResult::Refused(message) => {
-                    tracing::warn!(pod, preemptor, message, "the API server refused to evict a pod");
-                }
-                EvictionResult::Throttled(after) => {
-                    tracing::warn!(pod, preemptor, seconds = after.as_secs(), "the API server limits evictions");
-                    return false;
-                }
-                EvictionResult::Failed(error) => tracing::warn!(pod, preemptor, error, "failed to evict a pod"),
-            }
-            unsuccessful.insert(preemptor);
-        }
-        unsuccessful.is_empty()
     }
 
     /// Evicts stranded pods so that their controllers recreate them, and writes the condition of

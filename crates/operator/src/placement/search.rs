@@ -56,7 +56,7 @@ pub(super) struct Candidate<'a> {
 
 impl<'a> Candidate<'a> {
     pub(super) fn new(name: String, pod: &'a PodObject, nodes: &Nodes, avoided: Option<&'a BTreeSet<String>>) -> Self {
-        let mut device_requests = pod.device_requests();
+        let mut device_requests = pod.device_requests_up_to(|resource| nodes.too_many_units(resource));
         device_requests.sort();
         let mut providers: BTreeMap<String, ResourceProvider> = BTreeMap::new();
         for request in &device_requests {

@@ -38,6 +38,14 @@ pub enum Problem {
     /// The spec is invalid.
     #[error("{0}")]
     Invalid(String),
+    /// The operator cannot read the quota, but knows an earlier version. Contains the reason.
+    #[error("This version of Cleave cannot read the quota: {0}. The last version that it could read remains in effect")]
+    Malformed(String),
+    /// The operator cannot read the quota, and knows no earlier version. Contains the reason.
+    #[error(
+        "This version of Cleave cannot read the quota: {0}. Until it can, the operator evicts no pods of one quota for pods of another"
+    )]
+    Unknown(String),
     /// A namespace belongs to another quota of the same pool, which is older or names the
     /// namespace.
     #[error(
@@ -72,6 +80,7 @@ impl Problem {
     pub const fn reason(&self) -> &'static str {
         match self {
             Self::Invalid(_) => "Invalid",
+            Self::Malformed(_) | Self::Unknown(_) => "Malformed",
             Self::NamespaceTaken { .. } => "NamespaceTaken",
             Self::ModelTaken { .. } => "ModelTaken",
             Self::PoolOverlaps(_) => "PoolOverlaps",

@@ -21,6 +21,7 @@ mod quota_leaving;
 mod quota_long_waits;
 mod quota_order;
 mod quota_pools;
+mod quota_turns;
 mod quotas;
 mod release;
 mod replicas;

@@ -8,6 +8,7 @@ use cleave_plan::quota::Kind;
 
 use super::{Exchange, NoEvictions, PreemptionSearch, pods_of_affinity};
 use crate::placement::actions::Actions;
+use crate::placement::exchange_turns::Seeker;
 use crate::placement::quota_pass::{PodAndPreemption, QuotaPass, QuotaTurn};
 use crate::placement::search::{Candidate, PlacementSearch};
 use crate::placement::verdict::{PreemptionProspect, Verdict};
@@ -67,13 +68,17 @@ impl<'a> PreemptionSearch<'a> {
             return Err(NoEvictions::Later);
         }
         // At the maximum, a gang waits until pods of its quota end.
-        if turn.rights.is_over_max || self.preemptors.is_preemption_delayed(&head.name, self.up) {
+        if turn.rights.is_over_max {
             return Err(NoEvictions::Impossible);
         }
-        let key = (head.name.as_str(), turn.member.pool);
-        self.take_exchange_turn(key, gang.len())?;
+        if self.is_exchange_delayed(&head.name, &turn) {
+            return Err(NoEvictions::Delayed);
+        }
+        let has_rules = gang.iter().any(|one| search.key(one).has_rules());
+        let seeker = Seeker { name: &head.name, pod: head.pod, turn, pods: gang.len(), has_rules };
+        self.take_exchange_turn(&seeker)?;
         let found = self.search_for_gang(ledger, search, gang, (pass, turn), &kept, actions);
-        self.record_exchange(key, gang.len(), found)
+        self.record_exchange(&seeker, found)
     }
 
     /// Searches for pods to evict for a gang.

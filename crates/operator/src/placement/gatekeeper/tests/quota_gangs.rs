@@ -411,15 +411,15 @@ fn a_gang_with_too_many_pods_is_refused() {
 fn searches_for_a_gang_count_as_searches_for_its_pods() {
     let mut case = Case::new(2, &[("b", json!({"min": 20})), ("c", json!({"min": 1})), ("d", json!({}))])
         .running(&[(("b1", "b", 10, 0), 0), (("b2", "b", 10, 0), 1)]);
-    let names: Vec<String> = (0..8).map(|at| format!("g{at}")).collect();
+    let names: Vec<String> = (0..16).map(|at| format!("g{at}")).collect();
     for name in &names {
-        case.add((name, "d", 2, 0), None);
+        case.add((name, "d", 1, 0), None);
     }
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    let mut case = case.gang("d", "train", 8, &names).waiting(&[("c1", "c", 1, 0)]);
+    let mut case = case.gang("d", "train", 16, &names).waiting(&[("c1", "c", 1, 0)]);
     let actions = case.step();
     assert_eq!(actions.preemption_searches, 1, "of c1, which is within its guarantee");
-    assert_eq!(case.step().preemption_searches, 1, "of the gang");
+    assert_eq!(case.step().preemption_searches, 2, "of c1 and of the gang");
 }
 
 /// Kueue counts all pods of a group, also those that request no GPUs.

@@ -201,3 +201,68 @@ fn pods_that_kueue_admits_are_reported_while_the_quota_is_enforced() {
         assert_eq!(message.contains("such as a/a1"), mode == "Enforce", "{message}");
     }
 }
+
+/// A later version of Cleave may know values that this version does not know.
+fn make_malformed(case: &mut Case, quota: &str) {
+    spec(case, quota)["mode"] = json!("OfALaterVersion");
+}
+
+#[test]
+fn the_last_readable_version_of_a_quota_remains_in_effect() {
+    let mut case = Case::new(1, &[("a", json!({"min": 10})), ("b", json!({"min": 10}))])
+        .running(&[(("a1", "a", 10, 0), 0)])
+        .waiting(&[("b1", "b", 10, 0)]);
+    case.step();
+    make_malformed(&mut case, "a");
+    for _ in 0..3 {
+        assert!(case.step().evictions.is_empty(), "{:?}", case.evicted);
+    }
+    let first = statuses(&mut case);
+    let (ready, reason, message) = condition(&first["a"], "Ready");
+    assert_eq!((ready.as_str(), reason.as_str(), first["a"].used.as_str()), ("False", "Malformed", "1"));
+    assert!(message.contains("OfALaterVersion") && message.contains("remains in effect"), "{message}");
+    assert_eq!(statuses(&mut case)["a"], first["a"], "an equal status is not written again");
+    let actions = case.step();
+    let reports = case.keeper.quota_reports(&case.world.cluster(), &actions.waiting, at(case.seconds));
+    assert_eq!(reports.malformed, 1);
+    case.world.quotas.retain(|quota| quota["metadata"]["name"] != "a");
+    case.step();
+    assert_eq!(case.evicted, [("Reclaim".to_owned(), "b1".to_owned(), "a1".to_owned())], "the quota is deleted");
+}
+
+/// A new operator may start with a quota that it cannot read.
+#[test]
+fn no_pod_is_evicted_for_another_quota_while_an_unknown_quota_may_guarantee_its_units() {
+    for others in [vec![], vec![("b", json!({"min": 10}))]] {
+        let quotas: Vec<(&str, Value)> = std::iter::once(("a", json!({"min": 10}))).chain(others).collect();
+        let mut case = Case::new(1, &quotas)
+            .running(&[(("a1", "a", 10, 0), 0)])
+            .waiting(&[("b1", "b", 10, 1000), ("x1", "-", 10, 1000)]);
+        make_malformed(&mut case, "a");
+        for _ in 0..3 {
+            assert!(case.step().evictions.is_empty(), "{quotas:?}: {:?}", case.evicted);
+        }
+        let (ready, reason, message) = condition(&statuses(&mut case)["a"], "Ready");
+        assert_eq!((ready.as_str(), reason.as_str()), ("False", "Malformed"));
+        assert!(message.contains("evicts no pods"), "{message}");
+        spec(&mut case, "a")["mode"] = json!("Enforce");
+        case.step();
+        case.end("a/a1");
+        assert!(case.until_rest().evicted.is_empty());
+    }
+}
+
+#[test]
+fn pods_of_a_quota_that_only_counts_have_no_label() {
+    let counting = json!({"min": 5, "mode": "Count"});
+    for (others, expected) in [(vec![], vec![]), (vec![("b", json!({"min": 5}))], vec!["b/b1", "other/x1"])] {
+        let quotas: Vec<(&str, Value)> = std::iter::once(("a", counting.clone())).chain(others).collect();
+        let mut case = Case::new(2, &quotas)
+            .running(&[(("a1", "a", 2, 0), 0), (("b1", "b", 2, 0), 0), (("x1", "-", 2, 0), 0)])
+            .waiting(&[("a2", "a", 2, 0)]);
+        let actions = case.step();
+        assert_eq!(case.world.pods["a/a2"]["metadata"]["labels"][CAPACITY_LABEL], Value::Null);
+        let reports = case.keeper.quota_reports(&case.world.cluster(), &actions.waiting, at(case.seconds));
+        assert_eq!(reports.labels.iter().map(|label| label.pod.as_str()).collect::<Vec<_>>(), expected);
+    }
+}

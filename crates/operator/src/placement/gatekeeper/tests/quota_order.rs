@@ -5,7 +5,7 @@ use super::quotas::{Case, Ending};
 use super::world::released;
 
 /// Sets the CPUs that a pod requests.
-fn request_cpus(case: &mut Case, pod: &str, cpus: &str) {
+pub(super) fn request_cpus(case: &mut Case, pod: &str, cpus: &str) {
     let set = |object: &mut Value| object["spec"]["containers"][0]["resources"]["requests"] = json!({"cpu": cpus});
     case.world.change(|world| &mut world.pods, pod, set);
 }
