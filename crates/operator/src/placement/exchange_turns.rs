@@ -25,8 +25,8 @@ use crate::pods::PodObject;
 /// devices. A larger gang is searched for alone.
 const MAX_SEARCHES: usize = 8;
 /// Time for which the search for a large gang is not repeated, for each pod beyond
-/// [`MAX_SEARCHES`]. Each pod costs a search of all devices. Without the pause, a gang of 1,000 pods
-/// that fits nowhere would delay the releases of all other pods after each change.
+/// [`MAX_SEARCHES`]. Each pod costs a search of all devices. Without the pause, a gang of 1,000
+/// pods that fits nowhere would delay the releases of all other pods after each change.
 const GANG_SEARCH_PAUSE: Duration = Duration::from_millis(10);
 /// The same limit for the first pod of each quota in the first searches of one reconcile.
 const MAX_WITH_EACH_QUOTA: usize = 16;
