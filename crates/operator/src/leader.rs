@@ -133,7 +133,8 @@ struct Term {
     /// Number of times that this process began to lead. A new term begins when the process acquires
     /// the lease, and when the process renews the lease after the guard has expired.
     number: u64,
-    /// When the guard expires. `None` while another process leads.
+    /// When the guard expires. `None` before this process acquires the lease, after it gives the
+    /// lease up, and while another process holds the lease.
     until: Option<Instant>,
 }
 

@@ -412,7 +412,7 @@ pub struct Stores {
     pub namespaces: NamespaceStore,
     /// Stored `GpuQuota`s. Empty if the cluster does not have the CRD.
     pub quotas: QuotaStore,
-    /// Whether the cluster has no resource `GpuQuota`.
+    /// Whether a watch found that the cluster does not have the CRD `GpuQuota`. Never cleared.
     pub has_no_quotas: Arc<AtomicBool>,
 }
 

@@ -154,7 +154,7 @@ pub(crate) struct Watches<'a> {
     pub(crate) metrics: &'a Metrics,
     /// Publishes the resource versions that the stores have reached.
     pub(crate) versions: &'a watch::Sender<Versions>,
-    /// Whether the cluster has no resource `GpuQuota`.
+    /// Whether a watch found that the cluster does not have the CRD `GpuQuota`. Never cleared.
     pub(crate) has_no_quotas: Arc<AtomicBool>,
     pub(crate) stop: &'a CancellationToken,
 }

@@ -291,7 +291,7 @@ impl MainLoop {
     }
 
     /// Returns the paths of the device nodes of each device, for the strategies that pass paths to
-    /// containers. Creates missing nodes of MIG instances.
+    /// containers. For these strategies, also creates missing device nodes of MIG instances.
     fn device_nodes(&self) -> BTreeMap<String, Vec<String>> {
         if self.args.device_list_strategy == DeviceListStrategy::Envvar {
             return BTreeMap::new();

@@ -185,8 +185,8 @@ impl PodClaims {
     }
 
     /// Ends the claims of pods that ended or were deleted. `maybe_deleted` contains the candidates,
-    /// and `present` the pods that still exist. A claim without a reported allocation lasts for
-    /// [`UNREPORTED_CLAIM_TIME`].
+    /// and `present` the pods that still exist. If the allocation of such a pod was not reported,
+    /// its claim remains until the report arrives, for at most [`UNREPORTED_CLAIM_TIME`].
     pub(super) fn remove_ended_pods(
         &mut self,
         ledger: &mut Ledger,

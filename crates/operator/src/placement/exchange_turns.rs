@@ -276,15 +276,14 @@ impl ExchangeTurns {
         self.searches.retain(|(pod, _), _| pod != name);
     }
 
-    /// Ends a reconcile, and records in `actions` when the next reconcile is due. A pod that had a
-    /// turn but needed no search, for example because its quota is at its maximum, gives way to the
-    /// others.
+    /// Ends a reconcile, and records in `actions` when the next reconcile is due. Forgets the last
+    /// search of a pod that had a turn but did not use it, for example because its quota is at its
+    /// maximum or no longer exists. Otherwise such a pod could have a turn in each reconcile, and
+    /// the turns of other pods would never come. If the pod needs a search later, it has a first
+    /// search.
     pub(super) fn finish(&mut self, up: Duration, actions: &mut Actions) {
         for key in std::mem::take(&mut self.in_turn) {
-            if let Some(search) = self.searches.get_mut(&key) {
-                self.count += 1;
-                search.position = self.count;
-            }
+            self.searches.remove(&key);
         }
         actions.more |= self.is_urgent;
         if self.is_postponed {
@@ -294,5 +293,38 @@ impl ExchangeTurns {
         if let Some(next) = due.filter(|until| *until > up).min() {
             actions.requeue_in(next.saturating_sub(up));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pod_that_does_not_use_its_turn_gives_way_to_the_pods_of_other_quotas() {
+        let search = |pods: usize, account: Account, position: u64| Search {
+            uid: String::new(),
+            pods,
+            account,
+            rights: Rights { is_within: true, is_over_max: false, is_within_max_later: true },
+            has_precedence: true,
+            position,
+            is_done: true,
+            failure: None,
+        };
+        let key = |name: &str, pool: usize| (name.to_owned(), pool);
+        let mut turns = ExchangeTurns::default();
+        // A gang waits at its quota's maximum, and a pod was in a pool that no longer exists.
+        turns.searches.insert(key("gang", 0), search(10, (0, 0), 1));
+        turns.searches.insert(key("elsewhere", 7), search(8, (7, 0), 2));
+        turns.searches.insert(key("other", 0), search(1, (0, 1), 3));
+        turns.last_of_account.insert((0, 1), 9);
+        let mut in_turn = Vec::new();
+        for _ in 0..3 {
+            turns.start(vec![PoolChanges::default()], Duration::ZERO);
+            in_turn.extend(turns.in_turn.iter().map(|(name, _)| name.clone()));
+            turns.finish(Duration::ZERO, &mut Actions::default());
+        }
+        assert_eq!(in_turn, ["gang", "elsewhere", "other"]);
     }
 }

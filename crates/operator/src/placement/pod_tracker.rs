@@ -141,7 +141,7 @@ impl PodTracker {
         self.unsettled.values().cloned().collect()
     }
 
-    /// Returns a pod that is not settled.
+    /// Returns the pod with this name. Returns `None` if the pod is settled or not tracked.
     pub(super) fn unsettled_pod(&self, name: &str) -> Option<&PodObject> {
         self.unsettled.get(name).map(AsRef::as_ref)
     }

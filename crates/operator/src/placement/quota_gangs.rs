@@ -151,11 +151,12 @@ impl NamedPods {
 
 impl Gangs {
     /// Finds the gangs. `candidates` are the names of the pods that this reconcile can place.
-    /// `is_evicted` returns whether the API server accepted an eviction of the pod with this UID,
-    /// and `is_in_flight` whether the release of a pod at the gate is decided.
+    /// `has_units` returns whether a pod has allocations or reservations. `is_evicted` returns
+    /// whether the API server accepted an eviction of the pod with this UID, and `is_in_flight`
+    /// whether the release of a pod at the gate is decided.
     pub(super) fn new(
         (tracker, nodes): (&PodTracker, &Nodes),
-        candidates: &BTreeSet<&str>,
+        (candidates, has_units): (&BTreeSet<&str>, impl Fn(&str) -> bool),
         (is_evicted, is_in_flight): (&impl Fn(&str) -> bool, &impl Fn(&str, &PodObject) -> bool),
         now: u64,
     ) -> Self {
@@ -181,6 +182,9 @@ impl Gangs {
             }
             of.is_of_kueue |= gang.is_of_kueue;
             if !pod.requests_gpus() || !is_placed_here {
+                of.pods += usize::from(!is_terminating);
+            } else if is_released && pod.node().is_none() && !is_in_flight && !has_units(&name) {
+                // The pod uses no GPU, and may never be bound. Its gang can be evicted without it.
                 of.pods += usize::from(!is_terminating);
             } else if is_released {
                 of.pods += usize::from(!is_terminating);

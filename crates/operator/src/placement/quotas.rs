@@ -164,7 +164,8 @@ impl QuotaWorlds {
         worlds.has_other_nodes = gpu_nodes.managed().any(|node| worlds.has_others(node));
         let waiting: Vec<(&str, &PodObject)> = waiting.collect();
         let names: BTreeSet<&str> = waiting.iter().map(|(name, _)| *name).collect();
-        let mut gangs = Gangs::new((tracker, gpu_nodes), &names, (&is_evicted, &is_in_flight), now);
+        let has_units = |name: &str| !ledger.units_of(name).is_empty();
+        let mut gangs = Gangs::new((tracker, gpu_nodes), (&names, has_units), (&is_evicted, &is_in_flight), now);
         let mut costs: Vec<NodeCosts> = vec![NodeCosts::default(); worlds.pools.len()];
         nodes.iter().for_each(|node| costs[node.pool].extend(&node.costs));
         let known = (&quotas, &gangs);
@@ -579,15 +580,16 @@ impl PoolWorld {
         requests.iter().filter_map(&mut piece).collect()
     }
 
-    /// Returns the amounts that the released and nominated pods of a quota use of each GPU.
+    /// Returns the amounts that the released pods of a quota use of each GPU. Nominated pods do not
+    /// count. Otherwise the nomination of the pod whose turn it is would reduce the pod's own cost.
     pub(super) fn use_of(&self, owner: &Owner) -> BTreeMap<usize, Amount> {
         let mut sums: BTreeMap<usize, Amount> = BTreeMap::new();
         for pod in self.world.pods.iter().filter(|pod| pod.owner == *owner) {
             let gpu = match pod.place {
-                Place::Running { gpu, .. } | Place::Leaving { gpu, .. } => Some(gpu),
-                Place::Waiting { nominated } => nominated,
+                Place::Running { gpu, .. } | Place::Leaving { gpu, .. } => gpu,
+                Place::Waiting { .. } => continue,
             };
-            let whole = gpu.filter(|_| pod.pieces.is_empty()).map(|gpu| (gpu, pod.charge));
+            let whole = pod.pieces.is_empty().then_some((gpu, pod.charge));
             let parts = pod.pieces.iter().filter_map(|piece| Some((piece.gpu?, piece.charge)));
             for (gpu, charge) in whole.into_iter().chain(parts) {
                 let sum = sums.entry(gpu).or_default();

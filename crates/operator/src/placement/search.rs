@@ -172,7 +172,7 @@ impl<'a> Candidate<'a> {
             // plugin serves the resources on nodes where Cleave runs.
             return self.release(ReleaseReason::NotServed, Destination::Anywhere, waited);
         }
-        // Without a reservation, the pod would fail on any node that serves the resource, including
+        // Without a reservation, the pod could fail on any node that serves the resource, including
         // nodes that the pod may not use now. If no node serves the resource, any new node may
         // serve the pod.
         let needs_larger = self.offered || need == AutoscalerNeed::LargerGpu;

@@ -24,8 +24,8 @@ pub(super) enum PreemptionProspect {
     Protected,
     /// No preemption helps, or the pod may not preempt others.
     Impossible,
-    /// It is not this pod's turn, or the pod is about to get units without evictions. The result of
-    /// the last search applies.
+    /// This reconcile did not search: it is not this pod's turn, preemption is paused, or the pod
+    /// is about to get units without evictions. An existing report to cluster autoscalers remains.
     Unknown,
 }
 

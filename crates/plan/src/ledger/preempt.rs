@@ -54,7 +54,7 @@ pub struct Holder<'a> {
     pub requests: Option<&'a BTreeMap<String, Quantity>>,
 }
 
-/// Pods with allocations, and the disruption budgets that limit their eviction.
+/// Pods with allocations or reservations, and the disruption budgets that limit their eviction.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Holders<'a> {
     /// Pods by node and name. Excludes pods that must not be evicted now. The node is part of the

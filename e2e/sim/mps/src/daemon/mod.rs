@@ -286,8 +286,9 @@ fn forward_server_log(path: &Path, log: Log) -> anyhow::Result<File> {
         }
         let mode = rustix::fs::Mode::from_raw_mode(0o600);
         rustix::fs::mknodat(rustix::fs::CWD, path, rustix::fs::FileType::Fifo, mode, 0)?;
-        // Open the FIFO for reading and writing: reading then does not wait for the first server,
-        // and does not end between two servers.
+        // Open the FIFO for reading and writing. If it were opened only for reading, this thread
+        // would wait for a writer, which it opens later. Reading also does not end between two
+        // servers.
         let reader = OpenOptions::new().read(true).write(true).open(path)?;
         Ok((reader, OpenOptions::new().write(true).open(path)?))
     };

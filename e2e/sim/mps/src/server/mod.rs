@@ -403,8 +403,9 @@ impl Server {
         let pid = inner.clients.pid(connection);
         if let (Some(pid), Some(entry)) = (pid, inner.connections.get(&connection)) {
             let client = format!("{{PID: {pid}, Context ID: {}}}", entry.id);
-            // This behaviour was observed for the connection of a process. For contexts, it is an
-            // assumption that the line is logged only if the context was not closed cleanly.
+            // This behaviour was observed for the connection of a process. The simulation assumes
+            // that the server logs this line for a context only if the context was not closed
+            // cleanly.
             if entry.id == 0 || (!orderly && inner.clients.is_live(connection)) {
                 let text = "Server failed to recevie command with status 806, assuming client";
                 self.log(&format!("{text} {client} exit"));

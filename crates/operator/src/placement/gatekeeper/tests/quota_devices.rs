@@ -1,6 +1,7 @@
 //! Tests quotas of whole GPUs and MIG instances, and of nodes that differ.
 use std::collections::BTreeMap;
 
+use cleave_api::names::NOMINATION_ANNOTATION;
 use cleave_plan::quota::Kind;
 use serde_json::{Value, json};
 
@@ -61,6 +62,25 @@ fn mig_instances_count_against_the_maximum() {
     assert!(actions.waiting.values().all(|wait| wait.reason == Reason::OverMax), "{:?}", actions.waiting);
     assert!(world.apply_release(&actions.releases[0]));
     assert!(world.pods[&actions.releases[0].pod]["metadata"]["labels"].is_object(), "the pod has a class");
+}
+
+#[test]
+fn a_nominated_mig_instance_costs_its_part_of_the_gpu() {
+    let mut world = mig_cluster(&["n1", "n2"]);
+    for name in ["first", "second"] {
+        world = world.pod_with(name, 0, requesting(FOUR, 1));
+    }
+    let nomination = json!({"until": 1_000_100, "nodes": {"n1": [{"resource": FOUR, "units": 1, "device": "n1-4g"}]}});
+    world.change(
+        |world| &mut world.pods,
+        "team/first",
+        |pod| pod["metadata"]["annotations"] = json!({NOMINATION_ANNOTATION: nomination.to_string()}),
+    );
+    let mut gate = keeper().with_settling_delay();
+    assert_eq!(reconcile(&mut gate, &world, 1).releases.len(), 0, "nothing is decided yet");
+    // Two instances of 4 slices cost more than the quota's maximum of one GPU.
+    let actions = reconcile(&mut gate, &world, 9);
+    assert_eq!(actions.releases.len(), 1, "{:?}", actions.releases);
 }
 
 #[test]

@@ -537,3 +537,16 @@ fn gangs_of_counted_quotas_and_of_exempt_namespaces_have_no_effect_beside_an_enf
         assert_eq!(actions.releases.len(), 2, "exempt {is_exempt}: {:?}", actions.waiting);
     }
 }
+
+/// The reservation of a released pod can expire before the pod is bound.
+#[test]
+fn a_pod_without_a_node_and_without_a_reservation_does_not_protect_its_gang() {
+    let mut case = Case::new(1, &[("a", json!({"min": 10})), ("b", json!({}))])
+        .running(&[(("g1", "b", 5, 0), 0), (("g2", "b", 5, 0), 0)])
+        .waiting(&[("g3", "b", 5, 0), ("a1", "a", 10, 0)])
+        .gang("b", "train", 3, &["g1", "g2", "g3"]);
+    case.world.change(|world| &mut world.pods, "b/g3", |pod| pod["spec"]["schedulingGates"] = json!([]));
+    case.step();
+    let victims: Vec<&str> = case.evicted.iter().map(|(_, _, victim)| victim.as_str()).collect();
+    assert_eq!(victims, ["g1", "g2"]);
+}

@@ -18,7 +18,7 @@ fn victims(actions: &Actions) -> Vec<&str> {
     actions.evictions.iter().map(|eviction| eviction.pod.as_str()).collect()
 }
 
-fn reports(actions: &Actions) -> Vec<&str> {
+fn pods_with_reports(actions: &Actions) -> Vec<&str> {
     actions.reports.iter().map(|report| report.pod.as_str()).collect()
 }
 
@@ -81,12 +81,12 @@ fn a_gpu_that_waits_long_for_its_repartitioning_does_not_shorten_the_wait_for_an
     let world = world.pod_with("whole", 0, requesting("nvidia.com/gpu", 1)).pod("shares", 5);
     reconcile(&mut keeper, &world, away);
     let full = FULL_AFTER.as_secs();
-    assert_eq!(reports(&reconcile(&mut keeper, &world, away + full)), ["team/shares"]);
+    assert_eq!(pods_with_reports(&reconcile(&mut keeper, &world, away + full)), ["team/shares"]);
     let returned = away + RETURN_TIME.as_secs();
     for second in [returned - 1, returned] {
-        assert!(!reports(&reconcile(&mut keeper, &world, second)).contains(&"team/whole"), "second {second}");
+        assert!(!pods_with_reports(&reconcile(&mut keeper, &world, second)).contains(&"team/whole"), "second {second}");
     }
-    assert!(reports(&reconcile(&mut keeper, &world, returned + full)).contains(&"team/whole"));
+    assert!(pods_with_reports(&reconcile(&mut keeper, &world, returned + full)).contains(&"team/whole"));
 }
 
 #[test]
