@@ -8,8 +8,8 @@ use super::status::check_daemon;
 use crate::event::{NodeEvent, device_recovery, device_warning};
 use crate::mps::HostView;
 
-/// Maximum number of stored hashes of desired files. In practice, the MPS host does not lag behind
-/// the agent by so many files.
+/// Maximum number of stored hashes of desired files. In practice, the MPS host lags behind the
+/// agent by far fewer files.
 const MAX_STORED_HASHES: usize = 64;
 
 /// Tracks which changes of MPS daemons the MPS host has applied. The hash of the desired file
