@@ -281,9 +281,9 @@ impl Node {
     }
 
     /// Returns whether the users of all slices are known. A kubelet that has just started lists its
-    /// pods one by one. If the agent has no checkpoint of its own, the list counts as complete after
-    /// the time `grace`, or once it contains all slices in the kubelet's checkpoint, from which the
-    /// kubelet removes no slices before it knows all of its pods.
+    /// pods one by one. If the agent has no checkpoint of its own, the list counts as complete
+    /// after the time `grace`, or once it contains all slices in the kubelet's checkpoint. The
+    /// kubelet removes no slices from its checkpoint before it knows all of its pods.
     fn slice_users(&self, hardware: &Hardware, in_use: Option<&SliceUsage>, now: Instant) -> SliceUsers {
         let Some(in_use) = in_use.filter(|_| self.pod_resources.is_some() && self.pod_resources_error.is_none()) else {
             return SliceUsers::Unknown;
