@@ -339,7 +339,7 @@ async fn a_short_absence_of_a_daemon_causes_only_events_and_a_longer_one_makes_s
 
 #[tokio::test]
 async fn a_hanging_process_of_the_mps_host_makes_only_the_shares_of_its_gpu_unhealthy() {
-    let mut machine = Machine::start(&["2xH200"], |gpus| vec![mps_spec(&gpus[0], 4), mps_spec(&gpus[1], 4)]);
+    let machine = Machine::start(&["2xH200"], |gpus| vec![mps_spec(&gpus[0], 4), mps_spec(&gpus[1], 4)]);
     machine.wait_for_healthy(MPS_RESOURCE, 8).await;
     let pids = |machine: &Machine| {
         let daemons = machine.mps_host_status().unwrap().daemons;
