@@ -490,23 +490,24 @@ impl<'a> PreemptionSearch<'a> {
         let (name, member, key) = (&candidate.name, turn.member, search.key(candidate));
         // The order of evictions is in the priorities of the holders.
         let pending = PendingPod { priority: i32::MAX, ..candidate.pending_pod() };
-        if turn.rights.is_over_max
-            && let Ok(fits) = search.find(ledger, candidate)
-        {
-            let place = fits.iter().next().map(|fit| (fit.node().to_owned(), fit.reservations().to_vec()));
-            let free = place.map(|(node, takes)| Preemption { node, takes, victims: Vec::new() });
-            let found = free.and_then(|free| pass.victims_for_max(member, self.holders(), free));
-            let found = found.ok_or(NoEvictions::Impossible)?;
-            return Ok(Exchange { kind: Kind::Priority, found: vec![(candidate, found)], force: false });
-        }
         for kind in pass.kinds(&turn) {
-            let holders = pass.holders(kind, member, self.holders());
-            let targets = search.preemption_nodes(ledger, candidate, |_| true);
-            let is_legal = |found: &Preemption| {
-                pass.is_legal(kind, member, &[(name.as_str(), found)])
-                    && self.is_within_budgets(pass, &[(name.as_str(), found)])
+            let found = if kind == Kind::Priority
+                && turn.rights.is_over_max
+                && let Ok(fits) = search.find(ledger, candidate)
+            {
+                // Units are free, so only the use of the pod's own quota must fall.
+                let place = fits.iter().next().map(|fit| (fit.node().to_owned(), fit.reservations().to_vec()));
+                let free = place.map(|(node, takes)| Preemption { node, takes, victims: Vec::new() });
+                free.and_then(|free| pass.victims_for_max(member, self.holders(), free))
+            } else {
+                let holders = pass.holders(kind, member, self.holders());
+                let targets = search.preemption_nodes(ledger, candidate, |_| true);
+                let is_legal = |found: &Preemption| {
+                    pass.is_legal(kind, member, &[(name.as_str(), found)])
+                        && self.is_within_budgets(pass, &[(name.as_str(), found)])
+                };
+                ledger.preempt_legally(pending, targets, (&holders, kept), Some(&is_legal))
             };
-            let found = ledger.preempt_legally(pending, targets, (&holders, kept), Some(&is_legal));
             if let Some(found) = found {
                 return Ok(Exchange { kind, found: vec![(candidate, found)], force: false });
             }

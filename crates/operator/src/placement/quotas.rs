@@ -49,6 +49,9 @@ pub(crate) struct PoolWorld {
     pub(super) has_mig: bool,
     /// The lowest cost of each waiting pod, if the cost depends on the GPU.
     pub(super) least: BTreeMap<PodId, Amount>,
+    /// The highest cost of each nominated pod, if other devices may cost more than the nominated
+    /// ones.
+    pub(super) dearest: BTreeMap<PodId, Amount>,
     /// Pods that terminate, but later than an evicted pod would. They count as running.
     pub(super) terminates_late: BTreeSet<PodId>,
     /// When the rules next treat a released pod differently although the pod does not change.
@@ -155,6 +158,7 @@ impl QuotaWorlds {
                 sizes: Vec::new(),
                 has_mig: false,
                 least: BTreeMap::new(),
+                dearest: BTreeMap::new(),
                 terminates_late: BTreeSet::new(),
                 next_change: None,
                 is_enforced: quotas.is_enforced(at),
@@ -440,6 +444,7 @@ impl QuotaWorlds {
             let cheapest = |request: &DeviceRequest| least.cheapest(request, unit);
             let least = requests.iter().filter_map(cheapest).sum::<Amount>().plus(waiting.cost_of_more(cheapest));
             let more = waiting.cost_of_more(dearest);
+            let most = requests.iter().filter_map(dearest).sum::<Amount>().plus(more);
             let nominated = nominated.filter(|of| self.is_nominated_in(Some(at), of));
             let takes = nominated.into_iter().flat_map(|of| &of.takes);
             let takes: Vec<UnitsOnDevice<'_>> =
@@ -452,8 +457,9 @@ impl QuotaWorlds {
                 let pool = &mut self.pools[at];
                 let charge = &mut pool.world.pods[id.0].charge;
                 *charge = charge.plus(more);
-                if is_mig || least < pool.world.pod(id).charge {
+                if is_mig || least < most {
                     pool.least.insert(id, least);
+                    pool.dearest.extend(nominated.map(|_| (id, most)));
                 }
             }
         }
