@@ -203,6 +203,21 @@ fn evictions_without_effect_are_delayed() {
 }
 
 #[test]
+fn evictions_without_effect_are_delayed_although_pods_are_released_to_other_gpus_of_the_node() {
+    let mut case = Case::new(2, &[("a", json!({"min": 10})), ("c", json!({"min": 10}))])
+        .running(&[(("c1", "c", 5, 0), 1)])
+        .waiting(&[("a1", "a", 10, 0)]);
+    for round in 0..4 {
+        let small = format!("s{round}");
+        case.add((&format!("x{round}"), "-", 10, 0), Some(0));
+        case.add((&small, "c", 1, 0), None);
+        case.step();
+        assert!(case.is_running().contains(&small), "{:?}", case.is_running());
+    }
+    assert_eq!(reclaims(&case), [("a1", "x0"), ("a1", "x1"), ("a1", "x2")]);
+}
+
+#[test]
 fn evictions_are_not_delayed_if_the_operator_gave_the_units_to_other_pods() {
     let mut case = Case::new(1, &[("a", json!({"min": 10}))]).waiting(&[("a1", "a", 10, 0)]);
     for round in 0..4 {
