@@ -25,8 +25,8 @@ pub(crate) struct QuotaReports {
     pub(crate) statuses: Vec<(String, GpuQuotaStatus)>,
     /// The use of each valid quota, by name.
     pub(crate) usages: BTreeMap<String, QuotaUsage>,
-    /// Number of quotas that cannot be read.
-    pub(crate) malformed: usize,
+    /// Names of the quotas that cannot be read.
+    pub(crate) malformed: BTreeSet<String>,
     /// Pods whose label differs from their class.
     pub(crate) labels: Vec<CapacityLabel>,
 }
@@ -78,7 +78,8 @@ pub(super) fn build_reports<'a>(
         objects.malformed().filter_map(|quota| Some((quota.metadata.name.as_deref()?, quota))).collect();
     let unknown: Vec<GpuQuota> =
         malformed.values().filter(|quota| !quota.is_known).map(|quota| placeholder(quota)).collect();
-    let mut reports = QuotaReports { malformed: malformed.len(), ..QuotaReports::default() };
+    let names = malformed.keys().map(|name| (*name).to_owned()).collect();
+    let mut reports = QuotaReports { malformed: names, ..QuotaReports::default() };
     for quota in cluster.quotas.iter().filter_map(|object| object.0.as_ref().ok()).chain(&unknown) {
         let Some(name) = quota.metadata.name.as_deref() else { continue };
         let problem = malformed.get(name).map(|quota| {
