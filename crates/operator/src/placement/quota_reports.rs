@@ -11,7 +11,7 @@ use super::cluster::Cluster;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use super::quota_objects::{MalformedQuota, QuotaObjects};
-use super::quotas::{PoolWorld, QuotaSettings, QuotaWorlds, quotas_of};
+use super::quotas::{Decided, PoolWorld, QuotaSettings, QuotaWorlds, quotas_of};
 use crate::pods::{PodObject, full_name};
 use crate::policies::demand::WaitingPod;
 use crate::quotas::status::{self, KueuePods, PoolView};
@@ -55,7 +55,7 @@ pub(super) fn build_reports<'a>(
     (cluster, nodes): (&Cluster, &Nodes),
     (tracker, ledger): (&PodTracker, &Ledger),
     waiting: impl Iterator<Item = (&'a str, &'a PodObject)>,
-    known: (impl Fn(&str) -> bool, impl Fn(&str, &PodObject) -> bool),
+    decided: Decided<'_>,
     (settings, now): (&QuotaSettings, u64),
     (waits, objects): (&BTreeMap<String, WaitingPod>, &QuotaObjects),
 ) -> QuotaReports {
@@ -63,7 +63,7 @@ pub(super) fn build_reports<'a>(
         return QuotaReports { labels: wrong_labels(tracker, &BTreeMap::new()), ..QuotaReports::default() };
     }
     let quotas = quotas_of(cluster, nodes, settings.unnamed);
-    let worlds = QuotaWorlds::new((cluster, nodes), (tracker, ledger), waiting, known, (settings, now));
+    let worlds = QuotaWorlds::new((cluster, nodes), (tracker, ledger), waiting, decided, (settings, now));
     let pools: Vec<&PoolWorld> = worlds.iter().flat_map(|worlds| &worlds.pools).collect();
     let views: Vec<PoolView<'_>> = pools
         .iter()

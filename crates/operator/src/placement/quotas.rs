@@ -11,7 +11,9 @@ use cleave_plan::ledger::{DeviceAmounts, DeviceRequest, Ledger, Moment, Nominati
 use cleave_plan::quota::{Amount, GPU, Owner, Piece, Place, Pod, PodId, Quota, Settings, Unit, World, charge_per_gpu};
 use kube::Resource as _;
 
+use super::claims::PodClaims;
 use super::cluster::Cluster;
+use super::evictions::EvictionRecords;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use super::quota_costs::{EligibleCosts, NodeView, WaitingRequests, requests_of};
@@ -30,6 +32,25 @@ pub struct QuotaSettings {
     pub unnamed: Unnamed,
     /// Whether pods get no label that shows whether a quota guarantees what they use.
     pub without_labels: bool,
+}
+
+/// What the operator has decided, and the watch may not have reported yet.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Decided<'a> {
+    pub(super) evictions: &'a EvictionRecords,
+    pub(super) claims: &'a PodClaims,
+}
+
+impl Decided<'_> {
+    /// Returns whether the API server accepted an eviction of the pod with this UID.
+    fn is_evicted(&self, uid: &str) -> bool {
+        self.evictions.is_accepted(uid)
+    }
+
+    /// Returns whether the release of a pod at the gate is decided.
+    fn is_in_flight(&self, name: &str, pod: &PodObject) -> bool {
+        self.claims.is_of(name, pod)
+    }
 }
 
 /// The pods and GPUs of one pool.
@@ -128,13 +149,12 @@ pub(crate) fn quotas_of(cluster: &Cluster, nodes: &Nodes, unnamed: Unnamed) -> Q
 
 impl QuotaWorlds {
     /// Reads the pools. Returns `None` if there is no valid quota. `waiting` contains the pods at
-    /// the gate. `is_evicted` returns whether the API server accepted an eviction of the pod with
-    /// this UID, and `is_in_flight` whether the release of a pod at the gate is decided.
-    pub(crate) fn new<'a>(
+    /// the gate.
+    pub(super) fn new<'a>(
         (cluster, gpu_nodes): (&Cluster, &Nodes),
         (tracker, ledger): (&PodTracker, &Ledger),
         waiting: impl Iterator<Item = (&'a str, &'a PodObject)>,
-        (is_evicted, is_in_flight): (impl Fn(&str) -> bool, impl Fn(&str, &PodObject) -> bool),
+        decided: Decided<'_>,
         (settings, now): (&QuotaSettings, u64),
     ) -> Option<Self> {
         if cluster.quotas.is_empty() {
@@ -169,6 +189,8 @@ impl QuotaWorlds {
         let waiting: Vec<(&str, &PodObject)> = waiting.collect();
         let names: BTreeSet<&str> = waiting.iter().map(|(name, _)| *name).collect();
         let has_units = |name: &str| !ledger.units_of(name).is_empty();
+        let is_evicted = |uid: &str| decided.is_evicted(uid);
+        let is_in_flight = |name: &str, pod: &PodObject| decided.is_in_flight(name, pod);
         let mut gangs = Gangs::new((tracker, gpu_nodes), (&names, has_units), (&is_evicted, &is_in_flight), now);
         let mut costs: Vec<NodeCosts> = vec![NodeCosts::default(); worlds.pools.len()];
         nodes.iter().for_each(|node| costs[node.pool].extend(&node.costs));
