@@ -56,8 +56,20 @@ impl QuotaTurn {
 
     /// Returns whether the pod's quota would exceed its maximum with the pod on a new GPU.
     pub(super) const fn needs_no_gpus(&self) -> bool {
-        self.rights.is_over_max && !self.cheap.is_within_max_on_new_gpus
+        self.rights.is_over_max && !matches!(self.cheap.within_max, WithinMax::OnNewGpus)
     }
+}
+
+/// Where a waiting pod's quota stays within its maximum, although it exceeds the maximum elsewhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum WithinMax {
+    /// Nowhere, or the quota exceeds the maximum on no device.
+    #[default]
+    Nowhere,
+    /// Only on GPUs that the quota already uses.
+    OnUsedGpus,
+    /// Also on GPUs that the quota does not use yet.
+    OnNewGpus,
 }
 
 /// What a waiting pod may do only on devices where it costs less than elsewhere.
@@ -69,10 +81,7 @@ struct OnlyWhereCheap {
     reclaims: bool,
     /// It may run. Elsewhere, it must wait.
     runs: bool,
-    /// Its quota stays within the maximum.
-    is_within_max: bool,
-    /// Its quota stays within the maximum, also on GPUs that the quota does not use yet.
-    is_within_max_on_new_gpus: bool,
+    within_max: WithinMax,
 }
 
 /// Where a waiting pod, or all waiting pods of its gang, may get units now.
@@ -444,7 +453,7 @@ impl<'w> QuotaPass<'w> {
         let QuotaTurn { rights, cheap, .. } = *turn;
         let is_enforced = self.book(turn.member).quota(turn.member.id).is_enforced();
         let is_known = !self.worlds.are_incomplete;
-        let may_exchange = is_enforced && (!rights.is_over_max || cheap.is_within_max) && is_known;
+        let may_exchange = is_enforced && is_known && (!rights.is_over_max || cheap.within_max != WithinMax::Nowhere);
         let reclaims = may_exchange && (rights.is_within || cheap.reclaims);
         let shares = may_exchange && !rights.is_over_max && !rights.is_within && !cheap.runs;
         let stays_in_quota = matches!(self.pod(turn.member).owner, Owner::Quota(_)) && turn.rank.overriding.is_none();

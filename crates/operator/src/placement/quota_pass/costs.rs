@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use cleave_plan::ledger::{DeviceRequest, Fits, Ledger, Reservation};
 use cleave_plan::quota::{Amount, Rights, Wait};
 
-use super::{Member, OnlyWhereCheap, QuotaPass, QuotaTurn, UnitsOnNode};
+use super::{Member, OnlyWhereCheap, QuotaPass, QuotaTurn, UnitsOnNode, WithinMax};
 use crate::quotas::charge::is_mig;
 
 impl QuotaPass<'_> {
@@ -29,14 +29,19 @@ impl QuotaPass<'_> {
         match turn {
             Ok(turn) => {
                 let is_within_max = turn.rights.is_over_max && !cheaper.rights.is_over_max;
-                // A MIG instance costs less only beside others of its quota.
-                let is_within_max_on_new_gpus = is_within_max && !self.worlds.pools[member.pool].has_mig;
+                let within_max = if !is_within_max {
+                    WithinMax::Nowhere
+                } else if self.worlds.pools[member.pool].has_mig {
+                    // A MIG instance costs less only beside others of its quota.
+                    WithinMax::OnUsedGpus
+                } else {
+                    WithinMax::OnNewGpus
+                };
                 let cheap = OnlyWhereCheap {
                     uses_free_room: cheaper.may_use_free_room && !turn.may_use_free_room,
                     reclaims: cheaper.rights.is_within && !turn.rights.is_within,
                     runs: false,
-                    is_within_max,
-                    is_within_max_on_new_gpus,
+                    within_max,
                 };
                 Ok(QuotaTurn { may_use_free_room: turn.may_use_free_room || cheap.uses_free_room, cheap, ..turn })
             }
