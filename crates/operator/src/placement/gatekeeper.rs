@@ -27,7 +27,7 @@ use super::quota_objects::QuotaObjects;
 use super::quota_pass::QuotaPass;
 use super::quota_reports::{self, QuotaReports};
 use super::quota_turns::TurnOrder;
-use super::quotas::{QuotaSettings, QuotaWorlds};
+use super::quotas::{Decided, QuotaSettings, QuotaWorlds};
 use super::returning::Returning;
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::{self, PlacedReport, StrandedActions, StrandedPods};
@@ -276,14 +276,12 @@ impl Gatekeeper {
             .filter(|(name, _)| ledger.claim(name).is_none())
             .collect();
         let waiting = waiting.iter().map(|(name, pod)| (name.as_str(), *pod));
-        let is_evicted = |uid: &str| self.evictions.is_accepted(uid);
-        let is_in_flight = |name: &str, pod: &PodObject| self.claims.is_of(name, pod);
         let state = (&self.tracker, ledger);
         quota_reports::build_reports(
             (cluster, &self.nodes),
             state,
             waiting,
-            (is_evicted, is_in_flight),
+            Decided { evictions: &self.evictions, claims: &self.claims },
             (&self.quotas, now.epoch),
             (waits, &self.quota_objects),
         )
@@ -603,7 +601,7 @@ impl Gatekeeper {
             (input.cluster, nodes),
             (tracker, ledger),
             candidates.iter().map(|candidate| (candidate.name.as_str(), candidate.pod)),
-            (|uid: &str| evictions.is_accepted(uid), |name: &str, pod: &PodObject| claims.is_of(name, pod)),
+            Decided { evictions, claims },
             (&self.quotas, input.now.epoch),
         )
         .filter(QuotaWorlds::are_enforced);

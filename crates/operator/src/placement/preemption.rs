@@ -10,7 +10,7 @@ use super::actions::{Actions, Eviction, NominationRecord, ProtectedPod, QuotaEvi
 use super::claims::PodClaims;
 use super::cluster::ReconcileTime;
 use super::constraints;
-use super::eviction_rounds::QuotaRound;
+use super::eviction_rounds::{DeviceOfNode, QuotaRound};
 use super::evictions::{Evictability, TERMINATION_TIME};
 use super::exchange_turns::{SearchTurn, Seeker};
 use super::handover;
@@ -54,8 +54,8 @@ pub(super) struct PreemptionSearch<'a> {
     /// Properties of pods for which no preemption helps. Replicas of a workload have the same
     /// result.
     futile: BTreeSet<SearchKey<'a>>,
-    /// When the operator last released a pod to each node. Computed only if evictions are delayed.
-    latest_releases: OnceCell<BTreeMap<&'a str, u64>>,
+    /// When the operator last released a pod to each device. Computed only if evictions are delayed.
+    latest_releases: OnceCell<BTreeMap<DeviceOfNode, u64>>,
     /// Whether no pods are evicted now, because the API server limits requests.
     is_paused: bool,
     /// Whether no pods are evicted by priority alone, because it is not known whether a quota
@@ -359,9 +359,12 @@ impl<'a> PreemptionSearch<'a> {
         }
         self.mark_evicted(&evictions);
         if !evictions.is_empty() {
-            let nodes = found.iter().map(|(_, found)| found.node.clone()).collect();
+            let devices = |found: &Preemption| {
+                found.takes.iter().map(|take| (found.node.clone(), take.device.clone())).collect::<Vec<_>>()
+            };
+            let devices = found.iter().flat_map(|(_, found)| devices(found)).collect();
             let (has_precedence, decided) = (turn.has_precedence(), self.evictability.now());
-            self.preemptors.start_round(&preemptor, QuotaRound { has_precedence, nodes, decided });
+            self.preemptors.start_round(&preemptor, QuotaRound { has_precedence, devices, decided });
         }
         let until = self.evictability.now().saturating_add(cap.as_secs()).saturating_add(TERMINATION_TIME.as_secs());
         for (candidate, found) in found {
@@ -418,7 +421,7 @@ impl<'a> PreemptionSearch<'a> {
         if is_paused {
             return Err(NoEvictions::Later);
         }
-        if self.is_exchange_delayed(name, &turn) {
+        if self.is_exchange_delayed(ledger, name, &turn) {
             return Err(NoEvictions::Delayed);
         }
         let seeker = Seeker { name, pod, turn, pods: 1, has_rules: key.has_rules() };
@@ -433,12 +436,12 @@ impl<'a> PreemptionSearch<'a> {
 
     /// Returns whether no pods are evicted for a waiting pod or gang now, because earlier evictions
     /// had no effect. Evictions had an effect if the operator has since released another pod to the
-    /// freed units.
-    fn is_exchange_delayed(&mut self, name: &str, turn: &QuotaTurn) -> bool {
+    /// freed devices. A release to other devices of the node does not count.
+    fn is_exchange_delayed(&mut self, ledger: &Ledger, name: &str, turn: &QuotaTurn) -> bool {
         let (tracker, releases) = (self.tracker, &self.latest_releases);
         let is_taken = |round: &QuotaRound| {
-            let releases = releases.get_or_init(|| latest_releases(tracker));
-            round.nodes.iter().any(|node| releases.get(node.as_str()).is_some_and(|time| *time >= round.decided))
+            let releases = releases.get_or_init(|| latest_releases(tracker, ledger));
+            round.devices.iter().any(|device| releases.get(device).is_some_and(|time| *time >= round.decided))
         };
         self.preemptors.is_exchange_delayed((name, turn), is_taken, self.up)
     }
@@ -490,23 +493,24 @@ impl<'a> PreemptionSearch<'a> {
         let (name, member, key) = (&candidate.name, turn.member, search.key(candidate));
         // The order of evictions is in the priorities of the holders.
         let pending = PendingPod { priority: i32::MAX, ..candidate.pending_pod() };
-        if turn.rights.is_over_max
-            && let Ok(fits) = search.find(ledger, candidate)
-        {
-            let place = fits.iter().next().map(|fit| (fit.node().to_owned(), fit.reservations().to_vec()));
-            let free = place.map(|(node, takes)| Preemption { node, takes, victims: Vec::new() });
-            let found = free.and_then(|free| pass.victims_for_max(member, self.holders(), free));
-            let found = found.ok_or(NoEvictions::Impossible)?;
-            return Ok(Exchange { kind: Kind::Priority, found: vec![(candidate, found)], force: false });
-        }
         for kind in pass.kinds(&turn) {
-            let holders = pass.holders(kind, member, self.holders());
-            let targets = search.preemption_nodes(ledger, candidate, |_| true);
-            let is_legal = |found: &Preemption| {
-                pass.is_legal(kind, member, &[(name.as_str(), found)])
-                    && self.is_within_budgets(pass, &[(name.as_str(), found)])
+            let found = if kind == Kind::Priority
+                && turn.rights.is_over_max
+                && let Ok(fits) = search.find(ledger, candidate)
+            {
+                // Units are free, so only the use of the pod's own quota must fall.
+                let place = fits.iter().next().map(|fit| (fit.node().to_owned(), fit.reservations().to_vec()));
+                let free = place.map(|(node, takes)| Preemption { node, takes, victims: Vec::new() });
+                free.and_then(|free| pass.victims_for_max(member, self.holders(), free))
+            } else {
+                let holders = pass.holders(kind, member, self.holders());
+                let targets = search.preemption_nodes(ledger, candidate, |_| true);
+                let is_legal = |found: &Preemption| {
+                    pass.is_legal(kind, member, &[(name.as_str(), found)])
+                        && self.is_within_budgets(pass, &[(name.as_str(), found)])
+                };
+                ledger.preempt_legally(pending, targets, (&holders, kept), Some(&is_legal))
             };
-            let found = ledger.preempt_legally(pending, targets, (&holders, kept), Some(&is_legal));
             if let Some(found) = found {
                 return Ok(Exchange { kind, found: vec![(candidate, found)], force: false });
             }
@@ -700,14 +704,16 @@ fn pods_to_keep(tracker: &PodTracker, search: &PlacementSearch<'_>, pod: &PodObj
     kept
 }
 
-/// Returns when the operator last released a pod with GPUs to each node, in seconds since the Unix
-/// epoch. Pods without a reservation, such as static pods, were not released.
-fn latest_releases(tracker: &PodTracker) -> BTreeMap<&str, u64> {
-    let mut latest: BTreeMap<&str, u64> = BTreeMap::new();
+/// Returns when the operator last released a pod to each device, in seconds since the Unix epoch.
+/// Pods without a reservation, such as static pods, were not released.
+fn latest_releases(tracker: &PodTracker, ledger: &Ledger) -> BTreeMap<DeviceOfNode, u64> {
+    let mut latest: BTreeMap<DeviceOfNode, u64> = BTreeMap::new();
     for pod in tracker.living_pods().filter(|pod| pod.requests_gpus() && pod.reserved_until.is_some()) {
-        if let Some(node) = pod.node() {
-            let time = latest.entry(node).or_default();
-            *time = released(pod).0.max(*time);
+        for (node, units) in ledger.units_of(&full_name(&pod.metadata)) {
+            for (_, device, _) in units {
+                let time = latest.entry((node.to_owned(), device.to_owned())).or_default();
+                *time = released(pod).0.max(*time);
+            }
         }
     }
     latest

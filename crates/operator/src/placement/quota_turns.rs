@@ -119,7 +119,7 @@ impl QuotaPass<'_> {
         let wait = match prospect {
             PreemptionProspect::Nominated => Wait::Nominated,
             PreemptionProspect::Protected => Wait::Protected,
-            _ if turn.rights.is_over_max => Wait::OverMax,
+            _ if turn.needs_no_gpus() => Wait::OverMax,
             PreemptionProspect::Unknown => Wait::Later,
             PreemptionProspect::Impossible => Wait::NoRoom,
         };
