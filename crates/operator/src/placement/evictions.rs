@@ -7,7 +7,10 @@ use std::time::Duration;
 use cleave_plan::ledger::{Holder, Moment};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
+use super::actions::Eviction;
 use super::budgets::{BudgetProtection, DisruptionBudgets};
+use super::gang_evictions::GangEvictions;
+use super::pod_tracker::PodTracker;
 use crate::evict::EvictionResult;
 use crate::pods::PodObject;
 use crate::read::BudgetObject;
@@ -39,6 +42,8 @@ pub(super) struct EvictionRecords {
     failures: BTreeMap<String, EvictionFailures>,
     /// The time until which no pods are evicted, because the API server limits requests.
     paused_until: Duration,
+    /// Gangs of which some pods are not evicted yet.
+    pub(super) gangs: GangEvictions,
 }
 
 /// Consecutive failures to evict a pod.
@@ -104,9 +109,17 @@ impl EvictionRecords {
     }
 
     /// Returns whether the API server recently accepted an eviction of the pod with this UID, or
-    /// did not find the pod.
+    /// did not find the pod. Also returns true if this reconcile evicts the pod with its gang.
     pub(super) fn is_accepted(&self, uid: &str) -> bool {
-        self.accepted.contains_key(uid)
+        self.accepted.contains_key(uid) || self.gangs.is_requested(uid)
+    }
+
+    /// Decides which remaining pods of gangs are evicted now.
+    pub(super) fn evict_rest_of_gangs(&mut self, tracker: &PodTracker, up: Duration) -> Vec<Eviction> {
+        let Self { accepted, failures, gangs, .. } = self;
+        let is_avoided = |uid: &str| failures.get(uid).is_some_and(|failures| failures.avoided_until.is_some());
+        let is_paused = self.paused_until > up;
+        gangs.evict_rest(tracker, |uid| !is_paused && !accepted.contains_key(uid) && !is_avoided(uid), up)
     }
 
     /// Returns whether evictions are paused, because the API server limits requests.
@@ -176,7 +189,7 @@ impl<'a> Evictability<'a> {
             priority: pod.spec.priority.unwrap_or(0),
             started: Moment(created),
             budget: None,
-            ending: is_terminating || self.records.accepted.contains_key(uid),
+            ending: is_terminating || self.records.is_accepted(uid),
             requests: Some(&pod.spec.requests),
         };
         if holder.ending {

@@ -79,6 +79,8 @@ pub struct Gatekeeper {
     quota_objects: QuotaObjects,
     /// Whether the next reconcile restores the nominations of an earlier leader.
     restores_nominations: bool,
+    /// Whether the next reconcile continues the evictions of gangs that an earlier leader began.
+    restores_evictions: bool,
     /// State of the replacement of MPS hosts.
     pub(crate) rollout: Rollout,
     /// Earliest time at which the next reconcile examines MPS hosts.
@@ -118,6 +120,7 @@ impl Gatekeeper {
             quotas: QuotaSettings::default(),
             quota_objects: QuotaObjects::default(),
             restores_nominations: false,
+            restores_evictions: false,
             rollout: Rollout::default(),
             next_rollout: Duration::ZERO,
         }
@@ -216,6 +219,7 @@ impl Gatekeeper {
     /// Records the result of an eviction for a waiting pod.
     pub fn record_eviction(&mut self, eviction: &Eviction, result: &EvictionResult, up: Duration) {
         self.evictions.record(&eviction.uid, result, up);
+        self.evictions.gangs.record(eviction, result, up);
         // A pod that is not found has ended, so its eviction is not needed.
         if *result != EvictionResult::NotFound {
             self.preemptors.record_eviction(&eviction.preemptor, *result == EvictionResult::Done, up);
@@ -353,7 +357,7 @@ impl Gatekeeper {
             None => {
                 let nodes = changed.into_iter().filter_map(|(name, facts)| Some((name, facts?))).collect();
                 self.next_reservation = now.up.saturating_add(self.settle_time);
-                self.restores_nominations = true;
+                (self.restores_nominations, self.restores_evictions) = (true, true);
                 let mut ledger = self.claims.rebuild(nodes, tracker, now);
                 self.chooser = Chooser::default();
                 ledger.synchronize(&mut self.chooser);
@@ -391,6 +395,7 @@ impl Gatekeeper {
             } else {
                 self.reserve_or_explain(&mut ledger, waiting, &input, &mut actions);
             }
+            self.evictions.gangs.remember(&actions.evictions, tracker);
             let room = MAX_RELEASES.saturating_sub(actions.releases.len());
             let queue = &self.queue;
             let retried = self.unanswered.releases_to_retry(&ledger, now);
@@ -565,7 +570,12 @@ impl Gatekeeper {
         if self.evictions.update(up) {
             self.preemptors.record_cluster_change();
         }
-        if !waiting.is_empty() {
+        if std::mem::take(&mut self.restores_evictions) && !input.cluster.quotas.is_empty() {
+            let grace_cap = Duration::from_secs(self.quotas.rules.grace_cap);
+            self.evictions.gangs.restore(input.tracker, input.now.epoch, grace_cap);
+        }
+        actions.evictions = self.evictions.evict_rest_of_gangs(input.tracker, up);
+        if !waiting.is_empty() || !self.evictions.gangs.is_empty() {
             self.preemptors.update_budgets(&input.cluster.budgets);
             self.evictions.deadlines(up).for_each(|deadline| actions.requeue_in(deadline));
             self.unlisted.next_expiry(up).into_iter().for_each(|expiry| actions.requeue_in(expiry));
