@@ -54,6 +54,8 @@ pub struct Gatekeeper {
     settle_time: Duration,
     /// Earliest time at which pods get reservations.
     next_reservation: Duration,
+    /// When the ledger was built, in seconds since the Unix epoch.
+    leads_since: u64,
     /// The ledger. `None` until the first reconcile after a start or a change of the leader.
     ledger: Option<Ledger>,
     /// Ranks nodes and GPUs for the ledger.
@@ -102,6 +104,7 @@ impl Gatekeeper {
             agent_labels: AgentLabels::new(),
             settle_time: Duration::ZERO,
             next_reservation: Duration::ZERO,
+            leads_since: 0,
             ledger: None,
             chooser: Chooser::default(),
             nodes: Nodes::default(),
@@ -357,6 +360,7 @@ impl Gatekeeper {
             None => {
                 let nodes = changed.into_iter().filter_map(|(name, facts)| Some((name, facts?))).collect();
                 self.next_reservation = now.up.saturating_add(self.settle_time);
+                self.leads_since = now.epoch;
                 (self.restores_nominations, self.restores_evictions) = (true, true);
                 let mut ledger = self.claims.rebuild(nodes, tracker, now);
                 self.chooser = Chooser::default();
@@ -630,7 +634,8 @@ impl Gatekeeper {
         if let Some(pass) = &mut quotas {
             long_waits::reserve(pass, (ledger, &mut search), &candidates, (input, queue));
         }
-        let order = TurnOrder::new(quotas.as_ref(), candidates.iter().map(|candidate| candidate.name.as_str()));
+        let names = candidates.iter().map(|candidate| candidate.name.as_str());
+        let order = TurnOrder::new(quotas.as_ref(), names, self.leads_since);
         let offers = AllowedUnits::of_policies(input.cluster.policies.iter().map(AsRef::as_ref));
         let mut decisions = Decisions {
             search: search.with_quotas(worlds.as_ref()),
