@@ -606,7 +606,8 @@ pub struct StepStatus {
     /// Result: `Done`, `Waiting`, `Refused` or `Failed`.
     pub result: String,
     /// `InUse` for a step that waits until no pod or process uses the GPU or the slices that the
-    /// step changes. Other steps have no reason.
+    /// step changes. `UsersUnknown` for a step that waits because the kubelet started recently and
+    /// may not have listed all pods. Other steps have no reason.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub reason: String,
     /// The reason, as a sentence. If the step waits for pods, the message names the pods that use

@@ -152,6 +152,9 @@ pub const STEP_WAITING: &str = "Waiting";
 /// Reason of a step with result [`STEP_WAITING`]: pods or processes use slices that the step would
 /// remove.
 pub const STEP_IN_USE: &str = "InUse";
+/// Reason of a step with result [`STEP_WAITING`]: the kubelet started recently, so it may not have
+/// listed all pods that use slices of the GPU.
+pub const STEP_USERS_UNKNOWN: &str = "UsersUnknown";
 /// Result of a step: the node cannot apply the step.
 pub const STEP_REFUSED: &str = "Refused";
 /// Result of a step: the agent tried to apply the step and failed.

@@ -129,7 +129,7 @@ fn malformed_input_is_an_error_that_names_the_object() {
         (r#"{"gpus": [], "quotas": {"a": {"min": 5, "guarantee": "Cells"}}}"#, "quota a: min must be a whole number"),
         (r#"{"gpus": [], "quotas": {"a": {"weight": 0}}}"#, "quota a: weight 0"),
         (r#"{"gpus": [], "quotas": {"a": {"least": 1}}}"#, "unknown field `least`"),
-        (r#"{"gpus": [], "quotas": {"-": {}}}"#, "a quota cannot be named -"),
+        (r#"{"gpus": [], "quotas": {"-": {}}}"#, "a quota cannot be named `-`"),
         (r#"{"gpus": [10], "running": [["p", "-", 1, 0, 1, 1]]}"#, "running pod 1: p runs on GPU 1"),
         (r#"{"gpus": [10], "running": [["p", "-", 11, 0, 1, 0]]}"#, "GPU 0 has a size of 1 GPUs"),
         (r#"{"gpus": [10], "waiting": [["p", "b", 1, 0, 1]]}"#, "waiting pod 1: p has quota b, which is not in quotas"),

@@ -38,7 +38,7 @@ const SOCKET_PROBE_TIMEOUT: Duration = Duration::from_millis(200);
 pub enum DirectoryError {
     /// The path is too long for the address of a Unix socket.
     #[error(
-        "{directory} is too long: the path of a socket in this directory has {length} bytes, and the maximum is {MAX_SOCKET_PATH_BYTES}"
+        "{directory} is too long: the path of a socket in this directory has {length} bytes, and the maximum is {MAX_SOCKET_PATH_BYTES}; choose a shorter path"
     )]
     TooLong {
         /// Path of the directory.

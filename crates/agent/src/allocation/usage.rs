@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use cleave_kubelet::{AllocatedDevices, ContainerDevices};
 
 use crate::allocation::Allocation;
-use crate::gpu::layout::parse_slice_id;
+use crate::gpu::layout::device_of_id;
 
 /// Text that stands for the unknown pod of an allocation that PodResources does not list.
 const UNLISTED_USER: &str = "a pod that is being admitted";
@@ -193,16 +193,20 @@ impl SliceUsage {
         Self(usage)
     }
 
-    /// Returns the slices of these devices that are in use, as resource, id and users. An id can be
-    /// a device's UUID alone, because other device plugins use UUIDs as ids.
+    /// Returns the slices of these devices that are in use, as resource, id and users.
     pub fn slices_of_devices<'a>(
         &'a self,
         devices: &'a BTreeSet<&str>,
     ) -> impl Iterator<Item = (&'a str, &'a str, &'a BTreeSet<String>)> {
         self.0
             .iter()
-            .filter(|((_, id), _)| devices.contains(parse_slice_id(id).map_or(id.as_str(), |(device, _)| device)))
+            .filter(|((_, id), _)| devices.contains(device_of_id(id)))
             .map(|((resource, id), users)| (resource.as_str(), id.as_str(), users))
+    }
+
+    /// Returns whether this slice is in use.
+    pub fn contains(&self, resource: &str, id: &str) -> bool {
+        self.0.keys().any(|(of_resource, of_id)| of_resource == resource && of_id == id)
     }
 
     /// Returns whether no slice is in use.

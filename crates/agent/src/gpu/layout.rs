@@ -150,6 +150,12 @@ pub fn parse_slice_id(id: &str) -> Option<(&str, u32)> {
     (canonical && !device.is_empty()).then_some((device, number))
 }
 
+/// Returns the UUID of the device with this slice id. An id can be a device's UUID alone, because
+/// other device plugins use UUIDs as ids.
+pub fn device_of_id(id: &str) -> &str {
+    parse_slice_id(id).map_or(id, |(device, _)| device)
+}
+
 /// A layout that the agent can serve now, and the changes of the GPU that the spec still needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TargetLayout {

@@ -8,7 +8,7 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 use cleave_api::gpunode::{MigInstanceSpec, Partition, StepStatus};
-use cleave_api::names::{STEP_DONE, STEP_FAILED, STEP_IN_USE, STEP_WAITING};
+use cleave_api::names::{STEP_DONE, STEP_FAILED, STEP_IN_USE, STEP_USERS_UNKNOWN, STEP_WAITING};
 use cleave_gpu::nvml::{Gpu, MigInstance, MigProfile, MigState, Process};
 
 /// Maximum number of attempts at a failing change. After the last attempt, the agent retries only
@@ -143,20 +143,54 @@ pub enum NextStep {
     Nothing,
     /// Start this change, because no known condition prevents the change.
     Do(MigChange),
-    /// The next change, and the reason for which it waits.
-    Wait(MigChange, String),
+    /// The next change, and why it waits.
+    Wait(MigChange, WaitCause),
 }
 
-/// Returns the first change that can start now, or else the first change that waits for a daemon.
+/// Why a change of MIG mode or of a MIG instance waits.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum WaitCause {
+    /// The users of the slices are not known.
+    Users(SliceUsers),
+    /// An MPS daemon has not exited, for this reason.
+    Daemon(String),
+}
+
+impl WaitCause {
+    /// Returns the reason and the message of the waiting step.
+    fn reason_and_message(&self) -> (&'static str, String) {
+        match self {
+            Self::Users(SliceUsers::KubeletSettling) => (
+                STEP_USERS_UNKNOWN,
+                "the kubelet started recently and may not have listed all pods that use slices".to_owned(),
+            ),
+            Self::Users(_) => ("", "the kubelet has not reported which slices are in use".to_owned()),
+            Self::Daemon(why) => ("", why.clone()),
+        }
+    }
+}
+
+/// Whether the agent knows which pods use slices. While some users are unknown, the agent must not
+/// remove instances or change MIG mode.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SliceUsers {
+    /// All users are known.
+    Known,
+    /// The kubelet started recently, so its list may be incomplete.
+    KubeletSettling,
+    /// The kubelet has not answered the last request.
+    Unknown,
+}
+
+/// Returns the first change that can start now, or else the first change that waits for a daemon or
+/// for the kubelet's list of pods.
 ///
-/// `known` states whether the users of all slices are known. While some users are unknown, the
-/// agent must not remove instances or change MIG mode. `served` returns whether the kubelet can
-/// allocate slices of a device. `daemon_exited` returns an error with the reason while the device's
-/// MPS daemon has not exited.
+/// `served` returns whether the kubelet can allocate slices of a device. `daemon_exited` returns an
+/// error with the reason while the device's MPS daemon has not exited.
 pub fn next_step<'a>(
     changes: impl IntoIterator<Item = &'a MigChange>,
     gpu: &Gpu,
-    known: bool,
+    users: SliceUsers,
     served: impl Fn(&str) -> bool,
     daemon_exited: impl Fn(&str) -> Result<(), String>,
 ) -> NextStep {
@@ -165,11 +199,11 @@ pub fn next_step<'a>(
     let mut waits = NextStep::Nothing;
     for change in changes {
         let blocked = match change {
-            MigChange::Destroy(_) | MigChange::Mode(_) if !known => continue,
             MigChange::Destroy(instance) if served(&instance.uuid) => continue,
-            MigChange::Destroy(instance) => daemon_exited(&instance.uuid),
             MigChange::Mode(true) if served(&gpu.uuid) => continue,
-            MigChange::Mode(true) => daemon_exited(&gpu.uuid),
+            MigChange::Destroy(_) | MigChange::Mode(_) if users != SliceUsers::Known => Err(WaitCause::Users(users)),
+            MigChange::Destroy(instance) => daemon_exited(&instance.uuid).map_err(WaitCause::Daemon),
+            MigChange::Mode(true) => daemon_exited(&gpu.uuid).map_err(WaitCause::Daemon),
             MigChange::Mode(false) if enabled && !there.is_empty() => continue,
             MigChange::Mode(false) => Ok(()),
             MigChange::Create { profile, start } => {
@@ -324,7 +358,11 @@ impl MigProgress {
     pub fn record_plan(&mut self, gpu: &str, left: &[MigChange], next: &NextStep) {
         self.attempts.retain(|attempt| self.in_progress.is_some() || left.contains(&attempt.change));
         self.waits = match next {
-            NextStep::Wait(change, why) => Some(step_status(gpu, change, STEP_WAITING, why.clone())),
+            NextStep::Wait(change, cause) => {
+                let (reason, message) = cause.reason_and_message();
+                let step = step_status(gpu, change, STEP_WAITING, message);
+                Some(StepStatus { reason: reason.to_owned(), ..step })
+            }
             NextStep::Nothing | NextStep::Do(_) => None,
         };
         if let NextStep::Do(change) = next {

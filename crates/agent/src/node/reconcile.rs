@@ -19,8 +19,8 @@ use crate::allocation::usage::{Allocations, SliceUsage};
 use crate::checkpoint::Checkpoint;
 use crate::event::{EventSubject, NodeEvent};
 use crate::gpu::hardware::{Hardware, KnownGpu};
-use crate::gpu::layout::{Layout, Pool, PoolKind, parse_slice_id};
-use crate::gpu::mig::{MigChange, MigOrder, MigProgress, NextStep, next_step};
+use crate::gpu::layout::{Layout, Pool, PoolKind, device_of_id, parse_slice_id};
+use crate::gpu::mig::{MigChange, MigOrder, MigProgress, NextStep, SliceUsers, next_step};
 use crate::mps::HostView;
 use crate::tenants::snapshot::{self, TenantSnapshot};
 
@@ -63,7 +63,8 @@ impl Node {
         self.update_quiesces(&hardware, in_use.as_ref(), &table.pending, now);
         let desired = self.desired_mps_state(&hardware, &table.allocations);
         self.update_daemons(&desired, now);
-        let orders = self.order_changes(&hardware, &partitions, changes, now);
+        let users = self.slice_users(&hardware, in_use.as_ref(), now);
+        let orders = self.order_changes(&hardware, &partitions, changes, users, now);
         steps.extend(self.mig_progress.values().flat_map(MigProgress::steps).cloned());
         self.record_steps(steps, layouts_changed);
         let lists = self.device_lists(&hardware, &table.pending, in_use.as_ref());
@@ -279,18 +280,37 @@ impl Node {
         changing.chain(daemons.filter(|device| !self.acknowledged.has_applied_settings(device))).collect()
     }
 
+    /// Returns whether the users of all slices are known. A kubelet that has just started lists its
+    /// pods one by one. If the agent has no checkpoint of its own, the list counts as complete
+    /// after the time `grace`, or once it contains all slices in the kubelet's checkpoint. The
+    /// kubelet removes no slices from its checkpoint before it knows all of its pods.
+    fn slice_users(&self, hardware: &Hardware, in_use: Option<&SliceUsage>, now: Instant) -> SliceUsers {
+        let Some(in_use) = in_use.filter(|_| self.pod_resources.is_some() && self.pod_resources_error.is_none()) else {
+            return SliceUsers::Unknown;
+        };
+        let lists_checkpoint = || {
+            self.kubelet_checkpoint.as_ref().is_some_and(|devices| {
+                let of_gpus = devices.iter().filter(|(_, id)| hardware.gpu_of(device_of_id(id)).is_some());
+                of_gpus.into_iter().all(|(resource, id)| in_use.contains(resource, id))
+            })
+        };
+        if self.has_checkpoint || now.saturating_duration_since(self.kubelet_since) >= self.grace || lists_checkpoint()
+        {
+            SliceUsers::Known
+        } else {
+            SliceUsers::KubeletSettling
+        }
+    }
+
     /// Returns an order for the next MIG change of each GPU, if the change can start now.
     fn order_changes(
         &mut self,
         hardware: &Hardware,
         partitions: &BTreeMap<String, Partition>,
         mut changes: BTreeMap<String, Vec<MigChange>>,
+        users: SliceUsers,
         now: Instant,
     ) -> Vec<MigOrder> {
-        // A restarted kubelet lists its pods with a delay. Without a checkpoint, the list counts as
-        // complete only after the time `grace`.
-        let settled = self.has_checkpoint || now.saturating_duration_since(self.kubelet_since) >= self.grace;
-        let known = self.pod_resources.is_some() && self.pod_resources_error.is_none() && settled;
         self.mig_progress.retain(|uuid, _| hardware.gpus.contains_key(uuid));
         let mut orders = Vec::new();
         for (uuid, KnownGpu { gpu, health, observed, .. }) in &hardware.gpus {
@@ -306,7 +326,7 @@ impl Node {
                     self.layouts.get(uuid).is_some_and(|layout| layout.pools.iter().any(|pool| pool.device == device))
                 };
                 let may = left.iter().filter(|change| progress.can_start(change, now));
-                next_step(may, gpu, known, served, |device| self.check_daemon_exited(device))
+                next_step(may, gpu, users, served, |device| self.check_daemon_exited(device))
             } else {
                 NextStep::Nothing
             };

@@ -17,7 +17,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, GpuStatus, Partition};
-use cleave_api::names::{HEALTH_MPS_UNAVAILABLE, RESOURCE_GPU, STEP_FAILED, STEP_REFUSED, STEP_WAITING, is_served};
+use cleave_api::names::{
+    HEALTH_MPS_UNAVAILABLE, RESOURCE_GPU, STEP_FAILED, STEP_REFUSED, STEP_USERS_UNKNOWN, STEP_WAITING, is_served,
+};
 use cleave_plan::Quantity;
 use cleave_plan::device::{MIG_PREFIX, Mode, SHARED_SUFFIX, sized_slice_gib};
 use cleave_plan::mig::Profile;
@@ -121,8 +123,17 @@ pub fn gpu_progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> GpuProgress
     if let Some(step) = of_gpu().find(|step| matches!(step.result.as_str(), STEP_FAILED | STEP_REFUSED)) {
         return GpuProgress::Failed(step.message.clone());
     }
+    if waits_for_kubelet(node, gpu) {
+        return GpuProgress::Changing;
+    }
     let blocked = of_gpu().any(|step| step.result == STEP_WAITING) && !contains_all_slices_in_use(&spec.partition, gpu);
     if blocked { GpuProgress::Blocked } else { GpuProgress::Changing }
+}
+
+/// Returns whether the agent changes the GPU only once the kubelet has listed all pods.
+fn waits_for_kubelet(node: &Node, gpu: &GpuStatus) -> bool {
+    let steps = node.object().and_then(|object| object.status.as_ref()).map_or(&[][..], |status| &status.steps);
+    steps.iter().any(|step| step.gpu == gpu.uuid && step.result == STEP_WAITING && step.reason == STEP_USERS_UNKNOWN)
 }
 
 /// Returns the maximum time for a node to reach its desired state.
@@ -210,7 +221,10 @@ impl History {
                 let at = (name.clone(), gpu.uuid.clone());
                 let mut progress = gpu_progress(node, spec, gpu);
                 if progress == GpuProgress::Changing {
-                    if self.changing.get(&at).is_none_or(|(partition, _)| *partition != spec.partition) {
+                    // While the agent waits for the kubelet, the deadline does not count. The agent
+                    // limits this wait.
+                    let is_new = self.changing.get(&at).is_none_or(|(partition, _)| *partition != spec.partition);
+                    if is_new || waits_for_kubelet(node, gpu) {
                         self.changing.insert(at.clone(), (spec.partition.clone(), now));
                     }
                     let since = self.changing.get(&at).map_or(now, |(_, since)| *since);

@@ -137,6 +137,33 @@ fn a_change_that_misses_its_deadline_is_undone() {
     assert!(world.partition(&slow, 0).whole.is_some());
 }
 
+/// An agent that has just started on a new node waits for up to 30 s, as long as the deadline.
+#[test]
+fn the_deadline_does_not_count_while_the_agent_waits_for_the_kubelet() {
+    let mut world = TestCluster::new("mode: Auto").node("n1", 1);
+    world.pod("mig", MIG_1G_RESOURCE, 1);
+    world.run_pass();
+    let generation = world.object("n1").metadata.generation.unwrap();
+    let status = world.status("n1");
+    status.observed_generation = generation;
+    status.steps = vec![StepStatus {
+        gpu: status.gpus[0].uuid.clone(),
+        action: "turn MIG mode on".into(),
+        result: "Waiting".into(),
+        reason: "UsersUnknown".into(),
+        ..StepStatus::default()
+    }];
+    world.run_pass();
+    world.now += Duration::from_secs(30);
+    let (_, outcome) = world.run_pass();
+    assert_eq!((world.written_nodes(), outcome.excluded_gpus.len()), (vec![], 0));
+    world.status("n1").steps.clear();
+    world.now += Duration::from_secs(29);
+    assert_eq!(world.run_pass().1.excluded_gpus.len(), 0);
+    world.now += Duration::from_secs(1);
+    assert_eq!(world.run_pass().1.excluded_gpus.len(), 1);
+}
+
 #[test]
 fn a_late_gpu_of_another_policy_delays_its_node_only_once() {
     let mut world = TestCluster::new("mode: Auto\ngpus:\n  indices: [1]").node("n1", 2);

@@ -1,5 +1,6 @@
 //! Tests interrupted changes: the kubelet does not answer, a daemon has not exited, the driver
 //! hangs, or the agent is killed.
+use std::sync::Arc;
 use std::time::Duration;
 
 use cleave_agent::gpu::mig::{ChangeOutcome, MigChange, MigOrder, MigOrderResult};
@@ -36,6 +37,35 @@ fn nothing_is_removed_without_the_kubelets_list_of_allocations() {
     node.now += ALLOCATION_GRACE;
     node.run();
     assert!(node.is_applied() && node.has_exactly_instances(&[("2g.20gb", 0)]));
+}
+
+/// On a new node, the first pod does not wait for the grace period.
+#[test]
+fn a_new_agent_knows_all_users_once_the_list_contains_the_kubelets_checkpoint() {
+    let mut node = TestNode::new("H100-80");
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("1g.10gb", 0, 0)])]);
+    node.agent.record_kubelet_checkpoint(Some(Arc::default()));
+    let started = node.now;
+    node.run_until_applied();
+    assert!(node.is_applied() && node.now < started + ALLOCATION_GRACE, "{:?}", node.step_results());
+
+    let instance = node.mig_devices().into_keys().next().unwrap();
+    let allocated = [("example.com/nic", "eth1".to_owned()), ("nvidia.com/mig-1g.10gb", format!("{instance}::0"))];
+    let allocated = allocated.map(|(resource, id)| (resource.to_owned(), id));
+    node.set_spec(vec![mig_spec(GPU_UUID, &[("2g.20gb", 0, 0)])]);
+    node.restart_agent(false);
+    node.agent.record_kubelet_checkpoint(Some(Arc::new(allocated.into())));
+    for _ in 0..10 {
+        node.run_round();
+        assert!(node.orders.is_empty(), "the kubelet has not listed the pod yet: {:?}", node.orders);
+    }
+    let waits = node.last.status.steps.iter().find(|step| step.result == "Waiting").unwrap();
+    assert_eq!((waits.gpu.as_str(), waits.reason.as_str()), (GPU_UUID, "UsersUnknown"));
+    // The kubelet found that the pod has ended.
+    node.agent.record_kubelet_checkpoint(Some(Arc::default()));
+    let started = node.now;
+    node.run_until_applied();
+    assert!(node.has_exactly_instances(&[("2g.20gb", 0)]) && node.now < started + ALLOCATION_GRACE / 2);
 }
 
 #[test]
