@@ -634,8 +634,7 @@ impl Gatekeeper {
         if let Some(pass) = &mut quotas {
             long_waits::reserve(pass, (ledger, &mut search), &candidates, (input, queue));
         }
-        let names = candidates.iter().map(|candidate| candidate.name.as_str());
-        let order = TurnOrder::new(quotas.as_ref(), names, self.leads_since);
+        let order = TurnOrder::new(quotas.as_ref(), candidates.iter().map(|one| one.name.as_str()), self.leads_since);
         let offers = AllowedUnits::of_policies(input.cluster.policies.iter().map(AsRef::as_ref));
         let mut decisions = Decisions {
             search: search.with_quotas(worlds.as_ref()),
