@@ -1,16 +1,13 @@
 //! Records the results of evictions for preemption, and decides which pods can be evicted now.
 //! Pure: callers pass in the time.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use cleave_plan::ledger::{Holder, Moment};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-use super::actions::Eviction;
 use super::budgets::{BudgetProtection, DisruptionBudgets};
-use super::gang_evictions::GangEvictions;
-use super::pod_tracker::PodTracker;
 use crate::evict::EvictionResult;
 use crate::pods::PodObject;
 use crate::read::BudgetObject;
@@ -42,8 +39,8 @@ pub(super) struct EvictionRecords {
     failures: BTreeMap<String, EvictionFailures>,
     /// The time until which no pods are evicted, because the API server limits requests.
     paused_until: Duration,
-    /// Gangs of which some pods are not evicted yet.
-    pub(super) gangs: GangEvictions,
+    /// UIDs of pods that this reconcile evicts with their gangs.
+    requested: BTreeSet<String>,
 }
 
 /// Consecutive failures to evict a pod.
@@ -111,15 +108,19 @@ impl EvictionRecords {
     /// Returns whether the API server recently accepted an eviction of the pod with this UID, or
     /// did not find the pod. Also returns true if this reconcile evicts the pod with its gang.
     pub(super) fn is_accepted(&self, uid: &str) -> bool {
-        self.accepted.contains_key(uid) || self.gangs.is_requested(uid)
+        self.accepted.contains_key(uid) || self.requested.contains(uid)
     }
 
-    /// Decides which remaining pods of gangs are evicted now.
-    pub(super) fn evict_rest_of_gangs(&mut self, tracker: &PodTracker, up: Duration) -> Vec<Eviction> {
-        let Self { accepted, failures, gangs, .. } = self;
-        let is_avoided = |uid: &str| failures.get(uid).is_some_and(|failures| failures.avoided_until.is_some());
-        let is_paused = self.paused_until > up;
-        gangs.evict_rest(tracker, |uid| !is_paused && !accepted.contains_key(uid) && !is_avoided(uid), up)
+    /// Sets the UIDs of the pods that this reconcile evicts with their gangs, part of which was
+    /// evicted before.
+    pub(super) fn set_requested(&mut self, uids: BTreeSet<String>) {
+        self.requested = uids;
+    }
+
+    /// Returns whether an eviction of the pod with this UID can be requested now.
+    pub(super) fn can_request(&self, uid: &str, up: Duration) -> bool {
+        let is_avoided = self.failures.get(uid).is_some_and(|failures| failures.avoided_until.is_some());
+        !self.is_paused(up) && !self.accepted.contains_key(uid) && !is_avoided
     }
 
     /// Returns whether evictions are paused, because the API server limits requests.

@@ -7,7 +7,7 @@
 //!
 //! The nomination of the waiting pod records the gang. If the operator restarts and the gang has
 //! fewer pods than were to be evicted, the new leader evicts the rest.
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use cleave_api::placement::EvictedGang;
@@ -23,11 +23,7 @@ use crate::pods::{PodObject, full_name};
 
 /// Gangs of which some pods may not be evicted yet.
 #[derive(Debug, Default)]
-pub(super) struct GangEvictions {
-    gangs: BTreeMap<GangId, PartlyEvicted>,
-    /// UIDs of the pods that this reconcile evicts.
-    requested: BTreeSet<String>,
-}
+pub(super) struct GangEvictions(BTreeMap<GangId, PartlyEvicted>);
 
 /// A gang whose eviction was decided.
 #[derive(Debug, Default)]
@@ -143,13 +139,7 @@ pub(super) fn evicted_gangs(evictions: &[Eviction]) -> Vec<EvictedGang> {
 impl GangEvictions {
     /// Returns whether no gang is remembered.
     pub(super) fn is_empty(&self) -> bool {
-        self.gangs.is_empty()
-    }
-
-    /// Returns whether this reconcile evicts the pod with this UID together with its gang, part of
-    /// which was evicted before.
-    pub(super) fn is_requested(&self, uid: &str) -> bool {
-        self.requested.contains(uid)
+        self.0.is_empty()
     }
 
     /// Remembers the pods of gangs whose evictions this reconcile decided.
@@ -165,18 +155,18 @@ impl GangEvictions {
             let pod = released.by_uid.get(eviction.uid.as_str());
             let deleted = pod.and_then(|pod| pod.metadata.deletion_timestamp.clone());
             let new = || Remaining::new(eviction.clone(), deleted);
-            let of = self.gangs.entry(gang.clone()).or_default();
+            let of = self.0.entry(gang.clone()).or_default();
             of.pods.entry(eviction.uid.clone()).or_insert_with(new);
         }
         for (gang, count) in counts {
-            let of = self.gangs.entry(gang.clone()).or_default();
+            let of = self.0.entry(gang.clone()).or_default();
             of.size = of.size.max(count);
         }
     }
 
     /// Records the result of an eviction.
     pub(super) fn record(&mut self, eviction: &Eviction, result: &EvictionResult, up: Duration) {
-        let Some(of) = eviction.gang.as_ref().and_then(|gang| self.gangs.get_mut(gang)) else { return };
+        let Some(of) = eviction.gang.as_ref().and_then(|gang| self.0.get_mut(gang)) else { return };
         let (is_accepted, is_unanswered) =
             (*result == EvictionResult::Done, matches!(result, EvictionResult::Failed(_)));
         of.has_begun |= is_accepted;
@@ -207,7 +197,7 @@ impl GangEvictions {
             let running = released.running(&gang);
             // Without a missing pod, no pod was evicted.
             let Some(kind) = Kind::from_name(kind).filter(|_| running.len() < *pods) else { continue };
-            let of = self.gangs.entry(gang.clone()).or_default();
+            let of = self.0.entry(gang.clone()).or_default();
             (of.size, of.has_begun) = (*pods, true);
             for pod in running {
                 let (grace, uid) = (requested_grace(pod, grace_cap, false), pod.uid().unwrap_or_default());
@@ -235,13 +225,12 @@ impl GangEvictions {
         can_evict: impl Fn(&str) -> bool,
         up: Duration,
     ) -> Vec<Eviction> {
-        self.requested.clear();
-        if self.gangs.is_empty() {
+        if self.0.is_empty() {
             return Vec::new();
         }
         let released = ReleasedGangPods::new(tracker);
         let mut evictions = Vec::new();
-        self.gangs.retain(|gang, of| {
+        self.0.retain(|gang, of| {
             of.update(&released);
             if !of.has_begun {
                 return of.is_undecided(up);
@@ -253,7 +242,6 @@ impl GangEvictions {
             evictions.extend(due.map(|(_, pod)| pod.eviction.clone()));
             !of.pods.is_empty()
         });
-        self.requested.extend(evictions.iter().map(|eviction| eviction.uid.clone()));
         evictions
     }
 }

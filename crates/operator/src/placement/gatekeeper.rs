@@ -14,6 +14,7 @@ use super::cluster::{Cluster, ReconcileInput, ReconcileTime, is_released_and_unb
 use super::decisions::{Decisions, MAX_RELEASES};
 use super::evictions::{Evictability, EvictionRecords};
 use super::fragments::FragmentationTaints;
+use super::gang_evictions::GangEvictions;
 use super::gang_releases::GangReleases;
 use super::growth::{AllowedUnits, AutoscalerReports};
 use super::handover;
@@ -69,6 +70,8 @@ pub struct Gatekeeper {
     queue: Queue,
     /// Results of evictions for waiting pods.
     evictions: EvictionRecords,
+    /// Gangs of which some pods are not evicted yet.
+    gang_evictions: GangEvictions,
     /// Waiting pods for which the operator has searched for preemption victims.
     preemptors: Preemptors,
     /// Units of pods that nodes have just stopped listing.
@@ -114,6 +117,7 @@ impl Gatekeeper {
             gang_releases: GangReleases::default(),
             queue: Queue::default(),
             evictions: EvictionRecords::default(),
+            gang_evictions: GangEvictions::default(),
             preemptors: Preemptors::default(),
             unlisted: UnlistedUnits::default(),
             stranded: StrandedPods::default(),
@@ -222,7 +226,7 @@ impl Gatekeeper {
     /// Records the result of an eviction for a waiting pod.
     pub fn record_eviction(&mut self, eviction: &Eviction, result: &EvictionResult, up: Duration) {
         self.evictions.record(&eviction.uid, result, up);
-        self.evictions.gangs.record(eviction, result, up);
+        self.gang_evictions.record(eviction, result, up);
         // A pod that is not found has ended, so its eviction is not needed.
         if *result != EvictionResult::NotFound {
             self.preemptors.record_eviction(&eviction.preemptor, *result == EvictionResult::Done, up);
@@ -399,7 +403,7 @@ impl Gatekeeper {
             } else {
                 self.reserve_or_explain(&mut ledger, waiting, &input, &mut actions);
             }
-            self.evictions.gangs.remember(&actions.evictions, tracker);
+            self.gang_evictions.remember(&actions.evictions, tracker);
             let room = MAX_RELEASES.saturating_sub(actions.releases.len());
             let queue = &self.queue;
             let retried = self.unanswered.releases_to_retry(&ledger, now);
@@ -576,10 +580,12 @@ impl Gatekeeper {
         }
         if std::mem::take(&mut self.restores_evictions) && !input.cluster.quotas.is_empty() {
             let grace_cap = Duration::from_secs(self.quotas.rules.grace_cap);
-            self.evictions.gangs.restore(input.tracker, input.now.epoch, grace_cap);
+            self.gang_evictions.restore(input.tracker, input.now.epoch, grace_cap);
         }
-        actions.evictions = self.evictions.evict_rest_of_gangs(input.tracker, up);
-        if !waiting.is_empty() || !self.evictions.gangs.is_empty() {
+        let evictions = &self.evictions;
+        actions.evictions = self.gang_evictions.evict_rest(input.tracker, |uid| evictions.can_request(uid, up), up);
+        self.evictions.set_requested(actions.evictions.iter().map(|eviction| eviction.uid.clone()).collect());
+        if !waiting.is_empty() || !self.gang_evictions.is_empty() {
             self.preemptors.update_budgets(&input.cluster.budgets);
             self.evictions.deadlines(up).for_each(|deadline| actions.requeue_in(deadline));
             self.unlisted.next_expiry(up).into_iter().for_each(|expiry| actions.requeue_in(expiry));
