@@ -13,6 +13,7 @@ use super::constraints;
 use super::eviction_rounds::{DeviceOfNode, QuotaRound};
 use super::evictions::{Evictability, TERMINATION_TIME};
 use super::exchange_turns::{SearchTurn, Seeker};
+use super::gang_evictions::{evicted_gangs, gang_id};
 use super::handover;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
@@ -347,15 +348,17 @@ impl<'a> PreemptionSearch<'a> {
             found.iter().map(|(candidate, found)| (candidate.name.as_str(), found)).collect();
         pass.nominate(turn.member, &named, &victims);
         let to = pass.quota_of(turn.member, &preemptor);
-        let graces = self.requested_graces(&victims, |pod| requested_grace(pod, cap, force));
+        let objects = self.pods_with_names(&victims);
         let mut evictions = Vec::new();
         for pod in victims {
             let uid = self.claims.uid(&pod).unwrap_or_default().to_owned();
-            let grace = graces.get(&pod).copied().flatten();
+            let object = objects.get(&pod);
+            let grace = object.and_then(|object| requested_grace(object, cap, force));
+            let gang = object.and_then(|object| gang_id(object));
             let (from, to) = (pass.quota_of(turn.member, &pod), to.clone());
             let quota = Some(QuotaEviction { kind, from, to, grace, force, message: message.clone() });
             let may_be_refused = with_budget.contains(&pod);
-            evictions.push(Eviction { pod, uid, preemptor: preemptor.clone(), may_be_refused, quota });
+            evictions.push(Eviction { pod, uid, preemptor: preemptor.clone(), may_be_refused, quota, gang });
         }
         self.mark_evicted(&evictions);
         if !evictions.is_empty() {
@@ -367,13 +370,16 @@ impl<'a> PreemptionSearch<'a> {
             self.preemptors.start_round(&preemptor, QuotaRound { has_precedence, devices, decided });
         }
         let until = self.evictability.now().saturating_add(cap.as_secs()).saturating_add(TERMINATION_TIME.as_secs());
+        let mut evicts = evicted_gangs(&evictions);
         for (candidate, found) in found {
             if !evictions.is_empty() {
+                // One of the pods records the evicted gangs.
+                let evicts = std::mem::take(&mut evicts);
                 actions.kept.push(NominationRecord {
                     pod: candidate.name.clone(),
                     uid: candidate.pod.uid().unwrap_or_default(),
                     preemptor: preemptor.clone(),
-                    room: handover::annotated_nomination(&found, until),
+                    room: handover::annotated_nomination(&found, evicts, until),
                 });
             }
             self.preemptors.record_success(&candidate.name);
@@ -664,19 +670,14 @@ impl<'a> PreemptionSearch<'a> {
         limited.map(|(_, pod, _)| pod.to_owned()).collect()
     }
 
-    /// Returns the grace period to request for each pod, by name.
-    fn requested_graces(
-        &self,
-        pods: &[String],
-        requested: impl Fn(&PodObject) -> Option<u32>,
-    ) -> BTreeMap<String, Option<u32>> {
-        if pods.is_empty() {
+    /// Returns the pods with these names.
+    fn pods_with_names(&self, names: &[String]) -> BTreeMap<String, &'a PodObject> {
+        if names.is_empty() {
             return BTreeMap::new();
         }
-        let pods: BTreeSet<&str> = pods.iter().map(String::as_str).collect();
+        let names: BTreeSet<&str> = names.iter().map(String::as_str).collect();
         let living = self.tracker.living_pods().filter(|pod| pod.requests_gpus());
-        let named = living.map(|pod| (full_name(&pod.metadata), pod)).filter(|(name, _)| pods.contains(name.as_str()));
-        named.map(|(name, pod)| (name, requested(pod))).collect()
+        living.map(|pod| (full_name(&pod.metadata), pod)).filter(|(name, _)| names.contains(name.as_str())).collect()
     }
 
     /// Adds the evictions of these victims on a node for the pod `preemptor`. Victims with a
@@ -691,7 +692,7 @@ impl<'a> PreemptionSearch<'a> {
         actions.evictions.extend(victims.into_iter().map(|pod| {
             let uid = self.claims.uid(&pod).unwrap_or_default().to_owned();
             let may_be_refused = with_budget.contains(&pod);
-            Eviction { pod, uid, preemptor: preemptor.to_owned(), may_be_refused, quota: None }
+            Eviction { pod, uid, preemptor: preemptor.to_owned(), may_be_refused, quota: None, gang: None }
         }));
     }
 }
