@@ -79,7 +79,7 @@ pub(crate) async fn watch_hardware(
             let requested_at = Instant::now();
             let answer = node.call(timeout, |gpus| gpus.driver_info()).await;
             if answer.as_ref().is_err_and(NvmlError::is_caused_by_this_process) {
-                wait_for_next_poll(&mut poll).await;
+                wait_for_next_poll(poll.changed()).await;
                 continue;
             }
             let count = answer.as_ref().map_or(0, |driver_info| driver_info.count);
@@ -101,19 +101,22 @@ pub(crate) async fn watch_hardware(
                 gpus.spawn(watch_gpu(watched, (worker, timeout), answers.clone(), triggers));
                 watched += 1;
             }
-            wait_for_next_poll(&mut poll).await;
+            wait_for_next_poll(poll.changed()).await;
+            // One poll follows all changes during the wait.
+            poll.mark_unchanged();
         }
     };
     tokio::try_join!(forward, driver, forward_in_batches(to_batch, &inputs)).map(drop)
 }
 
-/// Waits until the driver or a GPU must be polled again.
-async fn wait_for_next_poll(poll: &mut watch::Receiver<()>) {
-    tokio::time::sleep(MIN_GPU_POLL_INTERVAL).await;
-    tokio::select! {
-        // Cancel-safe: the next call returns a missed change.
-        _ = poll.changed() => {}
-        () = tokio::time::sleep(GPU_POLL_INTERVAL) => {}
+/// Waits until the driver or a GPU must be polled again: after `trigger`, and otherwise after
+/// [`GPU_POLL_INTERVAL`], but never earlier than after [`MIN_GPU_POLL_INTERVAL`]. `trigger` must be
+/// cancel-safe.
+async fn wait_for_next_poll<T>(trigger: impl Future<Output = T>) {
+    let earliest = tokio::time::Instant::now() + MIN_GPU_POLL_INTERVAL;
+    // An idle node wakes only once, so do not wait for `earliest` first.
+    if tokio::time::timeout_at(earliest + GPU_POLL_INTERVAL, trigger).await.is_ok() {
+        tokio::time::sleep_until(earliest).await;
     }
 }
 
@@ -171,7 +174,7 @@ async fn watch_gpu(
         if answer.as_ref().is_err_and(NvmlError::is_caused_by_this_process) {
             // NVML was not called, for example because another GPU is quiesced. The last answer
             // remains valid.
-            wait_for_next_poll(&mut poll).await;
+            wait_for_next_poll(poll.changed()).await;
             continue;
         }
         if answer.is_ok() != std::mem::replace(&mut answered, answer.is_ok()) {
@@ -195,13 +198,16 @@ async fn watch_gpu(
                 return;
             }
         }
-        tokio::time::sleep(MIN_GPU_POLL_INTERVAL).await;
-        tokio::select! {
-            // Cancel-safe: the next call returns a missed change.
-            _ = poll.changed() => {}
-            _ = driver_returned.changed() => {}
-            () = tokio::time::sleep(GPU_POLL_INTERVAL) => {}
-        }
+        wait_for_next_poll(async {
+            tokio::select! {
+                // Cancel-safe: the next call returns a missed change.
+                _ = poll.changed() => {}
+                _ = driver_returned.changed() => {}
+            }
+        })
+        .await;
+        poll.mark_unchanged();
+        driver_returned.mark_unchanged();
     }
 }
 
@@ -376,6 +382,20 @@ mod tests {
             _ => None,
         };
         batch.iter().filter_map(index).collect()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_idle_node_is_polled_at_long_intervals_and_a_trigger_polls_it_soon_but_not_at_once() {
+        let (trigger, mut poll) = watch::channel(());
+        let waited = async |poll: &mut watch::Receiver<()>| {
+            let begun = tokio::time::Instant::now();
+            wait_for_next_poll(poll.changed()).await;
+            begun.elapsed()
+        };
+        assert!(waited(&mut poll).await >= GPU_POLL_INTERVAL);
+        trigger.send_replace(());
+        let soon = waited(&mut poll).await;
+        assert!(soon >= MIN_GPU_POLL_INTERVAL && soon < 2 * MIN_GPU_POLL_INTERVAL, "{soon:?}");
     }
 
     #[tokio::test(start_paused = true)]
