@@ -314,16 +314,16 @@ mod tests {
         let (mut watch, mut received) = EventWatch::new(library);
         watch.watch(4).unwrap();
         // Three GPUs hang one after the other, so that more threads hang than usually run.
-        for hanging in 0..3 {
-            gpus[hanging].send(Answer::Hang).unwrap();
+        for hanging in &gpus[..3] {
+            hanging.send(Answer::Hang).unwrap();
             for xid in [31, 43] {
                 gpus[3].send(Answer::Xid(xid)).unwrap();
                 assert_eq!(next_event(&mut received).await, xid_event(3, xid));
             }
         }
-        for hanging in 0..3 {
-            gpus[hanging].send(Answer::Xid(79)).unwrap();
-            assert_eq!(next_event(&mut received).await, xid_event(hanging, 79), "the call returned");
+        for (index, hanging) in gpus[..3].iter().enumerate() {
+            hanging.send(Answer::Xid(79)).unwrap();
+            assert_eq!(next_event(&mut received).await, xid_event(index, 79), "the call returned");
         }
         let rounds = Arc::clone(&watch.0);
         let alternating = async {
