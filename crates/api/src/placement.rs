@@ -30,6 +30,31 @@ pub struct Placement {
     /// annotation `cleave.dev/borrow` do not change its importance.
     #[serde(default, rename = "neverBorrows", skip_serializing_if = "std::ops::Not::not")]
     pub never_borrows: bool,
+    /// The gangs that are evicted for the pod. Only the nomination of a waiting pod has any.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub evicts: Vec<EvictedGang>,
+}
+
+/// A gang that is evicted for a waiting pod. If the leader of the operator changes before all pods
+/// of the gang are evicted, the next leader evicts the others.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct EvictedGang {
+    /// Namespace of the pods.
+    pub namespace: String,
+    /// Name of the gang.
+    pub name: String,
+    /// When the gang was released, in seconds since the Unix epoch.
+    pub since: u64,
+    /// Number of pods of the gang that are evicted.
+    pub pods: usize,
+    /// Why the gang is evicted, as in metrics.
+    pub kind: String,
+    /// Quota of the gang. `None` if its namespace has no quota.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub from: Option<String>,
+    /// Quota of the waiting pod. `None` if its namespace has no quota.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub to: Option<String>,
 }
 
 /// The gang of a released pod.
@@ -99,6 +124,19 @@ mod tests {
         placement.never_borrows = true;
         let text = placement.to_text().unwrap();
         assert!(text.ends_with(r#","since":7},"neverBorrows":true}"#), "{text}");
+        assert_eq!(Placement::parse(&text).unwrap(), placement);
+        let evicted = EvictedGang {
+            namespace: "team".to_owned(),
+            name: "train".to_owned(),
+            since: 7,
+            pods: 4,
+            kind: "Reclaim".to_owned(),
+            from: Some("b".to_owned()),
+            to: None,
+        };
+        placement.evicts = vec![evicted];
+        let text = placement.to_text().unwrap();
+        assert!(text.contains(r#""evicts":[{"namespace":"team","name":"train","since":7,"pods":4,"#), "{text}");
         assert_eq!(Placement::parse(&text).unwrap(), placement);
         assert!(Placement::parse("{}").is_err() && Placement::parse("").is_err());
     }

@@ -276,8 +276,72 @@ pub const POD_CONDITIONS: &[Reason] = &[
     reason("Bound", "`cleave.dev/Placed` is True: the pod is bound to a node.", ""),
 ];
 
+/// Reasons of a `GpuQuota`'s conditions.
+pub const QUOTA_CONDITIONS: &[Reason] = &[
+    reason("Valid", "`Ready` is True: the quota's fields are valid.", ""),
+    reason(
+        "Invalid",
+        "`Ready` is False: a field of the quota is not valid. The message names the field.",
+        "Correct the field.",
+    ),
+    reason(
+        "Malformed",
+        "`Ready` is False: the operator cannot read the quota. The last version that the operator could read remains in effect.",
+        "Correct the quota, or upgrade the CRDs.",
+    ),
+    reason(
+        "NamespaceTaken",
+        "`Ready` is False: another quota of the same GPUs, which is older or names the namespace, counts it.",
+        "Name each namespace in one quota only.",
+    ),
+    reason(
+        "ModelTaken",
+        "`Ready` is False: GPUs of a model count for an older quota.",
+        "Change the models of one of the quotas.",
+    ),
+    reason(
+        "PoolOverlaps",
+        "`Ready` is False: the quota's models and those of an older quota overlap, but are not the same.",
+        "Use the same models, or models that no other quota names.",
+    ),
+    reason(
+        "UnitDiffers",
+        "`Ready` is False: an older quota of the same GPUs counts in another unit.",
+        "Use the same unit in all quotas of these GPUs.",
+    ),
+    reason("NotReady", "`Guaranteed` and `Enforced` are False: the quota is not valid.", "See the condition `Ready`."),
+    reason("Kept", "`Guaranteed` is True: no pod within the guarantee waits.", ""),
+    reason(
+        "Overcommitted",
+        "`Guaranteed` is False: the quotas of these GPUs guarantee more than the healthy GPUs.",
+        "Lower `min`, or add or repair GPUs.",
+    ),
+    reason(
+        "Reclaiming",
+        "`Guaranteed` is False: pods within the guarantee wait until evicted or terminating pods have ended.",
+        "Wait.",
+    ),
+    reason(
+        "Protected",
+        "`Guaranteed` is False: pods within the guarantee wait for borrowers that disruption budgets protect.",
+        "Wait for `quotas.budgetPatienceSeconds`, or change the budgets.",
+    ),
+    reason(
+        "Fragmented",
+        "`Guaranteed` is False: no single GPU can be freed for the waiting pods.",
+        "Set `guarantee: Cells` to prevent such waits.",
+    ),
+    reason("Enforced", "`Enforced` is True.", ""),
+    reason(
+        "AlsoKueue",
+        "`Enforced` is True, and Kueue admits pods of the quota too. Both limits apply.",
+        "Set `mode: Count` if only Kueue should limit these pods.",
+    ),
+    reason("Counting", "`Enforced` is False: with `mode: Count`, the quota neither delays nor evicts pods.", ""),
+];
+
 /// All tables of reasons in this module.
-pub const ALL_REASONS: [&[Reason]; 8] = [
+pub const ALL_REASONS: [&[Reason]; 9] = [
     POD_EVENTS_OF_OPERATOR,
     POD_EVENTS_OF_AGENT,
     NODE_EVENTS_OF_AGENT,
@@ -286,4 +350,5 @@ pub const ALL_REASONS: [&[Reason]; 8] = [
     POLICY_CONDITIONS,
     NODE_CONDITIONS,
     POD_CONDITIONS,
+    QUOTA_CONDITIONS,
 ];

@@ -100,7 +100,10 @@ impl QuotaFile {
         let quotas: BTreeMap<String, Quota> = quotas
             .into_iter()
             .map(|(name, limits)| {
-                ensure!(name != NO_QUOTA, "a quota cannot be named `{NO_QUOTA}`: this name stands for pods without a quota");
+                ensure!(
+                    name != NO_QUOTA,
+                    "a quota cannot be named `{NO_QUOTA}`: this name stands for pods without a quota"
+                );
                 let quota = limits.to_quota().with_context(|| format!("quota {name}"))?;
                 Ok((name, quota))
             })

@@ -14,8 +14,8 @@ pub struct PodGang {
     /// Minimum number of pods that are released together, at least 1. `None` if the pod states no
     /// valid size. For a released pod, the recorded number of pods of the gang.
     pub size: Option<usize>,
-    /// When the gang was released, in seconds since the Unix epoch. `None` for a pod that was not
-    /// released, or whose release recorded no time.
+    /// When the gang was released, in seconds since the Unix epoch. 0 for a pod whose release
+    /// recorded the size of the gang, but no time. `None` for a pod without such a record.
     pub released: Option<u64>,
     /// Whether the gang is a pod group of Kueue, which admits the pods only once all of them exist.
     pub is_of_kueue: bool,
@@ -23,7 +23,10 @@ pub struct PodGang {
 
 impl From<ReleasedGang> for PodGang {
     fn from(ReleasedGang { name, size, since }: ReleasedGang) -> Self {
-        Self { name, size, released: since, is_of_kueue: false }
+        // Early versions recorded no time. Without one, a pod that replaces a lost pod of the gang
+        // would not belong to the gang.
+        let released = since.or(size.map(|_| 0));
+        Self { name, size, released, is_of_kueue: false }
     }
 }
 

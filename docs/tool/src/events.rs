@@ -13,7 +13,7 @@ use crate::text_file::read_text_file;
 const EVENT_SOURCES: [&str; 2] = ["crates/agent/src", "crates/operator/src"];
 
 /// The tables of reasons, each with the name of its part of the page.
-const REASON_TABLES: [(&str, &[Reason]); 8] = [
+const REASON_TABLES: [(&str, &[Reason]); 9] = [
     ("pod events of the operator", reasons::POD_EVENTS_OF_OPERATOR),
     ("pod events of the agent", reasons::POD_EVENTS_OF_AGENT),
     ("node events of the agent", reasons::NODE_EVENTS_OF_AGENT),
@@ -22,6 +22,7 @@ const REASON_TABLES: [(&str, &[Reason]); 8] = [
     ("policy conditions", reasons::POLICY_CONDITIONS),
     ("node conditions", reasons::NODE_CONDITIONS),
     ("pod conditions", reasons::POD_CONDITIONS),
+    ("quota conditions", reasons::QUOTA_CONDITIONS),
 ];
 
 /// Returns the page with the generated tables.
@@ -56,11 +57,13 @@ pub(crate) fn find_problems(root: &Path) -> Result<Vec<String>> {
 }
 
 /// Returns the reasons that a source file writes: the string after `reason:`, after an Event's
-/// type, or after `warning(`.
+/// type, after `warning(`, or after the value of a condition.
 fn written_reasons(source: &str) -> BTreeSet<String> {
     let code = source.split("\n#[cfg(test)]\nmod ").next().unwrap_or(source);
     let mut names = BTreeSet::new();
-    for before in ["reason: \"", "EventType::Normal, \"", "EventType::Warning, \"", " warning(\""] {
+    for before in
+        ["reason: \"", "EventType::Normal, \"", "EventType::Warning, \"", " warning(\"", "(true, \"", "(false, \""]
+    {
         let found = code.split(before).skip(1).filter_map(|rest| rest.split_once('"')).map(|(name, _)| name);
         names.extend(found.filter(|name| name.starts_with(|c: char| c.is_ascii_uppercase())).map(str::to_owned));
     }
@@ -92,8 +95,8 @@ mod tests {
 
     #[test]
     fn reasons_in_code_are_found_and_reasons_in_tests_are_ignored() {
-        let code = "event(EventType::Warning, \"NoGpu\", x); E { reason: \"Split\", };\n#[cfg(test)]\nmod tests { reason: \"R\" }";
-        assert_eq!(written_reasons(code).iter().collect::<Vec<_>>(), ["NoGpu", "Split"]);
+        let code = "event(EventType::Warning, \"NoGpu\", x); E { reason: \"Split\", }; (false, \"Full\");\n#[cfg(test)]\nmod tests { reason: \"R\" }";
+        assert_eq!(written_reasons(code).iter().collect::<Vec<_>>(), ["Full", "NoGpu", "Split"]);
     }
 
     #[test]

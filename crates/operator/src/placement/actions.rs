@@ -70,6 +70,20 @@ pub struct Eviction {
     pub may_be_refused: bool,
     /// How quotas change the eviction. `None` if priority alone decides.
     pub quota: Option<QuotaEviction>,
+    /// The gang that is evicted with the pod. `None` if the pod has no gang.
+    pub gang: Option<GangId>,
+}
+
+/// A gang that was released.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct GangId {
+    /// Namespace of the gang's pods.
+    pub namespace: String,
+    /// Name of the gang.
+    pub name: String,
+    /// When the gang was released, in seconds since the Unix epoch. `None` if its pods record no
+    /// time.
+    pub since: Option<u64>,
 }
 
 /// The nomination of a waiting pod. The operator writes the nomination to the pod before it evicts

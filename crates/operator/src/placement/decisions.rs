@@ -83,7 +83,7 @@ impl NoRoom {
     /// Adds a turn in which the pod may not use free units: its quota would exceed its maximum, or
     /// other quotas do not lend enough. More GPUs help against the latter.
     fn add_held(&mut self, turn: QuotaTurn) {
-        self.is_held &= turn.rights.is_over_max;
+        self.is_held &= turn.needs_no_gpus();
         self.attempts.push((Some(turn), Verdict::Waits(String::new())));
     }
 

@@ -32,13 +32,16 @@ struct Rounds {
     of_quota: Option<QuotaRound>,
 }
 
+/// Name of a node, and a device of this node.
+pub(super) type DeviceOfNode = (String, String);
+
 /// A round of evictions by the rules of quotas.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct QuotaRound {
     /// Whether the waiting pod had precedence over borrowers.
     pub(super) has_precedence: bool,
-    /// The nodes whose units were freed for the pod.
-    pub(super) nodes: BTreeSet<String>,
+    /// The devices whose units were freed for the pod, or for the pods of its gang.
+    pub(super) devices: BTreeSet<DeviceOfNode>,
     /// When the evictions were decided, in seconds since the Unix epoch.
     pub(super) decided: u64,
 }

@@ -1,6 +1,6 @@
 //! Records the results of evictions for preemption, and decides which pods can be evicted now.
 //! Pure: callers pass in the time.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -39,6 +39,8 @@ pub(super) struct EvictionRecords {
     failures: BTreeMap<String, EvictionFailures>,
     /// The time until which no pods are evicted, because the API server limits requests.
     paused_until: Duration,
+    /// UIDs of pods that this reconcile evicts with their gangs.
+    requested: BTreeSet<String>,
 }
 
 /// Consecutive failures to evict a pod.
@@ -104,9 +106,21 @@ impl EvictionRecords {
     }
 
     /// Returns whether the API server recently accepted an eviction of the pod with this UID, or
-    /// did not find the pod.
+    /// did not find the pod. Also returns true if this reconcile evicts the pod with its gang.
     pub(super) fn is_accepted(&self, uid: &str) -> bool {
-        self.accepted.contains_key(uid)
+        self.accepted.contains_key(uid) || self.requested.contains(uid)
+    }
+
+    /// Sets the UIDs of the pods that this reconcile evicts with their gangs, part of which was
+    /// evicted before.
+    pub(super) fn set_requested(&mut self, uids: BTreeSet<String>) {
+        self.requested = uids;
+    }
+
+    /// Returns whether an eviction of the pod with this UID can be requested now.
+    pub(super) fn can_request(&self, uid: &str, up: Duration) -> bool {
+        let is_avoided = self.failures.get(uid).is_some_and(|failures| failures.avoided_until.is_some());
+        !self.is_paused(up) && !self.accepted.contains_key(uid) && !is_avoided
     }
 
     /// Returns whether evictions are paused, because the API server limits requests.
@@ -176,7 +190,7 @@ impl<'a> Evictability<'a> {
             priority: pod.spec.priority.unwrap_or(0),
             started: Moment(created),
             budget: None,
-            ending: is_terminating || self.records.accepted.contains_key(uid),
+            ending: is_terminating || self.records.is_accepted(uid),
             requests: Some(&pod.spec.requests),
         };
         if holder.ending {

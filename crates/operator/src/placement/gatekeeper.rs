@@ -14,6 +14,7 @@ use super::cluster::{Cluster, ReconcileInput, ReconcileTime, is_released_and_unb
 use super::decisions::{Decisions, MAX_RELEASES};
 use super::evictions::{Evictability, EvictionRecords};
 use super::fragments::FragmentationTaints;
+use super::gang_evictions::GangEvictions;
 use super::gang_releases::GangReleases;
 use super::growth::{AllowedUnits, AutoscalerReports};
 use super::handover;
@@ -27,7 +28,7 @@ use super::quota_objects::QuotaObjects;
 use super::quota_pass::QuotaPass;
 use super::quota_reports::{self, QuotaReports};
 use super::quota_turns::TurnOrder;
-use super::quotas::{QuotaSettings, QuotaWorlds};
+use super::quotas::{Decided, QuotaSettings, QuotaWorlds};
 use super::returning::Returning;
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::{self, PlacedReport, StrandedActions, StrandedPods};
@@ -54,6 +55,8 @@ pub struct Gatekeeper {
     settle_time: Duration,
     /// Earliest time at which pods get reservations.
     next_reservation: Duration,
+    /// When the ledger was built, in seconds since the Unix epoch.
+    leads_since: u64,
     /// The ledger. `None` until the first reconcile after a start or a change of the leader.
     ledger: Option<Ledger>,
     /// Ranks nodes and GPUs for the ledger.
@@ -67,6 +70,8 @@ pub struct Gatekeeper {
     queue: Queue,
     /// Results of evictions for waiting pods.
     evictions: EvictionRecords,
+    /// Gangs of which some pods are not evicted yet.
+    gang_evictions: GangEvictions,
     /// Waiting pods for which the operator has searched for preemption victims.
     preemptors: Preemptors,
     /// Units of pods that nodes have just stopped listing.
@@ -79,6 +84,8 @@ pub struct Gatekeeper {
     quota_objects: QuotaObjects,
     /// Whether the next reconcile restores the nominations of an earlier leader.
     restores_nominations: bool,
+    /// Whether the next reconcile continues the evictions of gangs that an earlier leader began.
+    restores_evictions: bool,
     /// State of the replacement of MPS hosts.
     pub(crate) rollout: Rollout,
     /// Earliest time at which the next reconcile examines MPS hosts.
@@ -100,6 +107,7 @@ impl Gatekeeper {
             agent_labels: AgentLabels::new(),
             settle_time: Duration::ZERO,
             next_reservation: Duration::ZERO,
+            leads_since: 0,
             ledger: None,
             chooser: Chooser::default(),
             nodes: Nodes::default(),
@@ -109,6 +117,7 @@ impl Gatekeeper {
             gang_releases: GangReleases::default(),
             queue: Queue::default(),
             evictions: EvictionRecords::default(),
+            gang_evictions: GangEvictions::default(),
             preemptors: Preemptors::default(),
             unlisted: UnlistedUnits::default(),
             stranded: StrandedPods::default(),
@@ -118,6 +127,7 @@ impl Gatekeeper {
             quotas: QuotaSettings::default(),
             quota_objects: QuotaObjects::default(),
             restores_nominations: false,
+            restores_evictions: false,
             rollout: Rollout::default(),
             next_rollout: Duration::ZERO,
         }
@@ -216,6 +226,7 @@ impl Gatekeeper {
     /// Records the result of an eviction for a waiting pod.
     pub fn record_eviction(&mut self, eviction: &Eviction, result: &EvictionResult, up: Duration) {
         self.evictions.record(&eviction.uid, result, up);
+        self.gang_evictions.record(eviction, result, up);
         // A pod that is not found has ended, so its eviction is not needed.
         if *result != EvictionResult::NotFound {
             self.preemptors.record_eviction(&eviction.preemptor, *result == EvictionResult::Done, up);
@@ -276,14 +287,12 @@ impl Gatekeeper {
             .filter(|(name, _)| ledger.claim(name).is_none())
             .collect();
         let waiting = waiting.iter().map(|(name, pod)| (name.as_str(), *pod));
-        let is_evicted = |uid: &str| self.evictions.is_accepted(uid);
-        let is_in_flight = |name: &str, pod: &PodObject| self.claims.is_of(name, pod);
         let state = (&self.tracker, ledger);
         quota_reports::build_reports(
             (cluster, &self.nodes),
             state,
             waiting,
-            (is_evicted, is_in_flight),
+            Decided { evictions: &self.evictions, claims: &self.claims },
             (&self.quotas, now.epoch),
             (waits, &self.quota_objects),
         )
@@ -353,7 +362,8 @@ impl Gatekeeper {
             None => {
                 let nodes = changed.into_iter().filter_map(|(name, facts)| Some((name, facts?))).collect();
                 self.next_reservation = now.up.saturating_add(self.settle_time);
-                self.restores_nominations = true;
+                self.leads_since = now.epoch;
+                (self.restores_nominations, self.restores_evictions) = (true, true);
                 let mut ledger = self.claims.rebuild(nodes, tracker, now);
                 self.chooser = Chooser::default();
                 ledger.synchronize(&mut self.chooser);
@@ -391,6 +401,7 @@ impl Gatekeeper {
             } else {
                 self.reserve_or_explain(&mut ledger, waiting, &input, &mut actions);
             }
+            self.gang_evictions.remember(&actions.evictions, tracker);
             let room = MAX_RELEASES.saturating_sub(actions.releases.len());
             let queue = &self.queue;
             let retried = self.unanswered.releases_to_retry(&ledger, now);
@@ -565,7 +576,14 @@ impl Gatekeeper {
         if self.evictions.update(up) {
             self.preemptors.record_cluster_change();
         }
-        if !waiting.is_empty() {
+        if std::mem::take(&mut self.restores_evictions) && !input.cluster.quotas.is_empty() {
+            let grace_cap = Duration::from_secs(self.quotas.rules.grace_cap);
+            self.gang_evictions.restore(input.tracker, input.now.epoch, grace_cap);
+        }
+        let evictions = &self.evictions;
+        actions.evictions = self.gang_evictions.evict_rest(input.tracker, |uid| evictions.can_request(uid, up), up);
+        self.evictions.set_requested(actions.evictions.iter().map(|eviction| eviction.uid.clone()).collect());
+        if !waiting.is_empty() || !self.gang_evictions.is_empty() {
             self.preemptors.update_budgets(&input.cluster.budgets);
             self.evictions.deadlines(up).for_each(|deadline| actions.requeue_in(deadline));
             self.unlisted.next_expiry(up).into_iter().for_each(|expiry| actions.requeue_in(expiry));
@@ -603,7 +621,7 @@ impl Gatekeeper {
             (input.cluster, nodes),
             (tracker, ledger),
             candidates.iter().map(|candidate| (candidate.name.as_str(), candidate.pod)),
-            (|uid: &str| evictions.is_accepted(uid), |name: &str, pod: &PodObject| claims.is_of(name, pod)),
+            Decided { evictions, claims },
             (&self.quotas, input.now.epoch),
         )
         .filter(QuotaWorlds::are_enforced);
@@ -620,7 +638,7 @@ impl Gatekeeper {
         if let Some(pass) = &mut quotas {
             long_waits::reserve(pass, (ledger, &mut search), &candidates, (input, queue));
         }
-        let order = TurnOrder::new(quotas.as_ref(), candidates.iter().map(|candidate| candidate.name.as_str()));
+        let order = TurnOrder::new(quotas.as_ref(), candidates.iter().map(|one| one.name.as_str()), self.leads_since);
         let offers = AllowedUnits::of_policies(input.cluster.policies.iter().map(AsRef::as_ref));
         let mut decisions = Decisions {
             search: search.with_quotas(worlds.as_ref()),

@@ -5,20 +5,22 @@
 //! the next leader could evict more pods for the same pod while the first victims terminate.
 use std::collections::{BTreeMap, BTreeSet};
 
-use cleave_api::placement::{Placement, ReservedUnits};
+use cleave_api::placement::{EvictedGang, Placement, ReservedUnits};
 use cleave_plan::ledger::{DeviceRequest, Holders, Ledger, Nomination, PendingPod, Preemption};
 
 use crate::pods::PodObject;
 
-/// Returns the nomination for the annotation of the waiting pod. `until` is the time at which the
-/// nomination expires, in seconds since the Unix epoch.
-pub(super) fn annotated_nomination(found: &Preemption, until: u64) -> Placement {
+/// Returns the nomination for the annotation of the waiting pod. `evicts` are the gangs that are
+/// evicted for the pod. `until` is the time at which the nomination expires, in seconds since the
+/// Unix epoch.
+pub(super) fn annotated_nomination(found: &Preemption, evicts: Vec<EvictedGang>, until: u64) -> Placement {
     let units = found.takes.iter().map(|take| ReservedUnits {
         resource: take.resource.clone(),
         units: take.units.get(),
         device: take.device.clone(),
     });
-    Placement { until, nodes: BTreeMap::from([(found.node.clone(), units.collect())]), ..Placement::default() }
+    let nodes = BTreeMap::from([(found.node.clone(), units.collect())]);
+    Placement { until, nodes, evicts, ..Placement::default() }
 }
 
 /// A waiting pod.

@@ -15,7 +15,7 @@
 //! | | `quota_objects`, `quotas`, `quota_costs`, `quota_times`, `quota_pass`, `quota_turns`, `quota_waits` | quotas: the order of the pods, the units that each pod may use, and the pods that may be evicted for it |
 //! | | `quota_gangs`, `gangs` | pods that are released together |
 //! | | `handover`, `long_waits` | nominations that remain when the leader changes, and nominations of pods that have waited long |
-//! | | `preemption`, `preemptors`, `exchange_turns`, `eviction_rounds`, `evictions`, `budgets`, `unlisted`, `unbound` | pods to evict for waiting pods |
+//! | | `preemption`, `preemptors`, `exchange_turns`, `eviction_rounds`, `evictions`, `gang_evictions`, `budgets`, `unlisted`, `unbound` | pods to evict for waiting pods |
 //! | | `stranded` | released pods to evict |
 //! | | `other_nodes` | nodes of other device plugins |
 //! | | `growth`, `returning`, `fragments` | pods to report to cluster autoscalers, nodes that only look free to them |
@@ -50,6 +50,7 @@ mod exchange_turns;
 mod facts;
 mod fragments;
 mod free_resources;
+mod gang_evictions;
 mod gang_releases;
 mod gangs;
 mod gatekeeper;
@@ -86,7 +87,7 @@ mod unlisted;
 mod verdict;
 
 pub use actions::{
-    Actions, AutoscalerReport, Eviction, NominationRecord, ProtectedPod, QuotaEviction, Release, ReleaseReason,
+    Actions, AutoscalerReport, Eviction, GangId, NominationRecord, ProtectedPod, QuotaEviction, Release, ReleaseReason,
 };
 pub use cluster::{Cluster, ReconcileTime};
 pub use gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};

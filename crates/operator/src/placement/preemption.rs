@@ -10,9 +10,10 @@ use super::actions::{Actions, Eviction, NominationRecord, ProtectedPod, QuotaEvi
 use super::claims::PodClaims;
 use super::cluster::ReconcileTime;
 use super::constraints;
-use super::eviction_rounds::QuotaRound;
+use super::eviction_rounds::{DeviceOfNode, QuotaRound};
 use super::evictions::{Evictability, TERMINATION_TIME};
 use super::exchange_turns::{SearchTurn, Seeker};
+use super::gang_evictions::{evicted_gangs, gang_id};
 use super::handover;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
@@ -54,8 +55,8 @@ pub(super) struct PreemptionSearch<'a> {
     /// Properties of pods for which no preemption helps. Replicas of a workload have the same
     /// result.
     futile: BTreeSet<SearchKey<'a>>,
-    /// When the operator last released a pod to each node. Computed only if evictions are delayed.
-    latest_releases: OnceCell<BTreeMap<&'a str, u64>>,
+    /// When the operator last released a pod to each device. Computed only if evictions are delayed.
+    latest_releases: OnceCell<BTreeMap<DeviceOfNode, u64>>,
     /// Whether no pods are evicted now, because the API server limits requests.
     is_paused: bool,
     /// Whether no pods are evicted by priority alone, because it is not known whether a quota
@@ -347,30 +348,38 @@ impl<'a> PreemptionSearch<'a> {
             found.iter().map(|(candidate, found)| (candidate.name.as_str(), found)).collect();
         pass.nominate(turn.member, &named, &victims);
         let to = pass.quota_of(turn.member, &preemptor);
-        let graces = self.requested_graces(&victims, |pod| requested_grace(pod, cap, force));
+        let objects = self.pods_with_names(&victims);
         let mut evictions = Vec::new();
         for pod in victims {
             let uid = self.claims.uid(&pod).unwrap_or_default().to_owned();
-            let grace = graces.get(&pod).copied().flatten();
+            let object = objects.get(&pod);
+            let grace = object.and_then(|object| requested_grace(object, cap, force));
+            let gang = object.and_then(|object| gang_id(object));
             let (from, to) = (pass.quota_of(turn.member, &pod), to.clone());
             let quota = Some(QuotaEviction { kind, from, to, grace, force, message: message.clone() });
             let may_be_refused = with_budget.contains(&pod);
-            evictions.push(Eviction { pod, uid, preemptor: preemptor.clone(), may_be_refused, quota });
+            evictions.push(Eviction { pod, uid, preemptor: preemptor.clone(), may_be_refused, quota, gang });
         }
         self.mark_evicted(&evictions);
         if !evictions.is_empty() {
-            let nodes = found.iter().map(|(_, found)| found.node.clone()).collect();
+            let devices = |found: &Preemption| {
+                found.takes.iter().map(|take| (found.node.clone(), take.device.clone())).collect::<Vec<_>>()
+            };
+            let devices = found.iter().flat_map(|(_, found)| devices(found)).collect();
             let (has_precedence, decided) = (turn.has_precedence(), self.evictability.now());
-            self.preemptors.start_round(&preemptor, QuotaRound { has_precedence, nodes, decided });
+            self.preemptors.start_round(&preemptor, QuotaRound { has_precedence, devices, decided });
         }
         let until = self.evictability.now().saturating_add(cap.as_secs()).saturating_add(TERMINATION_TIME.as_secs());
+        let mut evicts = evicted_gangs(&evictions);
         for (candidate, found) in found {
             if !evictions.is_empty() {
+                // One of the pods records the evicted gangs.
+                let evicts = std::mem::take(&mut evicts);
                 actions.kept.push(NominationRecord {
                     pod: candidate.name.clone(),
                     uid: candidate.pod.uid().unwrap_or_default(),
                     preemptor: preemptor.clone(),
-                    room: handover::annotated_nomination(&found, until),
+                    room: handover::annotated_nomination(&found, evicts, until),
                 });
             }
             self.preemptors.record_success(&candidate.name);
@@ -418,7 +427,7 @@ impl<'a> PreemptionSearch<'a> {
         if is_paused {
             return Err(NoEvictions::Later);
         }
-        if self.is_exchange_delayed(name, &turn) {
+        if self.is_exchange_delayed(ledger, name, &turn) {
             return Err(NoEvictions::Delayed);
         }
         let seeker = Seeker { name, pod, turn, pods: 1, has_rules: key.has_rules() };
@@ -433,12 +442,12 @@ impl<'a> PreemptionSearch<'a> {
 
     /// Returns whether no pods are evicted for a waiting pod or gang now, because earlier evictions
     /// had no effect. Evictions had an effect if the operator has since released another pod to the
-    /// freed units.
-    fn is_exchange_delayed(&mut self, name: &str, turn: &QuotaTurn) -> bool {
+    /// freed devices. A release to other devices of the node does not count.
+    fn is_exchange_delayed(&mut self, ledger: &Ledger, name: &str, turn: &QuotaTurn) -> bool {
         let (tracker, releases) = (self.tracker, &self.latest_releases);
         let is_taken = |round: &QuotaRound| {
-            let releases = releases.get_or_init(|| latest_releases(tracker));
-            round.nodes.iter().any(|node| releases.get(node.as_str()).is_some_and(|time| *time >= round.decided))
+            let releases = releases.get_or_init(|| latest_releases(tracker, ledger));
+            round.devices.iter().any(|device| releases.get(device).is_some_and(|time| *time >= round.decided))
         };
         self.preemptors.is_exchange_delayed((name, turn), is_taken, self.up)
     }
@@ -490,23 +499,24 @@ impl<'a> PreemptionSearch<'a> {
         let (name, member, key) = (&candidate.name, turn.member, search.key(candidate));
         // The order of evictions is in the priorities of the holders.
         let pending = PendingPod { priority: i32::MAX, ..candidate.pending_pod() };
-        if turn.rights.is_over_max
-            && let Ok(fits) = search.find(ledger, candidate)
-        {
-            let place = fits.iter().next().map(|fit| (fit.node().to_owned(), fit.reservations().to_vec()));
-            let free = place.map(|(node, takes)| Preemption { node, takes, victims: Vec::new() });
-            let found = free.and_then(|free| pass.victims_for_max(member, self.holders(), free));
-            let found = found.ok_or(NoEvictions::Impossible)?;
-            return Ok(Exchange { kind: Kind::Priority, found: vec![(candidate, found)], force: false });
-        }
         for kind in pass.kinds(&turn) {
-            let holders = pass.holders(kind, member, self.holders());
-            let targets = search.preemption_nodes(ledger, candidate, |_| true);
-            let is_legal = |found: &Preemption| {
-                pass.is_legal(kind, member, &[(name.as_str(), found)])
-                    && self.is_within_budgets(pass, &[(name.as_str(), found)])
+            let found = if kind == Kind::Priority
+                && turn.rights.is_over_max
+                && let Ok(fits) = search.find(ledger, candidate)
+            {
+                // Units are free, so only the use of the pod's own quota must fall.
+                let place = fits.iter().next().map(|fit| (fit.node().to_owned(), fit.reservations().to_vec()));
+                let free = place.map(|(node, takes)| Preemption { node, takes, victims: Vec::new() });
+                free.and_then(|free| pass.victims_for_max(member, self.holders(), free))
+            } else {
+                let holders = pass.holders(kind, member, self.holders());
+                let targets = search.preemption_nodes(ledger, candidate, |_| true);
+                let is_legal = |found: &Preemption| {
+                    pass.is_legal(kind, member, &[(name.as_str(), found)])
+                        && self.is_within_budgets(pass, &[(name.as_str(), found)])
+                };
+                ledger.preempt_legally(pending, targets, (&holders, kept), Some(&is_legal))
             };
-            let found = ledger.preempt_legally(pending, targets, (&holders, kept), Some(&is_legal));
             if let Some(found) = found {
                 return Ok(Exchange { kind, found: vec![(candidate, found)], force: false });
             }
@@ -660,19 +670,14 @@ impl<'a> PreemptionSearch<'a> {
         limited.map(|(_, pod, _)| pod.to_owned()).collect()
     }
 
-    /// Returns the grace period to request for each pod, by name.
-    fn requested_graces(
-        &self,
-        pods: &[String],
-        requested: impl Fn(&PodObject) -> Option<u32>,
-    ) -> BTreeMap<String, Option<u32>> {
-        if pods.is_empty() {
+    /// Returns the pods with these names.
+    fn pods_with_names(&self, names: &[String]) -> BTreeMap<String, &'a PodObject> {
+        if names.is_empty() {
             return BTreeMap::new();
         }
-        let pods: BTreeSet<&str> = pods.iter().map(String::as_str).collect();
+        let names: BTreeSet<&str> = names.iter().map(String::as_str).collect();
         let living = self.tracker.living_pods().filter(|pod| pod.requests_gpus());
-        let named = living.map(|pod| (full_name(&pod.metadata), pod)).filter(|(name, _)| pods.contains(name.as_str()));
-        named.map(|(name, pod)| (name, requested(pod))).collect()
+        living.map(|pod| (full_name(&pod.metadata), pod)).filter(|(name, _)| names.contains(name.as_str())).collect()
     }
 
     /// Adds the evictions of these victims on a node for the pod `preemptor`. Victims with a
@@ -687,7 +692,7 @@ impl<'a> PreemptionSearch<'a> {
         actions.evictions.extend(victims.into_iter().map(|pod| {
             let uid = self.claims.uid(&pod).unwrap_or_default().to_owned();
             let may_be_refused = with_budget.contains(&pod);
-            Eviction { pod, uid, preemptor: preemptor.to_owned(), may_be_refused, quota: None }
+            Eviction { pod, uid, preemptor: preemptor.to_owned(), may_be_refused, quota: None, gang: None }
         }));
     }
 }
@@ -700,14 +705,16 @@ fn pods_to_keep(tracker: &PodTracker, search: &PlacementSearch<'_>, pod: &PodObj
     kept
 }
 
-/// Returns when the operator last released a pod with GPUs to each node, in seconds since the Unix
-/// epoch. Pods without a reservation, such as static pods, were not released.
-fn latest_releases(tracker: &PodTracker) -> BTreeMap<&str, u64> {
-    let mut latest: BTreeMap<&str, u64> = BTreeMap::new();
+/// Returns when the operator last released a pod to each device, in seconds since the Unix epoch.
+/// Pods without a reservation, such as static pods, were not released.
+fn latest_releases(tracker: &PodTracker, ledger: &Ledger) -> BTreeMap<DeviceOfNode, u64> {
+    let mut latest: BTreeMap<DeviceOfNode, u64> = BTreeMap::new();
     for pod in tracker.living_pods().filter(|pod| pod.requests_gpus() && pod.reserved_until.is_some()) {
-        if let Some(node) = pod.node() {
-            let time = latest.entry(node).or_default();
-            *time = released(pod).0.max(*time);
+        for (node, units) in ledger.units_of(&full_name(&pod.metadata)) {
+            for (_, device, _) in units {
+                let time = latest.entry((node.to_owned(), device.to_owned())).or_default();
+                *time = released(pod).0.max(*time);
+            }
         }
     }
     latest

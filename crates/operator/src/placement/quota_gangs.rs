@@ -20,6 +20,7 @@ use cleave_api::placement::ReleasedGang;
 use cleave_plan::ledger::Moment;
 use cleave_plan::quota::{Gang, MAX_GANG_PODS, NEVER_EVICTED, Wait};
 
+use super::claims::RESERVATION_TIME;
 use super::nodes::{Nodes, ResourceProvider};
 use super::pod_tracker::PodTracker;
 use super::quota_times::{created, released};
@@ -69,6 +70,9 @@ pub(super) struct GangUnit {
     needed: usize,
     /// The released gang whose missing pods these pods replace.
     replaces: Option<usize>,
+    /// When the gang in `replaces` was released, in seconds since the Unix epoch, if all of these
+    /// pods existed then: they were to be released together with the others.
+    unfinished_since: Option<u64>,
     /// Enforced pools in which all of these pods can be placed.
     pools: BTreeSet<usize>,
     /// Whether the pods may use GPUs that no enforced quota counts.
@@ -228,6 +232,7 @@ impl Gangs {
             gang.since.is_some() && gang.living > 0 && gang.size.saturating_sub(gang.living) >= count
         };
         let replaces = (first..self.released.len()).find(|&at| has_space(&self.released[at]));
+        let unfinished_since = replaces.and_then(|at| self.released[at].since).filter(|since| pods.newest <= *since);
         let world_name = match replaces {
             Some(at) => self.released[at].world_name.clone(),
             None => format!("{namespace}/{name}"),
@@ -242,6 +247,7 @@ impl Gangs {
             stated: pods.stated,
             needed,
             replaces,
+            unfinished_since,
             pools: BTreeSet::new(),
             may_use_others: true,
             head: None,
@@ -325,6 +331,15 @@ impl GangUnit {
     /// Returns whether all of these pods can be placed in a pool, and may use it.
     pub(super) fn may_use(&self, pool: usize) -> bool {
         self.pools.contains(&pool)
+    }
+
+    /// Returns whether an earlier leader of the operator was about to release these pods when it
+    /// released the others of their gang. `leads_since` is when this process became the leader, in
+    /// seconds since the Unix epoch. After the time of a reservation, the pods wait like
+    /// replacements.
+    pub(super) fn is_unfinished_release(&self, leads_since: u64, now: Moment) -> bool {
+        let is_recent = |since: u64| now.0 < since.saturating_add(RESERVATION_TIME.as_secs());
+        self.unfinished_since.is_some_and(|since| since < leads_since && is_recent(since))
     }
 
     /// Returns why none of these pods can be released in any pool.

@@ -53,6 +53,23 @@ impl QuotaTurn {
     pub(super) const fn has_precedence(&self) -> bool {
         self.rights.is_within || self.cheap.reclaims || self.rank.overriding.is_some()
     }
+
+    /// Returns whether the pod's quota would exceed its maximum with the pod on a new GPU.
+    pub(super) const fn needs_no_gpus(&self) -> bool {
+        self.rights.is_over_max && !matches!(self.cheap.within_max, WithinMax::OnNewGpus)
+    }
+}
+
+/// Where a waiting pod's quota stays within its maximum, although it exceeds the maximum elsewhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum WithinMax {
+    /// Nowhere, or the quota exceeds the maximum on no device.
+    #[default]
+    Nowhere,
+    /// Only on GPUs that the quota already uses.
+    OnUsedGpus,
+    /// Also on GPUs that the quota does not use yet.
+    OnNewGpus,
 }
 
 /// What a waiting pod may do only on devices where it costs less than elsewhere.
@@ -64,6 +81,7 @@ struct OnlyWhereCheap {
     reclaims: bool,
     /// It may run. Elsewhere, it must wait.
     runs: bool,
+    within_max: WithinMax,
 }
 
 /// Where a waiting pod, or all waiting pods of its gang, may get units now.
@@ -240,7 +258,7 @@ impl<'w> QuotaPass<'w> {
         for member in self.members(name) {
             match self.start_turn(member) {
                 Ok(turn) => {
-                    needs_no_gpus &= turn.rights.is_over_max;
+                    needs_no_gpus &= turn.needs_no_gpus();
                     attempts.push(Some(turn));
                 }
                 Err(wait) => {
@@ -276,11 +294,16 @@ impl<'w> QuotaPass<'w> {
         if !self.has_whole_gang(member) {
             return Err(Wait::GangIncomplete);
         }
-        let turn = self.turn_now(member, was_nominated);
         if self.book(member).unit(member.id).len() > 1 {
-            return turn;
+            return self.turn_now(member, was_nominated);
         }
-        self.consider_cheaper_devices(member, was_nominated, turn)
+        if let Some(dearest) = self.worlds.pools[member.pool].dearest.get(&member.id) {
+            // The search may find other devices than the nominated ones.
+            self.books[member.pool].set_charge(member.id, *dearest);
+        }
+        let turn = self.turn_now(member, was_nominated);
+        let turn = self.consider_cheaper_devices(member, was_nominated, turn)?;
+        Ok(self.consider_nomination(turn))
     }
 
     /// Returns the turn of a waiting pod at the pod's current charge.
@@ -290,9 +313,12 @@ impl<'w> QuotaPass<'w> {
     fn turn_now(&self, member: Member, was_nominated: bool) -> Result<QuotaTurn, Wait> {
         let book = self.book(member);
         let rights = book.rights(member.id)?;
+        let nominated: Amount =
+            book.unit(member.id).iter().map(|id| self.pod(Member { id: *id, ..member }).charge).sum();
+        let is_nominated = was_nominated && book.charge(member.id) <= nominated;
         let mut long_waits = self.long_waits.values().map(|(turn, _)| turn.member);
         let is_overtaking = |other: Member| other.pool == member.pool && book.overtakes(member.id, other.id);
-        if !was_nominated && long_waits.any(is_overtaking) {
+        if !is_nominated && long_waits.any(is_overtaking) {
             return Err(Wait::Later);
         }
         let parts: Vec<(PodId, usize)> = book.unit(member.id).iter().map(|id| (*id, 0)).collect();
@@ -304,7 +330,7 @@ impl<'w> QuotaPass<'w> {
         let rank = self.rank_of(member, is_within);
         // A nominated pod whose quota's pods still terminate waits for their units, or leaves
         // enough for other quotas.
-        let has_room = was_nominated && !book.awaits_own_leaving(member.id);
+        let has_room = is_nominated && !book.awaits_own_leaving(member.id);
         let may_use_free_room = !rights.is_over_max && (has_room || book.leaves_kept_room(member.id));
         Ok(QuotaTurn { member, rights, was_nominated, may_use_free_room, cheap: OnlyWhereCheap::default(), rank })
     }
@@ -355,7 +381,9 @@ impl<'w> QuotaPass<'w> {
         let mut parts = Vec::new();
         for (name, fits) in released {
             let takes = fits.iter().next().map_or(("", &[][..]), |fit| (fit.node(), fit.reservations()));
-            self.set_charge(member, name, takes);
+            if let Some(charge) = self.set_charge(member, name, takes) {
+                self.count_own_use(member, takes, charge);
+            }
             parts.extend(self.parts_of(member, name, takes));
         }
         self.books[member.pool].release(&parts);
@@ -377,6 +405,9 @@ impl<'w> QuotaPass<'w> {
 
     /// Records that the pods of a turn are nominated, and that these victims are evicted.
     pub(super) fn nominate(&mut self, member: Member, found: &[PodAndPreemption<'_>], victims: &[String]) {
+        for (name, found) in found {
+            self.set_charge(member, name, (&found.node, &found.takes));
+        }
         let parts = self.gpus_of_found(member, found);
         // A gang may use GPUs of several pools, if a quota has changed since its release.
         for (book, pool) in self.books.iter_mut().zip(&self.worlds.pools) {
@@ -397,7 +428,11 @@ impl<'w> QuotaPass<'w> {
             let nomination = ledger.nominations().get(name);
             nomination.map_or(("", &[][..]), |of| (of.node.as_str(), of.takes.as_slice()))
         };
-        let parts: Vec<(PodId, usize)> = names.flat_map(|name| self.parts_of(member, name, takes(name))).collect();
+        let mut parts = Vec::new();
+        for name in names {
+            self.set_charge(member, name, takes(name));
+            parts.extend(self.parts_of(member, name, takes(name)));
+        }
         self.books[member.pool].nominate(&parts);
     }
 
@@ -418,9 +453,9 @@ impl<'w> QuotaPass<'w> {
         let QuotaTurn { rights, cheap, .. } = *turn;
         let is_enforced = self.book(turn.member).quota(turn.member.id).is_enforced();
         let is_known = !self.worlds.are_incomplete;
-        let may_exchange = is_enforced && !rights.is_over_max && is_known;
+        let may_exchange = is_enforced && is_known && (!rights.is_over_max || cheap.within_max != WithinMax::Nowhere);
         let reclaims = may_exchange && (rights.is_within || cheap.reclaims);
-        let shares = may_exchange && !rights.is_within && !cheap.runs;
+        let shares = may_exchange && !rights.is_over_max && !rights.is_within && !cheap.runs;
         let stays_in_quota = matches!(self.pod(turn.member).owner, Owner::Quota(_)) && turn.rank.overriding.is_none();
         let priority = !cheap.runs && (is_known || is_enforced && stays_in_quota);
         [(reclaims, Kind::Reclaim), (shares, Kind::FairShare), (priority, Kind::Priority)]

@@ -11,7 +11,7 @@ use super::cluster::Cluster;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use super::quota_objects::{MalformedQuota, QuotaObjects};
-use super::quotas::{PoolWorld, QuotaSettings, QuotaWorlds, quotas_of};
+use super::quotas::{Decided, PoolWorld, QuotaSettings, QuotaWorlds, quotas_of};
 use crate::pods::{PodObject, full_name};
 use crate::policies::demand::WaitingPod;
 use crate::quotas::status::{self, KueuePods, PoolView};
@@ -25,8 +25,8 @@ pub(crate) struct QuotaReports {
     pub(crate) statuses: Vec<(String, GpuQuotaStatus)>,
     /// The use of each valid quota, by name.
     pub(crate) usages: BTreeMap<String, QuotaUsage>,
-    /// Number of quotas that cannot be read.
-    pub(crate) malformed: usize,
+    /// Names of the quotas that cannot be read.
+    pub(crate) malformed: BTreeSet<String>,
     /// Pods whose label differs from their class.
     pub(crate) labels: Vec<CapacityLabel>,
 }
@@ -55,7 +55,7 @@ pub(super) fn build_reports<'a>(
     (cluster, nodes): (&Cluster, &Nodes),
     (tracker, ledger): (&PodTracker, &Ledger),
     waiting: impl Iterator<Item = (&'a str, &'a PodObject)>,
-    known: (impl Fn(&str) -> bool, impl Fn(&str, &PodObject) -> bool),
+    decided: Decided<'_>,
     (settings, now): (&QuotaSettings, u64),
     (waits, objects): (&BTreeMap<String, WaitingPod>, &QuotaObjects),
 ) -> QuotaReports {
@@ -63,7 +63,7 @@ pub(super) fn build_reports<'a>(
         return QuotaReports { labels: wrong_labels(tracker, &BTreeMap::new()), ..QuotaReports::default() };
     }
     let quotas = quotas_of(cluster, nodes, settings.unnamed);
-    let worlds = QuotaWorlds::new((cluster, nodes), (tracker, ledger), waiting, known, (settings, now));
+    let worlds = QuotaWorlds::new((cluster, nodes), (tracker, ledger), waiting, decided, (settings, now));
     let pools: Vec<&PoolWorld> = worlds.iter().flat_map(|worlds| &worlds.pools).collect();
     let views: Vec<PoolView<'_>> = pools
         .iter()
@@ -78,7 +78,8 @@ pub(super) fn build_reports<'a>(
         objects.malformed().filter_map(|quota| Some((quota.metadata.name.as_deref()?, quota))).collect();
     let unknown: Vec<GpuQuota> =
         malformed.values().filter(|quota| !quota.is_known).map(|quota| placeholder(quota)).collect();
-    let mut reports = QuotaReports { malformed: malformed.len(), ..QuotaReports::default() };
+    let names = malformed.keys().map(|name| (*name).to_owned()).collect();
+    let mut reports = QuotaReports { malformed: names, ..QuotaReports::default() };
     for quota in cluster.quotas.iter().filter_map(|object| object.0.as_ref().ok()).chain(&unknown) {
         let Some(name) = quota.metadata.name.as_deref() else { continue };
         let problem = malformed.get(name).map(|quota| {

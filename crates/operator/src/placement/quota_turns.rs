@@ -20,11 +20,16 @@ pub(super) enum TurnOrder {
 
 impl TurnOrder {
     /// Returns the order of turns for the waiting pods with these names. `names` must be sorted by
-    /// priority and age.
-    pub(super) fn new<'n>(quotas: Option<&QuotaPass<'_>>, names: impl ExactSizeIterator<Item = &'n str>) -> Self {
+    /// priority and age. `leads_since` is when this process became the leader, in seconds since the
+    /// Unix epoch.
+    pub(super) fn new<'n>(
+        quotas: Option<&QuotaPass<'_>>,
+        names: impl ExactSizeIterator<Item = &'n str>,
+        leads_since: u64,
+    ) -> Self {
         match quotas {
             None => Self::Sorted(0..names.len()),
-            Some(pass) => Self::ByQuota(TurnQueues::new(pass, names)),
+            Some(pass) => Self::ByQuota(TurnQueues::new(pass, names, leads_since)),
         }
     }
 
@@ -50,6 +55,9 @@ impl TurnOrder {
 /// Waiting pods, by the account that they are charged to.
 #[derive(Debug, Default)]
 pub(super) struct TurnQueues {
+    /// Gangs of which an earlier leader released only a part. Other pods could otherwise use the
+    /// units that the rest of the gang needs.
+    unfinished: VecDeque<usize>,
     by_account: BTreeMap<(usize, usize), VecDeque<(usize, Member)>>,
     others: VecDeque<usize>,
     /// The candidates of each gang, by the candidate that represents the gang.
@@ -59,7 +67,7 @@ pub(super) struct TurnQueues {
 impl TurnQueues {
     /// Sorts candidates into queues. `names` are sorted by priority and age. Only one pod of a gang
     /// has a turn, for all of its waiting pods, also for those that can be placed in no pool.
-    fn new<'n>(pass: &QuotaPass<'_>, names: impl Iterator<Item = &'n str>) -> Self {
+    fn new<'n>(pass: &QuotaPass<'_>, names: impl Iterator<Item = &'n str>, leads_since: u64) -> Self {
         let mut queues = Self::default();
         let mut units: BTreeMap<&str, (Option<usize>, Vec<usize>)> = BTreeMap::new();
         let mut mixed = BTreeSet::new();
@@ -72,6 +80,10 @@ impl TurnQueues {
                     continue;
                 }
                 *first = Some(at);
+            }
+            if pass.is_unfinished_release(name, leads_since) {
+                queues.unfinished.push_back(at);
+                continue;
             }
             let Some(&member) = pass.members(name).first() else {
                 queues.others.push_back(at);
@@ -97,10 +109,11 @@ impl TurnQueues {
         queues
     }
 
-    /// Removes and returns the next waiting pod. Pods that are in no pool with an enforced quota
-    /// come first, because these pods use other GPUs.
+    /// Removes and returns the next waiting pod. The rest of gangs that are partly released comes
+    /// first, then pods that are in no pool with an enforced quota, because these pods use other
+    /// GPUs.
     fn next(&mut self, pass: &QuotaPass<'_>) -> Option<usize> {
-        if let Some(at) = self.others.pop_front() {
+        if let Some(at) = self.unfinished.pop_front().or_else(|| self.others.pop_front()) {
             return Some(at);
         }
         let turn = |(_, member): &(usize, Member)| pass.book(*member).turn(member.id);
@@ -119,7 +132,7 @@ impl QuotaPass<'_> {
         let wait = match prospect {
             PreemptionProspect::Nominated => Wait::Nominated,
             PreemptionProspect::Protected => Wait::Protected,
-            _ if turn.rights.is_over_max => Wait::OverMax,
+            _ if turn.needs_no_gpus() => Wait::OverMax,
             PreemptionProspect::Unknown => Wait::Later,
             PreemptionProspect::Impossible => Wait::NoRoom,
         };

@@ -2,14 +2,13 @@
 //!
 //! A separate task writes them. So neither a slow API server nor many quotas delay the release of
 //! pods. [`PendingWrites`] decides which writes are due and is pure. [`run`] writes.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use cleave_api::names::{CAPACITY_LABEL, OPERATOR_FIELD_MANAGER};
-use cleave_api::{GpuQuota, GpuQuotaStatus};
+use cleave_api::GpuQuotaStatus;
+use cleave_api::names::CAPACITY_LABEL;
 use futures::StreamExt as _;
-use kube::Api;
-use kube::api::{Patch, PatchParams};
+use kube::Client;
 use tokio::sync::watch;
 
 use super::quota_reports::CapacityLabel;
@@ -28,6 +27,9 @@ const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 /// Minimum time between two writes of the label of one pod, and between two writes of the same
 /// status.
 const REPEAT_INTERVAL: Duration = Duration::from_secs(10);
+/// Minimum time between two writes of the same status of a malformed quota. The operator cannot
+/// read the present status of such a quota, so it does not know whether a write is needed.
+const UNREADABLE_REPEAT_INTERVAL: Duration = Duration::from_secs(3600);
 /// Delay before the first retry of a failed write. Each further failure doubles the delay.
 const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Maximum delay before a retry.
@@ -39,6 +41,8 @@ pub(crate) struct QuotaChanges {
     /// Statuses by the name of the quota.
     pub(crate) statuses: Vec<(String, GpuQuotaStatus)>,
     pub(crate) labels: Vec<CapacityLabel>,
+    /// Names of the quotas that cannot be read. Their statuses may already be in the cluster.
+    pub(crate) malformed: BTreeSet<String>,
 }
 
 /// What a write changes: a quota, by name, or a pod, by UID.
@@ -50,7 +54,7 @@ enum Target {
 
 #[derive(Debug, Clone, PartialEq)]
 enum Write {
-    Status { quota: String, status: Box<GpuQuotaStatus> },
+    Status { quota: String, status: Box<GpuQuotaStatus>, is_readable: bool },
     Label(CapacityLabel),
 }
 
@@ -77,6 +81,7 @@ impl Attempt {
     fn earliest(&self, next: &Write) -> Duration {
         let delay = match self.failures {
             0 if matches!(next, Write::Status { .. }) && *next != self.write => STATUS_INTERVAL,
+            0 if matches!(next, Write::Status { is_readable: false, .. }) => UNREADABLE_REPEAT_INTERVAL,
             0 => REPEAT_INTERVAL,
             failures => {
                 let doubled = 2_u32.saturating_pow(failures.saturating_sub(1));
@@ -100,7 +105,10 @@ impl PendingWrites {
     /// Replaces all pending writes.
     fn replace(&mut self, changes: QuotaChanges, now: Duration) {
         let statuses = changes.statuses.into_iter();
-        let statuses = statuses.map(|(quota, status)| Write::Status { quota, status: Box::new(status) });
+        let statuses = statuses.map(|(quota, status)| {
+            let is_readable = !changes.malformed.contains(&quota);
+            Write::Status { quota, status: Box::new(status), is_readable }
+        });
         let writes = statuses.chain(changes.labels.into_iter().map(Write::Label));
         self.writes = writes.map(|write| (write.target(), write)).collect();
         let writes = &self.writes;
@@ -185,7 +193,7 @@ pub(crate) async fn run(context: Context, mut changes: watch::Receiver<QuotaChan
 /// Carries out a write. Returns whether it succeeded, or its object no longer exists.
 async fn carry_out(context: &Context, write: &Write) -> bool {
     match write {
-        Write::Status { quota, status } => write_status(context, quota, status).await,
+        Write::Status { quota, status, .. } => write_status(&context.client, quota, status).await,
         Write::Label(label) => {
             let metadata = serde_json::json!({"labels": {CAPACITY_LABEL: label.value}});
             patch_metadata(&context.client, (&label.pod, &label.uid), metadata).await
@@ -193,27 +201,22 @@ async fn carry_out(context: &Context, write: &Write) -> bool {
     }
 }
 
-/// Returns the server-side apply patch of a status. A merge patch would keep the keys that the new
-/// status no longer has, such as the reasons of pods that were released.
-fn status_patch(name: &str, status: &GpuQuotaStatus) -> Patch<serde_json::Value> {
-    Patch::Apply(serde_json::json!({
-        "apiVersion": "cleave.dev/v1alpha1",
-        "kind": "GpuQuota",
-        "metadata": {"name": name},
-        "status": status,
-    }))
-}
-
-async fn write_status(context: &Context, name: &str, status: &GpuQuotaStatus) -> bool {
-    let quotas = Api::<GpuQuota>::all(context.client.clone());
-    let params = PatchParams::apply(OPERATOR_FIELD_MANAGER).force();
-    let patch = status_patch(name, status);
-    match with_timeout(quotas.patch_status(name, &params, &patch)).await {
+/// Writes a status. The JSON patch replaces the status as a whole. A merge patch would keep the keys
+/// that the new status no longer has, such as the reasons of pods that were released, and a
+/// server-side apply would keep those that another field manager wrote.
+async fn write_status(client: &Client, quota: &str, status: &GpuQuotaStatus) -> bool {
+    let patch = serde_json::json!([{"op": "add", "path": "/status", "value": status}]);
+    let path = format!("/apis/cleave.dev/v1alpha1/gpuquotas/{quota}/status?fieldManager=cleave-operator");
+    let request = http::Request::patch(path)
+        .header(http::header::CONTENT_TYPE, "application/json-patch+json")
+        .body(patch.to_string().into_bytes());
+    let send = async { client.request_text(request.map_err(kube::Error::HttpError)?).await };
+    match with_timeout(send).await {
         Some(Ok(_)) => true,
         Some(Err(kube::Error::Api(status))) if status.code == 404 => true,
         Some(Err(error)) => {
             let error = &error as &dyn std::error::Error;
-            tracing::warn!(quota = name, error, "failed to write the status of a quota");
+            tracing::warn!(quota, error, "failed to write the status of a quota");
             false
         }
         None => false,
@@ -222,6 +225,9 @@ async fn write_status(context: &Context, name: &str, status: &GpuQuotaStatus) ->
 
 #[cfg(test)]
 mod tests {
+    use kube::client::Body;
+    use serde_json::{Value, json};
+
     use super::*;
 
     const SECOND: Duration = Duration::from_secs(1);
@@ -232,7 +238,7 @@ mod tests {
 
     fn statuses<const N: usize>(changes: [(&str, &str); N]) -> QuotaChanges {
         let statuses = changes.map(|(name, used)| (name.to_owned(), status(used)));
-        QuotaChanges { statuses: statuses.into(), labels: Vec::new() }
+        QuotaChanges { statuses: statuses.into(), ..QuotaChanges::default() }
     }
 
     fn labels(count: usize) -> QuotaChanges {
@@ -241,7 +247,7 @@ mod tests {
             uid: format!("u{index:03}"),
             value: Some("over-quota"),
         };
-        QuotaChanges { statuses: Vec::new(), labels: (0..count).map(label).collect() }
+        QuotaChanges { labels: (0..count).map(label).collect(), ..QuotaChanges::default() }
     }
 
     /// Writes what is due, and returns the number of writes.
@@ -285,7 +291,7 @@ mod tests {
         for tick in 0..20_u32 {
             let now = ROUND_INTERVAL * tick;
             let changed = (0..200).map(|quota| (format!("q{quota:03}"), status(&tick.to_string())));
-            pending.replace(QuotaChanges { statuses: changed.collect(), labels: Vec::new() }, now);
+            pending.replace(QuotaChanges { statuses: changed.collect(), ..QuotaChanges::default() }, now);
             let due = pending.take_due(now);
             assert!(due.len() <= MAX_STATUSES, "{}", due.len());
             for write in due {
@@ -337,11 +343,41 @@ mod tests {
     }
 
     #[test]
-    fn a_status_is_applied_as_a_whole() {
-        // Server-side apply removes the keys that this manager no longer sends.
-        let patch = status_patch("team-a", &status("1"));
-        assert!(
-            matches!(&patch, Patch::Apply(body) if body["status"]["used"] == "1" && body["status"]["waiting"].get("reasons").is_none())
-        );
+    fn the_same_status_of_a_malformed_quota_is_written_once_an_hour() {
+        let malformed =
+            |used: &str| QuotaChanges { malformed: BTreeSet::from(["a".to_owned()]), ..statuses([("a", used)]) };
+        let (mut pending, mut written) = (PendingWrites::default(), Vec::new());
+        for second in 1..4000 {
+            let now = SECOND * second;
+            pending.replace(malformed(if second < 100 { "1" } else { "2" }), now);
+            written.extend((write_all(&mut pending, true, now) > 0).then_some(second));
+        }
+        assert_eq!(written, [1, 100, 3700]);
+        pending.replace(statuses([("a", "2")]), SECOND * 4000);
+        assert_eq!(write_all(&mut pending, true, SECOND * 4000), 1, "the quota can be read again");
+    }
+
+    #[tokio::test]
+    async fn a_status_replaces_the_earlier_one_whoever_wrote_it() {
+        let (service, mut server) = tower_test::mock::pair::<http::Request<Body>, http::Response<Body>>();
+        let client = Client::new(service, "default");
+        let answer = async {
+            let (request, reply) = server.next_request().await.unwrap();
+            reply.send_response(http::Response::new(Body::from(b"{}".to_vec())));
+            let line = format!("{} {}", request.method(), request.uri());
+            let kind = request.headers()[http::header::CONTENT_TYPE].to_str().unwrap().to_owned();
+            (line, kind, request.into_body().collect_bytes().await.unwrap())
+        };
+        let new = status("1");
+        let (is_written, (line, kind, body)) = tokio::join!(write_status(&client, "team-a", &new), answer);
+        assert!(is_written);
+        assert_eq!(line, "PATCH /apis/cleave.dev/v1alpha1/gpuquotas/team-a/status?fieldManager=cleave-operator");
+        assert_eq!(kind, "application/json-patch+json");
+        let patch: json_patch::Patch = serde_json::from_slice(&body).unwrap();
+        for before in [json!({}), json!({"status": {"used": "2", "waiting": {"reasons": {"OverMax": 3}}}})] {
+            let mut object: Value = before;
+            json_patch::patch(&mut object, &patch).unwrap();
+            assert_eq!(object["status"], serde_json::to_value(&new).unwrap());
+        }
     }
 }

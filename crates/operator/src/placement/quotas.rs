@@ -11,7 +11,9 @@ use cleave_plan::ledger::{DeviceAmounts, DeviceRequest, Ledger, Moment, Nominati
 use cleave_plan::quota::{Amount, GPU, Owner, Piece, Place, Pod, PodId, Quota, Settings, Unit, World, charge_per_gpu};
 use kube::Resource as _;
 
+use super::claims::PodClaims;
 use super::cluster::Cluster;
+use super::evictions::EvictionRecords;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use super::quota_costs::{EligibleCosts, NodeView, WaitingRequests, requests_of};
@@ -32,6 +34,25 @@ pub struct QuotaSettings {
     pub without_labels: bool,
 }
 
+/// What the operator has decided, and the watch may not have reported yet.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Decided<'a> {
+    pub(super) evictions: &'a EvictionRecords,
+    pub(super) claims: &'a PodClaims,
+}
+
+impl Decided<'_> {
+    /// Returns whether the API server accepted an eviction of the pod with this UID.
+    fn is_evicted(&self, uid: &str) -> bool {
+        self.evictions.is_accepted(uid)
+    }
+
+    /// Returns whether the release of a pod at the gate is decided.
+    fn is_in_flight(&self, name: &str, pod: &PodObject) -> bool {
+        self.claims.is_of(name, pod)
+    }
+}
+
 /// The pods and GPUs of one pool.
 #[derive(Debug)]
 pub(crate) struct PoolWorld {
@@ -49,6 +70,9 @@ pub(crate) struct PoolWorld {
     pub(super) has_mig: bool,
     /// The lowest cost of each waiting pod, if the cost depends on the GPU.
     pub(super) least: BTreeMap<PodId, Amount>,
+    /// The highest cost of each nominated pod, if other devices may cost more than the nominated
+    /// ones.
+    pub(super) dearest: BTreeMap<PodId, Amount>,
     /// Pods that terminate, but later than an evicted pod would. They count as running.
     pub(super) terminates_late: BTreeSet<PodId>,
     /// When the rules next treat a released pod differently although the pod does not change.
@@ -125,13 +149,12 @@ pub(crate) fn quotas_of(cluster: &Cluster, nodes: &Nodes, unnamed: Unnamed) -> Q
 
 impl QuotaWorlds {
     /// Reads the pools. Returns `None` if there is no valid quota. `waiting` contains the pods at
-    /// the gate. `is_evicted` returns whether the API server accepted an eviction of the pod with
-    /// this UID, and `is_in_flight` whether the release of a pod at the gate is decided.
-    pub(crate) fn new<'a>(
+    /// the gate.
+    pub(super) fn new<'a>(
         (cluster, gpu_nodes): (&Cluster, &Nodes),
         (tracker, ledger): (&PodTracker, &Ledger),
         waiting: impl Iterator<Item = (&'a str, &'a PodObject)>,
-        (is_evicted, is_in_flight): (impl Fn(&str) -> bool, impl Fn(&str, &PodObject) -> bool),
+        decided: Decided<'_>,
         (settings, now): (&QuotaSettings, u64),
     ) -> Option<Self> {
         if cluster.quotas.is_empty() {
@@ -155,6 +178,7 @@ impl QuotaWorlds {
                 sizes: Vec::new(),
                 has_mig: false,
                 least: BTreeMap::new(),
+                dearest: BTreeMap::new(),
                 terminates_late: BTreeSet::new(),
                 next_change: None,
                 is_enforced: quotas.is_enforced(at),
@@ -165,6 +189,8 @@ impl QuotaWorlds {
         let waiting: Vec<(&str, &PodObject)> = waiting.collect();
         let names: BTreeSet<&str> = waiting.iter().map(|(name, _)| *name).collect();
         let has_units = |name: &str| !ledger.units_of(name).is_empty();
+        let is_evicted = |uid: &str| decided.is_evicted(uid);
+        let is_in_flight = |name: &str, pod: &PodObject| decided.is_in_flight(name, pod);
         let mut gangs = Gangs::new((tracker, gpu_nodes), (&names, has_units), (&is_evicted, &is_in_flight), now);
         let mut costs: Vec<NodeCosts> = vec![NodeCosts::default(); worlds.pools.len()];
         nodes.iter().for_each(|node| costs[node.pool].extend(&node.costs));
@@ -440,6 +466,7 @@ impl QuotaWorlds {
             let cheapest = |request: &DeviceRequest| least.cheapest(request, unit);
             let least = requests.iter().filter_map(cheapest).sum::<Amount>().plus(waiting.cost_of_more(cheapest));
             let more = waiting.cost_of_more(dearest);
+            let most = requests.iter().filter_map(dearest).sum::<Amount>().plus(more);
             let nominated = nominated.filter(|of| self.is_nominated_in(Some(at), of));
             let takes = nominated.into_iter().flat_map(|of| &of.takes);
             let takes: Vec<UnitsOnDevice<'_>> =
@@ -452,8 +479,9 @@ impl QuotaWorlds {
                 let pool = &mut self.pools[at];
                 let charge = &mut pool.world.pods[id.0].charge;
                 *charge = charge.plus(more);
-                if is_mig || least < pool.world.pod(id).charge {
+                if is_mig || least < most {
                     pool.least.insert(id, least);
+                    pool.dearest.extend(nominated.map(|_| (id, most)));
                 }
             }
         }

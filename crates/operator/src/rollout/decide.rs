@@ -102,8 +102,12 @@ impl Rollout {
     /// Returns the text to add to the message of a waiting pod that could use these nodes. Returns
     /// "" if the nodes withhold none of the requested resources.
     pub(crate) fn describe_withheld(&self, device_requests: &[DeviceRequest], nodes: &[&str]) -> String {
-        let nodes = nodes.iter().copied().filter(|_| device_requests.iter().any(|request| is_mps(&request.resource)));
-        let mut withheld = nodes.filter(|node| self.is_withheld(node));
+        // Many pods may wait that can use many nodes.
+        let is_any_withheld = !self.closed.is_empty() || self.outages.keys().any(|node| self.is_withheld(node));
+        if !is_any_withheld || !device_requests.iter().any(|request| is_mps(&request.resource)) {
+            return String::new();
+        }
+        let mut withheld = nodes.iter().copied().filter(|node| self.is_withheld(node));
         let named: Vec<&str> = withheld.by_ref().take(MAX_NAMED_NODES).collect();
         if named.is_empty() {
             return String::new();

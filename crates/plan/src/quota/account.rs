@@ -490,6 +490,10 @@ impl<'w> Accounts<'w> {
         let mut seen = BTreeSet::new();
         let more_important = members.iter().take_while(|member| (member.borrows, member.priority) <= position);
         for member in more_important.filter(|member| !without.contains(&member.id)) {
+            // Many pods may wait for a quota that many pods use.
+            if !fit.has_room(charge) {
+                return Class::Over;
+            }
             match self.gangs.of(member.id) {
                 None => {
                     fit.next(self.charge_of(member.id));

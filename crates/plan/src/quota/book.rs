@@ -21,6 +21,8 @@ pub struct Book<'w> {
     world: &'w World,
     now: Moment,
     accounts: Accounts<'w>,
+    /// Sum of the sizes of the healthy GPUs.
+    size: Amount,
     /// Sum of the charges of terminating pods.
     leaving: Amount,
     /// Sum of the charges of nominated pods.
@@ -78,7 +80,8 @@ impl<'w> Book<'w> {
         let nothing = Amount::ZERO;
         let accounts = Accounts::new(world);
         let (leaving, nominated, counted, reserved) = (nothing, nothing, nothing, Vec::new());
-        let mut book = Self { world, now, accounts, leaving, nominated, counted, reserved };
+        let size = world.gpus.iter().copied().sum();
+        let mut book = Self { world, now, accounts, size, leaving, nominated, counted, reserved };
         let mut counted = Vec::new();
         for (at, pod) in world.pods.iter().enumerate() {
             let id = PodId(at);
@@ -271,7 +274,7 @@ impl<'w> Book<'w> {
 
     /// Returns the total amount of the pool's healthy GPUs.
     pub fn healthy(&self) -> Amount {
-        self.size()
+        self.size
     }
 
     /// Returns the limits of a pod's quota. A pod without a quota has no guarantee and no maximum.
@@ -397,7 +400,7 @@ impl<'w> Book<'w> {
     /// the other quotas.
     pub fn leaves_kept_room(&self, id: PodId) -> bool {
         let kept = self.kept_from(id);
-        let free = i128::from(self.size())
+        let free = i128::from(self.size)
             - i128::from(self.counted.minus(self.nominated))
             - i128::from(self.leaving.max(self.nominated))
             - i128::from(self.reserved_before(id));
@@ -412,10 +415,6 @@ impl<'w> Book<'w> {
     /// its quota.
     pub fn awaits_own_leaving(&self, id: PodId) -> bool {
         self.quota(id).is_enforced() && self.accounts.is_within(id) && !self.accounts.is_within_beside_leaving(id)
-    }
-
-    fn size(&self) -> Amount {
-        self.world.gpus.iter().copied().sum()
     }
 
     /// Returns whether a running pod and its gang may be evicted for a waiting pod, provided that
@@ -533,7 +532,7 @@ impl<'w> Book<'w> {
     ) -> bool {
         let kept = self.accounts.kept_from(self.accounts.account_of(taker), less);
         let taken = self.counted.plus(self.reserved_before(taker));
-        let free = i128::from(self.size()) - i128::from(taken) + i128::from(freed);
+        let free = i128::from(self.size) - i128::from(taken) + i128::from(freed);
         kept == Amount::ZERO || free - i128::from(charge) >= i128::from(kept)
     }
 }

@@ -79,10 +79,15 @@ impl FirstFit {
         Self { left: min }
     }
 
+    /// Returns whether a pod fits into the remaining part. Later pods only reduce this part.
+    pub(super) fn has_room(self, charge: Amount) -> bool {
+        charge <= self.left
+    }
+
     /// Returns the class of the next pod. If a pod does not fit into the remaining part, smaller
     /// pods can still use this part.
     pub(super) fn next(&mut self, charge: Amount) -> Class {
-        if charge > self.left {
+        if !self.has_room(charge) {
             return Class::Over;
         }
         self.left = self.left.minus(charge);

@@ -39,6 +39,11 @@ impl Kind {
             Self::Priority => "Priority",
         }
     }
+
+    /// Returns the kind with this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::Reclaim, Self::FairShare, Self::Priority].into_iter().find(|kind| kind.name() == name)
+    }
 }
 
 /// Maximum number of candidates that are considered if a quota would exceed its maximum. The

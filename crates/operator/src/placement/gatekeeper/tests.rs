@@ -1,6 +1,7 @@
 //! Tests the gatekeeper's decisions in simulated clusters.
 mod bad_input;
 mod constraints;
+mod gang_evictions;
 mod gang_growth;
 mod gang_pools;
 mod gang_releases;

@@ -71,7 +71,7 @@ impl<'a> PreemptionSearch<'a> {
         if turn.rights.is_over_max {
             return Err(NoEvictions::Impossible);
         }
-        if self.is_exchange_delayed(&head.name, &turn) {
+        if self.is_exchange_delayed(ledger, &head.name, &turn) {
             return Err(NoEvictions::Delayed);
         }
         let has_rules = gang.iter().any(|one| search.key(one).has_rules());

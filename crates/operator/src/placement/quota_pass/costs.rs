@@ -4,9 +4,9 @@
 use std::collections::BTreeMap;
 
 use cleave_plan::ledger::{DeviceRequest, Fits, Ledger, Reservation};
-use cleave_plan::quota::{Amount, Wait};
+use cleave_plan::quota::{Amount, Rights, Wait};
 
-use super::{Member, OnlyWhereCheap, QuotaPass, QuotaTurn, UnitsOnNode};
+use super::{Member, OnlyWhereCheap, QuotaPass, QuotaTurn, UnitsOnNode, WithinMax};
 use crate::quotas::charge::is_mig;
 
 impl QuotaPass<'_> {
@@ -28,10 +28,20 @@ impl QuotaPass<'_> {
         let Some(cheaper) = cheaper else { return turn };
         match turn {
             Ok(turn) => {
+                let is_within_max = turn.rights.is_over_max && !cheaper.rights.is_over_max;
+                let within_max = if !is_within_max {
+                    WithinMax::Nowhere
+                } else if self.worlds.pools[member.pool].has_mig {
+                    // A MIG instance costs less only beside others of its quota.
+                    WithinMax::OnUsedGpus
+                } else {
+                    WithinMax::OnNewGpus
+                };
                 let cheap = OnlyWhereCheap {
                     uses_free_room: cheaper.may_use_free_room && !turn.may_use_free_room,
                     reclaims: cheaper.rights.is_within && !turn.rights.is_within,
                     runs: false,
+                    within_max,
                 };
                 Ok(QuotaTurn { may_use_free_room: turn.may_use_free_room || cheap.uses_free_room, cheap, ..turn })
             }
@@ -40,11 +50,26 @@ impl QuotaPass<'_> {
                     uses_free_room: cheaper.may_use_free_room,
                     reclaims: cheaper.rights.is_within,
                     runs: true,
+                    ..OnlyWhereCheap::default()
                 };
                 Ok(QuotaTurn { cheap, ..cheaper })
             }
             Err(wait) => Err(wait),
         }
+    }
+
+    /// Adds to a turn what a nominated pod may do with the nominated devices, if it costs less there
+    /// than elsewhere.
+    pub(super) fn consider_nomination(&mut self, turn: QuotaTurn) -> QuotaTurn {
+        let (member, pool) = (turn.member, &self.worlds.pools[turn.member.pool]);
+        if !pool.dearest.contains_key(&member.id) {
+            return turn;
+        }
+        let Some(there) = self.turn_at(member, turn.was_nominated, pool.world.pod(member.id).charge) else {
+            return turn;
+        };
+        let is_within_max_later = there.rights.is_within_max_later;
+        QuotaTurn { rank: there.rank, rights: Rights { is_within_max_later, ..turn.rights }, ..turn }
     }
 
     /// Returns the turn of a waiting pod if it costs this much.
@@ -153,18 +178,22 @@ impl QuotaPass<'_> {
         self.cost_beside(member, takes, &own_use).is_some_and(|cost| book.is_guaranteed_at(member.id, cost))
     }
 
-    /// Records what a waiting pod costs with these units.
-    pub(super) fn set_charge(&mut self, member: Member, name: &str, (node, takes): UnitsOnNode<'_>) {
-        let Some(&id) = self.worlds.pools[member.pool].ids.get(name) else { return };
-        let member = Member { id, ..member };
-        if let Some(charge) = self.cost_of(member, (node, takes)) {
-            self.books[member.pool].set_charge(id, charge);
-            let pool = &self.worlds.pools[member.pool];
-            let gpu = takes.first().and_then(|take| pool.gpu(node, &take.device));
-            if let Some(gpu) = gpu.filter(|_| pool.has_mig) {
-                let used = self.own_use(member).entry(gpu).or_default();
-                *used = used.plus(charge);
-            }
+    /// Records what a waiting pod costs with these units, and returns the cost. Returns `None` if
+    /// the cost is not known.
+    pub(super) fn set_charge(&mut self, member: Member, name: &str, takes: UnitsOnNode<'_>) -> Option<Amount> {
+        let id = *self.worlds.pools[member.pool].ids.get(name)?;
+        let charge = self.cost_of(Member { id, ..member }, takes)?;
+        self.books[member.pool].set_charge(id, charge);
+        Some(charge)
+    }
+
+    /// Counts what a released pod uses of its GPU, so that later pods of its quota cost less there.
+    pub(super) fn count_own_use(&mut self, member: Member, (node, takes): UnitsOnNode<'_>, charge: Amount) {
+        let pool = &self.worlds.pools[member.pool];
+        let gpu = takes.first().and_then(|take| pool.gpu(node, &take.device));
+        if let Some(gpu) = gpu.filter(|_| pool.has_mig) {
+            let used = self.own_use(member).entry(gpu).or_default();
+            *used = used.plus(charge);
         }
     }
 }

@@ -49,6 +49,13 @@ impl<'w> QuotaPass<'w> {
         self.worlds.gangs.unit(name)
     }
 
+    /// Returns whether an earlier leader released only a part of a waiting pod's gang, and this pod
+    /// belongs to the rest. `leads_since` is when this process became the leader, in seconds since
+    /// the Unix epoch.
+    pub(in crate::placement) fn is_unfinished_release(&self, name: &str, leads_since: u64) -> bool {
+        self.unit(name).is_some_and(|unit| unit.is_unfinished_release(leads_since, self.worlds.now))
+    }
+
     /// Returns what a pod records about its gang when this number of pods is released together.
     /// `now` is in seconds since the Unix epoch.
     pub(in crate::placement) fn gang_record(&self, name: &str, count: usize, now: u64) -> Option<ReleasedGang> {

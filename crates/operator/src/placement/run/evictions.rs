@@ -186,6 +186,7 @@ mod tests {
             preemptor: "team/a".to_owned(),
             may_be_refused: false,
             quota: None,
+            gang: None,
         };
         (0..count).map(eviction).collect()
     }

@@ -12,6 +12,7 @@ use super::PlacementController;
 use crate::metrics::KindLabel;
 use crate::placement::actions::{Actions, NominationRecord, ProtectedPod};
 use crate::placement::cluster::{Cluster, ReconcileTime};
+use crate::placement::quota_reports::QuotaReports;
 use crate::placement::quota_writer::QuotaChanges;
 use crate::pod_metadata::patch_metadata;
 use crate::write::MAX_IN_FLIGHT;
@@ -70,10 +71,11 @@ impl PlacementController {
         self.next_quota_reports = now.up.saturating_add(QUOTA_STATUS_INTERVAL);
         let reports = self.keeper.quota_reports(cluster, &actions.waiting, now);
         self.context.metrics.quotas.set_gauges(&reports.usages);
-        let malformed = i64::try_from(reports.malformed).unwrap_or(i64::MAX);
+        let malformed = i64::try_from(reports.malformed.len()).unwrap_or(i64::MAX);
         self.context.metrics.malformed.get_or_create(&KindLabel { kind: "GpuQuota" }).set(malformed);
         self.reports_quotas = !cluster.quotas.is_empty() || !reports.labels.is_empty();
-        self.quota_changes.send_replace(QuotaChanges { statuses: reports.statuses, labels: reports.labels });
+        let QuotaReports { statuses, labels, malformed, .. } = reports;
+        self.quota_changes.send_replace(QuotaChanges { statuses, labels, malformed });
         self.reports_quotas.then_some(QUOTA_REFRESH_INTERVAL)
     }
 

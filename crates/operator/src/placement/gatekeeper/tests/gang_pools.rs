@@ -1,6 +1,7 @@
 //! Tests that all pods of a gang are released together, in one pool, or none of them.
 use std::collections::BTreeMap;
 
+use cleave_api::placement::PLACEMENT_ANNOTATION;
 use serde_json::{Value, json};
 
 use super::quota_pools::{of_h100, with_l4};
@@ -189,4 +190,30 @@ fn pods_of_a_gang_that_request_gpus_of_another_device_plugin_are_no_part_of_it()
     let names: Vec<String> = reconcile(&case, 9).releases.into_iter().map(|release| release.pod).collect();
     assert_eq!(names.len(), 3, "{names:?}");
     assert!(MPS_RESOURCE != "nvidia.com/gpu");
+}
+
+/// Early versions did not record the time of the release.
+#[test]
+fn a_replacement_pod_joins_a_gang_whose_record_has_no_time() {
+    let mut case = Case::new(2, &[("a", json!({"min": 10})), ("b", json!({}))])
+        .waiting(&[("g1", "b", 10, 0), ("g2", "b", 10, 0)])
+        .gang("b", "train", 2, &["g1", "g2"]);
+    assert_eq!(case.step().releases.len(), 2);
+    for pod in ["b/g1", "b/g2"] {
+        let mut placement = TestCluster::placement(&case.world.pods[pod]).unwrap();
+        placement.gang.as_mut().unwrap().since = None;
+        let text = placement.to_text().unwrap();
+        let set = |pod: &mut Value| pod["metadata"]["annotations"][PLACEMENT_ANNOTATION] = json!(text);
+        case.world.change(|world| &mut world.pods, pod, set);
+    }
+    case.step();
+    case.end("b/g2");
+    case.seconds += UNREPORTED_CLAIM_TIME.as_secs();
+    let mut case = case.waiting(&[("g2", "b", 10, 0)]).gang("b", "train", 2, &["g2"]);
+    assert_eq!(released(&case.step()), [("b/g2", "reserved")]);
+    case.step();
+    let mut case = case.waiting(&[("a1", "a", 5, 0)]);
+    case.step();
+    let victims: Vec<&str> = case.evicted.iter().map(|(_, _, victim)| victim.as_str()).collect();
+    assert_eq!(victims, ["g1", "g2"]);
 }

@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 
 use serde_json::json;
 
-use super::quotas::Case;
+use super::quotas::{Case, keeper};
 use super::world::{at, reservation};
 use crate::placement::actions::{Actions, Release};
 use crate::policies::demand::Reason;
@@ -106,5 +106,52 @@ fn units_of_a_deleted_pod_are_not_kept() {
     case.seconds += 10;
     reconcile(&mut case);
     case.seconds += 10;
+    assert_eq!(released(&reconcile(&mut case)), ["c/c1"]);
+}
+
+/// The leader is lost after it has released one pod of each gang. The new leader knows no
+/// reservation of the others. Without them, both gangs would wait for each other.
+#[test]
+fn a_new_leader_first_releases_the_rest_of_gangs_that_are_partly_released() {
+    let mut case = Case::new(2, &[("a", json!({})), ("b", json!({})), ("c", json!({"min": 10}))])
+        .waiting(&[("g1", "a", 5, 0), ("g2", "a", 5, 0), ("h1", "b", 5, 0), ("h2", "b", 5, 0)])
+        .gang("a", "train", 2, &["g1", "g2"])
+        .gang("b", "train", 2, &["h1", "h2"]);
+    case.seconds += 1;
+    case.reality.report_on(&mut case.world, 2);
+    let actions = case.keeper.reconcile(&case.world.cluster(), &BTreeMap::new(), at(case.seconds));
+    assert_eq!(released(&actions).len(), 4);
+    for release in actions.releases.iter().filter(|release| ["a/g1", "b/h1"].contains(&release.pod.as_str())) {
+        apply(&mut case, release);
+    }
+    // c1 is within its guarantee, and the quota of c uses nothing.
+    let mut case = case.waiting(&[("c1", "c", 5, 0), ("c2", "c", 5, 0)]);
+    case.keeper = keeper();
+    case.seconds += 20;
+    case.reality.report_on(&mut case.world, 2);
+    let actions = case.keeper.reconcile(&case.world.cluster(), &BTreeMap::new(), at(case.seconds));
+    assert_eq!(released(&actions), ["a/g2", "b/h2"]);
+}
+
+#[test]
+fn a_replacement_does_not_come_first_after_a_change_of_the_leader() {
+    let mut case = gang();
+    for release in reconcile(&mut case).releases {
+        apply(&mut case, &release);
+    }
+    case.end("a/g2");
+    let mut case = case.waiting(&[("g2", "a", 5, 0), ("c1", "c", 5, 0)]).gang("a", "train", 2, &["g2"]);
+    case.keeper = keeper();
+    assert_eq!(released(&reconcile(&mut case)), ["c/c1"]);
+}
+
+/// Otherwise pods that can never be released would delay others.
+#[test]
+fn the_rest_of_a_gang_comes_first_only_while_its_reservation_would_last() {
+    let mut case = gang();
+    release_only_g1(&mut case);
+    let mut case = case.waiting(&[("c1", "c", 5, 0)]);
+    case.keeper = keeper();
+    case.seconds += 300;
     assert_eq!(released(&reconcile(&mut case)), ["c/c1"]);
 }

@@ -231,6 +231,80 @@ fn a_pod_uses_devices_where_it_costs_less_than_its_maximum_or_guarantee() {
     }
 }
 
+/// Two shares are a whole GPU of n2, and a fifth of a GPU elsewhere. Quota a is guaranteed one GPU,
+/// and uses half of one.
+fn nodes_with_different_shares(spec: Value) -> (TestCluster, ActualAllocations) {
+    let (mut world, mut actual) = (TestCluster::default(), ActualAllocations::default());
+    for name in ["n1", "n2", "n3"] {
+        world = world.node(name, &[0]);
+    }
+    edit_gpu(&mut world, "n2", |gpu| gpu["slices"][0]["total"] = json!(2));
+    add_quota(&mut world, "a", spec);
+    add_quota(&mut world, "b", json!({}));
+    add_quota(&mut world, "c", json!({"min": "2"}));
+    add(&mut world, &mut actual, ("a", "a0", 5), (Some("n3"), 0));
+    add(&mut world, &mut actual, ("c", "c1", 5), (Some("n3"), 0));
+    (world, actual)
+}
+
+/// Marks all shares of n2 as used.
+fn fill_n2(world: &mut TestCluster) {
+    edit_gpu(world, "n2", |gpu| gpu["slices"][0]["inUse"] = json!(2));
+}
+
+#[test]
+fn a_pod_that_exceeds_its_maximum_only_on_some_devices_reclaims_others() {
+    for max in ["1", "1500m"] {
+        for is_free in [true, false] {
+            let (mut world, mut actual) = nodes_with_different_shares(json!({"min": "1", "max": max}));
+            add(&mut world, &mut actual, ("b", "b1", 10), (Some("n1"), 0));
+            add(&mut world, &mut actual, ("a", "a1", 2), (None, 0));
+            let is_n2_full = max == "1500m" || !is_free;
+            if is_n2_full {
+                fill_n2(&mut world);
+            }
+            let mut gate = keeper();
+            let actions = reconcile(&mut gate, &world, 9);
+            assert_eq!(evicted(&actions), [("b/b1", Some(Kind::Reclaim))], "{max}: {:?}", actions.waiting);
+            assert!(actions.unplanned.is_empty(), "a GPU with more shares would help");
+            world.pods.remove("b/b1");
+            actual.given.remove("b/b1");
+            actual.report_on(&mut world, 1);
+            if is_n2_full {
+                fill_n2(&mut world);
+            }
+            let actions = reconcile(&mut gate, &world, 10);
+            assert_eq!(nodes_of(&actions), [["n1"]], "{max}: {:?}", actions.waiting);
+        }
+    }
+}
+
+#[test]
+fn a_pod_that_exceeds_its_maximum_only_on_some_devices_evicts_pods_of_its_quota_there() {
+    let (mut world, mut actual) = nodes_with_different_shares(json!({"max": "1"}));
+    add(&mut world, &mut actual, ("c", "c2", 10), (Some("n1"), 0));
+    add(&mut world, &mut actual, ("a", "a1", 2), (None, 5));
+    let actions = reconcile(&mut keeper(), &world, 9);
+    assert_eq!(evicted(&actions), [("a/a0", Some(Kind::Priority))], "{:?}", actions.waiting);
+}
+
+#[test]
+fn a_nominated_pod_costs_what_its_devices_cost() {
+    let (mut world, mut actual) = nodes_with_different_shares(json!({"min": "1", "max": "2"}));
+    world = world.node("n4", &[0]);
+    for node in ["n1", "n2"] {
+        world.change(|world| &mut world.nodes, node, |node| node["metadata"]["labels"]["kind"] = json!("x"));
+    }
+    add(&mut world, &mut actual, ("b", "b1", 10), (Some("n1"), 0));
+    add(&mut world, &mut actual, ("a", "a1", 2), (None, 5));
+    world.change(|world| &mut world.pods, "a/a1", |pod| pod["spec"]["nodeSelector"] = json!({"kind": "x"}));
+    add(&mut world, &mut actual, ("a", "a2", 8), (None, 5));
+    fill_n2(&mut world);
+    let actions = reconcile(&mut keeper(), &world, 9);
+    assert_eq!(evicted(&actions), [("b/b1", Some(Kind::Reclaim))], "a1 costs a fifth of a GPU: {:?}", actions.waiting);
+    assert_eq!(nodes_of(&actions), [["n4"]]);
+}
+
 /// A stolen token of an agent can report any UUID.
 #[test]
 fn a_node_that_reports_devices_of_another_node_does_not_change_what_pods_cost_there() {

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use cleave_plan::quota::Settings;
 use serde_json::{Value, json};
@@ -10,7 +11,7 @@ use serde_json::{Value, json};
 use super::quota_order::request_cpus;
 use super::quotas::Case;
 use super::world::{at, from_json, whole_gpus};
-use crate::placement::cluster::Cluster;
+use crate::placement::cluster::{Cluster, ReconcileTime};
 use crate::placement::gatekeeper::Gatekeeper;
 use crate::placement::quotas::QuotaSettings;
 use crate::pods::PodObject;
@@ -142,6 +143,31 @@ fn no_search_is_repeated_while_nothing_in_the_pool_changes() {
     assert_eq!(searches(&cluster, 50..180), 200, "other changes take effect after a minute");
 }
 
+/// Each pod of a gang is a search of all devices.
+#[test]
+fn the_search_for_a_large_gang_is_not_repeated_for_ten_milliseconds_for_each_pod_beyond_eight() {
+    for (pods, repeated) in [(8, [20, 40, 60]), (12, [40, 80, 120])] {
+        let names: Vec<String> = (0..pods).map(|number| format!("g{number:02}")).collect();
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        let mut case = Case::new(2, &[("a", json!({"min": 200}))])
+            .waiting(&names.iter().map(|name| (*name, "a", 10, 0)).collect::<Vec<_>>())
+            .gang("a", "train", pods, &names);
+        let start = case.seconds;
+        let mut searched = Vec::new();
+        for millis in (0..=120).step_by(20) {
+            // The pool changes each time.
+            case.reality.given = BTreeMap::from([("team/x".to_owned(), ("n1-GPU-0".to_owned(), 1 + millis / 20))]);
+            case.reality.report_on(&mut case.world, 2);
+            let up = Duration::from_secs(start) + Duration::from_millis(millis.into());
+            let now = ReconcileTime { up, epoch: at(start).epoch };
+            let actions = case.keeper.reconcile(&case.world.cluster(), &BTreeMap::new(), now);
+            searched.extend((actions.preemption_searches > 0).then_some(millis));
+        }
+        assert!(repeated.iter().all(|millis| searched.contains(millis)), "{pods} pods: {searched:?}");
+        assert_eq!(searched.len(), if pods == 8 { 7 } else { 4 }, "{pods} pods: {searched:?}");
+    }
+}
+
 #[test]
 fn the_end_of_a_minimum_run_time_takes_effect_although_nothing_else_changes() {
     let mut case = Case::new(1, &[("a", json!({})), ("b", json!({}))])
@@ -198,6 +224,21 @@ fn evictions_without_effect_are_delayed() {
     for round in 0..4 {
         case.add((&format!("x{round}"), "-", 10, 0), Some(0));
         case.step();
+    }
+    assert_eq!(reclaims(&case), [("a1", "x0"), ("a1", "x1"), ("a1", "x2")]);
+}
+
+#[test]
+fn evictions_without_effect_are_delayed_although_pods_are_released_to_other_gpus_of_the_node() {
+    let mut case = Case::new(2, &[("a", json!({"min": 10})), ("c", json!({"min": 10}))])
+        .running(&[(("c1", "c", 5, 0), 1)])
+        .waiting(&[("a1", "a", 10, 0)]);
+    for round in 0..4 {
+        let small = format!("s{round}");
+        case.add((&format!("x{round}"), "-", 10, 0), Some(0));
+        case.add((&small, "c", 1, 0), None);
+        case.step();
+        assert!(case.is_running().contains(&small), "{:?}", case.is_running());
     }
     assert_eq!(reclaims(&case), [("a1", "x0"), ("a1", "x1"), ("a1", "x2")]);
 }

@@ -38,6 +38,9 @@ pub(super) struct Case {
     pub(super) ending: Ending,
     /// A pod whose release fails, because the pod has changed.
     pub(super) failing_release: Option<String>,
+    /// A pod whose next eviction fails, and the result. The operator sends no further evictions in
+    /// the same reconcile.
+    pub(super) failing_eviction: Option<(String, EvictionResult)>,
 }
 
 /// How evicted pods end.
@@ -94,6 +97,7 @@ impl Case {
             is_checked: false,
             ending: Ending::Free,
             failing_release: None,
+            failing_eviction: None,
         }
     }
 
@@ -227,10 +231,16 @@ impl Case {
         }
         let round = self.seconds;
         for eviction in &actions.evictions {
+            if let Some((_, result)) = self.failing_eviction.take_if(|(pod, _)| *pod == eviction.pod) {
+                self.keeper.record_eviction(eviction, &result, at(self.seconds).up);
+                break;
+            }
             let kind = eviction.quota.as_ref().map_or_else(|| "-".to_owned(), |quota| format!("{:?}", quota.kind));
             self.keeper.record_eviction(eviction, &EvictionResult::Done, at(self.seconds).up);
             self.evicted.push((kind, short(&eviction.preemptor), short(&eviction.pod)));
-            self.rounds.entry(self.world.uid(&eviction.preemptor)).or_default().insert(round);
+            if self.world.pods.contains_key(&eviction.preemptor) {
+                self.rounds.entry(self.world.uid(&eviction.preemptor)).or_default().insert(round);
+            }
             if self.ending == Ending::Terminating {
                 self.world.terminate(&eviction.pod, "2100-01-01T00:00:00Z");
             } else {
@@ -338,6 +348,7 @@ impl Case {
             rounds: BTreeMap::new(),
             losses: u64::MAX,
             failing_release: self.failing_release.clone(),
+            failing_eviction: self.failing_eviction.clone(),
             ..self
         };
         for case in [self, lost] {

@@ -1,0 +1,247 @@
+//! Evicts gangs completely, although the eviction of each pod is a request of its own.
+//!
+//! If one of the requests fails, the other pods of the gang are evicted, and the pod would keep its
+//! GPUs without use. So the pods of the gang are remembered until all of them terminate, and later
+//! reconciles evict those that still run. If the API server evicted none of the pods, nothing is
+//! remembered, and the next reconcile decides anew.
+//!
+//! The nomination of the waiting pod records the gang. If the operator restarts and the gang has
+//! fewer pods than were to be evicted, the new leader evicts the rest.
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use cleave_api::placement::EvictedGang;
+use cleave_plan::quota::Kind;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+
+use super::actions::{Eviction, GangId, QuotaEviction};
+use super::evictions::TERMINATION_TIME;
+use super::pod_tracker::PodTracker;
+use super::quota_pass::requested_grace;
+use crate::evict::EvictionResult;
+use crate::pods::{PodObject, full_name};
+
+/// Gangs of which some pods may not be evicted yet.
+#[derive(Debug, Default)]
+pub(super) struct GangEvictions(BTreeMap<GangId, PartlyEvicted>);
+
+/// A gang whose eviction was decided.
+#[derive(Debug, Default)]
+struct PartlyEvicted {
+    /// Pods that may still run, by UID.
+    pods: BTreeMap<String, Remaining>,
+    /// Number of pods that were to be evicted.
+    size: usize,
+    /// Whether the API server evicted one of the pods.
+    has_begun: bool,
+    /// The time until which a request without an answer may still turn out to have evicted a pod.
+    undecided_until: Duration,
+}
+
+/// A pod of a gang that may still run.
+#[derive(Debug)]
+struct Remaining {
+    eviction: Eviction,
+    /// The end of the pod's grace period when its eviction was decided.
+    deleted: Option<Time>,
+    /// Whether a request to evict the pod had no answer.
+    is_unanswered: bool,
+    /// Whether the API server accepted the eviction.
+    is_accepted: bool,
+}
+
+impl Remaining {
+    const fn new(eviction: Eviction, deleted: Option<Time>) -> Self {
+        Self { eviction, deleted, is_unanswered: false, is_accepted: false }
+    }
+}
+
+impl PartlyEvicted {
+    /// Removes the pods that terminate since their eviction was decided, or no longer exist.
+    fn update(&mut self, released: &ReleasedGangPods<'_>) {
+        let has_begun = &mut self.has_begun;
+        self.pods.retain(|uid, remaining| {
+            let pod = released.by_uid.get(uid.as_str());
+            let runs = pod.is_some_and(|pod| pod.metadata.deletion_timestamp == remaining.deleted);
+            *has_begun |= !runs && remaining.is_unanswered;
+            runs
+        });
+    }
+
+    /// Returns whether replacements run beside the remaining pods, so that no pod is missing.
+    fn is_complete(&self, running: &[&PodObject]) -> bool {
+        let is_accepted = |uid: &str| self.pods.get(uid).is_some_and(|pod| pod.is_accepted);
+        let uids = running.iter().filter_map(|pod| pod.metadata.uid.as_deref());
+        uids.filter(|uid| !is_accepted(uid)).count() >= self.size
+    }
+
+    /// Returns whether a request without an answer may still turn out to have evicted a pod.
+    fn is_undecided(&self, up: Duration) -> bool {
+        up < self.undecided_until && self.pods.values().any(|pod| pod.is_unanswered)
+    }
+}
+
+/// The pods of gangs that have left the gate.
+struct ReleasedGangPods<'a> {
+    by_uid: BTreeMap<&'a str, &'a PodObject>,
+    by_gang: BTreeMap<GangId, Vec<&'a PodObject>>,
+}
+
+impl<'a> ReleasedGangPods<'a> {
+    fn new(tracker: &'a PodTracker) -> Self {
+        let (mut by_uid, mut by_gang) = (BTreeMap::new(), BTreeMap::<GangId, Vec<&PodObject>>::new());
+        for pod in tracker.living_pods().filter(|pod| pod.requests_gpus()) {
+            let has_left_gate = pod.node().is_some() || pod.spec.scheduling_gates.is_empty();
+            let (Some(gang), Some(uid)) = (gang_id(pod).filter(|_| has_left_gate), pod.metadata.uid.as_deref()) else {
+                continue;
+            };
+            by_uid.insert(uid, pod);
+            if pod.metadata.deletion_timestamp.is_none() {
+                by_gang.entry(gang).or_default().push(pod);
+            }
+        }
+        Self { by_uid, by_gang }
+    }
+
+    /// Returns the pods of a gang that do not terminate.
+    fn running(&self, gang: &GangId) -> &[&'a PodObject] {
+        self.by_gang.get(gang).map_or(&[], Vec::as_slice)
+    }
+}
+
+/// Returns the gang of a released pod.
+pub(super) fn gang_id(pod: &PodObject) -> Option<GangId> {
+    let gang = pod.gang.as_ref()?;
+    Some(GangId { namespace: pod.namespace().to_owned(), name: gang.name.clone(), since: gang.released })
+}
+
+/// Returns the record of the gangs among the pods that are evicted for a waiting pod. Gangs whose
+/// pods record no time of their release have no record.
+pub(super) fn evicted_gangs(evictions: &[Eviction]) -> Vec<EvictedGang> {
+    let mut gangs: BTreeMap<&GangId, EvictedGang> = BTreeMap::new();
+    for eviction in evictions {
+        let (Some(gang), Some(quota)) = (&eviction.gang, &eviction.quota) else { continue };
+        let Some(since) = gang.since else { continue };
+        let new = || EvictedGang {
+            namespace: gang.namespace.clone(),
+            name: gang.name.clone(),
+            since,
+            pods: 0,
+            kind: quota.kind.name().to_owned(),
+            from: quota.from.clone(),
+            to: quota.to.clone(),
+        };
+        gangs.entry(gang).or_insert_with(new).pods += 1;
+    }
+    gangs.into_values().collect()
+}
+
+impl GangEvictions {
+    /// Returns whether no gang is remembered.
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Remembers the pods of gangs whose evictions this reconcile decided.
+    pub(super) fn remember(&mut self, evictions: &[Eviction], tracker: &PodTracker) {
+        let of_gangs = || evictions.iter().filter_map(|one| Some((one.gang.as_ref()?, one)));
+        if of_gangs().next().is_none() {
+            return;
+        }
+        let released = ReleasedGangPods::new(tracker);
+        let mut counts: BTreeMap<&GangId, usize> = BTreeMap::new();
+        for (gang, eviction) in of_gangs() {
+            *counts.entry(gang).or_default() += 1;
+            let pod = released.by_uid.get(eviction.uid.as_str());
+            let deleted = pod.and_then(|pod| pod.metadata.deletion_timestamp.clone());
+            let new = || Remaining::new(eviction.clone(), deleted);
+            let of = self.0.entry(gang.clone()).or_default();
+            of.pods.entry(eviction.uid.clone()).or_insert_with(new);
+        }
+        for (gang, count) in counts {
+            let of = self.0.entry(gang.clone()).or_default();
+            of.size = of.size.max(count);
+        }
+    }
+
+    /// Records the result of an eviction.
+    pub(super) fn record(&mut self, eviction: &Eviction, result: &EvictionResult, up: Duration) {
+        let Some(of) = eviction.gang.as_ref().and_then(|gang| self.0.get_mut(gang)) else { return };
+        let (is_accepted, is_unanswered) =
+            (*result == EvictionResult::Done, matches!(result, EvictionResult::Failed(_)));
+        of.has_begun |= is_accepted;
+        if is_unanswered {
+            of.undecided_until = up.saturating_add(TERMINATION_TIME);
+        }
+        if let Some(pod) = of.pods.get_mut(&eviction.uid) {
+            pod.is_accepted |= is_accepted;
+            pod.is_unanswered |= is_unanswered;
+        }
+    }
+
+    /// Remembers the gangs that an earlier leader began to evict. `now` is in seconds since the
+    /// Unix epoch, `grace_cap` the maximum grace period of evicted pods.
+    pub(super) fn restore(&mut self, tracker: &PodTracker, now: u64, grace_cap: Duration) {
+        let noted: Vec<(&PodObject, &EvictedGang)> = tracker
+            .living_pods()
+            .filter_map(|pod| Some((pod, pod.nomination.as_ref().filter(|room| room.until > now)?)))
+            .flat_map(|(pod, room)| room.evicts.iter().map(move |gang| (pod, gang)))
+            .collect();
+        if noted.is_empty() {
+            return;
+        }
+        let released = ReleasedGangPods::new(tracker);
+        for (preemptor, noted) in noted {
+            let EvictedGang { namespace, name, since, pods, kind, from, to } = noted;
+            let gang = GangId { namespace: namespace.clone(), name: name.clone(), since: Some(*since) };
+            let running = released.running(&gang);
+            // Without a missing pod, no pod was evicted.
+            let Some(kind) = Kind::from_name(kind).filter(|_| running.len() < *pods) else { continue };
+            let of = self.0.entry(gang.clone()).or_default();
+            (of.size, of.has_begun) = (*pods, true);
+            for pod in running {
+                let (grace, uid) = (requested_grace(pod, grace_cap, false), pod.uid().unwrap_or_default());
+                let message = format!("other pods of the gang {name} were evicted");
+                let quota = QuotaEviction { kind, from: from.clone(), to: to.clone(), grace, force: false, message };
+                let eviction = Eviction {
+                    pod: full_name(&pod.metadata),
+                    uid: uid.clone(),
+                    preemptor: full_name(&preemptor.metadata),
+                    may_be_refused: true,
+                    quota: Some(quota),
+                    gang: Some(gang.clone()),
+                };
+                of.pods.insert(uid, Remaining::new(eviction, None));
+            }
+        }
+    }
+
+    /// Starts a reconcile. Returns the evictions of the remaining pods that `can_evict` accepts, by
+    /// UID. Forgets the gangs of which all pods terminate or none was evicted, and those that are
+    /// complete again, because replacements run beside the remaining pods.
+    pub(super) fn evict_rest(
+        &mut self,
+        tracker: &PodTracker,
+        can_evict: impl Fn(&str) -> bool,
+        up: Duration,
+    ) -> Vec<Eviction> {
+        if self.0.is_empty() {
+            return Vec::new();
+        }
+        let released = ReleasedGangPods::new(tracker);
+        let mut evictions = Vec::new();
+        self.0.retain(|gang, of| {
+            of.update(&released);
+            if !of.has_begun {
+                return of.is_undecided(up);
+            }
+            if of.is_complete(released.running(gang)) {
+                return false;
+            }
+            let due = of.pods.iter().filter(|(uid, _)| can_evict(uid));
+            evictions.extend(due.map(|(_, pod)| pod.eviction.clone()));
+            !of.pods.is_empty()
+        });
+        evictions
+    }
+}
