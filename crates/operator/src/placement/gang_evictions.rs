@@ -179,11 +179,12 @@ impl GangEvictions {
         }
     }
 
-    /// Remembers the gangs that an earlier leader began to evict. `now` is in seconds since the
-    /// Unix epoch, `grace_cap` the maximum grace period of evicted pods.
+    /// Remembers the gangs that an earlier leader began to evict for pods that still wait. `now` is
+    /// in seconds since the Unix epoch, `grace_cap` the maximum grace period of evicted pods.
     pub(super) fn restore(&mut self, tracker: &PodTracker, now: u64, grace_cap: Duration) {
         let noted: Vec<(&PodObject, &EvictedGang)> = tracker
             .living_pods()
+            .filter(|pod| pod.waits_at_gate())
             .filter_map(|pod| Some((pod, pod.nomination.as_ref().filter(|room| room.until > now)?)))
             .flat_map(|(pod, room)| room.evicts.iter().map(move |gang| (pod, gang)))
             .collect();

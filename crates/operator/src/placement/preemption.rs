@@ -55,7 +55,8 @@ pub(super) struct PreemptionSearch<'a> {
     /// Properties of pods for which no preemption helps. Replicas of a workload have the same
     /// result.
     futile: BTreeSet<SearchKey<'a>>,
-    /// When the operator last released a pod to each device. Computed only if evictions are delayed.
+    /// When the operator last released a pod to each device. Computed only if evictions are
+    /// delayed.
     latest_releases: OnceCell<BTreeMap<DeviceOfNode, u64>>,
     /// Whether no pods are evicted now, because the API server limits requests.
     is_paused: bool,
