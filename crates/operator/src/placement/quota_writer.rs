@@ -201,8 +201,8 @@ async fn carry_out(context: &Context, write: &Write) -> bool {
     }
 }
 
-/// Writes a status. The JSON patch replaces the status as a whole. A merge patch would keep the keys
-/// that the new status no longer has, such as the reasons of pods that were released, and a
+/// Writes a status. The JSON patch replaces the status as a whole. A merge patch would keep the
+/// keys that the new status no longer has, such as the reasons of pods that were released, and a
 /// server-side apply would keep those that another field manager wrote.
 async fn write_status(client: &Client, quota: &str, status: &GpuQuotaStatus) -> bool {
     let patch = serde_json::json!([{"op": "add", "path": "/status", "value": status}]);

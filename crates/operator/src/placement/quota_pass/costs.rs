@@ -58,8 +58,8 @@ impl QuotaPass<'_> {
         }
     }
 
-    /// Adds to a turn what a nominated pod may do with the nominated devices, if it costs less there
-    /// than elsewhere.
+    /// Adds to a turn what a nominated pod may do with the nominated devices, if it costs less
+    /// there than elsewhere.
     pub(super) fn consider_nomination(&mut self, turn: QuotaTurn) -> QuotaTurn {
         let (member, pool) = (turn.member, &self.worlds.pools[turn.member.pool]);
         if !pool.dearest.contains_key(&member.id) {
