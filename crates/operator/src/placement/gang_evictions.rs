@@ -5,21 +5,24 @@
 //! reconciles evict those that still run. If the API server evicted none of the pods, nothing is
 //! remembered, and the next reconcile decides anew.
 //!
-//! The nomination of the waiting pod records the gang. If the operator restarts and the gang has
-//! fewer pods than were to be evicted, the new leader evicts the rest.
-use std::collections::BTreeMap;
+//! The nomination of the waiting pod records the gang before the first request. After the requests,
+//! the operator removes a gang of which no pod was evicted from the record, and marks a gang of
+//! which only some pods were evicted. A new leader evicts the rest of a marked gang. It does so for
+//! other recorded gangs only if one of the pods terminates because of an eviction: a pod that is
+//! missing may have ended by itself.
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use cleave_api::placement::EvictedGang;
+use cleave_api::placement::{EvictedGang, Placement};
 use cleave_plan::quota::Kind;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-use super::actions::{Eviction, GangId, QuotaEviction};
+use super::actions::{Eviction, GangId, NominationRecord, QuotaEviction};
 use super::evictions::TERMINATION_TIME;
 use super::pod_tracker::PodTracker;
 use super::quota_pass::requested_grace;
 use crate::evict::EvictionResult;
-use crate::pods::{PodObject, full_name};
+use crate::pods::{DISRUPTION_TARGET, PodObject, full_name};
 
 /// Gangs of which some pods may not be evicted yet.
 #[derive(Debug, Default)]
@@ -84,12 +87,16 @@ impl PartlyEvicted {
 /// The pods of gangs that have left the gate.
 struct ReleasedGangPods<'a> {
     by_uid: BTreeMap<&'a str, &'a PodObject>,
+    /// Pods that do not terminate.
     by_gang: BTreeMap<GangId, Vec<&'a PodObject>>,
+    /// Gangs with a pod that terminates because of an eviction.
+    evicted: BTreeSet<GangId>,
 }
 
 impl<'a> ReleasedGangPods<'a> {
     fn new(tracker: &'a PodTracker) -> Self {
         let (mut by_uid, mut by_gang) = (BTreeMap::new(), BTreeMap::<GangId, Vec<&PodObject>>::new());
+        let mut evicted = BTreeSet::new();
         for pod in tracker.living_pods().filter(|pod| pod.requests_gpus()) {
             let has_left_gate = pod.node().is_some() || pod.spec.scheduling_gates.is_empty();
             let (Some(gang), Some(uid)) = (gang_id(pod).filter(|_| has_left_gate), pod.metadata.uid.as_deref()) else {
@@ -98,9 +105,11 @@ impl<'a> ReleasedGangPods<'a> {
             by_uid.insert(uid, pod);
             if pod.metadata.deletion_timestamp.is_none() {
                 by_gang.entry(gang).or_default().push(pod);
+            } else if pod.condition(DISRUPTION_TARGET).is_some_and(|condition| condition.status == "True") {
+                evicted.insert(gang);
             }
         }
-        Self { by_uid, by_gang }
+        Self { by_uid, by_gang, evicted }
     }
 
     /// Returns the pods of a gang that do not terminate.
@@ -130,10 +139,56 @@ pub(super) fn evicted_gangs(evictions: &[Eviction]) -> Vec<EvictedGang> {
             kind: quota.kind.name().to_owned(),
             from: quota.from.clone(),
             to: quota.to.clone(),
+            begun: false,
         };
         gangs.entry(gang).or_insert_with(new).pods += 1;
     }
     gangs.into_values().collect()
+}
+
+/// The results of the evictions of gangs in one reconcile.
+#[derive(Debug, Default)]
+pub(super) struct GangResults(BTreeMap<GangId, GangResult>);
+
+#[derive(Debug, Default)]
+struct GangResult {
+    /// Number of pods that the API server evicted.
+    evicted: usize,
+    /// Whether a request had no answer.
+    is_unanswered: bool,
+}
+
+impl GangResults {
+    /// Records the result of an eviction.
+    pub(super) fn record(&mut self, eviction: &Eviction, result: &EvictionResult) {
+        let Some(gang) = &eviction.gang else { return };
+        let of = self.0.entry(gang.clone()).or_default();
+        of.evicted += usize::from(*result == EvictionResult::Done);
+        of.is_unanswered |= matches!(result, EvictionResult::Failed(_));
+    }
+
+    /// Returns the nominations to write again, because their record of evicted gangs has changed.
+    /// `kept` are the nominations as they were written before the evictions.
+    pub(super) fn correct(&self, kept: &[NominationRecord]) -> Vec<NominationRecord> {
+        let corrected = |record: &NominationRecord| {
+            let evicts: Vec<EvictedGang> =
+                record.room.evicts.iter().filter_map(|gang| self.correct_gang(gang)).collect();
+            let has_changed = evicts != record.room.evicts;
+            has_changed.then(|| NominationRecord {
+                room: Placement { evicts, ..record.room.clone() },
+                ..record.clone()
+            })
+        };
+        kept.iter().filter_map(corrected).collect()
+    }
+
+    /// Returns the new record of a gang. Returns `None` if none of its pods was evicted.
+    fn correct_gang(&self, gang: &EvictedGang) -> Option<EvictedGang> {
+        let id = GangId { namespace: gang.namespace.clone(), name: gang.name.clone(), since: Some(gang.since) };
+        let GangResult { evicted, is_unanswered } = self.0.get(&id)?;
+        let begun = (1..gang.pods).contains(evicted);
+        (*evicted > 0 || *is_unanswered).then(|| EvictedGang { begun, ..gang.clone() })
+    }
 }
 
 impl GangEvictions {
@@ -193,11 +248,13 @@ impl GangEvictions {
         }
         let released = ReleasedGangPods::new(tracker);
         for (preemptor, noted) in noted {
-            let EvictedGang { namespace, name, since, pods, kind, from, to } = noted;
+            let EvictedGang { namespace, name, since, pods, kind, from, to, begun } = noted;
             let gang = GangId { namespace: namespace.clone(), name: name.clone(), since: Some(*since) };
             let running = released.running(&gang);
-            // Without a missing pod, no pod was evicted.
-            let Some(kind) = Kind::from_name(kind).filter(|_| running.len() < *pods) else { continue };
+            // The previous leader may have been lost before it recorded the results.
+            let has_begun = *begun || released.evicted.contains(&gang);
+            let is_partly_evicted = has_begun && running.len() < *pods;
+            let Some(kind) = Kind::from_name(kind).filter(|_| is_partly_evicted) else { continue };
             let of = self.0.entry(gang.clone()).or_default();
             (of.size, of.has_begun) = (*pods, true);
             for pod in running {

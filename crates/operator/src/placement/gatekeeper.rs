@@ -28,7 +28,7 @@ use super::quota_objects::QuotaObjects;
 use super::quota_pass::QuotaPass;
 use super::quota_reports::{self, QuotaReports};
 use super::quota_turns::TurnOrder;
-use super::quotas::{Decided, QuotaSettings, QuotaWorlds};
+use super::quotas::{Decided, QuotaSettings, QuotaWorlds, are_enforced};
 use super::returning::Returning;
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::{self, PlacedReport, StrandedActions, StrandedPods};
@@ -576,7 +576,11 @@ impl Gatekeeper {
         if self.evictions.update(up) {
             self.preemptors.record_cluster_change();
         }
-        if std::mem::take(&mut self.restores_evictions) && !input.cluster.quotas.is_empty() {
+        let may_restore = || {
+            let is_known = !input.cluster.quotas.is_empty() && !self.quota_objects.are_unknown();
+            is_known && are_enforced(input.cluster, &self.nodes, &self.quotas)
+        };
+        if std::mem::take(&mut self.restores_evictions) && may_restore() {
             let grace_cap = Duration::from_secs(self.quotas.rules.grace_cap);
             self.gang_evictions.restore(input.tracker, input.now.epoch, grace_cap);
         }

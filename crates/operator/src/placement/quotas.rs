@@ -147,6 +147,12 @@ pub(crate) fn quotas_of(cluster: &Cluster, nodes: &Nodes, unnamed: Unnamed) -> Q
     Quotas::new(objects, &namespaces, &products, unnamed)
 }
 
+/// Returns whether a quota of the cluster is enforced.
+pub(super) fn are_enforced(cluster: &Cluster, nodes: &Nodes, settings: &QuotaSettings) -> bool {
+    let quotas = quotas_of(cluster, nodes, settings.unnamed);
+    (0..quotas.pools.len()).any(|at| quotas.is_enforced(at))
+}
+
 impl QuotaWorlds {
     /// Reads the pools. Returns `None` if there is no valid quota. `waiting` contains the pods at
     /// the gate.

@@ -1,7 +1,8 @@
 //! Tests that all pods of a gang are evicted, although each eviction is a request of its own.
 use std::time::Duration;
 
-use serde_json::json;
+use cleave_api::names::NOMINATION_ANNOTATION;
+use serde_json::{Value, json};
 
 use super::quotas::Case;
 use crate::evict::EvictionResult;
@@ -115,5 +116,71 @@ fn a_gang_that_loses_a_pod_otherwise_is_not_evicted() {
         case.losses = losses;
         steps(&mut case, 20);
         assert_eq!(evicted(&case), Vec::<&str>::new(), "losses {losses:x}");
+    }
+}
+
+/// Returns the nomination that is written to a1.
+fn note(case: &Case) -> String {
+    case.world.pods["a/a1"]["metadata"]["annotations"][NOMINATION_ANNOTATION].as_str().unwrap_or_default().to_owned()
+}
+
+/// The evictions of the gang fail. Then one of its pods ends by itself, and a1 uses its GPU.
+#[test]
+fn a_new_leader_does_not_evict_a_gang_of_which_no_pod_was_evicted() {
+    for failure in failures() {
+        let mut case = case();
+        case.failing_eviction = Some(("b/g1".to_owned(), failure.clone()));
+        case.step();
+        let is_unanswered = matches!(failure, EvictionResult::Failed(_));
+        assert_eq!(note(&case).contains("evicts"), is_unanswered, "{failure:?}");
+        case.end("b/g2");
+        case.losses = 1;
+        steps(&mut case, 20);
+        assert_eq!(evicted(&case), Vec::<&str>::new(), "{failure:?}");
+        assert_eq!(case.is_running(), ["a1", "g1", "g3"].map(str::to_owned).into(), "{failure:?}");
+    }
+}
+
+/// The leader is lost before it knows the result of the first request.
+#[test]
+fn a_new_leader_evicts_the_rest_of_a_gang_if_a_pod_terminates_because_of_an_eviction() {
+    for (is_eviction, rest) in [(true, vec!["g2", "g3"]), (false, vec![])] {
+        let mut case = case();
+        case.failing_eviction = Some(("b/g1".to_owned(), EvictionResult::Failed("timeout".to_owned())));
+        case.step();
+        case.world.terminate("b/g1", "1970-01-12T13:47:10Z");
+        if is_eviction {
+            let condition = json!([{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}]);
+            let set = |pod: &mut Value| pod["status"]["conditions"] = condition;
+            case.world.change(|world| &mut world.pods, "b/g1", set);
+        }
+        case.losses = 1;
+        steps(&mut case, 2);
+        assert_eq!(evicted(&case), rest, "eviction {is_eviction}");
+    }
+}
+
+#[test]
+fn a_new_leader_continues_no_eviction_without_an_enforced_quota_or_while_a_quota_is_unknown() {
+    let count = |case: &mut Case| {
+        case.world.quotas.iter_mut().for_each(|quota| quota["spec"]["mode"] = json!("Count"));
+    };
+    let add_unknown = |case: &mut Case| {
+        let mut quota = case.world.quotas[0].clone();
+        quota["metadata"]["name"] = json!("z");
+        quota["spec"] = json!({"namespaces": ["z"], "mode": "Unknown"});
+        case.world.quotas.push(quota);
+    };
+    let changes: [(&str, fn(&mut Case), usize); 3] =
+        [("none", |_| {}, 3), ("count", count, 1), ("unknown", add_unknown, 1)];
+    for (change, apply, evictions) in changes {
+        let mut case = case();
+        case.failing_eviction = Some(("b/g2".to_owned(), EvictionResult::Refused("no".to_owned())));
+        case.step();
+        assert!(note(&case).contains("\"begun\":true"), "{}", note(&case));
+        apply(&mut case);
+        case.losses = 1;
+        steps(&mut case, 3);
+        assert_eq!(evicted(&case).len(), evictions, "{change}: {:?}", case.evicted);
     }
 }
