@@ -58,6 +58,9 @@ pub struct EvictedGang {
     /// Whether the API server evicted some of the pods, but not all.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub begun: bool,
+    /// Whether the pods are deleted although disruption budgets protect them.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub force: bool,
 }
 
 /// The gang of a released pod.
@@ -137,6 +140,7 @@ mod tests {
             from: Some("b".to_owned()),
             to: None,
             begun: false,
+            force: false,
         };
         placement.evicts = vec![evicted];
         let text = placement.to_text().unwrap();

@@ -91,12 +91,14 @@ struct ReleasedGangPods<'a> {
     by_gang: BTreeMap<GangId, Vec<&'a PodObject>>,
     /// Gangs with a pod that terminates because of an eviction.
     evicted: BTreeSet<GangId>,
+    /// Gangs with a pod that terminates for another reason, for example a deletion.
+    deleted: BTreeSet<GangId>,
 }
 
 impl<'a> ReleasedGangPods<'a> {
     fn new(tracker: &'a PodTracker) -> Self {
         let (mut by_uid, mut by_gang) = (BTreeMap::new(), BTreeMap::<GangId, Vec<&PodObject>>::new());
-        let mut evicted = BTreeSet::new();
+        let (mut evicted, mut deleted) = (BTreeSet::new(), BTreeSet::new());
         for pod in tracker.living_pods().filter(|pod| pod.requests_gpus()) {
             let has_left_gate = pod.node().is_some() || pod.spec.scheduling_gates.is_empty();
             let (Some(gang), Some(uid)) = (gang_id(pod).filter(|_| has_left_gate), pod.metadata.uid.as_deref()) else {
@@ -107,9 +109,11 @@ impl<'a> ReleasedGangPods<'a> {
                 by_gang.entry(gang).or_default().push(pod);
             } else if pod.condition(DISRUPTION_TARGET).is_some_and(|condition| condition.status == "True") {
                 evicted.insert(gang);
+            } else {
+                deleted.insert(gang);
             }
         }
-        Self { by_uid, by_gang, evicted }
+        Self { by_uid, by_gang, evicted, deleted }
     }
 
     /// Returns the pods of a gang that do not terminate.
@@ -140,6 +144,7 @@ pub(super) fn evicted_gangs(evictions: &[Eviction]) -> Vec<EvictedGang> {
             from: quota.from.clone(),
             to: quota.to.clone(),
             begun: false,
+            force: quota.force,
         };
         gangs.entry(gang).or_insert_with(new).pods += 1;
     }
@@ -236,7 +241,13 @@ impl GangEvictions {
 
     /// Remembers the gangs that an earlier leader began to evict for pods that still wait. `now` is
     /// in seconds since the Unix epoch, `grace_cap` the maximum grace period of evicted pods.
-    pub(super) fn restore(&mut self, tracker: &PodTracker, now: u64, grace_cap: Duration) {
+    /// `has_budget` returns whether a disruption budget selects a pod.
+    pub(super) fn restore(
+        &mut self,
+        tracker: &PodTracker,
+        (now, grace_cap): (u64, Duration),
+        has_budget: impl Fn(&PodObject) -> bool,
+    ) {
         let noted: Vec<(&PodObject, &EvictedGang)> = tracker
             .living_pods()
             .filter(|pod| pod.waits_at_gate())
@@ -248,24 +259,24 @@ impl GangEvictions {
         }
         let released = ReleasedGangPods::new(tracker);
         for (preemptor, noted) in noted {
-            let EvictedGang { namespace, name, since, pods, kind, from, to, begun } = noted;
+            let EvictedGang { namespace, name, since, pods, kind, from, to, begun, force } = noted;
             let gang = GangId { namespace: namespace.clone(), name: name.clone(), since: Some(*since) };
             let running = released.running(&gang);
             // The previous leader may have been lost before it recorded the results.
-            let has_begun = *begun || released.evicted.contains(&gang);
+            let has_begun = *begun || released.evicted.contains(&gang) || *force && released.deleted.contains(&gang);
             let is_partly_evicted = has_begun && running.len() < *pods;
             let Some(kind) = Kind::from_name(kind).filter(|_| is_partly_evicted) else { continue };
             let of = self.0.entry(gang.clone()).or_default();
             (of.size, of.has_begun) = (*pods, true);
             for pod in running {
-                let (grace, uid) = (requested_grace(pod, grace_cap, false), pod.uid().unwrap_or_default());
+                let (grace, uid) = (requested_grace(pod, grace_cap, *force), pod.uid().unwrap_or_default());
                 let message = format!("other pods of the gang {name} were evicted");
-                let quota = QuotaEviction { kind, from: from.clone(), to: to.clone(), grace, force: false, message };
+                let quota = QuotaEviction { kind, from: from.clone(), to: to.clone(), grace, force: *force, message };
                 let eviction = Eviction {
                     pod: full_name(&pod.metadata),
                     uid: uid.clone(),
                     preemptor: full_name(&preemptor.metadata),
-                    may_be_refused: true,
+                    may_be_refused: has_budget(pod),
                     quota: Some(quota),
                     gang: Some(gang.clone()),
                 };

@@ -9,6 +9,7 @@ use cleave_api::names::CONDITION_PLACED;
 use cleave_plan::ledger::{Chooser, Ledger, Moment, Place};
 
 use super::actions::{Actions, Eviction, Release};
+use super::budgets::{BudgetProtection, DisruptionBudgets};
 use super::claims::{self, PodClaims};
 use super::cluster::{Cluster, ReconcileInput, ReconcileTime, is_released_and_unbound};
 use super::decisions::{Decisions, MAX_RELEASES};
@@ -582,7 +583,9 @@ impl Gatekeeper {
         };
         if std::mem::take(&mut self.restores_evictions) && may_restore() {
             let grace_cap = Duration::from_secs(self.quotas.rules.grace_cap);
-            self.gang_evictions.restore(input.tracker, input.now.epoch, grace_cap);
+            let budgets = DisruptionBudgets::new(&input.cluster.budgets);
+            let has_budget = |pod: &PodObject| budgets.protection(pod) != BudgetProtection::None;
+            self.gang_evictions.restore(input.tracker, (input.now.epoch, grace_cap), has_budget);
         }
         let evictions = &self.evictions;
         actions.evictions = self.gang_evictions.evict_rest(input.tracker, |uid| evictions.can_request(uid, up), up);

@@ -4,6 +4,7 @@ use std::time::Duration;
 use cleave_api::names::NOMINATION_ANNOTATION;
 use serde_json::{Value, json};
 
+use super::quota_evictions::add_budget;
 use super::quotas::Case;
 use crate::evict::EvictionResult;
 
@@ -183,4 +184,30 @@ fn a_new_leader_continues_no_eviction_without_an_enforced_quota_or_while_a_quota
         steps(&mut case, 3);
         assert_eq!(evicted(&case).len(), evictions, "{change}: {:?}", case.evicted);
     }
+}
+
+/// Otherwise the disruption budget would protect the rest of the gang, and half a gang is useless.
+#[test]
+fn a_new_leader_deletes_the_rest_of_a_gang_that_the_old_leader_deleted() {
+    let mut case = Case::new(3, &[("a", json!({"min": 5})), ("b", json!({}))])
+        .with_budget_patience(3)
+        .waiting(&[("g1", "b", 10, 0), ("g2", "b", 10, 0), ("g3", "b", 10, 0)])
+        .gang("b", "train", 3, &["g1", "g2", "g3"]);
+    assert_eq!(case.step().releases.len(), 3);
+    case.step();
+    let mut case = case.waiting(&[("a1", "a", 5, 0)]);
+    add_budget(&mut case, "b", 0);
+    case.failing_eviction = Some(("b/g2".to_owned(), EvictionResult::Failed("timeout".to_owned())));
+    for _ in 0..10 {
+        case.step();
+        if !case.evicted.is_empty() {
+            break;
+        }
+    }
+    assert_eq!(evicted(&case), ["g1"]);
+    case.losses = 1;
+    let actions = case.step();
+    let deleted: Vec<_> =
+        actions.evictions.iter().map(|one| (one.pod.as_str(), one.quota.as_ref().unwrap().force)).collect();
+    assert_eq!(deleted, [("b/g2", true), ("b/g3", true)]);
 }
