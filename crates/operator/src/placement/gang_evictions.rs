@@ -291,7 +291,7 @@ impl GangEvictions {
     pub(super) fn evict_rest(
         &mut self,
         tracker: &PodTracker,
-        can_evict: impl Fn(&str) -> bool,
+        can_evict: impl Fn(&PodObject, &Eviction) -> bool,
         up: Duration,
     ) -> Vec<Eviction> {
         if self.0.is_empty() {
@@ -307,7 +307,10 @@ impl GangEvictions {
             if of.is_complete(released.running(gang)) {
                 return false;
             }
-            let due = of.pods.iter().filter(|(uid, _)| can_evict(uid));
+            let can_evict = |uid: &str, eviction: &Eviction| {
+                released.by_uid.get(uid).is_some_and(|pod| can_evict(pod, eviction))
+            };
+            let due = of.pods.iter().filter(|(uid, pod)| can_evict(uid, &pod.eviction));
             evictions.extend(due.map(|(_, pod)| pod.eviction.clone()));
             !of.pods.is_empty()
         });

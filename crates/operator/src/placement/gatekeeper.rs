@@ -403,6 +403,7 @@ impl Gatekeeper {
                 self.reserve_or_explain(&mut ledger, waiting, &input, &mut actions);
             }
             self.gang_evictions.remember(&actions.evictions, tracker);
+            actions.awaits_budgets |= !self.gang_evictions.is_empty();
             let room = MAX_RELEASES.saturating_sub(actions.releases.len());
             let queue = &self.queue;
             let retried = self.unanswered.releases_to_retry(&ledger, now);
@@ -588,7 +589,13 @@ impl Gatekeeper {
             self.gang_evictions.restore(input.tracker, (input.now.epoch, grace_cap), has_budget);
         }
         let evictions = &self.evictions;
-        actions.evictions = self.gang_evictions.evict_rest(input.tracker, |uid| evictions.can_request(uid, up), up);
+        let budgets = LazyCell::new(|| DisruptionBudgets::new(&input.cluster.budgets));
+        let can_evict = |pod: &PodObject, eviction: &Eviction| {
+            let force = eviction.quota.as_ref().is_some_and(|quota| quota.force);
+            evictions.can_request(&eviction.uid, force, up)
+                && (force || budgets.protection(pod) != BudgetProtection::Protected)
+        };
+        actions.evictions = self.gang_evictions.evict_rest(input.tracker, can_evict, up);
         self.evictions.set_requested(actions.evictions.iter().map(|eviction| eviction.uid.clone()).collect());
         if !waiting.is_empty() || !self.gang_evictions.is_empty() {
             self.preemptors.update_budgets(&input.cluster.budgets);

@@ -211,3 +211,25 @@ fn a_new_leader_deletes_the_rest_of_a_gang_that_the_old_leader_deleted() {
         actions.evictions.iter().map(|one| (one.pod.as_str(), one.quota.as_ref().unwrap().force)).collect();
     assert_eq!(deleted, [("b/g2", true), ("b/g3", true)]);
 }
+
+/// The API server refuses each eviction of g2. Its GPU never becomes free, so no other pod is
+/// evicted there.
+#[test]
+fn a_pod_whose_eviction_is_requested_again_does_not_count_as_gone() {
+    let mut case = Case::new(2, &[("a", json!({"min": 5})), ("b", json!({})), ("c", json!({"min": 10}))])
+        .running(&[(("g1", "b", 10, 0), 0), (("g2", "b", 5, 0), 1), (("v", "b", 5, 7), 1)])
+        .gang("b", "train", 2, &["g1", "g2"])
+        .waiting(&[("a1", "a", 5, 0)]);
+    let refusal = || Some(("b/g2".to_owned(), EvictionResult::Refused("no".to_owned())));
+    case.failing_eviction = refusal();
+    case.step();
+    case.failing_eviction = refusal();
+    case.step();
+    assert!(case.is_running().contains("a1"), "{:?}", case.is_running());
+    let mut case = case.waiting(&[("c1", "c", 10, 0)]);
+    for _ in 0..60 {
+        case.failing_eviction = refusal();
+        case.step();
+    }
+    assert_eq!(evicted(&case), ["g1"]);
+}

@@ -39,8 +39,8 @@ pub(super) struct Case {
     pub(super) ending: Ending,
     /// A pod whose release fails, because the pod has changed.
     pub(super) failing_release: Option<String>,
-    /// A pod whose next eviction fails, and the result. The operator sends no further evictions in
-    /// the same reconcile.
+    /// A pod whose next eviction fails, and the result. The operator sends no further evictions for
+    /// the same waiting pod in the same reconcile, and none at all after a throttled request.
     pub(super) failing_eviction: Option<(String, EvictionResult)>,
 }
 
@@ -225,11 +225,19 @@ impl Case {
         self.write_notes(&actions.kept);
         let round = self.seconds;
         let mut of_gangs = GangResults::default();
+        let mut failed = BTreeSet::new();
         for eviction in &actions.evictions {
+            if failed.contains(&eviction.preemptor) {
+                continue;
+            }
             if let Some((_, result)) = self.failing_eviction.take_if(|(pod, _)| *pod == eviction.pod) {
                 self.keeper.record_eviction(eviction, &result, at(self.seconds).up);
                 of_gangs.record(eviction, &result);
-                break;
+                if matches!(result, EvictionResult::Throttled(_)) {
+                    break;
+                }
+                failed.insert(eviction.preemptor.clone());
+                continue;
             }
             let kind = eviction.quota.as_ref().map_or_else(|| "-".to_owned(), |quota| format!("{:?}", quota.kind));
             self.keeper.record_eviction(eviction, &EvictionResult::Done, at(self.seconds).up);
