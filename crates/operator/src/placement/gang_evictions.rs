@@ -33,8 +33,8 @@ pub(super) struct GangEvictions(BTreeMap<GangId, PartlyEvicted>);
 struct PartlyEvicted {
     /// Pods that may still run, by UID.
     pods: BTreeMap<String, Remaining>,
-    /// Number of pods that were to be evicted.
-    size: usize,
+    /// UIDs of the pods of the gang that ran when the eviction was decided.
+    members: BTreeSet<String>,
     /// Whether the API server evicted one of the pods.
     has_begun: bool,
     /// The time until which a request without an answer may still turn out to have evicted a pod.
@@ -49,13 +49,11 @@ struct Remaining {
     deleted: Option<Time>,
     /// Whether a request to evict the pod had no answer.
     is_unanswered: bool,
-    /// Whether the API server accepted the eviction.
-    is_accepted: bool,
 }
 
 impl Remaining {
     const fn new(eviction: Eviction, deleted: Option<Time>) -> Self {
-        Self { eviction, deleted, is_unanswered: false, is_accepted: false }
+        Self { eviction, deleted, is_unanswered: false }
     }
 }
 
@@ -71,11 +69,10 @@ impl PartlyEvicted {
         });
     }
 
-    /// Returns whether replacements run beside the remaining pods, so that no pod is missing.
-    fn is_complete(&self, running: &[&PodObject]) -> bool {
-        let is_accepted = |uid: &str| self.pods.get(uid).is_some_and(|pod| pod.is_accepted);
-        let uids = running.iter().filter_map(|pod| pod.metadata.uid.as_deref());
-        uids.filter(|uid| !is_accepted(uid)).count() >= self.size
+    /// Returns whether replacements of evicted pods were released beside the remaining pods. All
+    /// pods that the gang still needs are released together.
+    fn has_replacements(&self, running: &[&PodObject]) -> bool {
+        running.iter().filter_map(|pod| pod.metadata.uid.as_deref()).any(|uid| !self.members.contains(uid))
     }
 
     /// Returns whether a request without an answer may still turn out to have evicted a pod.
@@ -209,18 +206,18 @@ impl GangEvictions {
             return;
         }
         let released = ReleasedGangPods::new(tracker);
-        let mut counts: BTreeMap<&GangId, usize> = BTreeMap::new();
         for (gang, eviction) in of_gangs() {
-            *counts.entry(gang).or_default() += 1;
             let pod = released.by_uid.get(eviction.uid.as_str());
             let deleted = pod.and_then(|pod| pod.metadata.deletion_timestamp.clone());
             let new = || Remaining::new(eviction.clone(), deleted);
             let of = self.0.entry(gang.clone()).or_default();
             of.pods.entry(eviction.uid.clone()).or_insert_with(new);
         }
-        for (gang, count) in counts {
-            let of = self.0.entry(gang.clone()).or_default();
-            of.size = of.size.max(count);
+        let gangs: BTreeSet<&GangId> = of_gangs().map(|(gang, _)| gang).collect();
+        for gang in gangs {
+            if let Some(of) = self.0.get_mut(gang) {
+                of.members.extend(released.running(gang).iter().filter_map(|pod| pod.uid()));
+            }
         }
     }
 
@@ -234,7 +231,6 @@ impl GangEvictions {
             of.undecided_until = up.saturating_add(TERMINATION_TIME);
         }
         if let Some(pod) = of.pods.get_mut(&eviction.uid) {
-            pod.is_accepted |= is_accepted;
             pod.is_unanswered |= is_unanswered;
         }
     }
@@ -267,7 +263,8 @@ impl GangEvictions {
             let is_partly_evicted = has_begun && running.len() < *pods;
             let Some(kind) = Kind::from_name(kind).filter(|_| is_partly_evicted) else { continue };
             let of = self.0.entry(gang.clone()).or_default();
-            (of.size, of.has_begun) = (*pods, true);
+            of.has_begun = true;
+            of.members.extend(running.iter().filter_map(|pod| pod.uid()));
             for pod in running {
                 let (grace, uid) = (requested_grace(pod, grace_cap, *force), pod.uid().unwrap_or_default());
                 let message = format!("other pods of the gang {name} were evicted");
@@ -286,8 +283,8 @@ impl GangEvictions {
     }
 
     /// Starts a reconcile. Returns the evictions of the remaining pods that `can_evict` accepts, by
-    /// UID. Forgets the gangs of which all pods terminate or none was evicted, and those that are
-    /// complete again, because replacements run beside the remaining pods.
+    /// UID. Forgets the gangs of which all pods terminate or none was evicted, and those of which
+    /// replacements were released beside the remaining pods.
     pub(super) fn evict_rest(
         &mut self,
         tracker: &PodTracker,
@@ -304,7 +301,7 @@ impl GangEvictions {
             if !of.has_begun {
                 return of.is_undecided(up);
             }
-            if of.is_complete(released.running(gang)) {
+            if of.has_replacements(released.running(gang)) {
                 return false;
             }
             let can_evict = |uid: &str, eviction: &Eviction| {

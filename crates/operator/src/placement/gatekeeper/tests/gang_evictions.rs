@@ -233,3 +233,29 @@ fn a_pod_whose_eviction_is_requested_again_does_not_count_as_gone() {
     }
     assert_eq!(evicted(&case), ["g1"]);
 }
+
+/// One of the evicted pods has completed, and is not created again.
+#[test]
+fn a_gang_whose_replacements_run_beside_the_rest_runs_on_although_a_pod_is_missing() {
+    let mut case = case();
+    let refusal = || Some(("b/g2".to_owned(), EvictionResult::Refused("no".to_owned())));
+    case.failing_eviction = refusal();
+    case.step();
+    case.end("a/a1");
+    case.failing_eviction = refusal();
+    case.step();
+    assert_eq!(evicted(&case), ["g1", "g3"]);
+    case.end("b/g3");
+    for _ in 0..100 {
+        if case.is_running().contains("g1") {
+            break;
+        }
+        case.failing_eviction = refusal();
+        case.step();
+    }
+    assert!(case.is_running().contains("g1"), "{:?}", case.is_running());
+    case.failing_eviction = None;
+    steps(&mut case, 200);
+    assert_eq!(evicted(&case), ["g1", "g3"]);
+    assert_eq!(case.is_running(), ["g1", "g2"].map(str::to_owned).into());
+}
