@@ -21,6 +21,7 @@ use super::actions::{Eviction, GangId, NominationRecord, QuotaEviction};
 use super::evictions::TERMINATION_TIME;
 use super::pod_tracker::PodTracker;
 use super::quota_pass::requested_grace;
+use super::quota_times::created;
 use crate::evict::EvictionResult;
 use crate::pods::{DISRUPTION_TARGET, PodObject, full_name};
 
@@ -260,7 +261,10 @@ impl GangEvictions {
             let running = released.running(&gang);
             // The previous leader may have been lost before it recorded the results.
             let has_begun = *begun || released.evicted.contains(&gang) || *force && released.deleted.contains(&gang);
-            let is_partly_evicted = has_begun && running.len() < *pods;
+            let until = preemptor.nomination.as_ref().map_or(0, |room| room.until);
+            let decided = until.saturating_sub(grace_cap.saturating_add(TERMINATION_TIME).as_secs());
+            let has_replacements = running.iter().any(|pod| created(pod).0 > decided);
+            let is_partly_evicted = has_begun && !has_replacements && running.len() < *pods;
             let Some(kind) = Kind::from_name(kind).filter(|_| is_partly_evicted) else { continue };
             let of = self.0.entry(gang.clone()).or_default();
             of.has_begun = true;
