@@ -126,7 +126,8 @@ impl EvictionRecords {
     /// Returns whether an eviction of the pod with this UID can be requested now.
     /// Disruption budgets do not delay a deletion (`force`).
     pub(super) fn can_request(&self, uid: &str, force: bool, up: Duration) -> bool {
-        let is_avoided = |failures: &EvictionFailures| failures.avoided_until.is_some() && !(force && failures.by_budget);
+        let is_avoided =
+            |failures: &EvictionFailures| failures.avoided_until.is_some() && !(force && failures.by_budget);
         let is_avoided = self.failures.get(uid).is_some_and(is_avoided);
         !self.is_paused(up) && !self.accepted.contains_key(uid) && !is_avoided
     }
