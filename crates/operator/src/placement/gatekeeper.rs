@@ -649,11 +649,7 @@ impl Gatekeeper {
         let unbound = unbound.unwrap_or_default();
         let mut quotas = worlds.as_ref().map(|worlds| QuotaPass::new(worlds, ledger));
         let mut search = PlacementSearch::new(input, (nodes, tracker, &*claims), ledger, chooser);
-        let leads_since = self.leads_since;
-        let is_unfinished =
-            |pass: &QuotaPass<'_>| candidates.iter().any(|one| pass.is_unfinished_release(&one.name, leads_since));
-        // The rest of a gang that is partly released precedes pods that have waited long.
-        if let Some(pass) = quotas.as_mut().filter(|pass| !is_unfinished(pass)) {
+        if let Some(pass) = quotas.as_mut().filter(|pass| !pass.has_unfinished_release(&candidates, self.leads_since)) {
             long_waits::reserve(pass, (ledger, &mut search), &candidates, (input, queue));
         }
         let order = TurnOrder::new(quotas.as_ref(), candidates.iter().map(|one| one.name.as_str()), self.leads_since);
