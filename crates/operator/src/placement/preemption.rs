@@ -3,7 +3,7 @@ use std::cell::{LazyCell, OnceCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use cleave_plan::ledger::{Holders, Ledger, Nomination, PendingPod, Preemption};
+use cleave_plan::ledger::{Holders, Ledger, Nomination, PendingPod, Preemption, Reservation};
 use cleave_plan::quota::Kind;
 
 use super::actions::{Actions, Eviction, NominationRecord, ProtectedPod, QuotaEviction};
@@ -405,22 +405,17 @@ impl<'a> PreemptionSearch<'a> {
         actions: &mut Actions,
     ) -> Result<Exchange<'a>, NoEvictions> {
         let Candidate { name, pod, .. } = candidate;
-        let (tracker, member) = (self.tracker, turn.member);
-        let key = search.key(candidate);
+        let (tracker, key) = (self.tracker, search.key(candidate));
         let is_futile = verdict.permanent_obstacle().is_some() || key.has_unbound_volume();
         if is_futile || !turn.rights.is_within_max_later && pod.spec.preemption_policy.as_deref() == Some("Never") {
             return Err(NoEvictions::Impossible);
         }
         let kept = pods_of_affinity(tracker, pod);
-        // The priorities of the holders express the order of evictions.
-        let pending = PendingPod { priority: i32::MAX, ..candidate.pending_pod() };
-        if let Some(nomination) = ledger.nominations().get(name).filter(|_| turn.rights.is_within_max_later) {
-            let targets = search.preemption_nodes(ledger, candidate, |node| node == nomination.node);
-            let ending = pass.ending(member, self.holders());
-            let found = ledger.preempt(pending, targets, &ending, &kept);
-            if let Some(found) = found.filter(|found| found.victims.is_empty()) {
-                return Ok(Exchange { kind: Kind::Priority, found: vec![(candidate, found)], force: false });
-            }
+        let nomination = ledger.nominations().get(name).filter(|_| turn.rights.is_within_max_later);
+        if let Some(found) =
+            nomination.and_then(|of| self.find_on_nominated_node(ledger, search, candidate, of, (pass, turn), &kept))
+        {
+            return Ok(Exchange { kind: Kind::Priority, found: vec![(candidate, found)], force: false });
         }
         if pod.spec.preemption_policy.as_deref() == Some("Never") {
             return Err(NoEvictions::Impossible);
@@ -439,6 +434,32 @@ impl<'a> PreemptionSearch<'a> {
         self.take_exchange_turn(&seeker)?;
         let found = self.search_exchange(ledger, search, candidate, (pass, turn), &kept, actions);
         self.record_exchange(&seeker, found)
+    }
+
+    /// Finds units that a nominated pod gets without further evictions: the nominated units, or
+    /// other units of the node. Other units may cost more, so the rules must permit that the pod
+    /// gets these.
+    fn find_on_nominated_node(
+        &self,
+        ledger: &Ledger,
+        search: &PlacementSearch<'a>,
+        candidate: &'a Candidate<'a>,
+        nomination: &Nomination,
+        (pass, turn): (&QuotaPass<'_>, QuotaTurn),
+        kept: &BTreeSet<String>,
+    ) -> Option<Preemption> {
+        let (name, member) = (candidate.name.as_str(), turn.member);
+        let targets = search.preemption_nodes(ledger, candidate, |node| node == nomination.node);
+        let ending = pass.ending(member, self.holders());
+        // The priorities of the holders express the order of evictions.
+        let pending = PendingPod { priority: i32::MAX, ..candidate.pending_pod() };
+        let are_nominated =
+            |found: &Preemption| found.victims.is_empty() && sorted(&found.takes) == sorted(&nomination.takes);
+        let are_permitted = |found: &Preemption| {
+            found.victims.is_empty() && pass.kinds(&turn).any(|kind| pass.is_legal(kind, member, &[(name, found)]))
+        };
+        let same = ledger.preempt_legally(pending, targets.clone(), (&ending, kept), Some(&are_nominated));
+        same.or_else(|| ledger.preempt_legally(pending, targets, (&ending, kept), Some(&are_permitted)))
     }
 
     /// Returns whether no pods are evicted for a waiting pod or gang now, because earlier evictions
@@ -696,6 +717,13 @@ impl<'a> PreemptionSearch<'a> {
             Eviction { pod, uid, preemptor: preemptor.to_owned(), may_be_refused, quota: None, gang: None }
         }));
     }
+}
+
+/// Returns units in a fixed order, so that they can be compared.
+fn sorted(takes: &[Reservation]) -> Vec<Reservation> {
+    let mut takes = takes.to_vec();
+    takes.sort_unstable();
+    takes
 }
 
 /// Returns the pods that are not evicted for a pod: those that its affinity needs, and those that
