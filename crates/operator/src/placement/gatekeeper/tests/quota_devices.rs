@@ -283,11 +283,20 @@ fn a_pod_that_exceeds_its_maximum_only_on_some_devices_reclaims_others() {
 
 #[test]
 fn a_pod_that_exceeds_its_maximum_only_on_some_devices_evicts_pods_of_its_quota_there() {
-    let (mut world, mut actual) = nodes_with_different_shares(json!({"max": "1"}));
-    add(&mut world, &mut actual, ("c", "c2", 10), (Some("n1"), 0));
-    add(&mut world, &mut actual, ("a", "a1", 2), (None, 5));
-    let actions = reconcile(&mut keeper(), &world, 9);
-    assert_eq!(evicted(&actions), [("a/a0", Some(Kind::Priority))], "{:?}", actions.waiting);
+    for may_use_n3 in [true, false] {
+        let (mut world, mut actual) = nodes_with_different_shares(json!({"max": "1"}));
+        add(&mut world, &mut actual, ("c", "c2", 10), (Some("n1"), 0));
+        add(&mut world, &mut actual, ("a", "a1", 2), (None, 5));
+        if !may_use_n3 {
+            // The free shares of n2 suffice if the quota uses less elsewhere.
+            for node in ["n1", "n2"] {
+                world.change(|world| &mut world.nodes, node, |node| node["metadata"]["labels"]["kind"] = json!("x"));
+            }
+            world.change(|world| &mut world.pods, "a/a1", |pod| pod["spec"]["nodeSelector"] = json!({"kind": "x"}));
+        }
+        let actions = reconcile(&mut keeper(), &world, 9);
+        assert_eq!(evicted(&actions), [("a/a0", Some(Kind::Priority))], "{may_use_n3}: {:?}", actions.waiting);
+    }
 }
 
 #[test]
