@@ -229,7 +229,7 @@ impl Gatekeeper {
         self.gang_evictions.record(eviction, result, up);
         // A pod that is not found has ended, so its eviction is not needed.
         if *result != EvictionResult::NotFound {
-            self.preemptors.record_eviction(&eviction.preemptor, *result == EvictionResult::Done, up);
+            self.preemptors.record_eviction(eviction, *result == EvictionResult::Done, up);
         }
     }
 

@@ -3,14 +3,14 @@ use std::cell::{LazyCell, OnceCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use cleave_plan::ledger::{Holders, Ledger, Nomination, PendingPod, Preemption, Reservation};
+use cleave_plan::ledger::{DeviceUsage, Holders, Ledger, Nomination, PendingPod, Preemption, Reservation};
 use cleave_plan::quota::Kind;
 
 use super::actions::{Actions, Eviction, NominationRecord, ProtectedPod, QuotaEviction};
 use super::claims::PodClaims;
 use super::cluster::ReconcileTime;
 use super::constraints;
-use super::eviction_rounds::{DeviceOfNode, QuotaRound};
+use super::eviction_rounds::{DeviceOfNode, QuotaRound, ReleaseToDevice};
 use super::evictions::{Evictability, TERMINATION_TIME};
 use super::exchange_turns::{SearchTurn, Seeker};
 use super::gang_evictions::{evicted_gangs, gang_id};
@@ -55,9 +55,8 @@ pub(super) struct PreemptionSearch<'a> {
     /// Properties of pods for which no preemption helps. Replicas of a workload have the same
     /// result.
     futile: BTreeSet<SearchKey<'a>>,
-    /// When the operator last released a pod to each device. Computed only if evictions are
-    /// delayed.
-    latest_releases: OnceCell<BTreeMap<DeviceOfNode, u64>>,
+    /// The operator's releases by device. Computed only if evictions are delayed.
+    releases: OnceCell<BTreeMap<DeviceOfNode, Vec<ReleaseToDevice>>>,
     /// Whether no pods are evicted now, because the API server limits requests.
     is_paused: bool,
     /// Whether no pods are evicted by priority alone, because it is not known whether a quota
@@ -113,7 +112,7 @@ impl<'a> PreemptionSearch<'a> {
             new: 0,
             searches: 0,
             futile,
-            latest_releases: OnceCell::new(),
+            releases: OnceCell::new(),
             is_paused,
             are_quotas_unknown: false,
             up,
@@ -363,12 +362,9 @@ impl<'a> PreemptionSearch<'a> {
         }
         self.mark_evicted(&evictions);
         if !evictions.is_empty() {
-            let devices = |found: &Preemption| {
-                found.takes.iter().map(|take| (found.node.clone(), take.device.clone())).collect::<Vec<_>>()
-            };
-            let devices = found.iter().flat_map(|(_, found)| devices(found)).collect();
+            let (found, victims) = (units_by_device(&found), evictions.iter().map(|one| one.uid.clone()).collect());
             let (has_precedence, decided) = (turn.has_precedence(), self.evictability.now());
-            self.preemptors.start_round(&preemptor, QuotaRound { has_precedence, devices, decided });
+            self.preemptors.start_round(&preemptor, QuotaRound { has_precedence, found, victims, decided });
         }
         let until = self.evictability.now().saturating_add(cap.as_secs()).saturating_add(TERMINATION_TIME.as_secs());
         let mut evicts = evicted_gangs(&evictions);
@@ -463,13 +459,15 @@ impl<'a> PreemptionSearch<'a> {
     }
 
     /// Returns whether no pods are evicted for a waiting pod or gang now, because earlier evictions
-    /// had no effect. Evictions had an effect if the operator has since released another pod to the
-    /// freed devices. A release to other devices of the node does not count.
+    /// had no effect. Evictions had an effect if the operator has since released other pods to the
+    /// freed units. Releases to other units or devices of the node do not count.
     fn is_exchange_delayed(&mut self, ledger: &Ledger, name: &str, turn: &QuotaTurn) -> bool {
-        let (tracker, releases) = (self.tracker, &self.latest_releases);
+        let (tracker, releases) = (self.tracker, &self.releases);
         let is_taken = |round: &QuotaRound| {
-            let releases = releases.get_or_init(|| latest_releases(tracker, ledger));
-            round.devices.iter().any(|device| releases.get(device).is_some_and(|time| *time >= round.decided))
+            let releases = releases.get_or_init(|| releases_to_devices(tracker, ledger));
+            round.is_taken(|device| {
+                (free_units(ledger, device), releases.get(device).map(Vec::as_slice).unwrap_or_default())
+            })
         };
         self.preemptors.is_exchange_delayed((name, turn), is_taken, self.up)
     }
@@ -734,19 +732,36 @@ fn pods_to_keep(tracker: &PodTracker, search: &PlacementSearch<'_>, pod: &PodObj
     kept
 }
 
-/// Returns when the operator last released a pod to each device, in seconds since the Unix epoch.
-/// Pods without a reservation, such as static pods, were not released.
-fn latest_releases(tracker: &PodTracker, ledger: &Ledger) -> BTreeMap<DeviceOfNode, u64> {
-    let mut latest: BTreeMap<DeviceOfNode, u64> = BTreeMap::new();
+/// Returns the releases of pods that still exist, by device. Pods without a reservation, such as
+/// static pods, were not released.
+fn releases_to_devices(tracker: &PodTracker, ledger: &Ledger) -> BTreeMap<DeviceOfNode, Vec<ReleaseToDevice>> {
+    let mut releases: BTreeMap<DeviceOfNode, Vec<ReleaseToDevice>> = BTreeMap::new();
     for pod in tracker.living_pods().filter(|pod| pod.requests_gpus() && pod.reserved_until.is_some()) {
         for (node, units) in ledger.units_of(&full_name(&pod.metadata)) {
-            for (_, device, _) in units {
-                let time = latest.entry((node.to_owned(), device.to_owned())).or_default();
-                *time = released(pod).0.max(*time);
+            for (resource, device, units) in units {
+                let device = (node.to_owned(), resource.to_owned(), device.to_owned());
+                releases.entry(device).or_default().push((released(pod).0, units.get()));
             }
         }
     }
-    latest
+    releases
+}
+
+fn free_units(ledger: &Ledger, (node, resource, device): &DeviceOfNode) -> u32 {
+    let is_device = |of: &DeviceUsage| of.resource == *resource && of.device == *device;
+    ledger.devices(node).into_iter().find(is_device).map_or(0, |of| of.free)
+}
+
+/// Returns the number of units of each device that were found for these pods.
+fn units_by_device(found: &[(&Candidate<'_>, Preemption)]) -> BTreeMap<DeviceOfNode, u32> {
+    let mut units: BTreeMap<DeviceOfNode, u32> = BTreeMap::new();
+    for (_, Preemption { node, takes, .. }) in found {
+        for take in takes {
+            let sum = units.entry((node.clone(), take.resource.clone(), take.device.clone())).or_default();
+            *sum = sum.saturating_add(take.units.get());
+        }
+    }
+    units
 }
 
 /// Returns the names of the pods with GPUs that the required affinity of a pod selects. The

@@ -22,6 +22,7 @@ mod quota_leaving;
 mod quota_long_waits;
 mod quota_order;
 mod quota_pools;
+mod quota_rounds;
 mod quota_turns;
 mod quotas;
 mod release;
