@@ -382,7 +382,7 @@ fn a_pod_does_not_wait_for_nominated_devices_where_it_may_not_run() {
 fn a_new_leader_nominates_no_other_devices_than_the_recorded_ones() {
     let (mut world, _) = gpus_with_different_shares(json!({"min": "1"}), json!({}));
     // GPU 0 is guaranteed to c, so x may not borrow it.
-    add_quota(&mut world, "c", json!({"min": "1"}));
+    add_quota(&mut world, "c", json!({"min": "1", "lend": "0"}));
     let units = json!([{"resource": MPS_RESOURCE, "units": 2, "device": "n1-GPU-1"}]);
     let note = json!({"until": 1_000_100, "nodes": {"n1": units}}).to_string();
     world.change(
