@@ -5,6 +5,7 @@ mod gang_evictions;
 mod gang_growth;
 mod gang_pools;
 mod gang_releases;
+mod gang_restarts;
 mod growth;
 mod histories;
 mod lag;
