@@ -54,11 +54,11 @@ pub(super) struct QuotaRound {
 }
 
 impl QuotaRound {
-    /// Returns whether the operator itself has given the units to other pods: one of the devices has
-    /// too few free units, and would have enough without the operator's releases since the round.
-    /// `state_of` returns the number of free units of a device, and the releases to it. Releases to
-    /// other units of the device take nothing from the waiting pod. A release in the second of the
-    /// decision came before the decision, which considered it.
+    /// Returns whether the operator itself has given the units to other pods: one of the devices
+    /// has too few free units, and would have enough without the operator's releases since the
+    /// round. `state_of` returns the number of free units of a device, and the releases to it.
+    /// Releases to other units of the device take nothing from the waiting pod. A release in the
+    /// second of the decision came before the decision, which considered it.
     pub(super) fn is_taken<'r>(&self, state_of: impl Fn(&DeviceOfNode) -> (u32, &'r [ReleaseToDevice])) -> bool {
         self.found.iter().any(|(device, needed)| {
             let (free, releases) = state_of(device);
@@ -161,9 +161,9 @@ mod tests {
     fn a_gang_needs_its_units_on_all_devices() {
         let mut round = round();
         round.found.insert(device(1), 5);
-        let releases: [ReleaseToDevice; 1] = [(101, 5)];
+        let (releases, none): (Vec<ReleaseToDevice>, Vec<ReleaseToDevice>) = (vec![(101, 5)], Vec::new());
         let is_taken = |taken: usize| {
-            round.is_taken(|of| if *of == device(taken) { (0, releases.as_slice()) } else { (5, Default::default()) })
+            round.is_taken(|of| if *of == device(taken) { (0, releases.as_slice()) } else { (5, none.as_slice()) })
         };
         assert!(is_taken(0) && is_taken(1) && !is_taken(2));
     }
