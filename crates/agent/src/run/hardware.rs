@@ -120,11 +120,6 @@ async fn wait_for_next_poll<T>(trigger: impl Future<Output = T>) {
     }
 }
 
-/// Waits for a trigger. Cancel-safe: the next call returns a missed trigger.
-async fn wait_for_trigger(poll: &mut watch::Receiver<()>) {
-    // Ignore errors, because the sender is dropped only when the agent ends.
-    let _ = poll.changed().await;
-}
 
 /// Forwards answers to the main loop. Answers that arrive within [`BATCH_WINDOW`] form one input.
 /// The driver's answer and the first answers for its GPUs form one input if they arrive within
