@@ -63,7 +63,7 @@ impl Node {
         self.update_quiesces(&hardware, in_use.as_ref(), &table.pending, now);
         let desired = self.desired_mps_state(&hardware, &table.allocations);
         self.update_daemons(&desired, now);
-        let users = self.slice_users(&hardware, in_use.as_ref(), now);
+        let users = self.slice_users(&hardware, usage, now);
         let orders = self.order_changes(&hardware, &partitions, changes, users, now);
         steps.extend(self.mig_progress.values().flat_map(MigProgress::steps).cloned());
         self.record_steps(steps, layouts_changed);
@@ -284,14 +284,14 @@ impl Node {
     /// pods one by one. If the agent has no checkpoint of its own, the list counts as complete
     /// after the time `grace`, or once it contains all slices in the kubelet's checkpoint. The
     /// kubelet removes no slices from its checkpoint before it knows all of its pods.
-    fn slice_users(&self, hardware: &Hardware, in_use: Option<&SliceUsage>, now: Instant) -> SliceUsers {
-        let Some(in_use) = in_use.filter(|_| self.pod_resources.is_some() && self.pod_resources_error.is_none()) else {
+    fn slice_users(&self, hardware: &Hardware, usage: Option<&SliceUsage>, now: Instant) -> SliceUsers {
+        let Some(usage) = usage.filter(|_| self.pod_resources_error.is_none()) else {
             return SliceUsers::Unknown;
         };
         let lists_checkpoint = || {
             self.kubelet_checkpoint.as_ref().is_some_and(|devices| {
-                let of_gpus = devices.iter().filter(|(_, id)| hardware.gpu_of(device_of_id(id)).is_some());
-                of_gpus.into_iter().all(|(resource, id)| in_use.contains(resource, id))
+                let mut of_gpus = devices.iter().filter(|(_, id)| hardware.gpu_of(device_of_id(id)).is_some());
+                of_gpus.all(|(resource, id)| usage.contains(resource, id))
             })
         };
         if self.has_checkpoint || now.saturating_duration_since(self.kubelet_since) >= self.grace || lists_checkpoint()

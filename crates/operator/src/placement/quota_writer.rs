@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use cleave_api::GpuQuotaStatus;
-use cleave_api::names::CAPACITY_LABEL;
+use cleave_api::names::{CAPACITY_LABEL, OPERATOR_FIELD_MANAGER};
 use futures::StreamExt as _;
 use kube::Client;
 use tokio::sync::watch;
@@ -206,7 +206,7 @@ async fn carry_out(context: &Context, write: &Write) -> bool {
 /// server-side apply would keep those that another field manager wrote.
 async fn write_status(client: &Client, quota: &str, status: &GpuQuotaStatus) -> bool {
     let patch = serde_json::json!([{"op": "add", "path": "/status", "value": status}]);
-    let path = format!("/apis/cleave.dev/v1alpha1/gpuquotas/{quota}/status?fieldManager=cleave-operator");
+    let path = format!("/apis/cleave.dev/v1alpha1/gpuquotas/{quota}/status?fieldManager={OPERATOR_FIELD_MANAGER}");
     let request = http::Request::patch(path)
         .header(http::header::CONTENT_TYPE, "application/json-patch+json")
         .body(patch.to_string().into_bytes());

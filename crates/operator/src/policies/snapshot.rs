@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, GpuStatus, Partition};
+use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, GpuStatus, Partition, StepStatus};
 use cleave_api::names::{
     HEALTH_MPS_UNAVAILABLE, RESOURCE_GPU, STEP_FAILED, STEP_REFUSED, STEP_USERS_UNKNOWN, STEP_WAITING, is_served,
 };
@@ -117,23 +117,27 @@ pub fn gpu_progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> GpuProgress
     if !agent_has_read_spec(node) {
         return GpuProgress::Changing;
     }
-    let steps = node.object().and_then(|object| object.status.as_ref()).map_or(&[][..], |status| &status.steps);
-    let of_gpu = || steps.iter().filter(|step| step.gpu == gpu.uuid);
     // The agent retries. Pods do not wait for the retry, because other GPUs may have free units.
-    if let Some(step) = of_gpu().find(|step| matches!(step.result.as_str(), STEP_FAILED | STEP_REFUSED)) {
+    if let Some(step) = steps_of(node, gpu).find(|step| matches!(step.result.as_str(), STEP_FAILED | STEP_REFUSED)) {
         return GpuProgress::Failed(step.message.clone());
     }
     if waits_for_kubelet(node, gpu) {
         return GpuProgress::Changing;
     }
-    let blocked = of_gpu().any(|step| step.result == STEP_WAITING) && !contains_all_slices_in_use(&spec.partition, gpu);
+    let waits = steps_of(node, gpu).any(|step| step.result == STEP_WAITING);
+    let blocked = waits && !contains_all_slices_in_use(&spec.partition, gpu);
     if blocked { GpuProgress::Blocked } else { GpuProgress::Changing }
+}
+
+/// Returns the steps that the agent reports for a GPU.
+fn steps_of<'a>(node: &'a Node, gpu: &'a GpuStatus) -> impl Iterator<Item = &'a StepStatus> {
+    let status = node.object().and_then(|object| object.status.as_ref());
+    status.into_iter().flat_map(|status| &status.steps).filter(|step| step.gpu == gpu.uuid)
 }
 
 /// Returns whether the agent changes the GPU only once the kubelet has listed all pods.
 fn waits_for_kubelet(node: &Node, gpu: &GpuStatus) -> bool {
-    let steps = node.object().and_then(|object| object.status.as_ref()).map_or(&[][..], |status| &status.steps);
-    steps.iter().any(|step| step.gpu == gpu.uuid && step.result == STEP_WAITING && step.reason == STEP_USERS_UNKNOWN)
+    steps_of(node, gpu).any(|step| step.result == STEP_WAITING && step.reason == STEP_USERS_UNKNOWN)
 }
 
 /// Returns the maximum time for a node to reach its desired state.
@@ -145,9 +149,7 @@ fn apply_deadline(plan: &Plan, node: &str) -> Duration {
 /// Returns the agent's message about the pods that block a GPU's change, with a leading colon.
 /// Returns "" if the agent reports no message.
 fn blocking_pods_message(node: &Node, gpu: &GpuStatus) -> String {
-    let steps = node.object().and_then(|object| object.status.as_ref()).map_or(&[][..], |status| &status.steps);
-    let step =
-        steps.iter().find(|step| step.gpu == gpu.uuid && step.result == STEP_WAITING && !step.message.is_empty());
+    let step = steps_of(node, gpu).find(|step| step.result == STEP_WAITING && !step.message.is_empty());
     step.map(|step| format!(": {}", step.message)).unwrap_or_default()
 }
 

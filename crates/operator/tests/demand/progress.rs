@@ -111,22 +111,28 @@ fn a_failed_change_is_undone_and_retried_after_a_backoff() {
     assert!(world.is_bound("mig"));
 }
 
+/// Reports that the agent has read its node's spec, and that the change of the node's first GPU
+/// waits.
+fn report_waiting_step(world: &mut TestCluster, node: &str, reason: &str, message: &str) {
+    let generation = world.object(node).metadata.generation.unwrap();
+    let status = world.status(node);
+    status.observed_generation = generation;
+    status.steps = vec![StepStatus {
+        gpu: status.gpus[0].uuid.clone(),
+        action: "turn MIG mode on".into(),
+        result: "Waiting".into(),
+        reason: reason.into(),
+        message: message.into(),
+    }];
+}
+
 #[test]
 fn a_change_that_misses_its_deadline_is_undone() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1).node("n2", 1);
     world.pod("mig", MIG_1G_RESOURCE, 1);
     world.run_pass();
     let slow = world.written_nodes()[0].to_owned();
-    let generation = world.object(&slow).metadata.generation.unwrap();
-    let status = world.status(&slow);
-    status.observed_generation = generation;
-    status.steps = vec![StepStatus {
-        gpu: status.gpus[0].uuid.clone(),
-        action: "turn MIG mode on".into(),
-        result: "Waiting".into(),
-        message: "MIG mode changes with the next reset of this GPU".into(),
-        ..StepStatus::default()
-    }];
+    report_waiting_step(&mut world, &slow, "", "MIG mode changes with the next reset of this GPU");
     world.run_pass();
     world.now += Duration::from_secs(30);
     let (_, outcome) = world.run_pass();
@@ -143,16 +149,7 @@ fn the_deadline_does_not_count_while_the_agent_waits_for_the_kubelet() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1);
     world.pod("mig", MIG_1G_RESOURCE, 1);
     world.run_pass();
-    let generation = world.object("n1").metadata.generation.unwrap();
-    let status = world.status("n1");
-    status.observed_generation = generation;
-    status.steps = vec![StepStatus {
-        gpu: status.gpus[0].uuid.clone(),
-        action: "turn MIG mode on".into(),
-        result: "Waiting".into(),
-        reason: "UsersUnknown".into(),
-        ..StepStatus::default()
-    }];
+    report_waiting_step(&mut world, "n1", "UsersUnknown", "");
     world.run_pass();
     world.now += Duration::from_secs(30);
     let (_, outcome) = world.run_pass();
@@ -169,15 +166,7 @@ fn a_late_gpu_of_another_policy_delays_its_node_only_once() {
     let mut world = TestCluster::new("mode: Auto\ngpus:\n  indices: [1]").node("n1", 2);
     world = world.policy("fixed", "gpus:\n  indices: [0]\nmode: Mig\nmig:\n  layout: [3g.20gb]");
     world.run_pass();
-    let generation = world.object("n1").metadata.generation.unwrap();
-    let status = world.status("n1");
-    status.observed_generation = generation;
-    status.steps = vec![StepStatus {
-        gpu: status.gpus[0].uuid.clone(),
-        result: "Waiting".into(),
-        message: "MIG mode changes with the next reset of this GPU".into(),
-        ..StepStatus::default()
-    }];
+    report_waiting_step(&mut world, "n1", "", "MIG mode changes with the next reset of this GPU");
     world.pod("one", SLICE_10GB_RESOURCE, 1);
     world.run_pass();
     assert_eq!(world.written_nodes(), [] as [&str; 0], "the node is changing");
