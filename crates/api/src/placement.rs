@@ -55,6 +55,12 @@ pub struct EvictedGang {
     /// Quota of the waiting pod. `None` if its namespace has no quota.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub to: Option<String>,
+    /// Whether the API server evicted some of the pods, but not all.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub begun: bool,
+    /// Whether the pods are deleted although disruption budgets protect them.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub force: bool,
 }
 
 /// The gang of a released pod.
@@ -133,10 +139,16 @@ mod tests {
             kind: "Reclaim".to_owned(),
             from: Some("b".to_owned()),
             to: None,
+            begun: false,
+            force: false,
         };
         placement.evicts = vec![evicted];
         let text = placement.to_text().unwrap();
         assert!(text.contains(r#""evicts":[{"namespace":"team","name":"train","since":7,"pods":4,"#), "{text}");
+        assert_eq!(Placement::parse(&text).unwrap(), placement);
+        placement.evicts[0].begun = true;
+        let text = placement.to_text().unwrap();
+        assert!(text.ends_with(r#","from":"b","begun":true}]}"#), "{text}");
         assert_eq!(Placement::parse(&text).unwrap(), placement);
         assert!(Placement::parse("{}").is_err() && Placement::parse("").is_err());
     }

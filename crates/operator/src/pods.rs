@@ -181,6 +181,8 @@ const MIRROR_ANNOTATION: &str = "kubernetes.io/config.mirror";
 
 /// The condition in which the scheduler reports whether it found a node.
 pub(crate) const POD_SCHEDULED: &str = "PodScheduled";
+/// The condition in which the API server reports that a pod was evicted.
+pub(crate) const DISRUPTION_TARGET: &str = "DisruptionTarget";
 /// The condition in which the kubelet reports whether a pod is ready.
 const READY: &str = "Ready";
 
@@ -289,8 +291,8 @@ impl PodObject {
         let node = self.spec.node_name.take().filter(|node| !node.is_empty());
         self.bound_to = node.map(Arc::from).or(self.bound_to.take());
         self.ready = self.ready || self.condition(READY).is_some_and(|condition| condition.status == "True");
-        let ours = [CONDITION_WITHIN_SHARE, CONDITION_PLACED, POD_SCHEDULED];
-        self.status.conditions.retain(|condition| ours.contains(&condition.type_.as_str()));
+        let read = [CONDITION_WITHIN_SHARE, CONDITION_PLACED, POD_SCHEDULED, DISRUPTION_TARGET];
+        self.status.conditions.retain(|condition| read.contains(&condition.type_.as_str()));
         let spec = &mut *self.spec;
         if !spec.containers.is_empty() {
             spec.sum_requests(self.metadata.name.as_deref().unwrap_or_default());

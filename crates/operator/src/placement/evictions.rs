@@ -106,9 +106,15 @@ impl EvictionRecords {
     }
 
     /// Returns whether the API server recently accepted an eviction of the pod with this UID, or
-    /// did not find the pod. Also returns true if this reconcile evicts the pod with its gang.
+    /// did not find the pod.
     pub(super) fn is_accepted(&self, uid: &str) -> bool {
-        self.accepted.contains_key(uid) || self.requested.contains(uid)
+        self.accepted.contains_key(uid)
+    }
+
+    /// Returns whether this reconcile evicts the pod with this UID, because other pods of its gang
+    /// were evicted before. The API server may refuse, so the pod's units are not about to be free.
+    pub(super) fn is_requested(&self, uid: &str) -> bool {
+        self.requested.contains(uid)
     }
 
     /// Sets the UIDs of the pods that this reconcile evicts with their gangs, part of which was
@@ -118,8 +124,11 @@ impl EvictionRecords {
     }
 
     /// Returns whether an eviction of the pod with this UID can be requested now.
-    pub(super) fn can_request(&self, uid: &str, up: Duration) -> bool {
-        let is_avoided = self.failures.get(uid).is_some_and(|failures| failures.avoided_until.is_some());
+    /// Disruption budgets do not delay a deletion (`force`).
+    pub(super) fn can_request(&self, uid: &str, force: bool, up: Duration) -> bool {
+        let is_avoided =
+            |failures: &EvictionFailures| failures.avoided_until.is_some() && !(force && failures.by_budget);
+        let is_avoided = self.failures.get(uid).is_some_and(is_avoided);
         !self.is_paused(up) && !self.accepted.contains_key(uid) && !is_avoided
     }
 
@@ -195,6 +204,9 @@ impl<'a> Evictability<'a> {
         };
         if holder.ending {
             return Some(holder);
+        }
+        if self.records.is_requested(uid) {
+            return None;
         }
         let is_avoided = |failures: &EvictionFailures| {
             failures.avoided_until.is_some() && !(self.ignores_budgets && failures.by_budget)

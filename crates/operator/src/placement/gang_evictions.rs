@@ -5,21 +5,25 @@
 //! reconciles evict those that still run. If the API server evicted none of the pods, nothing is
 //! remembered, and the next reconcile decides anew.
 //!
-//! The nomination of the waiting pod records the gang. If the operator restarts and the gang has
-//! fewer pods than were to be evicted, the new leader evicts the rest.
-use std::collections::BTreeMap;
+//! The nomination of the waiting pod records the gang before the first request. After the requests,
+//! the operator removes a gang of which no pod was evicted from the record, and marks a gang of
+//! which only some pods were evicted. A new leader evicts the rest of a marked gang. It does so for
+//! other recorded gangs only if one of the pods terminates because of an eviction: a pod that is
+//! missing may have ended by itself.
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use cleave_api::placement::EvictedGang;
+use cleave_api::placement::{EvictedGang, Placement};
 use cleave_plan::quota::Kind;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-use super::actions::{Eviction, GangId, QuotaEviction};
+use super::actions::{Eviction, GangId, NominationRecord, QuotaEviction};
 use super::evictions::TERMINATION_TIME;
 use super::pod_tracker::PodTracker;
 use super::quota_pass::requested_grace;
+use super::quota_times::created;
 use crate::evict::EvictionResult;
-use crate::pods::{PodObject, full_name};
+use crate::pods::{DISRUPTION_TARGET, PodObject, full_name};
 
 /// Gangs of which some pods may not be evicted yet.
 #[derive(Debug, Default)]
@@ -30,8 +34,8 @@ pub(super) struct GangEvictions(BTreeMap<GangId, PartlyEvicted>);
 struct PartlyEvicted {
     /// Pods that may still run, by UID.
     pods: BTreeMap<String, Remaining>,
-    /// Number of pods that were to be evicted.
-    size: usize,
+    /// UIDs of the pods of the gang that ran when the eviction was decided.
+    members: BTreeSet<String>,
     /// Whether the API server evicted one of the pods.
     has_begun: bool,
     /// The time until which a request without an answer may still turn out to have evicted a pod.
@@ -46,13 +50,11 @@ struct Remaining {
     deleted: Option<Time>,
     /// Whether a request to evict the pod had no answer.
     is_unanswered: bool,
-    /// Whether the API server accepted the eviction.
-    is_accepted: bool,
 }
 
 impl Remaining {
     const fn new(eviction: Eviction, deleted: Option<Time>) -> Self {
-        Self { eviction, deleted, is_unanswered: false, is_accepted: false }
+        Self { eviction, deleted, is_unanswered: false }
     }
 }
 
@@ -68,11 +70,10 @@ impl PartlyEvicted {
         });
     }
 
-    /// Returns whether replacements run beside the remaining pods, so that no pod is missing.
-    fn is_complete(&self, running: &[&PodObject]) -> bool {
-        let is_accepted = |uid: &str| self.pods.get(uid).is_some_and(|pod| pod.is_accepted);
-        let uids = running.iter().filter_map(|pod| pod.metadata.uid.as_deref());
-        uids.filter(|uid| !is_accepted(uid)).count() >= self.size
+    /// Returns whether replacements of evicted pods were released beside the remaining pods. All
+    /// pods that the gang still needs are released together.
+    fn has_replacements(&self, running: &[&PodObject]) -> bool {
+        running.iter().filter_map(|pod| pod.metadata.uid.as_deref()).any(|uid| !self.members.contains(uid))
     }
 
     /// Returns whether a request without an answer may still turn out to have evicted a pod.
@@ -84,12 +85,18 @@ impl PartlyEvicted {
 /// The pods of gangs that have left the gate.
 struct ReleasedGangPods<'a> {
     by_uid: BTreeMap<&'a str, &'a PodObject>,
+    /// Pods that do not terminate.
     by_gang: BTreeMap<GangId, Vec<&'a PodObject>>,
+    /// Gangs with a pod that terminates because of an eviction.
+    evicted: BTreeSet<GangId>,
+    /// Gangs with a pod that terminates for another reason, for example a deletion.
+    deleted: BTreeSet<GangId>,
 }
 
 impl<'a> ReleasedGangPods<'a> {
     fn new(tracker: &'a PodTracker) -> Self {
         let (mut by_uid, mut by_gang) = (BTreeMap::new(), BTreeMap::<GangId, Vec<&PodObject>>::new());
+        let (mut evicted, mut deleted) = (BTreeSet::new(), BTreeSet::new());
         for pod in tracker.living_pods().filter(|pod| pod.requests_gpus()) {
             let has_left_gate = pod.node().is_some() || pod.spec.scheduling_gates.is_empty();
             let (Some(gang), Some(uid)) = (gang_id(pod).filter(|_| has_left_gate), pod.metadata.uid.as_deref()) else {
@@ -98,9 +105,13 @@ impl<'a> ReleasedGangPods<'a> {
             by_uid.insert(uid, pod);
             if pod.metadata.deletion_timestamp.is_none() {
                 by_gang.entry(gang).or_default().push(pod);
+            } else if pod.condition(DISRUPTION_TARGET).is_some_and(|condition| condition.status == "True") {
+                evicted.insert(gang);
+            } else {
+                deleted.insert(gang);
             }
         }
-        Self { by_uid, by_gang }
+        Self { by_uid, by_gang, evicted, deleted }
     }
 
     /// Returns the pods of a gang that do not terminate.
@@ -130,10 +141,57 @@ pub(super) fn evicted_gangs(evictions: &[Eviction]) -> Vec<EvictedGang> {
             kind: quota.kind.name().to_owned(),
             from: quota.from.clone(),
             to: quota.to.clone(),
+            begun: false,
+            force: quota.force,
         };
         gangs.entry(gang).or_insert_with(new).pods += 1;
     }
     gangs.into_values().collect()
+}
+
+/// The results of the evictions of gangs in one reconcile.
+#[derive(Debug, Default)]
+pub(super) struct GangResults(BTreeMap<GangId, GangResult>);
+
+#[derive(Debug, Default)]
+struct GangResult {
+    /// Number of pods that the API server evicted.
+    evicted: usize,
+    /// Whether a request had no answer.
+    is_unanswered: bool,
+}
+
+impl GangResults {
+    /// Records the result of an eviction.
+    pub(super) fn record(&mut self, eviction: &Eviction, result: &EvictionResult) {
+        let Some(gang) = &eviction.gang else { return };
+        let of = self.0.entry(gang.clone()).or_default();
+        of.evicted += usize::from(*result == EvictionResult::Done);
+        of.is_unanswered |= matches!(result, EvictionResult::Failed(_));
+    }
+
+    /// Returns the nominations to write again, because their record of evicted gangs has changed.
+    /// `kept` are the nominations as they were written before the evictions.
+    pub(super) fn correct(&self, kept: &[NominationRecord]) -> Vec<NominationRecord> {
+        let corrected = |record: &NominationRecord| {
+            let evicts: Vec<EvictedGang> =
+                record.room.evicts.iter().filter_map(|gang| self.correct_gang(gang)).collect();
+            let has_changed = evicts != record.room.evicts;
+            has_changed.then(|| NominationRecord {
+                room: Placement { evicts, ..record.room.clone() },
+                ..record.clone()
+            })
+        };
+        kept.iter().filter_map(corrected).collect()
+    }
+
+    /// Returns the new record of a gang. Returns `None` if none of its pods was evicted.
+    fn correct_gang(&self, gang: &EvictedGang) -> Option<EvictedGang> {
+        let id = GangId { namespace: gang.namespace.clone(), name: gang.name.clone(), since: Some(gang.since) };
+        let GangResult { evicted, is_unanswered } = self.0.get(&id)?;
+        let begun = (1..gang.pods).contains(evicted);
+        (*evicted > 0 || *is_unanswered).then(|| EvictedGang { begun, ..gang.clone() })
+    }
 }
 
 impl GangEvictions {
@@ -149,18 +207,18 @@ impl GangEvictions {
             return;
         }
         let released = ReleasedGangPods::new(tracker);
-        let mut counts: BTreeMap<&GangId, usize> = BTreeMap::new();
         for (gang, eviction) in of_gangs() {
-            *counts.entry(gang).or_default() += 1;
             let pod = released.by_uid.get(eviction.uid.as_str());
             let deleted = pod.and_then(|pod| pod.metadata.deletion_timestamp.clone());
             let new = || Remaining::new(eviction.clone(), deleted);
             let of = self.0.entry(gang.clone()).or_default();
             of.pods.entry(eviction.uid.clone()).or_insert_with(new);
         }
-        for (gang, count) in counts {
-            let of = self.0.entry(gang.clone()).or_default();
-            of.size = of.size.max(count);
+        let gangs: BTreeSet<&GangId> = of_gangs().map(|(gang, _)| gang).collect();
+        for gang in gangs {
+            if let Some(of) = self.0.get_mut(gang) {
+                of.members.extend(released.running(gang).iter().filter_map(|pod| pod.uid()));
+            }
         }
     }
 
@@ -174,14 +232,19 @@ impl GangEvictions {
             of.undecided_until = up.saturating_add(TERMINATION_TIME);
         }
         if let Some(pod) = of.pods.get_mut(&eviction.uid) {
-            pod.is_accepted |= is_accepted;
             pod.is_unanswered |= is_unanswered;
         }
     }
 
     /// Remembers the gangs that an earlier leader began to evict for pods that still wait. `now` is
     /// in seconds since the Unix epoch, `grace_cap` the maximum grace period of evicted pods.
-    pub(super) fn restore(&mut self, tracker: &PodTracker, now: u64, grace_cap: Duration) {
+    /// `has_budget` returns whether a disruption budget selects a pod.
+    pub(super) fn restore(
+        &mut self,
+        tracker: &PodTracker,
+        (now, grace_cap): (u64, Duration),
+        has_budget: impl Fn(&PodObject) -> bool,
+    ) {
         let noted: Vec<(&PodObject, &EvictedGang)> = tracker
             .living_pods()
             .filter(|pod| pod.waits_at_gate())
@@ -193,22 +256,28 @@ impl GangEvictions {
         }
         let released = ReleasedGangPods::new(tracker);
         for (preemptor, noted) in noted {
-            let EvictedGang { namespace, name, since, pods, kind, from, to } = noted;
+            let EvictedGang { namespace, name, since, pods, kind, from, to, begun, force } = noted;
             let gang = GangId { namespace: namespace.clone(), name: name.clone(), since: Some(*since) };
             let running = released.running(&gang);
-            // Without a missing pod, no pod was evicted.
-            let Some(kind) = Kind::from_name(kind).filter(|_| running.len() < *pods) else { continue };
+            // The previous leader may have been lost before it recorded the results.
+            let has_begun = *begun || released.evicted.contains(&gang) || *force && released.deleted.contains(&gang);
+            let until = preemptor.nomination.as_ref().map_or(0, |room| room.until);
+            let decided = until.saturating_sub(grace_cap.saturating_add(TERMINATION_TIME).as_secs());
+            let has_replacements = running.iter().any(|pod| created(pod).0 > decided);
+            let is_partly_evicted = has_begun && !has_replacements && running.len() < *pods;
+            let Some(kind) = Kind::from_name(kind).filter(|_| is_partly_evicted) else { continue };
             let of = self.0.entry(gang.clone()).or_default();
-            (of.size, of.has_begun) = (*pods, true);
+            of.has_begun = true;
+            of.members.extend(running.iter().filter_map(|pod| pod.uid()));
             for pod in running {
-                let (grace, uid) = (requested_grace(pod, grace_cap, false), pod.uid().unwrap_or_default());
+                let (grace, uid) = (requested_grace(pod, grace_cap, *force), pod.uid().unwrap_or_default());
                 let message = format!("other pods of the gang {name} were evicted");
-                let quota = QuotaEviction { kind, from: from.clone(), to: to.clone(), grace, force: false, message };
+                let quota = QuotaEviction { kind, from: from.clone(), to: to.clone(), grace, force: *force, message };
                 let eviction = Eviction {
                     pod: full_name(&pod.metadata),
                     uid: uid.clone(),
                     preemptor: full_name(&preemptor.metadata),
-                    may_be_refused: true,
+                    may_be_refused: has_budget(pod),
                     quota: Some(quota),
                     gang: Some(gang.clone()),
                 };
@@ -218,12 +287,12 @@ impl GangEvictions {
     }
 
     /// Starts a reconcile. Returns the evictions of the remaining pods that `can_evict` accepts, by
-    /// UID. Forgets the gangs of which all pods terminate or none was evicted, and those that are
-    /// complete again, because replacements run beside the remaining pods.
+    /// UID. Forgets the gangs of which all pods terminate or none was evicted, and those of which
+    /// replacements were released beside the remaining pods.
     pub(super) fn evict_rest(
         &mut self,
         tracker: &PodTracker,
-        can_evict: impl Fn(&str) -> bool,
+        can_evict: impl Fn(&PodObject, &Eviction) -> bool,
         up: Duration,
     ) -> Vec<Eviction> {
         if self.0.is_empty() {
@@ -236,10 +305,13 @@ impl GangEvictions {
             if !of.has_begun {
                 return of.is_undecided(up);
             }
-            if of.is_complete(released.running(gang)) {
+            if of.has_replacements(released.running(gang)) {
                 return false;
             }
-            let due = of.pods.iter().filter(|(uid, _)| can_evict(uid));
+            let can_evict = |uid: &str, eviction: &Eviction| {
+                released.by_uid.get(uid).is_some_and(|pod| can_evict(pod, eviction))
+            };
+            let due = of.pods.iter().filter(|(uid, pod)| can_evict(uid, &pod.eviction));
             evictions.extend(due.map(|(_, pod)| pod.eviction.clone()));
             !of.pods.is_empty()
         });

@@ -9,6 +9,7 @@ use cleave_api::names::CONDITION_PLACED;
 use cleave_plan::ledger::{Chooser, Ledger, Moment, Place};
 
 use super::actions::{Actions, Eviction, Release};
+use super::budgets::{BudgetProtection, DisruptionBudgets};
 use super::claims::{self, PodClaims};
 use super::cluster::{Cluster, ReconcileInput, ReconcileTime, is_released_and_unbound};
 use super::decisions::{Decisions, MAX_RELEASES};
@@ -28,7 +29,7 @@ use super::quota_objects::QuotaObjects;
 use super::quota_pass::QuotaPass;
 use super::quota_reports::{self, QuotaReports};
 use super::quota_turns::TurnOrder;
-use super::quotas::{Decided, QuotaSettings, QuotaWorlds};
+use super::quotas::{Decided, QuotaSettings, QuotaWorlds, are_enforced};
 use super::returning::Returning;
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::{self, PlacedReport, StrandedActions, StrandedPods};
@@ -402,6 +403,7 @@ impl Gatekeeper {
                 self.reserve_or_explain(&mut ledger, waiting, &input, &mut actions);
             }
             self.gang_evictions.remember(&actions.evictions, tracker);
+            actions.awaits_budgets |= !self.gang_evictions.is_empty();
             let room = MAX_RELEASES.saturating_sub(actions.releases.len());
             let queue = &self.queue;
             let retried = self.unanswered.releases_to_retry(&ledger, now);
@@ -576,12 +578,24 @@ impl Gatekeeper {
         if self.evictions.update(up) {
             self.preemptors.record_cluster_change();
         }
-        if std::mem::take(&mut self.restores_evictions) && !input.cluster.quotas.is_empty() {
+        let may_restore = || {
+            let is_known = !input.cluster.quotas.is_empty() && !self.quota_objects.are_unknown();
+            is_known && are_enforced(input.cluster, &self.nodes, &self.quotas)
+        };
+        if std::mem::take(&mut self.restores_evictions) && may_restore() {
             let grace_cap = Duration::from_secs(self.quotas.rules.grace_cap);
-            self.gang_evictions.restore(input.tracker, input.now.epoch, grace_cap);
+            let budgets = DisruptionBudgets::new(&input.cluster.budgets);
+            let has_budget = |pod: &PodObject| budgets.protection(pod) != BudgetProtection::None;
+            self.gang_evictions.restore(input.tracker, (input.now.epoch, grace_cap), has_budget);
         }
         let evictions = &self.evictions;
-        actions.evictions = self.gang_evictions.evict_rest(input.tracker, |uid| evictions.can_request(uid, up), up);
+        let budgets = LazyCell::new(|| DisruptionBudgets::new(&input.cluster.budgets));
+        let can_evict = |pod: &PodObject, eviction: &Eviction| {
+            let force = eviction.quota.as_ref().is_some_and(|quota| quota.force);
+            evictions.can_request(&eviction.uid, force, up)
+                && (force || budgets.protection(pod) != BudgetProtection::Protected)
+        };
+        actions.evictions = self.gang_evictions.evict_rest(input.tracker, can_evict, up);
         self.evictions.set_requested(actions.evictions.iter().map(|eviction| eviction.uid.clone()).collect());
         if !waiting.is_empty() || !self.gang_evictions.is_empty() {
             self.preemptors.update_budgets(&input.cluster.budgets);
@@ -635,7 +649,7 @@ impl Gatekeeper {
         let unbound = unbound.unwrap_or_default();
         let mut quotas = worlds.as_ref().map(|worlds| QuotaPass::new(worlds, ledger));
         let mut search = PlacementSearch::new(input, (nodes, tracker, &*claims), ledger, chooser);
-        if let Some(pass) = &mut quotas {
+        if let Some(pass) = quotas.as_mut().filter(|pass| !pass.has_unfinished_release(&candidates, self.leads_since)) {
             long_waits::reserve(pass, (ledger, &mut search), &candidates, (input, queue));
         }
         let order = TurnOrder::new(quotas.as_ref(), candidates.iter().map(|one| one.name.as_str()), self.leads_since);

@@ -289,7 +289,7 @@ impl<'a> PreemptionSearch<'a> {
         if let Some(pause) = pause {
             actions.requeue_in(pause);
         }
-        let is_paused = self.is_paused || pause.is_some();
+        let is_paused = self.is_paused || pause.is_some() || awaits_answer(actions, &candidate.name);
         let found = self.find_exchange(ledger, search, candidate, (verdict, is_paused), (pass, turn), actions);
         self.conclude_exchange(ledger, search, &[candidate], (pass, turn), found, actions)
     }
@@ -696,6 +696,12 @@ impl<'a> PreemptionSearch<'a> {
             Eviction { pod, uid, preemptor: preemptor.to_owned(), may_be_refused, quota: None, gang: None }
         }));
     }
+}
+
+/// Returns whether pods are evicted for this pod in this reconcile. Other pods are not evicted
+/// instead before the API server has answered.
+fn awaits_answer(actions: &Actions, pod: &str) -> bool {
+    actions.evictions.iter().any(|eviction| eviction.preemptor == pod)
 }
 
 /// Returns the pods that are not evicted for a pod: those that its affinity needs, and those that

@@ -47,6 +47,12 @@ impl Decided<'_> {
         self.evictions.is_accepted(uid)
     }
 
+    /// Returns whether the pod with this UID is evicted, or about to be. Other pods do not join its
+    /// gang.
+    fn is_leaving(&self, uid: &str) -> bool {
+        self.is_evicted(uid) || self.evictions.is_requested(uid)
+    }
+
     /// Returns whether the release of a pod at the gate is decided.
     fn is_in_flight(&self, name: &str, pod: &PodObject) -> bool {
         self.claims.is_of(name, pod)
@@ -147,6 +153,12 @@ pub(crate) fn quotas_of(cluster: &Cluster, nodes: &Nodes, unnamed: Unnamed) -> Q
     Quotas::new(objects, &namespaces, &products, unnamed)
 }
 
+/// Returns whether a quota of the cluster is enforced.
+pub(super) fn are_enforced(cluster: &Cluster, nodes: &Nodes, settings: &QuotaSettings) -> bool {
+    let quotas = quotas_of(cluster, nodes, settings.unnamed);
+    (0..quotas.pools.len()).any(|at| quotas.is_enforced(at))
+}
+
 impl QuotaWorlds {
     /// Reads the pools. Returns `None` if there is no valid quota. `waiting` contains the pods at
     /// the gate.
@@ -191,7 +203,7 @@ impl QuotaWorlds {
         let has_units = |name: &str| !ledger.units_of(name).is_empty();
         let is_evicted = |uid: &str| decided.is_evicted(uid);
         let is_in_flight = |name: &str, pod: &PodObject| decided.is_in_flight(name, pod);
-        let mut gangs = Gangs::new((tracker, gpu_nodes), (&names, has_units), (&is_evicted, &is_in_flight), now);
+        let mut gangs = Gangs::new((tracker, gpu_nodes), (&names, has_units), (&|uid: &str| decided.is_leaving(uid), &is_in_flight), now);
         let mut costs: Vec<NodeCosts> = vec![NodeCosts::default(); worlds.pools.len()];
         nodes.iter().for_each(|node| costs[node.pool].extend(&node.costs));
         let known = (&quotas, &gangs);

@@ -7,6 +7,7 @@ use cleave_plan::quota::{Place, PodId};
 
 use super::{Member, QuotaPass};
 use crate::placement::quota_gangs::GangUnit;
+use crate::placement::search::Candidate;
 
 impl<'w> QuotaPass<'w> {
     /// Withdraws the nominations of gangs that may not be released, and of gangs with waiting pods
@@ -54,6 +55,12 @@ impl<'w> QuotaPass<'w> {
     /// the Unix epoch.
     pub(in crate::placement) fn is_unfinished_release(&self, name: &str, leads_since: u64) -> bool {
         self.unit(name).is_some_and(|unit| unit.is_unfinished_release(leads_since, self.worlds.now))
+    }
+
+    /// Returns whether [`Self::is_unfinished_release`] applies to a waiting pod. Such pods precede
+    /// pods that have waited long.
+    pub(in crate::placement) fn has_unfinished_release(&self, waiting: &[Candidate<'_>], leads_since: u64) -> bool {
+        waiting.iter().any(|one| self.is_unfinished_release(&one.name, leads_since))
     }
 
     /// Returns what a pod records about its gang when this number of pods is released together.

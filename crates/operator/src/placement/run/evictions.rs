@@ -12,6 +12,7 @@ use crate::events;
 use crate::evict::{self, EvictionOptions, EvictionResult};
 use crate::metrics::{NO_QUOTA, Outcome};
 use crate::placement::actions::{Actions, Eviction};
+use crate::placement::gang_evictions::GangResults;
 use crate::write::{MAX_IN_FLIGHT, WRITE_TIMEOUT, publish_all};
 
 /// Maximum number of times that the evictions of one waiting pod wait because the API server limits
@@ -32,6 +33,7 @@ impl PlacementController {
         }
         let unwritten = self.write_nominations(&actions.kept).await;
         let (mut are_all_evicted, mut is_throttled, mut events) = (true, false, Vec::new());
+        let mut of_gangs = GangResults::default();
         for victims in actions.evictions.chunk_by(|one, next| one.preemptor == next.preemptor) {
             let is_unwritten = victims.first().is_some_and(|first| unwritten.contains(first.preemptor.as_str()));
             if is_throttled || is_unwritten {
@@ -40,10 +42,15 @@ impl PlacementController {
             }
             for (eviction, result) in self.evict_for_one(victims).await {
                 self.keeper.record_eviction(eviction, &result, self.started.elapsed());
+                of_gangs.record(eviction, &result);
                 events.extend(self.report_eviction(eviction, &result));
                 is_throttled |= matches!(result, EvictionResult::Throttled(_));
                 are_all_evicted &= !is_failure(&result);
             }
+        }
+        let corrected = of_gangs.correct(&actions.kept);
+        if self.context.claim.is_current() {
+            are_all_evicted &= self.write_nominations(&corrected).await.is_empty();
         }
         publish_all(&self.context.recorder, &self.context.claim, events).await;
         are_all_evicted

@@ -1,8 +1,10 @@
 //! Tests that all pods of a gang are evicted, although each eviction is a request of its own.
 use std::time::Duration;
 
-use serde_json::json;
+use cleave_api::names::NOMINATION_ANNOTATION;
+use serde_json::{Value, json};
 
+use super::quota_evictions::add_budget;
 use super::quotas::Case;
 use crate::evict::EvictionResult;
 
@@ -116,4 +118,144 @@ fn a_gang_that_loses_a_pod_otherwise_is_not_evicted() {
         steps(&mut case, 20);
         assert_eq!(evicted(&case), Vec::<&str>::new(), "losses {losses:x}");
     }
+}
+
+/// Returns the nomination that is written to a1.
+fn note(case: &Case) -> String {
+    case.world.pods["a/a1"]["metadata"]["annotations"][NOMINATION_ANNOTATION].as_str().unwrap_or_default().to_owned()
+}
+
+/// The evictions of the gang fail. Then one of its pods ends by itself, and a1 uses its GPU.
+#[test]
+fn a_new_leader_does_not_evict_a_gang_of_which_no_pod_was_evicted() {
+    for failure in failures() {
+        let mut case = case();
+        case.failing_eviction = Some(("b/g1".to_owned(), failure.clone()));
+        case.step();
+        let is_unanswered = matches!(failure, EvictionResult::Failed(_));
+        assert_eq!(note(&case).contains("evicts"), is_unanswered, "{failure:?}");
+        case.end("b/g2");
+        case.losses = 1;
+        steps(&mut case, 20);
+        assert_eq!(evicted(&case), Vec::<&str>::new(), "{failure:?}");
+        assert_eq!(case.is_running(), ["a1", "g1", "g3"].map(str::to_owned).into(), "{failure:?}");
+    }
+}
+
+/// The leader is lost before it knows the result of the first request.
+#[test]
+fn a_new_leader_evicts_the_rest_of_a_gang_if_a_pod_terminates_because_of_an_eviction() {
+    for (is_eviction, rest) in [(true, vec!["g2", "g3"]), (false, vec![])] {
+        let mut case = case();
+        case.failing_eviction = Some(("b/g1".to_owned(), EvictionResult::Failed("timeout".to_owned())));
+        case.step();
+        case.world.terminate("b/g1", "1970-01-12T13:47:10Z");
+        if is_eviction {
+            let condition = json!([{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}]);
+            let set = |pod: &mut Value| pod["status"]["conditions"] = condition;
+            case.world.change(|world| &mut world.pods, "b/g1", set);
+        }
+        case.losses = 1;
+        steps(&mut case, 2);
+        assert_eq!(evicted(&case), rest, "eviction {is_eviction}");
+    }
+}
+
+#[test]
+fn a_new_leader_continues_no_eviction_without_an_enforced_quota_or_while_a_quota_is_unknown() {
+    let count = |case: &mut Case| {
+        case.world.quotas.iter_mut().for_each(|quota| quota["spec"]["mode"] = json!("Count"));
+    };
+    let add_unknown = |case: &mut Case| {
+        let mut quota = case.world.quotas[0].clone();
+        quota["metadata"]["name"] = json!("z");
+        quota["spec"] = json!({"namespaces": ["z"], "mode": "Unknown"});
+        case.world.quotas.push(quota);
+    };
+    let changes: [(&str, fn(&mut Case), usize); 3] =
+        [("none", |_| {}, 3), ("count", count, 1), ("unknown", add_unknown, 1)];
+    for (change, apply, evictions) in changes {
+        let mut case = case();
+        case.failing_eviction = Some(("b/g2".to_owned(), EvictionResult::Refused("no".to_owned())));
+        case.step();
+        assert!(note(&case).contains("\"begun\":true"), "{}", note(&case));
+        apply(&mut case);
+        case.losses = 1;
+        steps(&mut case, 3);
+        assert_eq!(evicted(&case).len(), evictions, "{change}: {:?}", case.evicted);
+    }
+}
+
+/// Otherwise the disruption budget would protect the rest of the gang, and half a gang is useless.
+#[test]
+fn a_new_leader_deletes_the_rest_of_a_gang_that_the_old_leader_deleted() {
+    let mut case = Case::new(3, &[("a", json!({"min": 5})), ("b", json!({}))])
+        .with_budget_patience(3)
+        .waiting(&[("g1", "b", 10, 0), ("g2", "b", 10, 0), ("g3", "b", 10, 0)])
+        .gang("b", "train", 3, &["g1", "g2", "g3"]);
+    assert_eq!(case.step().releases.len(), 3);
+    case.step();
+    let mut case = case.waiting(&[("a1", "a", 5, 0)]);
+    add_budget(&mut case, "b", 0);
+    case.failing_eviction = Some(("b/g2".to_owned(), EvictionResult::Failed("timeout".to_owned())));
+    for _ in 0..10 {
+        case.step();
+        if !case.evicted.is_empty() {
+            break;
+        }
+    }
+    assert_eq!(evicted(&case), ["g1"]);
+    case.losses = 1;
+    let actions = case.step();
+    let deleted: Vec<_> =
+        actions.evictions.iter().map(|one| (one.pod.as_str(), one.quota.as_ref().unwrap().force)).collect();
+    assert_eq!(deleted, [("b/g2", true), ("b/g3", true)]);
+}
+
+/// The API server refuses each eviction of g2. Its GPU never becomes free, so no other pod is
+/// evicted there.
+#[test]
+fn a_pod_whose_eviction_is_requested_again_does_not_count_as_gone() {
+    let mut case = Case::new(2, &[("a", json!({"min": 5})), ("b", json!({})), ("c", json!({"min": 10}))])
+        .running(&[(("g1", "b", 10, 0), 0), (("g2", "b", 5, 0), 1), (("v", "b", 5, 7), 1)])
+        .gang("b", "train", 2, &["g1", "g2"])
+        .waiting(&[("a1", "a", 5, 0)]);
+    let refusal = || Some(("b/g2".to_owned(), EvictionResult::Refused("no".to_owned())));
+    case.failing_eviction = refusal();
+    case.step();
+    case.failing_eviction = refusal();
+    case.step();
+    assert!(case.is_running().contains("a1"), "{:?}", case.is_running());
+    let mut case = case.waiting(&[("c1", "c", 10, 0)]);
+    for _ in 0..60 {
+        case.failing_eviction = refusal();
+        case.step();
+    }
+    assert_eq!(evicted(&case), ["g1"]);
+}
+
+/// One of the evicted pods has completed, and is not created again.
+#[test]
+fn a_gang_whose_replacements_run_beside_the_rest_runs_on_although_a_pod_is_missing() {
+    let mut case = case();
+    let refusal = || Some(("b/g2".to_owned(), EvictionResult::Refused("no".to_owned())));
+    case.failing_eviction = refusal();
+    case.step();
+    case.end("a/a1");
+    case.failing_eviction = refusal();
+    case.step();
+    assert_eq!(evicted(&case), ["g1", "g3"]);
+    case.end("b/g3");
+    for _ in 0..100 {
+        if case.is_running().contains("g1") {
+            break;
+        }
+        case.failing_eviction = refusal();
+        case.step();
+    }
+    assert!(case.is_running().contains("g1"), "{:?}", case.is_running());
+    case.failing_eviction = None;
+    steps(&mut case, 200);
+    assert_eq!(evicted(&case), ["g1", "g3"]);
+    assert_eq!(case.is_running(), ["g1", "g2"].map(str::to_owned).into());
 }

@@ -133,6 +133,24 @@ fn a_new_leader_first_releases_the_rest_of_gangs_that_are_partly_released() {
     assert_eq!(released(&actions), ["a/g2", "b/h2"]);
 }
 
+/// c1 has waited for longer than the time after which units are reserved for it.
+#[test]
+fn the_rest_of_a_partly_released_gang_precedes_a_pod_that_has_waited_long() {
+    let mut case = Case::new(2, &[("a", json!({})), ("c", json!({}))])
+        .with_ageing(10)
+        .running(&[(("c0", "c", 10, 0), 1)])
+        .waiting(&[("c1", "c", 5, 0), ("g1", "a", 5, 0), ("g2", "a", 5, 0)])
+        .gang("a", "train", 2, &["g1", "g2"]);
+    case.seconds += 1;
+    case.reality.report_on(&mut case.world, 2);
+    let actions = case.keeper.reconcile(&case.world.cluster(), &BTreeMap::new(), at(case.seconds));
+    assert_eq!(released(&actions), ["a/g1", "a/g2"]);
+    apply(&mut case, &actions.releases[0]);
+    case.losses = 1;
+    case.seconds += 20;
+    assert_eq!(released(&case.step()), ["a/g2"]);
+}
+
 #[test]
 fn a_replacement_does_not_come_first_after_a_change_of_the_leader() {
     let mut case = gang();

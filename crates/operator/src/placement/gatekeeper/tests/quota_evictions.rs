@@ -13,7 +13,7 @@ use crate::policies::demand::Reason;
 const A_DAY_LATER: &str = "1970-01-13T13:46:40Z";
 
 /// Adds a disruption budget for all pods of a namespace.
-fn add_budget(case: &mut Case, namespace: &str, allowed: u32) {
+pub(super) fn add_budget(case: &mut Case, namespace: &str, allowed: u32) {
     let budget = json!({"metadata": {"name": namespace, "namespace": namespace, "generation": 1},
         "spec": {"selector": {}},
         "status": {"disruptionsAllowed": allowed, "currentHealthy": 1, "desiredHealthy": 2, "expectedPods": 2, "observedGeneration": 1}});

@@ -8,7 +8,8 @@ use serde_json::{Value, json};
 
 use super::world::{ActualAllocations, MPS_RESOURCE, TestCluster, at, reservation};
 use crate::evict::EvictionResult;
-use crate::placement::actions::Actions;
+use crate::placement::actions::{Actions, NominationRecord};
+use crate::placement::gang_evictions::GangResults;
 use crate::placement::gatekeeper::Gatekeeper;
 use crate::placement::quota_reports::CapacityLabel;
 use crate::placement::quotas::QuotaSettings;
@@ -38,8 +39,8 @@ pub(super) struct Case {
     pub(super) ending: Ending,
     /// A pod whose release fails, because the pod has changed.
     pub(super) failing_release: Option<String>,
-    /// A pod whose next eviction fails, and the result. The operator sends no further evictions in
-    /// the same reconcile.
+    /// A pod whose next eviction fails, and the result. The operator sends no further evictions for
+    /// the same waiting pod in the same reconcile, and none at all after a throttled request.
     pub(super) failing_eviction: Option<(String, EvictionResult)>,
 }
 
@@ -221,22 +222,26 @@ impl Case {
             self.check_promises(&before, &Actions::default());
             self.check_gangs();
         }
-        for kept in &actions.kept {
-            let note = json!(kept.room.to_text().unwrap());
-            self.world.change(
-                |world| &mut world.pods,
-                &kept.pod,
-                |pod| pod["metadata"]["annotations"][NOMINATION_ANNOTATION] = note,
-            );
-        }
+        self.write_notes(&actions.kept);
         let round = self.seconds;
+        let mut of_gangs = GangResults::default();
+        let mut failed = BTreeSet::new();
         for eviction in &actions.evictions {
+            if failed.contains(&eviction.preemptor) {
+                continue;
+            }
             if let Some((_, result)) = self.failing_eviction.take_if(|(pod, _)| *pod == eviction.pod) {
                 self.keeper.record_eviction(eviction, &result, at(self.seconds).up);
-                break;
+                of_gangs.record(eviction, &result);
+                if matches!(result, EvictionResult::Throttled(_)) {
+                    break;
+                }
+                failed.insert(eviction.preemptor.clone());
+                continue;
             }
             let kind = eviction.quota.as_ref().map_or_else(|| "-".to_owned(), |quota| format!("{:?}", quota.kind));
             self.keeper.record_eviction(eviction, &EvictionResult::Done, at(self.seconds).up);
+            of_gangs.record(eviction, &EvictionResult::Done);
             self.evicted.push((kind, short(&eviction.preemptor), short(&eviction.pod)));
             if self.world.pods.contains_key(&eviction.preemptor) {
                 self.rounds.entry(self.world.uid(&eviction.preemptor)).or_default().insert(round);
@@ -247,7 +252,20 @@ impl Case {
                 self.recreate(&eviction.pod);
             }
         }
+        self.write_notes(&of_gangs.correct(&actions.kept));
         actions
+    }
+
+    /// Writes nominations to the nominated pods.
+    fn write_notes(&mut self, kept: &[NominationRecord]) {
+        for record in kept {
+            let note = json!(record.room.to_text().unwrap());
+            self.world.change(
+                |world| &mut world.pods,
+                &record.pod,
+                |pod| pod["metadata"]["annotations"][NOMINATION_ANNOTATION] = note,
+            );
+        }
     }
 
     /// Replaces a pod as its controller does.
