@@ -213,7 +213,7 @@ impl<'a> Decisions<'a, '_> {
     fn find_cheaper(&mut self, turn: Option<QuotaTurn>, candidate: &'a Candidate<'a>) -> Option<Fits> {
         let (pass, turn) = self.quotas.as_mut().zip(turn)?;
         pass.withhold_dear_devices(self.ledger, turn, &candidate.device_requests);
-        let found = self.search.find(self.ledger, candidate).ok();
+        let found = self.search.find_on_cheap_devices(self.ledger, candidate);
         pass.withhold_others(self.ledger, Some(turn));
         found.filter(|fits| pass.may_use(turn, fits))
     }

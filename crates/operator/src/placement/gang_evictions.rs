@@ -177,10 +177,8 @@ impl GangResults {
             let evicts: Vec<EvictedGang> =
                 record.room.evicts.iter().filter_map(|gang| self.correct_gang(gang)).collect();
             let has_changed = evicts != record.room.evicts;
-            has_changed.then(|| NominationRecord {
-                room: Placement { evicts, ..record.room.clone() },
-                ..record.clone()
-            })
+            has_changed
+                .then(|| NominationRecord { room: Placement { evicts, ..record.room.clone() }, ..record.clone() })
         };
         kept.iter().filter_map(corrected).collect()
     }
@@ -308,9 +306,8 @@ impl GangEvictions {
             if of.has_replacements(released.running(gang)) {
                 return false;
             }
-            let can_evict = |uid: &str, eviction: &Eviction| {
-                released.by_uid.get(uid).is_some_and(|pod| can_evict(pod, eviction))
-            };
+            let can_evict =
+                |uid: &str, eviction: &Eviction| released.by_uid.get(uid).is_some_and(|pod| can_evict(pod, eviction));
             let due = of.pods.iter().filter(|(uid, pod)| can_evict(uid, &pod.eviction));
             evictions.extend(due.map(|(_, pod)| pod.eviction.clone()));
             !of.pods.is_empty()

@@ -17,6 +17,7 @@ use super::evictions::{Evictability, EvictionRecords};
 use super::fragments::FragmentationTaints;
 use super::gang_evictions::GangEvictions;
 use super::gang_releases::GangReleases;
+use super::gang_restarts::GangRestarts;
 use super::growth::{AllowedUnits, AutoscalerReports};
 use super::handover;
 use super::nodes::Nodes;
@@ -73,6 +74,8 @@ pub struct Gatekeeper {
     evictions: EvictionRecords,
     /// Gangs of which some pods are not evicted yet.
     gang_evictions: GangEvictions,
+    /// Numbers of evicted pods of gangs.
+    gang_restarts: GangRestarts,
     /// Waiting pods for which the operator has searched for preemption victims.
     preemptors: Preemptors,
     /// Units of pods that nodes have just stopped listing.
@@ -119,6 +122,7 @@ impl Gatekeeper {
             queue: Queue::default(),
             evictions: EvictionRecords::default(),
             gang_evictions: GangEvictions::default(),
+            gang_restarts: GangRestarts::default(),
             preemptors: Preemptors::default(),
             unlisted: UnlistedUnits::default(),
             stranded: StrandedPods::default(),
@@ -228,9 +232,12 @@ impl Gatekeeper {
     pub fn record_eviction(&mut self, eviction: &Eviction, result: &EvictionResult, up: Duration) {
         self.evictions.record(&eviction.uid, result, up);
         self.gang_evictions.record(eviction, result, up);
+        if *result == EvictionResult::Done {
+            self.gang_restarts.record_eviction(eviction, up);
+        }
         // A pod that is not found has ended, so its eviction is not needed.
         if *result != EvictionResult::NotFound {
-            self.preemptors.record_eviction(&eviction.preemptor, *result == EvictionResult::Done, up);
+            self.preemptors.record_eviction(eviction, *result == EvictionResult::Done, up);
         }
     }
 
@@ -293,7 +300,7 @@ impl Gatekeeper {
             (cluster, &self.nodes),
             state,
             waiting,
-            Decided { evictions: &self.evictions, claims: &self.claims },
+            Decided { evictions: &self.evictions, claims: &self.claims, restarts: &self.gang_restarts },
             (&self.quotas, now.epoch),
             (waits, &self.quota_objects),
         )
@@ -575,6 +582,7 @@ impl Gatekeeper {
         let up = input.now.up;
         self.preemptors.update(waiting);
         withdraw_other_nominations(ledger, waiting).iter().for_each(|node| self.preemptors.record_node_change(node));
+        self.gang_restarts.update(input.tracker, up);
         if self.evictions.update(up) {
             self.preemptors.record_cluster_change();
         }
@@ -635,7 +643,7 @@ impl Gatekeeper {
             (input.cluster, nodes),
             (tracker, ledger),
             candidates.iter().map(|candidate| (candidate.name.as_str(), candidate.pod)),
-            Decided { evictions, claims },
+            Decided { evictions, claims, restarts: &self.gang_restarts },
             (&self.quotas, input.now.epoch),
         )
         .filter(QuotaWorlds::are_enforced);

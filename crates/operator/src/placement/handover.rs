@@ -52,12 +52,11 @@ pub(super) fn restore_nominations<'a>(
         };
         let priority = pod.spec.priority.unwrap_or(0);
         let pending = PendingPod { pod: name, priority, device_requests };
-        // Other devices may be kept for other pods.
+        // Other devices may be kept for other pods, and the pod may cost too much there.
         let is_noted =
             |found: &Preemption| found.takes.iter().all(|take| units.iter().any(|units| units.device == take.device));
         let (node, none) = ([node.as_str()], BTreeSet::new());
         let found = ledger.preempt_legally(pending, node, (&ending, &none), Some(&is_noted));
-        let found = found.or_else(|| ledger.preempt(pending, node, &ending, &none));
         if let Some(Preemption { node, takes, .. }) = found.filter(|found| found.victims.is_empty()) {
             // Ignore errors: the ledger refuses only nominations for pods with a claim, and waiting
             // pods have no claim.

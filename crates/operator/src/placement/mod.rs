@@ -13,7 +13,7 @@
 //! | | `learning`, `replicas` | data by which the search ranks nodes |
 //! | | `search`, `constraints`, `free_resources`, `amounts`, `verdict` | a placement for a pod, or why it is not placeable |
 //! | | `quota_objects`, `quotas`, `quota_costs`, `quota_times`, `quota_pass`, `quota_turns`, `quota_waits` | quotas: the order of the pods, the units that each pod may use, and the pods that may be evicted for it |
-//! | | `quota_gangs`, `gangs` | pods that are released together |
+//! | | `quota_gangs`, `gangs`, `gang_restarts` | pods that are released together |
 //! | | `handover`, `long_waits` | nominations that remain when the leader changes, and nominations of pods that have waited long |
 //! | | `preemption`, `preemptors`, `exchange_turns`, `eviction_rounds`, `evictions`, `gang_evictions`, `budgets`, `unlisted`, `unbound` | pods to evict for waiting pods |
 //! | | `stranded` | released pods to evict |
@@ -52,6 +52,7 @@ mod fragments;
 mod free_resources;
 mod gang_evictions;
 mod gang_releases;
+mod gang_restarts;
 mod gangs;
 mod gatekeeper;
 mod growth;

@@ -3,14 +3,14 @@ use std::cell::{LazyCell, OnceCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use cleave_plan::ledger::{Holders, Ledger, Nomination, PendingPod, Preemption};
+use cleave_plan::ledger::{DeviceUsage, Holders, Ledger, Nomination, PendingPod, Preemption, Reservation};
 use cleave_plan::quota::Kind;
 
 use super::actions::{Actions, Eviction, NominationRecord, ProtectedPod, QuotaEviction};
 use super::claims::PodClaims;
 use super::cluster::ReconcileTime;
 use super::constraints;
-use super::eviction_rounds::{DeviceOfNode, QuotaRound};
+use super::eviction_rounds::{DeviceOfNode, QuotaRound, ReleaseToDevice};
 use super::evictions::{Evictability, TERMINATION_TIME};
 use super::exchange_turns::{SearchTurn, Seeker};
 use super::gang_evictions::{evicted_gangs, gang_id};
@@ -55,9 +55,8 @@ pub(super) struct PreemptionSearch<'a> {
     /// Properties of pods for which no preemption helps. Replicas of a workload have the same
     /// result.
     futile: BTreeSet<SearchKey<'a>>,
-    /// When the operator last released a pod to each device. Computed only if evictions are
-    /// delayed.
-    latest_releases: OnceCell<BTreeMap<DeviceOfNode, u64>>,
+    /// The operator's releases by device. Computed only if evictions are delayed.
+    releases: OnceCell<BTreeMap<DeviceOfNode, Vec<ReleaseToDevice>>>,
     /// Whether no pods are evicted now, because the API server limits requests.
     is_paused: bool,
     /// Whether no pods are evicted by priority alone, because it is not known whether a quota
@@ -113,7 +112,7 @@ impl<'a> PreemptionSearch<'a> {
             new: 0,
             searches: 0,
             futile,
-            latest_releases: OnceCell::new(),
+            releases: OnceCell::new(),
             is_paused,
             are_quotas_unknown: false,
             up,
@@ -363,12 +362,9 @@ impl<'a> PreemptionSearch<'a> {
         }
         self.mark_evicted(&evictions);
         if !evictions.is_empty() {
-            let devices = |found: &Preemption| {
-                found.takes.iter().map(|take| (found.node.clone(), take.device.clone())).collect::<Vec<_>>()
-            };
-            let devices = found.iter().flat_map(|(_, found)| devices(found)).collect();
+            let (found, victims) = (units_by_device(&found), evictions.iter().map(|one| one.uid.clone()).collect());
             let (has_precedence, decided) = (turn.has_precedence(), self.evictability.now());
-            self.preemptors.start_round(&preemptor, QuotaRound { has_precedence, devices, decided });
+            self.preemptors.start_round(&preemptor, QuotaRound { has_precedence, found, victims, decided });
         }
         let until = self.evictability.now().saturating_add(cap.as_secs()).saturating_add(TERMINATION_TIME.as_secs());
         let mut evicts = evicted_gangs(&evictions);
@@ -405,22 +401,17 @@ impl<'a> PreemptionSearch<'a> {
         actions: &mut Actions,
     ) -> Result<Exchange<'a>, NoEvictions> {
         let Candidate { name, pod, .. } = candidate;
-        let (tracker, member) = (self.tracker, turn.member);
-        let key = search.key(candidate);
+        let (tracker, key) = (self.tracker, search.key(candidate));
         let is_futile = verdict.permanent_obstacle().is_some() || key.has_unbound_volume();
         if is_futile || !turn.rights.is_within_max_later && pod.spec.preemption_policy.as_deref() == Some("Never") {
             return Err(NoEvictions::Impossible);
         }
         let kept = pods_of_affinity(tracker, pod);
-        // The priorities of the holders express the order of evictions.
-        let pending = PendingPod { priority: i32::MAX, ..candidate.pending_pod() };
-        if let Some(nomination) = ledger.nominations().get(name).filter(|_| turn.rights.is_within_max_later) {
-            let targets = search.preemption_nodes(ledger, candidate, |node| node == nomination.node);
-            let ending = pass.ending(member, self.holders());
-            let found = ledger.preempt(pending, targets, &ending, &kept);
-            if let Some(found) = found.filter(|found| found.victims.is_empty()) {
-                return Ok(Exchange { kind: Kind::Priority, found: vec![(candidate, found)], force: false });
-            }
+        let nomination = ledger.nominations().get(name).filter(|_| turn.rights.is_within_max_later);
+        if let Some(found) =
+            nomination.and_then(|of| self.find_on_nominated_node(ledger, search, candidate, of, (pass, turn), &kept))
+        {
+            return Ok(Exchange { kind: Kind::Priority, found: vec![(candidate, found)], force: false });
         }
         if pod.spec.preemption_policy.as_deref() == Some("Never") {
             return Err(NoEvictions::Impossible);
@@ -441,14 +432,42 @@ impl<'a> PreemptionSearch<'a> {
         self.record_exchange(&seeker, found)
     }
 
+    /// Finds units that a nominated pod gets without further evictions: the nominated units, or
+    /// other units of the node. Other units may cost more, so the rules must permit that the pod
+    /// gets these.
+    fn find_on_nominated_node(
+        &self,
+        ledger: &Ledger,
+        search: &PlacementSearch<'a>,
+        candidate: &'a Candidate<'a>,
+        nomination: &Nomination,
+        (pass, turn): (&QuotaPass<'_>, QuotaTurn),
+        kept: &BTreeSet<String>,
+    ) -> Option<Preemption> {
+        let (name, member) = (candidate.name.as_str(), turn.member);
+        let targets = search.preemption_nodes(ledger, candidate, |node| node == nomination.node);
+        let ending = pass.ending(member, self.holders());
+        // The priorities of the holders express the order of evictions.
+        let pending = PendingPod { priority: i32::MAX, ..candidate.pending_pod() };
+        let are_nominated =
+            |found: &Preemption| found.victims.is_empty() && sorted(&found.takes) == sorted(&nomination.takes);
+        let are_permitted = |found: &Preemption| {
+            found.victims.is_empty() && pass.kinds(&turn).any(|kind| pass.is_legal(kind, member, &[(name, found)]))
+        };
+        let same = ledger.preempt_legally(pending, targets.clone(), (&ending, kept), Some(&are_nominated));
+        same.or_else(|| ledger.preempt_legally(pending, targets, (&ending, kept), Some(&are_permitted)))
+    }
+
     /// Returns whether no pods are evicted for a waiting pod or gang now, because earlier evictions
-    /// had no effect. Evictions had an effect if the operator has since released another pod to the
-    /// freed devices. A release to other devices of the node does not count.
+    /// had no effect. Evictions had an effect if the operator has since released other pods to the
+    /// freed units. Releases to other units or devices of the node do not count.
     fn is_exchange_delayed(&mut self, ledger: &Ledger, name: &str, turn: &QuotaTurn) -> bool {
-        let (tracker, releases) = (self.tracker, &self.latest_releases);
+        let (tracker, releases) = (self.tracker, &self.releases);
         let is_taken = |round: &QuotaRound| {
-            let releases = releases.get_or_init(|| latest_releases(tracker, ledger));
-            round.devices.iter().any(|device| releases.get(device).is_some_and(|time| *time >= round.decided))
+            let releases = releases.get_or_init(|| releases_to_devices(tracker, ledger));
+            round.is_taken(|device| {
+                (free_units(ledger, device), releases.get(device).map(Vec::as_slice).unwrap_or_default())
+            })
         };
         self.preemptors.is_exchange_delayed((name, turn), is_taken, self.up)
     }
@@ -704,6 +723,13 @@ fn awaits_answer(actions: &Actions, pod: &str) -> bool {
     actions.evictions.iter().any(|eviction| eviction.preemptor == pod)
 }
 
+/// Returns units in a fixed order, so that they can be compared.
+fn sorted(takes: &[Reservation]) -> Vec<Reservation> {
+    let mut takes = takes.to_vec();
+    takes.sort_unstable();
+    takes
+}
+
 /// Returns the pods that are not evicted for a pod: those that its affinity needs, and those that
 /// quotas count.
 fn pods_to_keep(tracker: &PodTracker, search: &PlacementSearch<'_>, pod: &PodObject) -> BTreeSet<String> {
@@ -712,19 +738,36 @@ fn pods_to_keep(tracker: &PodTracker, search: &PlacementSearch<'_>, pod: &PodObj
     kept
 }
 
-/// Returns when the operator last released a pod to each device, in seconds since the Unix epoch.
-/// Pods without a reservation, such as static pods, were not released.
-fn latest_releases(tracker: &PodTracker, ledger: &Ledger) -> BTreeMap<DeviceOfNode, u64> {
-    let mut latest: BTreeMap<DeviceOfNode, u64> = BTreeMap::new();
+/// Returns the releases of pods that still exist, by device. Pods without a reservation, such as
+/// static pods, were not released.
+fn releases_to_devices(tracker: &PodTracker, ledger: &Ledger) -> BTreeMap<DeviceOfNode, Vec<ReleaseToDevice>> {
+    let mut releases: BTreeMap<DeviceOfNode, Vec<ReleaseToDevice>> = BTreeMap::new();
     for pod in tracker.living_pods().filter(|pod| pod.requests_gpus() && pod.reserved_until.is_some()) {
         for (node, units) in ledger.units_of(&full_name(&pod.metadata)) {
-            for (_, device, _) in units {
-                let time = latest.entry((node.to_owned(), device.to_owned())).or_default();
-                *time = released(pod).0.max(*time);
+            for (resource, device, units) in units {
+                let device = (node.to_owned(), resource.to_owned(), device.to_owned());
+                releases.entry(device).or_default().push((released(pod).0, units.get()));
             }
         }
     }
-    latest
+    releases
+}
+
+fn free_units(ledger: &Ledger, (node, resource, device): &DeviceOfNode) -> u32 {
+    let is_device = |of: &DeviceUsage| of.resource == *resource && of.device == *device;
+    ledger.devices(node).into_iter().find(is_device).map_or(0, |of| of.free)
+}
+
+/// Returns the number of units of each device that were found for these pods.
+fn units_by_device(found: &[(&Candidate<'_>, Preemption)]) -> BTreeMap<DeviceOfNode, u32> {
+    let mut units: BTreeMap<DeviceOfNode, u32> = BTreeMap::new();
+    for (_, Preemption { node, takes, .. }) in found {
+        for take in takes {
+            let sum = units.entry((node.clone(), take.resource.clone(), take.device.clone())).or_default();
+            *sum = sum.saturating_add(take.units.get());
+        }
+    }
+    units
 }
 
 /// Returns the names of the pods with GPUs that the required affinity of a pod selects. The

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::actions::Actions;
+use super::actions::{Actions, Eviction};
 use super::cluster::ReconcileTime;
 use super::eviction_rounds::{EvictionRounds, QuotaRound};
 use super::exchange_turns::{ExchangeTurns, PoolChanges, RECHECK_TIME, RULES_RECHECK_TIME, SearchTurn, Seeker};
@@ -262,12 +262,16 @@ impl Preemptors {
 
     /// Records that this reconcile decided evictions for a waiting pod by the rules of quotas.
     pub(super) fn start_round(&mut self, preemptor: &str, round: QuotaRound) {
-        self.rounds.start_by_quota(preemptor, round);
+        self.rounds.start_by_quota(preemptor, round, self.reconciles);
     }
 
-    /// Records an eviction for a waiting pod. The evictions of one reconcile are one round.
-    pub(super) fn record_eviction(&mut self, preemptor: &str, succeeded: bool, up: Duration) {
-        self.rounds.record(preemptor, succeeded, (self.reconciles, up));
+    /// Records an eviction for a waiting pod. The evictions of one reconcile are one round. The
+    /// rest of a gang that an earlier reconcile began to evict does not belong to a round.
+    pub(super) fn record_eviction(&mut self, eviction: &Eviction, succeeded: bool, up: Duration) {
+        let Eviction { uid, preemptor, quota, .. } = eviction;
+        if quota.is_none() || self.rounds.has_decided(preemptor, uid, self.reconciles) {
+            self.rounds.record(preemptor, succeeded, (self.reconciles, up));
+        }
     }
 
     /// Returns whether no pods are evicted for a pod now, because earlier evictions had no effect.

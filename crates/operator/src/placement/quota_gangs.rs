@@ -21,6 +21,7 @@ use cleave_plan::ledger::Moment;
 use cleave_plan::quota::{Gang, MAX_GANG_PODS, NEVER_EVICTED, Wait};
 
 use super::claims::RESERVATION_TIME;
+use super::gang_restarts::GangRestarts;
 use super::nodes::{Nodes, ResourceProvider};
 use super::pod_tracker::PodTracker;
 use super::quota_times::{created, released};
@@ -127,6 +128,8 @@ struct NamedPods {
     has_other_gates: bool,
     /// Pods that wait at the gate, by name.
     waiting: BTreeSet<String>,
+    /// How many pods the operator evicted when the gang last ran.
+    evicted: Option<usize>,
     /// One of the pods whose release is decided but not yet reported by the watch.
     in_flight: Option<String>,
     released: Vec<ReleasedPod>,
@@ -136,7 +139,10 @@ impl NamedPods {
     /// Returns when missing pods count as ended, in seconds since the Unix epoch. Returns `None` if
     /// no pod is missing, or missing pods may still be created.
     fn missing_until(&self) -> Option<u64> {
-        let may_have_ended = self.is_of_kueue || self.released.iter().any(|pod| !pod.is_terminating);
+        // Pods that had completed before an eviction are not created again.
+        let are_evicted_back = self.evicted.is_some_and(|evicted| self.pods >= evicted);
+        let is_running = || self.released.iter().any(|pod| !pod.is_terminating);
+        let may_have_ended = self.is_of_kueue || are_evicted_back || is_running();
         let is_short = self.pods < self.size();
         (is_short && may_have_ended && !self.has_other_gates).then(|| self.newest.saturating_add(MISSING_PODS_TIME))
     }
@@ -155,13 +161,17 @@ impl NamedPods {
 
 impl Gangs {
     /// Finds the gangs. `candidates` are the names of the pods that this reconcile can place.
-    /// `has_units` returns whether a pod has allocations or reservations. `is_evicted` returns
-    /// whether the API server accepted an eviction of the pod with this UID, and `is_in_flight`
-    /// whether the release of a pod at the gate is decided.
+    /// `has_units` returns whether a pod has allocations or reservations. `is_leaving` returns
+    /// whether the pod with this UID is evicted or about to be, and `is_in_flight` whether the
+    /// release of a pod at the gate is decided.
     pub(super) fn new(
         (tracker, nodes): (&PodTracker, &Nodes),
         (candidates, has_units): (&BTreeSet<&str>, impl Fn(&str) -> bool),
-        (is_evicted, is_in_flight): (&impl Fn(&str) -> bool, &impl Fn(&str, &PodObject) -> bool),
+        (is_leaving, is_in_flight, restarts): (
+            &impl Fn(&str) -> bool,
+            &impl Fn(&str, &PodObject) -> bool,
+            &GangRestarts,
+        ),
         now: u64,
     ) -> Self {
         let mut by_name: BTreeMap<(&str, &str), NamedPods> = BTreeMap::new();
@@ -172,7 +182,7 @@ impl Gangs {
             };
             let of = by_name.entry((pod.namespace(), gang.name.as_str())).or_default();
             let uid = pod.metadata.uid.as_deref().unwrap_or_default();
-            let is_terminating = pod.metadata.deletion_timestamp.is_some() || is_evicted(uid);
+            let is_terminating = pod.metadata.deletion_timestamp.is_some() || is_leaving(uid);
             let name = full_name(&pod.metadata);
             let has_left_gate = pod.node().is_some() || pod.spec.scheduling_gates.is_empty();
             let is_in_flight = !has_left_gate && is_in_flight(&name, pod);
@@ -206,7 +216,8 @@ impl Gangs {
             }
         }
         let mut gangs = Self::default();
-        for ((namespace, name), pods) in by_name {
+        for ((namespace, name), mut pods) in by_name {
+            pods.evicted = restarts.evicted_pods(namespace, name);
             let end = pods.missing_until().filter(|until| *until > now).map(Moment);
             gangs.next_end = gangs.next_end.into_iter().chain(end).min();
             gangs.add((namespace, name), pods, candidates, now);

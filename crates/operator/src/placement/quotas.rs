@@ -14,6 +14,7 @@ use kube::Resource as _;
 use super::claims::PodClaims;
 use super::cluster::Cluster;
 use super::evictions::EvictionRecords;
+use super::gang_restarts::GangRestarts;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use super::quota_costs::{EligibleCosts, NodeView, WaitingRequests, requests_of};
@@ -39,6 +40,7 @@ pub struct QuotaSettings {
 pub(super) struct Decided<'a> {
     pub(super) evictions: &'a EvictionRecords,
     pub(super) claims: &'a PodClaims,
+    pub(super) restarts: &'a GangRestarts,
 }
 
 impl Decided<'_> {
@@ -203,7 +205,9 @@ impl QuotaWorlds {
         let has_units = |name: &str| !ledger.units_of(name).is_empty();
         let is_evicted = |uid: &str| decided.is_evicted(uid);
         let is_in_flight = |name: &str, pod: &PodObject| decided.is_in_flight(name, pod);
-        let mut gangs = Gangs::new((tracker, gpu_nodes), (&names, has_units), (&|uid: &str| decided.is_leaving(uid), &is_in_flight), now);
+        let is_leaving = |uid: &str| decided.is_leaving(uid);
+        let decided_pods = (&is_leaving, &is_in_flight, decided.restarts);
+        let mut gangs = Gangs::new((tracker, gpu_nodes), (&names, has_units), decided_pods, now);
         let mut costs: Vec<NodeCosts> = vec![NodeCosts::default(); worlds.pools.len()];
         nodes.iter().for_each(|node| costs[node.pool].extend(&node.costs));
         let known = (&quotas, &gangs);

@@ -247,6 +247,8 @@ pub(super) struct PlacementSearch<'a> {
     gangs_without_place: BTreeMap<GangKey<'a>, (usize, Verdict)>,
     /// The current attempt to place a gang.
     attempt: Option<Attempt<'a>>,
+    /// Whether the ledger withholds devices where the current pod costs too much.
+    is_narrowed: bool,
     /// Pools of GPUs with quotas, if quotas are enforced.
     worlds: Option<&'a QuotaWorlds>,
     /// The turn of the current pod, if the rules of quotas apply to the pod.
@@ -274,6 +276,7 @@ impl<'a> PlacementSearch<'a> {
             without_place: BTreeMap::new(),
             gangs_without_place: BTreeMap::new(),
             attempt: None,
+            is_narrowed: false,
             worlds: None,
             turn: None,
             up: input.now.up,
@@ -300,7 +303,7 @@ impl<'a> PlacementSearch<'a> {
         let key = self.key(candidate);
         let of_attempt = self.attempt.as_ref().map(|attempt| &attempt.without_place);
         let known = self.without_place.get(&key).or_else(|| of_attempt?.get(&key));
-        if let Some(known) = known.filter(|_| !ledger.nominations().contains_key(name)) {
+        if let Some(known) = known.filter(|_| !self.is_narrowed && !ledger.nominations().contains_key(name)) {
             return Err(known.clone());
         }
         let checker =
@@ -356,12 +359,21 @@ impl<'a> PlacementSearch<'a> {
             }
         };
         drop(checker);
-        if !waits_for_predecessor.get() {
+        if !waits_for_predecessor.get() && !self.is_narrowed {
             // Without the pods that the attempt has placed, the pod may be placeable.
             let known = self.attempt.as_mut().map_or(&mut self.without_place, |attempt| &mut attempt.without_place);
             known.insert(key, verdict.clone());
         }
         Err(verdict)
+    }
+
+    /// Like [`Self::find`], while the ledger withholds devices that the pod could use at a higher
+    /// cost. The results of this search and of other searches do not apply to each other.
+    pub(super) fn find_on_cheap_devices(&mut self, ledger: &Ledger, candidate: &'a Candidate<'a>) -> Option<Fits> {
+        self.is_narrowed = true;
+        let found = self.find(ledger, candidate);
+        self.is_narrowed = false;
+        found.ok()
     }
 
     /// Returns the properties of a gang that determine whether it is placeable. Returns `None` if

@@ -58,18 +58,18 @@ impl QuotaPass<'_> {
         }
     }
 
-    /// Adds to a turn what a nominated pod may do with the nominated devices, if it costs less
-    /// there than elsewhere.
+    /// Adds to a turn what a nominated pod may do with the nominated devices, if it costs less there
+    /// than elsewhere. If the pod may not run there, its quota does not get these devices later
+    /// either, so the pod no longer waits for them.
     pub(super) fn consider_nomination(&mut self, turn: QuotaTurn) -> QuotaTurn {
         let (member, pool) = (turn.member, &self.worlds.pools[turn.member.pool]);
         if !pool.dearest.contains_key(&member.id) {
             return turn;
         }
-        let Some(there) = self.turn_at(member, turn.was_nominated, pool.world.pod(member.id).charge) else {
-            return turn;
-        };
-        let is_within_max_later = there.rights.is_within_max_later;
-        QuotaTurn { rank: there.rank, rights: Rights { is_within_max_later, ..turn.rights }, ..turn }
+        let there = self.turn_at(member, turn.was_nominated, pool.world.pod(member.id).charge);
+        let is_within_max_later = there.is_some_and(|there| there.rights.is_within_max_later);
+        let rank = there.map_or(turn.rank, |there| there.rank);
+        QuotaTurn { rank, rights: Rights { is_within_max_later, ..turn.rights }, ..turn }
     }
 
     /// Returns the turn of a waiting pod if it costs this much.

@@ -8,7 +8,9 @@ use serde_json::{Value, json};
 use super::pools::{add, edit_gpu, quota};
 use super::quota_amounts::{FOUR, THREE, bind, mig_cluster, used};
 use super::quotas::keeper;
-use super::world::{ActualAllocations, TestCluster, at, nodes_of, reconcile, requesting, whole_gpus};
+use super::world::{
+    ActualAllocations, MPS_RESOURCE, TestCluster, at, nodes_of, reconcile, requesting, reservation, whole_gpus,
+};
 use crate::placement::actions::Actions;
 use crate::policies::demand::Reason;
 
@@ -281,11 +283,20 @@ fn a_pod_that_exceeds_its_maximum_only_on_some_devices_reclaims_others() {
 
 #[test]
 fn a_pod_that_exceeds_its_maximum_only_on_some_devices_evicts_pods_of_its_quota_there() {
-    let (mut world, mut actual) = nodes_with_different_shares(json!({"max": "1"}));
-    add(&mut world, &mut actual, ("c", "c2", 10), (Some("n1"), 0));
-    add(&mut world, &mut actual, ("a", "a1", 2), (None, 5));
-    let actions = reconcile(&mut keeper(), &world, 9);
-    assert_eq!(evicted(&actions), [("a/a0", Some(Kind::Priority))], "{:?}", actions.waiting);
+    for may_use_n3 in [true, false] {
+        let (mut world, mut actual) = nodes_with_different_shares(json!({"max": "1"}));
+        add(&mut world, &mut actual, ("c", "c2", 10), (Some("n1"), 0));
+        add(&mut world, &mut actual, ("a", "a1", 2), (None, 5));
+        if !may_use_n3 {
+            // The free shares of n2 suffice if the quota uses less elsewhere.
+            for node in ["n1", "n2"] {
+                world.change(|world| &mut world.nodes, node, |node| node["metadata"]["labels"]["kind"] = json!("x"));
+            }
+            world.change(|world| &mut world.pods, "a/a1", |pod| pod["spec"]["nodeSelector"] = json!({"kind": "x"}));
+        }
+        let actions = reconcile(&mut keeper(), &world, 9);
+        assert_eq!(evicted(&actions), [("a/a0", Some(Kind::Priority))], "{may_use_n3}: {:?}", actions.waiting);
+    }
 }
 
 #[test]
@@ -303,6 +314,86 @@ fn a_nominated_pod_costs_what_its_devices_cost() {
     let actions = reconcile(&mut keeper(), &world, 9);
     assert_eq!(evicted(&actions), [("b/b1", Some(Kind::Reclaim))], "a1 costs a fifth of a GPU: {:?}", actions.waiting);
     assert_eq!(nodes_of(&actions), [["n4"]]);
+}
+
+/// Two shares are all of GPU 0, which is free, and a fifth of GPU 1, of which a0 and the borrower
+/// b1 use a half each. The pod x of quota a waits for two shares.
+fn gpus_with_different_shares(spec: Value, annotations: Value) -> (TestCluster, ActualAllocations) {
+    let (mut world, mut actual) = (TestCluster::default().node("n1", &[0, 0]), ActualAllocations::default());
+    edit_gpu(&mut world, "n1", |gpu| gpu["slices"][0]["total"] = json!(2));
+    add_quota(&mut world, "a", spec);
+    add_quota(&mut world, "b", json!({}));
+    run_on(&mut world, &mut actual, ("a", "a0", 5), ("n1", 1));
+    run_on(&mut world, &mut actual, ("b", "b1", 5), ("n1", 1));
+    add(&mut world, &mut ActualAllocations::default(), ("a", "x", 2), (None, 0));
+    actual.report_on(&mut world, 2);
+    world.change(|world| &mut world.pods, "a/x", |pod| pod["metadata"]["annotations"] = annotations);
+    (world, actual)
+}
+
+/// Returns the devices that are nominated for x.
+fn nominated(gate: &crate::placement::gatekeeper::Gatekeeper) -> Vec<String> {
+    let nomination = gate.ledger().unwrap().nominations().get("a/x");
+    nomination.into_iter().flat_map(|of| &of.takes).map(|take| take.device.clone()).collect()
+}
+
+#[test]
+fn a_nominated_pod_waits_for_its_devices_although_others_of_the_node_are_free() {
+    let never = json!({"cleave.dev/borrow": "Never"});
+    for (spec, annotations) in [(json!({"min": "1"}), never), (json!({"min": "1", "max": "1"}), json!({}))] {
+        let (mut world, mut actual) = gpus_with_different_shares(spec.clone(), annotations);
+        let mut gate = keeper();
+        let actions = reconcile(&mut gate, &world, 9);
+        assert_eq!(evicted(&actions), [("b/b1", Some(Kind::Reclaim))], "{spec}: {:?}", actions.waiting);
+        assert_eq!(nominated(&gate), ["n1-GPU-1"], "{spec}");
+        world.terminate("b/b1", "1970-01-12T13:47:40Z");
+        for second in 10..14 {
+            let actions = reconcile(&mut gate, &world, second);
+            assert_eq!((evicted(&actions).len(), actions.releases.len()), (0, 0), "{spec}, {second} s");
+            assert_eq!(nominated(&gate), ["n1-GPU-1"], "{spec}, {second} s: GPU 0 costs too much");
+        }
+        world.pods.remove("b/b1");
+        actual.given.remove("b/b1");
+        actual.report_on(&mut world, 2);
+        let actions = reconcile(&mut gate, &world, 14);
+        assert_eq!(nodes_of(&actions), [["n1"]], "{spec}: {:?}", actions.waiting);
+        let placement = reservation(&actions.releases[0]);
+        assert_eq!(placement.nodes["n1"][0].device, "n1-GPU-1", "{spec}");
+    }
+}
+
+/// Earlier versions, or a quota that has changed, may have nominated the pod for these devices.
+#[test]
+fn a_pod_does_not_wait_for_nominated_devices_where_it_may_not_run() {
+    let (mut world, _) = gpus_with_different_shares(json!({"min": "1"}), json!({}));
+    let units = json!([{"resource": MPS_RESOURCE, "units": 2, "device": "n1-GPU-0"}]);
+    let annotations = json!({
+        "cleave.dev/borrow": "Never",
+        NOMINATION_ANNOTATION: json!({"until": 1_000_100, "nodes": {"n1": units}}).to_string(),
+    });
+    world.change(|world| &mut world.pods, "a/x", |pod| pod["metadata"]["annotations"] = annotations);
+    let mut gate = keeper();
+    let actions = reconcile(&mut gate, &world, 9);
+    assert_eq!(evicted(&actions), [("b/b1", Some(Kind::Reclaim))], "{:?}", actions.waiting);
+    assert_eq!(nominated(&gate), ["n1-GPU-1"]);
+}
+
+#[test]
+fn a_new_leader_nominates_no_other_devices_than_the_recorded_ones() {
+    let (mut world, _) = gpus_with_different_shares(json!({"min": "1"}), json!({}));
+    // GPU 0 is guaranteed to c, so x may not borrow it.
+    add_quota(&mut world, "c", json!({"min": "1", "lend": "0"}));
+    let units = json!([{"resource": MPS_RESOURCE, "units": 2, "device": "n1-GPU-1"}]);
+    let note = json!({"until": 1_000_100, "nodes": {"n1": units}}).to_string();
+    world.change(
+        |world| &mut world.pods,
+        "a/x",
+        |pod| pod["metadata"]["annotations"] = json!({NOMINATION_ANNOTATION: note}),
+    );
+    let mut gate = keeper();
+    let actions = reconcile(&mut gate, &world, 9);
+    assert_eq!(actions.releases.len(), 0, "{:?}", nodes_of(&actions));
+    assert_eq!(evicted(&actions), [("b/b1", Some(Kind::Reclaim))], "{:?}", actions.waiting);
 }
 
 /// A stolen token of an agent can report any UUID.
