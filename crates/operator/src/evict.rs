@@ -131,8 +131,9 @@ fn result_of_status(status: &Status) -> EvictionResult {
             let after = status.details.as_ref().map_or(0, |details| details.retry_after_seconds);
             EvictionResult::Throttled(Duration::from_secs(after.max(1).into()))
         }
-        // The Eviction API answers 500 if several disruption budgets select the pod.
-        400..=500 => EvictionResult::Refused(status.message.clone()),
+        // After the status 500, the API server may have evicted the pod, for example if the
+        // storage did not answer it in time.
+        400..=499 => EvictionResult::Refused(status.message.clone()),
         _ => EvictionResult::Failed(status.to_string()),
     }
 }
@@ -166,7 +167,7 @@ mod tests {
     #[test]
     fn eviction_answers_are_distinguished_by_their_status_code() {
         for (code, expected) in
-            [(403, "refused"), (422, "refused"), (500, "refused"), (503, "failed"), (404, "not_found")]
+            [(403, "refused"), (422, "refused"), (500, "failed"), (503, "failed"), (404, "not_found")]
         {
             assert_eq!(eviction_result(code, json!({})).as_str(), expected, "{code}");
         }

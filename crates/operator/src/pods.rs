@@ -326,6 +326,11 @@ impl PodObject {
         self.metadata.uid.as_deref().map(str::to_owned)
     }
 
+    /// Returns whether the operator has released the pod, or the pod never waited at the gate.
+    pub fn has_left_gate(&self) -> bool {
+        self.node().is_some() || self.spec.scheduling_gates.is_empty()
+    }
+
     /// Returns the resource version of the object.
     pub fn resource_version(&self) -> Option<String> {
         self.metadata.resource_version.clone()

@@ -3,6 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use cleave_plan::ledger::{DeviceUsage, Ledger, Preemption};
+
+use super::pod_tracker::PodTracker;
+use crate::pods::{PodObject, full_name};
+
 /// Number of rounds of evictions for a waiting pod that are not delayed.
 const UNDELAYED_ROUNDS: u32 = 3;
 /// First delay between two rounds of evictions for a pod that still waits. Each further round
@@ -37,36 +42,108 @@ struct Rounds {
 /// Name of a node, a resource, and a device of this node.
 pub(super) type DeviceOfNode = (String, String, String);
 
-/// A release to a device: the time in seconds since the Unix epoch, and the number of units.
-pub(super) type ReleaseToDevice = (u64, u32);
+/// Numbers of units by device.
+pub(super) type UnitsByDevice = BTreeMap<DeviceOfNode, u32>;
 
 /// A round of evictions by the rules of quotas.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct QuotaRound {
     /// Whether the waiting pod had precedence over borrowers.
     pub(super) has_precedence: bool,
-    /// The number of units that were found on each device for the pod, or for the pods of its gang.
-    pub(super) found: BTreeMap<DeviceOfNode, u32>,
+    /// The units of each device that were found for the pod, or for the pods of its gang.
+    found: BTreeMap<DeviceOfNode, FoundUnits>,
     /// UIDs of the pods to evict.
-    pub(super) victims: BTreeSet<String>,
-    /// When the evictions were decided, in seconds since the Unix epoch.
-    pub(super) decided: u64,
+    victims: BTreeSet<String>,
+}
+
+/// The units of a device that a round of evictions is to free.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct FoundUnits {
+    needed: u32,
+    /// The units that neither the evicted pods nor other pods that the operator released use, for
+    /// example those of static pods.
+    foreign: u32,
+}
+
+impl FoundUnits {
+    /// Returns whether pods that the operator released leave too few units. If they leave enough,
+    /// other pods use what was freed, and the evictions had no effect.
+    fn are_taken(self, capacity: u32, released: u32) -> bool {
+        capacity.saturating_sub(self.foreign).saturating_sub(released) < self.needed
+    }
 }
 
 impl QuotaRound {
-    /// Returns whether the operator itself has given the units to other pods: one of the devices
-    /// has too few free units, and would have enough without the operator's releases since the
-    /// round. `state_of` returns the number of free units of a device, and the releases to it.
-    /// Releases to other units of the device take nothing from the waiting pod. A release in the
-    /// second of the decision came before the decision, which considered it.
-    pub(super) fn is_taken<'r>(&self, state_of: impl Fn(&DeviceOfNode) -> (u32, &'r [ReleaseToDevice])) -> bool {
-        self.found.iter().any(|(device, needed)| {
-            let (free, releases) = state_of(device);
-            let since = releases.iter().filter(|(time, _)| *time > self.decided);
-            let taken = since.fold(0_u32, |sum, (_, units)| sum.saturating_add(*units));
-            free < *needed && free.saturating_add(taken) >= *needed
+    /// Returns a round that frees these units by evicting the pods with the UIDs `victims`.
+    pub(super) fn new<'f>(
+        has_precedence: bool,
+        found: impl Iterator<Item = &'f Preemption>,
+        victims: BTreeSet<String>,
+        (tracker, ledger): (&PodTracker, &Ledger),
+    ) -> Self {
+        let mut needed = UnitsByDevice::new();
+        for Preemption { node, takes, .. } in found {
+            for take in takes {
+                add(&mut needed, (node.clone(), take.resource.clone(), take.device.clone()), take.units.get());
+            }
+        }
+        let is_victim = |pod: &PodObject| pod.metadata.uid.as_ref().is_some_and(|uid| victims.contains(&**uid));
+        let leave = |pod: &PodObject| is_terminating(pod) || is_victim(pod);
+        let known = units_of_pods((tracker, ledger), |pod| is_released(pod) || leave(pod));
+        let found = needed.into_iter().map(|(device, needed)| {
+            let used = usage(ledger, &device).map_or(0, |of| of.capacity.saturating_sub(of.free));
+            let foreign = used.saturating_sub(known.get(&device).copied().unwrap_or_default());
+            (device, FoundUnits { needed, foreign })
+        });
+        Self { has_precedence, found: found.collect(), victims }
+    }
+
+    /// Returns whether the operator itself has given the units of a device to other pods.
+    /// `released` are the units of the pods that the operator released. Releases to other units of
+    /// the device take nothing from the waiting pod.
+    pub(super) fn is_taken(&self, ledger: &Ledger, released: &UnitsByDevice) -> bool {
+        self.found.iter().any(|(device, found)| {
+            let capacity = usage(ledger, device).map_or(0, |of| of.capacity);
+            found.are_taken(capacity, released.get(device).copied().unwrap_or_default())
         })
     }
+}
+
+/// Returns the units of the pods that the operator released and that do not terminate, by device.
+pub(super) fn released_units(tracker: &PodTracker, ledger: &Ledger) -> UnitsByDevice {
+    units_of_pods((tracker, ledger), |pod| is_released(pod) && !is_terminating(pod))
+}
+
+/// Returns the units of the pods with GPUs that `counts` selects, by device.
+fn units_of_pods((tracker, ledger): (&PodTracker, &Ledger), counts: impl Fn(&PodObject) -> bool) -> UnitsByDevice {
+    let mut units = UnitsByDevice::new();
+    for pod in tracker.living_pods().filter(|pod| pod.requests_gpus() && counts(pod)) {
+        for (node, parts) in ledger.units_of(&full_name(&pod.metadata)) {
+            for (resource, device, count) in parts {
+                add(&mut units, (node.to_owned(), resource.to_owned(), device.to_owned()), count.get());
+            }
+        }
+    }
+    units
+}
+
+/// Returns whether the operator released a pod. Pods without a reservation, such as static pods,
+/// were not released.
+fn is_released(pod: &PodObject) -> bool {
+    pod.reserved_until.is_some()
+}
+
+fn is_terminating(pod: &PodObject) -> bool {
+    pod.metadata.deletion_timestamp.is_some()
+}
+
+fn add(units: &mut UnitsByDevice, device: DeviceOfNode, more: u32) {
+    let sum = units.entry(device).or_default();
+    *sum = sum.saturating_add(more);
+}
+
+fn usage(ledger: &Ledger, (node, resource, device): &DeviceOfNode) -> Option<DeviceUsage> {
+    ledger.devices(node).into_iter().find(|of| of.resource == *resource && of.device == *device)
 }
 
 impl EvictionRounds {
@@ -136,42 +213,21 @@ impl EvictionRounds {
 mod tests {
     use super::*;
 
-    fn device(index: usize) -> DeviceOfNode {
-        ("n1".to_owned(), "nvidia.com/gpu-mps".to_owned(), format!("GPU-{index}"))
-    }
-
-    /// Returns a round that found five units of GPU 0.
-    fn round() -> QuotaRound {
-        let (found, victims) = (BTreeMap::from([(device(0), 5)]), BTreeSet::from(["u".to_owned()]));
-        QuotaRound { has_precedence: true, found, victims, decided: 100 }
-    }
-
     #[test]
     fn only_releases_to_the_units_of_a_round_take_them() {
-        let is_taken = |free: u32, releases: &[ReleaseToDevice]| round().is_taken(|_| (free, releases));
-        assert!(is_taken(0, &[(101, 5)]), "one pod uses the units");
-        assert!(is_taken(2, &[(101, 1), (150, 2)]), "several pods use a part of the units");
-        assert!(!is_taken(0, &[]), "pods that the operator did not release use the units");
-        assert!(!is_taken(0, &[(101, 4)]), "other pods use a part of the units too");
-        assert!(!is_taken(5, &[(101, 5)]), "the units are free, and the releases use others");
-        assert!(!is_taken(0, &[(99, 5), (100, 5)]), "the releases were earlier");
-    }
-
-    #[test]
-    fn a_gang_needs_its_units_on_all_devices() {
-        let mut round = round();
-        round.found.insert(device(1), 5);
-        let (releases, none): (Vec<ReleaseToDevice>, Vec<ReleaseToDevice>) = (vec![(101, 5)], Vec::new());
-        let is_taken = |taken: usize| {
-            round.is_taken(|of| if *of == device(taken) { (0, releases.as_slice()) } else { (5, none.as_slice()) })
-        };
-        assert!(is_taken(0) && is_taken(1) && !is_taken(2));
+        let are_taken = |foreign: u32, released: u32| FoundUnits { needed: 5, foreign }.are_taken(10, released);
+        assert!(are_taken(0, 10), "one pod uses the units, or several pods together");
+        assert!(are_taken(4, 2), "pods that were not released used a part of the other units before");
+        assert!(!are_taken(0, 5), "released pods use other units");
+        assert!(!are_taken(4, 1), "pods that were not released use the units now");
+        assert!(FoundUnits { needed: 1, foreign: 0 }.are_taken(0, 0), "the GPU was repartitioned");
     }
 
     #[test]
     fn only_the_evictions_that_a_reconcile_decided_belong_to_its_round() {
         let mut rounds = EvictionRounds::default();
-        rounds.start_by_quota("team/a", round(), 7);
+        let victims = BTreeSet::from(["u".to_owned()]);
+        rounds.start_by_quota("team/a", QuotaRound { has_precedence: true, found: BTreeMap::new(), victims }, 7);
         assert!(rounds.has_decided("team/a", "u", 7));
         assert!(!rounds.has_decided("team/a", "u", 8), "the pod is the rest of a gang");
         assert!(!rounds.has_decided("team/a", "other", 7) && !rounds.has_decided("team/b", "u", 7));

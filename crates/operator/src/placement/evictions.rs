@@ -117,6 +117,11 @@ impl EvictionRecords {
         self.requested.contains(uid)
     }
 
+    /// Returns whether an eviction of the pod with this UID has failed recently.
+    pub(super) fn has_failed(&self, uid: &str) -> bool {
+        self.failures.contains_key(uid)
+    }
+
     /// Sets the UIDs of the pods that this reconcile evicts with their gangs, part of which was
     /// evicted before.
     pub(super) fn set_requested(&mut self, uids: BTreeSet<String>) {

@@ -30,8 +30,10 @@ use crate::pods::{DISRUPTION_TARGET, PodObject, full_name};
 pub(super) struct GangEvictions(BTreeMap<GangId, PartlyEvicted>);
 
 /// A gang whose eviction was decided.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct PartlyEvicted {
+    /// When the eviction was decided, in seconds since the Unix epoch.
+    decided: u64,
     /// Pods that may still run, by UID.
     pods: BTreeMap<String, Remaining>,
     /// UIDs of the pods of the gang that ran when the eviction was decided.
@@ -59,6 +61,16 @@ impl Remaining {
 }
 
 impl PartlyEvicted {
+    const fn new(decided: u64) -> Self {
+        Self {
+            decided,
+            pods: BTreeMap::new(),
+            members: BTreeSet::new(),
+            has_begun: false,
+            undecided_until: Duration::ZERO,
+        }
+    }
+
     /// Removes the pods that terminate since their eviction was decided, or no longer exist.
     fn update(&mut self, released: &ReleasedGangPods<'_>) {
         let has_begun = &mut self.has_begun;
@@ -71,9 +83,11 @@ impl PartlyEvicted {
     }
 
     /// Returns whether replacements of evicted pods were released beside the remaining pods. All
-    /// pods that the gang still needs are released together.
+    /// pods that the gang still needs are released together. A pod that was created before the
+    /// decision replaces another pod, and does not make the gang complete.
     fn has_replacements(&self, running: &[&PodObject]) -> bool {
-        running.iter().filter_map(|pod| pod.metadata.uid.as_deref()).any(|uid| !self.members.contains(uid))
+        let is_member = |pod: &PodObject| pod.metadata.uid.as_deref().is_some_and(|uid| self.members.contains(uid));
+        running.iter().any(|pod| !is_member(pod) && created(pod).0 >= self.decided)
     }
 
     /// Returns whether a request without an answer may still turn out to have evicted a pod.
@@ -98,8 +112,8 @@ impl<'a> ReleasedGangPods<'a> {
         let (mut by_uid, mut by_gang) = (BTreeMap::new(), BTreeMap::<GangId, Vec<&PodObject>>::new());
         let (mut evicted, mut deleted) = (BTreeSet::new(), BTreeSet::new());
         for pod in tracker.living_pods().filter(|pod| pod.requests_gpus()) {
-            let has_left_gate = pod.node().is_some() || pod.spec.scheduling_gates.is_empty();
-            let (Some(gang), Some(uid)) = (gang_id(pod).filter(|_| has_left_gate), pod.metadata.uid.as_deref()) else {
+            let (Some(gang), Some(uid)) = (gang_id(pod).filter(|_| pod.has_left_gate()), pod.metadata.uid.as_deref())
+            else {
                 continue;
             };
             by_uid.insert(uid, pod);
@@ -199,7 +213,8 @@ impl GangEvictions {
     }
 
     /// Remembers the pods of gangs whose evictions this reconcile decided.
-    pub(super) fn remember(&mut self, evictions: &[Eviction], tracker: &PodTracker) {
+    /// `now` is in seconds since the Unix epoch.
+    pub(super) fn remember(&mut self, evictions: &[Eviction], tracker: &PodTracker, now: u64) {
         let of_gangs = || evictions.iter().filter_map(|one| Some((one.gang.as_ref()?, one)));
         if of_gangs().next().is_none() {
             return;
@@ -209,8 +224,9 @@ impl GangEvictions {
             let pod = released.by_uid.get(eviction.uid.as_str());
             let deleted = pod.and_then(|pod| pod.metadata.deletion_timestamp.clone());
             let new = || Remaining::new(eviction.clone(), deleted);
-            let of = self.0.entry(gang.clone()).or_default();
-            of.pods.entry(eviction.uid.clone()).or_insert_with(new);
+            let of = self.0.entry(gang.clone()).or_insert_with(|| PartlyEvicted::new(now));
+            // A later decision may ignore disruption budgets.
+            of.pods.entry(eviction.uid.clone()).or_insert_with(new).eviction = eviction.clone();
         }
         let gangs: BTreeSet<&GangId> = of_gangs().map(|(gang, _)| gang).collect();
         for gang in gangs {
@@ -264,7 +280,7 @@ impl GangEvictions {
             let has_replacements = running.iter().any(|pod| created(pod).0 > decided);
             let is_partly_evicted = has_begun && !has_replacements && running.len() < *pods;
             let Some(kind) = Kind::from_name(kind).filter(|_| is_partly_evicted) else { continue };
-            let of = self.0.entry(gang.clone()).or_default();
+            let of = self.0.entry(gang.clone()).or_insert_with(|| PartlyEvicted::new(decided));
             of.has_begun = true;
             of.members.extend(running.iter().filter_map(|pod| pod.uid()));
             for pod in running {

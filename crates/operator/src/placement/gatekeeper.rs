@@ -232,9 +232,7 @@ impl Gatekeeper {
     pub fn record_eviction(&mut self, eviction: &Eviction, result: &EvictionResult, up: Duration) {
         self.evictions.record(&eviction.uid, result, up);
         self.gang_evictions.record(eviction, result, up);
-        if *result == EvictionResult::Done {
-            self.gang_restarts.record_eviction(eviction, up);
-        }
+        self.gang_restarts.record(eviction, result);
         // A pod that is not found has ended, so its eviction is not needed.
         if *result != EvictionResult::NotFound {
             self.preemptors.record_eviction(eviction, *result == EvictionResult::Done, up);
@@ -409,7 +407,8 @@ impl Gatekeeper {
             } else {
                 self.reserve_or_explain(&mut ledger, waiting, &input, &mut actions);
             }
-            self.gang_evictions.remember(&actions.evictions, tracker);
+            self.gang_evictions.remember(&actions.evictions, tracker, now.epoch);
+            self.gang_restarts.remember(&actions.evictions, tracker, now.up);
             actions.awaits_budgets |= !self.gang_evictions.is_empty();
             let room = MAX_RELEASES.saturating_sub(actions.releases.len());
             let queue = &self.queue;
@@ -590,7 +589,8 @@ impl Gatekeeper {
             let is_known = !input.cluster.quotas.is_empty() && !self.quota_objects.are_unknown();
             is_known && are_enforced(input.cluster, &self.nodes, &self.quotas)
         };
-        if std::mem::take(&mut self.restores_evictions) && may_restore() {
+        if self.restores_evictions && may_restore() {
+            self.restores_evictions = false;
             let grace_cap = Duration::from_secs(self.quotas.rules.grace_cap);
             let budgets = DisruptionBudgets::new(&input.cluster.budgets);
             let has_budget = |pod: &PodObject| budgets.protection(pod) != BudgetProtection::None;

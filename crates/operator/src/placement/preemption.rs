@@ -3,14 +3,14 @@ use std::cell::{LazyCell, OnceCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use cleave_plan::ledger::{DeviceUsage, Holders, Ledger, Nomination, PendingPod, Preemption, Reservation};
+use cleave_plan::ledger::{Holders, Ledger, Nomination, PendingPod, Preemption, Reservation};
 use cleave_plan::quota::Kind;
 
 use super::actions::{Actions, Eviction, NominationRecord, ProtectedPod, QuotaEviction};
 use super::claims::PodClaims;
 use super::cluster::ReconcileTime;
 use super::constraints;
-use super::eviction_rounds::{DeviceOfNode, QuotaRound, ReleaseToDevice};
+use super::eviction_rounds::{QuotaRound, UnitsByDevice, released_units};
 use super::evictions::{Evictability, TERMINATION_TIME};
 use super::exchange_turns::{SearchTurn, Seeker};
 use super::gang_evictions::{evicted_gangs, gang_id};
@@ -19,7 +19,6 @@ use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use super::preemptors::{Preemptors, SearchScope};
 use super::quota_pass::{PodAndPreemption, QuotaPass, QuotaTurn, requested_grace};
-use super::quota_times::released;
 use super::search::{Candidate, PlacementSearch, SearchKey};
 use super::unbound::UnboundPods;
 use super::unlisted::UnlistedUnits;
@@ -55,8 +54,8 @@ pub(super) struct PreemptionSearch<'a> {
     /// Properties of pods for which no preemption helps. Replicas of a workload have the same
     /// result.
     futile: BTreeSet<SearchKey<'a>>,
-    /// The operator's releases by device. Computed only if evictions are delayed.
-    releases: OnceCell<BTreeMap<DeviceOfNode, Vec<ReleaseToDevice>>>,
+    /// The units of released pods by device. Computed only if evictions are delayed.
+    releases: OnceCell<UnitsByDevice>,
     /// Whether no pods are evicted now, because the API server limits requests.
     is_paused: bool,
     /// Whether no pods are evicted by priority alone, because it is not known whether a quota
@@ -288,7 +287,7 @@ impl<'a> PreemptionSearch<'a> {
         if let Some(pause) = pause {
             actions.requeue_in(pause);
         }
-        let is_paused = self.is_paused || pause.is_some() || awaits_answer(actions, &candidate.name);
+        let is_paused = self.is_paused || pause.is_some() || self.awaits_answer(ledger, actions, &candidate.name);
         let found = self.find_exchange(ledger, search, candidate, (verdict, is_paused), (pass, turn), actions);
         self.conclude_exchange(ledger, search, &[candidate], (pass, turn), found, actions)
     }
@@ -341,9 +340,11 @@ impl<'a> PreemptionSearch<'a> {
         let (message, cap) = (pass.eviction_message(kind, turn.member), pass.grace_cap(turn.member));
         let mut victims = pass.with_gang_members(found.iter().flat_map(|(_, found)| &found.victims));
         let with_budget = self.pods_with_budget(&victims);
-        // The API server may refuse to evict pods with a disruption budget. After a refusal, the
-        // operator does not evict the others.
-        victims.sort_by_key(|pod| !with_budget.contains(pod));
+        // The API server may refuse to evict pods with a disruption budget, and pods whose eviction
+        // has failed before. After a refusal, the operator does not evict the others.
+        let uid = |pod: &str| self.claims.uid(pod).unwrap_or_default().to_owned();
+        let may_be_refused = |pod: &String| with_budget.contains(pod) || self.evictability.has_failed(&uid(pod));
+        victims.sort_by_key(|pod| !may_be_refused(pod));
         let named: Vec<PodAndPreemption<'_>> =
             found.iter().map(|(candidate, found)| (candidate.name.as_str(), found)).collect();
         pass.nominate(turn.member, &named, &victims);
@@ -351,20 +352,20 @@ impl<'a> PreemptionSearch<'a> {
         let objects = self.pods_with_names(&victims);
         let mut evictions = Vec::new();
         for pod in victims {
-            let uid = self.claims.uid(&pod).unwrap_or_default().to_owned();
+            let (uid, may_be_refused) = (uid(&pod), may_be_refused(&pod));
             let object = objects.get(&pod);
             let grace = object.and_then(|object| requested_grace(object, cap, force));
             let gang = object.and_then(|object| gang_id(object));
             let (from, to) = (pass.quota_of(turn.member, &pod), to.clone());
             let quota = Some(QuotaEviction { kind, from, to, grace, force, message: message.clone() });
-            let may_be_refused = with_budget.contains(&pod);
             evictions.push(Eviction { pod, uid, preemptor: preemptor.clone(), may_be_refused, quota, gang });
         }
         self.mark_evicted(&evictions);
         if !evictions.is_empty() {
-            let (found, victims) = (units_by_device(&found), evictions.iter().map(|one| one.uid.clone()).collect());
-            let (has_precedence, decided) = (turn.has_precedence(), self.evictability.now());
-            self.preemptors.start_round(&preemptor, QuotaRound { has_precedence, found, victims, decided });
+            let victims = evictions.iter().map(|one| one.uid.clone()).collect();
+            let rooms = found.iter().map(|(_, found)| found);
+            let round = QuotaRound::new(turn.has_precedence(), rooms, victims, (self.tracker, ledger));
+            self.preemptors.start_round(&preemptor, round);
         }
         let until = self.evictability.now().saturating_add(cap.as_secs()).saturating_add(TERMINATION_TIME.as_secs());
         let mut evicts = evicted_gangs(&evictions);
@@ -463,12 +464,8 @@ impl<'a> PreemptionSearch<'a> {
     /// freed units. Releases to other units or devices of the node do not count.
     fn is_exchange_delayed(&mut self, ledger: &Ledger, name: &str, turn: &QuotaTurn) -> bool {
         let (tracker, releases) = (self.tracker, &self.releases);
-        let is_taken = |round: &QuotaRound| {
-            let releases = releases.get_or_init(|| releases_to_devices(tracker, ledger));
-            round.is_taken(|device| {
-                (free_units(ledger, device), releases.get(device).map(Vec::as_slice).unwrap_or_default())
-            })
-        };
+        let is_taken =
+            |round: &QuotaRound| round.is_taken(ledger, releases.get_or_init(|| released_units(tracker, ledger)));
         self.preemptors.is_exchange_delayed((name, turn), is_taken, self.up)
     }
 
@@ -690,6 +687,22 @@ impl<'a> PreemptionSearch<'a> {
         limited.map(|(_, pod, _)| pod.to_owned()).collect()
     }
 
+    /// Returns whether no pods are evicted for a pod before the API server has answered: in this
+    /// reconcile, pods are evicted for it, or the rest of a gang whose units are nominated for it.
+    fn awaits_answer(&self, ledger: &Ledger, actions: &Actions, pod: &str) -> bool {
+        let nomination = ledger.nominations().get(pod);
+        let uses_nominated = |eviction: &Eviction| {
+            let units = nomination.map(|of| (of, ledger.units_of(&eviction.pod)));
+            units.is_some_and(|(of, units)| {
+                let here = units.iter().filter(|(node, _)| *node == of.node).flat_map(|(_, units)| units);
+                here.into_iter().any(|(_, device, _)| of.takes.iter().any(|take| take.device == *device))
+            })
+        };
+        actions.evictions.iter().any(|eviction| {
+            eviction.preemptor == pod || self.evictability.is_requested(&eviction.uid) && uses_nominated(eviction)
+        })
+    }
+
     /// Returns the pods with these names.
     fn pods_with_names(&self, names: &[String]) -> BTreeMap<String, &'a PodObject> {
         if names.is_empty() {
@@ -717,12 +730,6 @@ impl<'a> PreemptionSearch<'a> {
     }
 }
 
-/// Returns whether pods are evicted for this pod in this reconcile. Other pods are not evicted
-/// instead before the API server has answered.
-fn awaits_answer(actions: &Actions, pod: &str) -> bool {
-    actions.evictions.iter().any(|eviction| eviction.preemptor == pod)
-}
-
 /// Returns units in a fixed order, so that they can be compared.
 fn sorted(takes: &[Reservation]) -> Vec<Reservation> {
     let mut takes = takes.to_vec();
@@ -736,38 +743,6 @@ fn pods_to_keep(tracker: &PodTracker, search: &PlacementSearch<'_>, pod: &PodObj
     let mut kept = pods_of_affinity(tracker, pod);
     kept.extend(search.pods_of_quotas());
     kept
-}
-
-/// Returns the releases of pods that still exist, by device. Pods without a reservation, such as
-/// static pods, were not released.
-fn releases_to_devices(tracker: &PodTracker, ledger: &Ledger) -> BTreeMap<DeviceOfNode, Vec<ReleaseToDevice>> {
-    let mut releases: BTreeMap<DeviceOfNode, Vec<ReleaseToDevice>> = BTreeMap::new();
-    for pod in tracker.living_pods().filter(|pod| pod.requests_gpus() && pod.reserved_until.is_some()) {
-        for (node, units) in ledger.units_of(&full_name(&pod.metadata)) {
-            for (resource, device, units) in units {
-                let device = (node.to_owned(), resource.to_owned(), device.to_owned());
-                releases.entry(device).or_default().push((released(pod).0, units.get()));
-            }
-        }
-    }
-    releases
-}
-
-fn free_units(ledger: &Ledger, (node, resource, device): &DeviceOfNode) -> u32 {
-    let is_device = |of: &DeviceUsage| of.resource == *resource && of.device == *device;
-    ledger.devices(node).into_iter().find(is_device).map_or(0, |of| of.free)
-}
-
-/// Returns the number of units of each device that were found for these pods.
-fn units_by_device(found: &[(&Candidate<'_>, Preemption)]) -> BTreeMap<DeviceOfNode, u32> {
-    let mut units: BTreeMap<DeviceOfNode, u32> = BTreeMap::new();
-    for (_, Preemption { node, takes, .. }) in found {
-        for take in takes {
-            let sum = units.entry((node.clone(), take.resource.clone(), take.device.clone())).or_default();
-            *sum = sum.saturating_add(take.units.get());
-        }
-    }
-    units
 }
 
 /// Returns the names of the pods with GPUs that the required affinity of a pod selects. The

@@ -128,7 +128,7 @@ struct NamedPods {
     has_other_gates: bool,
     /// Pods that wait at the gate, by name.
     waiting: BTreeSet<String>,
-    /// How many pods the operator evicted when the gang last ran.
+    /// How many pods with GPUs ran when the operator evicted the gang.
     evicted: Option<usize>,
     /// One of the pods whose release is decided but not yet reported by the watch.
     in_flight: Option<String>,
@@ -140,7 +140,7 @@ impl NamedPods {
     /// no pod is missing, or missing pods may still be created.
     fn missing_until(&self) -> Option<u64> {
         // Pods that had completed before an eviction are not created again.
-        let are_evicted_back = self.evicted.is_some_and(|evicted| self.pods >= evicted);
+        let are_evicted_back = self.evicted.is_some_and(|evicted| self.waiting.len() >= evicted);
         let is_running = || self.released.iter().any(|pod| !pod.is_terminating);
         let may_have_ended = self.is_of_kueue || are_evicted_back || is_running();
         let is_short = self.pods < self.size();
@@ -184,7 +184,7 @@ impl Gangs {
             let uid = pod.metadata.uid.as_deref().unwrap_or_default();
             let is_terminating = pod.metadata.deletion_timestamp.is_some() || is_leaving(uid);
             let name = full_name(&pod.metadata);
-            let has_left_gate = pod.node().is_some() || pod.spec.scheduling_gates.is_empty();
+            let has_left_gate = pod.has_left_gate();
             let is_in_flight = !has_left_gate && is_in_flight(&name, pod);
             let is_released = has_left_gate || is_in_flight;
             let mut resources = pod.spec.requests.keys().filter(|resource| is_served(resource));

@@ -495,6 +495,10 @@ impl QuotaWorlds {
                 let pool = &mut self.pools[at];
                 let charge = &mut pool.world.pods[id.0].charge;
                 *charge = charge.plus(more);
+                if known.1.of(name).is_some() {
+                    // The pods of a gang may be released to other devices than the nominated ones.
+                    *charge = (*charge).max(most);
+                }
                 if is_mig || least < most {
                     pool.least.insert(id, least);
                     pool.dearest.extend(nominated.map(|_| (id, most)));

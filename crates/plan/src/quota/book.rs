@@ -181,13 +181,18 @@ impl<'w> Book<'w> {
     }
 
     /// Returns whether enough pods of a waiting pod's gang exist. Counts pods that wait, and pods
-    /// that run and were not evicted.
+    /// that run. If running pods of the gang were evicted, the gang waits for their replacements.
     pub fn is_complete(&self, id: PodId) -> bool {
         let gangs = self.accounts.gangs();
+        let is_evicted = |pod: &PodId| {
+            matches!(self.world.pod(*pod).place, Place::Running { .. }) && self.accounts.class(*pod).is_none()
+        };
         let is_present = |pod: &&PodId| {
             matches!(self.world.pod(**pod).place, Place::Waiting { .. }) || self.accounts.class(**pod).is_some()
         };
-        gangs.of(id).is_none() || gangs.members(id).iter().filter(is_present).count() >= gangs.size(id)
+        let members = || gangs.members(id).iter();
+        let is_whole = || !members().any(is_evicted) && members().filter(is_present).count() >= gangs.size(id);
+        gangs.of(id).is_none() || is_whole()
     }
 
     /// Returns the charge of a waiting pod and the waiting pods of its gang.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use cleave_plan::ledger::{Holders, Ledger, Nomination, PendingPod, Preemption};
 use cleave_plan::quota::Kind;
 
-use super::{Exchange, NoEvictions, PreemptionSearch, awaits_answer, pods_of_affinity};
+use super::{Exchange, NoEvictions, PreemptionSearch, pods_of_affinity};
 use crate::placement::actions::Actions;
 use crate::placement::exchange_turns::Seeker;
 use crate::placement::quota_pass::{PodAndPreemption, QuotaPass, QuotaTurn};
@@ -32,7 +32,7 @@ impl<'a> PreemptionSearch<'a> {
         if let Some(pause) = pause {
             actions.requeue_in(pause);
         }
-        let is_paused = pause.is_some() || gang.iter().any(|one| awaits_answer(actions, &one.name));
+        let is_paused = pause.is_some() || gang.iter().any(|one| self.awaits_answer(ledger, actions, &one.name));
         let found = self.find_for_gang(ledger, search, (gang, verdict, is_paused), (pass, turn), actions);
         actions.preemption_searches = self.searches;
         self.conclude_exchange(ledger, search, gang, (pass, turn), found, actions)

@@ -5,7 +5,7 @@ use cleave_api::names::NOMINATION_ANNOTATION;
 use serde_json::{Value, json};
 
 use super::quota_evictions::add_budget;
-use super::quotas::Case;
+use super::quotas::{Case, Ending};
 use crate::evict::EvictionResult;
 
 /// A gang of b uses three GPUs, and a1 reclaims a half of one of them.
@@ -258,4 +258,61 @@ fn a_gang_whose_replacements_run_beside_the_rest_runs_on_although_a_pod_is_missi
     steps(&mut case, 200);
     assert_eq!(evicted(&case), ["g1", "g3"]);
     assert_eq!(case.is_running(), ["g1", "g2"].map(str::to_owned).into());
+}
+
+/// a2 is nominated for a GPU of the gang, and no other pod is evicted for it while the API server
+/// is asked to evict the rest of the gang.
+#[test]
+fn no_other_pods_are_evicted_for_a_pod_that_gets_a_gpu_of_a_partly_evicted_gang() {
+    let mut case = Case::new(4, &[("a", json!({"min": 30})), ("b", json!({})), ("c", json!({}))])
+        .waiting(&[("g1", "b", 10, 0), ("g2", "b", 10, 0), ("g3", "b", 10, 0)])
+        .gang("b", "train", 3, &["g1", "g2", "g3"]);
+    assert_eq!(case.step().releases.len(), 3);
+    let mut case = case.waiting(&[("v", "c", 10, 5)]);
+    assert_eq!(case.step().releases.len(), 1);
+    case.step();
+    case.ending = Ending::Terminating;
+    let mut case = case.waiting(&[("a1", "a", 10, 0), ("a2", "a", 10, 0)]);
+    case.failing_eviction = Some(("b/g2".to_owned(), EvictionResult::Failed("timeout".to_owned())));
+    steps(&mut case, 5);
+    assert_eq!(evicted(&case), ["g1", "g2", "g3"]);
+}
+
+/// An admission policy denies the eviction of g2. The replacements of the others get the GPUs
+/// again, because the gang of a needs all three.
+#[test]
+fn a_gang_of_which_one_pod_can_never_be_evicted_is_not_evicted_in_circles() {
+    let mut case = Case::new(3, &[("a", json!({"min": 30})), ("b", json!({}))])
+        .waiting(&[("g1", "b", 10, 0), ("g2", "b", 10, 0), ("g3", "b", 10, 0)])
+        .gang("b", "train", 3, &["g1", "g2", "g3"]);
+    assert_eq!(case.step().releases.len(), 3);
+    case.step();
+    let mut case = case.waiting(&[("w1", "a", 10, 0), ("w2", "a", 10, 0), ("w3", "a", 10, 0)]).gang(
+        "a",
+        "serve",
+        3,
+        &["w1", "w2", "w3"],
+    );
+    for _ in 0..1500 {
+        case.failing_eviction = Some(("b/g2".to_owned(), EvictionResult::Refused("denied".to_owned())));
+        case.step();
+    }
+    assert!(evicted(&case).len() <= 2, "{:?}", evicted(&case));
+}
+
+/// A replacement of the gang waits in the reconcile that evicts the others.
+#[test]
+fn no_replacement_is_released_in_the_reconcile_that_evicts_its_gang() {
+    let mut case = Case::new(4, &[("a", json!({"min": 30})), ("b", json!({})), ("c", json!({"min": 7, "lend": 0}))])
+        .running(&[(("c1", "c", 7, 0), 3)])
+        .waiting(&[("g1", "b", 10, 0), ("g2", "b", 10, 0), ("g3", "b", 10, 0), ("g4", "b", 3, 0)])
+        .gang("b", "train", 4, &["g1", "g2", "g3", "g4"]);
+    assert_eq!(case.step().releases.len(), 4);
+    case.step();
+    case.end("b/g4");
+    case.ending = Ending::Terminating;
+    let mut case = case.waiting(&[("a1", "a", 10, 0), ("g4", "b", 3, 0)]).gang("b", "train", 4, &["g4"]);
+    let actions = case.step();
+    assert_eq!(evicted(&case), ["g1", "g2", "g3"]);
+    assert!(actions.releases.is_empty(), "{:?}", actions.releases);
 }

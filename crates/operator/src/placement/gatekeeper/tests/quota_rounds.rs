@@ -62,3 +62,23 @@ fn the_rest_of_a_gang_does_not_end_the_delay_of_evictions_without_effect() {
     assert!(retries >= 3, "{retries} requests to evict g2");
     assert_eq!(evicted(&case), ["g1", "x0", "x1", "x2"]);
 }
+
+/// Pods that the operator does not release use the shares that were evicted for a1. The pods of c
+/// use the other shares of the GPU, and come and go.
+#[test]
+fn evictions_without_effect_are_delayed_although_all_other_pods_of_the_gpu_are_replaced() {
+    let mut case = Case::new(1, &[("a", json!({"min": 5, "lend": 0})), ("c", json!({"min": 5, "lend": 0}))])
+        .running(&[(("x0", "-", 5, 0), 0)])
+        .waiting(&[("s0", "c", 1, 0), ("s1", "c", 1, 0), ("s2", "c", 1, 0), ("s3", "c", 1, 0), ("s4", "c", 1, 0)]);
+    assert_eq!(case.step().releases.len(), 5);
+    let mut case = case.waiting(&[("a1", "a", 5, 0)]);
+    for round in 0..15 {
+        case.step();
+        if round < 3 {
+            case.add((&format!("x{}", round + 1), "-", 5, 0), Some(0));
+        }
+        case.end(&format!("c/s{round}"));
+        case.add((&format!("s{}", round + 5), "c", 1, 0), None);
+    }
+    assert_eq!(evicted(&case), ["x0", "x1", "x2"]);
+}
