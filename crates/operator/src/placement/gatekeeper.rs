@@ -657,8 +657,8 @@ impl Gatekeeper {
         let unbound = unbound.unwrap_or_default();
         let mut quotas = worlds.as_ref().map(|worlds| QuotaPass::new(worlds, ledger));
         let mut search = PlacementSearch::new(input, (nodes, tracker, &*claims), ledger, chooser);
-        if let Some(pass) = quotas.as_mut().filter(|pass| !pass.has_unfinished_release(&candidates, self.leads_since)) {
-            long_waits::reserve(pass, (ledger, &mut search), &candidates, (input, queue));
+        if let Some(pass) = &mut quotas {
+            long_waits::reserve(pass, (ledger, &mut search), &candidates, (input, queue), self.leads_since);
         }
         let order = TurnOrder::new(quotas.as_ref(), candidates.iter().map(|one| one.name.as_str()), self.leads_since);
         let offers = AllowedUnits::of_policies(input.cluster.policies.iter().map(AsRef::as_ref));

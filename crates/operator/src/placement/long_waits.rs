@@ -32,17 +32,21 @@ struct LongWaits<'s, 'a> {
     futile: BTreeSet<SearchKey<'a>>,
 }
 
-/// Nominates pods that have waited long.
+/// Nominates pods that have waited long. `leads_since` is when this process became the leader, in
+/// seconds since the Unix epoch.
 pub(super) fn reserve<'a>(
     pass: &mut QuotaPass<'_>,
     (ledger, search): (&mut Ledger, &mut PlacementSearch<'a>),
     candidates: &'a [Candidate<'a>],
     (input, queue): (&ReconcileInput<'a>, &Queue),
+    leads_since: u64,
 ) {
+    let names = candidates.iter().map(|one| one.name.as_str());
+    let left_out = pass.pools_of_unfinished_releases(names, leads_since);
     let candidates: BTreeMap<&str, &Candidate<'_>> = candidates.iter().map(|one| (one.name.as_str(), one)).collect();
     let (running, futile) = (OnceCell::new(), BTreeSet::new());
     let mut waits = LongWaits { search, candidates: &candidates, input, queue, running, futile };
-    let reserved = pass.nominate_for_long_waits(ledger, |ledger, pool, id| waits.find(ledger, pool, id));
+    let reserved = pass.nominate_for_long_waits(ledger, &left_out, |ledger, pool, id| waits.find(ledger, pool, id));
     for (name, node) in reserved {
         if let Some(&candidate) = candidates.get(name) {
             search.nominate(candidate, &node);

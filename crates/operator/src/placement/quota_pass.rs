@@ -142,14 +142,17 @@ impl<'w> QuotaPass<'w> {
     }
 
     /// Nominates pods that have waited long; see [`reserved_for_long_waits`]. `find` finds
-    /// the devices on which such a pod can run. Returns the pods and their nodes.
+    /// the devices on which such a pod can run. Nominates no pods in the pools `left_out`. Returns
+    /// the pods and their nodes.
     pub(super) fn nominate_for_long_waits(
         &mut self,
         ledger: &mut Ledger,
+        left_out: &BTreeSet<usize>,
         mut find: impl FnMut(&Ledger, &'w PoolWorld, PodId) -> LongWait,
     ) -> Vec<(&'w str, String)> {
         let mut reserved = Vec::new();
-        for (pool, of) in self.worlds.pools.iter().enumerate().filter(|(_, of)| of.is_enforced) {
+        let pools = self.worlds.pools.iter().enumerate().filter(|(_, of)| of.is_enforced);
+        for (pool, of) in pools.filter(|(pool, _)| !left_out.contains(pool)) {
             let mut found: BTreeMap<PodId, LongWait> = BTreeMap::new();
             let usable = |id: PodId| {
                 let (member, pod) = (Member { pool, id }, of.world.pod(id));

@@ -7,7 +7,6 @@ use cleave_plan::quota::{Place, PodId};
 
 use super::{Member, QuotaPass};
 use crate::placement::quota_gangs::GangUnit;
-use crate::placement::search::Candidate;
 
 impl<'w> QuotaPass<'w> {
     /// Withdraws the nominations of gangs that may not be released, and of gangs with waiting pods
@@ -57,10 +56,17 @@ impl<'w> QuotaPass<'w> {
         self.unit(name).is_some_and(|unit| unit.is_unfinished_release(leads_since, self.worlds.now))
     }
 
-    /// Returns whether [`Self::is_unfinished_release`] applies to a waiting pod. Such pods precede
-    /// pods that have waited long.
-    pub(in crate::placement) fn has_unfinished_release(&self, waiting: &[Candidate<'_>], leads_since: u64) -> bool {
-        waiting.iter().any(|one| self.is_unfinished_release(&one.name, leads_since))
+    /// Returns the pools that pods of partly released gangs may use; see
+    /// [`Self::is_unfinished_release`]. In these pools, such pods precede pods that have waited
+    /// long.
+    pub(in crate::placement) fn pools_of_unfinished_releases<'n>(
+        &self,
+        waiting: impl Iterator<Item = &'n str>,
+        leads_since: u64,
+    ) -> BTreeSet<usize> {
+        let unfinished = waiting.filter(|name| self.is_unfinished_release(name, leads_since));
+        let units: Vec<&GangUnit> = unfinished.filter_map(|name| self.unit(name)).collect();
+        (0..self.worlds.pools.len()).filter(|pool| units.iter().any(|unit| unit.may_use(*pool))).collect()
     }
 
     /// Returns what a pod records about its gang when this number of pods is released together.
