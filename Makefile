@@ -11,7 +11,7 @@ demo: ## start a local Kubernetes with simulated GPUs, Cleave, and pods that sha
 demo-down: ## remove the cluster of `make demo`
 	@e2e/cluster/cluster down
 
-test: ## run make check and all tests; CI also runs make msrv and make docs
+test: ## run all tests; CI also runs make check, make msrv and make docs
 	@e2e/test all
 
 check: ## check formatting, lints and generated files

@@ -520,8 +520,9 @@ fn no_pod_of_a_storm_is_rejected_or_split_when_components_are_killed() -> Result
         }
     });
     let leaders = leader_killer.stop()?;
-    let gated = gated?;
+    // Complete the rollouts even after a failure. Otherwise later tests fail too.
     wait_for_rollout()?;
+    let gated = gated?;
     // Run a storm of at most 40 pods without the gate and without kills. A label on the namespace
     // exempts its pods from the gate.
     cluster.patch(
