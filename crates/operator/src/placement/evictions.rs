@@ -182,6 +182,11 @@ impl<'a> Evictability<'a> {
         self.records.is_paused(up)
     }
 
+    /// Returns the results of earlier evictions.
+    pub(super) const fn records(&self) -> &EvictionRecords {
+        self.records
+    }
+
     /// Returns the number of evictions that each disruption budget allows now.
     pub(super) fn allowed_evictions(&self) -> Vec<u32> {
         self.budgets.allowed_evictions()

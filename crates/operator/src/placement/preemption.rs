@@ -343,7 +343,8 @@ impl<'a> PreemptionSearch<'a> {
         // The API server may refuse to evict pods with a disruption budget, and pods whose eviction
         // has failed before. After a refusal, the operator does not evict the others.
         let uid = |pod: &str| self.claims.uid(pod).unwrap_or_default().to_owned();
-        let may_be_refused = |pod: &String| with_budget.contains(pod) || self.evictability.has_failed(&uid(pod));
+        let may_be_refused =
+            |pod: &String| with_budget.contains(pod) || self.evictability.records().has_failed(&uid(pod));
         victims.sort_by_key(|pod| !may_be_refused(pod));
         let named: Vec<PodAndPreemption<'_>> =
             found.iter().map(|(candidate, found)| (candidate.name.as_str(), found)).collect();
@@ -699,7 +700,8 @@ impl<'a> PreemptionSearch<'a> {
             })
         };
         actions.evictions.iter().any(|eviction| {
-            eviction.preemptor == pod || self.evictability.is_requested(&eviction.uid) && uses_nominated(eviction)
+            eviction.preemptor == pod
+                || self.evictability.records().is_requested(&eviction.uid) && uses_nominated(eviction)
         })
     }
 

@@ -206,7 +206,7 @@ mod tests {
             (429, "protected"),
             (404, "not_found"),
             (409, "not_found"),
-            (500, "refused"),
+            (500, "failed"),
             (503, "failed"),
         ] {
             let (evicted, (line, _, body)) =

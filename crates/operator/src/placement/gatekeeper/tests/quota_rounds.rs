@@ -21,7 +21,7 @@ fn request_cpus(case: &mut Case, pod: &str) {
 #[test]
 fn evictions_without_effect_are_delayed_although_pods_are_released_to_other_shares_of_the_gpu() {
     let mut case = Case::new(1, &[("a", json!({"min": 5, "lend": 0})), ("c", json!({"min": 5, "lend": 0}))])
-        .running(&[(("c1", "c", 3, 0), 0)])
+        .running(&[(("c1", "c", 1, 0), 0)])
         .waiting(&[("a1", "a", 5, 0)]);
     request_cpus(&mut case, "a/a1");
     for round in 0..10 {
