@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    Cluster, Random, SYSTEM_NAMESPACE, Scope, WAIT_TIMEOUT, allocation_errors, live_pods, pod, run_launcher,
-    run_program, signal_component, signal_program, text, wait_for, wait_until, wait_without_violation,
+    Cluster, Random, SYSTEM_NAMESPACE, Scope, WAIT_TIMEOUT, allocation_errors, find_pid, live_pods, on_node, pod,
+    run_launcher, run_program, signal_component, text, wait_for, wait_until, wait_without_violation,
 };
 use serde_json::{Value, json};
 
@@ -454,8 +454,12 @@ pub(crate) fn run_storm(
 /// Kills the agent with SIGKILL, even while the agent handles a request. The agent's supervisor
 /// restarts the agent.
 fn kill_agent() -> Result<()> {
-    // Retry, because no agent, or two agents, run for up to some seconds during a replacement.
-    while_rollouts_continue("an agent is killed", || Ok(signal_program(NODE, "cleave-agent", "KILL").is_ok()))
+    // Retry, because no agent, or two agents, run for up to some seconds during a replacement. Do
+    // not wait inside the condition: two agents run until the rollout continues.
+    while_rollouts_continue("an agent is killed", || {
+        let Ok(agent) = find_pid(NODE, "cleave-agent") else { return Ok(false) };
+        Ok(on_node(NODE, &["kill", "-KILL", &agent]).is_ok())
+    })
 }
 
 /// Starts a rollout of the agents.
