@@ -128,7 +128,7 @@ async fn a_client_that_connects_while_the_mps_host_has_no_free_descriptor_waits_
     let given = machine.kubelet.allocate(MPS_RESOURCE, &[&share]).await.unwrap();
     machine.kubelet.pre_start(MPS_RESOURCE, &[&share]).await.unwrap();
     machine.pods.set_devices(&[container_devices("p", MPS_RESOURCE, std::slice::from_ref(&share))]);
-    let host = machine.mps_host_pid();
+    let host = machine.device_process(&machine.uuids[0]);
     let idle = open_descriptors(host);
     // The connection of the client uses the last free descriptor.
     let before = set_descriptor_limit(host, Some(idle + 1));

@@ -11,13 +11,13 @@
 //!              └─▶ handshake
 //! ```
 mod admission;
-mod backoff;
+pub(super) mod backoff;
 mod clients;
 mod escalation;
 mod fault;
 mod fault_events;
 mod handshake;
-mod lifecycle;
+pub(super) mod lifecycle;
 mod log;
 mod probe;
 mod recovery;

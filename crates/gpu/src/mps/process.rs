@@ -99,16 +99,21 @@ impl Children {
         rustix::io::write(&typed, input)?;
         drop(typed);
         command.stdin(stdin).stdout(writer.try_clone()?).stderr(writer);
-        let child = command.spawn();
+        let child = self.start_process(command);
         // The command contains copies of the writer. Replace the copies, because the reader
         // otherwise never reaches the end of the pipe.
         command.stdout(Stdio::null()).stderr(Stdio::null());
-        // This function has not awaited anything since the start, so the reaper cannot have run
-        // yet.
-        let pid = child?.id();
+        Ok((child?, reader))
+    }
+
+    /// Starts a process with the standard streams of the command.
+    pub(crate) fn start_process(&self, command: &mut std::process::Command) -> io::Result<Child> {
+        // This function awaits nothing after the start, so the reaper cannot run before the child
+        // is recorded.
+        let pid = command.spawn()?.id();
         let (sender, exit) = watch::channel(None);
         self.waited.borrow_mut().insert(pid, sender);
-        Ok((Child { pid, exit }, reader))
+        Ok(Child { pid, exit })
     }
 }
 
@@ -132,11 +137,16 @@ impl Child {
     /// Kills the process if it is still running. The process's PID cannot be reused before the
     /// process is reaped.
     pub(crate) fn kill(&self) {
+        self.signal(Signal::KILL);
+    }
+
+    /// Signals the process if it is still running.
+    pub(crate) fn signal(&self, signal: Signal) {
         if self.exit.borrow().is_some() {
             return;
         }
         if let Some(pid) = to_kernel_pid(self.pid) {
-            let _ = rustix::process::kill_process(pid, Signal::KILL);
+            let _ = rustix::process::kill_process(pid, signal);
         }
     }
 }
