@@ -79,7 +79,7 @@ pub(crate) async fn watch_hardware(
             let requested_at = Instant::now();
             let answer = node.call(timeout, |gpus| gpus.driver_info()).await;
             if answer.as_ref().is_err_and(NvmlError::is_caused_by_this_process) {
-                wait_for_next_poll(&mut poll).await;
+                wait_for_next_poll(wait_for_trigger(&mut poll)).await;
                 continue;
             }
             let count = answer.as_ref().map_or(0, |driver_info| driver_info.count);
@@ -101,20 +101,26 @@ pub(crate) async fn watch_hardware(
                 gpus.spawn(watch_gpu(watched, (worker, timeout), answers.clone(), triggers));
                 watched += 1;
             }
-            wait_for_next_poll(&mut poll).await;
+            wait_for_next_poll(wait_for_trigger(&mut poll)).await;
         }
     };
     tokio::try_join!(forward, driver, forward_in_batches(to_batch, &inputs)).map(drop)
 }
 
-/// Waits until the driver or a GPU must be polled again.
-async fn wait_for_next_poll(poll: &mut watch::Receiver<()>) {
+/// Waits until the driver or a GPU must be polled again, at least for [`MIN_GPU_POLL_INTERVAL`].
+/// `triggered` completes when an event or a request needs a poll, and must be cancel-safe.
+async fn wait_for_next_poll(triggered: impl Future<Output = ()>) {
     tokio::time::sleep(MIN_GPU_POLL_INTERVAL).await;
     tokio::select! {
-        // Cancel-safe: the next call returns a missed change.
-        _ = poll.changed() => {}
+        () = triggered => {}
         () = tokio::time::sleep(GPU_POLL_INTERVAL) => {}
     }
+}
+
+/// Waits for a trigger. Cancel-safe: the next call returns a missed trigger.
+async fn wait_for_trigger(poll: &mut watch::Receiver<()>) {
+    // Ignore errors, because the sender is dropped only when the agent ends.
+    let _ = poll.changed().await;
 }
 
 /// Forwards answers to the main loop. Answers that arrive within [`BATCH_WINDOW`] form one input.
@@ -171,7 +177,7 @@ async fn watch_gpu(
         if answer.as_ref().is_err_and(NvmlError::is_caused_by_this_process) {
             // NVML was not called, for example because another GPU is quiesced. The last answer
             // remains valid.
-            wait_for_next_poll(&mut poll).await;
+            wait_for_next_poll(wait_for_trigger(&mut poll)).await;
             continue;
         }
         if answer.is_ok() != std::mem::replace(&mut answered, answer.is_ok()) {
@@ -195,13 +201,13 @@ async fn watch_gpu(
                 return;
             }
         }
-        tokio::time::sleep(MIN_GPU_POLL_INTERVAL).await;
-        tokio::select! {
-            // Cancel-safe: the next call returns a missed change.
-            _ = poll.changed() => {}
-            _ = driver_returned.changed() => {}
-            () = tokio::time::sleep(GPU_POLL_INTERVAL) => {}
-        }
+        let triggered = async {
+            tokio::select! {
+                () = wait_for_trigger(&mut poll) => {}
+                () = wait_for_trigger(&mut driver_returned) => {}
+            }
+        };
+        wait_for_next_poll(triggered).await;
     }
 }
 
@@ -379,6 +385,24 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn a_program_that_causes_xids_in_a_loop_does_not_cause_polls_without_a_pause() {
+        const POLLS: u32 = 20;
+        let (xid, mut poll) = watch::channel(());
+        let begun = tokio::time::Instant::now();
+        for _ in 0..POLLS {
+            for _ in 0..100 {
+                xid.send_replace(());
+            }
+            wait_for_next_poll(wait_for_trigger(&mut poll)).await;
+        }
+        assert!(begun.elapsed() >= POLLS * MIN_GPU_POLL_INTERVAL, "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < GPU_POLL_INTERVAL, "an XID causes a poll at once: {:?}", begun.elapsed());
+        let begun = tokio::time::Instant::now();
+        wait_for_next_poll(wait_for_trigger(&mut poll)).await;
+        assert!(begun.elapsed() >= GPU_POLL_INTERVAL, "{:?}", begun.elapsed());
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn the_first_answers_form_one_input_and_a_hanging_gpu_delays_other_gpus_only_once() {
         let (send, answers) = mpsc::channel(64);
         let (inputs, mut received) = mpsc::channel(64);
@@ -393,10 +417,12 @@ mod tests {
         assert!(begun.elapsed() < FIRST_ANSWERS_TIMEOUT, "there is no wait after all GPUs have answered");
 
         // A fourth GPU appears and hangs.
+        let begun = tokio::time::Instant::now();
         for input in [driver_info_input(4), gpu_input(0), gpu_input(1)] {
             send.send(input).await.unwrap();
         }
         assert_eq!(gpu_indices(received.recv().await), [0, 1]);
+        assert!(begun.elapsed() <= FIRST_ANSWERS_TIMEOUT, "it delays other GPUs by {:?}", begun.elapsed());
         let begun = tokio::time::Instant::now();
         for input in [driver_info_input(4), gpu_input(0), gpu_input(1)] {
             send.send(input).await.unwrap();

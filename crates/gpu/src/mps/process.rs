@@ -171,14 +171,7 @@ impl PidFd {
         let Some(pid) = to_kernel_pid(pid) else { return Ok(None) };
         // Do not set `NONBLOCK`, which needs Linux 5.10. This process polls the pidfd and never
         // reads it.
-        match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
-            Ok(fd) => Ok(Some(Self(fd))),
-            // No process has the PID, or the process has exited. The error depends on the kernel's
-            // version and on whether the kernel still refers to the PID, or a thread has it.
-            // Without flags, an argument cannot be invalid for another reason.
-            Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => Ok(None),
-            Err(error) => Err(error.into()),
-        }
+        interpret_opened(rustix::process::pidfd_open(pid, PidfdFlags::empty())).map(|fd| fd.map(Self))
     }
 
     /// Returns whether the process has exited. Never waits.
@@ -200,9 +193,34 @@ impl PidFd {
     }
 }
 
+/// Interprets the result of `pidfd_open` without flags. Returns `None` only for errors that prove
+/// that no process has the PID.
+fn interpret_opened(opened: Result<OwnedFd, Errno>) -> io::Result<Option<OwnedFd>> {
+    match opened {
+        Ok(fd) => Ok(Some(fd)),
+        // No process has the PID, or the process has exited. The error depends on the kernel's
+        // version and on whether the kernel still refers to the PID, or a thread has it. Without
+        // flags, an argument cannot be invalid for another reason.
+        Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_the_absence_of_a_process_counts_as_no_process() {
+        for absent in [Errno::SRCH, Errno::INVAL, Errno::NOENT] {
+            assert!(interpret_opened(Err(absent)).unwrap().is_none(), "{absent}");
+        }
+        // A kernel without `pidfd_open`, a sandbox that refuses it, and a lack of descriptors prove
+        // nothing about the process.
+        for unknown in [Errno::NOSYS, Errno::PERM, Errno::MFILE, Errno::NFILE, Errno::NOMEM] {
+            assert!(interpret_opened(Err(unknown)).is_err(), "{unknown}");
+        }
+    }
 
     #[test]
     fn a_pidfd_opens_only_for_an_existing_process() {
