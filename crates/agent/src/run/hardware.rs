@@ -79,7 +79,7 @@ pub(crate) async fn watch_hardware(
             let requested_at = Instant::now();
             let answer = node.call(timeout, |gpus| gpus.driver_info()).await;
             if answer.as_ref().is_err_and(NvmlError::is_caused_by_this_process) {
-                wait_for_next_poll(wait_for_trigger(&mut poll)).await;
+                wait_for_next_poll(poll.changed()).await;
                 continue;
             }
             let count = answer.as_ref().map_or(0, |driver_info| driver_info.count);
@@ -101,26 +101,23 @@ pub(crate) async fn watch_hardware(
                 gpus.spawn(watch_gpu(watched, (worker, timeout), answers.clone(), triggers));
                 watched += 1;
             }
-            wait_for_next_poll(wait_for_trigger(&mut poll)).await;
+            wait_for_next_poll(poll.changed()).await;
+            // One poll follows all changes during the wait.
+            poll.mark_unchanged();
         }
     };
     tokio::try_join!(forward, driver, forward_in_batches(to_batch, &inputs)).map(drop)
 }
 
-/// Waits until the driver or a GPU must be polled again, at least for [`MIN_GPU_POLL_INTERVAL`].
-/// `triggered` completes when an event or a request needs a poll, and must be cancel-safe.
-async fn wait_for_next_poll(triggered: impl Future<Output = ()>) {
-    tokio::time::sleep(MIN_GPU_POLL_INTERVAL).await;
-    tokio::select! {
-        () = triggered => {}
-        () = tokio::time::sleep(GPU_POLL_INTERVAL) => {}
+/// Waits until the driver or a GPU must be polled again: after `trigger`, and otherwise after
+/// [`GPU_POLL_INTERVAL`], but never earlier than after [`MIN_GPU_POLL_INTERVAL`]. `trigger` must be
+/// cancel-safe.
+async fn wait_for_next_poll<T>(trigger: impl Future<Output = T>) {
+    let earliest = tokio::time::Instant::now() + MIN_GPU_POLL_INTERVAL;
+    // An idle node wakes only once, so do not wait for `earliest` first.
+    if tokio::time::timeout_at(earliest + GPU_POLL_INTERVAL, trigger).await.is_ok() {
+        tokio::time::sleep_until(earliest).await;
     }
-}
-
-/// Waits for a trigger. Cancel-safe: the next call returns a missed trigger.
-async fn wait_for_trigger(poll: &mut watch::Receiver<()>) {
-    // Ignore errors, because the sender is dropped only when the agent ends.
-    let _ = poll.changed().await;
 }
 
 /// Forwards answers to the main loop. Answers that arrive within [`BATCH_WINDOW`] form one input.
@@ -177,7 +174,7 @@ async fn watch_gpu(
         if answer.as_ref().is_err_and(NvmlError::is_caused_by_this_process) {
             // NVML was not called, for example because another GPU is quiesced. The last answer
             // remains valid.
-            wait_for_next_poll(wait_for_trigger(&mut poll)).await;
+            wait_for_next_poll(poll.changed()).await;
             continue;
         }
         if answer.is_ok() != std::mem::replace(&mut answered, answer.is_ok()) {
@@ -201,13 +198,16 @@ async fn watch_gpu(
                 return;
             }
         }
-        let triggered = async {
+        wait_for_next_poll(async {
             tokio::select! {
-                () = wait_for_trigger(&mut poll) => {}
-                () = wait_for_trigger(&mut driver_returned) => {}
+                // Cancel-safe: the next call returns a missed change.
+                _ = poll.changed() => {}
+                _ = driver_returned.changed() => {}
             }
-        };
-        wait_for_next_poll(triggered).await;
+        })
+        .await;
+        poll.mark_unchanged();
+        driver_returned.mark_unchanged();
     }
 }
 
@@ -393,13 +393,27 @@ mod tests {
             for _ in 0..100 {
                 xid.send_replace(());
             }
-            wait_for_next_poll(wait_for_trigger(&mut poll)).await;
+            wait_for_next_poll(poll.changed()).await;
         }
         assert!(begun.elapsed() >= POLLS * MIN_GPU_POLL_INTERVAL, "{:?}", begun.elapsed());
         assert!(begun.elapsed() < GPU_POLL_INTERVAL, "an XID causes a poll at once: {:?}", begun.elapsed());
         let begun = tokio::time::Instant::now();
-        wait_for_next_poll(wait_for_trigger(&mut poll)).await;
+        wait_for_next_poll(poll.changed()).await;
         assert!(begun.elapsed() >= GPU_POLL_INTERVAL, "{:?}", begun.elapsed());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_idle_node_is_polled_at_long_intervals_and_a_trigger_polls_it_soon_but_not_at_once() {
+        let (trigger, mut poll) = watch::channel(());
+        let waited = async |poll: &mut watch::Receiver<()>| {
+            let begun = tokio::time::Instant::now();
+            wait_for_next_poll(poll.changed()).await;
+            begun.elapsed()
+        };
+        assert!(waited(&mut poll).await >= GPU_POLL_INTERVAL);
+        trigger.send_replace(());
+        let soon = waited(&mut poll).await;
+        assert!(soon >= MIN_GPU_POLL_INTERVAL && soon < 2 * MIN_GPU_POLL_INTERVAL, "{soon:?}");
     }
 
     #[tokio::test(start_paused = true)]
