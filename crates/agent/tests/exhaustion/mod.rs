@@ -135,12 +135,12 @@ async fn with_256_descriptors_five_thousand_silent_connections_make_no_share_unh
 }
 
 #[tokio::test]
-async fn agent_and_mps_host_raise_their_soft_limit_of_open_files() {
+async fn the_agent_and_the_processes_of_mps_devices_raise_their_soft_limit_of_open_files() {
     let mut machine = node_with_shares();
     machine.start_mps_host_under(&RUN_WITH_SOFT_LIMIT_OF_256_DESCRIPTORS);
     machine.start_agent_under(&RUN_WITH_SOFT_LIMIT_OF_256_DESCRIPTORS);
     machine.wait_for_healthy(MPS_RESOURCE, TOTAL_SHARES).await;
-    for pid in [machine.agent_pid(), machine.mps_host_pid()] {
+    for pid in [machine.agent_pid(), machine.device_process(&machine.uuids[0])] {
         let soft = soft_descriptor_limit(pid);
         assert!(soft.is_none_or(|soft| soft > 256), "process {pid}: {soft:?}");
     }
