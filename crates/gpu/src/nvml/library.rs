@@ -219,6 +219,14 @@ impl Library {
         self.call_tracked(|| self.call_session(session, || events.next_event()))
     }
 
+    /// Ends the registration of these events on this thread. Shuts NVML down if nothing else uses
+    /// the session and the session has ended.
+    pub(super) fn close_events(&self, open: OpenEvents) {
+        let progress = CallInProgress::begin(&self.0.calls);
+        drop(open);
+        drop(progress);
+    }
+
     /// Returns whether new calls use the session of these events.
     pub(super) fn are_current(&self, open: &OpenEvents) -> bool {
         self.lock_slot().current.as_ref().is_some_and(|current| Arc::ptr_eq(current, &open.session))
@@ -314,6 +322,8 @@ mod tests {
     use super::*;
 
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
+    /// Time that the simulated driver takes to end a registration for events.
+    const CLOSE_DURATION: Duration = Duration::from_millis(50);
 
     struct LibraryWithoutGpus;
 
@@ -401,6 +411,11 @@ mod tests {
                 Ok(None)
             }
         }
+        impl Drop for NoEvents {
+            fn drop(&mut self) {
+                thread::sleep(CLOSE_DURATION);
+            }
+        }
         let library = Library::new(|| Ok(Arc::new(WithEvents)));
         let mut open = library.open_events(0).unwrap();
         assert!(library.next_event(&mut open).unwrap().is_none());
@@ -411,12 +426,17 @@ mod tests {
         assert!(matches!(library.open_events(0), Err(NvmlError::Closed)));
         assert!(library.next_event(&mut open).unwrap().is_none(), "the session is still open");
         assert!(!library.is_closed());
-        drop(open);
+        let closing = library.clone();
+        let closing = thread::spawn(move || closing.close_events(open));
         let deadline = Instant::now() + TEST_TIMEOUT;
+        let mut was_in_progress = false;
         while !library.is_closed() {
+            was_in_progress |= library.longest_call() > Duration::ZERO;
             assert!(Instant::now() < deadline, "the session stays open");
             thread::yield_now();
         }
+        closing.join().unwrap();
+        assert!(was_in_progress, "the end of a registration may hang, as a call may");
         drop(closed);
         let mut open = library.open_events(0).unwrap();
         assert!(library.are_current(&open) && library.next_event(&mut open).unwrap().is_none());

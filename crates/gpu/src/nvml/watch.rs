@@ -181,8 +181,15 @@ impl GpuWatch {
         }
         self.retry_at = None;
         if let Err(error) = self.try_report_events(library, events) {
-            self.open = None;
+            self.close(library);
             self.record_error(&error, events);
+        }
+    }
+
+    /// Ends the registration of the GPU.
+    fn close(&mut self, library: &Library) {
+        if let Some(open) = self.open.take() {
+            library.close_events(open);
         }
     }
 
@@ -199,7 +206,7 @@ impl GpuWatch {
         }
         if !library.are_current(open) {
             // Another thread has closed the session.
-            self.open = None;
+            self.close(library);
             self.pause = BACK_OFF_RANGE.0;
             self.register(library)?;
         }
