@@ -15,7 +15,7 @@ pub struct HostArgs {
     pub(crate) paths: PathArgs,
 
     /// Run the process of this device, as a child of the MPS host.
-    #[arg(long, value_name = "UUID", hide = true)]
+    #[arg(long, value_name = "UUID", requires = "parent", hide = true)]
     pub(crate) device: Option<String>,
 
     /// PID of the MPS host that started this process.

@@ -189,6 +189,10 @@ impl Device {
         DaemonStatus {
             state: match phase.state {
                 DaemonState::Active if is_outdated => DaemonState::Restarting,
+                // The MPS host restarts a process that was terminated.
+                DaemonState::Stopping if desired.is_some() && self.context.stopping.is_cancelled() => {
+                    DaemonState::Restarting
+                }
                 state => state,
             },
             pid: report.pid,

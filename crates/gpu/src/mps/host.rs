@@ -92,8 +92,8 @@ async fn run_host(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostEr
     let listener = socket::listen(&context.paths.socket())?;
     tokio::task::spawn_local(socket::serve(Rc::clone(&supervisor), listener));
     supervisor.apply_desired_file();
+    supervisor.clean_up();
     let reporter = tokio::task::spawn_local(Rc::clone(&supervisor).write_status_changes());
-    let clean_up = tokio::task::spawn_local(Rc::clone(&supervisor).clean_up());
     loop {
         tokio::select! {
             // Cancel-safe: signals and events remain queued.
@@ -107,7 +107,6 @@ async fn run_host(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostEr
         }
     }
     tracing::info!("stopping");
-    clean_up.abort();
     supervisor.stop().await;
     if let Err(error) = std::fs::remove_file(context.paths.socket()) {
         tracing::warn!(%error, "failed to remove the MPS host's socket");

@@ -194,9 +194,9 @@ impl Reconciler {
         self.devices.borrow_mut().clear();
     }
 
-    /// Returns the current status. An MPS host that is stopping reports no daemons.
+    /// Returns the current status. Lists each daemon until it has exited, even while this process
+    /// stops.
     pub(crate) fn status(&self) -> MpsHostStatus {
-        let is_stopping = self.context.stopping.is_cancelled();
         MpsHostStatus {
             version: FILE_FORMAT_VERSION,
             pid: std::process::id(),
@@ -205,7 +205,7 @@ impl Reconciler {
                 .devices
                 .borrow()
                 .iter()
-                .filter(|(_, supervised)| !is_stopping && supervised.device.is_desired_or_stopping())
+                .filter(|(_, supervised)| supervised.device.is_desired_or_stopping())
                 .map(|(name, supervised)| (name.clone(), supervised.device.status()))
                 .collect(),
             allocations: self.doors.borrow().iter().map(|(id, door)| (id.clone(), door.status())).collect(),

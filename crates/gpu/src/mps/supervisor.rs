@@ -27,7 +27,6 @@ use super::compute_mode;
 use super::context::HostContext;
 use super::error::{DesiredError, NotReady};
 use super::files::replace_file;
-use super::procfs;
 use super::wire::{Desired, FILE_FORMAT_VERSION, MpsHostStatus, Reply, Request};
 
 /// Delay before the MPS host retries to write the status.
@@ -51,10 +50,17 @@ pub(crate) struct Supervisor {
     processes: RefCell<BTreeMap<String, SupervisedProcess>>,
 }
 
-/// A device's process and the task that keeps it running.
+/// A device's process and the task that keeps it running. [`Supervisor::stop`] removes the task and
+/// waits for it.
 struct SupervisedProcess {
     process: Rc<DeviceProcess>,
-    task: JoinHandle<()>,
+    task: Option<JoinHandle<()>>,
+}
+
+impl SupervisedProcess {
+    fn has_ended(&self) -> bool {
+        self.task.as_ref().is_some_and(JoinHandle::is_finished)
+    }
 }
 
 impl Supervisor {
@@ -119,12 +125,12 @@ impl Supervisor {
     /// Returns the process of this device. Starts the process unless it is running.
     fn process(&self, device: &str) -> Rc<DeviceProcess> {
         if let Some(supervised) = self.processes.borrow().get(device)
-            && !supervised.task.is_finished()
+            && !supervised.has_ended()
         {
             return Rc::clone(&supervised.process);
         }
         let process = DeviceProcess::new(device, Rc::clone(&self.context), self.arguments.clone());
-        let task = tokio::task::spawn_local(Rc::clone(&process).supervise());
+        let task = Some(tokio::task::spawn_local(Rc::clone(&process).supervise()));
         let supervised = SupervisedProcess { process: Rc::clone(&process), task };
         self.processes.borrow_mut().insert(device.to_owned(), supervised);
         process
@@ -134,7 +140,7 @@ impl Supervisor {
     /// daemons' pipe directories.
     pub(crate) fn forget_ended_processes(&self) {
         self.processes.borrow_mut().retain(|device, supervised| {
-            let has_ended = supervised.task.is_finished();
+            let has_ended = supervised.has_ended();
             if has_ended {
                 self.remove_pipe_directory(device);
             }
@@ -152,9 +158,11 @@ impl Supervisor {
         }
     }
 
-    /// Cleans up after an earlier MPS host. Removes doors that are not desired. If a device that is
-    /// not desired has a daemon or a compute mode to restore, starts a process that cleans up.
-    pub(crate) async fn clean_up(self: Rc<Self>) {
+    /// Cleans up after an earlier MPS host. Removes doors that are not desired. Starts a process
+    /// for each device that is not desired and of which a daemon or a compute mode may be left. The
+    /// process ends what is left. Call this function before the first status is written: the agent
+    /// treats a GPU without a daemon as free.
+    pub(crate) fn clean_up(&self) {
         let allocations = std::fs::read_dir(self.context.paths.allocations()).into_iter().flatten().flatten();
         for id in allocations.filter_map(|entry| entry.file_name().into_string().ok()) {
             let is_desired = self.desired.borrow().allocations.contains_key(&id);
@@ -163,28 +171,13 @@ impl Supervisor {
             }
         }
         let directory = self.context.paths.mps_host_dir();
-        let recorded: BTreeSet<String> = compute_mode::devices_with_record(&directory).into_iter().collect();
+        let mut devices: BTreeSet<String> = compute_mode::devices_with_record(&directory).into_iter().collect();
         let entries = std::fs::read_dir(&directory).into_iter().flatten().flatten();
-        let with_pipe = entries.filter(|entry| entry.file_type().is_ok_and(|found| found.is_dir()));
-        let with_pipe = with_pipe.filter_map(|entry| entry.file_name().into_string().ok());
-        let devices: BTreeSet<String> = with_pipe.chain(recorded.iter().cloned()).collect();
+        let pipes = entries.filter(|entry| entry.file_type().is_ok_and(|found| found.is_dir()));
+        devices.extend(pipes.filter_map(|entry| entry.file_name().into_string().ok()));
         for device in devices {
-            let is_in_use = recorded.contains(&device)
-                || match procfs::find_processes_of_pipe(&self.context.paths.pipe(&device), None).await {
-                    Ok(found) => !found.is_empty(),
-                    Err(error) => {
-                        tracing::warn!(device, %error, "failed to search for processes of an earlier MPS daemon");
-                        true
-                    }
-                };
-            // The device may have become desired during the search.
-            if self.processes.borrow().contains_key(&device) {
-                continue;
-            }
-            if is_in_use {
+            if !self.processes.borrow().contains_key(&device) {
                 self.process(&device).set_part(&empty_part());
-            } else {
-                self.remove_pipe_directory(&device);
             }
         }
     }
@@ -192,15 +185,21 @@ impl Supervisor {
     /// Stops all processes concurrently. Each process has its own deadlines.
     pub(crate) async fn stop(&self) {
         self.context.stopping.cancel();
-        let processes = std::mem::take(&mut *self.processes.borrow_mut());
-        for (device, supervised) in processes {
-            if let Err(error) = supervised.task.await {
+        self.context.notify_status_change();
+        let tasks: Vec<(String, JoinHandle<()>)> = {
+            let mut processes = self.processes.borrow_mut();
+            let task = |(device, one): (&String, &mut SupervisedProcess)| Some((device.clone(), one.task.take()?));
+            processes.iter_mut().filter_map(task).collect()
+        };
+        for (device, task) in tasks {
+            if let Err(error) = task.await {
                 tracing::error!(device, %error, "failed to supervise the process of a device");
             }
         }
     }
 
-    /// Returns the current status. An MPS host that is stopping reports no daemons.
+    /// Returns the current status. An MPS host that is stopping reports only daemons that are no
+    /// longer desired: the agent must not treat their GPUs as free before the daemons have exited.
     fn status(&self) -> MpsHostStatus {
         let mut status = MpsHostStatus {
             version: FILE_FORMAT_VERSION,
@@ -209,8 +208,9 @@ impl Supervisor {
             error: self.desired_error.borrow().as_ref().map(ToString::to_string),
             ..MpsHostStatus::default()
         };
-        let mut all_applied = true;
-        for supervised in self.processes.borrow().values().filter(|one| !one.task.is_finished()) {
+        let is_stopping = self.context.stopping.is_cancelled();
+        let mut all_applied = !is_stopping;
+        for supervised in self.processes.borrow().values().filter(|one| !one.has_ended()) {
             all_applied &= supervised.process.accept_desired_file();
         }
         if all_applied {
@@ -220,8 +220,8 @@ impl Supervisor {
             supervised.process.add_to(&mut status);
         }
         status.desired.clone_from(&self.applied.borrow());
-        if self.context.stopping.is_cancelled() {
-            status.daemons.clear();
+        if is_stopping {
+            status.daemons.retain(|device, _| !self.desired.borrow().daemons.contains_key(device));
             status.allocations.clear();
         }
         status

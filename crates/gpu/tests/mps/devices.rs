@@ -209,3 +209,88 @@ fn processes_end_with_a_killed_mps_host_and_the_next_mps_host_starts_no_second_d
     assert_only_reported_mps_processes_run(&node);
     wait_until("the second GPU needs no process", || node.device_processes(1).is_empty());
 }
+
+/// Stops the daemon of a GPU with SIGSTOP, so that the daemon does not quit in time. Returns its
+/// PID.
+fn freeze_daemon(node: &Node, gpu: usize) -> u32 {
+    let daemon = node.daemon_status(gpu).pid.unwrap();
+    send_signal(daemon, Signal::STOP);
+    daemon
+}
+
+/// Waits until the desired file is applied and the GPU has no reported daemon. Panics if the MPS
+/// host reports no daemon while `daemon` runs.
+fn wait_for_reported_exit(node: &Node, gpu: usize, daemon: u32) {
+    let (uuid, hash) = (node.uuid(gpu), node.desired.hash());
+    node.wait_for_status("the daemon is no longer reported", |status| {
+        let is_reported = status.daemons.contains_key(&uuid);
+        assert!(is_reported || !node.mps_processes().contains(&daemon), "the agent would use the GPU: {status:#?}");
+        !is_reported && status.desired == hash
+    });
+}
+
+#[test]
+fn the_daemon_of_a_killed_mps_host_is_reported_by_the_next_mps_host_until_it_has_exited() {
+    let mut node = node_with_two_gpus();
+    let daemon = freeze_daemon(&node, 1);
+    node.stop_mps_host(Signal::KILL);
+    let uuid = node.uuid(1);
+    node.desired.daemons.remove(&uuid);
+    node.desired.allocations.remove(ALLOCATION_B);
+    node.write_desired();
+    node.start_mps_host();
+    wait_for_reported_exit(&node, 1, daemon);
+    assert_eq!(node.wait_until_ready(ALLOCATION_A), Reply::Done);
+}
+
+#[test]
+fn an_mps_host_that_stops_early_leaves_no_daemon_of_an_earlier_mps_host() {
+    let mut node = node_with_two_gpus();
+    let daemon = freeze_daemon(&node, 1);
+    node.stop_mps_host(Signal::KILL);
+    node.desired.daemons.clear();
+    node.desired.allocations.clear();
+    node.write_desired();
+    node.start_mps_host();
+    node.device_process(1);
+    assert!(node.mps_processes().contains(&daemon), "the process has not finished its clean-up");
+    assert!(node.stop_mps_host(Signal::TERM).success());
+    assert_eq!(node.mps_processes(), Vec::<u32>::new());
+}
+
+#[test]
+fn a_terminated_process_is_restarted_and_its_daemon_is_reported_until_it_has_exited() {
+    let mut node = node_with_two_gpus();
+    let uuid = node.uuid(0);
+    send_signal(node.device_process(0), Signal::TERM);
+    node.wait_for_status("a new daemon serves", |status| {
+        let daemon = status.daemons.get(&uuid).expect("a daemon that may run is reported");
+        assert_ne!(daemon.state, DaemonState::Stopping, "the daemon will be back soon");
+        daemon.state == DaemonState::Active && daemon.restarts == 1
+    });
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
+    let daemon = freeze_daemon(&node, 0);
+    send_signal(node.device_process(0), Signal::TERM);
+    node.wait_for_state(0, DaemonState::Restarting);
+    node.desired.daemons.remove(&uuid);
+    node.desired.allocations.remove(ALLOCATION_A);
+    node.write_desired();
+    wait_for_reported_exit(&node, 0, daemon);
+    assert_eq!(node.daemon_status(1).restarts, 0);
+}
+
+#[test]
+fn an_mps_host_that_stops_reports_undesired_daemons_until_they_have_exited() {
+    let mut node = node_with_two_gpus();
+    let _running = start_running_client(&node, ALLOCATION_B);
+    let uuid = node.uuid(1);
+    node.desired.daemons.remove(&uuid);
+    node.desired.allocations.remove(ALLOCATION_B);
+    node.write_desired();
+    node.wait_for_state(1, DaemonState::Stopping);
+    let daemon = freeze_daemon(&node, 1);
+    send_signal(node.mps_host_pid(), Signal::TERM);
+    wait_for_reported_exit(&node, 1, daemon);
+    assert!(node.stop_mps_host(Signal::TERM).success());
+    assert_eq!(node.status().unwrap().daemons.len(), 0);
+}

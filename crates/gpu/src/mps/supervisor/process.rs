@@ -32,8 +32,8 @@ const ANSWER_DEADLINE: Duration = Duration::from_secs(5);
 /// Time without a message after which a process without clients is killed.
 const HANG_DEADLINE: Duration = Duration::from_secs(30);
 /// Time limit for a process to stop its daemon and to exit. Shorter than the grace period of the
-/// pod.
-const STOP_DEADLINE: Duration = Duration::from_secs(25);
+/// pod, so that time remains to end what a killed process leaves.
+const STOP_DEADLINE: Duration = Duration::from_secs(20);
 
 /// A request, and where its reply belongs.
 type QueuedRequest = (Request, oneshot::Sender<Reply>);
@@ -99,7 +99,7 @@ impl DeviceProcess {
             match end {
                 ProcessEnd::Stopped => return,
                 ProcessEnd::Retired => {
-                    self.view.borrow_mut().record_retirement();
+                    self.view.borrow_mut().record_end();
                     self.context.notify_status_change();
                     if self.view.borrow().is_undesired() {
                         return;
@@ -139,7 +139,10 @@ impl DeviceProcess {
         };
         let exit = self.stop(&child).await;
         if self.context.stopping.is_cancelled() {
-            if !matches!(exit, ChildExit::Status(0)) {
+            // A process that has not finished its own clean-up leaves the earlier daemon.
+            if matches!(exit, ChildExit::Status(0)) && self.view.borrow().is_cleaned_up() {
+                self.view.borrow_mut().record_end();
+            } else {
                 self.clean_up().await;
             }
             ProcessEnd::Stopped
@@ -199,9 +202,6 @@ impl DeviceProcess {
                 FromDevice::Status(status) => {
                     self.view.borrow_mut().record_status(status);
                     self.context.notify_status_change();
-                    if self.view.borrow().is_done() {
-                        return true;
-                    }
                 }
                 FromDevice::Reply(number, reply) => {
                     if let Some(sender) = replies.borrow_mut().remove(&number) {
@@ -214,6 +214,11 @@ impl DeviceProcess {
             if self.view.borrow_mut().record_answer() {
                 tracing::info!(device = self.device, pid = child.pid, "the process of a device answers again");
                 self.context.notify_status_change();
+            }
+            // Check after each message: the process sends no status if a change of its part is
+            // withdrawn.
+            if self.view.borrow().is_done() {
+                return true;
             }
         }
     }
@@ -290,10 +295,13 @@ impl DeviceProcess {
         child.wait_for_exit().await
     }
 
-    /// Ends what a failed process has left, while the MPS host stops.
+    /// Ends what a process has left, while the MPS host stops.
     async fn clean_up(&self) {
-        if let Err(error) = stop_earlier_daemon(&self.device, &self.context.paths.pipe(&self.device)).await {
-            tracing::error!(device = self.device, %error, "failed to search for processes of the MPS daemon");
+        match stop_earlier_daemon(&self.device, &self.context.paths.pipe(&self.device)).await {
+            Ok(()) => self.view.borrow_mut().record_end(),
+            Err(error) => {
+                tracing::error!(device = self.device, %error, "failed to search for processes of the MPS daemon");
+            }
         }
         if let Err(error) = compute_mode::restore_compute_mode(&self.context, &self.device).await {
             tracing::error!(device = self.device, %error, "failed to restore compute mode");
@@ -333,4 +341,62 @@ impl DeviceProcess {
 
 fn describe_exit(child: &Child, exit: ChildExit) -> String {
     format!("process {} of the MPS host, which supervised this device, exited with {exit}", child.pid)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+    use crate::mps::channel::DeviceStatus;
+    use crate::mps::context::HostOptions;
+    use crate::mps::process::Children;
+    use crate::mps::wire::{DaemonSettings, FILE_FORMAT_VERSION, Paths};
+
+    /// Returns a process that was not started. Nothing reaps children, because other tests wait for
+    /// theirs.
+    fn test_process() -> Rc<DeviceProcess> {
+        let options = HostOptions {
+            mps_control: PathBuf::new(),
+            library_path: None,
+            compute_mode: Vec::new(),
+            driver_version_file: PathBuf::new(),
+        };
+        let context = HostContext::new(Paths::new("/nonexistent"), options, Rc::new(Children::default()), 64);
+        DeviceProcess::new("GPU-a", Rc::new(context), Vec::new())
+    }
+
+    #[tokio::test]
+    async fn a_process_without_work_ends_although_a_change_was_withdrawn_before_it_was_sent() {
+        let process = test_process();
+        let empty = Desired { version: FILE_FORMAT_VERSION, ..Desired::default() };
+        let settings = DaemonSettings {
+            multi_user: true,
+            exclusive: false,
+            default_threads: None,
+            default_memory_mib: None,
+            accept_advisory: false,
+        };
+        let with_daemon = Desired { daemons: BTreeMap::from([("GPU-a".to_owned(), settings)]), ..empty.clone() };
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let (mut writer, replies) = (theirs.into_split().1, RefCell::default());
+        let child = process.context.children.start_process(Command::new("true").stdin(Stdio::null())).unwrap();
+        let host = MpsHostStatus { desired: empty.hash(), ..MpsHostStatus::default() };
+        process.set_part(&with_daemon);
+        channel::send(&mut writer, &FromDevice::Status(DeviceStatus { host, cleaned_up: true })).await.unwrap();
+        let mut is_done = std::pin::pin!(process.receive_messages(ours.into_split().0, &child, &replies));
+        let has_received_status = async {
+            while !process.view.borrow().is_cleaned_up() {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::select! {
+            biased;
+            _ = &mut is_done => panic!("a daemon is desired"),
+            () = has_received_status => {}
+        }
+        process.set_part(&empty);
+        channel::send(&mut writer, &FromDevice::Pong).await.unwrap();
+        assert_eq!(timeout(ANSWER_DEADLINE, is_done).await, Ok(true));
+    }
 }

@@ -119,11 +119,17 @@ impl ProcessView {
         self.problem = Some(problem);
     }
 
-    /// Records that the process has ended because nothing was left to do.
-    pub(super) fn record_retirement(&mut self) {
+    /// Records that the process has ended and has left nothing.
+    pub(super) fn record_end(&mut self) {
         self.status = None;
         self.is_current = false;
+        self.cleaned_up = true;
         self.problem = None;
+    }
+
+    /// Returns whether nothing is left of an earlier process.
+    pub(super) fn is_cleaned_up(&self) -> bool {
+        self.cleaned_up
     }
 
     /// Returns why the process cannot answer now.
@@ -325,7 +331,7 @@ mod tests {
         assert_eq!((state(&view), view.is_done()), (Some(DaemonState::Stopping), false));
         view.record_status(empty);
         assert_eq!((state(&view), view.is_done()), (None, true));
-        view.record_retirement();
+        view.record_end();
         assert_eq!(state(&view), None);
     }
 
