@@ -518,13 +518,6 @@ impl Metrics {
             drop(self.tenants.share_seconds.get_or_create(label));
             known.namespaces.insert(label.into(), now);
         }
-        known.namespaces.retain(|label, held_at| {
-            let keep = now.saturating_duration_since(*held_at) < NAMESPACE_RETENTION;
-            if !keep {
-                self.namespace_share_seconds.remove(label);
-            }
-            keep
-        });
     }
 
     /// Removes the series that [`Self::set_node_status`] sets again from the new status.
@@ -606,12 +599,20 @@ impl Metrics {
         *held.entry(label).or_default() += shares;
     }
 
-    /// Counts share-seconds until `now`.
+    /// Counts share-seconds until `now`, and removes namespaces that have held no shares for long.
     fn count_share_seconds(&self, known: &mut KnownSeries, now: Instant) {
         for (label, seconds) in known.shares.advance(now) {
             self.tenants.share_seconds.get_or_create(label).inc_by(seconds);
             self.namespace_share_seconds.get_or_create(&label.into()).inc_by(seconds);
+            known.namespaces.insert(label.into(), now);
         }
+        known.namespaces.retain(|label, held_at| {
+            let keep = now.saturating_duration_since(*held_at) < NAMESPACE_RETENTION;
+            if !keep {
+                self.namespace_share_seconds.remove(label);
+            }
+            keep
+        });
     }
 
     /// Returns the UUIDs of the node's GPUs.

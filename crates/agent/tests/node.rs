@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use machine::{
     MPS_RESOURCE, Machine, TEST_TIMEOUT, TIMESLICE_RESOURCE, WHOLE_GPU_RESOURCE, container_devices, kill_pid, mps_spec,
-    pod, share_ids, timeslice_spec,
+    pod, share_ids, signal_pid, timeslice_spec,
 };
 
 #[tokio::test]
@@ -335,6 +335,44 @@ async fn a_short_absence_of_a_daemon_causes_only_events_and_a_longer_one_makes_s
     assert_eq!(status.gpus[0].health.reason, "MpsUnavailable");
     machine.start_mps_host();
     machine.wait_for_healthy(MPS_RESOURCE, 8).await;
+}
+
+#[tokio::test]
+async fn a_hanging_process_of_the_mps_host_makes_only_the_shares_of_its_gpu_unhealthy() {
+    let machine = Machine::start(&["2xH200"], |gpus| vec![mps_spec(&gpus[0], 4), mps_spec(&gpus[1], 4)]);
+    machine.wait_for_healthy(MPS_RESOURCE, 8).await;
+    let pids = |machine: &Machine| {
+        let daemons = machine.mps_host_status().unwrap().daemons;
+        [&machine.uuids[0], &machine.uuids[1]].map(|uuid| daemons[uuid].pid)
+    };
+    let before = pids(&machine);
+    let process = machine.device_process(&machine.uuids[0]);
+    signal_pid(process, rustix::process::Signal::STOP);
+    machine.wait_for_healthy(MPS_RESOURCE, 4).await;
+    let status = machine.wait_for_status("unhealthy", |status| !status.gpus[0].health.healthy).await;
+    let health = &status.gpus[0].health;
+    assert_eq!(health.reason, "MpsUnavailable");
+    assert!(health.message.contains(&format!("process {process} of the MPS host")), "{}", health.message);
+    assert!(status.gpus[1].health.healthy, "{:?}", status.gpus[1].health);
+    // The other GPU serves new pods.
+    let share = share_ids(&machine.uuids[1], [0]);
+    let given = machine.kubelet.allocate(MPS_RESOURCE, &[&share[0]]).await.unwrap();
+    machine.kubelet.pre_start(MPS_RESOURCE, &[&share[0]]).await.unwrap();
+    assert_eq!(machine.run_client(&given, &[])["uuid"].as_str(), Some(machine.uuids[1].as_str()));
+    signal_pid(process, rustix::process::Signal::CONT);
+    machine.wait_for_healthy(MPS_RESOURCE, 8).await;
+    // A killed process affects only the programs of its GPU.
+    signal_pid(machine.device_process(&machine.uuids[1]), rustix::process::Signal::KILL);
+    machine
+        .wait_until("a new daemon starts", || {
+            let daemon = machine.mps_host_status()?.daemons.remove(&machine.uuids[1])?;
+            (daemon.state == cleave_gpu::mps::wire::DaemonState::Active && daemon.restarts == 1).then_some(())
+        })
+        .await;
+    machine.wait_for_healthy(MPS_RESOURCE, 8).await;
+    let after = pids(&machine);
+    assert_eq!(after[0], before[0]);
+    assert_ne!(after[1], before[1]);
 }
 
 #[tokio::test]

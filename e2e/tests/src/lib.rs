@@ -284,12 +284,14 @@ pub fn on_node(node: &str, command: &[&str]) -> Result<String> {
 pub const AGENT_SUPERVISOR: &str = "cleave-supervise /usr/bin/cleave-agent";
 
 /// Returns the PID of one of Cleave's programs on a node. `program` may also contain the program's
-/// first arguments. Fails unless exactly one such process runs.
+/// first arguments. Fails unless exactly one such process runs. The processes that the MPS host
+/// starts for devices do not count.
 pub fn find_pid(node: &str, program: &str) -> Result<String> {
     // Compare only the first arguments, because the later arguments of other processes, including
     // this search, contain the name.
     let find = "for p in $(grep -azl \"^${0%% *}\\$\" /proc/[0-9]*/cmdline 2>/dev/null); do \
-        [ \"$(tr '\\0' '\\n' <$p 2>/dev/null | head -n $1 | paste -sd ' ')\" = \"$0\" ] && echo $p; done | cut -d/ -f3";
+        [ \"$(tr '\\0' '\\n' <$p 2>/dev/null | head -n $1 | paste -sd ' ')\" = \"$0\" ] && \
+        ! tr '\\0' '\\n' <$p 2>/dev/null | grep -qx -e --device && echo $p; done | cut -d/ -f3";
     let words = program.split(' ').count().to_string();
     let found = on_node(node, &["sh", "-c", find, &format!("/usr/bin/{program}"), &words])?;
     let found: Vec<&str> = found.split_whitespace().collect();

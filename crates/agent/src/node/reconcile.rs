@@ -524,12 +524,10 @@ impl Node {
                     Err("the MPS host has not read the latest settings yet".into())
                 }
             }
-            PoolKind::Whole | PoolKind::TimeSliced => match self.view.status.daemons.get(&pool.device) {
-                // Wait for the exit of the daemon, because only then the MPS host restores the
-                // compute mode.
-                Some(_) if self.view.alive => Err("the MPS daemon has not exited yet".into()),
-                _ => Ok(()),
-            },
+            // Wait until the MPS host confirms the exit of the daemon, because only then the MPS
+            // host has restored the compute mode. A dead MPS host leaves the mode
+            // `EXCLUSIVE_PROCESS`.
+            PoolKind::Whole | PoolKind::TimeSliced => self.check_daemon_exited(&pool.device),
         }
     }
 

@@ -281,7 +281,17 @@ fn a_whole_gpu_waits_until_its_daemon_has_exited() {
     let actions = node.reconcile(&mut table, start + REMOVAL_DELAY);
     assert!(actions.desired.daemons.is_empty());
     assert_eq!((actions.lists.values().flatten().count(), count_healthy(&actions)), (1, 0));
-    let mut gone = mps_host_view(DaemonState::Active, 0, &desired);
+    // A dead MPS host leaves the daemon, and the compute mode in which no other process can use the
+    // GPU. A new MPS host has restored the mode only when it has read the request to stop the
+    // daemon.
+    let died = mps::HostView { alive: false, ..mps_host_view(DaemonState::Active, 0, &desired) };
+    let mut restarted = mps_host_view(DaemonState::Active, 0, &desired);
+    restarted.status.daemons.clear();
+    for (what, unconfirmed) in [("the MPS host died", died), ("the MPS host has restarted", restarted)] {
+        node.record_mps_view(unconfirmed);
+        assert_eq!(count_healthy(&node.reconcile(&mut table, start)), 0, "{what}");
+    }
+    let mut gone = mps_host_view(DaemonState::Active, 0, &actions.desired);
     gone.status.daemons.clear();
     node.record_mps_view(gone);
     assert_eq!(count_healthy(&node.reconcile(&mut table, start)), 1);

@@ -79,7 +79,7 @@ pub(crate) async fn watch_hardware(
             let requested_at = Instant::now();
             let answer = node.call(timeout, |gpus| gpus.driver_info()).await;
             if answer.as_ref().is_err_and(NvmlError::is_caused_by_this_process) {
-                wait_for_next_poll(&mut poll).await;
+                wait_for_next_poll(poll.changed()).await;
                 continue;
             }
             let count = answer.as_ref().map_or(0, |driver_info| driver_info.count);
@@ -101,19 +101,22 @@ pub(crate) async fn watch_hardware(
                 gpus.spawn(watch_gpu(watched, (worker, timeout), answers.clone(), triggers));
                 watched += 1;
             }
-            wait_for_next_poll(&mut poll).await;
+            wait_for_next_poll(poll.changed()).await;
+            // One poll follows all changes during the wait.
+            poll.mark_unchanged();
         }
     };
     tokio::try_join!(forward, driver, forward_in_batches(to_batch, &inputs)).map(drop)
 }
 
-/// Waits until the driver or a GPU must be polled again.
-async fn wait_for_next_poll(poll: &mut watch::Receiver<()>) {
-    tokio::time::sleep(MIN_GPU_POLL_INTERVAL).await;
-    tokio::select! {
-        // Cancel-safe: the next call returns a missed change.
-        _ = poll.changed() => {}
-        () = tokio::time::sleep(GPU_POLL_INTERVAL) => {}
+/// Waits until the driver or a GPU must be polled again: after `trigger`, and otherwise after
+/// [`GPU_POLL_INTERVAL`], but never earlier than after [`MIN_GPU_POLL_INTERVAL`]. `trigger` must be
+/// cancel-safe.
+async fn wait_for_next_poll<T>(trigger: impl Future<Output = T>) {
+    let earliest = tokio::time::Instant::now() + MIN_GPU_POLL_INTERVAL;
+    // An idle node wakes only once, so do not wait for `earliest` first.
+    if tokio::time::timeout_at(earliest + GPU_POLL_INTERVAL, trigger).await.is_ok() {
+        tokio::time::sleep_until(earliest).await;
     }
 }
 
@@ -171,7 +174,7 @@ async fn watch_gpu(
         if answer.as_ref().is_err_and(NvmlError::is_caused_by_this_process) {
             // NVML was not called, for example because another GPU is quiesced. The last answer
             // remains valid.
-            wait_for_next_poll(&mut poll).await;
+            wait_for_next_poll(poll.changed()).await;
             continue;
         }
         if answer.is_ok() != std::mem::replace(&mut answered, answer.is_ok()) {
@@ -195,13 +198,16 @@ async fn watch_gpu(
                 return;
             }
         }
-        tokio::time::sleep(MIN_GPU_POLL_INTERVAL).await;
-        tokio::select! {
-            // Cancel-safe: the next call returns a missed change.
-            _ = poll.changed() => {}
-            _ = driver_returned.changed() => {}
-            () = tokio::time::sleep(GPU_POLL_INTERVAL) => {}
-        }
+        wait_for_next_poll(async {
+            tokio::select! {
+                // Cancel-safe: the next call returns a missed change.
+                _ = poll.changed() => {}
+                _ = driver_returned.changed() => {}
+            }
+        })
+        .await;
+        poll.mark_unchanged();
+        driver_returned.mark_unchanged();
     }
 }
 
@@ -379,6 +385,38 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn a_program_that_causes_xids_in_a_loop_does_not_cause_polls_without_a_pause() {
+        const POLLS: u32 = 20;
+        let (xid, mut poll) = watch::channel(());
+        let begun = tokio::time::Instant::now();
+        for _ in 0..POLLS {
+            for _ in 0..100 {
+                xid.send_replace(());
+            }
+            wait_for_next_poll(poll.changed()).await;
+        }
+        assert!(begun.elapsed() >= POLLS * MIN_GPU_POLL_INTERVAL, "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < GPU_POLL_INTERVAL, "an XID causes a poll at once: {:?}", begun.elapsed());
+        let begun = tokio::time::Instant::now();
+        wait_for_next_poll(poll.changed()).await;
+        assert!(begun.elapsed() >= GPU_POLL_INTERVAL, "{:?}", begun.elapsed());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_idle_node_is_polled_at_long_intervals_and_a_trigger_polls_it_soon_but_not_at_once() {
+        let (trigger, mut poll) = watch::channel(());
+        let waited = async |poll: &mut watch::Receiver<()>| {
+            let begun = tokio::time::Instant::now();
+            wait_for_next_poll(poll.changed()).await;
+            begun.elapsed()
+        };
+        assert!(waited(&mut poll).await >= GPU_POLL_INTERVAL);
+        trigger.send_replace(());
+        let soon = waited(&mut poll).await;
+        assert!(soon >= MIN_GPU_POLL_INTERVAL && soon < 2 * MIN_GPU_POLL_INTERVAL, "{soon:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn the_first_answers_form_one_input_and_a_hanging_gpu_delays_other_gpus_only_once() {
         let (send, answers) = mpsc::channel(64);
         let (inputs, mut received) = mpsc::channel(64);
@@ -393,10 +431,12 @@ mod tests {
         assert!(begun.elapsed() < FIRST_ANSWERS_TIMEOUT, "there is no wait after all GPUs have answered");
 
         // A fourth GPU appears and hangs.
+        let begun = tokio::time::Instant::now();
         for input in [driver_info_input(4), gpu_input(0), gpu_input(1)] {
             send.send(input).await.unwrap();
         }
         assert_eq!(gpu_indices(received.recv().await), [0, 1]);
+        assert!(begun.elapsed() <= FIRST_ANSWERS_TIMEOUT, "it delays other GPUs by {:?}", begun.elapsed());
         let begun = tokio::time::Instant::now();
         for input in [driver_info_input(4), gpu_input(0), gpu_input(1)] {
             send.send(input).await.unwrap();

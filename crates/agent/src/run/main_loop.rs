@@ -305,20 +305,23 @@ impl MainLoop {
         cdi::device_nodes(&gpus, &self.args.host_root)
     }
 
-    /// Publishes the status and the Events. Logs new steps and all Events.
+    /// Publishes a changed status, and the Events. Logs new steps and all Events.
     fn report_status_and_events(&mut self, status: GpuNodeStatus, events: impl Iterator<Item = NodeEvent>) {
-        self.metrics.set_node_status(&status);
-        for step in status.steps.iter().filter(|step| !self.steps.contains(step)) {
-            tracing::info!(gpu = step.gpu, action = step.action, result = step.result, message = step.message, "step");
-        }
-        self.steps.clone_from(&status.steps);
-        self.status.send_if_modified(|last| {
-            let changed = last.as_ref() != Some(&status);
-            if changed {
-                *last = Some(status);
+        let is_changed = self.status.borrow().as_ref() != Some(&status);
+        if is_changed {
+            self.metrics.set_node_status(&status);
+            for step in status.steps.iter().filter(|step| !self.steps.contains(step)) {
+                tracing::info!(
+                    gpu = step.gpu,
+                    action = step.action,
+                    result = step.result,
+                    message = step.message,
+                    "step"
+                );
             }
-            changed
-        });
+            self.steps.clone_from(&status.steps);
+            self.status.send_replace(Some(status));
+        }
         for event in events {
             tracing::info!(warning = event.warning, reason = event.reason, note = event.note, "event");
             if self.events.try_send(event).is_err() {

@@ -108,9 +108,14 @@ mod tests {
     use std::sync::mpsc::channel;
 
     use cleave_gpu::nvml::{Gpu, Gpus, NvmlError};
+    use tokio::sync::oneshot;
 
     use super::*;
     use crate::fixtures::gpu;
+
+    const TEST_TIMEOUT: Duration = Duration::from_secs(20);
+    /// Duration after which a call counts as hanging.
+    const HANGING: Duration = Duration::from_millis(1);
 
     /// A simulated NVML with one A100.
     struct OneGpu;
@@ -130,17 +135,22 @@ mod tests {
             Ok(Arc::new(OneGpu))
         });
         let (release, released) = channel::<()>();
+        let (started, has_started) = oneshot::channel();
         let worker = Worker::start(&library, "hanging").unwrap();
-        let hangs = worker.call(Duration::from_millis(1), move |_| {
+        let hangs = worker.call(HANGING, move |_| {
+            let _ = started.send(());
             // Hangs until the test drops the sender.
             let _ = released.recv();
             Ok(())
         });
         assert!(matches!(hangs.await, Err(NvmlError::Hung(_))));
+        // On a busy machine, the call starts later than its deadline.
+        tokio::time::timeout(TEST_TIMEOUT, has_started).await.expect("the call starts").unwrap();
+        tokio::time::sleep(HANGING).await;
         let results = RefCell::new(Vec::new());
         let order = MigOrder { gpu: "GPU-a".into(), change: MigChange::Mode(true) };
         let report = async |result: MigOrderResult| results.borrow_mut().push(result.outcome);
-        run_order_unless_hanging(library.clone(), order, Duration::from_millis(1), report).await;
+        run_order_unless_hanging(library.clone(), order, HANGING, report).await;
         let results = results.into_inner();
         assert!(matches!(&results[..], [ChangeOutcome::Busy(why)] if why.contains("does not return")), "{results:?}");
         assert_eq!(opened.load(Ordering::SeqCst), 1, "the session of the other GPUs is still open");

@@ -2,12 +2,13 @@
 //! Unhealthy, and no allocation is lost.
 use std::fs;
 use std::net::TcpStream;
+use std::time::Instant;
 
 use cleave_kubelet::fake::FakeKubeletState;
 use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit, setrlimit};
 use tokio::task::JoinHandle;
 
-use crate::machine::{MPS_RESOURCE, Machine, container_devices, kill_child, mps_spec, share_ids};
+use crate::machine::{MPS_RESOURCE, Machine, TEST_TIMEOUT, container_devices, kill_child, mps_spec, share_ids};
 
 /// Total number of shares of the node's GPUs.
 const TOTAL_SHARES: usize = 20;
@@ -19,6 +20,8 @@ const WRITE_FAILURE_LOG_WORDS: &[&str] = &["failed to write files"];
 
 /// Command that starts a program with soft and hard limits of 256 open files.
 const RUN_WITH_256_DESCRIPTORS: [&str; 3] = ["/bin/sh", "-c", "ulimit -n 256; exec \"$0\" \"$@\""];
+/// Command that starts a program with a soft limit of 256 open files.
+const RUN_WITH_SOFT_LIMIT_OF_256_DESCRIPTORS: [&str; 3] = ["/bin/sh", "-c", "ulimit -S -n 256; exec \"$0\" \"$@\""];
 /// Command that starts a program in a user namespace that allows no inotify instances.
 const RUN_WITHOUT_INOTIFY: [&str; 6] = [
     "/usr/bin/unshare",
@@ -81,9 +84,18 @@ fn set_descriptor_limit(pid: u32, soft: Option<u64>) -> Option<u64> {
 }
 
 fn hard_descriptor_limit(pid: Pid) -> Option<u64> {
-    let limits = fs::read_to_string(format!("/proc/{}/limits", pid.as_raw_nonzero())).unwrap();
+    descriptor_limits(pid.as_raw_nonzero().get().unsigned_abs())[1]
+}
+
+fn soft_descriptor_limit(pid: u32) -> Option<u64> {
+    descriptor_limits(pid)[0]
+}
+
+/// Returns the soft and the hard limit of open files of a process. `None` means unlimited.
+fn descriptor_limits(pid: u32) -> [Option<u64>; 2] {
+    let limits = fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
     let line = limits.lines().find(|line| line.starts_with("Max open files")).unwrap();
-    line.split_whitespace().nth(4).unwrap().parse().ok()
+    [3, 4].map(|word| line.split_whitespace().nth(word).unwrap().parse().ok())
 }
 
 fn open_descriptors(pid: u32) -> u64 {
@@ -102,7 +114,11 @@ async fn with_256_descriptors_five_thousand_silent_connections_make_no_share_unh
     let own = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: own.maximum, ..own }).unwrap();
     let address = machine.agent_address();
-    let connect = move || (0..CONNECTIONS).map(|_| TcpStream::connect(address).unwrap()).collect::<Vec<_>>();
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    let connect = move || {
+        let left = || deadline.checked_duration_since(Instant::now()).expect("the agent accepts too slowly");
+        (0..CONNECTIONS).map(|_| TcpStream::connect_timeout(&address, left()).unwrap()).collect::<Vec<_>>()
+    };
     let silent = tokio::task::spawn_blocking(connect).await.unwrap();
     assert_eq!(silent.len(), CONNECTIONS);
     assert!(open_descriptors(machine.agent_pid()) < 256);
@@ -119,6 +135,18 @@ async fn with_256_descriptors_five_thousand_silent_connections_make_no_share_unh
 }
 
 #[tokio::test]
+async fn the_agent_and_the_processes_of_mps_devices_raise_their_soft_limit_of_open_files() {
+    let mut machine = node_with_shares();
+    machine.start_mps_host_under(&RUN_WITH_SOFT_LIMIT_OF_256_DESCRIPTORS);
+    machine.start_agent_under(&RUN_WITH_SOFT_LIMIT_OF_256_DESCRIPTORS);
+    machine.wait_for_healthy(MPS_RESOURCE, TOTAL_SHARES).await;
+    for pid in [machine.agent_pid(), machine.device_process(&machine.uuids[0])] {
+        let soft = soft_descriptor_limit(pid);
+        assert!(soft.is_none_or(|soft| soft > 256), "process {pid}: {soft:?}");
+    }
+}
+
+#[tokio::test]
 async fn a_client_that_connects_while_the_mps_host_has_no_free_descriptor_waits_and_is_then_listed() {
     let mut machine = node_with_shares();
     machine.start_mps_host();
@@ -128,7 +156,7 @@ async fn a_client_that_connects_while_the_mps_host_has_no_free_descriptor_waits_
     let given = machine.kubelet.allocate(MPS_RESOURCE, &[&share]).await.unwrap();
     machine.kubelet.pre_start(MPS_RESOURCE, &[&share]).await.unwrap();
     machine.pods.set_devices(&[container_devices("p", MPS_RESOURCE, std::slice::from_ref(&share))]);
-    let host = machine.mps_host_pid();
+    let host = machine.device_process(&machine.uuids[0]);
     let idle = open_descriptors(host);
     // The connection of the client uses the last free descriptor.
     let before = set_descriptor_limit(host, Some(idle + 1));
@@ -236,4 +264,24 @@ async fn an_agent_that_cannot_open_any_file_keeps_all_shares_healthy_and_loses_n
     machine.kubelet.pre_start(MPS_RESOURCE, &[&meanwhile]).await.unwrap();
     assert!(checkpoint_contains(&machine, &kept), "the pod's allocation was forgotten");
     assert!(machine.agent_is_running());
+}
+
+#[tokio::test]
+async fn an_mps_host_that_restarts_while_the_agent_cannot_open_any_file_counts_as_alive() {
+    let mut machine = node_with_shares();
+    machine.start_mps_host();
+    machine.start_agent(&[]);
+    machine.wait_for_healthy(MPS_RESOURCE, TOTAL_SHARES).await;
+    let watching = expect_healthy_from_now_on(&machine);
+    let before = set_descriptor_limit(machine.agent_pid(), Some(0));
+    // The agent loses its connection to the MPS host, and has no descriptor for another one.
+    machine.kill_mps_host();
+    machine.start_mps_host();
+    // A failed write needs something to write.
+    machine.kubelet.allocate(MPS_RESOURCE, &[&share_ids(&machine.uuids[1], [3])[0]]).await.unwrap();
+    let failed = || (machine.count_logged(WRITE_FAILURE_LOG_WORDS) >= FAILED_WRITE_ATTEMPTS).then_some(());
+    machine.wait_until("writes fail for longer than a daemon may be absent", failed).await;
+    assert_stayed_healthy(watching).await;
+    set_descriptor_limit(machine.agent_pid(), before);
+    assert_new_pod_works(&machine, &share_ids(&machine.uuids[0], [1])[0]).await;
 }

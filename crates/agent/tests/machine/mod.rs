@@ -153,9 +153,15 @@ impl Machine {
         self.agent.as_ref().unwrap().id()
     }
 
-    /// Returns the PID of the MPS host.
-    pub(crate) fn mps_host_pid(&self) -> u32 {
-        self.host.as_ref().unwrap().id()
+    /// Returns the PID of the MPS host's process for a device. Panics unless there is exactly one.
+    pub(crate) fn device_process(&self, device: &str) -> u32 {
+        let wanted = format!("--device\0{device}\0--parent\0{}\0", self.host.as_ref().unwrap().id()).into_bytes();
+        let is_wanted = |pid: &u32| fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.ends_with(&wanted));
+        let entries = fs::read_dir("/proc").unwrap().flatten();
+        let found: Vec<u32> =
+            entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_wanted).collect();
+        assert_eq!(found.len(), 1, "processes of {device}: {found:?}");
+        found[0]
     }
 
     /// Returns the address of the last started agent's HTTP port.
@@ -499,8 +505,13 @@ pub(crate) fn kill_child(child: &mut Child) {
 
 /// Kills a process by its PID with SIGKILL.
 pub(crate) fn kill_pid(pid: u32) {
+    signal_pid(pid, rustix::process::Signal::KILL);
+}
+
+/// Sends a signal to a process.
+pub(crate) fn signal_pid(pid: u32, signal: rustix::process::Signal) {
     let pid = rustix::process::Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
-    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+    rustix::process::kill_process(pid, signal).unwrap();
 }
 
 /// Returns a row of the kubelet's list of allocated devices.

@@ -13,6 +13,14 @@ pub struct HostArgs {
 
     #[command(flatten)]
     pub(crate) paths: PathArgs,
+
+    /// Run the process of this device, as a child of the MPS host.
+    #[arg(long, value_name = "UUID", requires = "parent", hide = true)]
+    pub(crate) device: Option<String>,
+
+    /// PID of the MPS host that started this process.
+    #[arg(long, value_name = "PID", requires = "device", hide = true)]
+    pub(crate) parent: Option<u32>,
 }
 
 // Paths on the node. This is not a doc comment, because clap would use a doc comment as the

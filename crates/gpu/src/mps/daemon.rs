@@ -11,13 +11,13 @@
 //!              └─▶ handshake
 //! ```
 mod admission;
-mod backoff;
+pub(super) mod backoff;
 mod clients;
 mod escalation;
 mod fault;
 mod fault_events;
 mod handshake;
-mod lifecycle;
+pub(super) mod lifecycle;
 mod log;
 mod probe;
 mod recovery;
@@ -189,6 +189,10 @@ impl Device {
         DaemonStatus {
             state: match phase.state {
                 DaemonState::Active if is_outdated => DaemonState::Restarting,
+                // The MPS host restarts a process that was terminated.
+                DaemonState::Stopping if desired.is_some() && self.context.stopping.is_cancelled() => {
+                    DaemonState::Restarting
+                }
                 state => state,
             },
             pid: report.pid,

@@ -49,6 +49,9 @@ pub enum HostError {
         /// Why the exchange failed.
         source: io::Error,
     },
+    /// The MPS host that started this process has already exited.
+    #[error("the MPS host (process {0}) that started this process has exited")]
+    ParentExited(u32),
     /// The kernel cannot report the exit of a client.
     #[error("failed to open a pidfd of this process. Cleave needs Linux 5.4 or newer")]
     PidFd(#[source] io::Error),
@@ -198,4 +201,6 @@ pub(crate) enum NotReady {
     DesiredFailed { allocation: String, error: String },
     #[error("the MPS daemon of {device} is {state:?}")]
     Daemon { device: String, state: DaemonState },
+    #[error("{device}: {problem}")]
+    Process { device: String, problem: String },
 }

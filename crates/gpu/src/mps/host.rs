@@ -1,4 +1,5 @@
-//! Starts `cleave mps-host`, runs its main loop, and stops it.
+//! Starts `cleave mps-host`, runs its main loop, and stops it. The process of a device is the same
+//! program with the argument `--device`.
 use std::ffi::OsString;
 use std::io::{self, Write as _};
 use std::path::Path;
@@ -14,16 +15,17 @@ pub use super::args::HostArgs;
 use super::args::{MpsHostCommand, PathArgs};
 use super::compute_mode::SettableComputeMode;
 use super::context::{HostContext, HostOptions};
+use super::device_process;
 pub use super::error::HostError;
 use super::files::{self, DesiredWatch};
 use super::process::{Children, PidFd};
-use super::reconciler::Reconciler;
 use super::socket;
+use super::supervisor::Supervisor;
 use super::wire::Paths;
 use crate::nvml;
 
-/// Interval at which the MPS host checks for removed door sockets and retries failed operations.
-const RECONCILER_MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
+/// Interval at which the MPS host retries failed operations and forgets processes that have ended.
+const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
 /// Limit of open files that this process requests. MPS servers inherit the limit and need 16,384.
 /// Doors need several descriptors per client.
 const WANTED_DESCRIPTOR_LIMIT: u64 = 65_536;
@@ -47,13 +49,32 @@ pub async fn run(args: HostArgs, subcommand: Option<&str>) -> Result<(), HostErr
         Some(MpsHostCommand::Ready { run_dir }) => return socket::probe_host(&Paths::new(run_dir).socket()).await,
         None => {}
     }
-    LocalSet::new().run_until(run_host(args.paths, subcommand)).await
+    let HostArgs { command: _, paths, device, parent } = args;
+    LocalSet::new()
+        .run_until(async {
+            match (device, parent) {
+                (Some(device), Some(parent)) => run_device_process(device, parent, paths, subcommand).await,
+                _ => run_host(paths, subcommand).await,
+            }
+        })
+        .await
 }
 
 /// Sets a compute mode and prints the previous mode.
 fn set_compute_mode(library: Option<&Path>, device: &str, mode: SettableComputeMode) -> Result<(), HostError> {
     let previous = SettableComputeMode::from(nvml::set_compute_mode(library, device, mode.into())?);
     writeln!(io::stdout(), "{previous}").map_err(HostError::System)
+}
+
+async fn run_device_process(
+    device: String,
+    parent: u32,
+    args: PathArgs,
+    subcommand: Option<&str>,
+) -> Result<(), HostError> {
+    let paths = Paths::new(&args.run_dir);
+    let options = build_host_options(args, subcommand)?;
+    device_process::run(device, parent, paths, options, raise_descriptor_limit()).await
 }
 
 async fn run_host(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostError> {
@@ -65,33 +86,33 @@ async fn run_host(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostEr
     let options = build_host_options(args, subcommand)?;
     let context = Rc::new(HostContext::new(paths, options, Children::start()?, max_descriptors));
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    let reconciler = Rc::new(Reconciler::new(Rc::clone(&context)));
+    let supervisor = Supervisor::new(Rc::clone(&context), std::env::args_os().skip(1).collect());
     // Start the watch before the first read, so that the watch detects every write after this read.
     let mut desired = DesiredWatch::new(context.paths.desired());
     let listener = socket::listen(&context.paths.socket())?;
-    tokio::task::spawn_local(socket::serve(Rc::clone(&reconciler), listener));
-    let reporter = tokio::task::spawn_local(Rc::clone(&reconciler).write_status_changes());
-    reconciler.apply_desired_file();
-    reconciler.clean_up().await;
+    tokio::task::spawn_local(socket::serve(Rc::clone(&supervisor), listener));
+    supervisor.apply_desired_file();
+    supervisor.clean_up();
+    let reporter = tokio::task::spawn_local(Rc::clone(&supervisor).write_status_changes());
     loop {
         tokio::select! {
             // Cancel-safe: signals and events remain queued.
             _ = terminate.recv() => break,
             _ = interrupt.recv() => break,
-            () = sleep(RECONCILER_MAINTENANCE_INTERVAL) => {
-                reconciler.restore_sockets_and_drop_unused_devices();
-                reconciler.retry_failed_operations();
+            () = sleep(MAINTENANCE_INTERVAL) => {
+                supervisor.retry_failed_read();
+                supervisor.forget_ended_processes();
             }
-            () = desired.wait_until_written() => reconciler.apply_desired_file(),
+            () = desired.wait_until_written() => supervisor.apply_desired_file(),
         }
     }
     tracing::info!("stopping");
-    reconciler.stop().await;
+    supervisor.stop().await;
     if let Err(error) = std::fs::remove_file(context.paths.socket()) {
         tracing::warn!(%error, "failed to remove the MPS host's socket");
     }
     reporter.abort();
-    reconciler.write_stopped_status();
+    supervisor.write_stopped_status();
     drop(lock);
     Ok(())
 }

@@ -1,12 +1,16 @@
 //! Runs the MPS daemons and doors of a node, and implements their protocols.
 //!
 //! ```text
-//! desired.json ─▶ reconciler ─▶ daemon, one per device ───────▶ nvidia-cuda-mps-control -f
-//! status.json  ◀──┘        │      ▲ control lock                  │
-//! host.sock                └──▶ door, one per allocation          └▶ nvidia-cuda-mps-server
-//!                                 ▲ handshake, then relay ─────────────▲
-//!                                 │
-//!                               a container's client
+//! desired.json ─▶ supervisor (the MPS host)
+//! status.json  ◀──┘   │  ▲
+//! host.sock           ▼  │ channel
+//!                  device_process, one per device
+//!                     └▶ reconciler ─▶ daemon ─────────▶ nvidia-cuda-mps-control -f
+//!                           │            ▲ control lock    │
+//!                           └──▶ door, one per allocation  └▶ nvidia-cuda-mps-server
+//!                                  ▲ handshake, then relay ────▲
+//!                                  │
+//!                                a container's client
 //! ```
 //!
 //! | module | purpose |
@@ -18,15 +22,19 @@
 //! | `context`, `error`, `compute_mode`, `args` | state, errors and options for all tasks |
 //! | `daemon` | supervises the daemon of one device: lifecycle, probes, faults, clients |
 //! | `door` | admits an allocation's clients under its limits |
-//! | `reconciler`, `socket`, [`host`] | applies the desired file, answers requests, main loop |
+//! | `reconciler`, `device_process` | applies the desired state of one device, main loop of its process |
+//! | `channel` | messages between the MPS host and the process of a device |
+//! | `supervisor`, `socket`, [`host`] | processes of all devices, requests and files of the agent, main loop |
 //! | [`doctor`] | checks whether a driver behaves as Cleave expects |
 //!
-//! All tasks run on one thread.
+//! All tasks of a process run on one thread.
 mod args;
+mod channel;
 mod compute_mode;
 mod context;
 mod control;
 mod daemon;
+mod device_process;
 mod diff;
 pub mod doctor;
 mod door;
@@ -42,5 +50,6 @@ mod reconciler;
 mod selinux;
 mod seqpacket;
 mod socket;
+mod supervisor;
 mod text;
 pub mod wire;

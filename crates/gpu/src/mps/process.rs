@@ -99,16 +99,21 @@ impl Children {
         rustix::io::write(&typed, input)?;
         drop(typed);
         command.stdin(stdin).stdout(writer.try_clone()?).stderr(writer);
-        let child = command.spawn();
+        let child = self.start_process(command);
         // The command contains copies of the writer. Replace the copies, because the reader
         // otherwise never reaches the end of the pipe.
         command.stdout(Stdio::null()).stderr(Stdio::null());
-        // This function has not awaited anything since the start, so the reaper cannot have run
-        // yet.
-        let pid = child?.id();
+        Ok((child?, reader))
+    }
+
+    /// Starts a process with the standard streams of the command.
+    pub(crate) fn start_process(&self, command: &mut std::process::Command) -> io::Result<Child> {
+        // This function awaits nothing after the start, so the reaper cannot run before the child
+        // is recorded.
+        let pid = command.spawn()?.id();
         let (sender, exit) = watch::channel(None);
         self.waited.borrow_mut().insert(pid, sender);
-        Ok((Child { pid, exit }, reader))
+        Ok(Child { pid, exit })
     }
 }
 
@@ -132,11 +137,16 @@ impl Child {
     /// Kills the process if it is still running. The process's PID cannot be reused before the
     /// process is reaped.
     pub(crate) fn kill(&self) {
+        self.signal(Signal::KILL);
+    }
+
+    /// Signals the process if it is still running.
+    pub(crate) fn signal(&self, signal: Signal) {
         if self.exit.borrow().is_some() {
             return;
         }
         if let Some(pid) = to_kernel_pid(self.pid) {
-            let _ = rustix::process::kill_process(pid, Signal::KILL);
+            let _ = rustix::process::kill_process(pid, signal);
         }
     }
 }
@@ -161,14 +171,7 @@ impl PidFd {
         let Some(pid) = to_kernel_pid(pid) else { return Ok(None) };
         // Do not set `NONBLOCK`, which needs Linux 5.10. This process polls the pidfd and never
         // reads it.
-        match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
-            Ok(fd) => Ok(Some(Self(fd))),
-            // No process has the PID, or the process has exited. The error depends on the kernel's
-            // version and on whether the kernel still refers to the PID, or a thread has it.
-            // Without flags, an argument cannot be invalid for another reason.
-            Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => Ok(None),
-            Err(error) => Err(error.into()),
-        }
+        interpret_opened(rustix::process::pidfd_open(pid, PidfdFlags::empty())).map(|fd| fd.map(Self))
     }
 
     /// Returns whether the process has exited. Never waits.
@@ -190,9 +193,34 @@ impl PidFd {
     }
 }
 
+/// Interprets the result of `pidfd_open` without flags. Returns `None` only for errors that prove
+/// that no process has the PID.
+fn interpret_opened(opened: Result<OwnedFd, Errno>) -> io::Result<Option<OwnedFd>> {
+    match opened {
+        Ok(fd) => Ok(Some(fd)),
+        // No process has the PID, or the process has exited. The error depends on the kernel's
+        // version and on whether the kernel still refers to the PID, or a thread has it. Without
+        // flags, an argument cannot be invalid for another reason.
+        Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_the_absence_of_a_process_counts_as_no_process() {
+        for absent in [Errno::SRCH, Errno::INVAL, Errno::NOENT] {
+            assert!(interpret_opened(Err(absent)).unwrap().is_none(), "{absent}");
+        }
+        // A kernel without `pidfd_open`, a sandbox that refuses it, and a lack of descriptors prove
+        // nothing about the process.
+        for unknown in [Errno::NOSYS, Errno::PERM, Errno::MFILE, Errno::NFILE, Errno::NOMEM] {
+            assert!(interpret_opened(Err(unknown)).is_err(), "{unknown}");
+        }
+    }
 
     #[test]
     fn a_pidfd_opens_only_for_an_existing_process() {

@@ -1,36 +1,32 @@
-//! Runs the daemons and doors that the agent desires, and reports their state.
+//! Runs the daemon and the doors of a device as the agent desires, and reports their state.
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::future::pending;
 use std::io;
 use std::rc::Rc;
 use std::time::Duration;
 
 use tokio::task::JoinHandle;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
 use super::compute_mode;
 use super::context::HostContext;
 use super::daemon::Device;
+use super::daemon::lifecycle::stop_earlier_daemon;
 use super::diff::{self, DesiredChanges};
 use super::door::Door;
-use super::error::{DesiredError, NotReady, TerminateError};
-use super::files::replace_file;
+use super::error::{NotReady, TerminateError};
 use super::protocol::TerminateResult;
-use super::wire::{Allocation, Desired, FILE_FORMAT_VERSION, MpsHostStatus};
+use super::wire::{Allocation, Desired, FILE_FORMAT_VERSION, MpsHostStatus, Reply, Request};
 
-/// Delay before the MPS host retries to write the status.
-const STATUS_RETRY_DELAY: Duration = Duration::from_secs(1);
-/// Time during which the MPS host combines changes into one status.
-const STATUS_WRITE_DELAY: Duration = Duration::from_millis(5);
+/// Interval at which a failed search for processes of an earlier daemon is repeated.
+const SEARCH_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
-/// The daemons and doors of this node.
+/// The daemon and the doors of a device.
 pub(crate) struct Reconciler {
     context: Rc<HostContext>,
     desired: RefCell<Desired>,
-    /// Hash of the desired file that was most recently applied.
+    /// Hash of the desired state that was most recently applied.
     applied: RefCell<String>,
-    desired_error: RefCell<Option<DesiredError>>,
     devices: RefCell<BTreeMap<String, SupervisedDevice>>,
     doors: RefCell<BTreeMap<String, Rc<Door>>>,
     /// Doors that could not be opened or restored.
@@ -50,44 +46,15 @@ impl Reconciler {
             context,
             desired: RefCell::new(Desired { version: FILE_FORMAT_VERSION, ..Desired::default() }),
             applied: RefCell::default(),
-            desired_error: RefCell::default(),
             devices: RefCell::default(),
             doors: RefCell::default(),
             door_errors: RefCell::default(),
         }
     }
 
-    /// Reads the desired file and applies it. An invalid file changes only the status.
-    pub(crate) fn apply_desired_file(&self) {
-        let path = self.context.paths.desired();
-        let read = match std::fs::read(&path) {
-            // The agent has not written the first file yet.
-            Err(error) if error.kind() == io::ErrorKind::NotFound && self.applied.borrow().is_empty() => return,
-            Err(source) => Err(DesiredError::Read { path, source }),
-            Ok(bytes) => Desired::parse(&bytes).map_err(DesiredError::from),
-        };
-        let error = match read {
-            Ok(desired) => {
-                self.apply_desired(desired);
-                None
-            }
-            Err(error) => Some(error),
-        };
-        let text = error.as_ref().map(ToString::to_string);
-        let before = std::mem::replace(&mut *self.desired_error.borrow_mut(), error);
-        if let Some(error) = text.filter(|text| before.is_none_or(|before| before.to_string() != *text)) {
-            tracing::error!(error, "failed to apply the desired file");
-        }
-        self.context.notify_status_change();
-    }
-
-    /// Retries to open doors, and to read the desired file, after a failure. A read fails, for
-    /// example, if this process has no free descriptor. The retry is necessary because the file may
-    /// not change again.
-    pub(crate) fn retry_failed_operations(&self) {
-        if matches!(*self.desired_error.borrow(), Some(DesiredError::Read { .. })) {
-            self.apply_desired_file();
-        }
+    /// Retries to open doors that could not be opened, for example because this process had no free
+    /// descriptor.
+    pub(crate) fn retry_failed_doors(&self) {
         let failed: Vec<String> = self.door_errors.borrow().keys().cloned().collect();
         for id in failed {
             let allocation = self.desired.borrow().allocations.get(&id).cloned();
@@ -98,13 +65,13 @@ impl Reconciler {
         }
     }
 
-    /// Starts, stops and changes daemons and doors as the new desired file requires.
-    fn apply_desired(&self, new: Desired) {
+    /// Starts, stops and changes daemons and doors as the new desired state requires.
+    pub(crate) fn apply_desired(&self, new: Desired) {
         let changes = diff::desired_changes_between(&self.desired.borrow(), &new);
         let hash = new.hash();
         if changes != DesiredChanges::default() {
             let DesiredChanges { close, stop, run, open, limit } = &changes;
-            tracing::info!(desired = hash, ?close, ?stop, ?run, ?open, ?limit, "applying the desired file");
+            tracing::info!(desired = hash, ?close, ?stop, ?run, ?open, ?limit, "applying the desired state");
         }
         for id in &changes.close {
             self.door_errors.borrow_mut().remove(id);
@@ -176,23 +143,15 @@ impl Reconciler {
         device
     }
 
-    /// Cleans up after an earlier MPS host: removes doors that are not desired, and restores the
-    /// compute modes of devices that are not desired.
-    pub(crate) async fn clean_up(&self) {
-        let allocations = std::fs::read_dir(self.context.paths.allocations()).into_iter().flatten().flatten();
-        for id in allocations.filter_map(|entry| entry.file_name().into_string().ok()) {
-            let is_desired = self.desired.borrow().allocations.contains_key(&id);
-            if !is_desired && std::fs::remove_file(self.context.paths.door(&id)).is_ok() {
-                tracing::info!(allocation = id, "removed door of an earlier MPS host");
-            }
+    /// Cleans up after an earlier process of a device that has no daemon now: ends what is left of
+    /// the earlier daemon, and restores the compute mode.
+    pub(crate) async fn clean_up(&self, device: &str) {
+        while let Err(error) = stop_earlier_daemon(device, &self.context.paths.pipe(device)).await {
+            tracing::error!(device, %error, "failed to search for processes of an earlier MPS daemon; retrying");
+            sleep(SEARCH_RETRY_INTERVAL).await;
         }
-        for device in compute_mode::devices_with_record(&self.context.paths.mps_host_dir()) {
-            if self.devices.borrow().contains_key(&device) {
-                continue;
-            }
-            if let Err(error) = compute_mode::restore_compute_mode(&self.context, &device).await {
-                tracing::error!(device, %error, "failed to restore a compute mode that an earlier MPS host changed");
-            }
+        if let Err(error) = compute_mode::restore_compute_mode(&self.context, device).await {
+            tracing::error!(device, %error, "failed to restore a compute mode that an earlier MPS host changed");
         }
     }
 
@@ -235,9 +194,9 @@ impl Reconciler {
         self.devices.borrow_mut().clear();
     }
 
-    /// Returns the current status. An MPS host that is stopping reports no daemons.
+    /// Returns the current status. Lists each daemon until it has exited, even while this process
+    /// stops.
     pub(crate) fn status(&self) -> MpsHostStatus {
-        let is_stopping = self.context.stopping.is_cancelled();
         MpsHostStatus {
             version: FILE_FORMAT_VERSION,
             pid: std::process::id(),
@@ -246,11 +205,11 @@ impl Reconciler {
                 .devices
                 .borrow()
                 .iter()
-                .filter(|(_, supervised)| !is_stopping && supervised.device.is_desired_or_stopping())
+                .filter(|(_, supervised)| supervised.device.is_desired_or_stopping())
                 .map(|(name, supervised)| (name.clone(), supervised.device.status()))
                 .collect(),
             allocations: self.doors.borrow().iter().map(|(id, door)| (id.clone(), door.status())).collect(),
-            error: self.desired_error.borrow().as_ref().map(ToString::to_string),
+            error: None,
             door_errors: self.door_errors_by_device(),
         }
     }
@@ -268,75 +227,49 @@ impl Reconciler {
         by_device.into_iter().map(|(device, errors)| (device, errors.join("; "))).collect()
     }
 
-    /// Writes the status whenever it changes, forever.
-    pub(crate) async fn write_status_changes(self: Rc<Self>) {
-        let mut changes = self.context.subscribe_to_status_changes();
-        let mut written = None;
-        loop {
-            let status = self.status();
-            if written.as_ref() != Some(&status) {
-                written = self.write_status(&status).then_some(status);
-            }
-            let retry = async {
-                // Retry: the agent reads only the file, and the status may not change again.
-                match &written {
-                    Some(_) => pending().await,
-                    None => sleep(STATUS_RETRY_DELAY).await,
+    /// Answers a request of the agent.
+    pub(crate) async fn answer_request(&self, request: Request) -> Reply {
+        match request {
+            Request::Status => Reply::Status(self.status()),
+            Request::Await { allocation, timeout_ms } => {
+                match timeout(Duration::from_millis(timeout_ms), self.wait_until_ready(&allocation)).await {
+                    Ok(()) => Reply::Done,
+                    Err(_) => match self.check_door_admits_clients(&allocation) {
+                        // The allocation became ready after the time limit.
+                        Ok(()) => Reply::Done,
+                        Err(reason) => Reply::Error { message: reason.to_string() },
+                    },
                 }
-            };
-            tokio::select! {
-                // Cancel-safe: a change that was not received remains marked as new.
-                changed = changes.changed() => if changed.is_err() {
-                    return;
-                },
-                () = retry => {}
             }
-            sleep(STATUS_WRITE_DELAY).await;
-            changes.mark_unchanged();
+            Request::Terminate { device, pid } => match self.terminate(&device, pid).await {
+                Ok(TerminateResult::Done) => Reply::Done,
+                Ok(TerminateResult::NoContext) => Reply::NoContext,
+                Err(error) => Reply::Error { message: error.to_string() },
+            },
         }
-    }
-
-    /// Writes the status of an MPS host that has stopped.
-    pub(crate) fn write_stopped_status(&self) {
-        let error = Some("the MPS host has stopped".to_owned());
-        self.write_status(&MpsHostStatus { pid: 0, error, ..self.status() });
-    }
-
-    /// Replaces the status file. Returns whether the write succeeded.
-    fn write_status(&self, status: &MpsHostStatus) -> bool {
-        let path = self.context.paths.status();
-        let written = serde_json::to_vec(status).map_err(io::Error::other).and_then(|text| replace_file(&path, &text));
-        if let Err(error) = &written {
-            tracing::error!(path = %path.display(), %error, "failed to write status");
-        }
-        written.is_ok()
     }
 
     /// Terminates a client's contexts through MPS.
-    pub(crate) async fn terminate(&self, device: &str, pid: u32) -> Result<TerminateResult, TerminateError> {
+    async fn terminate(&self, device: &str, pid: u32) -> Result<TerminateResult, TerminateError> {
         let supervised = self.devices.borrow().get(device).map(|supervised| Rc::clone(&supervised.device));
         supervised.ok_or_else(|| TerminateError::NoDaemon(device.to_owned()))?.terminate(pid).await
     }
 
     /// Waits until the allocation's door would admit clients.
-    pub(crate) async fn wait_until_ready(&self, allocation: &str) {
+    async fn wait_until_ready(&self, allocation: &str) {
         let mut changes = self.context.subscribe_to_status_changes();
         while self.check_door_admits_clients(allocation).is_err() && changes.changed().await.is_ok() {}
     }
 
     /// Checks whether the allocation's door would admit clients now.
-    pub(crate) fn check_door_admits_clients(&self, allocation: &str) -> Result<(), NotReady> {
+    fn check_door_admits_clients(&self, allocation: &str) -> Result<(), NotReady> {
         if let Some(error) = self.door_errors.borrow().get(allocation) {
             return Err(open_door_error(allocation, error));
         }
         if let Some(door) = self.doors.borrow().get(allocation) {
             return door.check_door_admits_clients();
         }
-        let allocation = allocation.to_owned();
-        Err(match self.desired_error.borrow().as_ref() {
-            Some(error) => NotReady::DesiredFailed { allocation, error: error.to_string() },
-            None => NotReady::Unknown(allocation),
-        })
+        Err(NotReady::Unknown(allocation.to_owned()))
     }
 }
 

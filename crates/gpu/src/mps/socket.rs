@@ -12,8 +12,7 @@ use tokio::sync::Semaphore;
 use tokio::time::{sleep, timeout};
 
 use super::error::HostError;
-use super::protocol::TerminateResult;
-use super::reconciler::Reconciler;
+use super::supervisor::Supervisor;
 use super::wire::{Reply, Request};
 
 /// Maximum number of connections that are served at the same time.
@@ -60,15 +59,15 @@ pub(crate) async fn probe_host(path: &Path) -> Result<(), HostError> {
 }
 
 /// Serves all connections, forever.
-pub(crate) async fn serve(reconciler: Rc<Reconciler>, listener: UnixListener) {
+pub(crate) async fn serve(supervisor: Rc<Supervisor>, listener: UnixListener) {
     let connections = Arc::new(Semaphore::new(MAX_AGENT_CONNECTIONS));
     loop {
         let Ok(permit) = Arc::clone(&connections).acquire_owned().await else { return };
         match listener.accept().await {
             Ok((stream, _)) => {
-                let reconciler = Rc::clone(&reconciler);
+                let supervisor = Rc::clone(&supervisor);
                 tokio::task::spawn_local(async move {
-                    if let Err(error) = serve_connection(&reconciler, stream).await {
+                    if let Err(error) = serve_connection(&supervisor, stream).await {
                         tracing::debug!(%error, "connection to the MPS host's socket failed");
                     }
                     drop(permit);
@@ -82,7 +81,7 @@ pub(crate) async fn serve(reconciler: Rc<Reconciler>, listener: UnixListener) {
     }
 }
 
-async fn serve_connection(reconciler: &Reconciler, stream: UnixStream) -> io::Result<()> {
+async fn serve_connection(supervisor: &Supervisor, stream: UnixStream) -> io::Result<()> {
     let (reader, mut writer) = stream.into_split();
     let mut reader = BufReader::new(reader);
     let mut line = Vec::new();
@@ -95,7 +94,7 @@ async fn serve_connection(reconciler: &Reconciler, stream: UnixStream) -> io::Re
         };
         let is_complete = line.ends_with(b"\n");
         let reply = match serde_json::from_slice(&line) {
-            Ok(request) if is_complete => answer_request(reconciler, request).await,
+            Ok(request) if is_complete => supervisor.answer_request(request).await,
             Ok(_) => Reply::Error { message: "the request does not end with a newline".to_owned() },
             Err(error) => Reply::Error { message: format!("invalid request: {error}") },
         };
@@ -107,27 +106,5 @@ async fn serve_connection(reconciler: &Reconciler, stream: UnixStream) -> io::Re
             // the line is not parsed as another request.
             return Ok(());
         }
-    }
-}
-
-/// Answers a request of the agent.
-async fn answer_request(reconciler: &Reconciler, request: Request) -> Reply {
-    match request {
-        Request::Status => Reply::Status(reconciler.status()),
-        Request::Await { allocation, timeout_ms } => {
-            match timeout(Duration::from_millis(timeout_ms), reconciler.wait_until_ready(&allocation)).await {
-                Ok(()) => Reply::Done,
-                Err(_) => match reconciler.check_door_admits_clients(&allocation) {
-                    // The allocation became ready after the time limit.
-                    Ok(()) => Reply::Done,
-                    Err(reason) => Reply::Error { message: reason.to_string() },
-                },
-            }
-        }
-        Request::Terminate { device, pid } => match reconciler.terminate(&device, pid).await {
-            Ok(TerminateResult::Done) => Reply::Done,
-            Ok(TerminateResult::NoContext) => Reply::NoContext,
-            Err(error) => Reply::Error { message: error.to_string() },
-        },
     }
 }

@@ -267,7 +267,8 @@ pub struct MpsHostStatus {
     /// PID of the MPS host, or 0 once the MPS host has stopped.
     pub pid: u32,
     /// [`Desired::hash`] of the most recently applied file. The hash is empty before the first
-    /// file.
+    /// file. The MPS host does not wait for a device whose process does not answer. Until that
+    /// process has applied its part of the file, its daemon is not Active.
     pub desired: String,
     /// Daemons by device, including those that are stopping.
     pub daemons: BTreeMap<String, DaemonStatus>,
@@ -346,7 +347,8 @@ pub enum DaemonState {
     Fault,
     /// The daemon or its server exited or hung. Clients wait at their doors until the daemon
     /// serves. A daemon whose settings changed also has this state until it has restarted with the
-    /// new settings.
+    /// new settings. A daemon also has this state if the MPS host's process for the device has
+    /// exited or does not answer.
     Restarting,
     /// The daemon failed repeatedly. Delays between restarts increase up to a maximum.
     BackOff,

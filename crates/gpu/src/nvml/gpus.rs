@@ -1,6 +1,4 @@
 //! The NVML calls that the rest of Cleave makes.
-use std::ops::ControlFlow;
-
 use cleave_plan::topology::Topology;
 
 use super::error::NvmlError;
@@ -8,6 +6,13 @@ use super::model::{
     ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, GpuObservation, GpuReadings, GpuVitals, MigActivation,
     MigInstance, Process,
 };
+
+/// The events of one GPU since its registration. Any thread may read them.
+pub trait GpuEvents: Send {
+    /// Returns the next event, or `None` if there is no further event yet. Does not wait for an
+    /// event.
+    fn next_event(&mut self) -> Result<Option<GpuEvent>, NvmlError>;
+}
 
 /// A node's GPUs. Threads may make calls concurrently. By default, most calls return the error that
 /// NVML does not support them.
@@ -37,14 +42,9 @@ pub trait Gpus: Send + Sync {
         Err(NvmlError::NotSupported { call: "nvmlDeviceGetTopologyCommonAncestor" })
     }
 
-    /// Passes each event of the GPU at an index to `report` until `report` returns `Break`. Blocks
-    /// this thread. Without events, the call passes `None` about twice a second, so that `report`
-    /// can stop the wait.
-    fn listen(
-        &self,
-        _index: u32,
-        _report: &mut dyn FnMut(Option<GpuEvent>) -> ControlFlow<()>,
-    ) -> Result<(), NvmlError> {
+    /// Registers the GPU at an index for events. Accesses no other GPU. The registration ends when
+    /// the returned value is dropped.
+    fn open_events(&self, _index: u32) -> Result<Box<dyn GpuEvents>, NvmlError> {
         Err(NvmlError::NotSupported { call: "nvmlDeviceRegisterEvents" })
     }
 

@@ -1,14 +1,13 @@
 //! One NVML session for all threads of a process.
 use std::collections::BTreeMap;
 use std::fmt;
-use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::error::NvmlError;
 use super::find::LibrarySearch;
-use super::gpus::Gpus;
+use super::gpus::{GpuEvents, Gpus};
 use super::model::GpuEvent;
 use super::session::Nvml;
 
@@ -66,6 +65,13 @@ struct Session {
     _count: SessionCount,
 }
 
+/// The events of one GPU in one session. The session stays open until this value is dropped.
+/// Fields are dropped in order of declaration.
+pub(super) struct OpenEvents {
+    events: Box<dyn GpuEvents>,
+    session: Arc<Session>,
+}
+
 /// Counts as one open session until it is dropped.
 struct SessionCount(Arc<AtomicUsize>);
 
@@ -82,8 +88,7 @@ impl Drop for SessionCount {
     }
 }
 
-/// The start time of each call in progress, by number of the call. For [`Library::listen`], the
-/// time at which NVML last returned.
+/// The start time of each call in progress, by number of the call.
 #[derive(Default)]
 struct CallsInProgress {
     last: u64,
@@ -104,11 +109,6 @@ impl CallInProgress {
         all.since.insert(number, Instant::now());
         drop(all);
         Self { calls: Arc::clone(calls), number }
-    }
-
-    /// Records that NVML has returned and that the call continues.
-    fn record_progress(&self) {
-        lock(&self.calls).since.insert(self.number, Instant::now());
     }
 }
 
@@ -197,38 +197,60 @@ impl Library {
     /// this process cannot open any file. NVML opens files, so such an error shows nothing about a
     /// GPU.
     pub(super) fn call_library<T>(&self, call: impl FnOnce(&dyn Gpus) -> Result<T, NvmlError>) -> Result<T, NvmlError> {
-        self.call_tracked(|gpus, _| call(gpus))
-    }
-
-    /// Calls [`Gpus::listen`] on this thread. Returns `Ok` when `report` returns `Break`, or when
-    /// another thread has closed the session. The next call then listens in the new session.
-    pub(super) fn listen(
-        &self,
-        index: u32,
-        report: &mut dyn FnMut(Option<GpuEvent>) -> ControlFlow<()>,
-    ) -> Result<(), NvmlError> {
-        self.call_tracked(|gpus, progress| {
-            gpus.listen(index, &mut |event| {
-                progress.record_progress();
-                report(event)?;
-                if self.is_current(gpus) { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
-            })
+        self.call_tracked(|| {
+            let session = self.open_or_reuse_session()?;
+            self.call_session(&session, || call(session.gpus.as_ref()))
         })
     }
 
-    fn call_tracked<T>(
-        &self,
-        call: impl FnOnce(&dyn Gpus, &CallInProgress) -> Result<T, NvmlError>,
-    ) -> Result<T, NvmlError> {
+    /// Calls [`Gpus::open_events`] on this thread.
+    pub(super) fn open_events(&self, index: u32) -> Result<OpenEvents, NvmlError> {
+        self.call_tracked(|| {
+            let session = self.open_or_reuse_session()?;
+            let events = self.call_session(&session, || session.gpus.open_events(index))?;
+            Ok(OpenEvents { events, session })
+        })
+    }
+
+    /// Calls [`GpuEvents::next_event`] on this thread, even after the end of the session
+    /// ([`Library::are_current`]).
+    pub(super) fn next_event(&self, open: &mut OpenEvents) -> Result<Option<GpuEvent>, NvmlError> {
+        let OpenEvents { events, session } = open;
+        self.call_tracked(|| self.call_session(session, || events.next_event()))
+    }
+
+    /// Ends the registration of these events on this thread. Shuts NVML down if nothing else uses
+    /// the session and the session has ended.
+    pub(super) fn close_events(&self, open: OpenEvents) {
         let progress = CallInProgress::begin(&self.0.calls);
-        let result = self.open_or_reuse_session().and_then(|session| {
-            let result = call(session.gpus.as_ref(), &progress).map_err(explain_missing_descriptors);
-            if result.as_ref().is_err_and(NvmlError::requires_reload) {
-                self.discard(&session);
-            }
-            result
-        });
+        drop(open);
         drop(progress);
+    }
+
+    /// Returns whether new calls use the session of these events.
+    pub(super) fn are_current(&self, open: &OpenEvents) -> bool {
+        self.lock_slot().current.as_ref().is_some_and(|current| Arc::ptr_eq(current, &open.session))
+    }
+
+    /// Runs `call`, which counts as a call in progress.
+    fn call_tracked<T>(&self, call: impl FnOnce() -> Result<T, NvmlError>) -> Result<T, NvmlError> {
+        let progress = CallInProgress::begin(&self.0.calls);
+        let result = call();
+        drop(progress);
+        result
+    }
+
+    /// Runs `call`, which uses a session. Discards the session after an error that only a reload
+    /// can fix.
+    fn call_session<T>(
+        &self,
+        session: &Arc<Session>,
+        call: impl FnOnce() -> Result<T, NvmlError>,
+    ) -> Result<T, NvmlError> {
+        let result = call().map_err(explain_missing_descriptors);
+        if result.as_ref().is_err_and(NvmlError::requires_reload) {
+            self.discard(session);
+        }
         result
     }
 
@@ -272,11 +294,6 @@ impl Library {
         }
     }
 
-    fn is_current(&self, gpus: &dyn Gpus) -> bool {
-        let slot = self.lock_slot();
-        slot.current.as_ref().is_some_and(|current| std::ptr::addr_eq(Arc::as_ptr(&current.gpus), gpus))
-    }
-
     fn lock_slot(&self) -> MutexGuard<'_, SessionSlot> {
         lock(&self.0.session)
     }
@@ -305,6 +322,8 @@ mod tests {
     use super::*;
 
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
+    /// Time that the simulated driver takes to end a registration for events.
+    const CLOSE_DURATION: Duration = Duration::from_millis(50);
 
     struct LibraryWithoutGpus;
 
@@ -379,32 +398,47 @@ mod tests {
     }
 
     #[test]
-    fn a_listening_call_that_receives_events_does_not_count_as_hanging() {
-        struct Listening;
-        impl Gpus for Listening {
-            fn listen(
-                &self,
-                _: u32,
-                report: &mut dyn FnMut(Option<GpuEvent>) -> ControlFlow<()>,
-            ) -> Result<(), NvmlError> {
-                while report(None).is_continue() {}
-                Ok(())
+    fn open_events_keep_their_session_open_but_are_no_call_in_progress() {
+        struct WithEvents;
+        impl Gpus for WithEvents {
+            fn open_events(&self, _: u32) -> Result<Box<dyn GpuEvents>, NvmlError> {
+                Ok(Box::new(NoEvents))
             }
         }
-        let library = Library::new(|| Ok(Arc::new(Listening)));
-        let mut first = None;
-        let mut measured = None;
-        library
-            .listen(0, &mut |_| {
-                if first.is_none() {
-                    first = Some(Instant::now());
-                    return ControlFlow::Continue(());
-                }
-                measured = first.map(|first| (library.longest_call(), first.elapsed()));
-                ControlFlow::Break(())
-            })
-            .unwrap();
-        let (longest, since_first) = measured.unwrap();
-        assert!(longest < since_first, "{longest:?} is not from the last return, but from the beginning");
+        struct NoEvents;
+        impl GpuEvents for NoEvents {
+            fn next_event(&mut self) -> Result<Option<GpuEvent>, NvmlError> {
+                Ok(None)
+            }
+        }
+        impl Drop for NoEvents {
+            fn drop(&mut self) {
+                thread::sleep(CLOSE_DURATION);
+            }
+        }
+        let library = Library::new(|| Ok(Arc::new(WithEvents)));
+        let mut open = library.open_events(0).unwrap();
+        assert!(library.next_event(&mut open).unwrap().is_none());
+        assert_eq!(library.longest_call(), Duration::ZERO);
+        assert!(library.are_current(&open));
+        let closed = library.close();
+        assert!(!library.are_current(&open));
+        assert!(matches!(library.open_events(0), Err(NvmlError::Closed)));
+        assert!(library.next_event(&mut open).unwrap().is_none(), "the session is still open");
+        assert!(!library.is_closed());
+        let closing = library.clone();
+        let closing = thread::spawn(move || closing.close_events(open));
+        let deadline = Instant::now() + TEST_TIMEOUT;
+        let mut was_in_progress = false;
+        while !library.is_closed() {
+            was_in_progress |= library.longest_call() > Duration::ZERO;
+            assert!(Instant::now() < deadline, "the session stays open");
+            thread::yield_now();
+        }
+        closing.join().unwrap();
+        assert!(was_in_progress, "the end of a registration may hang, as a call may");
+        drop(closed);
+        let mut open = library.open_events(0).unwrap();
+        assert!(library.are_current(&open) && library.next_event(&mut open).unwrap().is_none());
     }
 }

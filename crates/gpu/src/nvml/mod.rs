@@ -4,7 +4,7 @@
 //! | module | purpose |
 //! |---|---|
 //! | `model`, `error` | types that the calls return |
-//! | `gpus` | [`Gpus`], the calls that the rest of Cleave makes |
+//! | `gpus` | [`Gpus`], the calls that the rest of Cleave makes, and [`GpuEvents`] |
 //! | `find` | [`LibrarySearch`], where the library file may be |
 //! | `links` | combines NVLinks and PCIe paths into the node's topology |
 //! | `sys` | the calls that nvml-wrapper lacks; the only unsafe code of the product |
@@ -35,7 +35,7 @@ use std::path::Path;
 
 pub use error::NvmlError;
 pub use find::LibrarySearch;
-pub use gpus::Gpus;
+pub use gpus::{GpuEvents, Gpus};
 pub use library::{ClosedLibrary, Library};
 pub use model::{
     ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, GpuObservation, GpuReadings, GpuVitals, MigActivation,

@@ -2,8 +2,7 @@
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;
-use std::ops::ControlFlow;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cleave_plan::topology::{PciePath, Topology};
 use cleave_plan::units::{Mebibytes, Sms};
@@ -18,18 +17,19 @@ use nvml_wrapper_sys::bindings::field_id;
 
 use super::error::{NvmlError, ignore_unless_lost, ignore_unsupported};
 use super::find::{self, LibrarySearch};
-use super::gpus::Gpus;
+use super::gpus::{GpuEvents, Gpus};
 use super::links::{self, GpuPorts, PciePathReading};
 use super::model::{
-    ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, GpuReadings, GpuVitals, MigActivation, MigInstance,
-    MigState, Process, RecoveryAction,
+    ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuReadings, GpuVitals, MigActivation, MigInstance, MigState,
+    Process, RecoveryAction,
 };
-use super::{readings, sys, xid};
+use super::xid::XidEvents;
+use super::{readings, sys};
 
 /// The NVML library, loaded and initialized.
 #[derive(Debug)]
 pub struct Nvml {
-    inner: nvml_wrapper::Nvml,
+    inner: Arc<nvml_wrapper::Nvml>,
     /// Last known index of each GPU, by UUID.
     indices: Mutex<BTreeMap<String, u32>>,
     /// Descriptions that this session has read, by UUID. Most properties do not change while the
@@ -52,7 +52,7 @@ impl Nvml {
             ));
         };
         match nvml_wrapper::Nvml::builder().lib_path(path).flags(InitFlags::NO_GPUS).init() {
-            Ok(inner) => Ok(Self { inner, indices: Mutex::default(), descriptions: Mutex::default() }),
+            Ok(inner) => Ok(Self { inner: Arc::new(inner), indices: Mutex::default(), descriptions: Mutex::default() }),
             Err(Code::LibloadingError(_)) if found.is_none() => Err(NvmlError::NoLibrary(format!(
                 "the usual driver directories and the dynamic loader's path for {}",
                 find::LIBRARY_NAME
@@ -197,8 +197,8 @@ impl Gpus for Nvml {
         }))
     }
 
-    fn listen(&self, index: u32, report: &mut dyn FnMut(Option<GpuEvent>) -> ControlFlow<()>) -> Result<(), NvmlError> {
-        xid::listen_for_xids(&self.inner, &self.device_at(index)?, report)
+    fn open_events(&self, index: u32) -> Result<Box<dyn GpuEvents>, NvmlError> {
+        Ok(Box::new(XidEvents::open(&self.inner, &self.device_at(index)?)?))
     }
 
     fn gpu(&self, uuid: &str) -> Result<Gpu, NvmlError> {

@@ -4,20 +4,21 @@
 //!
 //! The product has no other unsafe code. Each function passes NVML pointers only to its own
 //! live, zeroed values and buffers, with their true lengths. Every handle comes from the same
-//! library, which is still initialized: `Device` borrows `Nvml`, so the library outlives the
-//! handle.
+//! library, which is still initialized: `Device` borrows `Nvml`, and [`XidSet`] shares it, so the
+//! library outlives the handle.
 #![allow(unsafe_code, reason = "NVML has a C interface, and nvml-wrapper leaves these calls to nvml-wrapper-sys")]
 use std::ffi::{CStr, c_uint};
 use std::mem;
+use std::sync::Arc;
 
 use cleave_plan::units::{Mebibytes, Sms};
 use nvml_wrapper::error::{NvmlError as Code, nvml_sym, nvml_try};
 use nvml_wrapper::{Device, EventSet, Nvml};
 use nvml_wrapper_sys::bindings::{
     NVML_COMPUTE_INSTANCE_PROFILE_COUNT, NVML_GPU_INSTANCE_PROFILE_COUNT, nvmlComputeInstance_t,
-    nvmlComputeInstanceProfileInfo_t, nvmlDevice_t, nvmlEventData_t, nvmlEventTypeXidCriticalError, nvmlGpuInstance_t,
-    nvmlGpuInstanceInfo_t, nvmlGpuInstancePlacement_t, nvmlGpuInstanceProfileInfo_v2_t, nvmlMemory_t,
-    nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_SIZE,
+    nvmlComputeInstanceProfileInfo_t, nvmlDevice_t, nvmlEventData_t, nvmlEventSet_t, nvmlEventTypeXidCriticalError,
+    nvmlGpuInstance_t, nvmlGpuInstanceInfo_t, nvmlGpuInstancePlacement_t, nvmlGpuInstanceProfileInfo_v2_t,
+    nvmlMemory_t, nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_SIZE,
 };
 
 use super::error::{NvmlError, ignore_unless_lost};
@@ -374,7 +375,7 @@ pub(super) const XID_EVENT_TYPE: u64 = nvmlEventTypeXidCriticalError as u64;
 
 /// Adds the critical XIDs of a GPU to an event set. The function `register_events` of nvml-wrapper
 /// drops the set if the call fails.
-pub(super) fn register_for_xids(nvml: &Nvml, device: &Device<'_>, set: &EventSet<'_>) -> Result<(), NvmlError> {
+fn register_for_xids(nvml: &Nvml, device: &Device<'_>, set: &EventSet<'_>) -> Result<(), NvmlError> {
     const CALL: &str = "nvmlDeviceRegisterEvents";
     let call =
         nvml_sym(nvml.lib().nvmlDeviceRegisterEvents.as_ref()).map_err(|code| NvmlError::from_code(CALL, code))?;
@@ -384,22 +385,54 @@ pub(super) fn register_for_xids(nvml: &Nvml, device: &Device<'_>, set: &EventSet
         .map_err(|code| NvmlError::from_code(CALL, code))
 }
 
-/// Waits for an event. nvml-wrapper's `wait` omits the GPU instance.
-pub(super) fn wait_for_event(nvml: &Nvml, set: &EventSet<'_>, timeout_ms: u32) -> Result<RawEvent, Code> {
-    let call = nvml_sym(nvml.lib().nvmlEventSetWait_v2.as_ref())?;
-    // SAFETY: the set is borrowed and neither freed nor copied here; see the module
-    // documentation.
-    let (status, data) = unsafe {
-        let mut data: nvmlEventData_t = mem::zeroed();
-        (call(set.handle(), &raw mut data, timeout_ms), data)
-    };
-    nvml_try(status)?;
-    Ok(RawEvent {
-        device: data.device as usize,
-        kind: data.eventType,
-        data: data.eventData,
-        gpu_instance: (data.gpuInstanceId != c_uint::MAX).then_some(data.gpuInstanceId),
-    })
+/// An event set with the critical XIDs of one GPU. Keeps the library initialized. nvml-wrapper's
+/// `EventSet` borrows the library, so only one thread could read it.
+#[derive(Debug)]
+pub(super) struct XidSet {
+    nvml: Arc<Nvml>,
+    set: nvmlEventSet_t,
+}
+
+// SAFETY: any thread may use a set, but only one at a time. `next_event` borrows the set mutably.
+unsafe impl Send for XidSet {}
+
+impl XidSet {
+    /// Registers a GPU in a new set.
+    pub(super) fn new(nvml: &Arc<Nvml>, device: &Device<'_>) -> Result<Self, NvmlError> {
+        let set = nvml.create_event_set().map_err(|code| NvmlError::from_code("nvmlEventSetCreate", code))?;
+        register_for_xids(nvml, device, &set)?;
+        // SAFETY: this value now owns the set. `forget` prevents that `set` frees it.
+        let handle = unsafe { set.handle() };
+        mem::forget(set);
+        Ok(Self { nvml: Arc::clone(nvml), set: handle })
+    }
+
+    /// Returns the next event, or the error `Timeout` if there is none. nvml-wrapper's `wait` omits
+    /// the GPU instance.
+    pub(super) fn next_event(&mut self) -> Result<RawEvent, Code> {
+        let call = nvml_sym(self.nvml.lib().nvmlEventSetWait_v2.as_ref())?;
+        // SAFETY: this value owns the set; see the module documentation.
+        let (status, data) = unsafe {
+            let mut data: nvmlEventData_t = mem::zeroed();
+            (call(self.set, &raw mut data, 0), data)
+        };
+        nvml_try(status)?;
+        Ok(RawEvent {
+            device: data.device as usize,
+            kind: data.eventType,
+            data: data.eventData,
+            gpu_instance: (data.gpuInstanceId != c_uint::MAX).then_some(data.gpuInstanceId),
+        })
+    }
+}
+
+impl Drop for XidSet {
+    fn drop(&mut self) {
+        if let Ok(free) = nvml_sym(self.nvml.lib().nvmlEventSetFree.as_ref()) {
+            // SAFETY: this value owns the set, and nothing uses the set afterwards.
+            unsafe { free(self.set) };
+        }
+    }
 }
 
 #[cfg(test)]

@@ -289,9 +289,27 @@ impl Node {
         self.machine.update(clear).unwrap();
     }
 
-    /// Returns the number of descriptors that the MPS host has open.
+    /// Returns the PIDs of the processes that an MPS host of this node has started for a GPU.
+    pub(crate) fn device_processes(&self, gpu: usize) -> Vec<u32> {
+        let wanted = format!("--device\0{}\0", self.uuid(gpu)).into_bytes();
+        let is_wanted = |pid: &u32| {
+            let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            arguments.windows(wanted.len()).any(|window| window == wanted)
+        };
+        let entries = fs::read_dir("/proc").unwrap().flatten();
+        entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(is_wanted).collect()
+    }
+
+    /// Returns the PID of the process that supervises a GPU. Waits until there is exactly one: a
+    /// child of the MPS host that sets a compute mode has other arguments.
+    pub(crate) fn device_process(&self, gpu: usize) -> u32 {
+        wait_until("the GPU has one process", || self.device_processes(gpu).len() == 1);
+        self.device_processes(gpu)[0]
+    }
+
+    /// Returns the number of descriptors that the process of the first GPU has open.
     pub(crate) fn count_mps_host_descriptors(&self) -> usize {
-        fs::read_dir(format!("/proc/{}/fd", self.mps_host_pid())).unwrap().count()
+        fs::read_dir(format!("/proc/{}/fd", self.device_process(0))).unwrap().count()
     }
 
     /// Returns the PIDs of MPS processes with a pipe directory of this node.

@@ -10,6 +10,7 @@ use cleave_plan::snapshot::Requirement;
 use serde_json::Value;
 
 use super::stranded::StrandedActions;
+use crate::pods::PodObject;
 use crate::policies::demand::WaitingPod;
 use crate::policies::taint::TaintChange;
 use crate::rollout::RolloutStep;
@@ -84,6 +85,14 @@ pub struct GangId {
     /// When the gang was released, in seconds since the Unix epoch. `None` if its pods record no
     /// time.
     pub since: Option<u64>,
+}
+
+impl GangId {
+    /// Returns the gang of a released pod.
+    pub(super) fn of(pod: &PodObject) -> Option<Self> {
+        let gang = pod.gang.as_ref()?;
+        Some(Self { namespace: pod.namespace().to_owned(), name: gang.name.clone(), since: gang.released })
+    }
 }
 
 /// The nomination of a waiting pod. The operator writes the nomination to the pod before it evicts

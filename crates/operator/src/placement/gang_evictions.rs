@@ -112,7 +112,8 @@ impl<'a> ReleasedGangPods<'a> {
         let (mut by_uid, mut by_gang) = (BTreeMap::new(), BTreeMap::<GangId, Vec<&PodObject>>::new());
         let (mut evicted, mut deleted) = (BTreeSet::new(), BTreeSet::new());
         for pod in tracker.living_pods().filter(|pod| pod.requests_gpus()) {
-            let (Some(gang), Some(uid)) = (gang_id(pod).filter(|_| pod.has_left_gate()), pod.metadata.uid.as_deref())
+            let (Some(gang), Some(uid)) =
+                (GangId::of(pod).filter(|_| pod.has_left_gate()), pod.metadata.uid.as_deref())
             else {
                 continue;
             };
@@ -132,12 +133,6 @@ impl<'a> ReleasedGangPods<'a> {
     fn running(&self, gang: &GangId) -> &[&'a PodObject] {
         self.by_gang.get(gang).map_or(&[], Vec::as_slice)
     }
-}
-
-/// Returns the gang of a released pod.
-pub(super) fn gang_id(pod: &PodObject) -> Option<GangId> {
-    let gang = pod.gang.as_ref()?;
-    Some(GangId { namespace: pod.namespace().to_owned(), name: gang.name.clone(), since: gang.released })
 }
 
 /// Returns the record of the gangs among the pods that are evicted for a waiting pod. Gangs whose

@@ -8,7 +8,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::actions::{Eviction, GangId};
-use super::gang_evictions::gang_id;
 use super::pod_tracker::PodTracker;
 use crate::evict::EvictionResult;
 
@@ -51,7 +50,7 @@ impl GangRestarts {
             }
         }
         for pod in tracker.living_pods().filter(|pod| pod.requests_gpus() && pod.has_left_gate()) {
-            let Some(gang) = gang_id(pod).filter(|gang| gangs.contains(gang)) else { continue };
+            let Some(gang) = GangId::of(pod).filter(|gang| gangs.contains(gang)) else { continue };
             if let Some(of) = self.0.get_mut(&(gang.namespace, gang.name)).filter(|of| !of.has_begun) {
                 of.pods.extend(pod.uid());
             }

@@ -6,14 +6,14 @@ use std::time::Duration;
 use cleave_plan::ledger::{Holders, Ledger, Nomination, PendingPod, Preemption, Reservation};
 use cleave_plan::quota::Kind;
 
-use super::actions::{Actions, Eviction, NominationRecord, ProtectedPod, QuotaEviction};
+use super::actions::{Actions, Eviction, GangId, NominationRecord, ProtectedPod, QuotaEviction};
 use super::claims::PodClaims;
 use super::cluster::ReconcileTime;
 use super::constraints;
 use super::eviction_rounds::{QuotaRound, UnitsByDevice, released_units};
 use super::evictions::{Evictability, TERMINATION_TIME};
 use super::exchange_turns::{SearchTurn, Seeker};
-use super::gang_evictions::{evicted_gangs, gang_id};
+use super::gang_evictions::evicted_gangs;
 use super::handover;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
@@ -356,7 +356,7 @@ impl<'a> PreemptionSearch<'a> {
             let (uid, may_be_refused) = (uid(&pod), may_be_refused(&pod));
             let object = objects.get(&pod);
             let grace = object.and_then(|object| requested_grace(object, cap, force));
-            let gang = object.and_then(|object| gang_id(object));
+            let gang = object.and_then(|object| GangId::of(object));
             let (from, to) = (pass.quota_of(turn.member, &pod), to.clone());
             let quota = Some(QuotaEviction { kind, from, to, grace, force, message: message.clone() });
             evictions.push(Eviction { pod, uid, preemptor: preemptor.clone(), may_be_refused, quota, gang });

@@ -1,4 +1,4 @@
-//! Decides when to restart a failed daemon. Pure.
+//! Decides when to restart a failed daemon, or the failed process of a device. Pure.
 use std::time::Duration;
 
 use crate::mps::wire::DaemonState;
@@ -15,14 +15,14 @@ const MIN_FAILURES_FOR_BACK_OFF: u32 = 4;
 
 /// Counts a daemon's consecutive failures and sets the delay before each restart.
 #[derive(Debug, Default)]
-pub(super) struct Backoff {
+pub(crate) struct Backoff {
     failures: u32,
 }
 
 impl Backoff {
     /// Records a failure of a daemon that ran for `ran`. Returns the delay before the restart. The
     /// first failure has no delay, because clients are waiting.
-    pub(super) fn record_failure(&mut self, ran: Duration) -> Duration {
+    pub(crate) fn record_failure(&mut self, ran: Duration) -> Duration {
         if ran >= MIN_STABLE_RUN_TIME {
             self.failures = 0;
         }
@@ -34,7 +34,7 @@ impl Backoff {
     }
 
     /// Returns the state to report during the delay.
-    pub(super) fn state(&self) -> DaemonState {
+    pub(crate) fn state(&self) -> DaemonState {
         if self.failures < MIN_FAILURES_FOR_BACK_OFF { DaemonState::Restarting } else { DaemonState::BackOff }
     }
 }

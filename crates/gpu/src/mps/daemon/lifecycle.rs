@@ -2,6 +2,7 @@
 use std::cell::RefCell;
 use std::io;
 use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -17,7 +18,7 @@ use crate::mps::compute_mode;
 use crate::mps::control::{self, ANSWER_DEADLINE, ControlError, QUIT_COMMAND, QUIT_DEADLINE};
 use crate::mps::error::DaemonError;
 use crate::mps::process::Child;
-use crate::mps::procfs;
+use crate::mps::procfs::{self, ProcessSearchError};
 use crate::mps::protocol::{self, Command};
 use crate::mps::wire::{DaemonSettings, DaemonState, Enforcement};
 
@@ -38,6 +39,21 @@ const SEARCH_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 const SEARCH_ERROR_LOG_INTERVAL: Duration = Duration::from_secs(10);
 /// Time limit for a killed daemon to exit. The driver may delay the exit.
 const KILLED_DAEMON_EXIT_DEADLINE: Duration = Duration::from_secs(10);
+
+/// Stops the MPS processes of a device that an earlier process of the MPS host started.
+///
+/// # Errors
+/// Returns [`ProcessSearchError`] if it is unknown which processes there are.
+pub(crate) async fn stop_earlier_daemon(device: &str, pipe: &Path) -> Result<(), ProcessSearchError> {
+    if !procfs::find_processes_of_pipe(pipe, None).await?.is_empty() {
+        tracing::warn!(device, "stopping the daemon of an earlier MPS host");
+        if let Err(error) = control::send_command(pipe, &QUIT_COMMAND, QUIT_DEADLINE).await {
+            tracing::warn!(device, %error, "failed to stop the daemon of an earlier MPS host");
+        }
+        procfs::kill_processes_of_pipe(pipe, None).await?;
+    }
+    Ok(())
+}
 
 impl Device {
     /// Keeps the daemon running while it is desired. Returns when the MPS host stops.
@@ -217,13 +233,7 @@ impl Device {
             std::fs::set_permissions(self.context.paths.mps_host_dir(), std::fs::Permissions::from_mode(0o711))
                 .map_err(failed)?;
         }
-        if !procfs::find_processes_of_pipe(&self.pipe, None).await?.is_empty() {
-            tracing::warn!(device = self.name, "stopping the daemon of an earlier MPS host");
-            if let Err(error) = control::send_command(&self.pipe, &QUIT_COMMAND, QUIT_DEADLINE).await {
-                tracing::warn!(device = self.name, %error, "failed to stop the daemon of an earlier MPS host");
-            }
-            procfs::kill_processes_of_pipe(&self.pipe, None).await?;
-        }
+        stop_earlier_daemon(&self.name, &self.pipe).await?;
         for name in ["control", "control_privileged"] {
             match std::fs::remove_file(self.pipe.join(name)) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),

@@ -58,9 +58,9 @@ impl QuotaPass<'_> {
         }
     }
 
-    /// Adds to a turn what a nominated pod may do with the nominated devices, if it costs less there
-    /// than elsewhere. If the pod may not run there, its quota does not get these devices later
-    /// either, so the pod no longer waits for them.
+    /// Adds to a turn what a nominated pod may do with the nominated devices, if it costs less
+    /// there than elsewhere. If the pod may not run there, its quota does not get these devices
+    /// later either, so the pod no longer waits for them.
     pub(super) fn consider_nomination(&mut self, turn: QuotaTurn) -> QuotaTurn {
         let (member, pool) = (turn.member, &self.worlds.pools[turn.member.pool]);
         if !pool.dearest.contains_key(&member.id) {

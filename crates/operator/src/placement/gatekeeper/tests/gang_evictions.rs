@@ -163,6 +163,7 @@ fn a_new_leader_evicts_the_rest_of_a_gang_if_a_pod_terminates_because_of_an_evic
 
 #[test]
 fn a_new_leader_continues_no_eviction_without_an_enforced_quota_or_while_a_quota_is_unknown() {
+    type Change = fn(&mut Case);
     let count = |case: &mut Case| {
         case.world.quotas.iter_mut().for_each(|quota| quota["spec"]["mode"] = json!("Count"));
     };
@@ -172,8 +173,7 @@ fn a_new_leader_continues_no_eviction_without_an_enforced_quota_or_while_a_quota
         quota["spec"] = json!({"namespaces": ["z"], "mode": "Unknown"});
         case.world.quotas.push(quota);
     };
-    let changes: [(&str, fn(&mut Case), usize); 3] =
-        [("none", |_| {}, 3), ("count", count, 1), ("unknown", add_unknown, 1)];
+    let changes: [(&str, Change, usize); 3] = [("none", |_| {}, 3), ("count", count, 1), ("unknown", add_unknown, 1)];
     for (change, apply, evictions) in changes {
         let mut case = case();
         case.failing_eviction = Some(("b/g2".to_owned(), EvictionResult::Refused("no".to_owned())));
