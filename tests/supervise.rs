@@ -25,6 +25,7 @@ impl RunningSupervisor {
         let mut child = Command::new(env!("CARGO_BIN_EXE_cleave-supervise"))
             .args(command)
             .env("PIDS", directory.path().join("pids"))
+            .env("CLEAVE_SUPERVISOR_DIR", directory.path().join("relay"))
             .stdin(Stdio::piped())
             .spawn()
             .unwrap();
@@ -40,6 +41,12 @@ impl RunningSupervisor {
             let pids: Vec<Pid> = text.lines().map(|line| Pid::from_raw(line.parse().unwrap()).unwrap()).collect();
             (pids.len() >= count && text.ends_with('\n')).then_some(pids)
         })
+    }
+
+    /// Returns whether the supervisor shows the kubelet relay that it runs.
+    fn shows_itself(&self) -> bool {
+        let lock = fs::File::open(self.directory.path().join("relay/supervisor")).unwrap();
+        matches!(lock.try_lock(), Err(fs::TryLockError::WouldBlock))
     }
 
     /// Waits until the supervisor exits. Returns its exit status.
@@ -91,6 +98,29 @@ fn a_killed_program_is_restarted_and_one_that_exits_is_not() {
         "the supervisor forwarded SIGTERM and exited with the program's status"
     );
     assert!(has_exited(third));
+}
+
+#[test]
+fn the_supervisor_shows_the_relay_that_it_runs_until_it_no_longer_restarts_the_program() {
+    // This script exits only when its input closes.
+    const STUBBORN_SCRIPT: &str = r#"trap "" TERM; echo $$ >>"$PIDS"; read line"#;
+    let mut supervised = RunningSupervisor::start(&["sh", "-c", STUBBORN_SCRIPT]);
+    let first = supervised.wait_for_starts(1)[0];
+    assert!(supervised.shows_itself());
+    kill_process(first, Signal::KILL).unwrap();
+    supervised.wait_for_starts(2);
+    assert!(supervised.shows_itself(), "the supervisor restarted the program");
+    kill_process(Pid::from_child(&supervised.child), Signal::TERM).unwrap();
+    wait_until("the supervisor to release its lock", || (!supervised.shows_itself()).then_some(()));
+    assert!(supervised.child.try_wait().unwrap().is_none(), "the program still runs");
+
+    let mut supervised = RunningSupervisor::start(&["sh", "-c", WAITING_SCRIPT]);
+    let program = supervised.wait_for_starts(1)[0];
+    assert!(supervised.shows_itself());
+    supervised.child.kill().unwrap();
+    supervised.child.wait().unwrap();
+    assert!(!supervised.shows_itself(), "the lock ends with the supervisor, even while the program still ends");
+    wait_until("the end of the program", || has_exited(program).then_some(()));
 }
 
 #[test]

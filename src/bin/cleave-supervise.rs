@@ -4,18 +4,25 @@
 //! The agent and the kubelet relay run under this program. Without a supervisor, the container of a
 //! killed agent would exit, and the kubelet would restart it with a backoff (1 s, 10 s, 20 s and so
 //! on). During the backoff, new pods that request GPUs would wait, and after 10 s the kubelet would
-//! reject them.
+//! reject them. The kubelet also restarts no container while it waits for a device plugin.
 //!
 //! Supervisors run on every node with an agent. To use little memory, the supervisor has one thread
 //! and no asynchronous runtime. The supervisor forwards signals and exits with the program's exit
 //! status. If the supervisor is killed, the kernel also kills the program.
+//!
+//! While the agent is absent, the kubelet relay waits longer if a supervisor runs, because only a
+//! supervisor restarts the agent while the kubelet waits for the relay. The environment variable
+//! `CLEAVE_SUPERVISOR_DIR` names the relay's directory, in which the supervisor shows that it runs.
+//! Only the agent's container has this variable.
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;
+use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
+use cleave_kubelet::SupervisorLock;
 use nix::sys::signal::{SigSet, Signal};
 use rustix::process::{Pid, WaitOptions, WaitStatus};
 
@@ -23,6 +30,8 @@ use rustix::process::{Pid, WaitOptions, WaitStatus};
 /// supervise: it sets a parent death signal and replaces itself with the program. The signal
 /// remains set after exec.
 const PARENT_PID_FLAG: &str = "--under=";
+/// Environment variable with the directory in which the supervisor shows that it runs.
+const DIRECTORY_VARIABLE: &str = "CLEAVE_SUPERVISOR_DIR";
 /// Signals that the supervisor forwards to the program.
 const FORWARDED_SIGNALS: [Signal; 6] =
     [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2];
@@ -103,6 +112,7 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
     // supervisor is process 1 of a container, to which the kernel delivers no signals that have no
     // handler.
     awaited.thread_block().context("failed to block signals")?;
+    let mut lock = acquire_lock();
     let mut worker = start_program(program, args)?;
     let mut restarts = RecentRestarts::default();
     let mut stopping = false;
@@ -110,6 +120,10 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
         let signal = awaited.wait().context("failed to wait for signals")?;
         if signal != Signal::SIGCHLD {
             stopping |= matches!(signal, Signal::SIGTERM | Signal::SIGINT | Signal::SIGQUIT);
+            if stopping {
+                // This supervisor no longer restarts the program.
+                drop(lock.take());
+            }
             let signal = rustix::process::Signal::from_named_raw(signal as i32).context("unknown signal")?;
             // Ignore errors. If the program has already exited, SIGCHLD follows.
             let _ = rustix::process::kill_process(worker, signal);
@@ -129,6 +143,15 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
             }
         }
     }
+}
+
+/// Shows the kubelet relay that this supervisor runs, if the environment names the relay's
+/// directory. Continues after a failure: the relay then only waits less for an absent agent.
+fn acquire_lock() -> Option<SupervisorLock> {
+    let directory = std::env::var_os(DIRECTORY_VARIABLE)?;
+    let lock = SupervisorLock::acquire(Path::new(&directory));
+    lock.inspect_err(|error| eprintln!("cleave-supervise: failed to lock a file in {}: {error}", directory.display()))
+        .ok()
 }
 
 /// Returns the signals that the supervisor waits for.

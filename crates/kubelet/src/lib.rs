@@ -31,6 +31,7 @@ mod registration;
 mod relay;
 mod resource;
 mod server;
+mod supervisor;
 
 pub use checkpoint::{AllocatedDevices, KubeletCheckpoint, parse_allocated_devices};
 pub use directory::{DEVICE_PLUGIN_DIRECTORY, DirectoryError};
@@ -46,3 +47,4 @@ pub use resource::{
     ContainerResponse, Device, DeviceId, DeviceList, DeviceNode, InvalidDeviceId, InvalidResourceName, Mount,
     PluginOptions, PreferredRequest, Refusal, Resource, ResourceName,
 };
+pub use supervisor::SupervisorLock;

@@ -9,6 +9,13 @@
 //!
 //! While the agent is absent, the kubelet keeps the last device lists, and the relay holds the
 //! kubelet's calls until the agent has registered again. [`RelayTimings`] limits both.
+//!
+//! ```text
+//!          disconnects                  absent for too long
+//! Present ─────────────▶ Absent: calls wait ───────────────▶ Lost: calls fail, devices Unhealthy
+//!    ▲                      │ registers                       │ registers
+//!    └──────────────────────┴─────────────────────────────────┘
+//! ```
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -38,12 +45,16 @@ use crate::registration::unix_endpoint;
 use crate::resource::{
     ContainerResponse, DeviceList, PluginOptions, PreferredRequest, Refusal, Resource, ResourceName, parse_list,
 };
+use crate::supervisor::supervisor_runs;
 
 /// Maximum size of a message from the agent, in bytes. A list of 20,000 devices fits in this size.
 const MAX_MESSAGE_BYTES: usize = 4 << 20;
 
 /// Name of a new `kubelet.sock` before it replaces the old socket.
 const NEW_SOCKET_NAME: &str = "kubelet.new";
+
+/// Interval between checks whether a supervisor of the absent agent still runs.
+const SUPERVISOR_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Configuration of the relay.
 #[derive(Clone, Debug)]
@@ -64,15 +75,30 @@ pub struct RelayTimings {
     /// Deadline for the kubelet to open the stream of a resource that registers. After the
     /// deadline, the agent registers again. This deadline is shorter than the agent's own deadline.
     pub stream: Duration,
-    /// Maximum time for which the relay holds calls of the kubelet while the agent is absent. The
-    /// relay waits equally long for an answer of the connected agent. The kubelet admits pods one
-    /// by one. While the relay holds a call, the kubelet admits no other pod, not even the agent's.
+    /// Maximum time for an answer of the connected agent to a call for the admission of a pod. The
+    /// agent answers within milliseconds, or within 2 s if it waits for the pod. An agent that has
+    /// not answered after this time hangs, and would not answer later either. The kubelet has no
+    /// deadline of its own for these calls. It admits pods one by one, so a held call delays all
+    /// pods of the node.
     pub answer: Duration,
-    /// Like `answer`, but for `PreStartContainer`, which delays only one container. This maximum is
-    /// longer than the agent's deadline of 25 s, and shorter than the kubelet's deadline of 30 s.
+    /// Time without the agent after which the agent counts as lost: the relay reports the agent's
+    /// devices as unhealthy, and refuses calls for admissions. The kubelet permanently rejects a
+    /// pod whose call is refused, and a pod that requests unhealthy devices.
+    ///
+    /// While the relay holds a call, the kubelet restarts no container and admits no other pod. If
+    /// the agent's container has ended, the kubelet therefore starts the next agent only after the
+    /// call. A longer wait would not help the held pod, and would delay the next agent. The wait
+    /// helps only if the kubelet is already starting the container of the next agent.
+    pub absent: Duration,
+    /// Like `absent`, but while a supervisor of the agent runs. The next agent then starts without
+    /// the kubelet, so a longer wait helps the held pod. The agent restarts within a tenth of a
+    /// second on an idle node. The rest of this time is for nodes that starve their processes of
+    /// CPU or disk. A supervisor whose agent crashes repeatedly exits after 20 restarts.
+    pub supervised: Duration,
+    /// Maximum time for which the relay holds a call of `PreStartContainer`. This call delays only
+    /// one container, which the kubelet starts again later. This maximum is longer than the agent's
+    /// deadline of 25 s, and shorter than the kubelet's deadline of 30 s.
     pub start: Duration,
-    /// Time without the agent after which the relay reports the agent's devices as unhealthy.
-    pub unhealthy: Duration,
     /// Time without the agent after which the relay removes the agent's resources, as a kubelet
     /// does.
     pub removed: Duration,
@@ -84,11 +110,38 @@ impl Default for RelayTimings {
             connect: Duration::from_secs(5),
             stream: Duration::from_secs(10),
             answer: Duration::from_secs(10),
+            absent: Duration::from_secs(10),
+            supervised: Duration::from_secs(30),
             start: Duration::from_secs(28),
-            unhealthy: Duration::from_secs(10),
             removed: Duration::from_secs(360),
         }
     }
+}
+
+impl RelayTimings {
+    /// Returns the limits of a call for the admission of a pod. The total is the longest absence
+    /// and one answer, so that an agent that returns at the last moment can still answer, and an
+    /// agent that disconnects again and again does not block the kubelet.
+    fn admission_limits(&self) -> CallLimits {
+        CallLimits { answer: self.answer, total: self.supervised + self.answer, awaits_lost_agent: false }
+    }
+
+    /// Returns the limits of a call of `PreStartContainer`.
+    fn start_limits(&self) -> CallLimits {
+        CallLimits { answer: self.start, total: self.start, awaits_lost_agent: true }
+    }
+}
+
+/// How long a call of the kubelet may take.
+#[derive(Clone, Copy, Debug)]
+struct CallLimits {
+    /// Maximum time for one answer of the agent.
+    answer: Duration,
+    /// Maximum time of the call. Calls that begin during one absence share this time, so that
+    /// together they do not block the kubelet for longer than one call.
+    total: Duration,
+    /// Whether the call waits for an agent that counts as lost.
+    awaits_lost_agent: bool,
 }
 
 /// Why the relay cannot run.
@@ -317,9 +370,9 @@ impl Relay {
         }
     }
 
-    /// Forwards the agent's device lists until the stream ends. Later marks the devices unhealthy,
-    /// and finally removes the resource, unless the agent registers again. Removes the resource
-    /// immediately if the last list was empty.
+    /// Forwards the agent's device lists until the stream ends. Later records that the agent is
+    /// lost, and finally removes the resource, unless the agent registers again. Removes the
+    /// resource immediately if the last list was empty.
     async fn forward_device_lists(
         self: Arc<Self>,
         name: ResourceName,
@@ -349,12 +402,34 @@ impl Relay {
         let ended = Instant::now();
         if !resource.devices.borrow().is_empty() {
             tracing::warn!(resource = %name, "the agent is absent; its devices remain available");
-            tokio::time::sleep_until(ended + self.timings.unhealthy).await;
-            tracing::warn!(resource = %name, "the agent is still absent; its devices are unhealthy");
-            resource.devices.send_modify(|list| *list = Arc::new(mark_all_unhealthy(list)));
+            self.wait_until_lost(ended).await;
+            self.record_loss(&name, number);
             tokio::time::sleep_until(ended + self.timings.removed).await;
         }
         self.remove_resource(&name, number);
+    }
+
+    /// Waits until an agent that disconnected at `ended` counts as lost: after
+    /// [`RelayTimings::absent`], or after [`RelayTimings::supervised`] if a supervisor runs until
+    /// then.
+    async fn wait_until_lost(&self, ended: Instant) {
+        let RelayTimings { absent, supervised, .. } = self.timings;
+        tokio::time::sleep_until(ended + absent).await;
+        let end = ended + supervised;
+        while Instant::now() < end && supervisor_runs(self.directory.path()) {
+            tokio::time::sleep_until(end.min(Instant::now() + SUPERVISOR_POLL_INTERVAL)).await;
+        }
+    }
+
+    /// Records that the agent of a resource is lost, unless the resource has been registered again:
+    /// fails held calls, and reports the devices as unhealthy.
+    fn record_loss(&self, name: &ResourceName, number: u64) {
+        let endpoints = lock(&self.endpoints);
+        if let Some(Endpoint { resource, .. }) = endpoints.by_name.get(name).filter(|one| one.number == number) {
+            tracing::warn!(resource = %name, "the agent is still absent; its devices are unhealthy");
+            resource.agent.send_if_modified(AgentState::lose);
+            resource.devices.send_modify(|list| *list = Arc::new(mark_all_unhealthy(list)));
+        }
     }
 
     /// Removes a resource, unless it has been registered again.
@@ -424,15 +499,37 @@ struct AgentClient {
 #[derive(Clone)]
 enum AgentState {
     Present(AgentClient),
-    Absent { since: Instant },
+    /// The agent may return soon, so calls wait for it.
+    Absent {
+        since: Instant,
+    },
+    /// The agent has been absent for too long.
+    Lost {
+        since: Instant,
+    },
 }
 
 impl AgentState {
     fn client(&self) -> Option<&AgentClient> {
         match self {
             Self::Present(client) => Some(client),
-            Self::Absent { .. } => None,
+            Self::Absent { .. } | Self::Lost { .. } => None,
         }
+    }
+
+    /// Returns the beginning of the absence, if the agent is not connected.
+    fn absent_since(&self) -> Option<Instant> {
+        match self {
+            Self::Present(_) => None,
+            Self::Absent { since } | Self::Lost { since } => Some(*since),
+        }
+    }
+
+    /// Records that an absent agent is lost. Returns whether the state changed.
+    fn lose(&mut self) -> bool {
+        let Self::Absent { since } = *self else { return false };
+        *self = Self::Lost { since };
+        true
     }
 }
 
@@ -464,45 +561,59 @@ impl RelayedResource {
     }
 
     /// Calls the agent. Waits while the agent is absent, and repeats the call if the agent
-    /// disconnects before it answers. Refuses after `limit`.
+    /// disconnects before it answers.
     async fn call_agent<A, F>(
         &self,
-        limit: Duration,
+        limits: CallLimits,
         call: impl Fn(DevicePluginClient<Channel>) -> F,
     ) -> Result<A, Refusal>
     where
         F: Future<Output = Result<Response<A>, Status>>,
     {
-        let attempts = async {
-            let mut agents = self.agent.subscribe();
-            loop {
-                // The wait cannot fail, because the sender is a field of this value.
-                let agent = agents.wait_for(|agent| agent.client().is_some()).await.ok();
-                let agent = agent.and_then(|agent| agent.client().cloned());
-                let Some(AgentClient { number, client }) = agent else { continue };
-                match call(client).await {
-                    Ok(answer) => return Ok(answer.into_inner()),
-                    // A status with a source was created in this process, and means that the
-                    // connection failed.
-                    Err(status) if std::error::Error::source(&status).is_some() => self.disconnect(number),
-                    Err(status) => return Err(status.into()),
-                }
+        let CallLimits { answer, total, awaits_lost_agent } = limits;
+        let mut agents = self.agent.subscribe();
+        let begun = self.agent.borrow().absent_since().unwrap_or_else(Instant::now);
+        let end = begun + total;
+        loop {
+            let is_settled = |agent: &AgentState| match agent {
+                AgentState::Absent { .. } => false,
+                AgentState::Lost { .. } => !awaits_lost_agent,
+                AgentState::Present(_) => true,
+            };
+            let agent = agents.wait_for(is_settled);
+            let agent = tokio::time::timeout_at(end, agent).await.ok().and_then(Result::ok);
+            let Some(AgentClient { number, client }) = agent.and_then(|agent| agent.client().cloned()) else {
+                return Err(self.refuse_for_absence());
+            };
+            let asked = Instant::now();
+            match tokio::time::timeout_at(end.min(asked + answer), call(client)).await {
+                Ok(Ok(answer)) => return Ok(answer.into_inner()),
+                // A status with a source was created in this process, and means that the connection
+                // failed.
+                Ok(Err(status)) if std::error::Error::source(&status).is_some() => self.disconnect(number),
+                Ok(Err(status)) => return Err(status.into()),
+                Err(_) => return Err(self.refuse(&format!("did not answer within {} s", whole_seconds(asked)))),
             }
-        };
-        // Calls that begin during one absence share a deadline, so that together they do not block
-        // the kubelet for longer than one call.
-        let begin = match *self.agent.borrow() {
-            AgentState::Present(_) => Instant::now(),
-            AgentState::Absent { since } => since,
-        };
-        tokio::time::timeout_at(begin + limit, attempts).await.unwrap_or_else(|_| {
-            Err(Refusal::NotReady(format!(
-                "{}: Cleave's agent on this node did not answer within {} s",
-                self.name,
-                limit.as_secs()
-            )))
-        })
+        }
     }
+
+    /// Returns the refusal of a call because the agent is absent.
+    fn refuse_for_absence(&self) -> Refusal {
+        let since = self.agent.borrow().absent_since().unwrap_or_else(Instant::now);
+        self.refuse(&format!("has been absent for {} s", whole_seconds(since)))
+    }
+
+    /// Returns the refusal of a call because the agent did not answer. The kubelet copies the
+    /// message into the pod's status: "Allocate failed due to MESSAGE, which is unexpected".
+    fn refuse(&self, why: &str) -> Refusal {
+        tracing::warn!(resource = %self.name, why, "refused a call of the kubelet");
+        Refusal::NotReady(format!("{}: Cleave's agent on this node {why}", self.name))
+    }
+}
+
+/// Returns the time since `start` in seconds, rounded.
+fn whole_seconds(start: Instant) -> u64 {
+    (start.elapsed() + Duration::from_millis(500)).as_secs()
 }
 
 impl Resource for RelayedResource {
@@ -523,7 +634,7 @@ impl Resource for RelayedResource {
             };
             let request = wire::PreferredAllocationRequest { container_requests: vec![container] };
             let answer = self
-                .call_agent(self.timings.answer, |mut client| {
+                .call_agent(self.timings.admission_limits(), |mut client| {
                     let request = request.clone();
                     async move { client.get_preferred_allocation(request).await }
                 })
@@ -537,7 +648,7 @@ impl Resource for RelayedResource {
             let container = wire::ContainerAllocateRequest { devices_ids: ids.to_vec() };
             let request = wire::AllocateRequest { container_requests: vec![container] };
             let answer = self
-                .call_agent(self.timings.answer, |mut client| {
+                .call_agent(self.timings.admission_limits(), |mut client| {
                     let request = request.clone();
                     async move { client.allocate(request).await }
                 })
@@ -549,7 +660,7 @@ impl Resource for RelayedResource {
     fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
         Box::pin(async move {
             let request = wire::PreStartContainerRequest { devices_ids: ids.to_vec() };
-            self.call_agent(self.timings.start, |mut client| {
+            self.call_agent(self.timings.start_limits(), |mut client| {
                 let request = request.clone();
                 async move { client.pre_start_container(request).await }
             })
@@ -565,5 +676,21 @@ fn single_response<T>(mut responses: Vec<T>) -> Result<T, Refusal> {
     match (responses.pop(), responses.is_empty()) {
         (Some(response), true) => Ok(response),
         _ => Err(Refusal::NotReady("the agent's answer is not for one container".to_owned())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_default_limits_fit_the_deadlines_of_the_agent_and_the_kubelet() {
+        let timings = RelayTimings::default();
+        assert!(timings.answer > Duration::from_secs(2), "the agent may wait 2 s for a pod");
+        assert!(timings.absent < timings.supervised && timings.supervised < timings.removed);
+        let total = timings.admission_limits().total;
+        assert!(total <= Duration::from_secs(40), "the kubelet admits no other pod during this time");
+        let start = timings.start_limits().total;
+        assert!(start > Duration::from_secs(25) && start < Duration::from_secs(30));
     }
 }

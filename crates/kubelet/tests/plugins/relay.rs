@@ -3,7 +3,7 @@
 use std::os::unix::fs::MetadataExt as _;
 
 use cleave_kubelet::proto::v1beta1 as wire;
-use cleave_kubelet::{RelayConfig, RelayError, RelayTimings, run_relay};
+use cleave_kubelet::{RelayConfig, RelayError, RelayTimings, SupervisorLock, run_relay};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
@@ -34,8 +34,9 @@ impl RelayFixture {
         let timings = RelayTimings {
             stream: TEST_TIMEOUT,
             answer: TEST_TIMEOUT,
+            absent: LONGER_THAN_ANY_TEST,
+            supervised: LONGER_THAN_ANY_TEST,
             start: TEST_TIMEOUT,
-            unhealthy: LONGER_THAN_ANY_TEST,
             removed: 2 * LONGER_THAN_ANY_TEST,
             ..RelayTimings::default()
         };
@@ -54,11 +55,38 @@ impl RelayFixture {
         }));
         RunningRelay { stop, relay }
     }
+
+    /// Starts an agent that serves the device `a` and does not answer calls of `allocate`.
+    fn start_silent_agent(&self) -> (PluginServer, watch::Receiver<u32>) {
+        let (called, calls) = watch::channel(0);
+        let silent = SilentResource { devices: watch::Sender::new(device_list(&["a"])), called };
+        let agent = PluginServer::start(&self.agent.config).expect("plugins");
+        let name = ResourceName::parse(MPS_RESOURCE).expect("a name");
+        agent.set(BTreeMap::from([(name, Arc::new(silent) as Arc<dyn Resource>)]));
+        (agent, calls)
+    }
+}
+
+/// Requests an allocation of the device `a`, and returns the refusal. Panics if the relay does not
+/// refuse the request within [`TEST_TIMEOUT`].
+async fn refused_allocation(kubelet: &FakeKubelet) -> tonic::Status {
+    let answer = tokio::time::timeout(TEST_TIMEOUT, kubelet.allocate(MPS_RESOURCE, &["a"])).await;
+    answer.expect("an answer in time").expect_err("a refusal")
+}
+
+fn assert_refused_for_absence(refusal: &tonic::Status) {
+    assert_eq!(refusal.code(), tonic::Code::Unavailable);
+    assert!(refusal.message().contains("Cleave's agent on this node has been absent for"), "{refusal}");
 }
 
 /// Returns a condition that is met when the kubelet can allocate exactly these devices.
 fn can_allocate_exactly(ids: &[&str]) -> impl Fn(&FakeKubeletState) -> bool {
     move |seen| seen.endpoints.get(MPS_RESOURCE).is_some_and(|endpoint| endpoint.healthy_ids() == ids)
+}
+
+fn has_one_unhealthy_device(seen: &FakeKubeletState) -> bool {
+    let endpoint = &seen.endpoints[MPS_RESOURCE];
+    endpoint.connected && endpoint.devices.len() == 1 && endpoint.healthy_ids().is_empty()
 }
 
 #[tokio::test]
@@ -130,21 +158,15 @@ async fn an_agent_restart_ends_no_stream_and_fails_no_call() {
 #[tokio::test]
 async fn devices_of_an_absent_agent_become_unhealthy_and_healthy_again_when_it_returns() {
     let mut fixture = RelayFixture::new();
-    (fixture.timings.unhealthy, fixture.timings.answer) = (Duration::ZERO, Duration::ZERO);
+    fixture.timings.absent = Duration::ZERO;
     let kubelet = fixture.kubelet.start_kubelet();
     let relay = fixture.start_relay();
     let shares = TestResource::new(&["a"]);
     let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
     kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
     agent.shutdown().await;
-    let is_unhealthy = |seen: &FakeKubeletState| {
-        let endpoint = &seen.endpoints[MPS_RESOURCE];
-        endpoint.connected && endpoint.devices.len() == 1 && endpoint.healthy_ids().is_empty()
-    };
-    kubelet.wait_for(TEST_TIMEOUT, is_unhealthy).await.expect("unhealthy devices");
-    let refusal = kubelet.allocate(MPS_RESOURCE, &["a"]).await.expect_err("there is no agent");
-    assert_eq!(refusal.code(), tonic::Code::Unavailable);
-    assert!(refusal.message().contains("agent on this node did not answer"), "{refusal}");
+    kubelet.wait_for(TEST_TIMEOUT, has_one_unhealthy_device).await.expect("unhealthy devices");
+    assert_refused_for_absence(&refused_allocation(&kubelet).await);
     // `PreStartContainer` delays only one container, so the relay holds this call longer than
     // others.
     let returns = async { fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]) };
@@ -161,7 +183,7 @@ async fn devices_of_an_absent_agent_become_unhealthy_and_healthy_again_when_it_r
 #[tokio::test]
 async fn resources_of_an_absent_agent_are_removed_and_served_again_when_it_returns() {
     let mut fixture = RelayFixture::new();
-    (fixture.timings.unhealthy, fixture.timings.removed) = (Duration::ZERO, Duration::ZERO);
+    (fixture.timings.absent, fixture.timings.removed) = (Duration::ZERO, Duration::ZERO);
     let kubelet = fixture.kubelet.start_kubelet();
     let relay = fixture.start_relay();
     let shares = TestResource::new(&["a"]);
@@ -263,24 +285,111 @@ impl Resource for SilentResource {
 
 #[tokio::test]
 async fn the_next_agent_receives_a_call_that_was_in_progress() {
-    let fixture = RelayFixture::new();
+    let mut fixture = RelayFixture::new();
+    fixture.timings.answer = Duration::from_secs(2);
     let kubelet = fixture.kubelet.start_kubelet();
     let relay = fixture.start_relay();
-    let silent =
-        Arc::new(SilentResource { devices: watch::Sender::new(device_list(&["a"])), called: watch::Sender::new(0) });
-    let agent = PluginServer::start(&fixture.agent.config).expect("plugins");
-    let name = ResourceName::parse(MPS_RESOURCE).expect("a name");
-    agent.set(BTreeMap::from([(name, Arc::clone(&silent) as Arc<dyn Resource>)]));
+    let (agent, mut calls) = fixture.start_silent_agent();
     kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
-    let mut called = silent.called.subscribe();
     let restart = async {
-        called.wait_for(|calls| *calls == 1).await.expect("a call");
+        calls.wait_for(|calls| *calls == 1).await.expect("a call");
         drop(agent);
+        // The time of the absence does not count as time in which the agent did not answer.
+        tokio::time::sleep(fixture.timings.answer + Duration::from_millis(200)).await;
         fixture.agent.start_plugins(&[(MPS_RESOURCE, &TestResource::new(&["a"]))])
     };
     let (response, agent) = tokio::join!(kubelet.allocate(MPS_RESOURCE, &["a"]), restart);
     assert_eq!(response.expect("an allocation").envs["IDS"], "a");
     agent.shutdown().await;
+    relay.stop().await;
+}
+
+#[tokio::test]
+async fn a_connected_agent_that_does_not_answer_is_not_awaited_like_an_absent_one() {
+    let mut fixture = RelayFixture::new();
+    fixture.timings.answer = Duration::from_millis(50);
+    let _supervisor = SupervisorLock::acquire(fixture.agent.path()).expect("a lock");
+    let kubelet = fixture.kubelet.start_kubelet();
+    let relay = fixture.start_relay();
+    let (agent, _calls) = fixture.start_silent_agent();
+    kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
+    let refusal = refused_allocation(&kubelet).await;
+    assert_eq!(refusal.code(), tonic::Code::Unavailable);
+    assert_eq!(refusal.message(), format!("{MPS_RESOURCE}: Cleave's agent on this node did not answer within 0 s"));
+    kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("the agent is connected");
+    agent.shutdown().await;
+    relay.stop().await;
+}
+
+#[tokio::test]
+async fn an_absent_agent_is_awaited_for_longer_while_its_supervisor_runs() {
+    let mut fixture = RelayFixture::new();
+    fixture.timings.absent = Duration::ZERO;
+    let supervisor = SupervisorLock::acquire(fixture.agent.path()).expect("a lock");
+    let kubelet = fixture.kubelet.start_kubelet();
+    let relay = fixture.start_relay();
+    let shares = TestResource::new(&["a"]);
+    let start_agent = || fixture.agent.start_plugins(&[(MPS_RESOURCE, &shares)]);
+    let agent = start_agent();
+    kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
+    drop(agent);
+    let restart = async {
+        // Without the supervisor, the relay would refuse the call during this time.
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        assert!(can_allocate_exactly(&["a"])(&kubelet.state().borrow()), "the devices remain healthy");
+        start_agent()
+    };
+    let (response, agent) = tokio::join!(kubelet.allocate(MPS_RESOURCE, &["a"]), restart);
+    assert_eq!(response.expect("an allocation").envs["IDS"], "a");
+    // If the supervisor ends too, only the kubelet can start an agent, and the kubelet waits for
+    // the relay.
+    drop(agent);
+    let ends = async {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        drop(supervisor);
+    };
+    let (refusal, ()) = tokio::join!(refused_allocation(&kubelet), ends);
+    assert_refused_for_absence(&refusal);
+    kubelet.wait_for(TEST_TIMEOUT, has_one_unhealthy_device).await.expect("unhealthy devices");
+    relay.stop().await;
+}
+
+#[tokio::test]
+async fn an_agent_that_does_not_return_counts_as_lost_although_its_supervisor_runs() {
+    let mut fixture = RelayFixture::new();
+    (fixture.timings.absent, fixture.timings.supervised) = (Duration::ZERO, Duration::from_millis(50));
+    let _supervisor = SupervisorLock::acquire(fixture.agent.path()).expect("a lock");
+    let kubelet = fixture.kubelet.start_kubelet();
+    let relay = fixture.start_relay();
+    let agent = fixture.agent.start_plugins(&[(MPS_RESOURCE, &TestResource::new(&["a"]))]);
+    kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
+    drop(agent);
+    assert_refused_for_absence(&refused_allocation(&kubelet).await);
+    kubelet.wait_for(TEST_TIMEOUT, has_one_unhealthy_device).await.expect("unhealthy devices");
+    relay.stop().await;
+}
+
+#[tokio::test]
+async fn an_agent_that_disconnects_again_and_again_does_not_block_the_kubelet() {
+    let mut fixture = RelayFixture::new();
+    (fixture.timings.answer, fixture.timings.supervised) = (Duration::from_secs(2), Duration::ZERO);
+    let kubelet = fixture.kubelet.start_kubelet();
+    let relay = fixture.start_relay();
+    let mut running = fixture.start_silent_agent();
+    kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("a list");
+    // Each agent disconnects long before its time to answer is over.
+    let restarts = async {
+        loop {
+            let (agent, mut calls) = running;
+            calls.wait_for(|calls| *calls == 1).await.expect("a call");
+            drop(agent);
+            running = fixture.start_silent_agent();
+        }
+    };
+    tokio::select! {
+        refusal = refused_allocation(&kubelet) => assert_eq!(refusal.code(), tonic::Code::Unavailable),
+        () = restarts => {}
+    }
     relay.stop().await;
 }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    AGENT_SUPERVISOR, Cluster, Faults, GPU_NODES_PATH, SYSTEM_NAMESPACE, Scope, signal_program, text, wait_until,
+    Cluster, Faults, GPU_NODES_PATH, SYSTEM_NAMESPACE, Scope, find_pid, signal_program, text, wait_until,
 };
 use cleave_plan::mps::{self, Threads};
 use cleave_plan::units::Sms;
@@ -301,27 +301,27 @@ enum RepartitioningStep {
     Applied,
 }
 
-/// Kills a component: all pods of the operator, or the supervisor of the agent and with it the
-/// agent. For the agent, also deletes the pod, because the kubelet delays the restart of a
-/// container by minutes if the container was killed often.
+/// Kills a component: all pods of the operator, or the agent of [`NODE`]. The agent's supervisor
+/// restarts the agent.
+///
+/// Does not kill the supervisor. Then only the kubelet could start the next agent. If the kubelet
+/// admits a pod first, it starts no container while it waits for the agent's answer, and rejects
+/// the pod permanently (decision 0010).
 fn kill_component(cluster: &Cluster, victim: KilledComponent) -> Result<()> {
-    let component = match victim {
+    match victim {
         KilledComponent::Agent => {
-            signal_program(NODE, AGENT_SUPERVISOR, "KILL")?;
-            "agent"
+            let old = find_pid(NODE, "cleave-agent")?;
+            signal_program(NODE, "cleave-agent", "KILL")?;
+            wait_until("another agent runs", || Ok(find_pid(NODE, "cleave-agent").is_ok_and(|pid| pid != old)))
         }
-        KilledComponent::Operator => "operator",
-    };
-    let pods = format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods");
-    for pod in cluster.list(&format!("{pods}?labelSelector=app.kubernetes.io/component={component}"))? {
-        if component == "operator" || pod["spec"]["nodeName"] == NODE {
-            cluster.delete(&format!("{pods}/{}", text(&pod["metadata"]["name"])), Some(0))?;
+        KilledComponent::Operator => {
+            let pods = format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods");
+            for pod in cluster.list(&format!("{pods}?labelSelector=app.kubernetes.io/component=operator"))? {
+                cluster.delete(&format!("{pods}/{}", text(&pod["metadata"]["name"])), Some(0))?;
+            }
+            Ok(())
         }
     }
-    if let KilledComponent::Agent = victim {
-        wait_until("an agent runs", || signal_program(NODE, "cleave-agent", "CONT").map(|()| true))?;
-    }
-    Ok(())
 }
 
 /// Waits until a new repartitioning of [`NODE`] reaches a step or finishes, or until `pod` is bound

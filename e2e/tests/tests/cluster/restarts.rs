@@ -1,6 +1,7 @@
 //! Tests that running pods are not disturbed when a component of Cleave or the kubelet is
 //! restarted, upgraded or killed.
 use std::io::Write as _;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
@@ -161,6 +162,53 @@ fn a_killed_agent_restarts_at_once_and_its_shares_stay_advertised() -> Result<()
     ensure!(find_pid(NODE, AGENT_SUPERVISOR)? == supervisor, "the supervisor was restarted");
     ensure!(restart_count(&component_pod(&cluster, "agent")?) == before, "the container was restarted");
     Ok(())
+}
+
+/// The stopped supervisor of the agent on [`NODE`]. Dropping this value continues the supervisor.
+struct StoppedSupervisor;
+
+impl StoppedSupervisor {
+    fn stop() -> Result<Self> {
+        let stopped = Self;
+        signal_program(NODE, AGENT_SUPERVISOR, "STOP")?;
+        Ok(stopped)
+    }
+}
+
+impl Drop for StoppedSupervisor {
+    fn drop(&mut self) {
+        if let Err(error) = signal_program(NODE, AGENT_SUPERVISOR, "CONT") {
+            let _ = writeln!(std::io::stderr(), "failed to continue the supervisor: {error:#}");
+        }
+    }
+}
+
+#[test]
+fn a_pod_waits_for_an_agent_whose_supervisor_restarts_it_late() -> Result<()> {
+    // Longer than the relay waits for an agent without a supervisor, and shorter than it waits for
+    // an agent with a supervisor.
+    const ABSENCE: Duration = Duration::from_secs(15);
+    let cluster = Cluster::connect()?;
+    let scope = ten_shares(&cluster, "late")?;
+    let running = start_pods(&cluster, &scope)?;
+    let stopped = StoppedSupervisor::stop()?;
+    signal_program(NODE, "cleave-agent", "KILL")?;
+    let since = Instant::now();
+    scope.create_pod("waiting", &json!({SHARES_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;
+    let mut missing = check_for_missing_shares(&cluster);
+    wait_without_violation(
+        "the agent is absent for long enough",
+        || Ok(since.elapsed() >= ABSENCE),
+        || {
+            let pod = cluster.get(&scope.pod_path("waiting"))?;
+            if pod["status"]["phase"] == "Failed" { Ok(Some(text(&pod["status"]["message"]))) } else { missing() }
+        },
+    )?;
+    let pod = cluster.get(&scope.pod_path("waiting"))?;
+    ensure!(pod["spec"]["nodeName"] == NODE, "the pod did not reach the kubelet while the agent was absent");
+    drop(stopped);
+    scope.wait_until_running("waiting")?;
+    running.check_unchanged(&cluster, &scope)
 }
 
 /// A second agent on [`NODE`]. Two agents run at the same time during an upgrade, or for a longer
