@@ -379,7 +379,9 @@ fn exclusive_process_is_set_before_the_daemon_starts_and_restored_after_it_stops
     node.wait_for_state(0, DaemonState::Active);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
     assert_eq!(node.run_and_read_limits(ALLOCATION_A).0, 26);
-    // A killed MPS host cannot restore the compute mode. The next MPS host restores it.
+    // A killed MPS host cannot restore the compute mode. The next MPS host restores it. Stop the
+    // process of the device first: it could restore the mode before the kernel kills it too.
+    send_signal(node.device_process(0), Signal::STOP);
     node.stop_mps_host(Signal::KILL);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
     node.start_mps_host();
@@ -389,6 +391,7 @@ fn exclusive_process_is_set_before_the_daemon_starts_and_restored_after_it_stops
     // An MPS host that no longer has a daemon for the GPU also restores the mode.
     node.start_mps_host();
     node.wait_for_state(0, DaemonState::Active);
+    send_signal(node.device_process(0), Signal::STOP);
     node.stop_mps_host(Signal::KILL);
     node.desired.daemons.clear();
     node.desired.allocations.clear();
