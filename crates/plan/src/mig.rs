@@ -63,7 +63,7 @@ pub(crate) struct Instance {
 
 /// The media engines of a profile, by NVIDIA's suffixes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum MediaEngines {
+pub enum MediaEngines {
     /// No media suffix: the instance has the profile's standard part of the media engines.
     Plain,
     /// `+me`: the instance has the GPU's only set of extra media engines.
@@ -88,7 +88,7 @@ struct ProfileEntry {
 }
 
 /// The validated profiles and placements of one kind of GPU.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ProfileTable {
     entries: Vec<ProfileEntry>,
     /// Distinct pairs of a profile's size, in memory slices, and its possible first slices. Used to
@@ -96,6 +96,61 @@ pub struct ProfileTable {
     shapes: Vec<(u8, Vec<u8>)>,
     slices: u32,
     compute: u32,
+}
+
+/// What limits the instances of one profile on one GPU.
+#[derive(Debug, Clone, Copy)]
+pub struct ProfileRules<'a> {
+    table: &'a ProfileTable,
+    entry: &'a ProfileEntry,
+}
+
+impl ProfileRules<'_> {
+    /// Returns the name of the profile.
+    pub fn name(&self) -> &str {
+        &self.entry.name
+    }
+
+    /// Returns the number of memory slices of one instance.
+    pub fn size(&self) -> u8 {
+        self.entry.size
+    }
+
+    /// Returns the memory slices at which an instance can start, in ascending order.
+    pub fn starts(&self) -> &[u8] {
+        &self.entry.starts
+    }
+
+    /// Returns the media engines of one instance.
+    pub fn media_engines(&self) -> MediaEngines {
+        self.entry.media
+    }
+
+    /// Returns the maximum number of instances on one GPU, if the memory slices alone would allow
+    /// more.
+    pub fn max_count(&self) -> Option<u32> {
+        let by_placement = max_instances(self.entry.size, &self.entry.starts, 0);
+        (self.entry.count < by_placement).then_some(self.entry.count)
+    }
+
+    /// Returns the placements in the order in which a first-fit allocator should try them. If the
+    /// earlier placements are used, the next placement leaves the most room for other instances,
+    /// by the same estimate as the planner's. Among equal placements, the highest comes first.
+    pub fn first_fit_order(&self) -> Vec<u8> {
+        let mut rest = self.entry.starts.clone();
+        let mut order = Vec::with_capacity(rest.len());
+        let mut used: Mask = 0;
+        let bits = |start: u8| slice_mask(self.entry.size, start);
+        while let Some(&best) = rest.iter().max_by_key(|&&start| {
+            // A placement that overlaps an earlier one is only tried if the earlier one is blocked.
+            (used & bits(start) == 0, self.table.estimate_room(used | bits(start)), start)
+        }) {
+            used |= bits(best);
+            rest.retain(|&start| start != best);
+            order.push(best);
+        }
+        order
+    }
 }
 
 /// Placements of the requested instances on one GPU.
@@ -175,6 +230,27 @@ impl ProfileTable {
     pub fn built_in(model: &str, memory_mib: u64) -> Option<Self> {
         let profiles = built_in(model, memory_mib)?;
         Self::new(&profiles).ok()
+    }
+
+    /// Returns the number of memory slices that instances can use.
+    pub fn memory_slices(&self) -> u32 {
+        self.slices
+    }
+
+    /// Returns the rules of each profile.
+    pub fn profiles(&self) -> impl Iterator<Item = ProfileRules<'_>> {
+        self.entries.iter().map(|entry| ProfileRules { table: self, entry })
+    }
+
+    /// Returns whether instances of these profiles, at these first memory slices, can exist on one
+    /// GPU at the same time.
+    pub fn can_coexist<'a>(&self, instances: impl IntoIterator<Item = (&'a str, u8)>) -> bool {
+        let find = |(name, start): (&str, u8)| {
+            let profile = self.entries.iter().position(|entry| entry.name == name)?;
+            Some(Instance { profile: u8::try_from(profile).ok()?, start })
+        };
+        let found: Option<Vec<Instance>> = instances.into_iter().map(find).collect();
+        found.is_some_and(|found| self.combined_mask(&found).is_some())
     }
 
     /// Returns the index of the profile that a resource such as `nvidia.com/mig-1g.10gb` names.
@@ -607,6 +683,29 @@ mod tests {
         let found = table.arrange(&[], &[], &wanted(&table, &["1g.5gb"])).expect("fits");
         // 1g must start at 6, so that 4g fits at 0 and 2g fits at 4.
         assert_eq!(found.placed, [instance(&table, "1g.5gb", 6)]);
+    }
+
+    #[test]
+    fn first_fit_fills_a_gpu_from_the_end_that_leaves_the_most_room() {
+        let table = a100();
+        let order =
+            |name: &str| table.profiles().find(|rules| rules.name() == name).map(|rules| rules.first_fit_order());
+        // NVIDIA's driver also creates the first 1g at 6, and then avoids the half that 4g needs.
+        let ones = order("1g.5gb").expect("known");
+        assert_eq!((ones[0], ones.len()), (6, 7));
+        assert!(ones[1..3].iter().all(|start| [4, 5].contains(start)), "{ones:?}");
+        assert_eq!(order("3g.20gb").expect("known"), [4, 0]);
+        assert_eq!(order("2g.10gb").expect("known")[0], 4);
+    }
+
+    #[test]
+    fn instances_coexist_by_name_and_placement() {
+        let table = a100();
+        assert!(table.can_coexist([("3g.20gb", 4), ("2g.10gb", 0), ("1g.5gb", 3)]));
+        assert!(!table.can_coexist([("3g.20gb", 4), ("2g.10gb", 4)]), "the instances overlap");
+        assert!(!table.can_coexist([("3g.20gb", 2)]), "3g cannot start at 2");
+        assert!(!table.can_coexist([("1g.10gb", 0), ("9g.90gb", 0)]), "the profile does not exist");
+        assert!(!table.can_coexist([("1g.5gb+me", 0), ("1g.5gb+me", 1)]), "the GPU has one extra set");
     }
 
     #[test]
