@@ -10,10 +10,13 @@ use cleave_plan::Quantity;
 
 use crate::devices::{Kind, OfferedDevice, Placement};
 use crate::gpu::{Replicas, Units};
-use crate::names::{DRIVER, GpuUuid, InvalidName, RequestName, ShareId};
+use crate::names::{DRIVER, GpuUuid, InvalidName, RequestName, ShareId, quoted};
 use crate::pool::Pool;
 use crate::slices::{CLIENTS, MEMORY, REPLICAS, UNITS};
 use crate::wire::{AllocatedDevice, DeviceAllocation, MAX_RESULTS};
+
+/// Maximum number of capacities that an error lists. A device has at most two.
+const MAX_SHOWN_AMOUNTS: usize = 4;
 
 /// What a claim holds of a node's GPUs: at least one part.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -198,9 +201,10 @@ impl Pool {
     fn read_device(&self, result: &AllocatedDevice) -> Result<Holding, ClaimError> {
         let device = result.device.clone();
         if result.pool != self.node().pool() {
-            return Err(ClaimError::OtherPool { device, pool: result.pool.clone(), serves: self.node().pool() });
+            let (device, pool) = (quoted(&device), quoted(&result.pool));
+            return Err(ClaimError::OtherPool { device, pool, serves: self.node().pool() });
         }
-        let (gpu, offered) = self.device(&device).ok_or_else(|| ClaimError::UnknownDevice(device.clone()))?;
+        let (gpu, offered) = self.device(&device).ok_or_else(|| ClaimError::UnknownDevice(quoted(&device)))?;
         if result.admin_access == Some(true) {
             return Err(ClaimError::AdminAccess(device));
         }
@@ -246,7 +250,8 @@ fn read_part(offered: &OfferedDevice, result: &AllocatedDevice) -> Result<Part, 
         }
     };
     part.ok_or_else(|| {
-        let amounts = result.consumed_capacity.iter().map(|(name, amount)| format!("{amount} of {name}"));
+        let amounts = result.consumed_capacity.iter().take(MAX_SHOWN_AMOUNTS);
+        let amounts = amounts.map(|(name, amount)| format!("{} of {}", quoted(&amount.to_string()), quoted(name)));
         let amounts = amounts.collect::<Vec<_>>().join(", ");
         let consumed = if amounts.is_empty() { "nothing".to_owned() } else { amounts };
         ClaimError::Capacity { device: result.device.clone(), consumed, expected }

@@ -16,16 +16,24 @@ const MAX_NAME_LENGTH: usize = 253;
 
 /// A name that cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{name:?} is not {expected}")]
+#[error("{name} is not {expected}")]
 pub struct InvalidName {
-    /// The name.
+    /// The name, [`quoted`].
     pub name: String,
     /// What the name should be.
     pub expected: &'static str,
 }
 
 fn invalid(name: &str, expected: &'static str) -> InvalidName {
-    InvalidName { name: name.to_owned(), expected }
+    InvalidName { name: quoted(name), expected }
+}
+
+/// Returns a text from an object as it is shown in messages: in quotation marks, at most 64
+/// characters, and with control characters escaped.
+pub(crate) fn quoted(text: &str) -> String {
+    let short: String = text.chars().take(64).collect();
+    let end = if short.len() < text.len() { "..." } else { "" };
+    format!("{short:?}{end}")
 }
 
 /// The UUID of a GPU, as NVML reports it: `GPU-` and a UUID in lower case.
@@ -204,6 +212,13 @@ mod tests {
         }
         assert!(ShareId::new("6ba7b810-9dad-11d1-80b4-00c04fd430c8").is_ok());
         assert!(ShareId::new("../../etc").is_err());
+    }
+
+    #[test]
+    fn names_in_messages_are_short_and_printable() {
+        assert_eq!(quoted("gpu\n\u{1b}[1m"), r#""gpu\n\u{1b}[1m""#);
+        assert!(quoted(&"x".repeat(100_000)).len() < 80);
+        assert!(RequestName::new(&"/".repeat(100_000)).is_err_and(|error| error.to_string().len() < 120));
     }
 
     #[test]

@@ -84,29 +84,27 @@ impl Pool {
 
 impl OfferedGpu {
     fn new(gpu: Gpu, refuse: &mut impl FnMut(String)) -> Self {
-        let table = match &gpu.offer.mig {
-            Some(_) => {
-                let (profiles, reasons) = usable_profiles(&gpu.profiles);
-                reasons.into_iter().for_each(&mut *refuse);
-                ProfileTable::new(&profiles).unwrap_or_else(|error| {
-                    refuse(error.to_string());
-                    ProfileTable::default()
-                })
-            }
-            // Without MIG devices, one counter suffices.
-            None => ProfileTable::default(),
-        };
+        let (profiles, mut reasons) = usable_profiles(&gpu.profiles);
+        let table = ProfileTable::new(&profiles).unwrap_or_else(|error| {
+            reasons.push(error.to_string());
+            ProfileTable::default()
+        });
+        if gpu.offer.mig.is_some() {
+            reasons.into_iter().for_each(&mut *refuse);
+        }
         let (mut devices, reasons) = offered_devices(&gpu, &table);
         reasons.into_iter().for_each(&mut *refuse);
         if !exclude_one_another(&devices, &table) {
             return Self { gpu, table, devices, counters: None };
         }
-        let counters = CounterModel::new(&table);
-        if counters.is_none() {
+        let is_mig = |device: &OfferedDevice| device.kind.placement().is_some();
+        let mut counters = devices.iter().any(is_mig).then(|| CounterModel::new(&table)).flatten();
+        if counters.is_none() && devices.iter().any(is_mig) {
             refuse("the GPU's MIG profiles need more shared counters than Kubernetes allows".to_owned());
-            devices.retain(|device| device.kind.placement().is_none());
+            devices.retain(|device| !is_mig(device));
         }
-        let counters = counters.or_else(|| CounterModel::new(&ProfileTable::default()));
+        // Without MIG devices, one counter suffices.
+        counters = counters.or_else(|| CounterModel::new(&ProfileTable::default()));
         Self { gpu, table, devices, counters }
     }
 }

@@ -83,7 +83,7 @@ fn a_claim_keeps_its_requests_gpus_and_shares() {
 fn devices_that_the_node_does_not_offer_are_refused() {
     assert_refused(&[], "no device of driver gpu.cleave.dev");
     assert_refused(&[device("x", &json!({"driver": "gpu.nvidia.com"}))], "no device of driver gpu.cleave.dev");
-    assert_refused(&[device("gpu-00000001", &json!({"pool": "cleave/node2"}))], "pool cleave/node2");
+    assert_refused(&[device("gpu-00000001", &json!({"pool": "cleave/node2"}))], "in pool \"cleave/node2\"");
     for name in ["gpu-00000009", "gpu-00000001-mig-1g10gb-7", "gpu-00000001-mig-9g90gb-0", "GPU-00000001", "", "../x"] {
         assert_refused(&[device(name, &json!({}))], "this node offers no device");
     }
@@ -192,6 +192,11 @@ fn claims_that_exclude_each_other_name_the_gpu_and_the_reason() {
     assert!(three.expect_err("a conflict").reason.contains("4 shares of MIG instance"));
     let other = plan("gpu-00000002", &json!({}));
     assert_eq!(pool.check(&[shares(SHARE, 10), other]), Ok(()));
+
+    // The rules come from the GPU. They do not depend on what the GPU offers now.
+    let changed = crate::gpus::pool(vec![gpu(1, MODELS[3], Offer { whole: true, ..Offer::default() })]);
+    assert_eq!(changed.check(&[instance("3g40gb-4"), instance("1g10gb-3")]), Ok(()));
+    assert!(changed.check(&[instance("3g40gb-4"), instance("1g10gb-6")]).is_err());
 }
 
 proptest! {

@@ -8,7 +8,7 @@ use cleave_plan::mig::Profile;
 use proptest::prelude::*;
 use serde_json::json;
 
-use crate::gpus::{MODELS, any_gpus, any_layout, everything, gpu, pool, units, uuid};
+use crate::gpus::{MODELS, any_gpus, any_layout, everything, gpu, pool, units};
 
 fn names(slices: &[ResourceSlice]) -> Vec<&str> {
     slices.iter().flat_map(|slice| &slice.spec.devices).map(|device| device.name.as_str()).collect()
