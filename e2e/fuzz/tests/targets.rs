@@ -64,6 +64,7 @@ targets!(
     pod_resources,
     kubelet_checkpoint,
     snapshot,
+    claim,
     policy,
     cluster,
     review,

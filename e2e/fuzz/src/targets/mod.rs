@@ -1,5 +1,6 @@
 //! The fuzz targets.
 mod agent;
+mod dra;
 mod fixtures;
 mod kubelet;
 mod mps;
@@ -26,6 +27,7 @@ pub fn all_targets() -> &'static [Target] {
         kubelet::POD_RESOURCES,
         kubelet::KUBELET_CHECKPOINT,
         plan::SNAPSHOT,
+        dra::CLAIM,
         objects::POLICY,
         objects::CLUSTER,
         objects::ADMISSION_REVIEW,
