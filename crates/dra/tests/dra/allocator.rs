@@ -204,7 +204,7 @@ fn kubernetes_accepts_the_slices_and_allocates_what_the_model_allocates() {
     let allocator = std::cell::RefCell::new(Allocator::start());
     let allocated = std::cell::Cell::new(0);
     let mut runner = TestRunner::new_with_rng(
-        Config { cases: 256, failure_persistence: None, ..Config::default() },
+        Config { failure_persistence: None, ..Config::default() },
         proptest::test_runner::TestRng::deterministic_rng(proptest::test_runner::RngAlgorithm::ChaCha),
     );
     let result = runner.run(&(any_gpus(), steps()), |(gpus, steps)| {

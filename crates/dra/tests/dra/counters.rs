@@ -45,8 +45,6 @@ fn divides_a_gpu_in_two_ways(plans: &[ClaimPlan]) -> bool {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 192, ..ProptestConfig::default() })]
-
     #[test]
     fn the_scheduler_allocates_exactly_what_the_gpus_can_serve(
         gpus in any_gpus(),
