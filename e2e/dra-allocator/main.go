@@ -9,6 +9,9 @@
 //	{"allocate": ResourceClaim}
 //	{"free": "name of an allocated claim"}
 //
+// go.mod selects the cluster tests' default version of Kubernetes, and versions/VERSION/go.mod
+// selects another version.
+//
 // The first kind of request replaces all slices and classes, and frees all claims. The answer to
 // the second kind contains the allocation, or none if the claim does not fit on the node. An answer
 // with "errors" means that Kubernetes refuses the objects.
@@ -21,6 +24,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"reflect"
 	"strings"
 
 	v1 "k8s.io/api/core/v1"
@@ -43,15 +47,21 @@ import (
 	kjson "sigs.k8s.io/json"
 )
 
-// features are the allocator's features in Kubernetes 1.37 without configuration.
+// features are the allocator's features in Kubernetes 1.36 and 1.37 without configuration.
 var features = structured.Features{
-	AdminAccess:             true,
-	ConsumableCapacity:      true,
-	DeviceBindingAndStatus:  true,
-	DeviceTaints:            true,
-	FractionalCapacityRange: true,
-	PartitionableDevices:    true,
-	PrioritizedList:         true,
+	AdminAccess:            true,
+	ConsumableCapacity:     true,
+	DeviceBindingAndStatus: true,
+	DeviceTaints:           true,
+	PartitionableDevices:   true,
+	PrioritizedList:        true,
+}
+
+func init() {
+	// Kubernetes 1.36 does not have this feature.
+	if field := reflect.ValueOf(&features).Elem().FieldByName("FractionalCapacityRange"); field.IsValid() {
+		field.SetBool(true)
+	}
 }
 
 // input is one request. Exactly one of Slices, Allocate and Free is set.

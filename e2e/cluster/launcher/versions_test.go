@@ -146,7 +146,7 @@ func TestGoModsShareTheVersionsOfModules(t *testing.T) {
 	if len(kube) < 50 {
 		t.Fatalf("kube/go.mod requires only %d modules", len(kube))
 	}
-	for _, dir := range []string{"../helm", "../containerd", "../../platforms", "../../placement"} {
+	for _, dir := range []string{"../helm", "../containerd", "../../platforms", "../../placement", "../../dra-allocator"} {
 		for module, version := range requirements(t, filepath.Join(dir, "go.mod")) {
 			if shared, ok := kube[module]; ok && shared != version {
 				t.Errorf("%s requires %s %s, and kube requires %s: run go get %[2]s@VERSION in both, with the newer version", dir, module, version, shared)

@@ -25,14 +25,16 @@ struct Allocator {
     answers: BufReader<ChildStdout>,
 }
 
-/// Builds the program.
+/// Builds the program with Kubernetes' default version, or with the version in `CLEAVE_KUBERNETES`.
 fn build() -> PathBuf {
+    let version = std::env::var("CLEAVE_KUBERNETES").map_or_else(|_| String::new(), |name| format!("versions/{name}/"));
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("dra-allocator");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../e2e/dra-allocator");
     // Use the build settings of the other Go programs, so that they share compiled packages.
     let built = Command::new("go")
         .args(["build", "-trimpath", "-buildvcs=false", "-o"])
         .arg(&program)
+        .arg(format!("-modfile={version}go.mod"))
         .arg(".")
         .current_dir(source)
         .envs([("CGO_ENABLED", "0"), ("GOWORK", "off"), ("GOFLAGS", "")])

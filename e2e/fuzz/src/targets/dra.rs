@@ -1,4 +1,5 @@
-//! The target for allocated claims. Whoever may write the status of a claim can forge an allocation.
+//! The target for allocated claims. Whoever may write the status of a claim can forge an
+//! allocation.
 use cleave_dra::gpu::{Layout, Replicas, Units};
 use cleave_dra::wire::DeviceAllocation;
 use cleave_dra::{DRIVER, Gpu, GpuUuid, MigOffer, NodeName, Offer, Part, Pool};
