@@ -115,9 +115,13 @@ fn invalid_parts_are_refused_and_the_rest_is_offered() {
     let (devices, refused) = refusals(vec![wide.clone()]);
     assert_eq!((devices.len(), refused.as_str()), (33, ""), "32 counters are allowed");
     wide.profiles.push(Profile { starts, ..profile("1g.10gb+me") });
-    let (devices, refused) = refusals(vec![wide]);
+    let (devices, refused) = refusals(vec![wide.clone()]);
     assert_eq!(devices, ["gpu-00000001"], "33 counters are not allowed");
     assert!(refused.contains("more shared counters"), "{refused}");
+    let layout = Layout::Fixed(vec![("1g.10gb".to_owned(), 0), ("1g.10gb+me".to_owned(), 1)]);
+    wide.offer = Offer { mig: Some(MigOffer { layout, units: None }), ..Offer::default() };
+    let (devices, refused) = refusals(vec![wide]);
+    assert_eq!((devices.len(), refused.as_str()), (2, ""), "a fixed layout needs no counters");
 }
 
 #[test]
